@@ -1,0 +1,56 @@
+# The commands of this repository. `make` lists them; each does its own set-up, so a fresh machine needs Python and make.
+
+PYTHON ?= python3
+# 1: use the torch that $(PYTHON) already has. 0: never. Empty: use it if it is new enough and sees a GPU.
+SYSTEM_TORCH ?=
+# Another package index to take torch from, for example one with CPU builds.
+TORCH_INDEX ?=
+# More options for pytest: make test ARGS="-k nvfp4 -x"
+ARGS ?=
+export SYSTEM_TORCH TORCH_INDEX
+
+PY := .venv/bin/python
+# Expanded after the set-up. A machine without network may lack xdist, and then the tests run one by one.
+PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo doctor test test-gpu lint format clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s%s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  PYTHON=python3.12  use that Python         SYSTEM_TORCH=1   use the torch it already has"
+	@echo "  TORCH_INDEX=URL    take torch from there   ARGS=\"-k gemm\"   more options for pytest"
+
+setup: ## make .venv, or bring it up to date
+	@$(PYTHON) tools/setup_venv.py
+
+demo: setup ## see what every format does to real-looking tensors
+	@$(PY) -m blockscale demo
+
+doctor: setup ## say what runs on this machine, and check that it is right
+	@$(PY) -m blockscale doctor
+
+# One thread per worker: the workers already keep every core busy.
+test: setup ## run the tests, one worker per core
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(ARGS)
+
+# Runs where nothing can be installed. Without a GPU it fails: all skipped must not look like all passed.
+test-gpu: ## run the tests that need a GPU, with PYTHON as it is, without .venv
+	BLOCKSCALE_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs $(ARGS)
+
+# Everything through $(PY): tools that come with a borrowed torch have no command in .venv/bin.
+lint: setup ## check style, types, layers and spelling
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m basedpyright --pythonpath $(PY)
+	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-logo
+	$(PY) -m codespell_lib
+
+format: setup ## rewrite the code in the house style
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+clean: ## remove caches, builds and outputs; .venv stays (remove it by hand to start over)
+	rm -rf build dist out .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

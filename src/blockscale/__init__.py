@@ -1,0 +1,50 @@
+"""Blockscale: block-scaled low precision (FP8 blockwise, MXFP8, MXFP6, MXFP4, NVFP4) for PyTorch.
+
+Public names are resolved on first use, because importing torch takes seconds and `blockscale --help` must not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# public name -> where it lives
+_PUBLIC = {
+    "quantize": "casts",
+    "quantize_both": "casts",
+    "dequantize": "casts",
+    "scaled_mm": "gemm",
+    "scaled_grouped_mm": "grouped",
+    "BlockScaled": "formats",
+    "CastSpec": "formats",
+    "Stochastic": "formats",
+    "rng_state": "formats",
+    "use_backend": "registry",
+    "explain": "diagnostics",
+    "doctor": "diagnostics",
+}
+_SUBMODULES = ("casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "registry")
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from .casts import dequantize, quantize, quantize_both
+    from .diagnostics import doctor, explain
+    from .formats import BlockScaled, CastSpec, Stochastic, rng_state
+    from .gemm import scaled_mm
+    from .grouped import scaled_grouped_mm
+    from .registry import use_backend
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module 'blockscale' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC, *_SUBMODULES])

@@ -1,0 +1,171 @@
+"""Casts: high precision to block-scaled formats and back.
+
+`quantize` makes one operand, `quantize_both` makes the two that a layer needs from one read, `dequantize` goes back. Each
+works on any tensor of rank two or more; blocks run along one of the last two axes and a tail block counts as a whole one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError, OptionError, ShapeError
+from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec, check_amax
+from ..formats.stochastic import Stochastic
+from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, to_parts
+from . import _reference as _reference  # registers its rows
+from . import ops
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantize(
+    x: Tensor,
+    format: str | CastSpec,
+    *,
+    axis: int = -1,
+    scale_rule: str | None = None,
+    rounding: str | Stochastic = "nearest",
+    hadamard: bool | int = False,
+    role: str | None = None,
+    amax: str | Tensor = "tensor",
+    satfinite: bool = False,
+    scale_layout: str | None = None,
+    offs: Tensor | None = None,
+) -> BlockScaled:
+    """Cast to a block-scaled format, blocks along `axis`.
+
+    `format` is a name, with the options beside it, or a `CastSpec` that holds them all. offs: inclusive ends of groups of
+    rows (int32, on the device). With axis=-2 every group then starts a block of its own, at a multiple of 128.
+
+    >>> q = quantize(torch.ones(2, 64, dtype=torch.bfloat16), "mxfp8_e4m3")
+    >>> q
+    BlockScaled(mxfp8_e4m3 (2, 64), axis=-1, scale float8_e8m0fnu plain, cpu)
+    >>> dequantize(q).sum().item()
+    128.0
+    """
+    if isinstance(format, CastSpec):
+        spec = format
+    else:
+        spec = CastSpec(format, scale_rule, rounding, hadamard, role, amax, satfinite, scale_layout)
+    check_axis(axis)
+    _check_source(x, "x")
+    plan = _plan(x, spec, offs)
+    buffers = ops.quantize(x, plan.text(), axis, spec.state, spec.amax_tensor, offs)
+    return assemble(plan, buffers, x.shape, axis, grouped=offs is not None and axis == -2)
+
+
+def quantize_both(
+    x: Tensor, row: str | CastSpec, col: str | CastSpec, *, offs: Tensor | None = None, colsum: bool = False
+) -> tuple[BlockScaled, BlockScaled] | tuple[BlockScaled, BlockScaled, Tensor]:
+    """Both operands of a tensor from one read: `row` has blocks along the last axis, `col` along the one before.
+
+    With `colsum` the fp32 sums over rows (a bias gradient) come as a third result, [G, K] when there are groups.
+
+    >>> row, col = quantize_both(torch.randn(256, 128), "fp8_1x128", "fp8_1x128")
+    >>> row.axis, col.axis, col.mT.shape
+    (-1, -2, (128, 256))
+    """
+    _check_source(x, "x")
+    row_spec, col_spec = as_cast_spec(row), as_cast_spec(col)
+    plans = (_plan(x, row_spec, offs), _plan(x, col_spec, offs))
+    results = ops.quantize_both(
+        x,
+        plans[0].text(),
+        plans[1].text(),
+        row_spec.state,
+        col_spec.state,
+        row_spec.amax_tensor,
+        col_spec.amax_tensor,
+        offs,
+        colsum,
+    )
+    row_operand = assemble(plans[0], results[0:3], x.shape, -1)
+    col_operand = assemble(plans[1], results[3:6], x.shape, -2, grouped=offs is not None)
+    return (row_operand, col_operand, results[6]) if colsum else (row_operand, col_operand)
+
+
+def dequantize(
+    q: BlockScaled, dtype: torch.dtype = torch.bfloat16, *, offs: Tensor | None = None, rotated: bool = False
+) -> Tensor:
+    """The numbers that an operand stands for, rounded once to `dtype`, in the source's shape.
+
+    offs: needed for operands whose groups were padded or scaled one by one.  rotated: leave a Hadamard-rotated operand
+    as it is stored (its scaled axis padded to the rotation's group) instead of rotating back.
+
+    >>> q = quantize(torch.tensor([[0.5, 1.0, 7.0, -6.0]]), "mxfp4")
+    >>> dequantize(q, torch.float32)
+    tensor([[ 0.,  1.,  8., -6.]])
+    """
+    check_block_scaled(q, "q")
+    if dtype not in FLOAT_DTYPES:
+        raise DtypeError(f"dtype={dtype}", rule="values come out as bfloat16, float16 or float32", fix="use one of them")
+    per_group = q.global_scale is not None and q.global_scale.dim() == 1 and len(q.shape) == 2
+    if offs is None and (per_group or q.group_align):
+        raise OptionError(
+            f"{q} without offs",
+            rule="groups that were padded or scaled one by one can only be told apart by their ends",
+            fix="pass the offs that it was cast with",
+        )
+    check_offs(offs, q.device, len(q.shape))
+    if rotated and q.group_align:
+        raise OptionError("rotated=True for a k-grouped operand", rule="its groups are padded", fix="leave rotated out")
+    out_shape = list(q.shape)
+    if rotated:
+        out_shape[q.axis] = q.length
+    shape = list(q.shape)
+    return ops.dequantize(*to_parts(q), q.axis, shape, out_shape, q.group_align, q.hadamard, offs, dtype)
+
+
+def _check_source(x: Tensor, name: str) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        raise DtypeError(
+            f"{name} has dtype {x.dtype}",
+            rule="casts take bfloat16, float16 or float32",
+            fix=f"convert it first, for example {name}.float()",
+        )
+    if x.dim() < 2:
+        raise ShapeError(
+            f"{name} has shape {tuple(x.shape)}",
+            rule="casts take tensors of rank 2 or more",
+            fix=f"add an axis, for example {name}[None]",
+        )
+
+
+def _plan(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
+    """Resolve a recipe and check it against the tensor that it is applied to."""
+    plan = spec.plan()
+    check_offs(offs, x.device, x.dim())
+    check_amax(spec.amax_tensor, x.device)
+    if offs is not None and plan.spec.is_2d:
+        raise OptionError(
+            f"offs given for {plan.format}",
+            rule="a 2-D block would span groups; groups of tokens take formats with 1-D blocks",
+            fix="use nvfp4 or fp8_1x128 for grouped activations",
+        )
+    groups = 0 if spec.amax_tensor is None else spec.amax_tensor.dim()
+    if (plan.grouped_amax or groups) and offs is None and x.dim() != 3:
+        raise OptionError(
+            f"an amax per group for shape {tuple(x.shape)}",
+            rule="groups are the leading axis of a rank-3 tensor, or are given by offs",
+            fix="pass offs, or amax='tensor'",
+        )
+    if groups and spec.amax_tensor is not None:
+        want = x.shape[0] if offs is None else offs.shape[0]
+        if spec.amax_tensor.shape[0] != want:
+            raise ShapeError(f"{spec.amax_tensor.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]")
+    return plan
+
+
+def check_offs(offs: Tensor | None, device: torch.device, rank: int) -> None:
+    """Raise unless group ends are an int32 vector on the operand's device."""
+    if offs is None:
+        return
+    if rank != 2:
+        raise ShapeError(f"offs given for a rank-{rank} tensor", rule="groups are rows of a matrix", fix="flatten to 2-D")
+    if offs.dtype != torch.int32 or offs.dim() != 1 or offs.device != device:
+        raise ShapeError(
+            f"offs is {offs.dtype} {tuple(offs.shape)} on {offs.device}",
+            rule=f"group ends are an int32 vector on {device}, inclusive ends as in torch's grouped_mm",
+            fix="pass sizes.cumsum(0).to(torch.int32)",
+        )

@@ -1,0 +1,215 @@
+"""The exact casts, in torch, on any device: what every other backend is compared with, byte for byte.
+
+Written for clarity: each step of the contract (docs/numerics.md) is one statement. Cost: about a dozen passes over the
+data, 30 with stochastic rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..formats.cast_spec import CastPlan
+from ..formats.decoding import decode_operand, group_values
+from ..formats.elements import encode
+from ..formats.hadamard import rotate, rotate_back
+from ..formats.layout import code_row_bytes, locate, pack_scale, padded_ends
+from ..formats.packing import pack_fp4
+from ..formats.scales import fp8_scale, magnitude_bits, mx_scale, nvfp4_block_scale, nvfp4_tensor_scale
+from ..formats.spec import Format
+from ..formats.stochastic import random_words
+from ..formats.tensor import BlockScaled
+from ..registry import kernel
+
+Buffers = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where each source row belongs: its group and its index, counted from the group's start when there are groups."""
+
+    index: Tensor
+    group: Tensor | None
+
+    @staticmethod
+    def of(x: Tensor, offs: Tensor | None) -> _Rows:
+        """Rows of [..., M, K]; leading dimensions are flattened into rows unless there are groups."""
+        lead, rows = x.shape[:-2], x.shape[-2]
+        position = torch.arange(lead.numel() * rows, device=x.device).view(*lead, rows)
+        if offs is None:
+            return _Rows(position, None)
+        group, index = locate(position, offs.to(torch.int64))
+        return _Rows(index, group)
+
+
+def _pad_groups(x: Tensor, offs: Tensor, length: int) -> tuple[Tensor, _Rows]:
+    """[M, K] -> [length, K] with every group of rows starting at a multiple of 128 and zeros in between."""
+    ends = offs.to(torch.int64)
+    starts = torch.cat((ends.new_zeros(1), ends))
+    group, index = locate(torch.arange(length, device=x.device), padded_ends(offs))
+    source = starts[group] + index
+    valid = source < torch.cat((ends, ends.new_zeros(1)))[group]
+    if x.shape[0] == 0:
+        return x.new_zeros(length, x.shape[1]), _Rows(index, group)
+    gathered = x[torch.where(valid, source, 0)]
+    return torch.where(valid[:, None], gathered, 0.0), _Rows(index, group)
+
+
+@kernel("cast", "reference", devices=(), priority=-100)
+def quantize(
+    x: Tensor,
+    plan: CastPlan,
+    axis: int,
+    out: Buffers,
+    *,
+    state: Tensor | None = None,
+    amax: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> None:
+    """exact torch reference, any device"""
+    spec = plan.spec
+    source = x.float()
+    if offs is not None and axis == -2:
+        source, rows = _pad_groups(source, offs, out[0].shape[-1] * spec.codes_per_byte)
+    else:
+        rows = _Rows.of(source, offs)
+    operand = (source if axis == -1 else source.mT).contiguous()
+    if plan.hadamard is not None:
+        operand = rotate(operand, spec.hadamard, plan.hadamard)
+    blocks = _to_blocks(operand, spec)
+    block_amax = magnitude_bits(blocks).amax((-3, -1))
+    scale, factor, global_scale = _scales(operand, block_amax, plan, axis, amax, rows, offs)
+    scaled = _from_blocks(blocks * factor[..., :, None, :, None], operand.shape)
+    words = None if state is None else _words(operand, plan, axis, rows, state, x.shape[-1])
+    codes = encode(scaled, spec.element, words)
+    out[0].copy_(_to_code_rows(codes, spec))
+    out[1].copy_(pack_scale(spec, scale, operand.shape[-2], operand.shape[-1], plan.layout))
+    if global_scale is not None:
+        out[2].copy_(global_scale)
+
+
+@kernel("cast_both", "reference", devices=(), priority=-100)
+def quantize_both(
+    x: Tensor,
+    plans: tuple[CastPlan, CastPlan],
+    outs: tuple[Buffers, Buffers],
+    colsum: Tensor | None,
+    *,
+    states: tuple[Tensor | None, Tensor | None] = (None, None),
+    amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
+    offs: Tensor | None = None,
+) -> None:
+    """exact torch reference, any device"""
+    for axis, plan, out, state, amax in zip((-1, -2), plans, outs, states, amaxes, strict=True):
+        quantize(x, plan, axis, out, state=state, amax=amax, offs=offs)
+    if colsum is not None:
+        _column_sums(x, offs, colsum)
+
+
+@kernel("dequantize", "reference", devices=(), priority=-100)
+def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> None:
+    """exact torch reference, any device"""
+    values = decode_operand(q, offs)
+    logical = q.shape[q.axis]
+    if q.group_align and offs is not None:
+        values = values if q.hadamard is None else rotate_back(values, q.spec.hadamard, q.hadamard)
+        values = _unpad_groups(values, offs, logical)
+    elif q.hadamard is not None and out.shape[q.axis] == logical:
+        values = rotate_back(values, q.spec.hadamard, q.hadamard)[..., :logical]
+    out.copy_(values if q.axis == -1 else values.mT)
+
+
+def _to_blocks(operand: Tensor, spec: Format) -> Tensor:
+    """[..., R, L] -> [..., row tiles, rows of a block, blocks, length of a block], zero padded at the tails."""
+    across, along = spec.block
+    padded = pad(operand, (0, -operand.shape[-1] % along, 0, -operand.shape[-2] % across))
+    tiles = padded.unflatten(-1, (padded.shape[-1] // along, along))
+    return tiles.unflatten(-3, (padded.shape[-2] // across, across))
+
+
+def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+    return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]].contiguous()
+
+
+def _scales(
+    operand: Tensor,
+    block_amax: Tensor,
+    plan: CastPlan,
+    axis: int,
+    amax: Tensor | None,
+    rows: _Rows,
+    offs: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Stored scales [..., row tiles, blocks], encode factors of the same shape, and NVFP4's tensor scale."""
+    spec = plan.spec
+    if spec.family == "mx":
+        byte, factor = mx_scale(block_amax, spec.element, plan.rule, satfinite=plan.satfinite)
+        return byte.view(spec.scale_dtype), factor, None
+    if spec.family == "fp8":
+        return *fp8_scale(block_amax, plan.rule), None
+    top = _tensor_amax(block_amax, plan, axis, rows, offs) if amax is None else magnitude_bits(amax)
+    global_scale, encode_factor = nvfp4_tensor_scale(top)
+    pair = tuple(group_values(t, block_amax, spec, rows.group, axis) for t in (global_scale, encode_factor))
+    byte, factor = nvfp4_block_scale(block_amax, (pair[0], pair[1]), plan.rule)
+    return byte.view(spec.scale_dtype), factor, global_scale
+
+
+def _tensor_amax(block_amax: Tensor, plan: CastPlan, axis: int, rows: _Rows, offs: Tensor | None) -> Tensor:
+    """Largest magnitude pattern of the tensor [], or of each group [G]; rows of no group do not count."""
+    if block_amax.numel() == 0:
+        groups = block_amax.shape[0] if offs is None else offs.shape[0]
+        return block_amax.new_zeros((groups,) if plan.grouped_amax else ())
+    if offs is None:
+        return block_amax.flatten(1).amax(1) if plan.grouped_amax else block_amax.max()
+    assert rows.group is not None
+    # one maximum per row (axis=-1) or per block of tokens (axis=-2, where groups start at whole blocks)
+    per_item = block_amax.amax(1) if axis == -1 else block_amax.amax(0)
+    group = rows.group if axis == -1 else rows.group[:: plan.spec.block[1]]
+    top = per_item.new_zeros(offs.shape[0] + 1)
+    top = top.scatter_reduce(0, group, per_item, "amax")[:-1]
+    return top if plan.grouped_amax or offs.shape[0] == 0 else top.max()
+
+
+def _words(operand: Tensor, plan: CastPlan, axis: int, rows: _Rows, state: Tensor, columns: int) -> Tensor:
+    """One random word per element of the operand, by its position in the whole source tensor."""
+    assert plan.stream is not None
+    first_row, first_column, all_columns = plan.origin or (0, 0, columns)
+    row, group = rows.index, rows.group
+    if axis == -2 and group is None:
+        # a rotated tail reaches past the last row
+        tail = torch.arange(operand.shape[-1] - row.shape[-1], device=row.device) + row[..., -1:] + 1
+        row = torch.cat((row, tail), dim=-1)
+    column = torch.arange(operand.shape[-1 if axis == -1 else -2], device=row.device) + first_column
+    index = (row + first_row)[..., :, None] * all_columns + column
+    number = 0 if group is None else (group + plan.first_group)[:, None]
+    words = random_words(index, state, plan.stream, number)
+    return words if axis == -1 else words.mT
+
+
+def _to_code_rows(codes: Tensor, spec: Format) -> Tensor:
+    """uint8 codes [..., R, L] -> rows of bytes, zero padded to 16, in the format's dtype."""
+    packed = pack_fp4(codes) if spec.codes_per_byte == 2 else codes
+    padded = pad(packed, (0, code_row_bytes(spec, codes.shape[-1]) - packed.shape[-1]))
+    return padded.view(spec.data_dtype)
+
+
+def _column_sums(x: Tensor, offs: Tensor | None, out: Tensor) -> None:
+    """Sums over rows, or over the rows of each group, in fp64 and rounded once: independent of any order."""
+    if offs is None:
+        out.copy_(x.double().sum(-2))
+        return
+    group, _ = locate(torch.arange(x.shape[0], device=x.device), offs.to(torch.int64))
+    total = torch.zeros(offs.shape[0] + 1, x.shape[1], dtype=torch.float64, device=x.device)
+    out.copy_(total.index_add(0, group, x.double())[:-1])
+
+
+def _unpad_groups(values: Tensor, offs: Tensor, rows: int) -> Tensor:
+    """[K, padded length] -> [K, rows]: every group moved back to where it was; rows of no group are zero."""
+    ends = padded_ends(offs)
+    starts = torch.cat((ends.new_zeros(1), ends))
+    group, index = locate(torch.arange(rows, device=values.device), offs.to(torch.int64))
+    inside = group < offs.shape[0]
+    return torch.where(inside, values[:, torch.where(inside, starts[group] + index, 0)], 0.0)

@@ -1,0 +1,158 @@
+"""The cast operators: what crosses the boundary to PyTorch is tensors, and a `CastPlan` as text.
+
+Bodies select a kernel and fill buffers; the fakes share the allocation. A cast returns the operand's contiguous buffers
+(codes, scales, tensor scale; the last is empty unless NVFP4), which `formats.tensor.assemble` dresses.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats.cast_spec import CastPlan
+from ..formats.layout import code_row_bytes, padded_length, scale_buffer_shape
+from ..formats.tensor import BlockScaled, from_parts
+from ..hardware import capability
+from ..library import define_op, empty
+from ..registry import Request, select
+
+Buffers = tuple[Tensor, Tensor, Tensor]
+
+
+def _allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Tensor | None) -> Buffers:
+    """The buffers of one operand, for kernels and fakes alike."""
+    spec, lead = plan.spec, x.shape[:-2]
+    rows, length = x.shape[-3 - axis], plan.stored_length(x.shape[axis])
+    if offs is not None and axis == -2:
+        length = padded_length(x.shape[-2], offs.shape[0])
+    global_shape: tuple[int, ...] = (0,)
+    if spec.family == "nvfp4":
+        if amax is not None:
+            global_shape = tuple(amax.shape)
+        elif plan.grouped_amax:
+            global_shape = (x.shape[0] if offs is None else offs.shape[0],)
+        else:
+            global_shape = ()
+    return (
+        empty((*lead, rows, code_row_bytes(spec, length)), spec.data_dtype, x.device),
+        empty((*lead, *scale_buffer_shape(spec, rows, length, plan.layout)), spec.scale_dtype, x.device),
+        empty(global_shape, torch.float32, x.device),
+    )
+
+
+def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
+    """What the kernel table is asked for a cast."""
+    options = {"offs"} if offs is not None else set[str]()
+    for plan in plans:
+        options |= {"stochastic"} if plan.stream is not None else set[str]()
+        options |= {"hadamard"} if plan.hadamard is not None else set[str]()
+    formats, layouts = tuple(plan.format for plan in plans), tuple(plan.layout for plan in plans)
+    rows = x.shape[:-1].numel()
+    return Request(op, capability(x.device), formats, (rows, x.shape[-1]), x.dtype, layouts, frozenset(options))
+
+
+def _fake_quantize(
+    x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
+) -> Buffers:
+    return _allocate(x, CastPlan.parse(plan), axis, amax, offs)
+
+
+@define_op(fake=_fake_quantize)
+def quantize(
+    x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    resolved = CastPlan.parse(plan)
+    out = _allocate(x, resolved, axis, amax, offs)
+    row = select(cast_request("cast", x, (resolved,), offs))
+    row.launch(x, resolved, axis, out, state=state, amax=amax, offs=offs)
+    return out
+
+
+def _allocate_both(
+    x: Tensor, plans: tuple[CastPlan, CastPlan], amaxes: tuple[Tensor | None, Tensor | None], offs: Tensor | None
+) -> tuple[Buffers, Buffers]:
+    return _allocate(x, plans[0], -1, amaxes[0], offs), _allocate(x, plans[1], -2, amaxes[1], offs)
+
+
+def _allocate_colsum(x: Tensor, offs: Tensor | None, colsum: bool) -> Tensor:
+    if not colsum:
+        return empty((0,), torch.float32, x.device)
+    lead = x.shape[:-2] if offs is None else (offs.shape[0],)
+    return empty((*lead, x.shape[-1]), torch.float32, x.device)
+
+
+def _fake_quantize_both(
+    x: Tensor,
+    row: str,
+    col: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    offs: Tensor | None,
+    colsum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    plans = (CastPlan.parse(row), CastPlan.parse(col))
+    outs = _allocate_both(x, plans, (row_amax, col_amax), offs)
+    return *outs[0], *outs[1], _allocate_colsum(x, offs, colsum)
+
+
+@define_op(fake=_fake_quantize_both)
+def quantize_both(
+    x: Tensor,
+    row: str,
+    col: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    offs: Tensor | None,
+    colsum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    plans = (CastPlan.parse(row), CastPlan.parse(col))
+    amaxes = (row_amax, col_amax)
+    outs = _allocate_both(x, plans, amaxes, offs)
+    total = _allocate_colsum(x, offs, colsum)
+    chosen = select(cast_request("cast_both", x, plans, offs))
+    states = (row_state, col_state)
+    chosen.launch(x, plans, outs, total if colsum else None, states=states, amaxes=amaxes, offs=offs)
+    return *outs[0], *outs[1], total
+
+
+def _fake_dequantize(
+    q: list[Tensor],
+    kind: str,
+    axis: int,
+    shape: list[int],
+    out_shape: list[int],
+    group_align: int,
+    hadamard: int | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return empty(out_shape, dtype, q[0].device)
+
+
+@define_op(fake=_fake_dequantize)
+def dequantize(
+    q: list[Tensor],
+    kind: str,
+    axis: int,
+    shape: list[int],
+    out_shape: list[int],
+    group_align: int,
+    hadamard: int | None,
+    offs: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    source = replace(from_parts(q, kind, 0), axis=axis, shape=tuple(shape), group_align=group_align, hadamard=hadamard)
+    out = empty(out_shape, dtype, source.device)
+    select(dequantize_request(source, dtype, offs)).launch(source, out, offs=offs)
+    return out
+
+
+def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
+    """What the kernel table is asked for a decode."""
+    options = {name for name, on in (("offs", offs is not None), ("hadamard", q.hadamard is not None)) if on}
+    where, shape = capability(q.device), (q.rows, q.length)
+    return Request("dequantize", where, (q.format,), shape, dtype, (q.scale_layout,), frozenset(options))

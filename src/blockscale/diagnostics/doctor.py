@@ -1,0 +1,207 @@
+"""`doctor`: is this installation sound, what will run here, and does it compute right?
+
+Facts (versions, device, settings), the matrix of operation x format with the backend that serves it and why, and a
+self-check: the reference against bytes worked out by hand, every other chosen backend against the reference. About two
+seconds on a laptop.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from .. import __version__, env
+from ..casts import dequantize, quantize, quantize_both
+from ..formats.spec import FORMATS
+from ..formats.tensor import BlockScaled
+from ..gemm import exact_mm, scaled_mm
+from ..grouped import scaled_grouped_mm
+from ..grouped._reference import exact_grouped
+from ..hardware import capability, default_device, describe
+from ..registry import Explanation, use_backend
+from .explain import explain
+from .quality import sqnr_db
+
+# fp32 output against the exact product, Gaussian operands; sm_90's FP8 units keep fewer bits while they accumulate
+_GATE_DB, _GATE_FP8_CUDA_DB = 80.0, 77.0
+PACKAGES = ("torch", "triton", "numpy", "rich", "tyro", "matplotlib", "safetensors")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One cell of the matrix: who serves an operation in a format here, and why not the row above it."""
+
+    operation: str
+    format: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One self-check: what was compared, whether it held, and the figure."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """Everything `doctor` found; `ok` is False when a check failed or a setting is unknown."""
+
+    versions: dict[str, str]
+    device: dict[str, str]
+    settings: dict[str, str]
+    unknown_settings: list[str]
+    choices: list[Choice]
+    checks: list[Check]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [f"{name} {version}" for name, version in self.versions.items()]
+        lines += [f"{name}: {fact}" for name, fact in self.device.items()]
+        lines += [f"{c.operation:11s} {c.format:12s} {c.backend:10s} {c.reason}" for c in self.choices]
+        lines += [f"{'ok  ' if c.passed else 'FAIL'} {c.name}: {c.detail}" for c in self.checks]
+        return "\n".join(lines)
+
+
+def doctor(device: torch.device | str | None = None) -> DoctorReport:
+    """Look at this machine and check it against the reference.
+
+    >>> doctor("cpu").ok
+    True
+    """
+    where = default_device() if device is None else torch.device(device)
+    started = time.perf_counter()
+    samples = _Samples(where)
+    choices = [choice for name in FORMATS for choice in _choices(name, samples)]
+    checks = _known_bytes(where) + [check for name in FORMATS for check in _self_checks(name, samples)]
+    seconds = time.perf_counter() - started
+    return DoctorReport(_versions(), describe(where), env.current(), env.undeclared(), choices, checks, seconds)
+
+
+def _versions() -> dict[str, str]:
+    found = {"blockscale": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    found["cuda"] = torch.version.cuda or "not in this torch"
+    return found
+
+
+class _Samples:
+    """Small operands in every format: odd sizes, three groups with an empty one."""
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).bfloat16().to(device)
+
+        self.x, self.w, self.experts, self.dy = draw(140, 272), draw(80, 272), draw(3, 80, 272), draw(140, 80)
+        self.offs = torch.tensor([5, 5, 140], dtype=torch.int32, device=device)
+
+
+def partner(name: str) -> str:
+    """The format that a layer's weights have beside activations in `name`."""
+    return {"fp8_1x128": "fp8_128x128", "fp8_128x128": "fp8_1x128"}.get(name, name)
+
+
+def _reason(explanation: Explanation) -> str:
+    """Why the taken row is taken: what it is, and what kept better rows for this device away."""
+    taken = explanation.taken
+    if taken is None:
+        return "; ".join(f"{row.backend} {row.reason}" for row in explanation.candidates)
+    above = [row for row in explanation.candidates if row.priority > taken.priority and row.for_device]
+    passed_over = "; ".join(f"{row.backend} {row.reason}" for row in above)
+    return taken.summary + (f" ({passed_over})" if passed_over else "")
+
+
+def _choices(name: str, samples: _Samples) -> list[Choice]:
+    q = quantize(samples.x, name)
+    other = quantize(samples.w, partner(name))
+    found = {
+        "cast": explain("cast", samples.x, name),
+        "cast_both": explain("cast_both", samples.x, name, name),
+        "dequantize": explain("dequantize", q),
+        "gemm": explain("gemm", q, other),
+    }
+    if not q.spec.is_2d:
+        tokens = quantize(samples.x, name, axis=-2, offs=samples.offs).mT
+        found["m_grouped"] = explain("grouped", q, quantize(samples.experts, partner(name)), samples.offs)
+        found["k_grouped"] = explain("grouped", tokens, tokens, samples.offs)
+    rows: list[Choice] = []
+    for operation, explanation in found.items():
+        backend = explanation.taken.backend if explanation.taken else "none"
+        rows.append(Choice(operation, name, backend, _reason(explanation)))
+    return rows
+
+
+def _known_bytes(device: torch.device) -> list[Check]:
+    """Casts whose bytes were worked out by hand (docs/numerics.md), one per family: the reference itself is checked."""
+    cases = (
+        ("mxfp8_e4m3", [3.5, -1.0, 0.3, 0.0], "78", "7ef06200"),
+        ("fp8_1x128", [3.0, -1.0, 0.1, 1e-3], "b76ddb3b", "7ef15722"),
+        ("mxfp4", [6.5, -5.0, 3.5, 2.5, 1.25, 0.75, 0.25, -0.25], "7f", "e7462280"),
+        ("nvfp4", [3.0, -1.1, 0.4, 0.0], "7e", "c702"),
+    )
+    checks: list[Check] = []
+    for name, values, scale, codes in cases:
+        q = quantize(torch.tensor([values], device=device), name)
+        got = (_bytes(q.scale).hex(), _bytes(q.data).hex())
+        checks.append(Check(f"known bytes, {name}", got == (scale, codes), f"scale {got[0]}, codes {got[1]}"))
+    return checks
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    dense = tensor.clone(memory_format=torch.contiguous_format)  # also resets the strides of axes of size 1
+    return bytes(dense.view(-1).view(torch.uint8).cpu().tolist())
+
+
+def _self_checks(name: str, samples: _Samples) -> list[Check]:
+    """Chosen backends against the reference (casts, byte for byte) and against the exact product."""
+    row, col = quantize_both(samples.x, name, name)[:2]
+    with use_backend("reference"):
+        want_row, want_col = quantize(samples.x, name), quantize(samples.x, name, axis=-2)
+        want_values = dequantize(want_row, torch.float32)
+    same = _same_bytes(row, want_row) and _same_bytes(col, want_col)
+    same = same and _same_bytes(quantize(samples.x, name), want_row)
+    same = same and torch.equal(dequantize(row, torch.float32), want_values)
+    checks = [Check(f"cast, {name}", same, "bytes equal the reference" if same else "bytes differ from the reference")]
+    other = quantize(samples.w, partner(name))
+    products = {"gemm": (scaled_mm(row, other, torch.float32), exact_mm(row, other))}
+    if not row.spec.is_2d:
+        experts = quantize(samples.experts, partner(name))
+        product = scaled_grouped_mm(row, experts, samples.offs, torch.float32)
+        products["m_grouped"] = (product, exact_grouped(row, experts, samples.offs))
+        x_t = quantize(samples.x, name, axis=-2, offs=samples.offs).mT
+        dy_t = quantize(samples.dy, name, axis=-2, offs=samples.offs).mT
+        product = scaled_grouped_mm(dy_t, x_t, samples.offs, torch.float32)
+        products["k_grouped"] = (product, exact_grouped(dy_t, x_t, samples.offs))
+    native_fp8 = row.spec.family == "fp8" and capability(row.device).device == "cuda"
+    gate = _GATE_FP8_CUDA_DB if native_fp8 else _GATE_DB
+    for operation, (got, exact) in products.items():
+        figure = sqnr_db(exact, got).item()
+        checks.append(Check(f"{operation}, {name}", figure >= gate, f"{figure:.1f} dB of at least {gate:.0f}"))
+    return checks
+
+
+def _same_bytes(a: BlockScaled, b: BlockScaled) -> bool:
+    pairs = ((a.data, b.data), (a.scale, b.scale), (a.global_scale, b.global_scale))
+    return all(x is y or (x is not None and y is not None and _bytes(x) == _bytes(y)) for x, y in pairs)

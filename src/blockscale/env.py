@@ -1,0 +1,50 @@
+"""The only reader of `os.environ`: every BLOCKSCALE_* variable is declared here once, with its help text.
+
+`get(name)` reads at call time, so a variable that is set later in the process still counts. `blockscale doctor` prints
+the table; a variable that starts with BLOCKSCALE_ and is not declared here is reported there as a likely typo.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+PREFIX = "BLOCKSCALE_"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One setting: its name, what it does, and its value when unset."""
+
+    name: str
+    help: str
+    default: str = ""
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("BLOCKSCALE_BACKEND", "force this backend for every operation that it implements, as use_backend() does"),
+    Variable("BLOCKSCALE_LOG", "level of the 'blockscale' logger: debug, info, warning or error", "warning"),
+    Variable("BLOCKSCALE_POISON", "1: fill outputs with NaN bytes before a kernel writes them (debugging, tests)", "0"),
+    Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail instead of skipping when there is no GPU", "0"),
+)
+_DECLARED = {variable.name: variable for variable in VARIABLES}
+
+
+def get(name: str) -> str:
+    """The value of a declared variable, stripped; its default when unset."""
+    return os.environ.get(name, _DECLARED[name].default).strip()
+
+
+def flag(name: str) -> bool:
+    """Whether a declared on/off variable is on."""
+    return get(name).lower() in {"1", "true", "yes", "on"}
+
+
+def current() -> dict[str, str]:
+    """Declared variables that are set now, with their values."""
+    return {name: os.environ[name] for name in _DECLARED if name in os.environ}
+
+
+def undeclared() -> list[str]:
+    """Variables with our prefix that nothing reads: usually a typo."""
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in _DECLARED)

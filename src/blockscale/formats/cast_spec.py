@@ -1,0 +1,180 @@
+"""What a cast should do, as data: `CastSpec` for users, `CastPlan` for operators.
+
+A `CastSpec` is one operand's recipe. It is resolved (defaults filled in, options checked) to a `CastPlan`, whose text form
+crosses the operator boundary: `nvfp4 up plain hadamard=0xd7e8 stream=0xd94c4802` says all there is to know but tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, check_name
+from .hadamard import DEFAULT_MASKS
+from .spec import Format, check_layout, check_rule, get_format
+from .stochastic import Stochastic, stream_id
+
+
+@dataclass(frozen=True, eq=False)
+class CastSpec:
+    """One operand's recipe.
+
+    format: one of the nine names.  scale_rule, scale_layout: None takes the format's default.
+    rounding: "nearest", or `Stochastic(state, name)`, which also needs `role`.
+    hadamard: True (the default sign mask) or a sign mask; FP4 formats with 1-D blocks only.
+    role: the operand's place in a layer, such as "dgrad_dy".
+    amax: NVFP4 only. "tensor" (one maximum), "group" (one per group or leading index), or the maxima themselves as an
+    fp32 tensor [] or [G], for shards that reduced them first.
+    satfinite: MX only. Infinities become the largest value instead of poisoning their block.
+
+    >>> CastSpec("mxfp4").plan().text()
+    'mxfp4 even plain'
+    """
+
+    format: str
+    scale_rule: str | None = None
+    rounding: str | Stochastic = "nearest"
+    hadamard: bool | int = False
+    role: str | None = None
+    amax: str | Tensor = "tensor"
+    satfinite: bool = False
+    scale_layout: str | None = None
+
+    def plan(self) -> CastPlan:
+        """Defaults filled in and every option checked against the format."""
+        spec = get_format(self.format)
+        stochastic = isinstance(self.rounding, Stochastic)
+        rule = spec.default_rule(stochastic=stochastic) if self.scale_rule is None else self.scale_rule
+        check_rule(spec, rule)
+        layout = spec.default_layout if self.scale_layout is None else self.scale_layout
+        check_layout(spec, layout)
+        if isinstance(self.amax, str):
+            check_name(self.amax, ("tensor", "group"), "amax scope")
+        if spec.family != "nvfp4" and not (isinstance(self.amax, str) and self.amax == "tensor"):
+            raise OptionError(f"amax given for {spec.name}", rule="only NVFP4 has a tensor scale", fix="leave amax out")
+        if self.satfinite and spec.family != "mx":
+            raise OptionError(f"satfinite given for {spec.name}", rule="satfinite is an MX option", fix="leave it out")
+        mask = _hadamard_mask(spec, self.hadamard)
+        stream, origin, first_group = None, None, 0
+        if isinstance(self.rounding, Stochastic):
+            self.rounding.check()
+            if self.role is None:
+                raise OptionError(
+                    "stochastic rounding without a role",
+                    rule="every operand of a layer draws its own random words",
+                    fix="pass role='dgrad_dy' (or another of fprop_x, fprop_w, dgrad_w, wgrad_dy, wgrad_x)",
+                )
+            stream = stream_id(self.rounding.name, self.role)
+            origin, first_group = self.rounding.origin, self.rounding.first_group
+        else:
+            check_name(self.rounding, ("nearest",), "rounding")
+        grouped_amax = isinstance(self.amax, str) and self.amax == "group"
+        return CastPlan(spec.name, rule, layout, mask, self.satfinite, grouped_amax, stream, origin, first_group)
+
+    @property
+    def state(self) -> Tensor | None:
+        """Seed and tick, when the codes are drawn."""
+        return self.rounding.state if isinstance(self.rounding, Stochastic) else None
+
+    @property
+    def amax_tensor(self) -> Tensor | None:
+        """The maxima, when the caller supplies them."""
+        return None if isinstance(self.amax, str) else self.amax
+
+
+def _hadamard_mask(spec: Format, hadamard: bool | int) -> int | None:
+    if hadamard is False:
+        return None
+    if spec.hadamard == 0 or spec.is_2d:
+        raise OptionError(
+            f"Hadamard transform asked for {spec.name}",
+            rule="it exists for mxfp4 (groups of 32) and nvfp4 with 1x16 blocks (groups of 16)",
+            fix="leave hadamard out",
+        )
+    mask = DEFAULT_MASKS[spec.hadamard] if hadamard is True else hadamard
+    if not 0 <= mask < 1 << spec.hadamard:
+        raise OptionError(
+            f"Hadamard sign mask {mask:#x} for {spec.name}",
+            rule=f"the mask has one bit for each of the {spec.hadamard} values of a group",
+            fix="pass hadamard=True for the default mask",
+        )
+    return mask
+
+
+@dataclass(frozen=True)
+class CastPlan:
+    """A resolved cast: everything about it that is not a tensor. Made by `CastSpec.plan` or `CastPlan.parse`."""
+
+    format: str
+    rule: str
+    layout: str
+    hadamard: int | None = None
+    satfinite: bool = False
+    grouped_amax: bool = False
+    stream: int | None = None
+    origin: tuple[int, int, int] | None = None
+    first_group: int = 0
+
+    @property
+    def spec(self) -> Format:
+        return get_format(self.format)
+
+    def stored_length(self, length: int) -> int:
+        """Codes kept along the scaled axis: a rotated tail group is kept whole."""
+        return length if self.hadamard is None else length + -length % self.spec.hadamard
+
+    def text(self) -> str:
+        """The form in which a plan crosses an operator's boundary, and in which people read it."""
+        words = [self.format, self.rule, self.layout]
+        if self.hadamard is not None:
+            words.append(f"hadamard={hex(self.hadamard)}")
+        if self.satfinite:
+            words.append("satfinite")
+        if self.grouped_amax:
+            words.append("grouped_amax")
+        if self.stream is not None:
+            words.append(f"stream={hex(self.stream)}")
+        if self.origin is not None:
+            words.append(f"origin={self.origin[0]},{self.origin[1]},{self.origin[2]}")
+        if self.first_group:
+            words.append(f"first_group={self.first_group}")
+        return " ".join(words)
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> CastPlan:
+        """The inverse of `text`."""
+        form, rule, layout, *rest = text.split(" ")
+        options = dict(word.split("=") if "=" in word else (word, "") for word in rest)
+        row, column, columns = options["origin"].split(",") if "origin" in options else ("", "", "")
+        return CastPlan(
+            form,
+            rule,
+            layout,
+            hadamard=int(options["hadamard"], 16) if "hadamard" in options else None,
+            satfinite="satfinite" in options,
+            grouped_amax="grouped_amax" in options,
+            stream=int(options["stream"], 16) if "stream" in options else None,
+            origin=(int(row), int(column), int(columns)) if "origin" in options else None,
+            first_group=int(options.get("first_group", "0")),
+        )
+
+
+def as_cast_spec(spec: str | CastSpec) -> CastSpec:
+    """A bare format name means that format with its defaults."""
+    return CastSpec(spec) if isinstance(spec, str) else spec
+
+
+def check_amax(amax: Tensor | None, device: torch.device) -> None:
+    """Raise unless supplied maxima are an fp32 scalar or vector on the operand's device."""
+    if amax is None:
+        return
+    if amax.dtype != torch.float32 or amax.dim() > 1 or amax.device != device:
+        raise OptionError(
+            f"amax is {amax.dtype} {tuple(amax.shape)} on {amax.device}",
+            rule=f"supplied maxima are float32, [] for the tensor or [G] for its groups, on {device}",
+            fix="pass x.abs().amax().float(), max-reduced over ranks where the tensor is sharded",
+        )

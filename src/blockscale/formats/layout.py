@@ -1,0 +1,145 @@
+"""Where codes and scales lie in memory, and where groups start: pure arithmetic and byte moves, never values.
+
+An operand is [..., rows, K] with its scales along K, the last axis. Scale layouts:
+
+    plain     [rows, blocks] row-major; 2-D scales as their tile grid
+    mn_major  [rows, blocks] seen through a [blocks, align(rows, 4)] buffer: rows contiguous, what TMA and cuBLAS read
+    grid      128x128 tiles [row tiles, blocks], each row padded to 4 blocks
+    blocked   the vendor library's 32x4x4 swizzle: 512-byte tiles of 128 rows x 4 blocks; flat
+
+Pads are zero bytes. Every layout converts to plain and back without loss, except that `blocked` repeats a 16x16 tile's
+scale in its 16 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .spec import Format
+
+CODE_ROW_BYTES = 16
+GROUP_ALIGN = 128
+_BLOCKED_ROWS, _BLOCKED_COLS = 128, 4
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+# codes
+
+
+def code_bytes(spec: Format, length: int) -> int:
+    """Bytes that hold `length` codes of a row, tail included, without the pad."""
+    return ceil_div(length, spec.codes_per_byte)
+
+
+def code_row_bytes(spec: Format, length: int) -> int:
+    """Bytes from one row of codes to the next: a multiple of 16, as TMA wants, the pad being zero codes."""
+    return round_up(code_bytes(spec, length), CODE_ROW_BYTES)
+
+
+# scales
+
+
+def scale_counts(spec: Format, rows: int, length: int) -> tuple[int, int]:
+    """(row tiles, blocks along the scaled axis) of an operand [rows, length]; tails count as whole blocks."""
+    return ceil_div(rows, spec.block[0]), ceil_div(length, spec.block[1])
+
+
+def scale_buffer_shape(spec: Format, rows: int, length: int, layout: str) -> tuple[int, ...]:
+    """Shape of the contiguous buffer behind the scales of one [rows, length] operand."""
+    tiles, blocks = scale_counts(spec, rows, length)
+    if layout == "mn_major":
+        return (blocks, round_up(tiles, 4))
+    if layout == "grid":
+        return (tiles, round_up(blocks, 4))
+    if layout == "blocked":
+        return (round_up(rows, _BLOCKED_ROWS) * round_up(blocks, _BLOCKED_COLS),)
+    return (tiles, blocks)
+
+
+def scale_view(spec: Format, buffer: Tensor, rows: int, length: int, layout: str) -> Tensor:
+    """The scale tensor as the operand shows it, a view of its buffer."""
+    tiles, blocks = scale_counts(spec, rows, length)
+    if layout == "mn_major":
+        return buffer[..., :tiles].mT
+    if layout == "grid":
+        return buffer[..., :blocks]
+    return buffer
+
+
+def scale_view_shape(spec: Format, rows: int, length: int, layout: str) -> tuple[int, ...]:
+    """The shape that `scale_view` has."""
+    if layout == "blocked":
+        return scale_buffer_shape(spec, rows, length, layout)
+    return scale_counts(spec, rows, length)
+
+
+def pack_scale(spec: Format, plain: Tensor, rows: int, length: int, layout: str) -> Tensor:
+    """plain [..., row tiles, blocks] -> the contiguous buffer of `layout`."""
+    tiles, blocks = scale_counts(spec, rows, length)
+    # bytes, because torch cannot pad float8_e8m0fnu
+    raw = plain.view(torch.uint8) if plain.element_size() == 1 else plain
+    if layout == "mn_major":
+        raw = pad(raw.mT, (0, -tiles % 4))
+    elif layout == "grid":
+        raw = pad(raw, (0, -blocks % 4))
+    elif layout == "blocked":
+        raw = _swizzle(raw.repeat_interleave(spec.block[0], dim=-2)[..., :rows, :] if spec.is_2d else raw)
+    return raw.contiguous().view(plain.dtype)
+
+
+def unpack_scale(spec: Format, scale: Tensor, rows: int, length: int, layout: str) -> Tensor:
+    """The scale tensor of an operand in any layout -> plain [..., row tiles, blocks]."""
+    if layout != "blocked":
+        return scale
+    per_row = _unswizzle(scale.view(torch.uint8), rows, scale_counts(spec, rows, length)[1]).view(scale.dtype)
+    return per_row[..., :: spec.block[0], :]
+
+
+def _swizzle(plain: Tensor) -> Tensor:
+    """uint8 [..., R, C] -> flat [..., pad128(R) * pad4(C)]; (r, c) of a tile goes to (r % 32)*16 + (r // 32)*4 + c."""
+    padded = pad(plain, (0, -plain.shape[-1] % _BLOCKED_COLS, 0, -plain.shape[-2] % _BLOCKED_ROWS))
+    tiles = padded.unflatten(-1, (padded.shape[-1] // 4, 4)).unflatten(-3, (padded.shape[-2] // 128, 4, 32))
+    # [..., row tile, quarter, r % 32, column tile, c] -> [..., row tile, column tile, r % 32, quarter, c]
+    order = (*range(tiles.dim() - 5), -5, -2, -3, -4, -1)
+    return tiles.permute(order).flatten(-5)
+
+
+def _unswizzle(flat: Tensor, rows: int, cols: int) -> Tensor:
+    tiles = flat.unflatten(-1, (ceil_div(rows, 128), ceil_div(cols, 4), 32, 4, 4))
+    order = (*range(tiles.dim() - 5), -5, -2, -3, -4, -1)
+    return tiles.permute(order).flatten(-2).flatten(-4, -2)[..., :rows, :cols]
+
+
+# groups
+
+
+def padded_length(rows: int, groups: int) -> int:
+    """Length of a k-grouped operand: room for every group to start at a multiple of 128, whatever the sizes are."""
+    return round_up(rows + (GROUP_ALIGN - 1) * groups, GROUP_ALIGN)
+
+
+def padded_ends(offs: Tensor) -> Tensor:
+    """Inclusive ends of groups in the source (int [G]) -> ends of the padded groups, each a multiple of 128 (int64).
+
+    >>> padded_ends(torch.tensor([5, 5, 300], dtype=torch.int32)).tolist()
+    [128, 128, 512]
+    """
+    ends = offs.to(torch.int64)
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    return ((sizes + GROUP_ALIGN - 1) // GROUP_ALIGN * GROUP_ALIGN).cumsum(0)
+
+
+def locate(positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Which group each position lies in, and how far from the group's start; past the last end the group is G."""
+    group = torch.searchsorted(ends, positions, right=True)
+    starts = torch.cat((ends.new_zeros(1), ends))
+    return group, positions - starts[group]

@@ -1,0 +1,244 @@
+"""`BlockScaled`: codes, scales and what they mean, as a plain frozen dataclass.
+
+Not a tensor subclass: nothing to intercept, nothing to break. It is registered with pytree, so it goes in and out of
+compiled graphs. The scaled axis is contiguous in memory; `axis=-2` is the transposed view of a buffer whose rows hold the
+codes of a column. `shape` is the logical shape of the source; `data` may be shorter (two FP4 codes a byte) or longer (a
+rotated tail, padded groups) along the scaled axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import AxisError, LayoutError
+from .cast_spec import CastPlan
+from .layout import (
+    GROUP_ALIGN,
+    code_bytes,
+    pack_scale,
+    round_up,
+    scale_view,
+    scale_view_shape,
+    unpack_scale,
+)
+from .spec import Format, check_layout, get_format
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockScaled:
+    """A tensor in a block-scaled format.
+
+    data: codes in torch's own dtype (`uint8`, one code a byte, for FP6).  scale: decode factors in `scale_layout`.
+    global_scale: NVFP4's fp32 factor, [] or one per group.  axis: the axis that blocks run along, -1 or -2.
+    group_align: 128 when groups of tokens were padded to start there, else 0.  hadamard: sign mask of a rotated
+    operand, else None.
+    """
+
+    data: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    format: str
+    axis: int
+    scale_layout: str
+    shape: tuple[int, ...]
+    group_align: int = 0
+    hadamard: int | None = None
+
+    @property
+    def spec(self) -> Format:
+        return get_format(self.format)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def mT(self) -> BlockScaled:  # noqa: N802 - torch's name
+        """The transposed operand: strides and axis are swapped, no byte moves."""
+        scale = self.scale if self.scale_layout == "blocked" else self.scale.mT
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return replace(self, data=self.data.mT, scale=scale, axis=-3 - self.axis, shape=shape)
+
+    @property
+    def operand(self) -> BlockScaled:
+        """The same numbers with the scaled axis last, as products and kernels want them."""
+        return self if self.axis == -1 else self.mT
+
+    @property
+    def length(self) -> int:
+        """Stored codes along the scaled axis, tails of rotated groups and padding between token groups included."""
+        logical = self.shape[self.axis]
+        if self.group_align:
+            return self.data.shape[self.axis] * self.spec.codes_per_byte
+        return logical if self.hadamard is None else round_up(logical, self.spec.hadamard)
+
+    @property
+    def rows(self) -> int:
+        """Size of the other one of the last two axes."""
+        return self.shape[-3 - self.axis]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, without pads."""
+        tensors = [self.data, self.scale] + ([] if self.global_scale is None else [self.global_scale])
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def plain_scale(self) -> Tensor:
+        """Scales of the operand as [..., row tiles, blocks], whatever their layout."""
+        operand = self.operand
+        return unpack_scale(self.spec, operand.scale, self.rows, self.length, self.scale_layout)
+
+    def with_layout(self, layout: str) -> BlockScaled:
+        """The same numbers with scales in another layout; a byte move, or nothing when the layout is already right."""
+        if layout == self.scale_layout:
+            return self
+        check_layout(self.spec, layout)
+        buffer = pack_scale(self.spec, self.plain_scale(), self.rows, self.length, layout)
+        scale = scale_view(self.spec, buffer, self.rows, self.length, layout)
+        if self.axis == -2 and layout != "blocked":
+            scale = scale.mT
+        return replace(self, scale=scale, scale_layout=layout)
+
+    def __repr__(self) -> str:
+        extras = [f"axis={self.axis}", f"scale {str(self.scale.dtype)[6:]} {self.scale_layout}"]
+        if self.global_scale is not None:
+            extras.append(f"global_scale {tuple(self.global_scale.shape)}")
+        if self.hadamard is not None:
+            extras.append(f"hadamard={self.hadamard:#x}")
+        if self.group_align:
+            extras.append(f"groups padded to {self.group_align}")
+        return f"BlockScaled({self.format} {tuple(self.shape)}, {', '.join(extras)}, {self.device})"
+
+
+def _flatten(q: BlockScaled) -> tuple[list[Tensor | None], tuple[object, ...]]:
+    meta = (q.format, q.axis, q.scale_layout, q.shape, q.group_align, q.hadamard)
+    return [q.data, q.scale, q.global_scale], meta
+
+
+def _unflatten(leaves: Sequence[Tensor | None], meta: tuple[object, ...]) -> BlockScaled:
+    return BlockScaled(*leaves, *meta)  # pyright: ignore[reportArgumentType]
+
+
+pytree.register_pytree_node(
+    BlockScaled,
+    _flatten,  # pyright: ignore[reportArgumentType]
+    _unflatten,  # pyright: ignore[reportArgumentType]
+    serialized_type_name="blockscale.BlockScaled",
+)
+
+
+def check_axis(axis: int) -> None:
+    """Raise unless the axis is one of the last two."""
+    if axis not in (-1, -2):
+        raise AxisError(
+            f"axis={axis}",
+            rule="blocks run along one of the last two axes, named from the end",
+            fix="use axis=-1 (blocks along the last axis) or axis=-2",
+        )
+
+
+def assemble(
+    plan: CastPlan,
+    buffers: tuple[Tensor, Tensor, Tensor],
+    shape: Sequence[int],
+    axis: int,
+    *,
+    grouped: bool = False,
+) -> BlockScaled:
+    """Dress the contiguous buffers of a cast as a `BlockScaled`: views only.
+
+    shape: the source's. The buffers are those of the operand, scaled axis last; the third is empty unless NVFP4.
+    """
+    spec, (data, scale, global_scale) = plan.spec, buffers
+    rows, logical = shape[-3 - axis], shape[axis]
+    length = data.shape[-1] * spec.codes_per_byte if grouped else plan.stored_length(logical)
+    operand = BlockScaled(
+        data[..., : code_bytes(spec, length)],
+        scale_view(spec, scale, rows, length, plan.layout),
+        global_scale if spec.family == "nvfp4" else None,
+        plan.format,
+        -1,
+        plan.layout,
+        (*shape[:-2], rows, logical),
+        GROUP_ALIGN if grouped else 0,
+        plan.hadamard,
+    )
+    return operand if axis == -1 else operand.mT
+
+
+def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
+    """Raise unless data, scale and global scale have the dtypes, shapes and device that the format says."""
+    spec = q.spec
+    check_axis(q.axis)
+    check_layout(spec, q.scale_layout)
+    operand = q.operand
+    lead = tuple(q.shape[:-2])
+    _check_part(name, "data", operand.data, spec.data_dtype, (*lead, q.rows, code_bytes(spec, q.length)), q)
+    want = (*lead, *scale_view_shape(spec, q.rows, q.length, q.scale_layout))
+    _check_part(name, "scale", operand.scale, spec.scale_dtype, want, q)
+    has_global = q.global_scale is not None
+    if has_global != (spec.family == "nvfp4"):
+        raise LayoutError(
+            f"{name}.global_scale is {'given' if has_global else 'missing'} for {q.format}",
+            rule="NVFP4 has an fp32 tensor scale and no other format has",
+            fix="make operands with blockscale.quantize",
+        )
+    if q.global_scale is not None and (q.global_scale.dtype != torch.float32 or q.global_scale.dim() > 1):
+        raise LayoutError(
+            f"{name}.global_scale is {q.global_scale.dtype} {tuple(q.global_scale.shape)}",
+            rule="the tensor scale is float32, [] or one per group",
+            fix="make operands with blockscale.quantize",
+        )
+
+
+def _check_part(
+    name: str, part: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], q: BlockScaled
+) -> None:
+    if tensor.dtype == dtype and tuple(tensor.shape) == shape and tensor.device == q.device:
+        return
+    raise LayoutError(
+        f"{name}.{part} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+        rule=f"{q.format} {tuple(q.shape)} with axis={q.axis} and {q.scale_layout} scales keeps its {part}"
+        f" as {dtype} {shape} (scaled axis last) on {q.device}",
+        fix="make operands with blockscale.quantize, or give BlockScaled the shape it was cast from",
+    )
+
+
+def to_parts(q: BlockScaled) -> tuple[list[Tensor], str]:
+    """An operand as it crosses an operator's boundary: its tensors, and `format layout` as text.
+
+    FP4 codes and E8M0 scales go as bytes: inductor cannot handle those dtypes as inputs of operators that mutate.
+    """
+    tensors = [_as_bytes(q.data), _as_bytes(q.scale)]
+    if q.global_scale is not None:
+        tensors.append(q.global_scale)
+    return tensors, f"{q.format} {q.scale_layout}"
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu) else tensor
+
+
+def from_parts(tensors: list[Tensor], kind: str, length: int) -> BlockScaled:
+    """An operand of a product from its parts, scaled axis last and `length` codes long."""
+    name, layout = kind.split(" ")
+    spec, (data, scale, *rest) = get_format(name), tensors
+    global_scale, shape = rest[0] if rest else None, (*data.shape[:-1], length)
+    return BlockScaled(
+        data.view(spec.data_dtype), scale.view(spec.scale_dtype), global_scale, name, -1, layout, shape
+    )
+
+
+def has_canonical_strides(q: BlockScaled) -> bool:
+    """Whether scales have the strides that their layout promises; copies made by others may not."""
+    rows, blocks = q.scale.shape[-2:] if q.scale.dim() > 1 else (0, 0)
+    if q.scale_layout == "mn_major":
+        return q.scale.stride(-2) == 1 and q.scale.stride(-1) == round_up(rows, 4)
+    if q.scale_layout == "grid":
+        return q.scale.stride(-1) == 1 and q.scale.stride(-2) == round_up(blocks, 4)
+    return q.scale.is_contiguous()

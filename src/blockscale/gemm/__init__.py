@@ -1,0 +1,142 @@
+"""Dense products of block-scaled operands: `scaled_mm(a, b)` is a [M, K] @ b [N, K].mT.
+
+Every legal pair of formats works on every device; which kernel serves it is the table's business (`explain` tells).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..casts import FLOAT_DTYPES
+from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError
+from ..formats.spec import check_pair
+from ..formats.tensor import BlockScaled, check_block_scaled, to_parts
+from . import _reference as _reference  # registers its rows
+from . import _torch as _torch
+from . import ops
+
+
+def scaled_mm(
+    a: BlockScaled,
+    b: BlockScaled,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    bias: Tensor | None = None,
+    accumulate: Tensor | None = None,
+) -> Tensor:
+    """a [M, K] @ b [N, K].mT, products exact, sums and scales in fp32, one rounding to `out_dtype` at the end.
+
+    bias: [N], added in fp32 before the rounding.  accumulate: an fp32 [M, N] buffer that the product is added into and
+    that is returned; out_dtype is then not used.
+
+    >>> import blockscale as bs
+    >>> x = bs.quantize(torch.ones(2, 128), "fp8_1x128")
+    >>> w = bs.quantize(torch.ones(3, 128), "fp8_128x128")
+    >>> scaled_mm(x, w)
+    tensor([[128., 128., 128.],
+            [128., 128., 128.]], dtype=torch.bfloat16)
+    """
+    check_operands(a, b, ranks=(2, 2))
+    check_contraction(a, b)
+    for name, q in (("a", a), ("b", b)):
+        if q.group_align or (q.global_scale is not None and q.global_scale.dim()):
+            raise OptionError(
+                f"{name} is {q}", rule="scaled_mm takes operands without groups", fix="use scaled_grouped_mm with offs"
+            )
+    shape = (a.rows, b.rows)
+    if accumulate is not None:
+        if bias is not None:
+            raise OptionError(
+                "bias and accumulate together", rule="an accumulated product has no bias", fix="add the bias yourself"
+            )
+        check_accumulator(accumulate, shape, a.device)
+        ops.scaled_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length)
+        return accumulate
+    check_output(out_dtype)
+    check_bias(bias, (b.rows,), a.device)
+    return ops.scaled_mm(*to_parts(a), *to_parts(b), a.length, bias, out_dtype)
+
+
+def exact_mm(a: BlockScaled, b: BlockScaled) -> Tensor:
+    """The same product in fp64 from exactly decoded operands: what tests and self-checks compare with.
+
+    >>> import blockscale as bs
+    >>> q = bs.quantize(torch.eye(32), "mxfp4")
+    >>> bool((exact_mm(q, q) == torch.eye(32)).all())
+    True
+    """
+    check_operands(a, b, ranks=(2, 2))
+    check_contraction(a, b)
+    return _reference.exact_product(a, b)
+
+
+def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) -> None:
+    """Raise unless both are sound block-scaled operands of these ranks, a legal pair, on one device, scaled axis last."""
+    for name, q, rank in (("a", a, ranks[0]), ("b", b, ranks[1])):
+        if not isinstance(q, BlockScaled):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DtypeError(
+                f"{name} is a {type(q).__name__}",
+                rule="products take BlockScaled operands",
+                fix=f"cast it first: blockscale.quantize({name}, 'mxfp8_e4m3')",
+            )
+        check_block_scaled(q, name)
+        if len(q.shape) != rank:
+            raise ShapeError(
+                f"{name} has shape {tuple(q.shape)}", rule=f"this operand has rank {rank}", fix="reshape before the cast"
+            )
+        if q.axis != -1:
+            raise AxisError(
+                f"{name} {tuple(q.shape)} is scaled along axis {q.axis}",
+                rule="a product contracts the last axis of both operands, and blocks must run along it",
+                fix=f"pass {name}.mT, or cast with axis=-1",
+            )
+    check_pair(a.format, b.format)
+    if a.device != b.device:
+        raise DeviceError(f"a is on {a.device}, b on {b.device}", rule="operands share a device", fix="move one of them")
+
+
+def check_contraction(a: BlockScaled, b: BlockScaled) -> None:
+    """Raise unless K and the rotations agree."""
+    if a.shape[-1] != b.shape[-1]:
+        raise ShapeError(
+            f"a {tuple(a.shape)} and b {tuple(b.shape)} have K = {a.shape[-1]} and {b.shape[-1]}",
+            rule="both operands have K as their last axis: a [M, K], b [N, K]",
+            fix="transpose before the cast, or pass .mT of an operand cast with axis=-2",
+        )
+    if a.hadamard != b.hadamard:
+        raise OptionError(
+            f"a has Hadamard mask {a.hadamard}, b {b.hadamard}",
+            rule="a rotation cancels only when both operands have the same one",
+            fix="cast both with the same hadamard option",
+        )
+
+
+def check_output(dtype: torch.dtype) -> None:
+    """Raise unless a product can come out in this dtype."""
+    if dtype not in FLOAT_DTYPES:
+        raise DtypeError(
+            f"out_dtype={dtype}", rule="products come out as bfloat16, float16 or float32", fix="use one of them"
+        )
+
+
+def check_accumulator(acc: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless a product of this shape can be added into the buffer."""
+    if acc.dtype != torch.float32 or tuple(acc.shape) != shape or acc.device != device:
+        raise ShapeError(
+            f"accumulate is {acc.dtype} {tuple(acc.shape)} on {acc.device}",
+            rule=f"the buffer is float32 {shape} on {device}",
+            fix="allocate it with torch.zeros",
+        )
+
+
+def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless the bias fits."""
+    if bias is None:
+        return
+    if bias.dtype not in FLOAT_DTYPES or tuple(bias.shape) != shape or bias.device != device:
+        raise ShapeError(
+            f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}",
+            rule=f"a bias is bfloat16, float16 or float32 of shape {shape} on {device}",
+            fix="pass one value per output column",
+        )

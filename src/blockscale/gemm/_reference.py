@@ -1,0 +1,64 @@
+"""The product as the contract writes it, in torch, on any device: what every other backend is held against.
+
+Each block's partial sum is exact (fp64, rounded once to fp32) and then promoted: acc = fma(partial, s_a * s_b, acc) in
+fp32. `exact_product` is the same product without any rounding, in fp64, for tests. Cost: one small matrix product and
+a pass over the output per block of K.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats.decoding import decode_codes, decode_scale
+from ..formats.tensor import BlockScaled
+from ..registry import kernel
+from .epilogue import apply_tensor_scales, finish
+
+
+@kernel("gemm", "reference", devices=(), priority=-100)
+def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """exact torch reference: fp32 promotion per block"""
+    finish(block_product(a, b), out, bias, accumulate=accumulate)
+
+
+def block_product(a: BlockScaled, b: BlockScaled) -> Tensor:
+    """a [M, K] @ b [N, K].mT -> fp32 [M, N], promoted block by block, tensor scales applied last."""
+    codes_a, codes_b = decode_codes(a).double(), decode_codes(b).double()
+    scales_a, scales_b = _row_scales(a), _row_scales(b)
+    step = a.spec.block[1]
+    acc = torch.zeros(a.rows, b.rows, dtype=torch.float32, device=a.device)
+    for block in range(scales_a.shape[1]):
+        span = slice(block * step, (block + 1) * step)
+        partial = (codes_a[:, span] @ codes_b[:, span].mT).float()
+        factor = _factor(scales_a[:, block], scales_b[:, block], rounded=a.spec.family == "fp8")
+        acc = _fma(partial, factor, acc)
+    return apply_tensor_scales(acc, a, b)
+
+
+def exact_product(a: BlockScaled, b: BlockScaled) -> Tensor:
+    """The same sum with no rounding but fp64's: fp64 [M, N]. NaN scales give NaN."""
+    values: list[Tensor] = []
+    for operand in (a, b):
+        scale = _row_scales(operand).double().repeat_interleave(operand.spec.block[1], dim=1)[:, : operand.length]
+        value = torch.where(scale.isnan(), torch.nan, decode_codes(operand).double() * scale)
+        values.append(value if operand.global_scale is None else value * operand.global_scale.double())
+    return values[0] @ values[1].mT
+
+
+def _row_scales(operand: BlockScaled) -> Tensor:
+    """fp32 [rows, blocks]: a 2-D block's scale stands in each of its rows."""
+    scale = decode_scale(operand)
+    return scale.repeat_interleave(operand.spec.block[0], dim=0)[: operand.rows] if operand.spec.is_2d else scale
+
+
+def _factor(scale_a: Tensor, scale_b: Tensor, *, rounded: bool) -> Tensor:
+    """s_a * s_b for every output, fp64. FP8 scales are multiplied in fp32; MX and NVFP4 scale products are exact."""
+    if rounded:
+        return (scale_a[:, None] * scale_b[None, :]).double()
+    return scale_a.double()[:, None] * scale_b.double()[None, :]
+
+
+def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """x * y + z with one rounding to fp32; the product of two fp32 numbers is exact in fp64."""
+    return torch.addcmul(z.double(), x.double(), y).float()

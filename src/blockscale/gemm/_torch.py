@@ -1,0 +1,123 @@
+"""Products through PyTorch: the vendor's block-scaled matrix product where there is one, else an exact upcast.
+
+FP8 blockwise on sm_90 and MXFP8 and NVFP4 on sm_100 call `F.scaled_mm`. Everywhere else a code times its block scale is
+exact in bf16 (scale bytes 0A to EF; see docs/numerics.md), so MX and NVFP4 are an ordinary product of exact operands
+with fp32 sums. FP8 with fp32 scales is not exact in bf16 and has no such row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..formats.decoding import decode_blocks
+from ..formats.spec import FORMATS, LEGAL_PAIRS
+from ..formats.tensor import BlockScaled
+from ..registry import Request, kernel
+from .epilogue import apply_tensor_scales, finish
+
+FP8_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family == "fp8")
+EXACT_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family != "fp8")
+_MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
+# E5M2 by E5M2 is refused by the vendor; MXFP4 depends on an optional library of the torch build
+_BLACKWELL_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if "mxfp8_e4m3" in (a, b)] + [("nvfp4", "nvfp4")]
+
+
+def _reject_hopper(request: Request) -> str | None:
+    m, n, k = request.shape
+    if 0 in request.shape:
+        return "the vendor library takes no empty operands"
+    if k % 16 or n % 16:
+        return f"the vendor library wants N and K in multiples of 16, these are {n} and {k}"
+    for name, rows in zip(request.formats, (m, n), strict=True):
+        if name == "fp8_1x128" and rows % 4:
+            return f"the vendor library wants 1x128 scales without padding: rows in multiples of 4, not {rows}"
+    return "scales are not in their layout's canonical strides" if "strided" in request.options else None
+
+
+@kernel(
+    "gemm",
+    "torch",
+    sm=(90, 90),
+    formats=FP8_PAIRS,
+    layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
+    priority=20,
+    reject=_reject_hopper,
+)
+def scaled_mm_hopper(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """F.scaled_mm: the vendor library's FP8 blockwise product"""
+    direct = not accumulate and bias is None and out.dtype == torch.bfloat16
+    product = functional.scaled_mm(
+        a.data,
+        b.data.mT,
+        scale_a=_hopper_scale(a),
+        scale_recipe_a=_hopper_recipe(a),
+        scale_b=_hopper_scale(b),
+        scale_recipe_b=_hopper_recipe(b),
+        output_dtype=torch.bfloat16 if direct else torch.float32,
+    )
+    finish(product, out, bias, accumulate=accumulate)
+
+
+def _hopper_recipe(operand: BlockScaled) -> functional.ScalingType:
+    return functional.ScalingType.BlockWise128x128 if operand.spec.is_2d else functional.ScalingType.BlockWise1x128
+
+
+def _hopper_scale(operand: BlockScaled) -> Tensor:
+    """1x128 as [rows, blocks] with rows contiguous; 128x128 as [blocks padded to 4, row tiles] with blocks contiguous."""
+    if not operand.spec.is_2d:
+        return operand.scale
+    tiles, padded = operand.scale.shape[0], operand.scale.stride(0)
+    return operand.scale.as_strided((padded, tiles), (1, padded))
+
+
+def _reject_blackwell(request: Request) -> str | None:
+    _, n, k = request.shape
+    if 0 in request.shape:
+        return "the vendor library takes no empty operands"
+    if n % 16 or k % 32:
+        return f"the vendor library wants N in multiples of 16 and K of 32, these are {n} and {k}"
+    return None
+
+
+@kernel(
+    "gemm",
+    "torch",
+    sm=(100, 103),
+    formats=_BLACKWELL_PAIRS,
+    layouts=dict.fromkeys((*_MXFP8, "nvfp4"), "blocked"),
+    priority=20,
+    reject=_reject_blackwell,
+)
+def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """F.scaled_mm: the vendor library's MXFP8 or NVFP4 product"""
+    scaling, swizzle = functional.ScalingType, functional.SwizzleType
+    # NVFP4's tensor scales are applied here, one after the other: their product alone could underflow
+    recipe = scaling.BlockWise1x32 if a.global_scale is None else scaling.BlockWise1x16
+    product = functional.scaled_mm(
+        a.data,
+        b.data.mT,
+        scale_a=a.scale,
+        scale_recipe_a=recipe,
+        scale_b=b.scale,
+        scale_recipe_b=recipe,
+        swizzle_a=swizzle.SWIZZLE_32_4_4,
+        swizzle_b=swizzle.SWIZZLE_32_4_4,
+        output_dtype=torch.float32,
+    )
+    finish(apply_tensor_scales(product, a, b), out, bias, accumulate=accumulate)
+
+
+@kernel("gemm", "torch", devices=("cpu", "cuda"), formats=EXACT_PAIRS, priority=10)
+def scaled_mm_upcast(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """exact upcast, then the vendor's ordinary product with fp32 sums"""
+    product = apply_tensor_scales(exact_mm(decode_blocks(a), decode_blocks(b).mT), a, b)
+    finish(product, out, bias, accumulate=accumulate)
+
+
+def exact_mm(x: Tensor, y: Tensor) -> Tensor:
+    """fp32 product of operands that are exact in bf16: bf16 matrix units on CUDA, fp32 on the CPU."""
+    if x.is_cuda:
+        return torch.mm(x.bfloat16(), y.bfloat16(), out_dtype=torch.float32)
+    return x @ y

@@ -1,0 +1,67 @@
+"""The product operators: an operand crosses the boundary as its tensors and `format layout` as text, scaled axis last.
+
+`scaled_mm` is functional; `scaled_mm_add_` adds into an fp32 buffer that the caller owns (gradient accumulation). Both
+bodies select a row, convert scale layouts where the row reads another one, and launch.
+"""
+
+import torch
+from torch import Tensor
+
+from ..formats.tensor import BlockScaled, from_parts, has_canonical_strides
+from ..hardware import capability
+from ..library import define_op, empty
+from ..registry import Request, select
+
+
+def product_options(a: BlockScaled, b: BlockScaled, *, bias: bool, accumulate: bool) -> frozenset[str]:
+    """What else a product asks of a kernel."""
+    strided = not (has_canonical_strides(a) and has_canonical_strides(b))
+    return frozenset(name for name, on in (("bias", bias), ("accumulate", accumulate), ("strided", strided)) if on)
+
+
+def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bool, accumulate: bool) -> Request:
+    """What the kernel table is asked for a dense product."""
+    options = product_options(a, b, bias=bias, accumulate=accumulate)
+    shape, layouts = (a.rows, b.rows, a.length), (a.scale_layout, b.scale_layout)
+    return Request("gemm", capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
+
+
+def _launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
+    row = select(gemm_request(a, b, out.dtype, bias=bias is not None, accumulate=accumulate))
+    a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (a, b))
+    row.launch(a, b, out, bias=bias, accumulate=accumulate)
+
+
+def product_flops(
+    a: list[list[int]], a_kind: str, b: list[list[int]], b_kind: str, length: int, *rest: object, **named: object
+) -> int:
+    """2 M N K from the shapes of the codes."""
+    return 2 * a[0][0] * b[0][-2] * length
+
+
+def _allocate(a: list[Tensor], b: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return empty((a[0].shape[0], b[0].shape[0]), dtype, a[0].device)
+
+
+def _fake_scaled_mm(
+    a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return _allocate(a, b, out_dtype)
+
+
+@define_op(fake=_fake_scaled_mm, flops=product_flops)
+def scaled_mm(
+    a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    out = _allocate(a, b, out_dtype)
+    _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), out, bias, accumulate=False)
+    return out
+
+
+def _fake_scaled_mm_add_(acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int) -> None:
+    return None
+
+
+@define_op(fake=_fake_scaled_mm_add_, flops=lambda acc, *rest, **named: product_flops(*rest), mutates=("acc",))
+def scaled_mm_add_(acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int) -> None:
+    _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), acc, None, accumulate=True)

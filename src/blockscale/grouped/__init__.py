@@ -1,0 +1,105 @@
+"""Grouped products for mixture-of-experts layers: one call over groups of tokens whose sizes only the device knows.
+
+Two operands of rank 2 and 3 make it m-grouped (fprop, dgrad): rows of `a` meet the matrix of their group. Two of rank 2
+make it k-grouped (wgrad): tokens are contracted group by group. Any group sizes: empty, one row, unaligned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..casts import check_offs
+from ..errors import OptionError, ShapeError
+from ..formats.layout import padded_length
+from ..formats.tensor import BlockScaled, to_parts
+from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
+from . import _reference as _reference  # registers its rows
+from . import _torch as _torch
+from . import ops
+
+
+def scaled_grouped_mm(
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    bias: Tensor | None = None,
+    accumulate: Tensor | None = None,
+) -> Tensor:
+    """m-grouped: a [M, K], b [E, N, K] -> [M, N]; k-grouped: a [N, M], b [K, M] -> [G, N, K], summed over each group's M.
+
+    offs: inclusive ends of the groups (int32, on the device), as the tokens were before any padding. k-grouped operands
+    are cast with `quantize(x, format, axis=-2, offs=offs)` and passed as `.mT`. Rows after the last group give zero.
+    bias: [E, N], m-grouped only.  accumulate: an fp32 buffer that the product is added into and that is returned.
+
+    >>> import blockscale as bs
+    >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    >>> x = bs.quantize(torch.ones(5, 64), "mxfp8_e4m3")
+    >>> w = bs.quantize(torch.ones(3, 4, 64), "mxfp8_e4m3")
+    >>> scaled_grouped_mm(x, w, offs).shape
+    torch.Size([5, 4])
+    """
+    if isinstance(b, BlockScaled) and len(b.shape) == 3:  # pyright: ignore[reportUnnecessaryIsInstance]
+        shape = _check_m_grouped(a, b, offs)
+    else:
+        shape = _check_k_grouped(a, b, offs)
+    if accumulate is not None:
+        if bias is not None:
+            raise OptionError(
+                "bias and accumulate together", rule="an accumulated product has no bias", fix="add the bias yourself"
+            )
+        check_accumulator(accumulate, shape, a.device)
+        ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs)
+        return accumulate
+    check_output(out_dtype)
+    if bias is not None:
+        if len(b.shape) != 3:
+            raise OptionError("bias in a k-grouped product", rule="weight gradients have no bias", fix="leave it out")
+        check_bias(bias, (b.shape[0], b.rows), a.device)
+    return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, bias, out_dtype)
+
+
+def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:
+    check_operands(a, b, ranks=(2, 3))
+    check_contraction(a, b)
+    check_offs(offs, a.device, 2)
+    if offs.shape[0] != b.shape[0]:
+        raise ShapeError(
+            f"{offs.shape[0]} group ends for {b.shape[0]} matrices",
+            rule="one group per matrix of b, empty groups included",
+            fix="repeat the previous end for a group without rows",
+        )
+    _check_group_scales(a, b, offs)
+    if a.group_align:
+        raise OptionError(
+            f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1"
+        )
+    return (a.rows, b.rows)
+
+
+def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:
+    check_operands(a, b, ranks=(2, 2))
+    check_contraction(a, b)
+    check_offs(offs, a.device, 2)
+    want = padded_length(a.shape[-1], offs.shape[0])
+    for name, q in (("a", a), ("b", b)):
+        if not q.group_align or q.length != want:
+            raise OptionError(
+                f"{name} is {q}",
+                rule=f"each of the {offs.shape[0]} groups of a k-grouped operand starts a block of its own",
+                fix=f"cast it with blockscale.quantize(x, {q.format!r}, axis=-2, offs=offs) and pass .mT",
+            )
+    _check_group_scales(a, b, offs)
+    return (offs.shape[0], a.rows, b.rows)
+
+
+def _check_group_scales(a: BlockScaled, b: BlockScaled, offs: Tensor) -> None:
+    for name, q in (("a", a), ("b", b)):
+        if q.global_scale is not None and q.global_scale.dim() and q.global_scale.shape[0] != offs.shape[0]:
+            raise ShapeError(
+                f"{name} has {q.global_scale.shape[0]} tensor scales for {offs.shape[0]} groups",
+                rule="one scale for the tensor, or one per group",
+                fix="cast it with the same offs",
+            )

@@ -1,0 +1,82 @@
+"""Grouped products as the contract writes them: one reference product per group.
+
+Reads the group ends on the host, so it is not for CUDA graphs; every other backend must not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats.layout import padded_ends
+from ..formats.tensor import BlockScaled
+from ..gemm._reference import block_product, exact_product
+from ..gemm.epilogue import finish
+from ..registry import kernel
+
+
+@kernel("m_grouped", "reference", devices=(), priority=-100)
+def m_grouped(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+) -> None:
+    """exact torch reference, group by group"""
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        product = block_product(_rows(a, group, start, end), _matrix(b, group))
+        finish(product, out[start:end], None if bias is None else bias[group], accumulate=accumulate)
+        start = end
+    if not accumulate:
+        out[start:] = 0
+
+
+@kernel("k_grouped", "reference", devices=(), priority=-100)
+def k_grouped(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
+) -> None:
+    """exact torch reference, group by group"""
+    start = 0
+    for group, end in enumerate(padded_ends(offs).tolist()):
+        product = block_product(_tokens(a, group, start, end), _tokens(b, group, start, end))
+        finish(product, out[group], None, accumulate=accumulate)
+        start = end
+
+
+def exact_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> Tensor:
+    """The same products in fp64, for tests: [M, N] (m-grouped) or [G, N, K] (k-grouped)."""
+    if len(b.shape) == 3:
+        out = torch.zeros(a.rows, b.rows, dtype=torch.float64, device=a.device)
+        start = 0
+        for group, end in enumerate(offs.tolist()):
+            out[start:end] = exact_product(_rows(a, group, start, end), _matrix(b, group))
+            start = end
+        return out
+    ends = [0, *padded_ends(offs).tolist()]
+    spans = zip(ends[:-1], ends[1:], strict=True)
+    return torch.stack([exact_product(_tokens(a, g, lo, hi), _tokens(b, g, lo, hi)) for g, (lo, hi) in enumerate(spans)])
+
+
+def _of_group(global_scale: Tensor | None, group: int) -> Tensor | None:
+    return global_scale[group] if global_scale is not None and global_scale.dim() else global_scale
+
+
+def _part(q: BlockScaled, group: int, data: Tensor, scale: Tensor) -> BlockScaled:
+    """A piece of an operand as an operand of its own, scales plain."""
+    shape = (data.shape[0], data.shape[1] * q.spec.codes_per_byte)
+    part = replace(q, data=data, scale=scale, global_scale=_of_group(q.global_scale, group))
+    return replace(part, scale_layout="plain", shape=shape, group_align=0, hadamard=None)
+
+
+def _rows(q: BlockScaled, group: int, start: int, end: int) -> BlockScaled:
+    return _part(q, group, q.data[start:end], q.plain_scale()[start:end])
+
+
+def _matrix(q: BlockScaled, group: int) -> BlockScaled:
+    return _part(q, group, q.data[group], q.plain_scale()[group])
+
+
+def _tokens(q: BlockScaled, group: int, start: int, end: int) -> BlockScaled:
+    per_byte, block = q.spec.codes_per_byte, q.spec.block[1]
+    data = q.data[:, start // per_byte : end // per_byte]
+    return _part(q, group, data, q.plain_scale()[:, start // block : end // block])

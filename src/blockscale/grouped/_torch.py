@@ -1,0 +1,70 @@
+"""Grouped products through PyTorch: exact upcast, then `F.grouped_mm` with fp32 sums. No host sync.
+
+MX and NVFP4 only: a code times its block scale is exact in bf16 (docs/numerics.md). FP8 blockwise has no grouped product
+in torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..formats.decoding import decode_blocks
+from ..formats.layout import locate, padded_ends
+from ..formats.spec import FORMATS, LEGAL_PAIRS
+from ..formats.tensor import BlockScaled
+from ..gemm.epilogue import finish
+from ..registry import Request, kernel
+
+EXACT_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family != "fp8")
+
+
+def _reject(request: Request) -> str | None:
+    m, n, k, groups = request.shape
+    if 0 in (m, n, k, groups):
+        return "torch's grouped product takes no empty operands"
+    if request.capability.device == "cuda" and request.capability.sm < 80:
+        return "torch's grouped product needs sm_80"
+    strides = (k,) if request.op == "m_grouped" else (k, n)
+    if any(stride % 8 for stride in strides):
+        return f"torch's grouped product wants strides in multiples of 16 bytes, these are {strides} values"
+    return None
+
+
+@kernel("m_grouped", "torch", devices=("cpu", "cuda"), formats=EXACT_PAIRS, priority=10, reject=_reject)
+def m_grouped(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+) -> None:
+    """exact upcast, then F.grouped_mm"""
+    group, _ = locate(torch.arange(a.rows, device=a.device), offs.to(torch.int64))
+    inside = (group < offs.shape[0])[:, None]
+    group = group.clamp(max=offs.shape[0] - 1)
+    product = _grouped_mm(decode_blocks(a), decode_blocks(b).mT, offs)
+    for q in (a, b):
+        if q.global_scale is not None:
+            product = product * (q.global_scale[group][:, None] if q.global_scale.dim() else q.global_scale)
+    # rows of no group hold whatever the product left there
+    product = torch.where(inside, product, 0.0)
+    if bias is not None:
+        product = product + torch.where(inside, bias.float()[group], 0.0)
+    finish(product, out, None, accumulate=accumulate)
+
+
+@kernel("k_grouped", "torch", devices=("cpu", "cuda"), formats=EXACT_PAIRS, priority=10, reject=_reject)
+def k_grouped(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
+) -> None:
+    """exact upcast, then F.grouped_mm over padded groups"""
+    product = _grouped_mm(decode_blocks(a), decode_blocks(b).mT, padded_ends(offs).to(torch.int32))
+    for q in (a, b):
+        if q.global_scale is not None:
+            product = product * (q.global_scale[:, None, None] if q.global_scale.dim() else q.global_scale)
+    finish(product, out, None, accumulate=accumulate)
+
+
+def _grouped_mm(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
+    """fp32 result of operands that are exact in bf16: bf16 matrix units on CUDA, fp32 on the CPU."""
+    if x.is_cuda:
+        return functional.grouped_mm(x.bfloat16(), y.bfloat16(), offs=offs, out_dtype=torch.float32)
+    return functional.grouped_mm(x, y, offs=offs)

@@ -1,0 +1,82 @@
+"""The grouped product operators. Group ends stay on the device; output sizes never depend on their values.
+
+FLOPs are counted as if every row belonged to a group and padding were used: the sizes are not known on the host.
+"""
+
+import torch
+from torch import Tensor
+
+from ..formats.tensor import BlockScaled, from_parts
+from ..gemm.ops import product_flops, product_options
+from ..hardware import capability
+from ..library import define_op, empty
+from ..registry import Request, select
+
+
+def grouped_request(
+    a: BlockScaled, b: BlockScaled, groups: int, dtype: torch.dtype, *, bias: bool, accumulate: bool
+) -> Request:
+    """What the kernel table is asked for a grouped product; a 3-D second operand makes it m-grouped."""
+    op = "m_grouped" if len(b.shape) == 3 else "k_grouped"
+    options = product_options(a, b, bias=bias, accumulate=accumulate)
+    # the contracted length comes third, as in a dense product: K of the weights, or the padded tokens
+    shape, layouts = (a.rows, b.rows, a.length, groups), (a.scale_layout, b.scale_layout)
+    return Request(op, capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
+
+
+def _launch(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool
+) -> None:
+    has_bias = bias is not None
+    row = select(grouped_request(a, b, offs.shape[0], out.dtype, bias=has_bias, accumulate=accumulate))
+    a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (a, b))
+    row.launch(a, b, offs, out, bias=bias, accumulate=accumulate)
+
+
+def _allocate(a: list[Tensor], b: list[Tensor], offs: Tensor, dtype: torch.dtype) -> Tensor:
+    left, right = a[0], b[0]
+    grouped_rows = right.dim() == 3
+    shape = (left.shape[0], right.shape[1]) if grouped_rows else (offs.shape[0], left.shape[0], right.shape[0])
+    return empty(shape, dtype, left.device)
+
+
+def _fake_scaled_grouped_mm(
+    a: list[Tensor],
+    a_kind: str,
+    b: list[Tensor],
+    b_kind: str,
+    length: int,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return _allocate(a, b, offs, out_dtype)
+
+
+@define_op(fake=_fake_scaled_grouped_mm, flops=product_flops)
+def scaled_grouped_mm(
+    a: list[Tensor],
+    a_kind: str,
+    b: list[Tensor],
+    b_kind: str,
+    length: int,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    out = _allocate(a, b, offs, out_dtype)
+    _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), offs, out, bias, accumulate=False)
+    return out
+
+
+def _fake_scaled_grouped_mm_add_(
+    acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, offs: Tensor
+) -> None:
+    return None
+
+
+@define_op(fake=_fake_scaled_grouped_mm_add_, flops=lambda acc, *rest, **named: product_flops(*rest), mutates=("acc",))
+def scaled_grouped_mm_add_(
+    acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, offs: Tensor
+) -> None:
+    _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), offs, acc, None, accumulate=True)

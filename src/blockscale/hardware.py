@@ -1,0 +1,85 @@
+"""What device is this, and what can it do: the facts that the kernel table and `doctor` ask for.
+
+`Capability` is the small hashable part that decides which kernels can run; `describe` is the long form for people.
+Nothing here starts CUDA unless a CUDA device is asked about.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Capability:
+    """A kind of device as the kernel table sees it: its type and, for CUDA, 10 * major + minor."""
+
+    device: str
+    sm: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.device} sm_{self.sm}" if self.sm else self.device
+
+
+CPU = Capability("cpu")
+
+
+@functools.cache
+def _cuda_capability(index: int) -> Capability:
+    major, minor = torch.cuda.get_device_capability(index)
+    return Capability("cuda", 10 * major + minor)
+
+
+def capability(device: torch.device | str) -> Capability:
+    """The capability of a device.
+
+    >>> capability("cpu")
+    Capability(device='cpu', sm=0)
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return CPU if device.type == "cpu" else Capability(device.type)
+    return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def default_device() -> torch.device:
+    """Where examples and self-checks run: the first GPU if there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch.compile's inductor can build CPU code here."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as info:
+            for line in info:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe(device: torch.device | str | None = None) -> dict[str, str]:
+    """Facts about a device for people: name, size, and what limits it."""
+    device = default_device() if device is None else torch.device(device)
+    if device.type != "cuda":
+        threads = torch.get_num_threads()
+        return {"device": str(device), "name": _cpu_name(), "threads": f"{threads} of {os.cpu_count()} cores"}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": str(device),
+        "name": properties.name,
+        "architecture": str(capability(device)),
+        "multiprocessors": str(properties.multi_processor_count),
+        "memory": f"{properties.total_memory / 2**30:.0f} GiB",
+        "L2 cache": f"{properties.L2_cache_size / 2**20:.0f} MiB",
+    }

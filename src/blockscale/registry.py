@@ -1,0 +1,275 @@
+"""The table of kernels: one row per (operation, backend), and the choice of a row as a lookup, not an `if`.
+
+`select` takes the best row that accepts a request; `explain` gives every row with the reason it was refused. Selection
+runs inside an operator's body, so a compiled graph does not depend on the machine it was traced on. A backend the user
+asked for never falls back: it raises with the reason. Left to itself the library may take a slower row and says so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from . import env
+from .errors import BackendError, check_name
+from .hardware import Capability
+
+log = logging.getLogger("blockscale")
+
+Formats = tuple[str, ...]
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Request:
+    """One problem as the table sees it.
+
+    formats: one name for a cast, a pair for a product.  shape: (rows, length) of a cast, (M, N, K) of a product, (M, N,
+    K, G) of a grouped one.  dtype: input of a cast, output of everything else.  layouts: of the operands' scales.
+    options: what else is asked for, such as "bias", "accumulate", "stochastic", "hadamard", "offs".
+    """
+
+    op: str
+    capability: Capability
+    formats: Formats
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layouts: tuple[str, ...] = ()
+    options: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        extras = f" with {', '.join(sorted(self.options))}" if self.options else ""
+        size = "x".join(map(str, self.shape))
+        return f"{self.op} {' @ '.join(self.formats)} {size} {str(self.dtype)[6:]}{extras} on {self.capability}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row. Empty `devices`, `formats` and `dtypes` accept everything; `layouts` maps a format to the scale layout
+    that the kernel reads (a format that is not named is read in any layout); `reject` returns a reason or None."""
+
+    op: str
+    backend: str
+    launch: Callable[..., object]
+    devices: frozenset[str] = frozenset()
+    sm: tuple[int, int] = (0, 999)
+    formats: frozenset[Formats] = frozenset()
+    dtypes: frozenset[torch.dtype] = frozenset()
+    layouts: dict[str, str] = field(default_factory=dict, hash=False)
+    priority: int = 0
+    reject: Callable[[Request], str | None] | None = None
+    summary: str = ""
+
+    def refusal(self, request: Request) -> str | None:
+        """Why this row cannot serve the request, or None."""
+        where = request.capability
+        if self.devices and where.device not in self.devices:
+            return f"runs on {' or '.join(sorted(self.devices))}, not on {where.device}"
+        if where.device == "cuda" and not self.sm[0] <= where.sm <= self.sm[1]:
+            span = f"sm_{self.sm[0]}" + (f" to sm_{self.sm[1]}" if self.sm[1] != self.sm[0] else "")
+            return f"needs {span}, this is sm_{where.sm}"
+        if self.formats and request.formats not in self.formats:
+            return f"does not serve {' @ '.join(request.formats)}"
+        if self.dtypes and request.dtype not in self.dtypes:
+            return f"has no {str(request.dtype)[6:]}"
+        return self.reject(request) if self.reject else None
+
+    def conversions(self, request: Request) -> tuple[str, ...]:
+        """Scale layouts that must be changed before this row runs, as text."""
+        return tuple(
+            f"{name} scales {layout} -> {self.layouts[name]}"
+            for name, layout in zip(request.formats, request.layouts, strict=False)
+            if self.layouts.get(name, layout) != layout
+        )
+
+
+_TABLE: dict[str, list[Kernel]] = {}
+# process-wide on purpose: on CUDA the backward runs on autograd's own threads, which see no context variable
+_forced: dict[str, str] = {}
+
+
+def kernel(
+    op: str,
+    backend: str,
+    *,
+    devices: Sequence[str] = ("cuda",),
+    sm: tuple[int, int] = (0, 999),
+    formats: Sequence[Formats] = (),
+    dtypes: Sequence[torch.dtype] = (),
+    layouts: dict[str, str] | None = None,
+    priority: int = 0,
+    reject: Callable[[Request], str | None] | None = None,
+) -> Callable[[F], F]:
+    """Decorator: add the launcher below it to the table. Its docstring's first line is what `explain` shows."""
+
+    def register(launch: F) -> F:
+        summary = (launch.__doc__ or "").strip().splitlines()[0] if launch.__doc__ else ""
+        row = Kernel(
+            op,
+            backend,
+            launch,
+            frozenset(devices),
+            sm,
+            frozenset(formats),
+            frozenset(dtypes),
+            layouts or {},
+            priority,
+            reject,
+            summary,
+        )
+        rows = _TABLE.setdefault(op, [])
+        rows.append(row)
+        rows.sort(key=lambda item: -item.priority)
+        _select.cache_clear()
+        return launch
+
+    return register
+
+
+def operations() -> list[str]:
+    """Operations that have rows."""
+    return list(_TABLE)
+
+
+def rows(op: str) -> list[Kernel]:
+    """Every row of an operation, best first."""
+    check_name(op, _TABLE, "operation")
+    return list(_TABLE[op])
+
+
+def backends() -> list[str]:
+    """Every backend name in the table."""
+    return sorted({row.backend for table in _TABLE.values() for row in table})
+
+
+def forced_backend(op: str) -> str | None:
+    """The backend that use_backend() or BLOCKSCALE_BACKEND demands for an operation, if it implements it."""
+    if op in _forced:
+        return _forced[op]
+    wanted = _forced.get("", "") or env.get("BLOCKSCALE_BACKEND")
+    if not wanted or wanted == "auto":
+        return None
+    check_name(wanted, backends(), "backend")
+    return wanted if any(row.backend == wanted for row in _TABLE[op]) else None
+
+
+@contextlib.contextmanager
+def use_backend(backend: str | None = None, **per_operation: str) -> Iterator[None]:
+    """Demand a backend inside the block; nothing falls back to another one.
+
+    `use_backend("torch")` holds for every operation that has such a backend; `use_backend(gemm="torch")` for one.
+
+    >>> import torch, blockscale as bs
+    >>> with bs.use_backend("reference"):
+    ...     q = bs.quantize(torch.randn(4, 64), "mxfp8_e4m3")
+    """
+    for op, name in per_operation.items():
+        check_name(op, _TABLE, "operation")
+        check_name(name, ["auto", *(row.backend for row in _TABLE[op])], f"backend of {op}")
+    if backend is not None:
+        check_name(backend, ["auto", *backends()], "backend")
+    before = dict(_forced)
+    if backend is not None:
+        _forced.clear()
+        _forced[""] = backend
+    _forced.update(per_operation)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+@functools.lru_cache(maxsize=8192)
+def _select(request: Request, forced: str | None) -> Kernel:
+    candidates = [row for row in _TABLE[request.op] if forced is None or row.backend == forced]
+    refused: list[tuple[Kernel, str]] = []
+    for row in candidates:
+        reason = row.refusal(request)
+        if reason is None:
+            if forced is None:
+                _tell_once(request, row, refused)
+            return row
+        refused.append((row, reason))
+    raise BackendError(
+        (f"backend {forced!r} cannot run " if forced else "no backend can run ") + str(request),
+        rule="; ".join(f"{row.backend} {reason}" for row, reason in refused),
+        fix=f"leave the choice to the library or ask for one of {', '.join(r.backend for r in _TABLE[request.op])}",
+    )
+
+
+_told: set[str] = set()
+
+
+def _tell_once(request: Request, taken: Kernel, refused: list[tuple[Kernel, str]]) -> None:
+    """Say that a faster row of this device was passed over. Rows made for other devices are no news."""
+    device = request.capability.device
+    here = [f"{row.backend} {reason}" for row, reason in refused if not row.devices or device in row.devices]
+    text = f"{request.op} {' @ '.join(request.formats)} on {request.capability} uses {taken.backend}"
+    if here and text not in _told:
+        _told.add(text)
+        # speed on a CPU is nobody's concern; on a GPU a slower kernel is worth a warning
+        level = logging.WARNING if request.capability.device == "cuda" else logging.INFO
+        log.log(level, "%s: %s", text, "; ".join(here))
+
+
+def select(request: Request) -> Kernel:
+    """The row that serves a request: the best that accepts, or the one the user demands."""
+    return _select(request, forced_backend(request.op))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row as `explain` shows it: refused with a reason, or able; at most one is taken. `for_device`: made for this
+    kind of device (CPU or CUDA), whether it accepts or not."""
+
+    backend: str
+    priority: int
+    taken: bool
+    reason: str
+    summary: str
+    conversions: tuple[str, ...]
+    for_device: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every row for one request, best first."""
+
+    request: Request
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def taken(self) -> Candidate | None:
+        return next((candidate for candidate in self.candidates if candidate.taken), None)
+
+    def __str__(self) -> str:
+        lines = [str(self.request)]
+        for row in self.candidates:
+            mark = "->" if row.taken else "  "
+            lines.append(f"{mark} {row.backend:10s} {row.reason}" + "".join(f"; converts {c}" for c in row.conversions))
+        return "\n".join(lines)
+
+
+def explain_request(request: Request) -> Explanation:
+    """The table for one request: the row that is taken, and why the others are not."""
+    forced = forced_backend(request.op)
+    found = False
+    candidates: list[Candidate] = []
+    for row in rows(request.op):
+        reason = row.refusal(request)
+        taken = reason is None and not found and forced in (None, row.backend)
+        found = found or taken
+        if reason is None:
+            demanded = f"demanded: {forced}" if taken and forced else "best row that accepts"
+            reason = demanded if taken else (f"able, but {forced} is demanded" if forced else "able, lower priority")
+        conversions = row.conversions(request) if taken else ()
+        for_device = not row.devices or request.capability.device in row.devices
+        candidates.append(Candidate(row.backend, row.priority, taken, reason, row.summary, conversions, for_device))
+    return Explanation(request, tuple(candidates))

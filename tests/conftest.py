@@ -1,0 +1,101 @@
+"""What every test shares: poisoned outputs, devices, the count of values compared with oracles, GPU result lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+# before blockscale is imported: outputs start as NaN bytes, so what a kernel forgets to write is seen
+os.environ["BLOCKSCALE_POISON"] = "1"
+
+import pytest
+import torch
+
+from blockscale import env
+from blockscale.hardware import capability
+
+_COMPARED: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, default=None, help="append one JSON line per GPU test to this file")
+
+
+def missing_gpu(item: pytest.Item) -> str | None:
+    """Why a GPU test cannot run here, or None."""
+    found = capability("cuda").sm if torch.cuda.is_available() else 0
+    if not found:
+        return "needs a CUDA GPU, found none"
+    for sm in (90, 100):
+        if item.get_closest_marker(f"sm{sm}") and found // 10 != sm // 10:
+            return f"needs sm_{sm}, found sm_{found}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests skip with a reason where there is no GPU, unless BLOCKSCALE_REQUIRE_GPU makes that a failure."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not env.flag("BLOCKSCALE_REQUIRE_GPU") and (reason := missing_gpu(item)):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each test that takes it runs on the CPU and, where there is one, on the GPU."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def compared() -> Iterator[Counter[str]]:
+    """`compared["ml_dtypes e4m3"] += n`: values compared with an oracle, summed up at the end of the run."""
+    yield _COMPARED
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Under xdist every worker hands its counts to the controller."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["compared"] = dict(_COMPARED)
+
+
+def pytest_testnodedown(node: object, error: object) -> None:
+    _COMPARED.update(getattr(node, "workeroutput", {}).get("compared", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not _COMPARED:
+        return
+    terminalreporter.section("values compared with independent oracles, all equal")
+    for name, count in sorted(_COMPARED.items()):
+        terminalreporter.write_line(f"{count:>14,d}  {name}")
+    terminalreporter.write_line(f"{sum(_COMPARED.values()):>14,d}  in all")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """With --results: one JSON line per GPU test, flushed as it goes, so that a run that is cut off still tells."""
+    outcome = yield
+    report = outcome.get_result()
+    path = item.config.getoption("--results")
+    if path is None or report.when != "call" or not item.get_closest_marker("gpu"):
+        return
+    line = {
+        "test": item.nodeid,
+        "outcome": report.outcome,
+        "seconds": round(report.duration, 3),
+        "figures": dict(item.user_properties),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+    }
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
