@@ -1,9 +1,10 @@
 # The commands of this repository. `make` lists them; each does its own set-up, so a fresh machine needs Python and make.
 
-PYTHON ?= python3
-# 1: use the torch that $(PYTHON) already has. 0: never. Empty: use it if it is new enough and sees a GPU.
+# The Python to set up with; once named, it stays the default.
+PYTHON ?= $(shell cat .venv/made-by 2>/dev/null || echo python3)
+# 1: use the torch that $(PYTHON) already has. 0: never. Empty: as the last time, and at first if it sees a GPU.
 SYSTEM_TORCH ?=
-# Another package index to take torch from, for example one with CPU builds.
+# Another package index to take torch from, for example one with CPU builds. Empty: as the last time.
 TORCH_INDEX ?=
 # More options for pytest: make test ARGS="-k nvfp4 -x"
 ARGS ?=

@@ -2,7 +2,7 @@
 
 torch decides how. If the Python that runs this file already has a torch that will do, `.venv` borrows it; otherwise
 torch is installed first, with its pin, so that no later step can move it or swap it for another build. Options come
-from the environment:
+from the environment, and stay in force until others are given:
 
     SYSTEM_TORCH=1     use the torch of this Python; 0: never; unset: if it is new enough and sees a GPU
     TORCH_INDEX=URL    the package index to install torch from
@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "blockscale-setup.json"
+# The Makefile reads it, so that a Python that was named once need not be named again.
+MADE_BY = VENV / "made-by"
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -46,29 +48,30 @@ def main():
             "Fix: name a newer one, for example `make setup PYTHON=python3.12`."
         )
     leave_venv()
-    system_torch, torch_index = os.environ.get("SYSTEM_TORCH", ""), os.environ.get("TORCH_INDEX", "")
-    if system_torch not in ("", "0", "1"):
-        raise SetupError(f"SYSTEM_TORCH is {system_torch!r}.\nFix: 1 (use this Python's torch), 0 (don't) or nothing.")
-
     stamp = read_stamp()
-    wanted = fingerprint(system_torch, torch_index)
+    last = stamp.get("options", {})
+    options = {name: os.environ.get(name) or last.get(name, "") for name in ("SYSTEM_TORCH", "TORCH_INDEX")}
+    if options["SYSTEM_TORCH"] not in ("", "0", "1"):
+        raise SetupError(f"SYSTEM_TORCH is {options['SYSTEM_TORCH']!r}.\nFix: use 1 (this Python's torch) or 0.")
+    wanted = fingerprint(options)
     if stamp.get("installed") == wanted:
         print(f".venv is up to date: {stamp['summary']}")
         return
 
     start = time.monotonic()
     print(f"Setting up .venv with Python {sys.version.split()[0]}")
-    borrowed = find_system_torch(system_torch)
+    borrowed = find_system_torch(options["SYSTEM_TORCH"])
     base = {"python": sys.executable, "version": sys.version, "root": str(ROOT), "borrowed": borrowed}
     if stamp.get("base") != base:
         create_venv(borrow=borrowed is not None)
         write_stamp(base=base)
+        MADE_BY.write_text(sys.executable + "\n")
     if borrowed:
         install_beside()
     else:
-        install_all(torch_index)
+        install_all(options["TORCH_INDEX"])
     summary = check_torch(borrowed)
-    write_stamp(base=base, installed=wanted, summary=summary)
+    write_stamp(base=base, options=options, installed=wanted, summary=summary)
     print(f"Ready after {time.monotonic() - start:.0f} s: {summary}")
 
 
@@ -80,7 +83,7 @@ def leave_venv():
 
 
 def read_stamp():
-    """What the last set-up left: `base` once `.venv` exists, `installed` and `summary` once it is complete."""
+    """What the last set-up left: `base` once `.venv` exists, the rest once it is complete."""
     try:
         return json.loads(STAMP.read_text()) if PYTHON.exists() else {}
     except (OSError, ValueError):
@@ -92,11 +95,11 @@ def write_stamp(**content):
     STAMP.write_text(json.dumps(content, indent=1))
 
 
-def fingerprint(*options):
+def fingerprint(options):
     """A digest of everything that set-up depends on and that can be had at once, without importing torch."""
     project = read_project()
     seen = [project["project"], project["build-system"], (ROOT / "constraints.txt").read_text()]
-    seen += [Path(__file__).read_text(), str(ROOT), sys.executable, sys.version, find_version("torch"), *options]
+    seen += [Path(__file__).read_text(), str(ROOT), sys.executable, sys.version, find_version("torch"), options]
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
 
 

@@ -27,15 +27,35 @@ _PUBLIC = {
 }
 _SUBMODULES = ("casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "registry")
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "__version__",
+    "BlockScaled",
+    "CastSpec",
+    "Stochastic",
+    "dequantize",
+    "doctor",
+    "explain",
+    "quantize",
+    "quantize_both",
+    "rng_state",
+    "scaled_grouped_mm",
+    "scaled_mm",
+    "use_backend",
+]
 
 if TYPE_CHECKING:
-    from .casts import dequantize, quantize, quantize_both
-    from .diagnostics import doctor, explain
-    from .formats import BlockScaled, CastSpec, Stochastic, rng_state
-    from .gemm import scaled_mm
-    from .grouped import scaled_grouped_mm
-    from .registry import use_backend
+    from .casts import dequantize as dequantize
+    from .casts import quantize as quantize
+    from .casts import quantize_both as quantize_both
+    from .diagnostics import doctor as doctor
+    from .diagnostics import explain as explain
+    from .formats import BlockScaled as BlockScaled
+    from .formats import CastSpec as CastSpec
+    from .formats import Stochastic as Stochastic
+    from .formats import rng_state as rng_state
+    from .gemm import scaled_mm as scaled_mm
+    from .grouped import scaled_grouped_mm as scaled_grouped_mm
+    from .registry import use_backend as use_backend
 
 
 def __getattr__(name: str) -> object:

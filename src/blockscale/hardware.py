@@ -44,7 +44,8 @@ def capability(device: torch.device | str) -> Capability:
     device = torch.device(device)
     if device.type != "cuda":
         return CPU if device.type == "cpu" else Capability(device.type)
-    return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
+    # torch types the index as int, but it is None for "cuda" without a number
+    return _cuda_capability(torch.cuda.current_device() if device == torch.device("cuda") else device.index)
 
 
 def default_device() -> torch.device:

@@ -1,8 +1,8 @@
 """`define_op`: how an operation becomes a PyTorch operator, in one call.
 
-Schema from the type hints, one body for every device (it selects a kernel from the table), a fake that allocates and does
-nothing else, and a FLOP formula. `Library.define` + `impl` costs about half of `torch.library.custom_op` per call and is
-just as opaque to torch.compile. Autograd lives above the operators, once.
+Schema from the type hints, one body for every device (it selects a kernel from the table), a fake that allocates and
+does nothing else, and a FLOP formula. `Library.define` + `impl` costs about half of `torch.library.custom_op` per call
+and is just as opaque to torch.compile. Autograd lives above the operators, once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from . import env
 
 NAMESPACE = "blockscale"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-OPERATORS: dict[str, torch._ops.OpOverload] = {}
+OPERATORS: dict[str, OpOverload] = {}
 
 
 def define_op(
@@ -25,14 +26,14 @@ def define_op(
     fake: Callable[..., object],
     flops: Callable[..., int] | None = None,
     mutates: Sequence[str] = (),
-) -> Callable[[Callable[..., object]], torch._ops.OpOverload]:
+) -> Callable[[Callable[..., object]], OpOverload]:
     """Decorator: turn a typed function of tensors, strings and numbers into an operator that PyTorch can trace.
 
     fake: the same signature, allocates the outputs and nothing else.  flops: the same signature with shapes in place of
     tensors.  mutates: names of arguments written in place.
     """
 
-    def define(body: Callable[..., object]) -> torch._ops.OpOverload:
+    def define(body: Callable[..., object]) -> OpOverload:
         name = body.__name__
         schema = torch.library.infer_schema(body, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

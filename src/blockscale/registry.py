@@ -1,8 +1,9 @@
 """The table of kernels: one row per (operation, backend), and the choice of a row as a lookup, not an `if`.
 
 `select` takes the best row that accepts a request; `explain` gives every row with the reason it was refused. Selection
-runs inside an operator's body, so a compiled graph does not depend on the machine it was traced on. A backend the user
-asked for never falls back: it raises with the reason. Left to itself the library may take a slower row and says so once.
+runs inside an operator's body, so a compiled graph does not depend on the machine it was traced on. A backend that the
+user asked for never falls back: it raises with the reason. Left to itself the library may take a slower row and says so
+once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -160,7 +161,7 @@ def forced_backend(op: str) -> str | None:
 
 
 @contextlib.contextmanager
-def use_backend(backend: str | None = None, **per_operation: str) -> Iterator[None]:
+def use_backend(backend: str | None = None, **per_operation: str) -> Generator[None]:
     """Demand a backend inside the block; nothing falls back to another one.
 
     `use_backend("torch")` holds for every operation that has such a backend; `use_backend(gemm="torch")` for one.
@@ -252,8 +253,9 @@ class Explanation:
     def __str__(self) -> str:
         lines = [str(self.request)]
         for row in self.candidates:
-            mark = "->" if row.taken else "  "
-            lines.append(f"{mark} {row.backend:10s} {row.reason}" + "".join(f"; converts {c}" for c in row.conversions))
+            mark, what = "->" if row.taken else "  ", f" ({row.summary})" if row.summary else ""
+            converts = "".join(f"; converts {text}" for text in row.conversions)
+            lines.append(f"{mark} {row.backend}{what}: {row.reason}{converts}")
         return "\n".join(lines)
 
 

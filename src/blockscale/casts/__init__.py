@@ -1,7 +1,8 @@
 """Casts: high precision to block-scaled formats and back.
 
-`quantize` makes one operand, `quantize_both` makes the two that a layer needs from one read, `dequantize` goes back. Each
-works on any tensor of rank two or more; blocks run along one of the last two axes and a tail block counts as a whole one.
+`quantize` makes one operand, `quantize_both` makes the two that a layer needs from one read, `dequantize` goes back.
+Each works on any tensor of rank two or more; blocks run along one of the last two axes and a tail block counts as a
+whole one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def quantize(
 ) -> BlockScaled:
     """Cast to a block-scaled format, blocks along `axis`.
 
-    `format` is a name, with the options beside it, or a `CastSpec` that holds them all. offs: inclusive ends of groups of
-    rows (int32, on the device). With axis=-2 every group then starts a block of its own, at a multiple of 128.
+    `format` is a name, with the options beside it, or a `CastSpec` that holds them all. offs: inclusive ends of groups
+    of rows (int32, on the device). With axis=-2 every group then starts a block of its own, at a multiple of 128.
 
     >>> q = quantize(torch.ones(2, 64, dtype=torch.bfloat16), "mxfp8_e4m3")
     >>> q
@@ -99,7 +100,9 @@ def dequantize(
     """
     check_block_scaled(q, "q")
     if dtype not in FLOAT_DTYPES:
-        raise DtypeError(f"dtype={dtype}", rule="values come out as bfloat16, float16 or float32", fix="use one of them")
+        raise DtypeError(
+            f"dtype={dtype}", rule="values come out as bfloat16, float16 or float32", fix="use one of them"
+        )
     per_group = q.global_scale is not None and q.global_scale.dim() == 1 and len(q.shape) == 2
     if offs is None and (per_group or q.group_align):
         raise OptionError(
@@ -153,7 +156,9 @@ def _plan(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
     if groups and spec.amax_tensor is not None:
         want = x.shape[0] if offs is None else offs.shape[0]
         if spec.amax_tensor.shape[0] != want:
-            raise ShapeError(f"{spec.amax_tensor.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]")
+            raise ShapeError(
+                f"{spec.amax_tensor.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]"
+            )
     return plan
 
 
@@ -162,7 +167,9 @@ def check_offs(offs: Tensor | None, device: torch.device, rank: int) -> None:
     if offs is None:
         return
     if rank != 2:
-        raise ShapeError(f"offs given for a rank-{rank} tensor", rule="groups are rows of a matrix", fix="flatten to 2-D")
+        raise ShapeError(
+            f"offs given for a rank-{rank} tensor", rule="groups are rows of a matrix", fix="flatten to 2-D"
+        )
     if offs.dtype != torch.int32 or offs.dim() != 1 or offs.device != device:
         raise ShapeError(
             f"offs is {offs.dtype} {tuple(offs.shape)} on {offs.device}",

@@ -61,6 +61,7 @@ def _fake_quantize(
 def quantize(
     x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """One operand of x, blocks along `axis`: codes, scales, tensor scale."""
     resolved = CastPlan.parse(plan)
     out = _allocate(x, resolved, axis, amax, offs)
     row = select(cast_request("cast", x, (resolved,), offs))
@@ -109,6 +110,7 @@ def quantize_both(
     offs: Tensor | None,
     colsum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Both operands of x from one read, and its column sums when asked for (else empty)."""
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     amaxes = (row_amax, col_amax)
     outs = _allocate_both(x, plans, amaxes, offs)
@@ -145,6 +147,7 @@ def dequantize(
     offs: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Values of an operand as [..., M, K] or, with `out_shape` longer than `shape`, as they are stored."""
     source = replace(from_parts(q, kind, 0), axis=axis, shape=tuple(shape), group_align=group_align, hadamard=hadamard)
     out = empty(out_shape, dtype, source.device)
     select(dequantize_request(source, dtype, offs)).launch(source, out, offs=offs)

@@ -38,7 +38,8 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
     >>> round(result.underflow.item(), 2), result.clipped.item()
     (0.25, 0.0)
     """
-    assert not q.group_align and q.hadamard is None
+    assert not q.group_align
+    assert q.hadamard is None
     decoded = dequantize(q, torch.float32).double()
     source = x.double()
     block_scale = decode_scale(q)

@@ -1,7 +1,7 @@
 """What a cast should do, as data: `CastSpec` for users, `CastPlan` for operators.
 
-A `CastSpec` is one operand's recipe. It is resolved (defaults filled in, options checked) to a `CastPlan`, whose text form
-crosses the operator boundary: `nvfp4 up plain hadamard=0xd7e8 stream=0xd94c4802` says all there is to know but tensors.
+A `CastSpec` is one operand's recipe. It is resolved (defaults filled in, options checked) to a `CastPlan`, whose text
+crosses the operator boundary: `nvfp4 up plain hadamard=0xd7e8 stream=0xd94c4802` is all there is to know but tensors.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class CastPlan:
     def parse(text: str) -> CastPlan:
         """The inverse of `text`."""
         form, rule, layout, *rest = text.split(" ")
-        options = dict(word.split("=") if "=" in word else (word, "") for word in rest)
+        options = {name: value for name, _, value in (word.partition("=") for word in rest)}
         row, column, columns = options["origin"].split(",") if "origin" in options else ("", "", "")
         return CastPlan(
             form,

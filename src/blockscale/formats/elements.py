@@ -1,7 +1,7 @@
 """Values to element codes and back, at bit level: the only rounding code of the reference.
 
-`encode` takes fp32 and returns one code per byte; it rounds to nearest even and saturates, or rounds stochastically when
-random words are given. `decode` is exact. Torch's own casts are not used: they differ between versions in saturation.
+`encode` takes fp32 and returns one code per byte; it rounds to nearest even and saturates, or rounds stochastically
+when random words are given. `decode` is exact. Torch's own casts are not used: their saturation differs by version.
 """
 
 from __future__ import annotations

@@ -25,10 +25,12 @@ _BLOCKED_ROWS, _BLOCKED_COLS = 128, 4
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Whole pieces of size b that cover a."""
     return -(-a // b)
 
 
 def round_up(a: int, b: int) -> int:
+    """The multiple of b at or above a."""
     return ceil_div(a, b) * b
 
 

@@ -1,8 +1,8 @@
 """Stochastic rounding that anybody can repeat: random words from a counter, not from a generator's history.
 
 The word of an element is a pure function of (seed, tick, stream, group, position), so it does not depend on launch
-geometry, sharding, recomputation or a resume, and nothing but the seed needs saving. Philox4x32-10 (Salmon et al. 2011),
-the same function as `tl.philox`.
+geometry, sharding, recomputation or a resume, and nothing but the seed needs saving. Philox4x32-10 (Salmon et al.
+2011), the same function as `tl.philox`.
 """
 
 from __future__ import annotations

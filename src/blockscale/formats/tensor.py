@@ -1,9 +1,9 @@
 """`BlockScaled`: codes, scales and what they mean, as a plain frozen dataclass.
 
 Not a tensor subclass: nothing to intercept, nothing to break. It is registered with pytree, so it goes in and out of
-compiled graphs. The scaled axis is contiguous in memory; `axis=-2` is the transposed view of a buffer whose rows hold the
-codes of a column. `shape` is the logical shape of the source; `data` may be shorter (two FP4 codes a byte) or longer (a
-rotated tail, padded groups) along the scaled axis.
+compiled graphs. The scaled axis is contiguous in memory; `axis=-2` is the transposed view of a buffer whose rows hold
+the codes of a column. `shape` is the logical shape of the source; `data` may be shorter (two FP4 codes a byte) or
+longer (a rotated tail, padded groups) along the scaled axis.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockScaled:
         return self.data.device
 
     @property
-    def mT(self) -> BlockScaled:  # noqa: N802 - torch's name
+    def mT(self) -> BlockScaled:
         """The transposed operand: strides and axis are swapped, no byte moves."""
         scale = self.scale if self.scale_layout == "blocked" else self.scale.mT
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
@@ -229,9 +229,7 @@ def from_parts(tensors: list[Tensor], kind: str, length: int) -> BlockScaled:
     name, layout = kind.split(" ")
     spec, (data, scale, *rest) = get_format(name), tensors
     global_scale, shape = rest[0] if rest else None, (*data.shape[:-1], length)
-    return BlockScaled(
-        data.view(spec.data_dtype), scale.view(spec.scale_dtype), global_scale, name, -1, layout, shape
-    )
+    return BlockScaled(data.view(spec.data_dtype), scale.view(spec.scale_dtype), global_scale, name, -1, layout, shape)
 
 
 def has_canonical_strides(q: BlockScaled) -> bool:

@@ -72,7 +72,7 @@ def exact_mm(a: BlockScaled, b: BlockScaled) -> Tensor:
 
 
 def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) -> None:
-    """Raise unless both are sound block-scaled operands of these ranks, a legal pair, on one device, scaled axis last."""
+    """Raise unless both are sound operands of these ranks, a legal pair, on one device, scaled axis last."""
     for name, q, rank in (("a", a, ranks[0]), ("b", b, ranks[1])):
         if not isinstance(q, BlockScaled):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DtypeError(
@@ -83,7 +83,9 @@ def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) ->
         check_block_scaled(q, name)
         if len(q.shape) != rank:
             raise ShapeError(
-                f"{name} has shape {tuple(q.shape)}", rule=f"this operand has rank {rank}", fix="reshape before the cast"
+                f"{name} has shape {tuple(q.shape)}",
+                rule=f"this operand has rank {rank}",
+                fix="reshape before the cast",
             )
         if q.axis != -1:
             raise AxisError(
@@ -93,7 +95,9 @@ def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) ->
             )
     check_pair(a.format, b.format)
     if a.device != b.device:
-        raise DeviceError(f"a is on {a.device}, b on {b.device}", rule="operands share a device", fix="move one of them")
+        raise DeviceError(
+            f"a is on {a.device}, b on {b.device}", rule="operands share a device", fix="move one of them"
+        )
 
 
 def check_contraction(a: BlockScaled, b: BlockScaled) -> None:

@@ -65,7 +65,7 @@ def _hopper_recipe(operand: BlockScaled) -> functional.ScalingType:
 
 
 def _hopper_scale(operand: BlockScaled) -> Tensor:
-    """1x128 as [rows, blocks] with rows contiguous; 128x128 as [blocks padded to 4, row tiles] with blocks contiguous."""
+    """1x128: [rows, blocks], rows contiguous; 128x128: [blocks padded to 4, row tiles], blocks contiguous."""
     if not operand.spec.is_2d:
         return operand.scale
     tiles, padded = operand.scale.shape[0], operand.scale.stride(0)

@@ -53,6 +53,7 @@ def _fake_scaled_mm(
 def scaled_mm(
     a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
+    """a [M, length] @ b [N, length].mT."""
     out = _allocate(a, b, out_dtype)
     _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), out, bias, accumulate=False)
     return out
@@ -64,4 +65,5 @@ def _fake_scaled_mm_add_(acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tens
 
 @define_op(fake=_fake_scaled_mm_add_, flops=lambda acc, *rest, **named: product_flops(*rest), mutates=("acc",))
 def scaled_mm_add_(acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int) -> None:
+    """acc += a @ b.mT, in fp32."""
     _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), acc, None, accumulate=True)

@@ -28,7 +28,7 @@ def scaled_grouped_mm(
     bias: Tensor | None = None,
     accumulate: Tensor | None = None,
 ) -> Tensor:
-    """m-grouped: a [M, K], b [E, N, K] -> [M, N]; k-grouped: a [N, M], b [K, M] -> [G, N, K], summed over each group's M.
+    """m-grouped: a [M, K], b [E, N, K] -> [M, N]; k-grouped: a [N, M], b [K, M] -> [G, N, K], M summed by group.
 
     offs: inclusive ends of the groups (int32, on the device), as the tokens were before any padding. k-grouped operands
     are cast with `quantize(x, format, axis=-2, offs=offs)` and passed as `.mT`. Rows after the last group give zero.
@@ -73,9 +73,7 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
         )
     _check_group_scales(a, b, offs)
     if a.group_align:
-        raise OptionError(
-            f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1"
-        )
+        raise OptionError(f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1")
     return (a.rows, b.rows)
 
 

@@ -6,6 +6,7 @@ Reads the group ends on the host, so it is not for CUDA graphs; every other back
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -52,9 +53,8 @@ def exact_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> Tensor:
             out[start:end] = exact_product(_rows(a, group, start, end), _matrix(b, group))
             start = end
         return out
-    ends = [0, *padded_ends(offs).tolist()]
-    spans = zip(ends[:-1], ends[1:], strict=True)
-    return torch.stack([exact_product(_tokens(a, g, lo, hi), _tokens(b, g, lo, hi)) for g, (lo, hi) in enumerate(spans)])
+    spans = enumerate(pairwise([0, *padded_ends(offs).tolist()]))
+    return torch.stack([exact_product(_tokens(a, g, lo, hi), _tokens(b, g, lo, hi)) for g, (lo, hi) in spans])
 
 
 def _of_group(global_scale: Tensor | None, group: int) -> Tensor | None:

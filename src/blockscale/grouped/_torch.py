@@ -1,7 +1,7 @@
 """Grouped products through PyTorch: exact upcast, then `F.grouped_mm` with fp32 sums. No host sync.
 
-MX and NVFP4 only: a code times its block scale is exact in bf16 (docs/numerics.md). FP8 blockwise has no grouped product
-in torch.
+MX and NVFP4 only: a code times its block scale is exact in bf16 (docs/numerics.md). FP8 blockwise has no grouped
+product in torch.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ def scaled_grouped_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    """m-grouped when b has rank 3, else k-grouped; offs are the unpadded ends either way."""
     out = _allocate(a, b, offs, out_dtype)
     _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), offs, out, bias, accumulate=False)
     return out
@@ -79,4 +80,5 @@ def _fake_scaled_grouped_mm_add_(
 def scaled_grouped_mm_add_(
     acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, offs: Tensor
 ) -> None:
+    """acc += the grouped product, in fp32."""
     _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), offs, acc, None, accumulate=True)

@@ -1,0 +1,99 @@
+"""`blockscale doctor`: what runs on this machine and whether it computes right."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..diagnostics import DoctorReport
+
+
+def run(device: str | None = None, json: bool = False) -> int:
+    """Look at this machine: versions, device, which backend serves each operation in each format and why, and a
+    self-check against the reference. Exit status 1 when a check fails.
+
+    Args:
+        device: Device to look at, such as cpu or cuda:0; the first GPU if there is one.
+        json: Print machine-readable JSON instead of tables.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=json)
+    with console.status("importing torch and checking every backend ..."):
+        from ..diagnostics import doctor
+
+        report = doctor(device)
+    if json:
+        print(json_module.dumps(report.to_dict(), indent=2))
+    else:
+        _show(console, report)
+    return 0 if report.ok else 1
+
+
+def _show(console: object, report: DoctorReport) -> None:
+    from rich.console import Console
+
+    assert isinstance(console, Console)
+    console.print(_facts("versions", report.versions))
+    console.print(_facts("device", report.device))
+    if report.settings or report.unknown_settings:
+        unknown = dict.fromkeys(report.unknown_settings, "[red]not a setting of this library: a typo?[/]")
+        console.print(_facts("settings", report.settings | unknown))
+    console.print(_matrix(report))
+    console.print(_reasons(report))
+    failed = [check for check in report.checks if not check.passed]
+    for check in failed:
+        console.print(f"[red]FAIL[/] {check.name}: {check.detail}")
+    verdict = f"[red]{len(failed)} failed[/]" if failed else "[green]all passed[/]"
+    console.print(f"self-check: {len(report.checks)} checks, {verdict}, {report.seconds:.1f} s")
+
+
+def _facts(title: str, facts: dict[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    return table
+
+
+def _matrix(report: DoctorReport) -> Table:
+    """Operation x format -> backend, with the number of its reason; fits a terminal of 80 columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    operations = list(dict.fromkeys(choice.operation for choice in report.choices))
+    numbers = _numbered(report)
+    table = Table(
+        title="which backend serves what (numbers: why)", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0)
+    )
+    table.add_column("format", no_wrap=True)
+    for operation in operations:
+        table.add_column(operation, no_wrap=True)
+    cells = {(choice.format, choice.operation): choice for choice in report.choices}
+    for name in dict.fromkeys(choice.format for choice in report.choices):
+        row = [cells.get((name, operation)) for operation in operations]
+        table.add_row(name, *(f"{c.backend}{_raised(numbers[c.reason])}" if c else "-" for c in row))
+    return table
+
+
+def _reasons(report: DoctorReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title="why", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for reason, number in _numbered(report).items():
+        table.add_row(f"[dim]{number}[/]", reason)
+    return table
+
+
+def _raised(number: int) -> str:
+    """A number in superscript, one column a digit."""
+    return "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(number))
+
+
+def _numbered(report: DoctorReport) -> dict[str, int]:
+    reasons = dict.fromkeys(choice.reason for choice in report.choices)
+    return {reason: number for number, reason in enumerate(reasons, start=1)}

@@ -1,0 +1,105 @@
+"""`blockscale formats`: the nine formats as a table, with their value grids, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.table import Table
+
+
+def run(plot: Path | None = None) -> int:
+    """Show the nine formats: element grid, block, scale, rules and storage.
+
+    Args:
+        plot: Also draw the value grids to this file (.png, .svg or .pdf).
+    """
+    from rich.console import Console
+
+    console = Console()
+    console.print(_formats_table())
+    console.print(_grid_table())
+    if plot is not None:
+        draw(plot)
+        console.print(f"wrote {plot}")
+    return 0
+
+
+def _formats_table() -> Table:
+    from ..formats import FORMATS
+
+    headings = ("format", "elem", "block", "scale", "bits", "scale rules", "scale layouts")
+    table = _table("formats (first rule and layout: the defaults; bits per value, with scales)", headings)
+    for spec in FORMATS.values():
+        scale = {"mx": "E8M0", "nvfp4": "E4M3+fp32", "fp8": "fp32"}[spec.family]
+        rules = [spec.default_rule(), *(rule for rule in spec.rules if rule != spec.default_rule())]
+        table.add_row(
+            spec.name,
+            spec.element.name.upper(),
+            f"{spec.block[0]}x{spec.block[1]}",
+            scale,
+            f"{spec.bits_per_value:.4g}",
+            " ".join(rules),
+            " ".join(spec.layouts),
+        )
+    return table
+
+
+def _grid_table() -> Table:
+    from ..formats import ELEMENTS, grid
+
+    headings = ("elem", "bits", "largest", "normal from", "smallest", "values", "grid (non-negative)")
+    table = _table("elements", headings)
+    for element in ELEMENTS.values():
+        values = [f"{value:.3g}" if value < 1 else f"{value:g}" for value in grid(element)]
+        shown = values if len(values) <= 8 else [*values[:2], "...", *values[-2:]]
+        limits = (f"{element.max_normal:g}", f"2^{element.emin}", f"2^{element.emin - element.mbits}")
+        table.add_row(element.name.upper(), str(element.bits), *limits, str(len(values)), " ".join(shown))
+    return table
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    """Compact enough for a terminal of 80 columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+def draw(path: Path) -> None:
+    """The value grids of the five elements, each scaled so that its largest value is 1."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from ..formats import ELEMENTS, grid
+
+    figure, (linear, logarithmic) = pyplot.subplots(1, 2, figsize=(11, 3.2), sharey=True, layout="constrained")
+    for row, element in enumerate(ELEMENTS.values()):
+        values = [value / element.max_normal for value in grid(element)]
+        _ticks(linear, row, values)
+        _ticks(logarithmic, row, [value for value in values if value > 0])
+    linear.set_yticks(range(len(ELEMENTS)), [f"{e.name.upper()}  ({e.bits} bits)" for e in ELEMENTS.values()])
+    linear.set_xlabel("value / largest value")
+    logarithmic.set_xlabel("value / largest value, octaves")
+    logarithmic.set_xscale("log", base=2)
+    for axes in (linear, logarithmic):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+    linear.invert_yaxis()  # shared axes were flipped twice
+    figure.suptitle("What a block can express before it is scaled")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _ticks(axes: Axes, row: int, values: list[float]) -> None:
+    axes.vlines(values, row - 0.32, row + 0.32, color="#1f77b4", linewidth=0.9)

@@ -1,0 +1,62 @@
+"""The `blockscale` command: finds the subcommand, parses its arguments with tyro, and turns errors into messages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help for its options)
+
+  doctor    versions, device, which backend serves what and why, and a self-check
+  explain   every kernel for one call, and why it was taken or refused
+  formats   the nine formats: grids, blocks, scale rules; --plot draws them
+  demo      see what every format does to real-looking tensors
+"""
+COMMANDS = ("doctor", "explain", "formats", "demo")
+_NEEDED = {"rich": "cli", "tyro": "cli"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the result is the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if words[0] == "--version":
+        from .. import __version__
+
+        print(__version__)
+        return 0
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        return _fail(
+            f"the command line needs {' and '.join(missing)}. Fix: pip install 'blockscale[cli]' "
+            "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
+        )
+    from ..errors import BlockscaleError, check_name
+
+    try:
+        check_name(words[0], COMMANDS, "command")
+        return _run(words[0], words[1:])
+    except BlockscaleError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted", status=130)
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    import tyro
+
+    module = importlib.import_module(f".{command}", __package__)
+    return tyro.cli(module.run, prog=f"blockscale {command}", args=arguments)
+
+
+def _fail(message: str, status: int = 2) -> int:
+    print(f"blockscale: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

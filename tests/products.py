@@ -1,0 +1,129 @@
+"""What tests of products and of the kernel table share. Needs torch only, so it also runs where the oracles are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from blockscale import diagnostics as diagnostics  # imported so that every row is in the table
+from blockscale import registry
+from blockscale.formats import FORMATS
+from blockscale.formats.spec import LEGAL_PAIRS
+from blockscale.hardware import Capability
+from blockscale.registry import Kernel, Request, use_backend
+
+Pair = tuple[str, str]
+PAIRS: list[Pair] = sorted(LEGAL_PAIRS)
+ONE_D = [name for name, spec in FORMATS.items() if not spec.is_2d]
+
+
+def partner(name: str) -> str:
+    """A second operand for a first operand in this format."""
+    return "fp8_1x128" if name == "fp8_128x128" else name
+
+
+def cases(op: str, pairs: Iterable[Pair] = PAIRS) -> list:
+    """(row, device, pair) for every registered row of an operation and every device and pair that it claims."""
+    pairs = list(pairs)
+    found = []
+    for row in registry.rows(op):
+        for device in ("cpu", "cuda"):
+            if row.devices and device not in row.devices:
+                continue
+            marks = [pytest.mark.gpu] if device == "cuda" else []
+            for pair in pairs:
+                if not row.formats or pair in row.formats:
+                    name = f"{device}-{row.backend}.{row.launch.__name__}-{pair[0]}@{pair[1]}"
+                    found.append(pytest.param(row, torch.device(device), pair, id=name, marks=marks))
+    return found
+
+
+@contextmanager
+def only(row: Kernel) -> Iterator[None]:
+    """Inside, this row serves its operation or the call raises with its reason: no better row of its backend steps in."""
+    table = registry._TABLE[row.op]
+    kept = list(table)
+    table[:] = [row]
+    registry._select.cache_clear()
+    try:
+        with use_backend(**{row.op: row.backend}):
+            yield
+    finally:
+        table[:] = kept
+        registry._select.cache_clear()
+
+
+def accepts(row: Kernel, request: Request) -> bool:
+    """Whether a row takes a request; use `skip_refused` when it is the only one of a test."""
+    return row.refusal(request) is None
+
+
+def skip_refused(row: Kernel, request: Request) -> None:
+    """Skip the test, with the row's own reason, where the row does not take the request."""
+    reason = row.refusal(request)
+    if reason is not None:
+        pytest.skip(f"{row.backend} ({row.summary}) {reason}")
+
+
+def is_vendor_fp8(row: Kernel, pair: Pair) -> bool:
+    """Whether sm_90's FP8 units compute the product: they keep fewer bits while they accumulate."""
+    return FORMATS[pair[0]].family == "fp8" and row.backend != "reference"
+
+
+def gate_a(row: Kernel, pair: Pair) -> float:
+    """Gate A of docs/numerics.md in dB, Gaussian operands, fp32 output."""
+    return 77.0 if is_vendor_fp8(row, pair) else 80.0
+
+
+def gaussian(*shape: int, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+    """The same bf16 values on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+
+def offsets(sizes: Iterable[int], device: torch.device | str = "cpu") -> Tensor:
+    """Inclusive ends of groups of these sizes."""
+    return torch.tensor(list(sizes), dtype=torch.int64).cumsum(0).to(torch.int32).to(device)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in row-major order, whatever its dtype, rank and strides."""
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).cpu()
+
+
+def assert_same_bits(got: object, want: object) -> None:
+    """Every tensor in two results (tensors, operands, tuples of them) agrees in dtype, shape and every byte."""
+    got_leaves, got_tree = pytree.tree_flatten(got)
+    want_leaves, want_tree = pytree.tree_flatten(want)
+    assert got_tree == want_tree
+    for x, y in zip(got_leaves, want_leaves, strict=True):
+        if x is None or y is None:
+            assert x is y
+            continue
+        assert (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device)
+        assert torch.equal(raw(x), raw(y))
+
+
+def ulps_apart(got: Tensor, want: Tensor) -> int:
+    """The largest distance of two finite bf16 or fp16 tensors, counted in representable values."""
+    assert got.dtype == want.dtype
+    assert got.dtype.itemsize == 2
+    if got.numel() == 0:
+        return 0
+    codes = [t.contiguous().view(torch.int16).to(torch.int32) for t in (got, want)]
+    ordered = [torch.where(c < 0, -(c & 0x7FFF), c) for c in codes]
+    return int((ordered[0] - ordered[1]).abs().max())
+
+
+HYPOTHETICAL = {
+    "cpu": Capability("cpu"),
+    "sm_80": Capability("cuda", 80),
+    "sm_90": Capability("cuda", 90),
+    "sm_100": Capability("cuda", 100),
+    "sm_120": Capability("cuda", 120),
+}
