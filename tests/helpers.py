@@ -28,8 +28,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def bits(tensor: torch.Tensor) -> NDArray[np.unsignedinteger]:
     """A tensor of any dtype and strides as unsigned integers of its element size, in its own shape."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat.view(f"u{tensor.element_size()}").reshape(tuple(tensor.shape))
+    width = tensor.element_size()
+    raw = tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+    return raw.cpu().numpy().view(f"u{width}")
 
 
 def same_bits(got: NDArray, want: NDArray, what: object = "") -> int:

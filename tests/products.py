@@ -109,17 +109,6 @@ def assert_same_bits(got: object, want: object) -> None:
         assert torch.equal(raw(x), raw(y))
 
 
-def ulps_apart(got: Tensor, want: Tensor) -> int:
-    """The largest distance of two finite bf16 or fp16 tensors, counted in representable values."""
-    assert got.dtype == want.dtype
-    assert got.dtype.itemsize == 2
-    if got.numel() == 0:
-        return 0
-    codes = [t.contiguous().view(torch.int16).to(torch.int32) for t in (got, want)]
-    ordered = [torch.where(c < 0, -(c & 0x7FFF), c) for c in codes]
-    return int((ordered[0] - ordered[1]).abs().max())
-
-
 HYPOTHETICAL = {
     "cpu": Capability("cpu"),
     "sm_80": Capability("cuda", 80),

@@ -29,9 +29,10 @@ ALL_LAYOUTS = [(name, layout) for name, spec in FORMATS.items() for layout in sp
 def random_scales(form: str, rows: int, length: int, device: torch.device, lead: tuple[int, ...] = ()) -> torch.Tensor:
     """Nonzero bytes everywhere, so that a pad is told from a scale."""
     spec = FORMATS[form]
-    shape = (*lead, *scale_counts(spec, rows, length), spec.scale_dtype.itemsize)
-    raw = np.random.default_rng(rows * 1000 + length).integers(1, 255, shape, dtype=np.uint8)
-    return torch.from_numpy(raw).to(device).view(spec.scale_dtype).squeeze(-1)
+    rng, shape = np.random.default_rng(rows * 1000 + length), (*lead, *scale_counts(spec, rows, length))
+    if spec.family == "fp8":
+        return torch.from_numpy(rng.random(shape, dtype=np.float32) + 1).to(device)
+    return torch.from_numpy(rng.integers(1, 255, shape, dtype=np.uint8)).to(device).view(spec.scale_dtype)
 
 
 @pytest.mark.parametrize(("rows", "length"), SIZES)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm, silu
 
-CONTEXT, EMBED, HIDDEN = 16, 32, 512
+CONTEXT, EMBED, HIDDEN = 16, 16, 384
 _FILES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "typing.py", "zipfile.py", "tarfile.py", "inspect.py")
 
 
@@ -60,7 +60,7 @@ def train_samples(steps: int = 100, *, track: Callable[[Iterable[int]], Iterable
 
     >>> samples = train_samples(steps=2)
     >>> [tuple(tensor.shape) for tensor in samples.tensors.values()]
-    [(512, 512), (512, 512), (512, 512), (512, 512)]
+    [(256, 384), (512, 384), (512, 384), (512, 256)]
     """
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):

@@ -1,0 +1,126 @@
+"""The command line as a user meets it: output, exit status, and start-up time."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from blockscale.cli.main import COMMANDS, main
+from blockscale.formats import ELEMENTS, FORMATS
+
+pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "blockscale", *words], capture_output=True, text=True, timeout=300)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {command} " in text for command in COMMANDS)
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = "import sys, blockscale.cli.main as m; m.main(['--help']); print('torch' in sys.modules)"
+    started = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "False"
+    # well under a second of its own on an idle machine; the bound leaves room for a busy one
+    assert time.perf_counter() - started < 3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: blockscale {command}" in capsys.readouterr().out
+
+
+def test_unknown_command_proposes_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docter"]) == 2
+    assert "did you mean doctor" in capsys.readouterr().err
+
+
+def test_version_from_the_module() -> None:
+    result = run("--version")
+    assert (result.returncode, result.stdout.strip()) == (0, "0.1.0")
+
+
+def test_doctor_json_is_true_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--device", "cpu"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert all(check["passed"] for check in report["checks"])
+    choices = {(row["operation"], row["format"]): row["backend"] for row in report["choices"]}
+    assert {name for _, name in choices} == set(FORMATS)
+    assert choices["gemm", "mxfp8_e4m3"] == "torch"
+    assert choices["gemm", "fp8_1x128"] == "reference"
+
+
+def test_doctor_fails_when_a_check_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor_module = importlib.import_module("blockscale.diagnostics.doctor")
+
+    monkeypatch.setattr(doctor_module, "_GATE_DB", 1000.0)
+    assert main(["doctor", "--device", "cpu"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_explain_answers_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "gemm", "--a", "fp8_1x128", "--device", "sm_90"]) == 0
+    taken = next(line for line in capsys.readouterr().out.splitlines() if "->" in line)
+    assert "torch" in taken
+    assert main(["explain", "gemm", "--a", "fp8_1x128", "--m", "4097", "--device", "sm_90"]) == 0
+    taken = next(line for line in capsys.readouterr().out.splitlines() if "->" in line)
+    assert "reference" in taken
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["explain", "gemm", "--a", "mxfp9"], "did you mean"),
+        (["explain", "gemm", "--a", "mxfp4", "--b", "nvfp4"], "no product of mxfp4 with nvfp4"),
+        (["explain", "cast", "--device", "sm_"], "a device is cpu, cuda or sm_NN"),
+    ],
+)
+def test_explain_refuses_with_a_reason(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_formats_lists_all_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed")
+    picture = tmp_path / "sub" / "formats.png"
+    assert main(["formats", "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in FORMATS)
+    assert all(name.upper() in text for name in ELEMENTS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_shows_every_format_and_writes_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed")
+    picture = tmp_path / "demo.png"
+    assert main(["demo", "--out", str(picture), "--steps", "3"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in FORMATS)
+    assert "backend reference" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_missing_packages_are_named_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor"]) == 2
+    assert "pip install 'blockscale[cli]'" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""The documents keep their promises: README's example and commands run, links resolve, nothing private is named."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert "->" in capsys.readouterr().out
+    assert names["y"].shape == (300, 512)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_readme_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([a-z-]+)", README, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_readme_names_real_settings_and_commands() -> None:
+    from blockscale import env
+    from blockscale.cli.main import COMMANDS
+
+    declared = {variable.name for variable in env.VARIABLES}
+    assert set(re.findall(r"BLOCKSCALE_[A-Z]+", README)) <= declared
+    assert set(re.findall(r"`blockscale ([a-z]+)", README)) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_readme_format_table_is_the_real_one() -> None:
+    from blockscale.formats import FORMATS
+
+    rows = {}
+    for line in README.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[0].startswith("`"):
+            for name in re.findall(r"`([a-z0-9_]+)`", cells[0]):
+                rows[name] = cells
+    assert set(rows) == set(FORMATS)
+    for name, spec in FORMATS.items():
+        assert spec.element.name.upper() in rows[name][1]
+        assert f"{spec.block[0]}x{spec.block[1]}" in rows[name][2]
+        assert f"{spec.bits_per_value:.3g}" in rows[name][4]
+        assert f"`{spec.default_rule()}`" in rows[name][5]
+
+
+def test_no_machine_is_named() -> None:
+    """Paths of somebody's machine do not belong in a repository."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    forbidden = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt)/\w")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix in {".md", ".py", ".toml", ".txt", ".json"} and path.exists() and path != Path(__file__):
+            assert not forbidden.search(path.read_text()), name
