@@ -40,7 +40,9 @@ def same_bits(got: NDArray, want: NDArray, what: object = "") -> int:
     if not np.array_equal(got, want):
         where = np.argwhere(got != want)
         first = tuple(where[0])
-        raise AssertionError(f"{what}: {len(where)} of {got.size} differ, {first}: {got[first]:X}, want {want[first]:X}")
+        raise AssertionError(
+            f"{what}: {len(where)} of {got.size} differ, {first}: {got[first]:X}, want {want[first]:X}"
+        )
     return int(got.size)
 
 

@@ -66,9 +66,7 @@ def test_doctor_json_is_true_of_this_machine(capsys: pytest.CaptureFixture[str])
     assert choices["gemm", "fp8_1x128"] == "reference"
 
 
-def test_doctor_fails_when_a_check_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_fails_when_a_check_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     doctor_module = importlib.import_module("blockscale.diagnostics.doctor")
 
     monkeypatch.setattr(doctor_module, "_GATE_DB", 1000.0)

@@ -84,8 +84,8 @@ def train_samples(steps: int = 100, *, track: Callable[[Iterable[int]], Iterable
     outliers[:, channels] *= 20 + 40 * torch.rand(16, generator=generator)
     tensors = {
         "weight": model.down.weight.detach(),
-        "activation": activation,
-        "outliers": outliers,
-        "gradient": gradient,
+        "activ": activation,
+        "outlier": outliers,
+        "grad": gradient,
     }
     return Samples({name: tensor.bfloat16() for name, tensor in tensors.items()}, losses[0], losses[-1])
