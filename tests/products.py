@@ -19,6 +19,17 @@ from blockscale.registry import Kernel, Request, use_backend
 
 Pair = tuple[str, str]
 PAIRS: list[Pair] = sorted(LEGAL_PAIRS)
+# one of each kind, for what does not depend on the element: every width of code, both block shapes on either side
+FEW: list[Pair] = [
+    ("mxfp8_e4m3", "mxfp8_e4m3"),
+    ("mxfp6_e3m2", "mxfp4"),
+    ("mxfp4", "mxfp8_e5m2"),
+    ("nvfp4", "nvfp4"),
+    ("nvfp4_16x16", "nvfp4"),
+    ("fp8_1x128", "fp8_1x128"),
+    ("fp8_1x128", "fp8_128x128"),
+    ("fp8_128x128", "fp8_1x128"),
+]
 ONE_D = [name for name, spec in FORMATS.items() if not spec.is_2d]
 
 

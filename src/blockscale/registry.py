@@ -67,8 +67,8 @@ class Kernel:
     reject: Callable[[Request], str | None] | None = None
     summary: str = ""
 
-    def refusal(self, request: Request) -> str | None:
-        """Why this row cannot serve the request, or None."""
+    def misfit(self, request: Request) -> str | None:
+        """Why this row was not made for such a device and such formats, or None."""
         where = request.capability
         if self.devices and where.device not in self.devices:
             return f"runs on {' or '.join(sorted(self.devices))}, not on {where.device}"
@@ -77,6 +77,13 @@ class Kernel:
             return f"needs {span}, this is sm_{where.sm}"
         if self.formats and request.formats not in self.formats:
             return f"does not serve {' @ '.join(request.formats)}"
+        return None
+
+    def refusal(self, request: Request) -> str | None:
+        """Why this row cannot serve the request, or None."""
+        misfit = self.misfit(request)
+        if misfit is not None:
+            return misfit
         if self.dtypes and request.dtype not in self.dtypes:
             return f"has no {str(request.dtype)[6:]}"
         return self.reject(request) if self.reject else None
@@ -152,7 +159,7 @@ def backends() -> list[str]:
 def forced_backend(op: str) -> str | None:
     """The backend that use_backend() or BLOCKSCALE_BACKEND demands for an operation, if it implements it."""
     if op in _forced:
-        return _forced[op]
+        return None if _forced[op] == "auto" else _forced[op]
     wanted = _forced.get("", "") or env.get("BLOCKSCALE_BACKEND")
     if not wanted or wanted == "auto":
         return None
@@ -209,9 +216,8 @@ _told: set[str] = set()
 
 
 def _tell_once(request: Request, taken: Kernel, refused: list[tuple[Kernel, str]]) -> None:
-    """Say that a faster row of this device was passed over. Rows made for other devices are no news."""
-    device = request.capability.device
-    here = [f"{row.backend} {reason}" for row, reason in refused if not row.devices or device in row.devices]
+    """Say that a faster row made for this device and these formats was passed over; other rows are no news."""
+    here = [f"{row.backend} {reason}" for row, reason in refused if row.misfit(request) is None]
     text = f"{request.op} {' @ '.join(request.formats)} on {request.capability} uses {taken.backend}"
     if here and text not in _told:
         _told.add(text)

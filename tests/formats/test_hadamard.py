@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from helpers import bits, expand, f32, golden, same_bits
 
 import oracles
 from blockscale.formats import rotate, rotate_back
 from blockscale.formats.hadamard import DEFAULT_MASKS
+from helpers import bits, expand, f32, golden, same_bits
 
 pytest.importorskip("ml_dtypes", reason="the oracle rounds to bf16 with ml_dtypes")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import bits, golden, same_bits, u8
 
 import oracles
 from blockscale.formats import pack_fp4, pack_fp6, unpack_fp4, unpack_fp6
+from helpers import bits, golden, same_bits, u8
 
 PACKING = {
     "fp4": (pack_fp4, unpack_fp4, oracles.pack_fp4, 16),

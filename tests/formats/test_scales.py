@@ -9,7 +9,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import bits, same_bits
 from numpy.typing import NDArray
 
 import oracles
@@ -23,6 +22,7 @@ from blockscale.formats.scales import (
     nvfp4_block_scale,
     nvfp4_tensor_scale,
 )
+from helpers import bits, same_bits
 
 pytest.importorskip("ml_dtypes", reason="the exact scale oracles take the facts of an element from ml_dtypes")
 

@@ -38,6 +38,7 @@ def quantize(
 
     `format` is a name, with the options beside it, or a `CastSpec` that holds them all. offs: inclusive ends of groups
     of rows (int32, on the device). With axis=-2 every group then starts a block of its own, at a multiple of 128.
+    Casts and products are not differentiable by themselves: their results do not require grad.
 
     >>> q = quantize(torch.ones(2, 64, dtype=torch.bfloat16), "mxfp8_e4m3")
     >>> q

@@ -170,7 +170,7 @@ def _tensor_amax(block_amax: Tensor, plan: CastPlan, axis: int, rows: _Rows, off
     group = rows.group if axis == -1 else rows.group[:: plan.spec.block[1]]
     top = per_item.new_zeros(offs.shape[0] + 1)
     top = top.scatter_reduce(0, group, per_item, "amax")[:-1]
-    return top if plan.grouped_amax or offs.shape[0] == 0 else top.max()
+    return top if plan.grouped_amax else pad(top, (0, 1)).max()  # a zero more, for no groups at all
 
 
 def _words(operand: Tensor, plan: CastPlan, axis: int, rows: _Rows, state: Tensor, columns: int) -> Tensor:

@@ -78,7 +78,7 @@ def group_values(value: Tensor, like: Tensor, spec: Format | None, group: Tensor
         return value
     if group is None:
         return value.view(-1, *([1] * (like.dim() - 1)))
-    per_token = torch.cat((value, torch.ones_like(value[:1])))[group]
+    per_token = torch.cat((value, value.new_ones(1)))[group]
     if axis == -1:
         return per_token[:, None]
     return per_token[None, :: spec.block[1]] if spec else per_token[None, :]

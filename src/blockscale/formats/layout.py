@@ -95,7 +95,8 @@ def pack_scale(spec: Format, plain: Tensor, rows: int, length: int, layout: str)
         raw = pad(raw, (0, -blocks % 4))
     elif layout == "blocked":
         raw = _swizzle(raw.repeat_interleave(spec.block[0], dim=-2)[..., :rows, :] if spec.is_2d else raw)
-    return raw.contiguous().view(plain.dtype)
+    # not contiguous(): that keeps the odd strides of an axis of size 1
+    return raw.clone(memory_format=torch.contiguous_format).view(plain.dtype)
 
 
 def unpack_scale(spec: Format, scale: Tensor, rows: int, length: int, layout: str) -> Tensor:

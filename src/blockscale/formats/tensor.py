@@ -131,6 +131,9 @@ pytree.register_pytree_node(
     serialized_type_name="blockscale.BlockScaled",
 )
 
+# so that torch.load reads saved operands without being told to trust the file
+torch.serialization.add_safe_globals([BlockScaled])
+
 
 def check_axis(axis: int) -> None:
     """Raise unless the axis is one of the last two."""
@@ -188,10 +191,11 @@ def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
             rule="NVFP4 has an fp32 tensor scale and no other format has",
             fix="make operands with blockscale.quantize",
         )
-    if q.global_scale is not None and (q.global_scale.dtype != torch.float32 or q.global_scale.dim() > 1):
+    factor = q.global_scale
+    if factor is not None and (factor.dtype != torch.float32 or factor.dim() > 1 or factor.device != q.device):
         raise LayoutError(
-            f"{name}.global_scale is {q.global_scale.dtype} {tuple(q.global_scale.shape)}",
-            rule="the tensor scale is float32, [] or one per group",
+            f"{name}.global_scale is {factor.dtype} {tuple(factor.shape)} on {factor.device}",
+            rule=f"the tensor scale is float32, [] or one per group, on {q.device}",
             fix="make operands with blockscale.quantize",
         )
 

@@ -63,7 +63,7 @@ def _of_group(global_scale: Tensor | None, group: int) -> Tensor | None:
 
 def _part(q: BlockScaled, group: int, data: Tensor, scale: Tensor) -> BlockScaled:
     """A piece of an operand as an operand of its own, scales plain."""
-    shape = (data.shape[0], data.shape[1] * q.spec.codes_per_byte)
+    shape = (data.shape[0], min(q.length, data.shape[1] * q.spec.codes_per_byte))
     part = replace(q, data=data, scale=scale, global_scale=_of_group(q.global_scale, group))
     return replace(part, scale_layout="plain", shape=shape, group_align=0, hadamard=None)
 

@@ -24,11 +24,22 @@ def _reject(request: Request) -> str | None:
     m, n, k, groups = request.shape
     if 0 in (m, n, k, groups):
         return "torch's grouped product takes no empty operands"
-    if request.capability.device == "cuda" and request.capability.sm < 80:
-        return "torch's grouped product needs sm_80"
+    if request.capability.device == "cuda" and (reason := _reject_cuda(request)):
+        return reason
     strides = (k,) if request.op == "m_grouped" else (k, n)
     if any(stride % 8 for stride in strides):
         return f"torch's grouped product wants strides in multiples of 16 bytes, these are {strides} values"
+    return None
+
+
+def _reject_cuda(request: Request) -> str | None:
+    """On CUDA the result leaves the product in bf16, so whatever comes after the sum would round a second time."""
+    if request.capability.sm < 80:
+        return "torch's grouped product needs sm_80"
+    if FORMATS[request.formats[0]].family != "mx":
+        return "torch's grouped product rounds to bf16 before a tensor scale could be applied"
+    if request.dtype != torch.bfloat16 or request.options & {"bias", "accumulate"}:
+        return "torch's grouped product comes out in bf16, without bias or accumulation"
     return None
 
 
@@ -64,7 +75,7 @@ def k_grouped(
 
 
 def _grouped_mm(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
-    """fp32 result of operands that are exact in bf16: bf16 matrix units on CUDA, fp32 on the CPU."""
+    """Operands that are exact in bf16, fp32 sums: bf16 matrix units and result on CUDA, fp32 on the CPU."""
     if x.is_cuda:
-        return functional.grouped_mm(x.bfloat16(), y.bfloat16(), offs=offs, out_dtype=torch.float32)
+        x, y = x.bfloat16(), y.bfloat16()
     return functional.grouped_mm(x, y, offs=offs)

@@ -1,0 +1,211 @@
+"""Every operator is a good citizen of PyTorch: opcheck, untouched inputs, FLOP counts, poisoned outputs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+import blockscale as bs
+from blockscale import library, rng_state
+from blockscale.casts import ops as casts_ops
+from blockscale.formats import FORMATS, CastSpec, Stochastic
+from blockscale.formats.tensor import to_parts
+from products import ONE_D, gaussian, offsets, partner, raw
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def cast_samples(device):
+    x = gaussian(40, 48, device=device)
+    state = rng_state(1, device=device)
+    offs = offsets([3, 0, 30], device)
+    for name in FORMATS:
+        for axis in (-1, -2):
+            yield x, CastSpec(name).plan().text(), axis, None, None, None
+    drawn = CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy", hadamard=True)
+    yield x, drawn.plan().text(), -2, state, None, offs
+    yield x.float(), CastSpec("nvfp4", amax="group").plan().text(), -2, None, None, offs
+    yield x.half(), CastSpec("nvfp4").plan().text(), -1, None, torch.tensor(3.0, device=device), None
+    yield x.expand(2, 40, 48), CastSpec("fp8_128x128").plan().text(), -2, None, None, None
+    yield x[:0], CastSpec("mxfp8_e4m3").plan().text(), -1, None, None, None
+
+
+def cast_both_samples(device):
+    x = gaussian(40, 48, device=device)
+    for name in FORMATS:
+        plan = CastSpec(name).plan().text()
+        yield x, plan, plan, None, None, None, None, None, name == "mxfp4"
+    plan = CastSpec("nvfp4", amax="group").plan().text()
+    yield x, plan, plan, None, None, None, None, offsets([3, 0, 30], device), True
+
+
+def dequantize_samples(device):
+    x, offs = gaussian(40, 48, device=device), offsets([3, 0, 30], device)
+    for name in FORMATS:
+        q = bs.quantize(x, name, axis=-2)
+        yield *to_parts(q), -2, [40, 48], [40, 48], 0, None, None, torch.bfloat16
+    q = bs.quantize(x, "mxfp4", axis=-2, offs=offs, hadamard=True)
+    yield *to_parts(q), -2, [40, 48], [40, 48], q.group_align, q.hadamard, offs, torch.float32
+
+
+def gemm_samples(device):
+    for name in FORMATS:
+        a = bs.quantize(gaussian(20, 48, device=device), name)
+        b = bs.quantize(gaussian(24, 48, device=device), partner(name))
+        yield *to_parts(a), *to_parts(b), 48, gaussian(24, device=device), torch.bfloat16
+        yield *to_parts(a), *to_parts(b), 48, None, torch.float32
+
+
+def gemm_add_samples(device):
+    for name in FORMATS:
+        a = bs.quantize(gaussian(20, 48, device=device), name)
+        b = bs.quantize(gaussian(24, 48, device=device), partner(name))
+        yield torch.ones(20, 24, device=device), *to_parts(a), *to_parts(b), 48
+
+
+def grouped_operands(device):
+    offs = offsets([3, 0, 30], device)
+    for name in ONE_D:
+        a = bs.quantize(gaussian(36, 48, device=device), name)
+        yield a, bs.quantize(gaussian(3, 24, 48, device=device), name), offs, (36, 24)
+        a = bs.quantize(gaussian(36, 48, device=device), name, axis=-2, offs=offs).mT
+        b = bs.quantize(gaussian(36, 24, device=device), name, axis=-2, offs=offs).mT
+        yield a, b, offs, (3, 48, 24)
+
+
+def grouped_samples(device):
+    for a, b, offs, shape in grouped_operands(device):
+        bias = gaussian(3, 24, device=device) if len(shape) == 2 else None
+        yield *to_parts(a), *to_parts(b), a.length, offs, bias, torch.bfloat16
+
+
+def grouped_add_samples(device):
+    for a, b, offs, shape in grouped_operands(device):
+        yield torch.ones(shape, device=device), *to_parts(a), *to_parts(b), a.length, offs
+
+
+SAMPLES = {
+    "quantize": cast_samples,
+    "quantize_both": cast_both_samples,
+    "dequantize": dequantize_samples,
+    "scaled_mm": gemm_samples,
+    "scaled_mm_add_": gemm_add_samples,
+    "scaled_grouped_mm": grouped_samples,
+    "scaled_grouped_mm_add_": grouped_add_samples,
+}
+
+
+def test_every_operator_has_samples():
+    assert set(SAMPLES) == set(library.OPERATORS), "give the new operator sample inputs in this file"
+
+
+def tensors(args: tuple) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", sorted(library.OPERATORS))
+def test_opcheck(device, name):
+    op = library.OPERATORS[name]
+    count = 0
+    for args in SAMPLES[name](device):
+        # test_schema compares inputs by allclose, which fp8 does not have; test_inputs below stands in for it there
+        fp8 = any(tensor.dtype in FP8_DTYPES for tensor in tensors(args))
+        checks = CHECKS if fp8 else ("test_schema", *CHECKS)
+        assert set(torch.library.opcheck(op, args, test_utils=checks).values()) == {"SUCCESS"}
+        count += 1
+    assert count >= len(ONE_D)
+
+
+@pytest.mark.parametrize("name", sorted(library.OPERATORS))
+def test_inputs_are_left_alone_and_outputs_are_new(device, name):
+    op = library.OPERATORS[name]
+    mutated = {
+        index
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    assert bool(mutated) == name.endswith("_")
+    for args in SAMPLES[name](device):
+        before = [[raw(tensor) for tensor in tensors((arg,))] for arg in copy.deepcopy(args)]
+        results = op(*args)
+        for index, (arg, kept) in enumerate(zip(args, before, strict=True)):
+            same = all(torch.equal(raw(t), k) for t, k in zip(tensors((arg,)), kept, strict=True))
+            assert same == (index not in mutated), op._schema.arguments[index].name
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors(args)} - {0}
+        assert all(tensor.untyped_storage().data_ptr() not in storages for tensor in tensors((results,)))
+
+
+@pytest.mark.parametrize("name", sorted(library.OPERATORS))
+def test_schema_is_pt2_compliant(name):
+    assert torch.Tag.pt2_compliant_tag in library.OPERATORS[name].tags
+    assert library.OPERATORS[name].namespace == "blockscale"
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------------------------
+
+
+def flops(call) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_flops_of_products(device, name):
+    m, n, k = 33, 24, 70
+    a = bs.quantize(gaussian(m, k, device=device), name)
+    b = bs.quantize(gaussian(n, k, device=device), partner(name))
+    acc = torch.zeros(m, n, device=device)
+    bias = torch.zeros(n, device=device)
+    assert flops(lambda: bs.scaled_mm(a, b)) == 2 * m * n * k
+    assert flops(lambda: bs.scaled_mm(a, b, torch.float32, bias=bias)) == 2 * m * n * k
+    assert flops(lambda: bs.scaled_mm(a, b, accumulate=acc)) == 2 * m * n * k
+
+
+@pytest.mark.parametrize("name", ONE_D)
+def test_flops_of_grouped_products(device, name):
+    """As if every row belonged to a group; k-grouped with the padding, since the sizes are not known on the host."""
+    m, n, k, offs = 36, 24, 48, offsets([3, 0, 30], device)
+    a, b = bs.quantize(gaussian(m, k, device=device), name), bs.quantize(gaussian(3, n, k, device=device), name)
+    acc = torch.zeros(m, n, device=device)
+    assert flops(lambda: bs.scaled_grouped_mm(a, b, offs)) == 2 * m * n * k
+    assert flops(lambda: bs.scaled_grouped_mm(a, b, offs, accumulate=acc)) == 2 * m * n * k
+    a = bs.quantize(gaussian(m, n, device=device), name, axis=-2, offs=offs).mT
+    b = bs.quantize(gaussian(m, k, device=device), name, axis=-2, offs=offs).mT
+    acc = torch.zeros(3, n, k, device=device)
+    padded = 512  # round_up(36 + 3 * 127, 128)
+    assert flops(lambda: bs.scaled_grouped_mm(a, b, offs)) == 2 * n * k * padded
+    assert flops(lambda: bs.scaled_grouped_mm(a, b, offs, accumulate=acc)) == 2 * n * k * padded
+
+
+# ---- define_op -----------------------------------------------------------------------------------------------------
+
+
+def test_outputs_start_poisoned(device):
+    """Tests run with BLOCKSCALE_POISON, so a value that a kernel forgets is NaN and not yesterday's result."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2):
+        assert (raw(library.empty((3, 5), dtype, device)) == 0xFF).all()
+    assert library.empty((), torch.float32, device).isnan()
+    assert library.empty((0, 4), torch.float32, device).shape == (0, 4)
+
+
+def test_fakes_allocate_what_the_bodies_allocate(device):
+    """Shapes, dtypes and strides of a cast on the meta device."""
+    for name in FORMATS:
+        for axis in (-1, -2):
+            real = bs.quantize(gaussian(40, 48, device=device), name, axis=axis)
+            fake = bs.quantize(torch.empty(40, 48, dtype=torch.bfloat16, device="meta"), name, axis=axis)
+            for part in ("data", "scale", "global_scale"):
+                x, y = getattr(real, part), getattr(fake, part)
+                assert (x is None) == (y is None)
+                if x is not None:
+                    assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def test_operators_are_reached_through_the_dispatcher():
+    assert casts_ops.quantize is torch.ops.blockscale.quantize.default

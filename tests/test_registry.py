@@ -1,0 +1,463 @@
+"""The kernel table: which row serves a request, what a demanded backend may and may not do, what the log says."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale import registry
+from blockscale.errors import BackendError, UnknownNameError
+from blockscale.formats import FORMATS
+from blockscale.formats.spec import LEGAL_PAIRS
+from blockscale.registry import Request, explain_request, kernel, select, use_backend
+from products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
+
+SRC = Path(__file__).parents[1] / "src"
+OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped")
+
+
+def request_for(
+    op: str,
+    formats: tuple[str, ...],
+    where: str = "cpu",
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    layouts: tuple[str, ...] | None = None,
+    options: frozenset[str] = frozenset(),
+) -> Request:
+    sizes = {"gemm": (128, 64, 256), "m_grouped": (128, 64, 256, 4), "k_grouped": (64, 64, 256, 4)}
+    shape = sizes.get(op, (128, 256)) if shape is None else shape
+    layouts = tuple(FORMATS[name].default_layout for name in formats) if layouts is None else layouts
+    return Request(op, HYPOTHETICAL[where], formats, shape, dtype, layouts, options)
+
+
+def formats_of(op: str) -> list[tuple[str, ...]]:
+    """Every combination of formats that an operation can be asked for."""
+    if op in ("cast", "dequantize"):
+        return [(name,) for name in FORMATS]
+    if op == "cast_both":
+        return list(itertools.product(FORMATS, FORMATS))
+    one_sided = {"gemm": PAIRS, "m_grouped": PAIRS}
+    return list(one_sided.get(op, [pair for pair in PAIRS if set(pair) <= set(ONE_D)]))
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """An operation of its own with two rows for everything and one that refuses; gone after the test."""
+    monkeypatch.setitem(registry._TABLE, "toy", [])
+    monkeypatch.setattr(registry, "_told", set())
+
+    def reject(request: Request) -> str | None:
+        return "takes no odd rows" if request.shape[0] % 2 else None
+
+    @kernel("toy", "slow", devices=(), priority=-5)
+    def slow() -> str:
+        """the slow one"""
+        return "slow"
+
+    @kernel("toy", "fast", devices=("cpu",), priority=5, reject=reject)
+    def fast() -> str:
+        """the fast one"""
+        return "fast"
+
+    @kernel("toy", "elsewhere", devices=("cuda",), priority=9)
+    def elsewhere() -> str:
+        return "elsewhere"
+
+    yield "toy"
+    registry._select.cache_clear()
+
+
+def toy_request(rows: int = 2) -> Request:
+    return request_for("toy", ("mxfp4",), shape=(rows, 8))
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+def test_operations():
+    assert sorted(registry.operations()) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_reference_is_last_and_takes_everything(op):
+    rows = registry.rows(op)
+    assert [row.backend for row in rows].count("reference") == 1
+    assert rows[-1].backend == "reference"
+    assert [row.priority for row in rows] == sorted((row.priority for row in rows), reverse=True)
+    reference = rows[-1]
+    options = [frozenset(), frozenset({"bias", "accumulate", "strided", "offs", "hadamard", "stochastic"})]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    size = {"gemm": 3, "m_grouped": 4, "k_grouped": 4}.get(op, 2)
+    shapes = [(0,) * size, (1,) * size, (129, 7, 33, 5)[:size]]
+    for formats, where, dtype, option, shape in itertools.product(
+        formats_of(op), HYPOTHETICAL, dtypes, options, shapes
+    ):
+        request = request_for(op, formats, where, shape, dtype, options=option)
+        assert reference.refusal(request) is None, str(request)
+        assert select(request) is not None
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_row_says_what_it_is(op):
+    for row in registry.rows(op):
+        assert row.summary
+        assert row.op == op
+        assert row.formats <= (set(formats_of(op)) if op in ("cast", "cast_both", "dequantize") else LEGAL_PAIRS)
+
+
+def test_rows_returns_a_copy():
+    registry.rows("gemm").clear()
+    assert registry.rows("gemm")
+
+
+def test_backends():
+    assert registry.backends() == ["reference", "torch"]
+
+
+def test_requests_and_rows_are_hashable():
+    a, b = request_for("gemm", ("mxfp4", "mxfp4")), request_for("gemm", ("mxfp4", "mxfp4"))
+    assert a == b
+    assert len({a, b}) == 1
+    assert len({a, replace(a, shape=(1, 2, 3)), replace(a, options=frozenset({"bias"}))}) == 3
+    assert len(set(registry.rows("gemm"))) == len(registry.rows("gemm"))
+    assert len(set(HYPOTHETICAL.values())) == len(HYPOTHETICAL)
+
+
+def test_a_request_reads_like_a_sentence():
+    text = str(request_for("gemm", ("mxfp4", "mxfp4"), "sm_90", options=frozenset({"bias", "accumulate"})))
+    assert text == "gemm mxfp4 @ mxfp4 128x64x256 bfloat16 with accumulate, bias on cuda sm_90"
+
+
+# ---- which row, on machines that are not here ----------------------------------------------------------------------
+
+UPCAST, HOPPER, BLACKWELL, REFERENCE = "scaled_mm_upcast", "scaled_mm_hopper", "scaled_mm_blackwell", "scaled_mm"
+
+
+@pytest.mark.parametrize(
+    ("where", "pair", "launcher"),
+    [
+        ("cpu", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
+        ("cpu", ("nvfp4", "nvfp4_16x16"), UPCAST),
+        ("cpu", ("fp8_1x128", "fp8_128x128"), REFERENCE),
+        ("sm_80", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
+        ("sm_80", ("nvfp4", "nvfp4"), UPCAST),
+        ("sm_80", ("fp8_1x128", "fp8_1x128"), REFERENCE),
+        ("sm_90", ("fp8_1x128", "fp8_1x128"), HOPPER),
+        ("sm_90", ("fp8_1x128", "fp8_128x128"), HOPPER),
+        ("sm_90", ("fp8_128x128", "fp8_1x128"), HOPPER),
+        ("sm_90", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
+        ("sm_100", ("mxfp8_e4m3", "mxfp8_e4m3"), BLACKWELL),
+        ("sm_100", ("mxfp8_e5m2", "mxfp8_e4m3"), BLACKWELL),
+        ("sm_100", ("mxfp8_e5m2", "mxfp8_e5m2"), UPCAST),
+        ("sm_100", ("nvfp4", "nvfp4"), BLACKWELL),
+        ("sm_100", ("nvfp4", "nvfp4_16x16"), UPCAST),
+        ("sm_100", ("mxfp4", "mxfp6_e2m3"), UPCAST),
+        ("sm_100", ("fp8_1x128", "fp8_128x128"), REFERENCE),
+        ("sm_120", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
+        ("sm_120", ("fp8_1x128", "fp8_128x128"), REFERENCE),
+    ],
+)
+def test_gemm_rows_by_machine(where, pair, launcher):
+    assert select(request_for("gemm", pair, where)).launch.__name__ == launcher
+
+
+@pytest.mark.parametrize(
+    ("where", "pair", "shape", "launcher", "reason"),
+    [
+        ("sm_90", ("fp8_1x128", "fp8_1x128"), (128, 60, 256), REFERENCE, "multiples of 16, these are 60 and 256"),
+        ("sm_90", ("fp8_1x128", "fp8_1x128"), (130, 64, 256), REFERENCE, "rows in multiples of 4, not 130"),
+        ("sm_90", ("fp8_128x128", "fp8_1x128"), (130, 64, 256), HOPPER, None),
+        ("sm_90", ("fp8_1x128", "fp8_1x128"), (0, 64, 256), REFERENCE, "no empty operands"),
+        ("sm_100", ("mxfp8_e4m3", "mxfp8_e4m3"), (128, 64, 272), UPCAST, "these are 64 and 272"),
+        ("sm_100", ("nvfp4", "nvfp4"), (128, 0, 256), UPCAST, "no empty operands"),
+    ],
+)
+def test_vendor_rows_refuse_sizes_with_a_reason(where, pair, shape, launcher, reason):
+    request = request_for("gemm", pair, where, shape)
+    assert select(request).launch.__name__ == launcher
+    if reason is not None:
+        assert reason in str(explain_request(request))
+
+
+def test_scales_with_foreign_strides_are_refused_by_the_vendor_row():
+    request = request_for("gemm", ("fp8_1x128", "fp8_1x128"), "sm_90", options=frozenset({"strided"}))
+    assert select(request).backend == "reference"
+    assert "canonical strides" in str(explain_request(request))
+
+
+@pytest.mark.parametrize("op", ["m_grouped", "k_grouped"])
+def test_grouped_rows_by_machine(op):
+    for where in HYPOTHETICAL:
+        assert select(request_for(op, ("mxfp8_e4m3", "mxfp4"), where)).backend == "torch"
+        assert select(request_for(op, ("fp8_1x128", "fp8_1x128"), where)).backend == "reference"
+    odd = (128, 60, 252, 4)
+    assert select(request_for(op, ("mxfp4", "mxfp4"), shape=odd)).backend == "reference"
+
+
+def test_conversions_are_shown():
+    request = request_for("gemm", ("mxfp8_e4m3", "mxfp8_e5m2"), "sm_100")
+    taken = explain_request(request).taken
+    assert taken is not None
+    assert taken.conversions == ("mxfp8_e4m3 scales plain -> blocked", "mxfp8_e5m2 scales plain -> blocked")
+    assert "converts mxfp8_e5m2 scales plain -> blocked" in str(explain_request(request))
+    ready = replace(request, layouts=("blocked", "blocked"))
+    assert explain_request(ready).taken.conversions == ()
+    # the default layouts of FP8 are the ones that sm_90 reads
+    hopper = explain_request(request_for("gemm", ("fp8_1x128", "fp8_128x128"), "sm_90")).taken
+    assert hopper.conversions == ()
+
+
+@pytest.mark.parametrize("where", HYPOTHETICAL)
+def test_explain_and_select_agree(where):
+    for pair in LEGAL_PAIRS:
+        request = request_for("gemm", pair, where)
+        explanation = explain_request(request)
+        row = select(request)
+        assert explanation.taken.summary == row.summary
+        assert [candidate.taken for candidate in explanation.candidates].count(True) == 1
+        assert len(explanation.candidates) == len(registry.rows("gemm"))
+        for candidate, found in zip(explanation.candidates, registry.rows("gemm"), strict=True):
+            if found.refusal(request) is not None:
+                assert candidate.reason == found.refusal(request)
+            assert candidate.for_device == (not found.devices or HYPOTHETICAL[where].device in found.devices)
+
+
+@pytest.mark.parametrize(
+    ("row", "request_", "reason"),
+    [
+        (0, request_for("gemm", ("fp8_1x128", "fp8_1x128")), "runs on cuda, not on cpu"),
+        (0, request_for("gemm", ("fp8_1x128", "fp8_1x128"), "sm_80"), "needs sm_90, this is sm_80"),
+        (1, request_for("gemm", ("nvfp4", "nvfp4"), "sm_90"), "needs sm_100 to sm_103, this is sm_90"),
+        (0, request_for("gemm", ("mxfp4", "mxfp4"), "sm_90"), "does not serve mxfp4 @ mxfp4"),
+    ],
+)
+def test_refusals(row, request_, reason):
+    assert registry.rows("gemm")[row].refusal(request_) == reason
+
+
+def test_a_row_without_the_dtype_refuses():
+    row = replace(registry.rows("gemm")[-1], dtypes=frozenset({torch.bfloat16}))
+    assert row.refusal(request_for("gemm", ("mxfp4", "mxfp4"), dtype=torch.float32)) == "has no float32"
+
+
+# ---- demanding a backend -------------------------------------------------------------------------------------------
+
+
+def backend_of(op: str, formats: tuple[str, ...]) -> str:
+    return select(request_for(op, formats)).backend
+
+
+MX_PAIR, FP8_PAIR = ("mxfp4", "mxfp4"), ("fp8_1x128", "fp8_1x128")
+
+
+def test_use_backend_holds_for_every_operation_that_has_it():
+    with use_backend("reference"):
+        assert {backend_of(op, MX_PAIR) for op in ("gemm", "m_grouped", "k_grouped")} == {"reference"}
+    with use_backend("torch"):
+        assert backend_of("gemm", MX_PAIR) == "torch"
+        assert backend_of("cast", ("mxfp4",)) == "reference"  # there is no torch backend of casts
+    assert backend_of("gemm", MX_PAIR) == "torch"
+
+
+def test_a_demanded_backend_never_falls_back():
+    with use_backend("torch"), pytest.raises(BackendError) as caught:
+        select(request_for("gemm", FP8_PAIR))
+    text = str(caught.value)
+    assert "backend 'torch' cannot run gemm fp8_1x128 @ fp8_1x128" in text
+    assert "runs on cuda, not on cpu" in text
+    assert "does not serve fp8_1x128 @ fp8_1x128" in text
+    assert "reference" in text  # the way out
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_a_demanded_backend_never_falls_back_in_a_call():
+    q = bs.quantize(gaussian(4, 128), "fp8_1x128")
+    with use_backend(gemm="torch"), pytest.raises(BackendError):
+        bs.scaled_mm(q, q)
+    assert bs.scaled_mm(q, q).shape == (4, 4)
+
+
+def test_use_backend_per_operation():
+    with use_backend(gemm="reference"):
+        assert backend_of("gemm", MX_PAIR) == "reference"
+        assert backend_of("m_grouped", MX_PAIR) == "torch"
+    with use_backend("torch", gemm="reference"):
+        assert backend_of("gemm", MX_PAIR) == "reference"
+        assert backend_of("m_grouped", MX_PAIR) == "torch"
+
+
+def test_use_backend_nests_and_restores():
+    with use_backend("reference"):
+        with use_backend(gemm="torch"):
+            assert backend_of("gemm", MX_PAIR) == "torch"
+            assert backend_of("k_grouped", MX_PAIR) == "reference"
+        assert backend_of("gemm", MX_PAIR) == "reference"
+        with use_backend("torch"):
+            assert backend_of("gemm", MX_PAIR) == "torch"
+            assert backend_of("k_grouped", MX_PAIR) == "torch"
+        assert backend_of("gemm", MX_PAIR) == "reference"
+        with pytest.raises(RuntimeError, match="inside"), use_backend("torch"):
+            raise RuntimeError("inside")
+        assert backend_of("gemm", MX_PAIR) == "reference"
+    assert registry._forced == {}
+
+
+def test_auto_lifts_a_demand():
+    with use_backend("reference"), use_backend(gemm="auto"):
+        assert backend_of("gemm", MX_PAIR) == "torch"
+        assert backend_of("m_grouped", MX_PAIR) == "reference"
+    with use_backend(gemm="reference"), use_backend("auto"):
+        assert backend_of("gemm", MX_PAIR) == "torch"
+
+
+def test_a_demand_holds_on_other_threads():
+    """On CUDA a backward runs on autograd's own threads."""
+    found: list[str] = []
+    with use_backend("reference"):
+        thread = threading.Thread(target=lambda: found.append(backend_of("gemm", MX_PAIR)))
+        thread.start()
+        thread.join()
+    assert found == ["reference"]
+
+
+def test_a_demand_is_explained():
+    with use_backend(gemm="reference"):
+        explanation = explain_request(request_for("gemm", MX_PAIR))
+    assert explanation.taken.backend == "reference"
+    assert explanation.taken.reason == "demanded: reference"
+    assert "able, but reference is demanded" in str(explanation)
+    with use_backend(gemm="torch"):
+        assert explain_request(request_for("gemm", FP8_PAIR)).taken is None
+
+
+@pytest.mark.parametrize(
+    ("call", "texts"),
+    [
+        (lambda: use_backend("refrence"), ("unknown backend 'refrence'", "did you mean reference?")),
+        (lambda: use_backend(gemm="torhc"), ("unknown backend of gemm 'torhc'", "torch")),
+        (lambda: use_backend(gem="torch"), ("unknown operation 'gem'", "gemm")),
+        (lambda: use_backend(cast="torch"), ("unknown backend of cast 'torch'", "reference")),
+    ],
+)
+def test_unknown_names_propose_the_nearest(call, texts):
+    with pytest.raises(UnknownNameError) as caught, call():
+        pass
+    assert all(text in str(caught.value) for text in texts)
+    assert registry._forced == {}
+
+
+def test_unknown_operation():
+    with pytest.raises(UnknownNameError, match="did you mean gemm"):
+        registry.rows("gem")
+
+
+# ---- the environment -----------------------------------------------------------------------------------------------
+
+
+def test_the_environment_demands_a_backend(monkeypatch):
+    monkeypatch.setenv("BLOCKSCALE_BACKEND", "reference")
+    assert backend_of("gemm", MX_PAIR) == "reference"
+    with use_backend("torch"):  # the program is nearer than the shell
+        assert backend_of("gemm", MX_PAIR) == "torch"
+    with use_backend("auto"):
+        assert backend_of("gemm", MX_PAIR) == "torch"
+    monkeypatch.setenv("BLOCKSCALE_BACKEND", "torch")
+    assert backend_of("cast", ("mxfp4",)) == "reference"
+    with pytest.raises(BackendError):
+        select(request_for("gemm", FP8_PAIR))
+    monkeypatch.setenv("BLOCKSCALE_BACKEND", " auto ")
+    assert backend_of("gemm", FP8_PAIR) == "reference"
+    monkeypatch.setenv("BLOCKSCALE_BACKEND", "torhc")
+    with pytest.raises(UnknownNameError, match="did you mean torch"):
+        select(request_for("gemm", MX_PAIR))
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ("auto", "assert 'gemm' in bs.registry.operations()\nwith bs.use_backend('torch', gemm='torch'): pass"),
+        ("torch", "import torch; bs.quantize(torch.ones(2, 32), 'mxfp4')"),
+    ],
+    ids=["use_backend", "environment"],
+)
+def test_the_table_is_complete_in_a_fresh_process(setting, code):
+    """Names resolve lazily: the first thing a program does may be to demand a backend of a room not yet imported."""
+    result = subprocess.run(
+        [sys.executable, "-c", f"import blockscale as bs\n{code}"],
+        env={**os.environ, "BLOCKSCALE_BACKEND": setting, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# ---- rows that come and go -----------------------------------------------------------------------------------------
+
+
+def test_priority_decides_and_refusals_pass_on(toy):
+    assert [row.backend for row in registry.rows(toy)] == ["elsewhere", "fast", "slow"]
+    assert select(toy_request(2)).launch() == "fast"
+    assert select(toy_request(3)).launch() == "slow"
+    with use_backend(toy="slow"):
+        assert select(toy_request(2)).backend == "slow"
+    with use_backend(toy="fast"), pytest.raises(BackendError, match="takes no odd rows"):
+        select(toy_request(3))
+
+
+def test_a_new_row_counts_at_once(toy):
+    assert select(toy_request(2)).backend == "fast"
+
+    @kernel(toy, "faster", devices=("cpu",), priority=50)
+    def faster() -> str:
+        return "faster"
+
+    assert select(toy_request(2)).backend == "faster"
+
+
+def test_nothing_left_is_an_error_with_every_reason(toy):
+    registry._TABLE[toy][:] = [row for row in registry._TABLE[toy] if row.backend != "slow"]
+    with pytest.raises(BackendError) as caught:
+        select(toy_request(3))
+    assert "no backend can run toy" in str(caught.value)
+    assert "fast takes no odd rows" in str(caught.value)
+    assert "elsewhere runs on cuda, not on cpu" in str(caught.value)
+
+
+def test_a_slower_row_is_announced_once(toy, caplog):
+    caplog.set_level(logging.DEBUG, logger="blockscale")
+    for rows in (2, 4):
+        select(toy_request(rows))
+    assert caplog.records == []  # the best row of this device; rows for other devices are no news
+    for rows in (3, 5, 3):
+        select(toy_request(rows))
+    assert [record.message for record in caplog.records] == ["toy mxfp4 on cpu uses slow: fast takes no odd rows"]
+    assert caplog.records[0].levelno == logging.INFO
+
+
+def test_on_a_gpu_a_slower_row_is_a_warning(toy, caplog):
+    kernel(toy, "tuned", devices=("cuda",), priority=99, reject=lambda request: "is not built")(lambda: None)
+    caplog.set_level(logging.DEBUG, logger="blockscale")
+    request = replace(toy_request(2), capability=HYPOTHETICAL["sm_90"])
+    for _ in range(2):
+        assert select(request).backend == "elsewhere"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "tuned is not built" in caplog.records[0].message
+
+
+def test_a_demanded_row_is_not_announced(toy, caplog):
+    caplog.set_level(logging.DEBUG, logger="blockscale")
+    with use_backend(toy="slow"):
+        select(toy_request(3))
+    assert caplog.records == []
