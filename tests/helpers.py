@@ -55,7 +55,7 @@ def source(x: NDArray[np.float32], dtype: str, device: torch.device) -> tuple[to
     if dtype == "fp16":
         with np.errstate(over="ignore", invalid="ignore"):
             half = x.astype(np.float16)
-        return torch.from_numpy(half).to(device), half.astype(np.float32)
+            return torch.from_numpy(half).to(device), half.astype(np.float32)
     return torch.from_numpy(np.array(x, np.float32)).to(device), np.array(x, np.float32)
 
 

@@ -1,4 +1,4 @@
-"""What tests of products and of the kernel table share. Needs torch only, so it also runs where the oracles are missing."""
+"""What tests of products and of the kernel table share. Needs torch only: it runs where the oracles are missing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cases(op: str, pairs: Iterable[Pair] = PAIRS) -> list:
 
 @contextmanager
 def only(row: Kernel) -> Iterator[None]:
-    """Inside, this row serves its operation or the call raises with its reason: no better row of its backend steps in."""
+    """Inside, this row serves its operation or the call raises with its reason; no other row steps in."""
     table = registry._TABLE[row.op]
     kept = list(table)
     table[:] = [row]
@@ -103,8 +103,9 @@ def offsets(sizes: Iterable[int], device: torch.device | str = "cpu") -> Tensor:
 
 def raw(tensor: Tensor) -> Tensor:
     """The bytes of a tensor in row-major order, whatever its dtype, rank and strides."""
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return flat.view(torch.uint8).cpu()
+    # bytes first: torch cannot copy strided FP4
+    codes = tensor.detach().view(torch.uint8) if tensor.element_size() == 1 else tensor.detach()
+    return codes.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).cpu()
 
 
 def assert_same_bits(got: object, want: object) -> None:
@@ -118,6 +119,12 @@ def assert_same_bits(got: object, want: object) -> None:
             continue
         assert (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device)
         assert torch.equal(raw(x), raw(y))
+
+
+def step(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between neighbours of `dtype` around each value."""
+    smallest, digits = {torch.bfloat16: (-133, 8), torch.float16: (-24, 11)}[dtype]
+    return torch.exp2((torch.frexp(value).exponent - digits).clamp(min=smallest).double())
 
 
 HYPOTHETICAL = {

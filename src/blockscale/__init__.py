@@ -25,6 +25,7 @@ _PUBLIC = {
     "explain": "diagnostics",
     "doctor": "diagnostics",
 }
+_ROOMS = ("casts", "gemm", "grouped")
 _SUBMODULES = ("casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "registry")
 
 __all__ = [
@@ -59,6 +60,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    if name in _PUBLIC or name == "registry":
+        # kernels register when their room is imported, and whoever asks may demand a backend of any of them
+        for room in _ROOMS:
+            importlib.import_module(f".{room}", __name__)
     if name in _PUBLIC:
         return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     if name in _SUBMODULES:

@@ -61,7 +61,7 @@ def check_name(name: object, known: Iterable[str], kind: str) -> None:
     Traceback (most recent call last):
     ...
     blockscale.errors.UnknownNameError: unknown format 'mxpf8'. Rule: a format is one of mxfp8_e4m3, mxfp4. \
-Fix: did you mean mxfp8_e4m3 or mxfp4?
+Fix: did you mean mxfp4 or mxfp8_e4m3?
     """
     choices = list(known)
     if isinstance(name, str) and name in choices:

@@ -38,7 +38,7 @@ def define_op(
         schema = torch.library.infer_schema(body, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
-        # Results never require grad, so a backward through a bare operator raises; torch's default would warn and go on.
+        # results never require grad, so a backward through a bare operator raises; torch would only warn
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)

@@ -26,6 +26,7 @@ from products import (
     only,
     partner,
     skip_refused,
+    step,
 )
 
 # (M, N, K): odd sizes, K = 1, one short block, a tail after whole blocks, odd K for two codes a byte, and one size
@@ -46,12 +47,6 @@ def fp32_error(a: BlockScaled, b: BlockScaled) -> Tensor:
     """The a priori bound of sums of K terms in fp32, one bit wider for adders that truncate."""
     magnitudes = bs.dequantize(a, torch.float32).double().abs() @ bs.dequantize(b, torch.float32).double().abs().mT
     return magnitudes * (a.length + 4) * 2.0**-23
-
-
-def step(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between neighbours of `dtype` around each value."""
-    smallest, digits = {torch.bfloat16: (-133, 8), torch.float16: (-24, 11)}[dtype]
-    return torch.exp2((torch.frexp(value).exponent - digits).clamp(min=smallest).double())
 
 
 @pytest.mark.parametrize(("row", "device", "pair"), cases("gemm"))

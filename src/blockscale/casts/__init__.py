@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, ShapeError
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec, check_amax
 from ..formats.stochastic import Stochastic
-from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, to_parts
+from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, check_is_block_scaled, to_parts
 from . import _reference as _reference  # registers its rows
 from . import ops
 
@@ -46,10 +46,10 @@ def quantize(
     >>> dequantize(q).sum().item()
     128.0
     """
+    options = (scale_rule, rounding, hadamard, role, amax, satfinite, scale_layout)
     if isinstance(format, CastSpec):
-        spec = format
-    else:
-        spec = CastSpec(format, scale_rule, rounding, hadamard, role, amax, satfinite, scale_layout)
+        _refuse_options(CastSpec("", *options))
+    spec = format if isinstance(format, CastSpec) else CastSpec(format, *options)
     check_axis(axis)
     _check_source(x, "x")
     plan = _plan(x, spec, offs)
@@ -99,6 +99,7 @@ def dequantize(
     >>> dequantize(q, torch.float32)
     tensor([[ 0.,  1.,  8., -6.]])
     """
+    check_is_block_scaled(q, "q", "dequantize")
     check_block_scaled(q, "q")
     if dtype not in FLOAT_DTYPES:
         raise DtypeError(
@@ -114,11 +115,29 @@ def dequantize(
     check_offs(offs, q.device, len(q.shape))
     if rotated and q.group_align:
         raise OptionError("rotated=True for a k-grouped operand", rule="its groups are padded", fix="leave rotated out")
-    out_shape = list(q.shape)
-    if rotated:
-        out_shape[q.axis] = q.length
-    shape = list(q.shape)
-    return ops.dequantize(*to_parts(q), q.axis, shape, out_shape, q.group_align, q.hadamard, offs, dtype)
+    shape, mask = list(q.shape), q.hadamard
+    if rotated:  # the values of a plain operand of the stored length
+        shape[q.axis], mask = q.length, None
+    return ops.dequantize(*to_parts(q), q.axis, shape, q.group_align, mask, offs, dtype)
+
+
+def _refuse_options(options: CastSpec) -> None:
+    """Raise if anything stands beside a `CastSpec`. Spelled out, since tracing cannot list a dataclass's fields."""
+    given = {
+        "scale_rule": options.scale_rule is not None,
+        "rounding": options.state is not None or options.rounding != "nearest",
+        "hadamard": options.hadamard is not False,
+        "role": options.role is not None,
+        "amax": options.amax_tensor is not None or options.amax != "tensor",
+        "satfinite": options.satfinite,
+        "scale_layout": options.scale_layout is not None,
+    }
+    if any(given.values()):
+        raise OptionError(
+            f"{', '.join(name for name, on in given.items() if on)} beside a CastSpec",
+            rule="a CastSpec holds all options of its cast",
+            fix="put them into the CastSpec, or pass the format by name",
+        )
 
 
 def _check_source(x: Tensor, name: str) -> None:
@@ -141,6 +160,12 @@ def _plan(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
     plan = spec.plan()
     check_offs(offs, x.device, x.dim())
     check_amax(spec.amax_tensor, x.device)
+    if spec.state is not None and spec.state.device != x.device:
+        raise DeviceError(
+            f"the stochastic state is on {spec.state.device}, x on {x.device}",
+            rule="seed and tick are read where the cast runs",
+            fix="make the state with rng_state(seed, tick, x.device)",
+        )
     if offs is not None and plan.spec.is_2d:
         raise OptionError(
             f"offs given for {plan.format}",

@@ -117,7 +117,7 @@ def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> No
     if q.group_align and offs is not None:
         values = values if q.hadamard is None else rotate_back(values, q.spec.hadamard, q.hadamard)
         values = _unpad_groups(values, offs, logical)
-    elif q.hadamard is not None and out.shape[q.axis] == logical:
+    elif q.hadamard is not None:
         values = rotate_back(values, q.spec.hadamard, q.hadamard)[..., :logical]
     out.copy_(values if q.axis == -1 else values.mT)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats.cast_spec import CastPlan
-from ..formats.layout import code_row_bytes, padded_length, scale_buffer_shape
+from ..formats.layout import check_group_ends, code_row_bytes, padded_length, scale_buffer_shape
 from ..formats.tensor import BlockScaled, from_parts
 from ..hardware import capability
 from ..library import define_op, empty
@@ -63,6 +63,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One operand of x, blocks along `axis`: codes, scales, tensor scale."""
     resolved = CastPlan.parse(plan)
+    check_group_ends(offs, x.shape[-2])
     out = _allocate(x, resolved, axis, amax, offs)
     row = select(cast_request("cast", x, (resolved,), offs))
     row.launch(x, resolved, axis, out, state=state, amax=amax, offs=offs)
@@ -112,6 +113,7 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Both operands of x from one read, and its column sums when asked for (else empty)."""
     plans = (CastPlan.parse(row), CastPlan.parse(col))
+    check_group_ends(offs, x.shape[-2])
     amaxes = (row_amax, col_amax)
     outs = _allocate_both(x, plans, amaxes, offs)
     total = _allocate_colsum(x, offs, colsum)
@@ -126,13 +128,12 @@ def _fake_dequantize(
     kind: str,
     axis: int,
     shape: list[int],
-    out_shape: list[int],
     group_align: int,
     hadamard: int | None,
     offs: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    return empty(out_shape, dtype, q[0].device)
+    return empty(shape, dtype, q[0].device)
 
 
 @define_op(fake=_fake_dequantize)
@@ -141,15 +142,14 @@ def dequantize(
     kind: str,
     axis: int,
     shape: list[int],
-    out_shape: list[int],
     group_align: int,
     hadamard: int | None,
     offs: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Values of an operand as [..., M, K] or, with `out_shape` longer than `shape`, as they are stored."""
+    """Values of an operand in the shape it was cast from; rotated back unless `hadamard` is left out."""
     source = replace(from_parts(q, kind, 0), axis=axis, shape=tuple(shape), group_align=group_align, hadamard=hadamard)
-    out = empty(out_shape, dtype, source.device)
+    out = empty(shape, dtype, source.device)
     select(dequantize_request(source, dtype, offs)).launch(source, out, offs=offs)
     return out
 

@@ -68,7 +68,7 @@ class DoctorReport:
 
     @property
     def ok(self) -> bool:
-        return all(check.passed for check in self.checks)
+        return all(check.passed for check in self.checks) and not self.unknown_settings
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..errors import ShapeError
 from .spec import Format
 
 CODE_ROW_BYTES = 16
@@ -123,6 +124,19 @@ def _unswizzle(flat: Tensor, rows: int, cols: int) -> Tensor:
 
 
 # groups
+
+
+def check_group_ends(offs: Tensor | None, rows: int) -> None:
+    """Raise unless ends ascend within the rows. Only on the CPU: on a GPU looking would make the host wait."""
+    if offs is None or offs.device.type != "cpu" or offs.shape[0] == 0:
+        return
+    ends = offs.tolist()
+    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > rows:
+        raise ShapeError(
+            f"offs is {ends} for {rows} rows",
+            rule="group ends are inclusive, never descend, and lie within the rows",
+            fix="pass sizes.cumsum(0).to(torch.int32)",
+        )
 
 
 def padded_length(rows: int, groups: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import AxisError, LayoutError
+from ..errors import AxisError, DtypeError, LayoutError
 from .cast_spec import CastPlan
 from .layout import (
     GROUP_ALIGN,
@@ -172,6 +172,16 @@ def assemble(
         plan.hadamard,
     )
     return operand if axis == -1 else operand.mT
+
+
+def check_is_block_scaled(q: object, name: str, taker: str) -> None:
+    """Raise unless it is a BlockScaled at all, as opposed to a tensor that nobody has cast."""
+    if not isinstance(q, BlockScaled):
+        raise DtypeError(
+            f"{name} is a {type(q).__name__}",
+            rule=f"{taker} takes BlockScaled operands",
+            fix=f"cast it first: blockscale.quantize({name}, 'mxfp8_e4m3')",
+        )
 
 
 def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:

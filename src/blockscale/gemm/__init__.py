@@ -11,7 +11,7 @@ from torch import Tensor
 from ..casts import FLOAT_DTYPES
 from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError
 from ..formats.spec import check_pair
-from ..formats.tensor import BlockScaled, check_block_scaled, to_parts
+from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, to_parts
 from . import _reference as _reference  # registers its rows
 from . import _torch as _torch
 from . import ops
@@ -74,12 +74,7 @@ def exact_mm(a: BlockScaled, b: BlockScaled) -> Tensor:
 def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) -> None:
     """Raise unless both are sound operands of these ranks, a legal pair, on one device, scaled axis last."""
     for name, q, rank in (("a", a, ranks[0]), ("b", b, ranks[1])):
-        if not isinstance(q, BlockScaled):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise DtypeError(
-                f"{name} is a {type(q).__name__}",
-                rule="products take BlockScaled operands",
-                fix=f"cast it first: blockscale.quantize({name}, 'mxfp8_e4m3')",
-            )
+        check_is_block_scaled(q, name, "a product")
         check_block_scaled(q, name)
         if len(q.shape) != rank:
             raise ShapeError(

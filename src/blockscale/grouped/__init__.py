@@ -72,6 +72,10 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
             fix="repeat the previous end for a group without rows",
         )
     _check_group_scales(a, b, offs)
+    if a.spec.is_2d:
+        raise OptionError(
+            f"a is {a}", rule="a 2-D block of rows would span groups", fix="cast a with 1-D blocks: fp8_1x128 or nvfp4"
+        )
     if a.group_align:
         raise OptionError(f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1")
     return (a.rows, b.rows)

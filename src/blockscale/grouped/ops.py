@@ -6,6 +6,7 @@ FLOPs are counted as if every row belonged to a group and padding were used: the
 import torch
 from torch import Tensor
 
+from ..formats.layout import check_group_ends
 from ..formats.tensor import BlockScaled, from_parts
 from ..gemm.ops import product_flops, product_options
 from ..hardware import capability
@@ -27,6 +28,8 @@ def grouped_request(
 def _launch(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool
 ) -> None:
+    # a k-grouped operand was checked when it was cast
+    check_group_ends(offs, a.rows if len(b.shape) == 3 else a.length)
     has_bias = bias is not None
     row = select(grouped_request(a, b, offs.shape[0], out.dtype, bias=has_bias, accumulate=accumulate))
     a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (a, b))

@@ -1,0 +1,179 @@
+"""`doctor` tells the truth: a sound machine is well, and every kind of broken kernel is found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale import registry
+from blockscale.casts import _reference as casts_reference
+from blockscale.diagnostics import DoctorReport, doctor
+from blockscale.formats import FORMATS
+from blockscale.gemm import _reference as gemm_reference
+from blockscale.grouped import _reference as grouped_reference
+from blockscale.registry import kernel
+
+
+@pytest.fixture
+def broken():
+    """Add a row that beats every other one; the table is as before after the test."""
+    kept = {op: list(rows) for op, rows in registry._TABLE.items()}
+
+    def add(op: str, launch) -> None:
+        kernel(op, "broken", devices=("cpu", "cuda"), priority=1000)(launch)
+
+    yield add
+    for op, rows in kept.items():
+        registry._TABLE[op][:] = rows
+    registry._select.cache_clear()
+    assert "broken" not in registry.backends()
+
+
+def failed(report: DoctorReport) -> set[str]:
+    """First words of the names of the checks that failed."""
+    return {check.name.split(",")[0].split(" ")[0] for check in report.checks if not check.passed}
+
+
+def test_a_sound_machine(device):
+    report = doctor(device)
+    assert report.ok, str(report)
+    assert report.to_dict()["ok"] is True
+    assert report.seconds < 60
+
+
+def test_it_covers_everything():
+    report = doctor("cpu")
+    operations = ("cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped")
+    cells = {(choice.operation, choice.format) for choice in report.choices}
+    for name, spec in FORMATS.items():
+        wanted = operations[:4] if spec.is_2d else operations
+        assert {operation for operation, form in cells if form == name} == set(wanted)
+        assert any(name in check.name and check.name.startswith("cast") for check in report.checks)
+        assert any(name in check.name and check.name.startswith("gemm") for check in report.checks)
+    assert {c.name for c in report.checks if c.name.startswith("known bytes")} == {
+        f"known bytes, {name}" for name in ("mxfp8_e4m3", "fp8_1x128", "mxfp4", "nvfp4")
+    }
+    assert all(choice.reason for choice in report.choices)
+    assert all(check.detail for check in report.checks)
+
+
+def test_choices_are_those_of_the_table():
+    report = doctor("cpu")
+    backends = {(choice.operation, choice.format): choice.backend for choice in report.choices}
+    assert backends["gemm", "mxfp4"] == backends["m_grouped", "nvfp4"] == "torch"
+    assert backends["gemm", "fp8_1x128"] == backends["cast", "mxfp4"] == "reference"
+    with bs.use_backend("reference"):
+        assert {choice.backend for choice in doctor("cpu").choices} == {"reference"}
+
+
+def test_figures_leave_room_to_the_gate():
+    """A product that barely passes here would fail on the next machine; fp32 sums have 60 dB to spare."""
+    figures = [
+        float(c.detail.split(" dB")[0]) for c in doctor("cpu").checks if " dB" in c.detail and "float32" in c.name
+    ]
+    assert len(figures) >= len(FORMATS)
+    assert min(figures) >= 120.0
+
+
+def test_json_round_trip():
+    report = doctor("cpu").to_dict()
+    again = json.loads(json.dumps(report))
+    assert again["ok"] is True
+    assert again["versions"]["torch"] == torch.__version__
+    assert again["versions"]["blockscale"] == bs.__version__
+    assert again["device"]["device"] == "cpu"
+
+
+def test_text():
+    text = str(doctor("cpu"))
+    assert f"blockscale {bs.__version__}" in text
+    assert "FAIL" not in text
+    assert all(name in text for name in FORMATS)
+
+
+def test_settings_are_shown_and_unknown_ones_are_told(monkeypatch):
+    monkeypatch.setenv("BLOCKSCALE_LOG", "info")
+    assert doctor("cpu").settings["BLOCKSCALE_LOG"] == "info"
+    monkeypatch.setenv("BLOCKSCALE_BACKED", "torch")
+    report = doctor("cpu")
+    assert report.unknown_settings == ["BLOCKSCALE_BACKED"]
+    assert not report.ok, "a setting that nothing reads is a typo: the docstring of DoctorReport promises this"
+
+
+# ---- broken kernels ------------------------------------------------------------------------------------------------
+
+
+def test_a_product_that_is_slightly_off(device, broken):
+    def launch(a, b, out, *, bias, accumulate):
+        gemm_reference.scaled_mm(a, b, out, bias=bias, accumulate=accumulate)
+        out.mul_(1.001)
+
+    broken("gemm", launch)
+    report = doctor(device)
+    assert not report.ok
+    assert failed(report) == {"gemm"}
+    assert "FAIL" in str(report)
+    assert report.to_dict()["ok"] is False
+
+
+def test_a_product_with_one_wrong_value(device, broken):
+    def launch(a, b, out, *, bias, accumulate):
+        gemm_reference.scaled_mm(a, b, out, bias=bias, accumulate=accumulate)
+        out[3, 5] += 1
+
+    broken("gemm", launch)
+    assert failed(doctor(device)) == {"gemm"}
+
+
+def test_a_product_that_forgets_to_write(device, broken):
+    """Outputs start poisoned here, so silence is NaN, and a NaN figure is no pass."""
+    broken("gemm", lambda a, b, out, *, bias, accumulate: None)
+    assert failed(doctor(device)) == {"gemm"}
+
+
+def test_a_grouped_product_that_mistakes_its_group(device, broken):
+    def launch(a, b, offs, out, *, bias, accumulate):
+        grouped_reference.m_grouped(a, b, offs.roll(1).sort().values, out, bias=bias, accumulate=accumulate)
+        out.copy_(out.roll(1, 0))
+
+    broken("m_grouped", launch)
+    assert failed(doctor(device)) == {"m_grouped"}
+
+
+def test_a_k_grouped_product_that_swaps_groups(device, broken):
+    def launch(a, b, offs, out, *, bias=None, accumulate):
+        grouped_reference.k_grouped(a, b, offs, out, bias=bias, accumulate=accumulate)
+        out.copy_(out.flip(0))
+
+    broken("k_grouped", launch)
+    assert failed(doctor(device)) == {"k_grouped"}
+
+
+def test_a_cast_that_is_one_bit_off(device, broken):
+    def launch(x, plan, axis, out, **rest):
+        casts_reference.quantize(x, plan, axis, out, **rest)
+        out[0].view(torch.uint8).view(-1)[0] ^= 8
+
+    broken("cast", launch)
+    assert failed(doctor(device)) == {"cast", "known"}
+
+
+def test_a_double_cast_that_is_one_bit_off(device, broken):
+    def launch(x, plans, outs, colsum, **rest):
+        casts_reference.quantize_both(x, plans, outs, colsum, **rest)
+        outs[1][1].view(torch.uint8).view(-1)[0] ^= 8
+
+    broken("cast_both", launch)
+    assert "cast" in failed(doctor(device))
+
+
+def test_a_decode_that_is_one_bit_off(device, broken):
+    def launch(q, out, *, offs=None):
+        casts_reference.dequantize(q, out, offs=offs)
+        out.view(-1)[0] = torch.nextafter(out.view(-1)[0], torch.tensor(9e9, device=out.device, dtype=out.dtype))
+
+    broken("dequantize", launch)
+    assert failed(doctor(device)) == {"cast"}

@@ -1,0 +1,117 @@
+"""`explain` names the kernel that the call itself takes, and gives a reason for every other one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale import CastSpec, Stochastic, registry, rng_state
+from blockscale.formats import FORMATS
+from blockscale.registry import Explanation, Kernel
+from products import ONE_D, gaussian, offsets, partner
+
+
+def spied(call: Callable[[], object]) -> list[tuple[str, str]]:
+    """(operation, summary) of every kernel that a call launches."""
+    seen: list[tuple[str, str]] = []
+    kept = {op: list(rows) for op, rows in registry._TABLE.items()}
+
+    def spy(row: Kernel) -> Kernel:
+        def launch(*args, **named):
+            seen.append((row.op, row.summary))
+            return row.launch(*args, **named)
+
+        return replace(row, launch=launch)
+
+    for rows in registry._TABLE.values():
+        rows[:] = map(spy, rows)
+    registry._select.cache_clear()
+    try:
+        call()
+    finally:
+        for op, rows in kept.items():
+            registry._TABLE[op][:] = rows
+        registry._select.cache_clear()
+    return seen
+
+
+def taken(explanation: Explanation) -> tuple[str, str]:
+    assert explanation.taken is not None
+    return explanation.request.op, explanation.taken.summary
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_names_what_runs(device, name):
+    x = gaussian(48, 64, device=device)
+    q, w = bs.quantize(x, name), bs.quantize(gaussian(32, 64, device=device), partner(name))
+    acc = torch.zeros(48, 32, device=device)
+    calls = [
+        (lambda: bs.quantize(x, name), bs.explain("cast", x, name)),
+        (lambda: bs.quantize_both(x, name, name), bs.explain("cast_both", x, name, name)),
+        (lambda: bs.dequantize(q), bs.explain("dequantize", q)),
+        (lambda: bs.scaled_mm(q, w), bs.explain("gemm", q, w)),
+        (lambda: bs.scaled_mm(q, w, torch.float32), bs.explain("gemm", q, w, out_dtype=torch.float32)),
+        (lambda: bs.scaled_mm(q, w, accumulate=acc), bs.explain("gemm", q, w, accumulate=True)),
+    ]
+    for call, explanation in calls:
+        assert spied(call) == [taken(explanation)]
+
+
+@pytest.mark.parametrize("name", ONE_D)
+def test_it_names_what_runs_in_groups(device, name):
+    offs = offsets([5, 0, 43], device)
+    a = bs.quantize(gaussian(48, 64, device=device), name)
+    b = bs.quantize(gaussian(3, 32, 64, device=device), name)
+    tokens = bs.quantize(gaussian(48, 64, device=device), name, axis=-2, offs=offs).mT
+    calls = [
+        (lambda: bs.scaled_grouped_mm(a, b, offs), bs.explain("grouped", a, b, offs), "m_grouped"),
+        (lambda: bs.scaled_grouped_mm(tokens, tokens, offs), bs.explain("grouped", tokens, tokens, offs), "k_grouped"),
+    ]
+    for call, explanation, op in calls:
+        assert explanation.request.op == op
+        assert spied(call) == [taken(explanation)]
+
+
+def test_the_request_is_that_of_the_call():
+    x = gaussian(48, 64)
+    spec = CastSpec("mxfp4", rounding=Stochastic(rng_state(0), "layer"), role="dgrad_dy", hadamard=True)
+    request = bs.explain("cast", x, spec).request
+    assert request.options == {"stochastic", "hadamard"}
+    assert (request.shape, request.dtype, request.formats) == ((48, 64), torch.bfloat16, ("mxfp4",))
+    a, b = bs.quantize(x, "nvfp4"), bs.quantize(gaussian(32, 64), "nvfp4_16x16", scale_layout="blocked")
+    request = bs.explain("gemm", a, b, out_dtype=torch.float16, bias=True).request
+    assert request.shape == (48, 32, 64)
+    assert request.layouts == ("plain", "blocked")
+    assert request.options == {"bias"}
+    assert request.dtype == torch.float16
+
+
+def test_every_row_appears_with_a_reason():
+    q = bs.quantize(gaussian(16, 128), "fp8_1x128")
+    explanation = bs.explain("gemm", q, q)
+    assert [row.backend for row in explanation.candidates] == [row.backend for row in registry.rows("gemm")]
+    assert all(row.reason and row.summary for row in explanation.candidates)
+    assert explanation.taken.backend == "reference"
+    assert str(explanation).splitlines()[0] == "gemm fp8_1x128 @ fp8_1x128 16x16x128 bfloat16 on cpu"
+    marked = [line for line in str(explanation).splitlines() if line.startswith("->")]
+    assert len(marked) == 1
+    assert marked[0].startswith("-> reference")
+    assert marked[0].endswith("best row that accepts")
+    assert "runs on cuda, not on cpu" in str(explanation)
+
+
+def test_it_launches_nothing():
+    x = gaussian(16, 64)
+    q = bs.quantize(x, "mxfp4")
+    assert spied(lambda: (bs.explain("gemm", q, q), bs.explain("cast", x, "mxfp4"))) == []
+
+
+def test_it_obeys_a_demand():
+    q = bs.quantize(gaussian(16, 64), "mxfp4")
+    with bs.use_backend("reference"):
+        assert bs.explain("gemm", q, q).taken.backend == "reference"
+    assert bs.explain("gemm", q, q).taken.backend == "torch"

@@ -1,0 +1,437 @@
+"""Bad input: each gets an error of the right class that gives the value, the rule and the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import blockscale as bs
+from blockscale import errors
+from blockscale.errors import (
+    AxisError,
+    BackendError,
+    BlockscaleError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    OptionError,
+    PairError,
+    ShapeError,
+    UnknownNameError,
+)
+from blockscale.formats import FORMATS, BlockScaled, CastSpec, Stochastic, get_format, rng_state, stream_id
+from blockscale.formats.spec import LEGAL_PAIRS
+from blockscale.gemm import exact_mm
+from products import offsets
+
+X = torch.ones(8, 64)
+X3 = torch.ones(3, 8, 64)
+OFFS = offsets([2, 0, 6])
+STATE = rng_state(0)
+
+
+def q(name: str = "mxfp8_e4m3", x: Tensor = X, **options: object) -> BlockScaled:
+    return bs.quantize(x, name, **options)
+
+
+def tokens(name: str = "mxfp8_e4m3", x: Tensor = X, offs: Tensor = OFFS, **options: object) -> BlockScaled:
+    """A k-grouped operand."""
+    return bs.quantize(x, name, axis=-2, offs=offs, **options).mT
+
+
+def drawn(name: str = "layer", state: Tensor = STATE, role: str | None = "dgrad_dy", **options: object) -> BlockScaled:
+    return bs.quantize(X, "mxfp4", rounding=Stochastic(state, name), role=role, **options)
+
+
+Case = tuple[str, Callable[[], object], type[BlockscaleError], str]
+
+CASTS: list[Case] = [
+    ("int", lambda: q(x=torch.ones(8, 64, dtype=torch.int32)), DtypeError, "x has dtype torch.int32"),
+    ("bool", lambda: q(x=torch.ones(8, 64, dtype=torch.bool)), DtypeError, "torch.bool"),
+    ("float64", lambda: q(x=X.double()), DtypeError, "x has dtype torch.float64"),
+    ("complex", lambda: q(x=X.to(torch.complex64)), DtypeError, "torch.complex64"),
+    ("fp8 source", lambda: q(x=X.to(torch.float8_e4m3fn)), DtypeError, "torch.float8_e4m3fn"),
+    ("rank 1", lambda: q(x=torch.ones(64)), ShapeError, "x has shape (64,)"),
+    ("rank 0", lambda: q(x=torch.ones(())), ShapeError, "x has shape ()"),
+    ("both, rank 1", lambda: bs.quantize_both(torch.ones(64), "mxfp4", "mxfp4"), ShapeError, "x has shape (64,)"),
+    ("both, int", lambda: bs.quantize_both(torch.ones(8, 8, dtype=torch.int8), "mxfp4", "mxfp4"), DtypeError, "int8"),
+    ("axis 0", lambda: q(axis=0), AxisError, "axis=0"),
+    ("axis 1", lambda: q(axis=1), AxisError, "axis=1"),
+    ("axis -3", lambda: q(x=X3, axis=-3), AxisError, "axis=-3"),
+    ("unknown format", lambda: q("mxfp8_e4m4"), UnknownNameError, "did you mean mxfp8_e4m3"),
+    ("bare mxfp8", lambda: q("mxfp8"), UnknownNameError, "mxfp8_e4m3"),
+    ("upper case", lambda: q("NVFP4"), UnknownNameError, "did you mean nvfp4"),
+    ("no format", lambda: q(None), UnknownNameError, "unknown format None"),
+    ("get_format", lambda: get_format("fp8_1x182"), UnknownNameError, "fp8_1x128"),
+    ("unknown rule", lambda: q(scale_rule="rceill"), UnknownNameError, "did you mean rceil"),
+    ("rule of another family", lambda: q(scale_rule="pow2"), OptionError, "'pow2' does not exist for mxfp8_e4m3"),
+    ("nvfp4 rule", lambda: q("nvfp4", scale_rule="floor"), OptionError, "nvfp4 takes nearest or up"),
+    ("fp8 rule", lambda: q("fp8_1x128", scale_rule="up"), OptionError, "fp8_1x128 takes fp32 or pow2"),
+    ("unknown layout", lambda: q(scale_layout="blokced"), UnknownNameError, "did you mean blocked"),
+    ("layout of another", lambda: q(scale_layout="grid"), OptionError, "'grid' does not exist for mxfp8_e4m3"),
+    ("mn_major for 128x128", lambda: q("fp8_128x128", scale_layout="mn_major"), OptionError, "grid or plain"),
+    ("with_layout", lambda: q().with_layout("mn_major"), OptionError, "'mn_major' does not exist for mxfp8_e4m3"),
+    ("unknown rounding", lambda: q(rounding="nearset"), UnknownNameError, "did you mean nearest"),
+    ("hadamard on mxfp8", lambda: q(hadamard=True), OptionError, "Hadamard transform asked for mxfp8_e4m3"),
+    ("hadamard on mxfp6", lambda: q("mxfp6_e2m3", hadamard=True), OptionError, "asked for mxfp6_e2m3"),
+    ("hadamard on fp8", lambda: q("fp8_1x128", hadamard=True), OptionError, "asked for fp8_1x128"),
+    ("hadamard on 16x16", lambda: q("nvfp4_16x16", hadamard=True), OptionError, "asked for nvfp4_16x16"),
+    ("mask too large", lambda: q("nvfp4", hadamard=0x10000), OptionError, "sign mask 0x10000 for nvfp4"),
+    ("mask too large, 32", lambda: q("mxfp4", hadamard=1 << 32), OptionError, "sign mask 0x100000000 for mxfp4"),
+    ("negative mask", lambda: q("mxfp4", hadamard=-1), OptionError, "sign mask -0x1"),
+    ("amax on MX", lambda: q(amax="group"), OptionError, "amax given for mxfp8_e4m3"),
+    ("amax tensor on MX", lambda: q(amax=torch.ones(())), OptionError, "amax given for mxfp8_e4m3"),
+    ("amax on FP8", lambda: q("fp8_1x128", amax=torch.ones(())), OptionError, "amax given for fp8_1x128"),
+    ("unknown scope", lambda: q("nvfp4", amax="groups"), UnknownNameError, "did you mean group"),
+    ("amax dtype", lambda: q("nvfp4", amax=torch.ones((), dtype=torch.float64)), OptionError, "torch.float64 ()"),
+    ("amax rank", lambda: q("nvfp4", amax=torch.ones(1, 1)), OptionError, "(1, 1)"),
+    ("amax device", lambda: q("nvfp4", amax=torch.ones((), device="meta")), OptionError, "on meta"),
+    ("amax per group, no groups", lambda: q("nvfp4", amax="group"), OptionError, "shape (8, 64)"),
+    ("amax vector, no groups", lambda: q("nvfp4", amax=torch.ones(3)), OptionError, "shape (8, 64)"),
+    ("amax count", lambda: q("nvfp4", x=X3, amax=torch.ones(2)), ShapeError, "2 maxima for 3 groups"),
+    ("amax count, offs", lambda: q("nvfp4", amax=torch.ones(2), offs=OFFS), ShapeError, "2 maxima for 3 groups"),
+    ("satfinite on nvfp4", lambda: q("nvfp4", satfinite=True), OptionError, "satfinite given for nvfp4"),
+    ("satfinite on fp8", lambda: q("fp8_128x128", satfinite=True), OptionError, "satfinite given for fp8_128x128"),
+    ("drawn without name", lambda: drawn(name=""), OptionError, "stochastic rounding without a name"),
+    ("drawn without role", lambda: drawn(role=None), OptionError, "stochastic rounding without a role"),
+    ("unknown role", lambda: drawn(role="dgrad_yd"), UnknownNameError, "did you mean dgrad_dy"),
+    ("stream", lambda: stream_id("layer", "dgrad"), UnknownNameError, "dgrad_dy"),
+    ("state dtype", lambda: drawn(state=torch.zeros(2)), ShapeError, "stochastic state is torch.float32 (2,)"),
+    ("state shape", lambda: drawn(state=torch.zeros(3, dtype=torch.int64)), ShapeError, "torch.int64 (3,)"),
+    ("state device", lambda: drawn(state=rng_state(0, device="meta")), BlockscaleError, "on meta"),
+    ("options beside a spec", lambda: q(CastSpec("mxfp4"), hadamard=True), OptionError, "hadamard"),
+    ("offs int64", lambda: q(offs=OFFS.long()), ShapeError, "offs is torch.int64 (3,)"),
+    ("offs float", lambda: q(offs=OFFS.float()), ShapeError, "offs is torch.float32 (3,)"),
+    ("offs rank", lambda: q(offs=OFFS[None]), ShapeError, "offs is torch.int32 (1, 3)"),
+    ("offs device", lambda: q(offs=OFFS.to("meta")), ShapeError, "on meta"),
+    ("offs for rank 3", lambda: q(x=X3, offs=OFFS), ShapeError, "offs given for a rank-3 tensor"),
+    ("offs for 2-D blocks", lambda: q("nvfp4_16x16", offs=OFFS), OptionError, "offs given for nvfp4_16x16"),
+    ("offs for 128x128", lambda: tokens("fp8_128x128"), OptionError, "offs given for fp8_128x128"),
+    ("plan", lambda: CastSpec("mxfp4", "even", hadamard=1 << 40).plan(), OptionError, "sign mask"),
+    ("decode dtype", lambda: bs.dequantize(q(), torch.float64), DtypeError, "dtype=torch.float64"),
+    ("decode a tensor", lambda: bs.dequantize(X), DtypeError, "Tensor"),
+    ("decode groups without offs", lambda: bs.dequantize(tokens().mT), OptionError, "without offs"),
+    ("decode scales without offs", lambda: bs.dequantize(q("nvfp4", offs=OFFS, amax="group")), OptionError, "offs"),
+    ("decode offs dtype", lambda: bs.dequantize(tokens().mT, offs=OFFS.long()), ShapeError, "torch.int64"),
+    (
+        "rotated groups",
+        lambda: bs.dequantize(tokens("mxfp4", hadamard=True), offs=OFFS, rotated=True),
+        OptionError,
+        "rotated=True",
+    ),
+]
+
+PRODUCTS: list[Case] = [
+    ("plain a", lambda: bs.scaled_mm(X, q()), DtypeError, "a is a Tensor"),
+    ("plain b", lambda: bs.scaled_mm(q(), X), DtypeError, "b is a Tensor"),
+    ("None", lambda: bs.scaled_mm(q(), None), DtypeError, "b is a NoneType"),
+    ("exact, plain", lambda: exact_mm(X, q()), DtypeError, "a is a Tensor"),
+    ("K", lambda: bs.scaled_mm(q(), q(x=torch.ones(8, 65))), ShapeError, "have K = 64 and 65"),
+    ("exact, K", lambda: exact_mm(q(), q(x=torch.ones(8, 65))), ShapeError, "have K = 64 and 65"),
+    ("rank 3", lambda: bs.scaled_mm(q(x=X3), q()), ShapeError, "a has shape (3, 8, 64)"),
+    ("axis of a", lambda: bs.scaled_mm(q(axis=-2), q()), AxisError, "a (8, 64) is scaled along axis -2"),
+    ("axis of b", lambda: bs.scaled_mm(q(), q(axis=-2)), AxisError, "b (8, 64) is scaled along axis -2"),
+    ("square, transposed", lambda: bs.scaled_mm(q(x=X[:, :8]), q(x=X[:, :8]).mT), AxisError, "pass b.mT"),
+    ("float64 out", lambda: bs.scaled_mm(q(), q(), torch.float64), DtypeError, "out_dtype=torch.float64"),
+    ("fp8 out", lambda: bs.scaled_mm(q(), q(), torch.float8_e4m3fn), DtypeError, "out_dtype=torch.float8_e4m3fn"),
+    ("bias size", lambda: bs.scaled_mm(q(), q(), bias=torch.ones(7)), ShapeError, "bias is torch.float32 (7,)"),
+    ("bias rank", lambda: bs.scaled_mm(q(), q(), bias=torch.ones(1, 8)), ShapeError, "(1, 8)"),
+    ("bias dtype", lambda: bs.scaled_mm(q(), q(), bias=torch.ones(8).double()), ShapeError, "torch.float64 (8,)"),
+    ("bias device", lambda: bs.scaled_mm(q(), q(), bias=torch.ones(8, device="meta")), ShapeError, "on meta"),
+    (
+        "acc dtype",
+        lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 8).bfloat16()),
+        ShapeError,
+        "bfloat16 (8, 8)",
+    ),
+    ("acc shape", lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 9)), ShapeError, "float32 (8, 9)"),
+    ("acc device", lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 8, device="meta")), ShapeError, "on meta"),
+    (
+        "bias and acc",
+        lambda: bs.scaled_mm(q(), q(), bias=torch.ones(8), accumulate=torch.ones(8, 8)),
+        OptionError,
+        "bias and accumulate together",
+    ),
+    ("rotation on one side", lambda: bs.scaled_mm(q("mxfp4", hadamard=True), q("mxfp4")), OptionError, "b None"),
+    (
+        "two rotations",
+        lambda: bs.scaled_mm(q("nvfp4", hadamard=1), q("nvfp4", hadamard=2)),
+        OptionError,
+        "a has Hadamard mask 1, b 2",
+    ),
+    ("k-grouped in a dense product", lambda: bs.scaled_mm(tokens(), tokens()), OptionError, "groups padded to 128"),
+    (
+        "scales per group in a dense product",
+        lambda: bs.scaled_mm(q("nvfp4", offs=OFFS, amax="group"), q("nvfp4")),
+        OptionError,
+        "global_scale (3,)",
+    ),
+    ("two devices", lambda: bs.scaled_mm(q(), q(x=X.to("meta"))), DeviceError, "a is on cpu, b on meta"),
+]
+
+GROUPED: list[Case] = [
+    ("plain a", lambda: bs.scaled_grouped_mm(X, q(x=X3), OFFS), DtypeError, "a is a Tensor"),
+    ("plain b", lambda: bs.scaled_grouped_mm(q(), X3, OFFS), DtypeError, "b is a Tensor"),
+    ("K", lambda: bs.scaled_grouped_mm(q(x=X[:, :63]), q(x=X3), OFFS), ShapeError, "have K = 63 and 64"),
+    ("rank of a", lambda: bs.scaled_grouped_mm(q(x=X3), q(x=X3), OFFS), ShapeError, "a has shape (3, 8, 64)"),
+    ("axis of b", lambda: bs.scaled_grouped_mm(q(), q(x=X3, axis=-2), OFFS), AxisError, "scaled along axis -2"),
+    ("offs dtype", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS.long()), ShapeError, "offs is torch.int64 (3,)"),
+    ("offs rank", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS[None]), ShapeError, "torch.int32 (1, 3)"),
+    ("offs device", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS.to("meta")), ShapeError, "on meta"),
+    ("offs count", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS[:2]), ShapeError, "2 group ends for 3 matrices"),
+    (
+        "scales of a",
+        lambda: bs.scaled_grouped_mm(q("nvfp4", offs=OFFS[1:], amax="group"), q("nvfp4", x=X3), OFFS),
+        ShapeError,
+        "a has 2 tensor scales for 3 groups",
+    ),
+    (
+        "k-grouped rows in an m-grouped product",
+        lambda: bs.scaled_grouped_mm(tokens(x=torch.ones(64, 8)), q(x=X3), OFFS),
+        OptionError,
+        "groups padded to 128",
+    ),
+    ("k-grouped, no offs", lambda: bs.scaled_grouped_mm(q(), q(), OFFS), OptionError, "axis=-2, offs=offs"),
+    ("k-grouped, one side", lambda: bs.scaled_grouped_mm(tokens(), q(axis=-2).mT, OFFS), OptionError, "b is"),
+    ("k-grouped, other groups", lambda: bs.scaled_grouped_mm(tokens(), tokens(), OFFS[:2]), OptionError, "of the 2"),
+    ("k-grouped offs", lambda: bs.scaled_grouped_mm(tokens(), tokens(), OFFS.long()), ShapeError, "torch.int64"),
+    (
+        "k-grouped tokens",
+        lambda: bs.scaled_grouped_mm(tokens(), tokens(x=torch.ones(9, 64)), OFFS),
+        ShapeError,
+        "have K = 8 and 9",
+    ),
+    (
+        "k-grouped bias",
+        lambda: bs.scaled_grouped_mm(tokens(), tokens(), OFFS, bias=torch.ones(3, 64)),
+        OptionError,
+        "bias in a k-grouped product",
+    ),
+    ("bias shape", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, bias=torch.ones(8)), ShapeError, "float32 (8,)"),
+    (
+        "bias and acc",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, bias=torch.ones(3, 8), accumulate=torch.ones(8, 8)),
+        OptionError,
+        "bias and accumulate together",
+    ),
+    (
+        "acc shape",
+        lambda: bs.scaled_grouped_mm(tokens(), tokens(), OFFS, accumulate=torch.ones(64, 64)),
+        ShapeError,
+        "accumulate is torch.float32 (64, 64)",
+    ),
+    ("out dtype", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, torch.int8), DtypeError, "out_dtype=torch.int8"),
+    (
+        "rotations",
+        lambda: bs.scaled_grouped_mm(tokens("mxfp4", hadamard=True), tokens("mxfp4"), OFFS),
+        OptionError,
+        "Hadamard mask",
+    ),
+]
+
+
+def _with(name: str = "mxfp8_e4m3", **changes: object) -> BlockScaled:
+    return replace(q(name), **changes)
+
+
+OPERANDS: list[Case] = [
+    ("scale shape", lambda: _with(scale=q().scale[:, :1]), LayoutError, "scale is torch.float8_e8m0fnu (8, 1)"),
+    ("scale dtype", lambda: _with(scale=torch.ones(8, 2)), LayoutError, "scale is torch.float32 (8, 2)"),
+    ("scale bytes", lambda: _with(scale=q().scale.view(torch.uint8)), LayoutError, "scale is torch.uint8 (8, 2)"),
+    ("scale device", lambda: _with(scale=q().scale.to("meta")), LayoutError, "(8, 2) on meta"),
+    ("data dtype", lambda: _with(data=q().data.view(torch.uint8)), LayoutError, "data is torch.uint8 (8, 64)"),
+    ("data shape", lambda: _with(data=q().data[:, :63]), LayoutError, "data is torch.float8_e4m3fn (8, 63)"),
+    ("unpacked fp4", lambda: _with("mxfp4", data=torch.zeros(8, 64, dtype=torch.uint8)), LayoutError, "torch.uint8"),
+    ("logical shape", lambda: _with(shape=(8, 63)), LayoutError, "keeps its data as torch.float8_e4m3fn (8, 63)"),
+    ("wrong layout name", lambda: _with(scale_layout="plian"), UnknownNameError, "did you mean plain"),
+    ("layout it is not in", lambda: _with(scale_layout="blocked"), LayoutError, "(512,)"),
+    ("wrong axis", lambda: _with(axis=0), AxisError, "axis=0"),
+    ("axis it was not cast along", lambda: _with(axis=-2), LayoutError, "axis=-2"),
+    ("wrong format", lambda: _with(format="mxfp8_e5m2"), LayoutError, "keeps its data as torch.float8_e5m2"),
+    ("unknown format", lambda: _with(format="mxfp9"), UnknownNameError, "unknown format 'mxfp9'"),
+    (
+        "global scale missing",
+        lambda: _with("nvfp4", global_scale=None),
+        LayoutError,
+        "global_scale is missing for nvfp4",
+    ),
+    ("global scale extra", lambda: _with(global_scale=torch.ones(())), LayoutError, "is given for mxfp8_e4m3"),
+    ("global scale dtype", lambda: _with("nvfp4", global_scale=torch.ones(()).half()), LayoutError, "torch.float16 ()"),
+    ("global scale rank", lambda: _with("nvfp4", global_scale=torch.ones(1, 1)), LayoutError, "(1, 1)"),
+    ("global scale device", lambda: _with("nvfp4", global_scale=torch.ones((), device="meta")), LayoutError, "on meta"),
+]
+
+NAMES: list[Case] = [
+    ("explain", lambda: bs.explain("gem", q(), q()), UnknownNameError, "did you mean gemm"),
+    ("explain operands", lambda: bs.explain("gemm", q()), OptionError, "explain('gemm') with operands (BlockScaled)"),
+    ("explain plain", lambda: bs.explain("gemm", X, X), OptionError, "(Tensor, Tensor)"),
+    ("explain format", lambda: bs.explain("cast", X, "mxfp5"), UnknownNameError, "mxfp4"),
+    ("backend", lambda: bs.use_backend("tortch").__enter__(), UnknownNameError, "did you mean torch"),
+    ("operation", lambda: bs.use_backend(gmm="torch").__enter__(), UnknownNameError, "unknown operation 'gmm'"),
+]
+
+
+def run(case: Case) -> None:
+    _, call, kind, text = case
+    with pytest.raises(BlockscaleError) as caught:
+        call()
+    message = str(caught.value)
+    assert isinstance(caught.value, kind), message
+    assert text in message
+    # what was wrong, then the rule, then the fix, each a sentence
+    assert re.fullmatch(r".+[.?!] Rule: .+[.?!] Fix: .+[.?!]", message, re.DOTALL), message
+
+
+@pytest.mark.parametrize("case", CASTS, ids=lambda case: case[0])
+def test_casts(case):
+    run(case)
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case[0])
+def test_products(case):
+    run(case)
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=lambda case: case[0])
+def test_grouped_products(case):
+    run(case)
+
+
+@pytest.mark.parametrize("case", OPERANDS, ids=lambda case: case[0])
+@pytest.mark.parametrize("use", ["scaled_mm", "dequantize"])
+def test_operands_made_by_hand(case, use):
+    name, make, kind, text = case
+
+    def call() -> object:
+        operand = make()
+        if use == "dequantize":
+            return bs.dequantize(operand)
+        sound = q("nvfp4") if operand.format == "nvfp4" else q()
+        return bs.scaled_mm(operand, sound)
+
+    run((name, call, kind, text))
+
+
+@pytest.mark.parametrize("case", NAMES, ids=lambda case: case[0])
+def test_names(case):
+    run(case)
+
+
+@pytest.mark.parametrize("pair", [(a, b) for a in FORMATS for b in FORMATS if (a, b) not in LEGAL_PAIRS], ids="@".join)
+def test_illegal_pairs(pair):
+    a, b = q(pair[0]), q(pair[1])
+    run(("dense", lambda: bs.scaled_mm(a, b), PairError, f"no product of {pair[0]} with {pair[1]}"))
+    experts = q(pair[1], x=X3)
+    run(("grouped", lambda: bs.scaled_grouped_mm(a, experts, OFFS), PairError, f"no product of {pair[0]}"))
+    # the way out is one that works
+    with pytest.raises(PairError) as caught:
+        bs.scaled_mm(a, b)
+    proposed = re.search(r"cast the second operand to (.+)\.$", str(caught.value)).group(1).split(" or ")
+    assert all((pair[0], name) in LEGAL_PAIRS for name in proposed)
+
+
+def test_the_number_of_illegal_pairs():
+    """81 pairs: 25 MX, 4 NVFP4 and 3 FP8 ones are legal."""
+    assert len(LEGAL_PAIRS) == 32
+    assert ("fp8_128x128", "fp8_128x128") not in LEGAL_PAIRS
+
+
+def test_a_demanded_backend_that_cannot():
+    a = q("fp8_1x128")
+    with bs.use_backend(gemm="torch"):
+        run(("forced", lambda: bs.scaled_mm(a, a), BackendError, "backend 'torch' cannot run gemm fp8_1x128"))
+
+
+def test_bad_input_leaves_the_accumulator_alone():
+    acc = torch.ones(8, 8)
+    with pytest.raises(ShapeError):
+        bs.scaled_mm(q(), q(x=torch.ones(8, 65)), accumulate=acc)
+    assert torch.equal(acc, torch.ones(8, 8))
+
+
+# ---- the classes themselves ----------------------------------------------------------------------------------------
+
+
+def test_every_error_is_a_value_error_or_a_not_implemented_error():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BlockscaleError)]
+    kinds.remove(BlockscaleError)
+    assert len(kinds) == 9
+    missing = {PairError, BackendError}
+    assert {kind for kind in kinds if issubclass(kind, NotImplementedError)} == missing
+    assert {kind for kind in kinds if issubclass(kind, ValueError)} == set(kinds) - missing
+    assert all(kind.__doc__ for kind in kinds)
+
+
+def test_every_error_is_raised_somewhere_here():
+    cases = [*CASTS, *PRODUCTS, *GROUPED, *OPERANDS, *NAMES]
+    raised = {kind for _, _, kind, _ in cases} | {PairError, BackendError}
+    assert raised == set(BlockscaleError.__subclasses__())
+
+
+def test_message_of_three_sentences():
+    error = BlockscaleError("what", rule="a rule", fix="a fix?")
+    assert str(error) == "what. Rule: a rule. Fix: a fix?"
+    assert str(BlockscaleError("what")) == "what."
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ("mxfp4", None),
+        ("mxpf4", "did you mean mxfp4"),
+        ("zzz", "pick a format"),
+        (7, "unknown format 7"),
+        (None, "None"),
+    ],
+)
+def test_check_name(given, want):
+    known = ["mxfp4", "nvfp4"]
+    if want is None:
+        errors.check_name(given, known, "format")
+        return
+    with pytest.raises(UnknownNameError, match=want) as caught:
+        errors.check_name(given, known, "format")
+    assert "a format is one of mxfp4, nvfp4" in str(caught.value)
+
+
+# ---- input that looks bad and is fine ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strides_do_not_matter(device, name):
+    x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).to(device)
+    strided = torch.empty(24, 80, device=device)[:, ::2]
+    strided.copy_(x)
+    for source, plain in ((strided, x), (x.mT, x.mT.contiguous()), (x[:1].expand(24, 40), x[:1].repeat(24, 1))):
+        for axis in (-1, -2):
+            got, want = bs.quantize(source, name, axis=axis), bs.quantize(plain, name, axis=axis)
+            assert torch.equal(bs.dequantize(got), bs.dequantize(want))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nan_and_inf_are_data(device, name):
+    """The contract's behaviour, not an error: the block is NaN, and nothing outside of what shares its scale is."""
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = torch.ones(300, 300, device=device)
+        x[0, 0] = bad
+        values = bs.dequantize(bs.quantize(x, name), torch.float32)
+        if FORMATS[name].family == "nvfp4":
+            assert values.isnan().all()
+        else:
+            across, along = FORMATS[name].block
+            assert values[:across, :along].isnan().all()
+            assert values.isnan().sum() == across * along
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 64), (0, 4, 64)], ids=str)
+def test_empty_tensors_work(device, name, shape):
+    for axis in (-1, -2):
+        operand = bs.quantize(torch.ones(shape, device=device), name, axis=axis)
+        assert operand.shape == shape
+        assert bs.dequantize(operand).shape == shape
