@@ -103,11 +103,14 @@ CASTS: list[Case] = [
     ("stream", lambda: stream_id("layer", "dgrad"), UnknownNameError, "dgrad_dy"),
     ("state dtype", lambda: drawn(state=torch.zeros(2)), ShapeError, "stochastic state is torch.float32 (2,)"),
     ("state shape", lambda: drawn(state=torch.zeros(3, dtype=torch.int64)), ShapeError, "torch.int64 (3,)"),
-    ("state device", lambda: drawn(state=rng_state(0, device="meta")), BlockscaleError, "on meta"),
+    ("state device", lambda: drawn(state=rng_state(0, device="meta")), DeviceError, "is on meta, x on cpu"),
     ("options beside a spec", lambda: q(CastSpec("mxfp4"), hadamard=True), OptionError, "hadamard"),
     ("offs int64", lambda: q(offs=OFFS.long()), ShapeError, "offs is torch.int64 (3,)"),
     ("offs float", lambda: q(offs=OFFS.float()), ShapeError, "offs is torch.float32 (3,)"),
     ("offs rank", lambda: q(offs=OFFS[None]), ShapeError, "offs is torch.int32 (1, 3)"),
+    ("offs descending", lambda: q(offs=OFFS.flip(0)), ShapeError, "offs is [8, 2, 2] for 8 rows"),
+    ("offs negative", lambda: tokens(offs=OFFS - 3), ShapeError, "offs is [-1, -1, 5] for 8 rows"),
+    ("offs beyond the rows", lambda: tokens(offs=OFFS + 1), ShapeError, "offs is [3, 3, 9] for 8 rows"),
     ("offs device", lambda: q(offs=OFFS.to("meta")), ShapeError, "on meta"),
     ("offs for rank 3", lambda: q(x=X3, offs=OFFS), ShapeError, "offs given for a rank-3 tensor"),
     ("offs for 2-D blocks", lambda: q("nvfp4_16x16", offs=OFFS), OptionError, "offs given for nvfp4_16x16"),
@@ -183,6 +186,14 @@ GROUPED: list[Case] = [
     ("offs dtype", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS.long()), ShapeError, "offs is torch.int64 (3,)"),
     ("offs rank", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS[None]), ShapeError, "torch.int32 (1, 3)"),
     ("offs device", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS.to("meta")), ShapeError, "on meta"),
+    ("offs descending", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS.flip(0)), ShapeError, "[8, 2, 2] for 8 rows"),
+    ("offs beyond the rows", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS + 1), ShapeError, "[3, 3, 9] for 8 rows"),
+    (
+        "2-D blocks in the rows",
+        lambda: bs.scaled_grouped_mm(q("fp8_128x128"), q("fp8_1x128", x=X3), OFFS),
+        OptionError,
+        "a is BlockScaled(fp8_128x128 (8, 64)",
+    ),
     ("offs count", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS[:2]), ShapeError, "2 group ends for 3 matrices"),
     (
         "scales of a",
@@ -281,7 +292,7 @@ def run(case: Case) -> None:
     with pytest.raises(BlockscaleError) as caught:
         call()
     message = str(caught.value)
-    assert isinstance(caught.value, kind), message
+    assert type(caught.value) is kind, message
     assert text in message
     # what was wrong, then the rule, then the fix, each a sentence
     assert re.fullmatch(r".+[.?!] Rule: .+[.?!] Fix: .+[.?!]", message, re.DOTALL), message
