@@ -82,7 +82,7 @@ def test_colsum(device: torch.device) -> None:
     """One rounding: sums that cancel in fp32 come out right."""
     x = np.random.default_rng(0).standard_normal((300, 40)) * 2.0 ** np.random.default_rng(1).integers(0, 20, (300, 40))
     x = x.astype(np.float32)
-    x[0, 0], x[1, 0], x[2:, 0] = 2.0**60, -(2.0**60), 2.0**-5
+    x[0, 0], x[150, 0], x[1:150, 0] = 2.0**40, -(2.0**40), 2.0**-5
     row, col, total = quantize_both(torch.from_numpy(x).to(device), "mxfp8_e4m3", "fp8_1x128", colsum=True)
     assert total.dtype == torch.float32
     same_bits(bits(total), exact_sum(x))
@@ -236,7 +236,7 @@ def test_few_and_empty_groups(form: str, sizes: list[int], device: torch.device)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("form", [name for name in ONE_D if name != "nvfp4"])
+@pytest.mark.parametrize("form", ONE_D)
 def test_no_groups_at_all(form: str, axis: int, device: torch.device) -> None:
     """offs of length zero: every row belongs to no group."""
     x, offs = torch.randn(5, 40, device=device), ends_of([], device)

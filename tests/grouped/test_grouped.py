@@ -236,6 +236,15 @@ def test_k_grouped_reference_is_dense_products(device, pair):
             assert torch.equal(got[group], bs.scaled_mm(dy, x, torch.float32))
 
 
+def test_k_grouped_groups_start_where_the_contract_says(device):
+    """Section 9 of docs/numerics.md: groups of 0, 1, 31, 127 and 129 tokens start at 0, 0, 128, 256 and 384."""
+    x = torch.ones(288, 8, device=device)
+    q = bs.quantize(x, "mxfp8_e4m3", axis=-2, offs=offsets([0, 1, 31, 127, 129], device)).mT
+    occupied = (q.data.view(torch.uint8)[0] != 0).nonzero().flatten().tolist()
+    want = [start + i for start, size in ((0, 1), (128, 31), (256, 127), (384, 129)) for i in range(size)]
+    assert occupied == want
+
+
 def test_k_grouped_operands_have_a_static_length(device):
     """The buffer does not depend on the sizes, so nothing recompiles or syncs when routing changes."""
     for sizes in ([0, 1, 31, 127, 129], [288, 0, 0, 0, 0], [0, 0, 0, 0, 288]):

@@ -120,6 +120,7 @@ def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> No
     elif q.hadamard is not None:
         values = rotate_back(values, q.spec.hadamard, q.hadamard)[..., :logical]
     out.copy_(values if q.axis == -1 else values.mT)
+    out.masked_fill_(out.isnan(), torch.nan)  # one NaN: conversions to bf16 and fp16 on a GPU write another
 
 
 def _to_blocks(operand: Tensor, spec: Format) -> Tensor:
@@ -197,7 +198,7 @@ def _to_code_rows(codes: Tensor, spec: Format) -> Tensor:
 
 
 def _column_sums(x: Tensor, offs: Tensor | None, out: Tensor) -> None:
-    """Sums over rows, or over the rows of each group, in fp64 and rounded once: independent of any order."""
+    """Sums over rows, or over the rows of each group, in fp64 and rounded once: order shows only past 53 bits."""
     if offs is None:
         out.copy_(x.double().sum(-2))
         return
