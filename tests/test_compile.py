@@ -245,6 +245,14 @@ def test_operands_made_outside_and_inside_are_one_type(device):
     assert_same_bits(bs.scaled_mm(inside, outside), bs.scaled_mm(outside, outside))
 
 
+def test_bad_input_is_told_while_tracing():
+    """The message of an error survives torch.compile."""
+    a, b = bs.quantize(torch.ones(4, 32), "mxfp4"), bs.quantize(torch.ones(4, 64), "mxfp4")
+    with pytest.raises(Exception, match="K = 32 and 64") as caught:
+        torch.compile(lambda a, b: bs.scaled_mm(a, b), backend="eager", fullgraph=True)(a, b)
+    assert "transpose before the cast" in str(caught.value)
+
+
 def test_a_new_tick_is_data_not_a_constant(device):
     """The state is a tensor: the graph draws other words when it changes, and does not recompile."""
 

@@ -23,6 +23,7 @@ from blockscale.errors import (
     PairError,
     ShapeError,
     UnknownNameError,
+    message,
 )
 from blockscale.formats import FORMATS, BlockScaled, CastSpec, Stochastic, get_format, rng_state, stream_id
 from blockscale.formats.spec import LEGAL_PAIRS
@@ -76,7 +77,7 @@ CASTS: list[Case] = [
     ("layout of another", lambda: q(scale_layout="grid"), OptionError, "'grid' does not exist for mxfp8_e4m3"),
     ("mn_major for 128x128", lambda: q("fp8_128x128", scale_layout="mn_major"), OptionError, "grid or plain"),
     ("with_layout", lambda: q().with_layout("mn_major"), OptionError, "'mn_major' does not exist for mxfp8_e4m3"),
-    ("unknown rounding", lambda: q(rounding="nearset"), UnknownNameError, "did you mean nearest"),
+    ("unknown rounding", lambda: q(rounding="nearestt"), UnknownNameError, "did you mean nearest"),
     ("hadamard on mxfp8", lambda: q(hadamard=True), OptionError, "Hadamard transform asked for mxfp8_e4m3"),
     ("hadamard on mxfp6", lambda: q("mxfp6_e2m3", hadamard=True), OptionError, "asked for mxfp6_e2m3"),
     ("hadamard on fp8", lambda: q("fp8_1x128", hadamard=True), OptionError, "asked for fp8_1x128"),
@@ -259,7 +260,7 @@ OPERANDS: list[Case] = [
     ("data shape", lambda: _with(data=q().data[:, :63]), LayoutError, "data is torch.float8_e4m3fn (8, 63)"),
     ("unpacked fp4", lambda: _with("mxfp4", data=torch.zeros(8, 64, dtype=torch.uint8)), LayoutError, "torch.uint8"),
     ("logical shape", lambda: _with(shape=(8, 63)), LayoutError, "keeps its data as torch.float8_e4m3fn (8, 63)"),
-    ("wrong layout name", lambda: _with(scale_layout="plian"), UnknownNameError, "did you mean plain"),
+    ("wrong layout name", lambda: _with(scale_layout="plainn"), UnknownNameError, "did you mean plain"),
     ("layout it is not in", lambda: _with(scale_layout="blocked"), LayoutError, "(512,)"),
     ("wrong axis", lambda: _with(axis=0), AxisError, "axis=0"),
     ("axis it was not cast along", lambda: _with(axis=-2), LayoutError, "axis=-2"),
@@ -385,9 +386,7 @@ def test_every_error_is_raised_somewhere_here():
 
 
 def test_message_of_three_sentences():
-    error = BlockscaleError("what", rule="a rule", fix="a fix?")
-    assert str(error) == "what. Rule: a rule. Fix: a fix?"
-    assert str(BlockscaleError("what")) == "what."
+    assert message("what", rule="a rule", fix="a fix?") == "what. Rule: a rule. Fix: a fix?"
 
 
 @pytest.mark.parametrize(
@@ -446,3 +445,24 @@ def test_empty_tensors_work(device, name, shape):
         operand = bs.quantize(torch.ones(shape, device=device), name, axis=axis)
         assert operand.shape == shape
         assert bs.dequantize(operand).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: bs.quantize([[1.0]], "mxfp4"), "x is a list"),
+        (lambda: bs.quantize(X, "mxfp4", offs=[1]), "offs is a list"),
+        (lambda: bs.scaled_mm(q(), q(), bias=[1.0]), "bias is a list"),
+    ],
+    ids=["x", "offs", "bias"],
+)
+def test_lists_are_not_tensors(call, text):
+    with pytest.raises(DtypeError, match=text):
+        call()
+
+
+def test_measure_refuses_what_it_cannot_compare():
+    from blockscale.diagnostics import measure
+
+    with pytest.raises(OptionError, match="rotated"):
+        measure(X, bs.quantize(X, "mxfp4", hadamard=True))

@@ -209,3 +209,20 @@ def test_fakes_allocate_what_the_bodies_allocate(device):
 
 def test_operators_are_reached_through_the_dispatcher():
     assert casts_ops.quantize is torch.ops.blockscale.quantize.default
+
+
+def test_results_do_not_require_grad_and_a_backward_raises():
+    """Autograd lives above the operators; a backward through a bare one must not silently give nothing."""
+    x = torch.randn(4, 32, requires_grad=True)
+    y = bs.scaled_mm(bs.quantize(x, "mxfp8_e4m3"), bs.quantize(x, "mxfp8_e4m3"))
+    assert not y.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        y.sum().backward()
+
+
+def test_accumulation_bumps_the_version():
+    """So that autograd notices when a saved tensor was added into."""
+    acc, q = torch.zeros(4, 4), bs.quantize(torch.ones(4, 32), "mxfp4")
+    before = acc._version
+    bs.scaled_mm(q, q, accumulate=acc)
+    assert acc._version > before

@@ -23,7 +23,7 @@ class Variable:
 
 VARIABLES: tuple[Variable, ...] = (
     Variable("BLOCKSCALE_BACKEND", "force this backend for every operation that it implements, as use_backend() does"),
-    Variable("BLOCKSCALE_LOG", "level of the 'blockscale' logger: debug, info, warning or error", "warning"),
+    Variable("BLOCKSCALE_LOG", "print messages of this level and above: debug, info, warning or error"),
     Variable("BLOCKSCALE_POISON", "1: fill outputs with NaN bytes before a kernel writes them (debugging, tests)", "0"),
     Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail instead of skipping when there is no GPU", "0"),
 )

@@ -11,11 +11,18 @@ from collections.abc import Iterable
 
 
 class BlockscaleError(Exception):
-    """Base of all errors raised on purpose by this library."""
+    """Base of all errors raised on purpose by this library. It has no constructor of its own, so that torch.compile can
+    trace a raise and keep the text; `message` makes that text."""
 
-    def __init__(self, what: str, *, rule: str = "", fix: str = "") -> None:
-        parts = [what, rule and f"Rule: {rule}", fix and f"Fix: {fix}"]
-        super().__init__(" ".join(part if part[-1] in ".?!\n" else part + "." for part in parts if part))
+
+def message(what: str, *, rule: str, fix: str) -> str:
+    """The three parts of every error as sentences.
+
+    >>> message("axis=5", rule="blocks run along one of the last two axes", fix="use axis=-1")
+    'axis=5. Rule: blocks run along one of the last two axes. Fix: use axis=-1.'
+    """
+    parts = (what, f"Rule: {rule}", f"Fix: {fix}")
+    return " ".join(part if part[-1] in ".?!" else part + "." for part in parts)
 
 
 class UnknownNameError(BlockscaleError, ValueError):
@@ -67,8 +74,8 @@ Fix: did you mean mxfp4 or mxfp8_e4m3?
     if isinstance(name, str) and name in choices:
         return
     close = difflib.get_close_matches(str(name).lower(), choices, n=3, cutoff=0.4)
-    raise UnknownNameError(
-        f"unknown {kind} {name!r}",
-        rule=f"a {kind} is one of {', '.join(choices)}",
-        fix=f"did you mean {' or '.join(close)}?" if close else f"pick a {kind} from that list",
-    )
+    article = "an" if kind[0] in "aeiou" else "a"
+    what = f"unknown {kind} {name!r}"
+    rule = f"{article} {kind} is one of {', '.join(choices)}"
+    fix = f"did you mean {' or '.join(close)}?" if close else f"pick {article} {kind} from that list"
+    raise UnknownNameError(message(what, rule=rule, fix=fix))

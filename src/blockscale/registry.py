@@ -18,10 +18,26 @@ from typing import TypeVar
 import torch
 
 from . import env
-from .errors import BackendError, check_name
+from .errors import BackendError, check_name, message
 from .hardware import Capability
 
 log = logging.getLogger("blockscale")
+
+
+def _configure_log() -> None:
+    """Follow BLOCKSCALE_LOG. Without it the application's logging decides, and warnings go to standard error."""
+    level = env.get("BLOCKSCALE_LOG").lower()
+    if not level:
+        return
+    check_name(level, ("debug", "info", "warning", "error"), "log level (BLOCKSCALE_LOG)")
+    log.setLevel(level.upper())
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("blockscale: %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False
+
+
+_configure_log()
 
 Formats = tuple[str, ...]
 F = TypeVar("F", bound=Callable[..., object])
@@ -205,10 +221,13 @@ def _select(request: Request, forced: str | None) -> Kernel:
                 _tell_once(request, row, refused)
             return row
         refused.append((row, reason))
+    known = dict.fromkeys(row.backend for row in _TABLE[request.op])
     raise BackendError(
-        (f"backend {forced!r} cannot run " if forced else "no backend can run ") + str(request),
-        rule="; ".join(f"{row.backend} {reason}" for row, reason in refused),
-        fix=f"leave the choice to the library or ask for one of {', '.join(r.backend for r in _TABLE[request.op])}",
+        message(
+            (f"backend {forced!r} cannot run " if forced else "no backend can run ") + str(request),
+            rule="; ".join(f"{row.backend} {reason}" for row, reason in refused),
+            fix=f"leave the choice to the library or ask for one of {', '.join(known)}",
+        )
     )
 
 

@@ -207,3 +207,11 @@ def test_repr(device: torch.device) -> None:
     assert repr(blockscale.quantize(x, "fp8_1x128", axis=-2, offs=offs)) == (
         f"BlockScaled(fp8_1x128 (4, 32), axis=-2, scale float32 mn_major, groups padded to 128, {where})"
     )
+
+
+def test_saved_and_loaded_without_trusting_the_file(tmp_path):
+    q = blockscale.quantize(torch.randn(5, 33), "fp8_1x128")
+    torch.save({"q": q}, tmp_path / "q.pt")
+    loaded = torch.load(tmp_path / "q.pt", weights_only=True)["q"]
+    assert (loaded.shape, loaded.scale.stride()) == (q.shape, q.scale.stride())
+    assert torch.equal(blockscale.dequantize(loaded), blockscale.dequantize(q))

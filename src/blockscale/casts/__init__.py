@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError, DtypeError, OptionError, ShapeError
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec, check_amax
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, check_is_block_scaled, to_parts
@@ -103,18 +103,22 @@ def dequantize(
     check_block_scaled(q, "q")
     if dtype not in FLOAT_DTYPES:
         raise DtypeError(
-            f"dtype={dtype}", rule="values come out as bfloat16, float16 or float32", fix="use one of them"
+            message(f"dtype={dtype}", rule="values come out as bfloat16, float16 or float32", fix="use one of them")
         )
     per_group = q.global_scale is not None and q.global_scale.dim() == 1 and len(q.shape) == 2
     if offs is None and (per_group or q.group_align):
         raise OptionError(
-            f"{q} without offs",
-            rule="groups that were padded or scaled one by one can only be told apart by their ends",
-            fix="pass the offs that it was cast with",
+            message(
+                f"{q} without offs",
+                rule="groups that were padded or scaled one by one can only be told apart by their ends",
+                fix="pass the offs that it was cast with",
+            )
         )
     check_offs(offs, q.device, len(q.shape))
     if rotated and q.group_align:
-        raise OptionError("rotated=True for a k-grouped operand", rule="its groups are padded", fix="leave rotated out")
+        raise OptionError(
+            message("rotated=True for a k-grouped operand", rule="its groups are padded", fix="leave rotated out")
+        )
     shape, mask = list(q.shape), q.hadamard
     if rotated:  # the values of a plain operand of the stored length
         shape[q.axis], mask = q.length, None
@@ -134,24 +138,33 @@ def _refuse_options(options: CastSpec) -> None:
     }
     if any(given.values()):
         raise OptionError(
-            f"{', '.join(name for name, on in given.items() if on)} beside a CastSpec",
-            rule="a CastSpec holds all options of its cast",
-            fix="put them into the CastSpec, or pass the format by name",
+            message(
+                f"{', '.join(name for name, on in given.items() if on)} beside a CastSpec",
+                rule="a CastSpec holds all options of its cast",
+                fix="put them into the CastSpec, or pass the format by name",
+            )
         )
 
 
 def _check_source(x: Tensor, name: str) -> None:
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        rule, fix = "casts take torch tensors", f"pass torch.tensor({name})"
+        raise DtypeError(message(f"{name} is a {type(x).__name__}", rule=rule, fix=fix))
     if x.dtype not in FLOAT_DTYPES:
         raise DtypeError(
-            f"{name} has dtype {x.dtype}",
-            rule="casts take bfloat16, float16 or float32",
-            fix=f"convert it first, for example {name}.float()",
+            message(
+                f"{name} has dtype {x.dtype}",
+                rule="casts take bfloat16, float16 or float32",
+                fix=f"convert it first, for example {name}.float()",
+            )
         )
     if x.dim() < 2:
         raise ShapeError(
-            f"{name} has shape {tuple(x.shape)}",
-            rule="casts take tensors of rank 2 or more",
-            fix=f"add an axis, for example {name}[None]",
+            message(
+                f"{name} has shape {tuple(x.shape)}",
+                rule="casts take tensors of rank 2 or more",
+                fix=f"add an axis, for example {name}[None]",
+            )
         )
 
 
@@ -162,28 +175,34 @@ def _plan(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
     check_amax(spec.amax_tensor, x.device)
     if spec.state is not None and spec.state.device != x.device:
         raise DeviceError(
-            f"the stochastic state is on {spec.state.device}, x on {x.device}",
-            rule="seed and tick are read where the cast runs",
-            fix="make the state with rng_state(seed, tick, x.device)",
+            message(
+                f"the stochastic state is on {spec.state.device}, x on {x.device}",
+                rule="seed and tick are read where the cast runs",
+                fix="make the state with rng_state(seed, tick, x.device)",
+            )
         )
     if offs is not None and plan.spec.is_2d:
         raise OptionError(
-            f"offs given for {plan.format}",
-            rule="a 2-D block would span groups; groups of tokens take formats with 1-D blocks",
-            fix="use nvfp4 or fp8_1x128 for grouped activations",
+            message(
+                f"offs given for {plan.format}",
+                rule="a 2-D block would span groups; groups of tokens take formats with 1-D blocks",
+                fix="use nvfp4 or fp8_1x128 for grouped activations",
+            )
         )
     groups = 0 if spec.amax_tensor is None else spec.amax_tensor.dim()
     if (plan.grouped_amax or groups) and offs is None and x.dim() != 3:
         raise OptionError(
-            f"an amax per group for shape {tuple(x.shape)}",
-            rule="groups are the leading axis of a rank-3 tensor, or are given by offs",
-            fix="pass offs, or amax='tensor'",
+            message(
+                f"an amax per group for shape {tuple(x.shape)}",
+                rule="groups are the leading axis of a rank-3 tensor, or are given by offs",
+                fix="pass offs, or amax='tensor'",
+            )
         )
     if groups and spec.amax_tensor is not None:
         want = x.shape[0] if offs is None else offs.shape[0]
         if spec.amax_tensor.shape[0] != want:
             raise ShapeError(
-                f"{spec.amax_tensor.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]"
+                message(f"{spec.amax_tensor.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]")
             )
     return plan
 
@@ -192,13 +211,18 @@ def check_offs(offs: Tensor | None, device: torch.device, rank: int) -> None:
     """Raise unless group ends are an int32 vector on the operand's device."""
     if offs is None:
         return
+    if not isinstance(offs, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        fix = "pass torch.tensor(offs, dtype=torch.int32)"
+        raise DtypeError(message(f"offs is a {type(offs).__name__}", rule="group ends are an int32 tensor", fix=fix))
     if rank != 2:
         raise ShapeError(
-            f"offs given for a rank-{rank} tensor", rule="groups are rows of a matrix", fix="flatten to 2-D"
+            message(f"offs given for a rank-{rank} tensor", rule="groups are rows of a matrix", fix="flatten to 2-D")
         )
     if offs.dtype != torch.int32 or offs.dim() != 1 or offs.device != device:
         raise ShapeError(
-            f"offs is {offs.dtype} {tuple(offs.shape)} on {offs.device}",
-            rule=f"group ends are an int32 vector on {device}, inclusive ends as in torch's grouped_mm",
-            fix="pass sizes.cumsum(0).to(torch.int32)",
+            message(
+                f"offs is {offs.dtype} {tuple(offs.shape)} on {offs.device}",
+                rule=f"group ends are an int32 vector on {device}, inclusive ends as in torch's grouped_mm",
+                fix="pass sizes.cumsum(0).to(torch.int32)",
+            )
         )

@@ -87,7 +87,7 @@ def _request(
 def _capability(device: str | None) -> Capability:
     import torch
 
-    from ..errors import DeviceError
+    from ..errors import DeviceError, message
     from ..hardware import Capability, capability, default_device
 
     if device is None:
@@ -97,9 +97,11 @@ def _capability(device: str | None) -> Capability:
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise DeviceError(f"device {device!r}", rule="a device is cpu, cuda or sm_NN", fix="try sm_90") from error
+        text = message(f"device {device!r}", rule="a device is cpu, cuda or sm_NN", fix="try sm_90")
+        raise DeviceError(text) from error
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("no CUDA device here", rule="cuda asks about the GPU of this machine", fix="name it: sm_90")
+        rule = "cuda asks about the GPU of this machine"
+        raise DeviceError(message("no CUDA device here", rule=rule, fix="name an architecture: sm_90"))
     return capability(where)
 
 

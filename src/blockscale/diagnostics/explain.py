@@ -9,7 +9,7 @@ from .. import casts as casts  # imported so that their rows are in the table
 from .. import gemm as gemm
 from .. import grouped as grouped
 from ..casts.ops import cast_request, dequantize_request
-from ..errors import OptionError, check_name
+from ..errors import OptionError, check_name, message
 from ..formats.cast_spec import CastSpec, as_cast_spec
 from ..formats.tensor import BlockScaled
 from ..gemm.ops import gemm_request
@@ -51,8 +51,10 @@ def explain(
         case _:
             given = ", ".join(type(operand).__name__ for operand in operands)
             raise OptionError(
-                f"explain({op!r}) with operands ({given})",
-                rule="operands are those of the call itself",
-                fix="for example explain('gemm', a, b) with two results of quantize",
+                message(
+                    f"explain({op!r}) with operands ({given})",
+                    rule="operands are those of the call itself",
+                    fix="for example explain('gemm', a, b) with two results of quantize",
+                )
             )
     return explain_request(request)

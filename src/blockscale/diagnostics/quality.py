@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..casts import dequantize
+from ..errors import OptionError, message
 from ..formats.decoding import decode_scale, global_factor, spread
 from ..formats.tensor import BlockScaled
 
@@ -38,8 +39,14 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
     >>> round(result.underflow.item(), 2), result.clipped.item()
     (0.25, 0.0)
     """
-    assert not q.group_align
-    assert q.hadamard is None
+    if q.group_align or q.hadamard is not None:
+        raise OptionError(
+            message(
+                f"q is {q}",
+                rule="values are compared where they stand, so groups must not be padded nor values rotated",
+                fix="measure a cast without offs and hadamard, or dequantize it and use sqnr_db",
+            )
+        )
     decoded = dequantize(q, torch.float32).double()
     source = x.double()
     block_scale = decode_scale(q)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, check_name
+from ..errors import OptionError, check_name, message
 from .hadamard import DEFAULT_MASKS
 from .spec import Format, check_layout, check_rule, get_format
 from .stochastic import Stochastic, stream_id
@@ -54,23 +54,29 @@ class CastSpec:
         if isinstance(self.amax, str):
             check_name(self.amax, ("tensor", "group"), "amax scope")
         if spec.family != "nvfp4" and not (isinstance(self.amax, str) and self.amax == "tensor"):
-            raise OptionError(f"amax given for {spec.name}", rule="only NVFP4 has a tensor scale", fix="leave amax out")
+            raise OptionError(
+                message(f"amax given for {spec.name}", rule="only NVFP4 has a tensor scale", fix="leave amax out")
+            )
         if self.satfinite and spec.family != "mx":
-            raise OptionError(f"satfinite given for {spec.name}", rule="satfinite is an MX option", fix="leave it out")
+            raise OptionError(
+                message(f"satfinite given for {spec.name}", rule="satfinite is an MX option", fix="leave it out")
+            )
         mask = _hadamard_mask(spec, self.hadamard)
         stream, origin, first_group = None, None, 0
         if isinstance(self.rounding, Stochastic):
             self.rounding.check()
             if self.role is None:
                 raise OptionError(
-                    "stochastic rounding without a role",
-                    rule="every operand of a layer draws its own random words",
-                    fix="pass role='dgrad_dy' (or another of fprop_x, fprop_w, dgrad_w, wgrad_dy, wgrad_x)",
+                    message(
+                        "stochastic rounding without a role",
+                        rule="every operand of a layer draws its own random words",
+                        fix="pass role='dgrad_dy' (or another of fprop_x, fprop_w, dgrad_w, wgrad_dy, wgrad_x)",
+                    )
                 )
             stream = stream_id(self.rounding.name, self.role)
             origin, first_group = self.rounding.origin, self.rounding.first_group
         else:
-            check_name(self.rounding, ("nearest",), "rounding")
+            _check_rounding(self.rounding)
         grouped_amax = isinstance(self.amax, str) and self.amax == "group"
         return CastPlan(spec.name, rule, layout, mask, self.satfinite, grouped_amax, stream, origin, first_group)
 
@@ -85,21 +91,37 @@ class CastSpec:
         return None if isinstance(self.amax, str) else self.amax
 
 
+def _check_rounding(rounding: str) -> None:
+    if rounding == "stochastic":
+        raise OptionError(
+            message(
+                "rounding='stochastic'",
+                rule="random words need a seed, a tick and the name of the layer",
+                fix="pass rounding=Stochastic(rng_state(seed), name='layers.0.mlp.down_proj') and a role",
+            )
+        )
+    check_name(rounding, ("nearest",), "rounding")
+
+
 def _hadamard_mask(spec: Format, hadamard: bool | int) -> int | None:
     if hadamard is False:
         return None
     if spec.hadamard == 0 or spec.is_2d:
         raise OptionError(
-            f"Hadamard transform asked for {spec.name}",
-            rule="it exists for mxfp4 (groups of 32) and nvfp4 with 1x16 blocks (groups of 16)",
-            fix="leave hadamard out",
+            message(
+                f"Hadamard transform asked for {spec.name}",
+                rule="it exists for mxfp4 (groups of 32) and nvfp4 with 1x16 blocks (groups of 16)",
+                fix="leave hadamard out",
+            )
         )
     mask = DEFAULT_MASKS[spec.hadamard] if hadamard is True else hadamard
     if not 0 <= mask < 1 << spec.hadamard:
         raise OptionError(
-            f"Hadamard sign mask {mask:#x} for {spec.name}",
-            rule=f"the mask has one bit for each of the {spec.hadamard} values of a group",
-            fix="pass hadamard=True for the default mask",
+            message(
+                f"Hadamard sign mask {mask:#x} for {spec.name}",
+                rule=f"the mask has one bit for each of the {spec.hadamard} values of a group",
+                fix="pass hadamard=True for the default mask",
+            )
         )
     return mask
 
@@ -174,7 +196,9 @@ def check_amax(amax: Tensor | None, device: torch.device) -> None:
         return
     if amax.dtype != torch.float32 or amax.dim() > 1 or amax.device != device:
         raise OptionError(
-            f"amax is {amax.dtype} {tuple(amax.shape)} on {amax.device}",
-            rule=f"supplied maxima are float32, [] for the tensor or [G] for its groups, on {device}",
-            fix="pass x.abs().amax().float(), max-reduced over ranks where the tensor is sharded",
+            message(
+                f"amax is {amax.dtype} {tuple(amax.shape)} on {amax.device}",
+                rule=f"supplied maxima are float32, [] for the tensor or [G] for its groups, on {device}",
+                fix="pass x.abs().amax().float(), max-reduced over ranks where the tensor is sharded",
+            )
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..errors import ShapeError
+from ..errors import ShapeError, message
 from .spec import Format
 
 CODE_ROW_BYTES = 16
@@ -133,9 +133,11 @@ def check_group_ends(offs: Tensor | None, rows: int) -> None:
     ends = offs.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > rows:
         raise ShapeError(
-            f"offs is {ends} for {rows} rows",
-            rule="group ends are inclusive, never descend, and lie within the rows",
-            fix="pass sizes.cumsum(0).to(torch.int32)",
+            message(
+                f"offs is {ends} for {rows} rows",
+                rule="group ends are inclusive, never descend, and lie within the rows",
+                fix="pass sizes.cumsum(0).to(torch.int32)",
+            )
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import OptionError, PairError, check_name
+from ..errors import OptionError, PairError, check_name, message
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,11 @@ def check_rule(spec: Format, rule: str) -> None:
         return
     check_name(rule, (*MX_RULES, *NVFP4_RULES, *FP8_RULES), "scale rule")
     raise OptionError(
-        f"scale rule {rule!r} does not exist for {spec.name}",
-        rule=f"{spec.name} takes {' or '.join(spec.rules)}",
-        fix=f"use scale_rule={spec.default_rule()!r} or leave it out",
+        message(
+            f"scale rule {rule!r} does not exist for {spec.name}",
+            rule=f"{spec.name} takes {' or '.join(spec.rules)}",
+            fix=f"use scale_rule={spec.default_rule()!r} or leave it out",
+        )
     )
 
 
@@ -174,9 +176,11 @@ def check_layout(spec: Format, layout: str) -> None:
         return
     check_name(layout, ("plain", "mn_major", "grid", "blocked"), "scale layout")
     raise OptionError(
-        f"scale layout {layout!r} does not exist for {spec.name}",
-        rule=f"{spec.name} scales are stored as {' or '.join(spec.layouts)}",
-        fix=f"use scale_layout={spec.default_layout!r} or leave it out",
+        message(
+            f"scale layout {layout!r} does not exist for {spec.name}",
+            rule=f"{spec.name} scales are stored as {' or '.join(spec.layouts)}",
+            fix=f"use scale_layout={spec.default_layout!r} or leave it out",
+        )
     )
 
 
@@ -197,7 +201,9 @@ def check_pair(a: str, b: str) -> None:
         return
     partners = [name for name in FORMATS if (a, name) in LEGAL_PAIRS]
     raise PairError(
-        f"no product of {a} with {b}",
-        rule="MX goes with MX, NVFP4 with NVFP4, fp8_1x128 with fp8_1x128 or fp8_128x128",
-        fix=f"cast the second operand to {' or '.join(partners)}",
+        message(
+            f"no product of {a} with {b}",
+            rule="MX goes with MX, NVFP4 with NVFP4, fp8_1x128 with fp8_1x128 or fp8_128x128",
+            fix=f"cast the second operand to {' or '.join(partners)}",
+        )
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, check_name
+from ..errors import OptionError, ShapeError, check_name, message
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -72,15 +72,19 @@ class Stochastic:
         """Raise unless the state has its shape and dtype and the layer has a name."""
         if self.state.dtype != torch.int64 or self.state.shape != (2,):
             raise ShapeError(
-                f"stochastic state is {self.state.dtype} {tuple(self.state.shape)}",
-                rule="seed and tick are one int64 tensor of shape [2] on the operand's device",
-                fix="make it with blockscale.formats.rng_state(seed, tick, device)",
+                message(
+                    f"stochastic state is {self.state.dtype} {tuple(self.state.shape)}",
+                    rule="seed and tick are one int64 tensor of shape [2] on the operand's device",
+                    fix="make it with blockscale.formats.rng_state(seed, tick, device)",
+                )
             )
         if not self.name:
             raise OptionError(
-                "stochastic rounding without a name",
-                rule="random words are drawn per layer, so the cast must know the layer's fully qualified name",
-                fix="pass Stochastic(state, name='layers.0.mlp.down_proj')",
+                message(
+                    "stochastic rounding without a name",
+                    rule="random words are drawn per layer, so the cast must know the layer's fully qualified name",
+                    fix="pass Stochastic(state, name='layers.0.mlp.down_proj')",
+                )
             )
 
 

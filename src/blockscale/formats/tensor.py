@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import AxisError, DtypeError, LayoutError
+from ..errors import AxisError, DtypeError, LayoutError, message
 from .cast_spec import CastPlan
 from .layout import (
     GROUP_ALIGN,
@@ -139,9 +139,11 @@ def check_axis(axis: int) -> None:
     """Raise unless the axis is one of the last two."""
     if axis not in (-1, -2):
         raise AxisError(
-            f"axis={axis}",
-            rule="blocks run along one of the last two axes, named from the end",
-            fix="use axis=-1 (blocks along the last axis) or axis=-2",
+            message(
+                f"axis={axis}",
+                rule="blocks run along one of the last two axes, named from the end",
+                fix="use axis=-1 (blocks along the last axis) or axis=-2",
+            )
         )
 
 
@@ -178,9 +180,11 @@ def check_is_block_scaled(q: object, name: str, taker: str) -> None:
     """Raise unless it is a BlockScaled at all, as opposed to a tensor that nobody has cast."""
     if not isinstance(q, BlockScaled):
         raise DtypeError(
-            f"{name} is a {type(q).__name__}",
-            rule=f"{taker} takes BlockScaled operands",
-            fix=f"cast it first: blockscale.quantize({name}, 'mxfp8_e4m3')",
+            message(
+                f"{name} is a {type(q).__name__}",
+                rule=f"{taker} takes BlockScaled operands",
+                fix=f"cast it first: blockscale.quantize({name}, 'mxfp8_e4m3')",
+            )
         )
 
 
@@ -197,16 +201,20 @@ def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
     has_global = q.global_scale is not None
     if has_global != (spec.family == "nvfp4"):
         raise LayoutError(
-            f"{name}.global_scale is {'given' if has_global else 'missing'} for {q.format}",
-            rule="NVFP4 has an fp32 tensor scale and no other format has",
-            fix="make operands with blockscale.quantize",
+            message(
+                f"{name}.global_scale is {'given' if has_global else 'missing'} for {q.format}",
+                rule="NVFP4 has an fp32 tensor scale and no other format has",
+                fix="make operands with blockscale.quantize",
+            )
         )
     factor = q.global_scale
     if factor is not None and (factor.dtype != torch.float32 or factor.dim() > 1 or factor.device != q.device):
         raise LayoutError(
-            f"{name}.global_scale is {factor.dtype} {tuple(factor.shape)} on {factor.device}",
-            rule=f"the tensor scale is float32, [] or one per group, on {q.device}",
-            fix="make operands with blockscale.quantize",
+            message(
+                f"{name}.global_scale is {factor.dtype} {tuple(factor.shape)} on {factor.device}",
+                rule=f"the tensor scale is float32, [] or one per group, on {q.device}",
+                fix="make operands with blockscale.quantize",
+            )
         )
 
 
@@ -216,10 +224,12 @@ def _check_part(
     if tensor.dtype == dtype and tuple(tensor.shape) == shape and tensor.device == q.device:
         return
     raise LayoutError(
-        f"{name}.{part} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
-        rule=f"{q.format} {tuple(q.shape)} with axis={q.axis} and {q.scale_layout} scales keeps its {part}"
-        f" as {dtype} {shape} (scaled axis last) on {q.device}",
-        fix="make operands with blockscale.quantize, or give BlockScaled the shape it was cast from",
+        message(
+            f"{name}.{part} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+            rule=f"{q.format} {tuple(q.shape)} with axis={q.axis} and {q.scale_layout} scales keeps its {part}"
+            f" as {dtype} {shape} (scaled axis last) on {q.device}",
+            fix="make operands with blockscale.quantize, or give BlockScaled the shape it was cast from",
+        )
     )
 
 

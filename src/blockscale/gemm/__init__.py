@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..casts import FLOAT_DTYPES
-from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError
+from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.spec import check_pair
 from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, to_parts
 from . import _reference as _reference  # registers its rows
@@ -42,13 +42,21 @@ def scaled_mm(
     for name, q in (("a", a), ("b", b)):
         if q.group_align or (q.global_scale is not None and q.global_scale.dim()):
             raise OptionError(
-                f"{name} is {q}", rule="scaled_mm takes operands without groups", fix="use scaled_grouped_mm with offs"
+                message(
+                    f"{name} is {q}",
+                    rule="scaled_mm takes operands without groups",
+                    fix="use scaled_grouped_mm with offs",
+                )
             )
     shape = (a.rows, b.rows)
     if accumulate is not None:
         if bias is not None:
             raise OptionError(
-                "bias and accumulate together", rule="an accumulated product has no bias", fix="add the bias yourself"
+                message(
+                    "bias and accumulate together",
+                    rule="an accumulated product has no bias",
+                    fix="add the bias yourself",
+                )
             )
         check_accumulator(accumulate, shape, a.device)
         ops.scaled_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length)
@@ -78,20 +86,24 @@ def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) ->
         check_block_scaled(q, name)
         if len(q.shape) != rank:
             raise ShapeError(
-                f"{name} has shape {tuple(q.shape)}",
-                rule=f"this operand has rank {rank}",
-                fix="reshape before the cast",
+                message(
+                    f"{name} has shape {tuple(q.shape)}",
+                    rule=f"this operand has rank {rank}",
+                    fix="reshape before the cast",
+                )
             )
         if q.axis != -1:
             raise AxisError(
-                f"{name} {tuple(q.shape)} is scaled along axis {q.axis}",
-                rule="a product contracts the last axis of both operands, and blocks must run along it",
-                fix=f"pass {name}.mT, or cast with axis=-1",
+                message(
+                    f"{name} {tuple(q.shape)} is scaled along axis {q.axis}",
+                    rule="a product contracts the last axis of both operands, and blocks must run along it",
+                    fix=f"pass {name}.mT, or cast with axis=-1",
+                )
             )
     check_pair(a.format, b.format)
     if a.device != b.device:
         raise DeviceError(
-            f"a is on {a.device}, b on {b.device}", rule="operands share a device", fix="move one of them"
+            message(f"a is on {a.device}, b on {b.device}", rule="operands share a device", fix="move one of them")
         )
 
 
@@ -99,15 +111,19 @@ def check_contraction(a: BlockScaled, b: BlockScaled) -> None:
     """Raise unless K and the rotations agree."""
     if a.shape[-1] != b.shape[-1]:
         raise ShapeError(
-            f"a {tuple(a.shape)} and b {tuple(b.shape)} have K = {a.shape[-1]} and {b.shape[-1]}",
-            rule="both operands have K as their last axis: a [M, K], b [N, K]",
-            fix="transpose before the cast, or pass .mT of an operand cast with axis=-2",
+            message(
+                f"a {tuple(a.shape)} and b {tuple(b.shape)} have K = {a.shape[-1]} and {b.shape[-1]}",
+                rule="both operands have K as their last axis: a [M, K], b [N, K]",
+                fix="transpose before the cast, or pass .mT of an operand cast with axis=-2",
+            )
         )
     if a.hadamard != b.hadamard:
         raise OptionError(
-            f"a has Hadamard mask {a.hadamard}, b {b.hadamard}",
-            rule="a rotation cancels only when both operands have the same one",
-            fix="cast both with the same hadamard option",
+            message(
+                f"a has Hadamard mask {a.hadamard}, b {b.hadamard}",
+                rule="a rotation cancels only when both operands have the same one",
+                fix="cast both with the same hadamard option",
+            )
         )
 
 
@@ -115,7 +131,9 @@ def check_output(dtype: torch.dtype) -> None:
     """Raise unless a product can come out in this dtype."""
     if dtype not in FLOAT_DTYPES:
         raise DtypeError(
-            f"out_dtype={dtype}", rule="products come out as bfloat16, float16 or float32", fix="use one of them"
+            message(
+                f"out_dtype={dtype}", rule="products come out as bfloat16, float16 or float32", fix="use one of them"
+            )
         )
 
 
@@ -123,9 +141,11 @@ def check_accumulator(acc: Tensor, shape: tuple[int, ...], device: torch.device)
     """Raise unless a product of this shape can be added into the buffer."""
     if acc.dtype != torch.float32 or tuple(acc.shape) != shape or acc.device != device:
         raise ShapeError(
-            f"accumulate is {acc.dtype} {tuple(acc.shape)} on {acc.device}",
-            rule=f"the buffer is float32 {shape} on {device}",
-            fix="allocate it with torch.zeros",
+            message(
+                f"accumulate is {acc.dtype} {tuple(acc.shape)} on {acc.device}",
+                rule=f"the buffer is float32 {shape} on {device}",
+                fix="allocate it with torch.zeros",
+            )
         )
 
 
@@ -133,9 +153,15 @@ def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device
     """Raise unless the bias fits."""
     if bias is None:
         return
+    if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DtypeError(
+            message(f"bias is a {type(bias).__name__}", rule="a bias is a tensor", fix="torch.tensor(bias)")
+        )
     if bias.dtype not in FLOAT_DTYPES or tuple(bias.shape) != shape or bias.device != device:
         raise ShapeError(
-            f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}",
-            rule=f"a bias is bfloat16, float16 or float32 of shape {shape} on {device}",
-            fix="pass one value per output column",
+            message(
+                f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}",
+                rule=f"a bias is bfloat16, float16 or float32 of shape {shape} on {device}",
+                fix="pass one value per output column",
+            )
         )

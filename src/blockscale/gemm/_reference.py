@@ -60,5 +60,5 @@ def _factor(scale_a: Tensor, scale_b: Tensor, *, rounded: bool) -> Tensor:
 
 
 def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """x * y + z with one rounding to fp32; the product of two fp32 numbers is exact in fp64."""
+    """x * y + z in fp64, where the product is exact, then rounded to fp32: a fused multiply-add but for rare ties."""
     return torch.addcmul(z.double(), x.double(), y).float()

@@ -27,13 +27,17 @@ _BLACKWELL_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if "mxfp8_e4m3" in (a
 def _reject_hopper(request: Request) -> str | None:
     m, n, k = request.shape
     if 0 in request.shape:
-        return "the vendor library takes no empty operands"
+        return "takes no empty operands"
     if k % 16 or n % 16:
-        return f"the vendor library wants N and K in multiples of 16, these are {n} and {k}"
+        return f"wants N and K in multiples of 16, these are {n} and {k}"
     for name, rows in zip(request.formats, (m, n), strict=True):
         if name == "fp8_1x128" and rows % 4:
-            return f"the vendor library wants 1x128 scales without padding: rows in multiples of 4, not {rows}"
-    return "scales are not in their layout's canonical strides" if "strided" in request.options else None
+            return f"wants 1x128 scales without padding: rows in multiples of 4, not {rows}"
+    return (
+        "wants scales with the strides of their layout, and these are copies without"
+        if "strided" in request.options
+        else None
+    )
 
 
 @kernel(
@@ -75,9 +79,9 @@ def _hopper_scale(operand: BlockScaled) -> Tensor:
 def _reject_blackwell(request: Request) -> str | None:
     _, n, k = request.shape
     if 0 in request.shape:
-        return "the vendor library takes no empty operands"
+        return "takes no empty operands"
     if n % 16 or k % 32:
-        return f"the vendor library wants N in multiples of 16 and K of 32, these are {n} and {k}"
+        return f"wants N in multiples of 16 and K of 32, these are {n} and {k}"
     return None
 
 

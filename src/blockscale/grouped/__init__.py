@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..casts import check_offs
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, message
 from ..formats.layout import padded_length
 from ..formats.tensor import BlockScaled, to_parts
 from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
@@ -48,7 +48,11 @@ def scaled_grouped_mm(
     if accumulate is not None:
         if bias is not None:
             raise OptionError(
-                "bias and accumulate together", rule="an accumulated product has no bias", fix="add the bias yourself"
+                message(
+                    "bias and accumulate together",
+                    rule="an accumulated product has no bias",
+                    fix="add the bias yourself",
+                )
             )
         check_accumulator(accumulate, shape, a.device)
         ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs)
@@ -56,7 +60,9 @@ def scaled_grouped_mm(
     check_output(out_dtype)
     if bias is not None:
         if len(b.shape) != 3:
-            raise OptionError("bias in a k-grouped product", rule="weight gradients have no bias", fix="leave it out")
+            raise OptionError(
+                message("bias in a k-grouped product", rule="weight gradients have no bias", fix="leave it out")
+            )
         check_bias(bias, (b.shape[0], b.rows), a.device)
     return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, bias, out_dtype)
 
@@ -67,17 +73,25 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
     check_offs(offs, a.device, 2)
     if offs.shape[0] != b.shape[0]:
         raise ShapeError(
-            f"{offs.shape[0]} group ends for {b.shape[0]} matrices",
-            rule="one group per matrix of b, empty groups included",
-            fix="repeat the previous end for a group without rows",
+            message(
+                f"{offs.shape[0]} group ends for {b.shape[0]} matrices",
+                rule="one group per matrix of b, empty groups included",
+                fix="repeat the previous end for a group without rows",
+            )
         )
     _check_group_scales(a, b, offs)
     if a.spec.is_2d:
         raise OptionError(
-            f"a is {a}", rule="a 2-D block of rows would span groups", fix="cast a with 1-D blocks: fp8_1x128 or nvfp4"
+            message(
+                f"a is {a}",
+                rule="a 2-D block of rows would span groups",
+                fix="cast a with 1-D blocks: fp8_1x128 or nvfp4",
+            )
         )
     if a.group_align:
-        raise OptionError(f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1")
+        raise OptionError(
+            message(f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1")
+        )
     return (a.rows, b.rows)
 
 
@@ -89,9 +103,11 @@ def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
     for name, q in (("a", a), ("b", b)):
         if not q.group_align or q.length != want:
             raise OptionError(
-                f"{name} is {q}",
-                rule=f"each of the {offs.shape[0]} groups of a k-grouped operand starts a block of its own",
-                fix=f"cast it with blockscale.quantize(x, {q.format!r}, axis=-2, offs=offs) and pass .mT",
+                message(
+                    f"{name} is {q}",
+                    rule=f"each of the {offs.shape[0]} groups of a k-grouped operand starts a block of its own",
+                    fix=f"cast it with blockscale.quantize(x, {q.format!r}, axis=-2, offs=offs) and pass .mT",
+                )
             )
     _check_group_scales(a, b, offs)
     return (offs.shape[0], a.rows, b.rows)
@@ -101,7 +117,9 @@ def _check_group_scales(a: BlockScaled, b: BlockScaled, offs: Tensor) -> None:
     for name, q in (("a", a), ("b", b)):
         if q.global_scale is not None and q.global_scale.dim() and q.global_scale.shape[0] != offs.shape[0]:
             raise ShapeError(
-                f"{name} has {q.global_scale.shape[0]} tensor scales for {offs.shape[0]} groups",
-                rule="one scale for the tensor, or one per group",
-                fix="cast it with the same offs",
+                message(
+                    f"{name} has {q.global_scale.shape[0]} tensor scales for {offs.shape[0]} groups",
+                    rule="one scale for the tensor, or one per group",
+                    fix="cast it with the same offs",
+                )
             )

@@ -23,23 +23,23 @@ EXACT_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family != 
 def _reject(request: Request) -> str | None:
     m, n, k, groups = request.shape
     if 0 in (m, n, k, groups):
-        return "torch's grouped product takes no empty operands"
+        return "takes no empty operands"
     if request.capability.device == "cuda" and (reason := _reject_cuda(request)):
         return reason
     strides = (k,) if request.op == "m_grouped" else (k, n)
     if any(stride % 8 for stride in strides):
-        return f"torch's grouped product wants strides in multiples of 16 bytes, these are {strides} values"
+        return f"wants strides in multiples of 16 bytes, these are {strides} values"
     return None
 
 
 def _reject_cuda(request: Request) -> str | None:
     """On CUDA the result leaves the product in bf16, so whatever comes after the sum would round a second time."""
     if request.capability.sm < 80:
-        return "torch's grouped product needs sm_80"
+        return "needs sm_80"
     if FORMATS[request.formats[0]].family != "mx":
-        return "torch's grouped product rounds to bf16 before a tensor scale could be applied"
+        return "rounds to bf16 before a tensor scale could be applied"
     if request.dtype != torch.bfloat16 or request.options & {"bias", "accumulate"}:
-        return "torch's grouped product comes out in bf16, without bias or accumulation"
+        return "gives bf16 on CUDA, without bias or accumulation"
     return None
 
 
