@@ -104,6 +104,7 @@ def _versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
+    found["torch"] = torch.__version__  # names the build, which the metadata may not
     found["cuda"] = torch.version.cuda or "not in this torch"
     return found
 

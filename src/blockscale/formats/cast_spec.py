@@ -152,13 +152,13 @@ class CastPlan:
         """The form in which a plan crosses an operator's boundary, and in which people read it."""
         words = [self.format, self.rule, self.layout]
         if self.hadamard is not None:
-            words.append(f"hadamard={hex(self.hadamard)}")
+            words.append(f"hadamard={self.hadamard:#x}")
         if self.satfinite:
             words.append("satfinite")
         if self.grouped_amax:
             words.append("grouped_amax")
         if self.stream is not None:
-            words.append(f"stream={hex(self.stream)}")
+            words.append(f"stream={self.stream:#x}")
         if self.origin is not None:
             words.append(f"origin={self.origin[0]},{self.origin[1]},{self.origin[2]}")
         if self.first_group:
