@@ -48,7 +48,7 @@ def run(out: Path = Path("out/demo.png"), steps: int = 100) -> int:
     )
     console.print(
         f"loss {samples.first_loss:.2f} -> {samples.last_loss:.2f} in {steps} steps; "
-        "'outlier' is its activation ('activ') with 16 channels made 20-60 times larger, as large models grow them"
+        "'outlier' is its activation ('act') with 16 channels made 20-60 times larger, as large models grow them"
     )
     cases = [(name, tensor) for name in FORMATS for tensor in samples.tensors]
     rows = [_measure(samples, name, tensor) for name, tensor in track(cases, "casting", console=console)]

@@ -84,7 +84,7 @@ def train_samples(steps: int = 100, *, track: Callable[[Iterable[int]], Iterable
     outliers[:, channels] *= 20 + 40 * torch.rand(16, generator=generator)
     tensors = {
         "weight": model.down.weight.detach(),
-        "activ": activation,
+        "act": activation,
         "outlier": outliers,
         "grad": gradient,
     }

@@ -50,15 +50,7 @@ def scaled_mm(
             )
     shape = (a.rows, b.rows)
     if accumulate is not None:
-        if bias is not None:
-            raise OptionError(
-                message(
-                    "bias and accumulate together",
-                    rule="an accumulated product has no bias",
-                    fix="add the bias yourself",
-                )
-            )
-        check_accumulator(accumulate, shape, a.device)
+        check_accumulator(accumulate, bias, shape, a.device)
         ops.scaled_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length)
         return accumulate
     check_output(out_dtype)
@@ -137,8 +129,11 @@ def check_output(dtype: torch.dtype) -> None:
         )
 
 
-def check_accumulator(acc: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless a product of this shape can be added into the buffer."""
+def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless a product of this shape can be added into the buffer, and nothing else."""
+    if bias is not None:
+        fix = "add the bias yourself"
+        raise OptionError(message("bias and accumulate together", rule="an accumulated product has no bias", fix=fix))
     if acc.dtype != torch.float32 or tuple(acc.shape) != shape or acc.device != device:
         raise ShapeError(
             message(

@@ -46,15 +46,7 @@ def scaled_grouped_mm(
     else:
         shape = _check_k_grouped(a, b, offs)
     if accumulate is not None:
-        if bias is not None:
-            raise OptionError(
-                message(
-                    "bias and accumulate together",
-                    rule="an accumulated product has no bias",
-                    fix="add the bias yourself",
-                )
-            )
-        check_accumulator(accumulate, shape, a.device)
+        check_accumulator(accumulate, bias, shape, a.device)
         ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs)
         return accumulate
     check_output(out_dtype)
