@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -121,4 +122,15 @@ def test_missing_packages_are_named_with_the_fix(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["doctor"]) == 2
-    assert "pip install 'blockscale[cli]'" in capsys.readouterr().err
+    assert "needs rich and tyro. Fix: pip install 'blockscale[cli]'" in capsys.readouterr().err
+
+
+def test_without_tyro_commands_run_with_their_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else real(name))
+    assert main(["formats"]) == 0
+    capsys.readouterr()
+    assert main(["formats", "--plot", "x.png"]) == 2
+    assert "needs tyro" in capsys.readouterr().err

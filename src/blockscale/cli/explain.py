@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ..hardware import Capability
@@ -14,7 +12,8 @@ Operation = Literal["cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_g
 
 
 def run(
-    operation: Annotated[Operation, tyro.conf.Positional] = "gemm",
+    operation: Operation,
+    /,
     a: str = "mxfp8_e4m3",
     b: str | None = None,
     m: int = 4096,

@@ -14,8 +14,11 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   formats   the nine formats: grids, blocks, scale rules; --plot draws them
   demo      see what every format does to real-looking tensors
 """
+MISSING = (
+    "the command line needs {}. Fix: pip install 'blockscale[cli]' "
+    "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
+)
 COMMANDS = ("doctor", "explain", "formats", "demo")
-_NEEDED = {"rich": "cli", "tyro": "cli"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,16 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(__version__)
         return 0
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        return _fail(
-            f"the command line needs {' and '.join(missing)}. Fix: pip install 'blockscale[cli]' "
-            "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
-        )
     from ..errors import BlockscaleError, check_name
 
     try:
         check_name(words[0], COMMANDS, "command")
+        missing = [name for name in ("rich", "tyro") if importlib.util.find_spec(name) is None]
+        if "rich" in missing or (missing and (len(words) > 1 or words[0] == "explain")):
+            return _fail(MISSING.format(" and ".join(missing)))
         return _run(words[0], words[1:])
     except BlockscaleError as error:
         return _fail(str(error))
@@ -47,9 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: list[str]) -> int:
+    module = importlib.import_module(f".{command}", __package__)
+    if not arguments and command != "explain":
+        return module.run()  # nothing to parse: works on machines without tyro
     import tyro
 
-    module = importlib.import_module(f".{command}", __package__)
     return tyro.cli(module.run, prog=f"blockscale {command}", args=arguments)
 
 
