@@ -230,7 +230,7 @@ def test_explain_and_select_agree(where):
         for candidate, found in zip(explanation.candidates, registry.rows("gemm"), strict=True):
             if found.refusal(request) is not None:
                 assert candidate.reason == found.refusal(request)
-            assert candidate.for_device == (not found.devices or HYPOTHETICAL[where].device in found.devices)
+            assert candidate.fits == (found.misfit(request) is None)
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,8 @@ def select(request: Request) -> Kernel:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A row as `explain` shows it: refused with a reason, or able; at most one is taken. `for_device`: made for this
-    kind of device (CPU or CUDA), whether it accepts or not."""
+    """A row as `explain` shows it: refused with a reason, or able; at most one is taken. `fits`: made for this device
+    and these formats, whether it accepts this call or not."""
 
     backend: str
     priority: int
@@ -261,7 +261,7 @@ class Candidate:
     reason: str
     summary: str
     conversions: tuple[str, ...]
-    for_device: bool
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -297,6 +297,6 @@ def explain_request(request: Request) -> Explanation:
             demanded = f"demanded: {forced}" if taken and forced else "best row that accepts"
             reason = demanded if taken else (f"able, but {forced} is demanded" if forced else "able, lower priority")
         conversions = row.conversions(request) if taken else ()
-        for_device = not row.devices or request.capability.device in row.devices
-        candidates.append(Candidate(row.backend, row.priority, taken, reason, row.summary, conversions, for_device))
+        fits = row.misfit(request) is None
+        candidates.append(Candidate(row.backend, row.priority, taken, reason, row.summary, conversions, fits))
     return Explanation(request, tuple(candidates))

@@ -128,13 +128,13 @@ def partner(name: str) -> str:
 
 
 def _reason(explanation: Explanation) -> str:
-    """Why the taken row is taken: what it is, and what kept better rows for this device away."""
+    """Why the taken row is taken: what it is, and what kept a better row for this device and format away."""
     taken = explanation.taken
     if taken is None:
         return "; ".join(f"{row.backend} {row.reason}" for row in explanation.candidates)
-    above = [row for row in explanation.candidates if row.priority > taken.priority and row.for_device]
+    above = [row for row in explanation.candidates if row.priority > taken.priority and row.fits]
     passed_over = "; ".join(f"{row.backend} {row.reason}" for row in above)
-    return taken.summary + (f" ({passed_over})" if passed_over else "")
+    return f"{taken.summary}: {passed_over or 'the best for this device and format'}"
 
 
 def _choices(name: str, samples: _Samples) -> list[Choice]:

@@ -18,7 +18,7 @@ from .epilogue import apply_tensor_scales, finish
 
 @kernel("gemm", "reference", devices=(), priority=-100)
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """exact torch reference: fp32 promotion per block"""
+    """exact torch reference, fp32 promotion per block"""
     finish(block_product(a, b), out, bias, accumulate=accumulate)
 
 
