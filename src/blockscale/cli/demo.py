@@ -148,5 +148,6 @@ def _draw_spread(axes: Axes, tensors: dict[str, Tensor]) -> None:
             axes.text(floor, top * 1.01, element.name.upper(), ha="center", fontsize=8, color="0.25")
     axes.set_xlabel("octaves below the largest value of a block of 32   (left of a dotted line: lost)")
     axes.set_ylabel("density of values")
-    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    axes.set_xticks(range(-20, 1, 4))
+    axes.legend(loc="upper left", fontsize=9, framealpha=1, edgecolor="none")
     axes.set_title("why they differ", pad=16)
