@@ -6,7 +6,6 @@ User mistakes are `ValueError`s, things nobody has built are `NotImplementedErro
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -61,6 +60,21 @@ class BackendError(BlockscaleError, NotImplementedError):
     """No kernel in the table can serve this request."""
 
 
+def _nearest(name: str, choices: list[str]) -> list[str]:
+    """The most similar names, best first. By hand, since torch.compile cannot trace difflib's search."""
+
+    def pairs(word: str) -> set[str]:
+        return {word[i : i + 2] for i in range(len(word) - 1)}
+
+    scored: list[tuple[float, int, str]] = []
+    for choice in choices:
+        shared = len(pairs(name) & pairs(choice))
+        likeness = shared / max(1, min(len(pairs(name)), len(pairs(choice))))
+        if likeness >= 0.25:
+            scored.append((-likeness, abs(len(choice) - len(name)), choice))
+    return [choice for _, _, choice in sorted(scored)[:3]]
+
+
 def check_name(name: object, known: Iterable[str], kind: str) -> None:
     """Raise unless `name` is one of `known`, proposing the nearest valid names.
 
@@ -73,7 +87,7 @@ Fix: did you mean mxfp4 or mxfp8_e4m3?
     choices = list(known)
     if isinstance(name, str) and name in choices:
         return
-    close = difflib.get_close_matches(str(name).lower(), choices, n=3, cutoff=0.4)
+    close = _nearest(str(name).lower(), choices)
     article = "an" if kind[0] in "aeiou" else "a"
     what = f"unknown {kind} {name!r}"
     rule = f"{article} {kind} is one of {', '.join(choices)}"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .errors import DeviceError, message
+
 
 @dataclass(frozen=True)
 class Capability:
@@ -46,6 +48,18 @@ def capability(device: torch.device | str) -> Capability:
         return CPU if device.type == "cpu" else Capability(device.type)
     # torch types the index as int, but it is None for "cuda" without a number
     return _cuda_capability(torch.cuda.current_device() if device == torch.device("cuda") else device.index)
+
+
+def named_device(name: torch.device | str) -> torch.device:
+    """A device by name, if this machine has it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        return device
+    here = "cpu or cuda" if torch.cuda.is_available() else "cpu, since torch sees no GPU here"
+    raise DeviceError(message(f"device {str(name)!r}", rule=f"a device is {here}", fix="leave it out, or pass cpu"))
 
 
 def default_device() -> torch.device:

@@ -7,6 +7,7 @@ and is just as opaque to torch.compile. Autograd lives above the operators, once
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -37,7 +38,7 @@ def define_op(
         name = body.__name__
         schema = torch.library.infer_schema(body, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _shielded(body), "CompositeExplicitAutograd")
         # results never require grad, so a backward through a bare operator raises; torch would only warn
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
@@ -48,6 +49,18 @@ def define_op(
         return packet.default
 
     return define
+
+
+def _shielded(body: Callable[..., object]) -> Callable[..., object]:
+    """The body as kernels need it: no autocast (it would lower the precision of their matrix products) and no autograd
+    (a bias or a column sum would record half a graph)."""
+
+    @functools.wraps(body)
+    def run(*args: object, **named: object) -> object:
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+            return body(*args, **named)
+
+    return run
 
 
 # read once: tests and debugging sessions set it before the import

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from . import env
-from .errors import BackendError, check_name, message
+from .errors import BackendError, OptionError, check_name, message
 from .hardware import Capability
 
 log = logging.getLogger("blockscale")
@@ -115,7 +115,7 @@ class Kernel:
 
 _TABLE: dict[str, list[Kernel]] = {}
 # process-wide on purpose: on CUDA the backward runs on autograd's own threads, which see no context variable
-_forced: dict[str, str] = {}
+_demands: list[tuple[str | None, dict[str, str]]] = []
 
 
 def kernel(
@@ -174,12 +174,14 @@ def backends() -> list[str]:
 
 def forced_backend(op: str) -> str | None:
     """The backend that use_backend() or BLOCKSCALE_BACKEND demands for an operation, if it implements it."""
-    if op in _forced:
-        return None if _forced[op] == "auto" else _forced[op]
-    wanted = _forced.get("", "") or env.get("BLOCKSCALE_BACKEND")
-    if not wanted or wanted == "auto":
-        return None
-    check_name(wanted, backends(), "backend")
+    wanted: str | None = None
+    for everywhere, per_operation in reversed(_demands):
+        wanted = per_operation.get(op, everywhere)
+        if wanted is not None:
+            break
+    if wanted is None and (setting := env.get("BLOCKSCALE_BACKEND")):
+        check_name(setting, ["auto", *backends()], "backend")
+        wanted = setting
     return wanted if any(row.backend == wanted for row in _TABLE[op]) else None
 
 
@@ -187,27 +189,34 @@ def forced_backend(op: str) -> str | None:
 def use_backend(backend: str | None = None, **per_operation: str) -> Generator[None]:
     """Demand a backend inside the block; nothing falls back to another one.
 
-    `use_backend("torch")` holds for every operation that has such a backend; `use_backend(gemm="torch")` for one.
+    `use_backend("torch")` holds for every operation that has such a backend; `use_backend(gemm="torch")` for one. The
+    demand is the process's, since a backward runs on other threads. Kernels are chosen when a graph runs, so it goes
+    around the call of a compiled function, not inside.
 
     >>> import torch, blockscale as bs
     >>> with bs.use_backend("reference"):
     ...     q = bs.quantize(torch.randn(4, 64), "mxfp8_e4m3")
     """
+    if torch.compiler.is_compiling():
+        raise OptionError(
+            message(
+                "use_backend inside a compiled function",
+                rule="kernels are chosen when a graph runs, not when it is traced",
+                fix="put use_backend around the call of the compiled function",
+            )
+        )
     for op, name in per_operation.items():
         check_name(op, _TABLE, "operation")
-        check_name(name, ["auto", *(row.backend for row in _TABLE[op])], f"backend of {op}")
+        check_name(name, dict.fromkeys(("auto", *(row.backend for row in _TABLE[op]))), f"backend of {op}")
     if backend is not None:
         check_name(backend, ["auto", *backends()], "backend")
-    before = dict(_forced)
-    if backend is not None:
-        _forced.clear()
-        _forced[""] = backend
-    _forced.update(per_operation)
+    demand = (backend, per_operation)
+    _demands.append(demand)
     try:
         yield
     finally:
-        _forced.clear()
-        _forced.update(before)
+        # by identity: blocks of several threads may end in any order
+        _demands[:] = [other for other in _demands if other is not demand]
 
 
 @functools.lru_cache(maxsize=8192)

@@ -89,7 +89,7 @@ def test_explain_answers_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixtur
     [
         (["explain", "gemm", "--a", "mxfp9"], "did you mean"),
         (["explain", "gemm", "--a", "mxfp4", "--b", "nvfp4"], "no product of mxfp4 with nvfp4"),
-        (["explain", "cast", "--device", "sm_"], "a device is cpu, cuda or sm_NN"),
+        (["explain", "cast", "--device", "sm_"], "a device is cpu"),
     ],
 )
 def test_explain_refuses_with_a_reason(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +122,7 @@ def test_missing_packages_are_named_with_the_fix(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["doctor"]) == 2
-    assert "needs rich and tyro. Fix: pip install 'blockscale[cli]'" in capsys.readouterr().err
+    assert "needs rich and tyro. Fix: pip install rich tyro" in capsys.readouterr().err
 
 
 def test_without_tyro_commands_run_with_their_defaults(

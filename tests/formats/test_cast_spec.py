@@ -107,10 +107,15 @@ def test_plan_text_says_it_all() -> None:
     assert CastSpec("mxfp8_e4m3", satfinite=True).plan().text() == "mxfp8_e4m3 rceil plain satfinite"
 
 
+@pytest.mark.parametrize("value", [0, 1, 16, 32, None, "yes"])
+def test_what_looks_like_a_switch_or_a_size_is_no_mask(value: object) -> None:
+    with pytest.raises(OptionError, match="looks like a switch or a group size"):
+        CastSpec("nvfp4", hadamard=value).plan()
+
+
 def test_hadamard_masks() -> None:
     assert CastSpec("nvfp4", hadamard=True).plan().hadamard == 0xD7E8
     assert CastSpec("mxfp4", hadamard=True).plan().hadamard == 0x6627E8D5
-    assert CastSpec("nvfp4", hadamard=0).plan().hadamard == 0  # a rotation without signs, not "no rotation"
     assert CastSpec("mxfp4", hadamard=0xFFFFFFFF).plan().hadamard == 0xFFFFFFFF
     assert CastSpec("nvfp4").plan().hadamard is None
 

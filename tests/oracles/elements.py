@@ -1,4 +1,4 @@
-"""Element codes (section 1.1): one value to one code and back, through `ml_dtypes`."""
+"""Element codes (section 3): one value to one code and back, through `ml_dtypes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing and scale layouts (section 1.7). Layouts move bytes, never values."""
+"""Packing and scale layouts (section 9). Layouts move bytes, never values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding and the random Hadamard transform (sections 1.5, 1.6)."""
+"""Stochastic rounding and the random Hadamard transform (sections 7, 8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales and whole blocks (sections 1.2, 1.3, 1.4, 1.8).
+"""Scales and whole blocks (sections 4, 5, 6, 10).
 
 The MX rules are written as what they mean, a comparison of the amax with a table of 255 thresholds in exact float64,
 not as arithmetic on bit fields. fp8_* and nvfp4 are numpy fp32 operations in the written order: numpy rounds every
@@ -46,7 +46,7 @@ def from_blocks(blocks: ArrayLike, tile: tuple[int, int], shape: tuple[int, int]
     return full[: shape[0], : shape[1]]
 
 
-# ---- MX (1.2) ----------------------------------------------------------------------------------------------------
+# ---- MX (section 4) ------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -123,7 +123,7 @@ def gfloat_mx_block(row: ArrayLike, element: str, rule: str) -> tuple[int, NDArr
     """One block by the specification oracle: gfloat, exact Python floats, about a millisecond each.
 
     Known deviations: gfloat gives an infinite amax scale FE (the contract's `satfinite`) and cannot encode NaN in FP6
-    and FP4, so a poisoned block is answered from section 1.0. Rounding zero up to E8M0 returns 0, hence the guard.
+    and FP4, so a poisoned block is answered from section 1. Rounding zero up to E8M0 returns 0, hence the guard.
     `even` is not in gfloat: its exponent comes from `math.frexp`.
     """
     gfloat, formats = third_party("gfloat"), third_party("gfloat.formats")
@@ -147,7 +147,7 @@ def gfloat_mx_block(row: ArrayLike, element: str, rule: str) -> tuple[int, NDArr
     return byte, np.array(codes, np.uint8)
 
 
-# ---- fp8_1x128 and fp8_128x128 (1.3) -------------------------------------------------------------------------------
+# ---- fp8_1x128 and fp8_128x128 (section 5) -------------------------------------------------------------------------
 
 
 def fp8_scales(a: ArrayLike, rule: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -182,11 +182,11 @@ def fp8_dequantize(scale: ArrayLike, codes: ArrayLike, element: str = "e4m3") ->
     return np.where(np.isnan(values), NAN32, values)
 
 
-# ---- nvfp4 (1.4) -------------------------------------------------------------------------------------------------
+# ---- nvfp4 (section 6) ---------------------------------------------------------------------------------------------
 
 
 class Nvfp4Scales(NamedTuple):
-    """Every intermediate of section 1.4; t, s_b and enc_b have one entry per block or tile."""
+    """Every intermediate of section 6; t, s_b and enc_b have one entry per block or tile."""
 
     S_enc: np.float32
     S_dec: np.float32

@@ -7,6 +7,8 @@ whole one.
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, check_is_block_scaled, to_parts
 from . import _reference as _reference  # registers its rows
 from . import ops
+
+if importlib.util.find_spec("triton") is not None:  # CPU builds of torch come without it
+    from . import _triton as _triton
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -51,10 +56,10 @@ def quantize(
         _refuse_options(CastSpec("", *options))
     spec = format if isinstance(format, CastSpec) else CastSpec(format, *options)
     check_axis(axis)
-    _check_source(x, "x")
-    plan = _plan(x, spec, offs)
+    check_source(x, "x")
+    plan = plan_cast(x, spec, offs)
     buffers = ops.quantize(x, plan.text(), axis, spec.state, spec.amax_tensor, offs)
-    return assemble(plan, buffers, x.shape, axis, grouped=offs is not None and axis == -2)
+    return assemble(plan, buffers, x.shape, axis, groups=offs.shape[0] if offs is not None and axis == -2 else None)
 
 
 def quantize_both(
@@ -68,9 +73,9 @@ def quantize_both(
     >>> row.axis, col.axis, col.mT.shape
     (-1, -2, (128, 256))
     """
-    _check_source(x, "x")
+    check_source(x, "x")
     row_spec, col_spec = as_cast_spec(row), as_cast_spec(col)
-    plans = (_plan(x, row_spec, offs), _plan(x, col_spec, offs))
+    plans = (plan_cast(x, row_spec, offs), plan_cast(x, col_spec, offs))
     results = ops.quantize_both(
         x,
         plans[0].text(),
@@ -83,7 +88,7 @@ def quantize_both(
         colsum,
     )
     row_operand = assemble(plans[0], results[0:3], x.shape, -1)
-    col_operand = assemble(plans[1], results[3:6], x.shape, -2, grouped=offs is not None)
+    col_operand = assemble(plans[1], results[3:6], x.shape, -2, groups=None if offs is None else offs.shape[0])
     return (row_operand, col_operand, results[6]) if colsum else (row_operand, col_operand)
 
 
@@ -115,6 +120,7 @@ def dequantize(
             )
         )
     check_offs(offs, q.device, len(q.shape))
+    check_group_count(q, offs, "q")
     if rotated and q.group_align:
         raise OptionError(
             message("rotated=True for a k-grouped operand", rule="its groups are padded", fix="leave rotated out")
@@ -123,6 +129,22 @@ def dequantize(
     if rotated:  # the values of a plain operand of the stored length
         shape[q.axis], mask = q.length, None
     return ops.dequantize(*to_parts(q), q.axis, shape, q.group_align, mask, offs, dtype)
+
+
+def check_group_count(q: BlockScaled, offs: Tensor | None, name: str) -> None:
+    """Raise unless there are as many group ends as the operand has groups, padded or scaled one by one."""
+    if offs is None:
+        return
+    scales = q.global_scale.shape[0] if q.global_scale is not None and q.global_scale.dim() else None
+    for count in (q.groups if q.group_align else None, scales):
+        if count is not None and count != offs.shape[0]:
+            raise ShapeError(
+                message(
+                    f"{offs.shape[0]} group ends for {name}, which was cast with {count} groups",
+                    rule="an operand is read with the offs that it was cast with",
+                    fix="pass those",
+                )
+            )
 
 
 def _refuse_options(options: CastSpec) -> None:
@@ -146,7 +168,11 @@ def _refuse_options(options: CastSpec) -> None:
         )
 
 
-def _check_source(x: Tensor, name: str) -> None:
+def check_source(x: Tensor, name: str) -> None:
+    """Raise unless x is a dense floating-point matrix or a batch of them."""
+    if isinstance(x, BlockScaled):
+        fix = "dequantize it first, or cast the source again"
+        raise DtypeError(message(f"{name} is {x}", rule="casts take high-precision tensors", fix=fix))
     if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule, fix = "casts take torch tensors", f"pass torch.tensor({name})"
         raise DtypeError(message(f"{name} is a {type(x).__name__}", rule=rule, fix=fix))
@@ -158,6 +184,9 @@ def _check_source(x: Tensor, name: str) -> None:
                 fix=f"convert it first, for example {name}.float()",
             )
         )
+    if x.layout != torch.strided:
+        fix = f"pass {name}.to_dense()"
+        raise DtypeError(message(f"{name} has layout {x.layout}", rule="casts take dense tensors", fix=fix))
     if x.dim() < 2:
         raise ShapeError(
             message(
@@ -168,7 +197,7 @@ def _check_source(x: Tensor, name: str) -> None:
         )
 
 
-def _plan(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
+def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
     """Resolve a recipe and check it against the tensor that it is applied to."""
     plan = spec.plan()
     check_offs(offs, x.device, x.dim())
@@ -207,9 +236,9 @@ def _plan(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
     return plan
 
 
-def check_offs(offs: Tensor | None, device: torch.device, rank: int) -> None:
+def check_offs(offs: Tensor | None, device: torch.device, rank: int, *, required: bool = False) -> None:
     """Raise unless group ends are an int32 vector on the operand's device."""
-    if offs is None:
+    if offs is None and not required:
         return
     if not isinstance(offs, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass torch.tensor(offs, dtype=torch.int32)"

@@ -149,6 +149,8 @@ def dequantize(
 ) -> Tensor:
     """Values of an operand in the shape it was cast from; rotated back unless `hadamard` is left out."""
     source = replace(from_parts(q, kind, 0), axis=axis, shape=tuple(shape), group_align=group_align, hadamard=hadamard)
+    # tokens lie along the scaled axis of a padded operand, else along the other one
+    check_group_ends(offs, shape[axis] if group_align else shape[-3 - axis])
     out = empty(shape, dtype, source.device)
     select(dequantize_request(source, dtype, offs)).launch(source, out, offs=offs)
     return out

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .formats import check_picture
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
@@ -39,6 +41,7 @@ def run(out: Path = Path("out/demo.png"), steps: int = 100) -> int:
     from rich.console import Console
     from rich.progress import track
 
+    check_picture(out)
     console = Console()
     with console.status("importing torch ..."):
         from ..diagnostics.samples import train_samples

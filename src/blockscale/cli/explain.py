@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..formats import BlockScaled
     from ..hardware import Capability
-    from ..registry import Explanation, Request
+    from ..registry import Explanation
 
 Operation = Literal["cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped"]
 
@@ -33,75 +38,61 @@ def run(
         b: Format of the second operand; the natural partner of the first when left out.
         m: Rows of the first operand (N of a k-grouped product's result).
         n: Rows of the second operand.
-        k: Contracted length.
+        k: Contracted length; tokens of a k-grouped product.
         groups: Number of groups of a grouped product.
         dtype: Input of a cast, output of everything else.
         device: cpu, cuda, or an architecture such as sm_90 that need not be here; default: what is here.
         bias: Whether a bias is added.
         accumulate: Whether the product is added into an fp32 buffer.
     """
+    import torch
     from rich.console import Console
 
-    from ..diagnostics.explain import explain_request
+    from .. import explain
 
-    request = _request(operation, a, b, (m, n, k, groups), dtype, device, bias=bias, accumulate=accumulate)
-    explanation = explain_request(request)
+    operands = _operands(operation, a, b, (m, n, k, groups), getattr(torch, dtype))
+    name = "grouped" if operation in ("m_grouped", "k_grouped") else operation
+    on = _capability(device)
+    explanation = explain(name, *operands, out_dtype=getattr(torch, dtype), bias=bias, accumulate=accumulate, on=on)
     _show(Console(), explanation)
     return 0 if explanation.taken else 1
 
 
-def _request(
-    operation: Operation,
-    a: str,
-    b: str | None,
-    size: tuple[int, int, int, int],
-    dtype: str,
-    device: str | None,
-    *,
-    bias: bool,
-    accumulate: bool,
-) -> Request:
+def _operands(
+    operation: Operation, a: str, b: str | None, size: tuple[int, int, int, int], dtype: torch.dtype
+) -> Sequence[Tensor | BlockScaled | str]:
+    """Operands of that size without any memory, so that they are checked as a call would check them."""
     import torch
 
+    from .. import quantize
     from ..diagnostics.doctor import partner
-    from ..formats.spec import check_pair, get_format
-    from ..registry import Request
+    from ..errors import ShapeError, message
 
-    where = _capability(device)
     m, n, k, groups = size
-    first = get_format(a)
-    if operation in ("cast", "cast_both", "dequantize"):
-        names = (a, b or a) if operation == "cast_both" else (a,)
-        shape: tuple[int, ...] = (m, k)
-    else:
-        names = (a, b or (a if operation == "k_grouped" else partner(a)))
-        check_pair(*names)
-        shape = (m, n, k) if operation == "gemm" else (m, n, k, groups)
-    layouts = tuple(get_format(name).default_layout for name in names)
-    options = frozenset(name for name, on in (("bias", bias), ("accumulate", accumulate)) if on)
-    assert first.name == a
-    return Request(operation, where, names, shape, getattr(torch, dtype), layouts, options)
+    if min(size) < 0:
+        raise ShapeError(message(f"a size of {min(size)}", rule="sizes are not negative", fix="pass 0 or more"))
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    offs = torch.empty(groups, dtype=torch.int32, device="meta")
+    if operation in ("cast", "cast_both"):
+        return [empty(m, k), a] if operation == "cast" else [empty(m, k), a, b or a]
+    if operation == "dequantize":
+        return [quantize(empty(m, k), a)]
+    if operation == "gemm":
+        return [quantize(empty(m, k), a), quantize(empty(n, k), b or partner(a))]
+    if operation == "m_grouped":
+        return [quantize(empty(m, k), a), quantize(empty(groups, n, k), b or partner(a)), offs]
+    return [quantize(empty(k, rows), name, axis=-2, offs=offs).mT for rows, name in ((m, a), (n, b or a))] + [offs]
 
 
 def _capability(device: str | None) -> Capability:
-    import torch
+    from ..hardware import Capability, capability, default_device, named_device
 
-    from ..errors import DeviceError, message
-    from ..hardware import Capability, capability, default_device
-
-    if device is None:
-        return capability(default_device())
-    if device.startswith("sm_") and device[3:].isdigit():
+    if device is not None and device.startswith("sm_") and device[3:].isdigit():
         return Capability("cuda", int(device[3:]))
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        text = message(f"device {device!r}", rule="a device is cpu, cuda or sm_NN", fix="try sm_90")
-        raise DeviceError(text) from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        rule = "cuda asks about the GPU of this machine"
-        raise DeviceError(message("no CUDA device here", rule=rule, fix="name an architecture: sm_90"))
-    return capability(where)
+    return capability(default_device() if device is None else named_device(device))
 
 
 def _show(console: object, explanation: Explanation) -> None:

@@ -23,6 +23,7 @@ def run(plot: Path | None = None) -> int:
     console.print(_formats_table())
     console.print(_grid_table())
     if plot is not None:
+        check_picture(plot)
         draw(plot)
         console.print(f"wrote {plot}")
     return 0
@@ -70,6 +71,16 @@ def _table(title: str, headings: Sequence[str]) -> Table:
     for heading in headings:
         table.add_column(heading, no_wrap=True)
     return table
+
+
+def check_picture(path: Path) -> None:
+    """Raise unless matplotlib can write such a file."""
+    from ..errors import OptionError, message
+
+    known = (".png", ".svg", ".pdf")
+    if path.suffix not in known:
+        rule = f"pictures are {', '.join(known)}"
+        raise OptionError(message(f"a picture named {path.name}", rule=rule, fix=f"use {path.stem}.png"))
 
 
 def draw(path: Path) -> None:

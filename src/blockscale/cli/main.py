@@ -15,7 +15,7 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   demo      see what every format does to real-looking tensors
 """
 MISSING = (
-    "the command line needs {}. Fix: pip install 'blockscale[cli]' "
+    "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
 )
 COMMANDS = ("doctor", "explain", "formats", "demo")

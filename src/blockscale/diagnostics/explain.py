@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from .. import casts as casts  # imported so that their rows are in the table
-from .. import gemm as gemm
-from .. import grouped as grouped
+from ..casts import check_group_count, check_offs, check_source, plan_cast
 from ..casts.ops import cast_request, dequantize_request
 from ..errors import OptionError, check_name, message
 from ..formats.cast_spec import CastSpec, as_cast_spec
-from ..formats.tensor import BlockScaled
+from ..formats.tensor import BlockScaled, check_block_scaled
+from ..gemm import check_dense
 from ..gemm.ops import gemm_request
+from ..grouped import check_grouped
 from ..grouped.ops import grouped_request
+from ..hardware import Capability
 from ..registry import Explanation, explain_request
 
 OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped")
@@ -25,11 +28,15 @@ def explain(
     out_dtype: torch.dtype = torch.bfloat16,
     bias: bool = False,
     accumulate: bool = False,
+    offs: Tensor | None = None,
+    on: Capability | None = None,
 ) -> Explanation:
     """Every kernel for one call, best first, with the reason it was refused; print the result.
 
-    Operands are those of the call: `explain("cast", x, "mxfp4")`, `explain("cast_both", x, "nvfp4", "nvfp4")`,
-    `explain("dequantize", q)`, `explain("gemm", a, b)`, `explain("grouped", a, b, offs)`.
+    Operands are those of the call, and are checked as the call would: `explain("cast", x, "mxfp4")`,
+    `explain("cast_both", x, "nvfp4", "nvfp4")`, `explain("dequantize", q)`, `explain("gemm", a, b)`,
+    `explain("grouped", a, b, offs)`. on: ask for another device, such as `Capability("cuda", 90)`; operands on the meta
+    device will do then.
 
     >>> import blockscale as bs
     >>> q = bs.quantize(torch.randn(8, 64), "mxfp8_e4m3")
@@ -39,15 +46,23 @@ def explain(
     check_name(op, OPERATIONS, "operation")
     match op, operands:
         case ("cast", [Tensor() as x, str() | CastSpec() as spec]):
-            request = cast_request("cast", x, (as_cast_spec(spec).plan(),))
+            check_source(x, "x")
+            request = cast_request(op, x, (plan_cast(x, as_cast_spec(spec), offs),), offs)
         case ("cast_both", [Tensor() as x, str() | CastSpec() as row, str() | CastSpec() as col]):
-            request = cast_request("cast_both", x, (as_cast_spec(row).plan(), as_cast_spec(col).plan()))
+            check_source(x, "x")
+            plans = (plan_cast(x, as_cast_spec(row), offs), plan_cast(x, as_cast_spec(col), offs))
+            request = cast_request(op, x, plans, offs)
         case ("dequantize", [BlockScaled() as q]):
-            request = dequantize_request(q, out_dtype)
+            check_block_scaled(q, "q")
+            check_offs(offs, q.device, len(q.shape))
+            check_group_count(q, offs, "q")
+            request = dequantize_request(q, out_dtype, offs)
         case ("gemm", [BlockScaled() as a, BlockScaled() as b]):
+            check_dense(a, b)
             request = gemm_request(a, b, out_dtype, bias=bias, accumulate=accumulate)
-        case ("grouped", [BlockScaled() as a, BlockScaled() as b, Tensor() as offs]):
-            request = grouped_request(a, b, offs.shape[0], out_dtype, bias=bias, accumulate=accumulate)
+        case ("grouped", [BlockScaled() as a, BlockScaled() as b, Tensor() as ends]):
+            check_grouped(a, b, ends)
+            request = grouped_request(a, b, ends.shape[0], out_dtype, bias=bias, accumulate=accumulate)
         case _:
             given = ", ".join(type(operand).__name__ for operand in operands)
             raise OptionError(
@@ -57,4 +72,4 @@ def explain(
                     fix="for example explain('gemm', a, b) with two results of quantize",
                 )
             )
-    return explain_request(request)
+    return explain_request(request if on is None else replace(request, capability=on))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..casts import dequantize
-from ..errors import OptionError, message
+from ..errors import OptionError, ShapeError, message
 from ..formats.decoding import decode_scale, global_factor, spread
 from ..formats.tensor import BlockScaled
 
@@ -39,6 +39,10 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
     >>> round(result.underflow.item(), 2), result.clipped.item()
     (0.25, 0.0)
     """
+    if tuple(x.shape) != tuple(q.shape):
+        raise ShapeError(
+            message(f"x has shape {tuple(x.shape)}, q {tuple(q.shape)}", rule="q is the cast of x", fix="pass both")
+        )
     if q.group_align or q.hadamard is not None:
         raise OptionError(
             message(
@@ -57,7 +61,8 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
     nonzero = source != 0
     return Quality(
         sqnr_db=sqnr_db(source, decoded),
-        clipped=(source.abs() > limit * _CLIP_SLACK).double().mean(),
+        # a block whose scale underflowed has no largest code to exceed: its values are lost, not clipped
+        clipped=((limit > 0) & (source.abs() > limit * _CLIP_SLACK)).double().mean(),
         underflow=(nonzero & (decoded == 0)).double().sum() / nonzero.double().sum().clamp(min=1),
         poisoned=block_scale.isnan().double().mean(),
     )

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm, silu
 
+from ..errors import OptionError, message
+
 CONTEXT, EMBED, HIDDEN = 16, 16, 384
 _FILES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "typing.py", "zipfile.py", "tarfile.py", "inspect.py")
 
@@ -62,6 +64,8 @@ def train_samples(steps: int = 100, *, track: Callable[[Iterable[int]], Iterable
     >>> [tuple(tensor.shape) for tensor in samples.tensors.values()]
     [(256, 384), (512, 384), (512, 384), (512, 256)]
     """
+    if steps < 1:
+        raise OptionError(message(f"steps={steps}", rule="gradients come from a training step", fix="pass 1 or more"))
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

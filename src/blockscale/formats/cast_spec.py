@@ -115,6 +115,14 @@ def _hadamard_mask(spec: Format, hadamard: bool | int) -> int | None:
             )
         )
     mask = DEFAULT_MASKS[spec.hadamard] if hadamard is True else hadamard
+    if not isinstance(mask, int) or mask in (0, 1, 16, 32):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(
+            message(
+                f"hadamard={hadamard!r}",
+                rule="it is True, False or a sign mask; this looks like a switch or a group size",
+                fix=f"pass hadamard=True: groups of {spec.hadamard} with mask {DEFAULT_MASKS[spec.hadamard]:#x}",
+            )
+        )
     if not 0 <= mask < 1 << spec.hadamard:
         raise OptionError(
             message(
@@ -194,6 +202,9 @@ def check_amax(amax: Tensor | None, device: torch.device) -> None:
     """Raise unless supplied maxima are an fp32 scalar or vector on the operand's device."""
     if amax is None:
         return
+    if not isinstance(amax, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        rule = "supplied maxima are a float32 tensor, so that nothing waits for the device"
+        raise OptionError(message(f"amax is a {type(amax).__name__}", rule=rule, fix="pass x.abs().amax().float()"))
     if amax.dtype != torch.float32 or amax.dim() > 1 or amax.device != device:
         raise OptionError(
             message(

@@ -151,7 +151,7 @@ def get_format(name: str) -> Format:
     >>> get_format("nvfp4").bits_per_value
     4.5
     """
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:  # pyright: ignore[reportUnnecessaryIsInstance]
         check_name(name, FORMATS, "format")
     return FORMATS[name]
 

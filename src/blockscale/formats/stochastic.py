@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, check_name, message
+from ..errors import DtypeError, OptionError, ShapeError, check_name, message
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -69,7 +69,26 @@ class Stochastic:
     first_group: int = 0
 
     def check(self) -> None:
-        """Raise unless the state has its shape and dtype and the layer has a name."""
+        """Raise unless the state has its shape and dtype, the layer a name, and the shard a place."""
+        if not isinstance(self.state, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DtypeError(
+                message(
+                    f"stochastic state is a {type(self.state).__name__}",
+                    rule="seed and tick are one int64 tensor of shape [2]",
+                    fix="make it with blockscale.rng_state(seed, tick, device)",
+                )
+            )
+        if self.origin is not None and (len(self.origin) != 3 or min(self.origin) < 0):
+            raise OptionError(
+                message(
+                    f"origin={self.origin}",
+                    rule="a shard starts at (row, column) of a tensor with that many columns, none negative",
+                    fix="pass (first row, first column, columns of the whole tensor)",
+                )
+            )
+        if not 0 <= self.first_group < 65536:
+            rule = "groups are counted from 0 and share 16 bits of the counter"
+            raise OptionError(message(f"first_group={self.first_group}", rule=rule, fix="pass the global index"))
         if self.state.dtype != torch.int64 or self.state.shape != (2,):
             raise ShapeError(
                 message(

@@ -35,8 +35,8 @@ class BlockScaled:
 
     data: codes in torch's own dtype (`uint8`, one code a byte, for FP6).  scale: decode factors in `scale_layout`.
     global_scale: NVFP4's fp32 factor, [] or one per group.  axis: the axis that blocks run along, -1 or -2.
-    group_align: 128 when groups of tokens were padded to start there, else 0.  hadamard: sign mask of a rotated
-    operand, else None.
+    group_align: 128 when groups of tokens were padded to start there, else 0, and groups their number.  hadamard: sign
+    mask of a rotated operand, else None.
     """
 
     data: Tensor
@@ -48,6 +48,7 @@ class BlockScaled:
     shape: tuple[int, ...]
     group_align: int = 0
     hadamard: int | None = None
+    groups: int = 0
 
     @property
     def spec(self) -> Format:
@@ -104,6 +105,12 @@ class BlockScaled:
             scale = scale.mT
         return replace(self, scale=scale, scale_layout=layout)
 
+    def to(self, device: torch.device | str) -> BlockScaled:
+        """The same numbers on another device, in the same layout."""
+        where = torch.device(device)
+        global_scale = None if self.global_scale is None else self.global_scale.to(where)
+        return replace(self, data=_move(self.data, where), scale=_move(self.scale, where), global_scale=global_scale)
+
     def __repr__(self) -> str:
         extras = [f"axis={self.axis}", f"scale {str(self.scale.dtype)[6:]} {self.scale_layout}"]
         if self.global_scale is not None:
@@ -115,13 +122,22 @@ class BlockScaled:
         return f"BlockScaled({self.format} {tuple(self.shape)}, {', '.join(extras)}, {self.device})"
 
 
-def _flatten(q: BlockScaled) -> tuple[list[Tensor | None], tuple[object, ...]]:
-    meta = (q.format, q.axis, q.scale_layout, q.shape, q.group_align, q.hadamard)
-    return [q.data, q.scale, q.global_scale], meta
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy with the same strides; `Tensor.to` would close the gaps that pads leave."""
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    steps = zip(raw.shape, raw.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in steps) if raw.numel() else 0
+    return raw.as_strided((extent,), (1,)).to(device).as_strided(raw.shape, raw.stride()).view(tensor.dtype)
 
 
-def _unflatten(leaves: Sequence[Tensor | None], meta: tuple[object, ...]) -> BlockScaled:
-    return BlockScaled(*leaves, *meta)  # pyright: ignore[reportArgumentType]
+def _flatten(q: BlockScaled) -> tuple[list[Tensor], tuple[object, ...]]:
+    meta = (q.format, q.axis, q.scale_layout, q.shape, q.group_align, q.hadamard, q.groups)
+    return [q.data, q.scale] if q.global_scale is None else [q.data, q.scale, q.global_scale], meta
+
+
+def _unflatten(leaves: Sequence[Tensor], meta: tuple[object, ...]) -> BlockScaled:
+    data, scale, *rest = leaves
+    return BlockScaled(data, scale, rest[0] if rest else None, *meta)  # pyright: ignore[reportArgumentType]
 
 
 pytree.register_pytree_node(
@@ -153,15 +169,17 @@ def assemble(
     shape: Sequence[int],
     axis: int,
     *,
-    grouped: bool = False,
+    groups: int | None = None,
 ) -> BlockScaled:
     """Dress the contiguous buffers of a cast as a `BlockScaled`: views only.
 
-    shape: the source's. The buffers are those of the operand, scaled axis last; the third is empty unless NVFP4.
+    shape: the source's; groups: how many were padded, None when none were. The buffers are those of the operand, scaled
+    axis last; the third is empty unless NVFP4.
     """
     spec, (data, scale, global_scale) = plan.spec, buffers
     rows, logical = shape[-3 - axis], shape[axis]
-    length = data.shape[-1] * spec.codes_per_byte if grouped else plan.stored_length(logical)
+    padded = groups is not None
+    length = data.shape[-1] * spec.codes_per_byte if padded else plan.stored_length(logical)
     operand = BlockScaled(
         data[..., : code_bytes(spec, length)],
         scale_view(spec, scale, rows, length, plan.layout),
@@ -170,8 +188,9 @@ def assemble(
         -1,
         plan.layout,
         (*shape[:-2], rows, logical),
-        GROUP_ALIGN if grouped else 0,
+        GROUP_ALIGN if padded else 0,
         plan.hadamard,
+        groups or 0,
     )
     return operand if axis == -1 else operand.mT
 

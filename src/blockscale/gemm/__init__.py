@@ -37,17 +37,7 @@ def scaled_mm(
     tensor([[128., 128., 128.],
             [128., 128., 128.]], dtype=torch.bfloat16)
     """
-    check_operands(a, b, ranks=(2, 2))
-    check_contraction(a, b)
-    for name, q in (("a", a), ("b", b)):
-        if q.group_align or (q.global_scale is not None and q.global_scale.dim()):
-            raise OptionError(
-                message(
-                    f"{name} is {q}",
-                    rule="scaled_mm takes operands without groups",
-                    fix="use scaled_grouped_mm with offs",
-                )
-            )
+    check_dense(a, b)
     shape = (a.rows, b.rows)
     if accumulate is not None:
         check_accumulator(accumulate, bias, shape, a.device)
@@ -69,6 +59,21 @@ def exact_mm(a: BlockScaled, b: BlockScaled) -> Tensor:
     check_operands(a, b, ranks=(2, 2))
     check_contraction(a, b)
     return _reference.exact_product(a, b)
+
+
+def check_dense(a: BlockScaled, b: BlockScaled) -> None:
+    """Raise unless `scaled_mm` takes these operands."""
+    check_operands(a, b, ranks=(2, 2))
+    check_contraction(a, b)
+    for name, q in (("a", a), ("b", b)):
+        if q.group_align or (q.global_scale is not None and q.global_scale.dim()):
+            raise OptionError(
+                message(
+                    f"{name} is {q}",
+                    rule="scaled_mm takes operands without groups",
+                    fix="use scaled_grouped_mm with offs",
+                )
+            )
 
 
 def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) -> None:
@@ -131,6 +136,9 @@ def check_output(dtype: torch.dtype) -> None:
 
 def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise unless a product of this shape can be added into the buffer, and nothing else."""
+    if not isinstance(acc, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        fix = "pass accumulate=torch.zeros(shape)"
+        raise DtypeError(message(f"accumulate is a {type(acc).__name__}", rule="it is an fp32 buffer", fix=fix))
     if bias is not None:
         fix = "add the bias yourself"
         raise OptionError(message("bias and accumulate together", rule="an accumulated product has no bias", fix=fix))

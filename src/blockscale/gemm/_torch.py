@@ -87,11 +87,12 @@ def _reject_blackwell(request: Request) -> str | None:
 
 @kernel(
     "gemm",
-    "torch",
+    "torch_sm100",
     sm=(100, 103),
     formats=_BLACKWELL_PAIRS,
     layouts=dict.fromkeys((*_MXFP8, "nvfp4"), "blocked"),
-    priority=20,
+    # below the upcast: it has never run, so it serves only where it is demanded by name
+    priority=5,
     reject=_reject_blackwell,
 )
 def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
@@ -116,11 +117,11 @@ def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Te
 @kernel("gemm", "torch", devices=("cpu", "cuda"), formats=EXACT_PAIRS, priority=10)
 def scaled_mm_upcast(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """exact upcast, then the vendor's ordinary product with fp32 sums"""
-    product = apply_tensor_scales(exact_mm(decode_blocks(a), decode_blocks(b).mT), a, b)
+    product = apply_tensor_scales(upcast_mm(decode_blocks(a), decode_blocks(b).mT), a, b)
     finish(product, out, bias, accumulate=accumulate)
 
 
-def exact_mm(x: Tensor, y: Tensor) -> Tensor:
+def upcast_mm(x: Tensor, y: Tensor) -> Tensor:
     """fp32 product of operands that are exact in bf16: bf16 matrix units on CUDA, fp32 on the CPU."""
     if x.is_cuda:
         return torch.mm(x.bfloat16(), y.bfloat16(), out_dtype=torch.float32)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..casts import check_offs
+from ..casts import check_group_count, check_offs
 from ..errors import OptionError, ShapeError, message
-from ..formats.layout import padded_length
 from ..formats.tensor import BlockScaled, to_parts
 from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
 from . import _reference as _reference  # registers its rows
@@ -41,10 +40,7 @@ def scaled_grouped_mm(
     >>> scaled_grouped_mm(x, w, offs).shape
     torch.Size([5, 4])
     """
-    if isinstance(b, BlockScaled) and len(b.shape) == 3:  # pyright: ignore[reportUnnecessaryIsInstance]
-        shape = _check_m_grouped(a, b, offs)
-    else:
-        shape = _check_k_grouped(a, b, offs)
+    shape = check_grouped(a, b, offs)
     if accumulate is not None:
         check_accumulator(accumulate, bias, shape, a.device)
         ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs)
@@ -59,10 +55,17 @@ def scaled_grouped_mm(
     return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, bias, out_dtype)
 
 
+def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:
+    """Raise unless `scaled_grouped_mm` takes these operands; the shape of its result."""
+    if isinstance(b, BlockScaled) and len(b.shape) == 3:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return _check_m_grouped(a, b, offs)
+    return _check_k_grouped(a, b, offs)
+
+
 def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:
     check_operands(a, b, ranks=(2, 3))
     check_contraction(a, b)
-    check_offs(offs, a.device, 2)
+    check_offs(offs, a.device, 2, required=True)
     if offs.shape[0] != b.shape[0]:
         raise ShapeError(
             message(
@@ -71,7 +74,8 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
                 fix="repeat the previous end for a group without rows",
             )
         )
-    _check_group_scales(a, b, offs)
+    for name, q in (("a", a), ("b", b)):
+        check_group_count(q, offs, name)
     if a.spec.is_2d:
         raise OptionError(
             message(
@@ -90,10 +94,9 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
 def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:
     check_operands(a, b, ranks=(2, 2))
     check_contraction(a, b)
-    check_offs(offs, a.device, 2)
-    want = padded_length(a.shape[-1], offs.shape[0])
+    check_offs(offs, a.device, 2, required=True)
     for name, q in (("a", a), ("b", b)):
-        if not q.group_align or q.length != want:
+        if not q.group_align:
             raise OptionError(
                 message(
                     f"{name} is {q}",
@@ -101,17 +104,6 @@ def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
                     fix=f"cast it with blockscale.quantize(x, {q.format!r}, axis=-2, offs=offs) and pass .mT",
                 )
             )
-    _check_group_scales(a, b, offs)
-    return (offs.shape[0], a.rows, b.rows)
-
-
-def _check_group_scales(a: BlockScaled, b: BlockScaled, offs: Tensor) -> None:
     for name, q in (("a", a), ("b", b)):
-        if q.global_scale is not None and q.global_scale.dim() and q.global_scale.shape[0] != offs.shape[0]:
-            raise ShapeError(
-                message(
-                    f"{name} has {q.global_scale.shape[0]} tensor scales for {offs.shape[0]} groups",
-                    rule="one scale for the tensor, or one per group",
-                    fix="cast it with the same offs",
-                )
-            )
+        check_group_count(q, offs, name)
+    return (offs.shape[0], a.rows, b.rows)

@@ -24,12 +24,9 @@ def _reject(request: Request) -> str | None:
     m, n, k, groups = request.shape
     if 0 in (m, n, k, groups):
         return "takes no empty operands"
-    if request.capability.device == "cuda" and (reason := _reject_cuda(request)):
-        return reason
-    strides = (k,) if request.op == "m_grouped" else (k, n)
-    if any(stride % 8 for stride in strides):
-        return f"wants strides in multiples of 16 bytes, these are {strides} values"
-    return None
+    if request.capability.device == "cuda":
+        return _reject_cuda(request)
+    return f"wants K in multiples of 4, not {k}" if request.op == "m_grouped" and k % 4 else None
 
 
 def _reject_cuda(request: Request) -> str | None:
@@ -40,6 +37,10 @@ def _reject_cuda(request: Request) -> str | None:
         return "rounds to bf16 before a tensor scale could be applied"
     if request.dtype != torch.bfloat16 or request.options & {"bias", "accumulate"}:
         return "gives bf16 on CUDA, without bias or accumulation"
+    _, n, k, _ = request.shape
+    strides = (k,) if request.op == "m_grouped" else (k, n)
+    if any(stride % 8 for stride in strides):
+        return f"wants strides in multiples of 16 bytes, these are {strides} values"
     return None
 
 

@@ -1,0 +1,65 @@
+"""Triton casts without a GPU: every format, rule, layout and axis in the interpreter, byte for byte.
+
+On a GPU the conformance tests go through the same kernels by themselves, since the table prefers them there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.formats import FORMATS
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_interpreted_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
+    program = Path(__file__).parent / "interpreted.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    cases, values, wrong = map(int, result.stdout.split()[:3])
+    assert (cases >= 26, wrong) == (True, 0)
+    compared["the reference, Triton casts in the interpreter"] += values
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_on_the_gpu(name: str, axis: int, compared: Counter[str]) -> None:
+    """Large enough for many programs; every run gives the same bytes, and they are the reference's."""
+    x = torch.randn(1000, 1504, device="cuda") * torch.exp2(torch.randint(-40, 40, (1000, 1), device="cuda"))
+    x[7, 9], x[500, 1000] = torch.nan, torch.inf
+    for source in (x, x.bfloat16(), x.half(), x.t(), x.view(4, 250, 1504)):
+        with bs.use_backend(cast="reference"):
+            want = bs.quantize(source, name, axis=axis)
+        for _ in range(3):
+            with bs.use_backend(cast="triton"):
+                got = bs.quantize(source, name, axis=axis)
+            assert torch.equal(raw(got.data), raw(want.data))
+            assert torch.equal(raw(got.scale), raw(want.scale))
+            compared["the reference, Triton casts on the GPU"] += source.numel()
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor.view(torch.int32)
+
+
+@pytest.mark.gpu
+def test_the_table_prefers_triton_on_a_gpu() -> None:
+    assert bs.explain("cast", torch.ones(4, 64, device="cuda"), "mxfp4").taken.backend == "triton"
