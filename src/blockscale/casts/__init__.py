@@ -7,7 +7,7 @@ whole one.
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scal
 from . import _reference as _reference  # registers its rows
 from . import ops
 
-if importlib.util.find_spec("triton") is not None:  # CPU builds of torch come without it
+with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _triton as _triton
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
