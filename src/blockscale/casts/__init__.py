@@ -8,6 +8,7 @@ whole one.
 from __future__ import annotations
 
 import contextlib
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -60,6 +61,18 @@ def quantize(
     plan = plan_cast(x, spec, offs)
     buffers = ops.quantize(x, plan.text(), axis, spec.state, spec.amax_tensor, offs)
     return assemble(plan, buffers, x.shape, axis, groups=offs.shape[0] if offs is not None and axis == -2 else None)
+
+
+@overload
+def quantize_both(
+    x: Tensor, row: str | CastSpec, col: str | CastSpec, *, offs: Tensor | None = None, colsum: Literal[False] = False
+) -> tuple[BlockScaled, BlockScaled]: ...
+
+
+@overload
+def quantize_both(
+    x: Tensor, row: str | CastSpec, col: str | CastSpec, *, offs: Tensor | None = None, colsum: Literal[True]
+) -> tuple[BlockScaled, BlockScaled, Tensor]: ...
 
 
 def quantize_both(

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from .spec import Element
 
-_SIGN_CLEAR = 0x7FFFFFFF
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """fp32 [...] -> int32 patterns of |x|; integer order is the order of magnitudes, with NaN on top."""
+    return x.view(torch.int32) & 0x7FFFFFFF
 
 
 def encode(v: Tensor, element: Element, random: Tensor | None = None) -> Tensor:
@@ -26,7 +29,7 @@ def encode(v: Tensor, element: Element, random: Tensor | None = None) -> Tensor:
     """
     shift = 23 - element.mbits
     bits = v.view(torch.int32)
-    magnitude = bits & _SIGN_CLEAR
+    magnitude = magnitude_bits(v)
     clamped = magnitude.clamp(max=element.max_bits)
     # normal range: drop low mantissa bits and rebias; a later carry walks into the next binade by itself
     base = (clamped >> shift) - ((127 - element.bias) << element.mbits)

@@ -11,19 +11,14 @@ import torch
 from torch import Tensor
 
 from .elements import decode, encode
+from .elements import magnitude_bits as magnitude_bits
 from .spec import E4M3, Element
 
 _INF_BITS = 0x7F800000
-_SIGN_CLEAR = 0x7FFFFFFF
 E8M0_NAN = 0xFF
 # keeps every stored fp32 scale normal, so that a product which flushes subnormals agrees with one that does not
 _LARGEST_ENCODE = 2.0**126
 _FLT_MAX = torch.finfo(torch.float32).max
-
-
-def magnitude_bits(x: Tensor) -> Tensor:
-    """fp32 [...] -> int32 patterns of |x|; integer order is the order of magnitudes, with NaN on top."""
-    return x.view(torch.int32) & _SIGN_CLEAR
 
 
 def mx_scale(amax: Tensor, element: Element, rule: str, *, satfinite: bool = False) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..formats.decoding import decode_blocks
-from ..formats.spec import FORMATS, LEGAL_PAIRS
+from ..formats.spec import BF16_EXACT_PAIRS, FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
 from ..registry import Request, kernel
 from .epilogue import apply_tensor_scales, finish
 
 FP8_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family == "fp8")
-EXACT_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family != "fp8")
 _MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
 # E5M2 by E5M2 is refused by the vendor; MXFP4 depends on an optional library of the torch build
 _BLACKWELL_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if "mxfp8_e4m3" in (a, b)] + [("nvfp4", "nvfp4")]
@@ -114,7 +113,7 @@ def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Te
     finish(apply_tensor_scales(product, a, b), out, bias, accumulate=accumulate)
 
 
-@kernel("gemm", "torch", devices=("cpu", "cuda"), formats=EXACT_PAIRS, priority=10)
+@kernel("gemm", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10)
 def scaled_mm_upcast(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """exact upcast, then the vendor's ordinary product with fp32 sums"""
     product = apply_tensor_scales(upcast_mm(decode_blocks(a), decode_blocks(b).mT), a, b)

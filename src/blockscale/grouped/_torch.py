@@ -12,12 +12,10 @@ from torch.nn import functional
 
 from ..formats.decoding import decode_blocks
 from ..formats.layout import locate, padded_ends
-from ..formats.spec import FORMATS, LEGAL_PAIRS
+from ..formats.spec import BF16_EXACT_PAIRS, FORMATS
 from ..formats.tensor import BlockScaled
 from ..gemm.epilogue import finish
 from ..registry import Request, kernel
-
-EXACT_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family != "fp8")
 
 
 def _reject(request: Request) -> str | None:
@@ -44,7 +42,7 @@ def _reject_cuda(request: Request) -> str | None:
     return None
 
 
-@kernel("m_grouped", "torch", devices=("cpu", "cuda"), formats=EXACT_PAIRS, priority=10, reject=_reject)
+@kernel("m_grouped", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10, reject=_reject)
 def m_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
 ) -> None:
@@ -63,7 +61,7 @@ def m_grouped(
     finish(product, out, None, accumulate=accumulate)
 
 
-@kernel("k_grouped", "torch", devices=("cpu", "cuda"), formats=EXACT_PAIRS, priority=10, reject=_reject)
+@kernel("k_grouped", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10, reject=_reject)
 def k_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
 ) -> None:
