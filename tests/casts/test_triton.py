@@ -16,6 +16,7 @@ import torch
 
 import blockscale as bs
 from blockscale.formats import FORMATS
+from blockscale.hardware import Capability
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
@@ -63,3 +64,12 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.gpu
 def test_the_table_prefers_triton_on_a_gpu() -> None:
     assert bs.explain("cast", torch.ones(4, 64, device="cuda"), "mxfp4").taken.backend == "triton"
+
+
+def test_more_matrices_than_a_grid_takes_go_to_the_reference() -> None:
+    x = torch.empty(70_000, 1, 32, device="meta")
+    explanation = bs.explain("cast", x, "mxfp4", on=Capability("cuda", 90))
+    assert explanation.taken is not None
+    assert explanation.taken.backend == "reference"
+    assert "takes at most 65535 matrices" in str(explanation)
+    assert bs.explain("cast", x[:60_000], "mxfp4", on=Capability("cuda", 90)).taken.backend == "triton"

@@ -31,7 +31,8 @@ def _cast_kernel(
     NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, PER_BYTE: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    pid_l, pid_r, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # rows on the first axis of the grid: it alone may be longer than 65535
+    pid_r, pid_l, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     r = pid_r * BR + tl.arange(0, BR)
     l = pid_l * BL + tl.arange(0, BL)
     inside = (r[:, None] < R) & (l[None, :] < L)  # [BR, BL]
@@ -92,7 +93,8 @@ def _cast_kernel(
 def _amax_kernel(
     x_ptr, amax_ptr, R, L, stride_e, stride_r, stride_l, GROUPED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr
 ):
-    pid_l, pid_r, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # rows on the first axis of the grid: it alone may be longer than 65535
+    pid_r, pid_l, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     r = (pid_r * BR + tl.arange(0, BR)).to(tl.int64)
     l = (pid_l * BL + tl.arange(0, BL)).to(tl.int64)
     mask = (r[:, None] < R) & (l[None, :] < L)
@@ -110,6 +112,8 @@ def _reject(request: Request) -> str | None:
         return f"has no {' and '.join(sorted(missing))} yet"
     if 0 in request.shape:
         return "takes no empty tensors"
+    if "large_batch" in request.options:
+        return "takes at most 65535 matrices"
     if "blocked" in request.layouts and request.formats[0] == "nvfp4_16x16":
         return "does not repeat 16x16 scales for the blocked layout yet"
     return None
@@ -145,8 +149,8 @@ def quantize(
     row_bytes = code_row_bytes(spec, length)
     br, bl = _tile(plan)
     grid = (
-        max(ceil_div(row_bytes * spec.codes_per_byte, bl), ceil_div(pad_blocks * spec.block[1], bl)),
         max(ceil_div(rows, br), ceil_div(pad_rows * spec.block[0], br)),
+        max(ceil_div(row_bytes * spec.codes_per_byte, bl), ceil_div(pad_blocks * spec.block[1], bl)),
         matrices.shape[0],
     )
     data, scale = out[0].view(torch.uint8), out[1]
@@ -182,7 +186,7 @@ def _tensor_amax(matrices: Tensor, amax: Tensor | None, *, grouped: bool) -> Ten
         return amax.view(torch.int32)
     count, rows, columns = matrices.shape
     top = torch.zeros(count if grouped else 1, dtype=torch.int32, device=matrices.device)
-    grid = (ceil_div(columns, 256), ceil_div(rows, 32), count)
+    grid = (ceil_div(rows, 32), ceil_div(columns, 256), count)
     _amax_kernel[grid](matrices, top, rows, columns, *matrices.stride(), GROUPED=grouped, BR=32, BL=256, num_warps=4)
     return top
 
