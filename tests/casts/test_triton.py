@@ -73,3 +73,10 @@ def test_more_matrices_than_a_grid_takes_go_to_the_reference() -> None:
     assert explanation.taken.backend == "reference"
     assert "takes at most 65535 matrices" in str(explanation)
     assert bs.explain("cast", x[:60_000], "mxfp4", on=Capability("cuda", 90)).taken.backend == "triton"
+
+
+def test_more_rows_than_a_grid_takes_go_to_the_reference() -> None:
+    explanation = bs.explain("cast", torch.empty(3_000_000, 32, device="meta"), "mxfp4", on=Capability("cuda", 90))
+    assert explanation.taken is not None
+    assert explanation.taken.backend == "reference"
+    assert "these are 3000000" in str(explanation)

@@ -31,8 +31,7 @@ def _cast_kernel(
     NAN_CODE: tl.constexpr, HARDWARE: tl.constexpr, PER_BYTE: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    # rows on the first axis of the grid: it alone may be longer than 65535
-    pid_r, pid_l, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    pid_l, pid_r, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     r = pid_r * BR + tl.arange(0, BR)
     l = pid_l * BL + tl.arange(0, BL)
     inside = (r[:, None] < R) & (l[None, :] < L)  # [BR, BL]
@@ -93,8 +92,7 @@ def _cast_kernel(
 def _amax_kernel(
     x_ptr, amax_ptr, R, L, stride_e, stride_r, stride_l, GROUPED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr
 ):
-    # rows on the first axis of the grid: it alone may be longer than 65535
-    pid_r, pid_l, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    pid_l, pid_r, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     r = (pid_r * BR + tl.arange(0, BR)).to(tl.int64)
     l = (pid_l * BL + tl.arange(0, BL)).to(tl.int64)
     mask = (r[:, None] < R) & (l[None, :] < L)
@@ -106,6 +104,10 @@ def _amax_kernel(
 INTERPRETED = not isinstance(_cast_kernel, triton.runtime.JITFunction)
 
 
+# tiles of 32 rows on an axis of the grid that holds 65535
+_MOST_ROWS = 65535 * 32 - 128
+
+
 def _reject(request: Request) -> str | None:
     missing = request.options & {"offs", "stochastic", "hadamard"}
     if missing:
@@ -114,6 +116,8 @@ def _reject(request: Request) -> str | None:
         return "takes no empty tensors"
     if "large_batch" in request.options:
         return "takes at most 65535 matrices"
+    if max(request.shape) > _MOST_ROWS:
+        return f"takes at most {_MOST_ROWS} rows, these are {max(request.shape)}"
     if "blocked" in request.layouts and request.formats[0] == "nvfp4_16x16":
         return "does not repeat 16x16 scales for the blocked layout yet"
     return None
@@ -149,8 +153,8 @@ def quantize(
     row_bytes = code_row_bytes(spec, length)
     br, bl = _tile(plan)
     grid = (
-        max(ceil_div(rows, br), ceil_div(pad_rows * spec.block[0], br)),
         max(ceil_div(row_bytes * spec.codes_per_byte, bl), ceil_div(pad_blocks * spec.block[1], bl)),
+        max(ceil_div(rows, br), ceil_div(pad_rows * spec.block[0], br)),
         matrices.shape[0],
     )
     data, scale = out[0].view(torch.uint8), out[1]
@@ -186,7 +190,7 @@ def _tensor_amax(matrices: Tensor, amax: Tensor | None, *, grouped: bool) -> Ten
         return amax.view(torch.int32)
     count, rows, columns = matrices.shape
     top = torch.zeros(count if grouped else 1, dtype=torch.int32, device=matrices.device)
-    grid = (ceil_div(rows, 32), ceil_div(columns, 256), count)
+    grid = (ceil_div(columns, 256), ceil_div(rows, 32), count)
     _amax_kernel[grid](matrices, top, rows, columns, *matrices.stride(), GROUPED=grouped, BR=32, BL=256, num_warps=4)
     return top
 
