@@ -48,9 +48,9 @@ def dequantize_samples(device):
     x, offs = gaussian(40, 48, device=device), offsets([3, 0, 30], device)
     for name in FORMATS:
         q = bs.quantize(x, name, axis=-2)
-        yield *to_parts(q), -2, [40, 48], 0, None, None, torch.bfloat16
+        yield *to_parts(q), -2, 40, 0, None, None, torch.bfloat16
     q = bs.quantize(x, "mxfp4", axis=-2, offs=offs, hadamard=True)
-    yield *to_parts(q), -2, [40, 48], q.group_align, q.hadamard, offs, torch.float32
+    yield *to_parts(q), -2, 40, q.group_align, q.hadamard, offs, torch.float32
 
 
 def gemm_samples(device):

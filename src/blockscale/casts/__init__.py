@@ -138,10 +138,10 @@ def dequantize(
         raise OptionError(
             message("rotated=True for a k-grouped operand", rule="its groups are padded", fix="leave rotated out")
         )
-    shape, mask = list(q.shape), q.hadamard
+    length, mask = q.shape[q.axis], q.hadamard
     if rotated:  # the values of a plain operand of the stored length
-        shape[q.axis], mask = q.length, None
-    return ops.dequantize(*to_parts(q), q.axis, shape, q.group_align, mask, offs, dtype)
+        length, mask = q.length, None
+    return ops.dequantize(*to_parts(q), q.axis, length, q.group_align, mask, offs, dtype)
 
 
 def check_group_count(q: BlockScaled, offs: Tensor | None, name: str) -> None:

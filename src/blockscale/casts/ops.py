@@ -124,32 +124,42 @@ def quantize_both(
     return *outs[0], *outs[1], total
 
 
+def _decoded_shape(data: Tensor, axis: int, length: int) -> tuple[int, ...]:
+    return (*data.shape[:-1], length) if axis == -1 else (*data.shape[:-2], length, data.shape[-1])
+
+
 def _fake_dequantize(
-    q: list[Tensor],
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
     kind: str,
     axis: int,
-    shape: list[int],
+    length: int,
     group_align: int,
     hadamard: int | None,
     offs: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    return empty(shape, dtype, q[0].device)
+    return empty(_decoded_shape(data, axis, length), dtype, data.device)
 
 
 @define_op(fake=_fake_dequantize)
 def dequantize(
-    q: list[Tensor],
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
     kind: str,
     axis: int,
-    shape: list[int],
+    length: int,
     group_align: int,
     hadamard: int | None,
     offs: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Values of an operand in the shape it was cast from; rotated back unless `hadamard` is left out."""
-    source = replace(from_parts(q, kind, 0), axis=axis, shape=tuple(shape), group_align=group_align, hadamard=hadamard)
+    """Values of an operand, `length` along its scaled axis; rotated back unless `hadamard` is left out."""
+    shape = _decoded_shape(data, axis, length)
+    operand = from_parts(data, scale, global_scale, kind, 0)
+    source = replace(operand, axis=axis, shape=shape, group_align=group_align, hadamard=hadamard)
     # tokens lie along the scaled axis of a padded operand, else along the other one
     check_group_ends(offs, shape[axis] if group_align else shape[-3 - axis])
     out = empty(shape, dtype, source.device)

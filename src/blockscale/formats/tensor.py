@@ -252,27 +252,39 @@ def _check_part(
     )
 
 
-def to_parts(q: BlockScaled) -> tuple[list[Tensor], str]:
-    """An operand as it crosses an operator's boundary: its tensors, and `format layout` as text.
+def to_parts(q: BlockScaled) -> tuple[Tensor, Tensor, Tensor | None, str]:
+    """An operand as it crosses an operator's boundary: codes, scales, tensor scale, and `format layout` as text.
 
-    FP4 codes and E8M0 scales go as bytes: inductor cannot handle those dtypes as inputs of operators that mutate.
+    One-byte codes and scales go as bytes: inductor cannot handle FP4 and E8M0 as inputs of operators that mutate, and
+    not every collective moves FP8.
     """
-    tensors = [_as_bytes(q.data), _as_bytes(q.scale)]
-    if q.global_scale is not None:
-        tensors.append(q.global_scale)
-    return tensors, f"{q.format} {q.scale_layout}"
+    return _as_bytes(q.data), _as_bytes(q.scale), q.global_scale, f"{q.format} {q.scale_layout}"
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype in (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu) else tensor
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 and tensor.dtype != torch.uint8 else tensor
 
 
-def from_parts(tensors: list[Tensor], kind: str, length: int) -> BlockScaled:
-    """An operand of a product from its parts, scaled axis last and `length` codes long."""
+def parse_kind(kind: str) -> tuple[Format, str]:
+    """The format and the scale layout that `to_parts` names."""
     name, layout = kind.split(" ")
-    spec, (data, scale, *rest) = get_format(name), tensors
-    global_scale, shape = rest[0] if rest else None, (*data.shape[:-1], length)
-    return BlockScaled(data.view(spec.data_dtype), scale.view(spec.scale_dtype), global_scale, name, -1, layout, shape)
+    return get_format(name), layout
+
+
+def stored_length(codes: Sequence[int], kind: str, length: int) -> int:
+    """Codes along the scaled axis of an operand whose codes have this shape and which is `length` long as a whole.
+
+    The bytes alone do not tell (two FP4 codes share one); a piece cut along that axis is shorter than the whole.
+    """
+    return min(length, codes[-1] * parse_kind(kind)[0].codes_per_byte)
+
+
+def from_parts(data: Tensor, scale: Tensor, global_scale: Tensor | None, kind: str, length: int) -> BlockScaled:
+    """An operand of a product from its parts, scaled axis last; length as `stored_length` takes it."""
+    spec, layout = parse_kind(kind)
+    shape = (*data.shape[:-1], stored_length(data.shape, kind, length))
+    data, scale = data.view(spec.data_dtype), scale.view(spec.scale_dtype)
+    return BlockScaled(data, scale, global_scale, spec.name, -1, layout, shape)
 
 
 def has_canonical_strides(q: BlockScaled) -> bool:

@@ -1,4 +1,4 @@
-"""The product operators: an operand crosses the boundary as its tensors and `format layout` as text, scaled axis last.
+"""The product operators. An operand crosses as codes, scales, tensor scale and `format layout`, scaled axis last.
 
 `scaled_mm` is functional; `scaled_mm_add_` adds into an fp32 buffer that the caller owns (gradient accumulation). Both
 bodies select a row, convert scale layouts where the row reads another one, and launch.
@@ -7,7 +7,7 @@ bodies select a row, convert scale layouts where the row reads another one, and 
 import torch
 from torch import Tensor
 
-from ..formats.tensor import BlockScaled, from_parts, has_canonical_strides
+from ..formats.tensor import BlockScaled, from_parts, has_canonical_strides, stored_length
 from ..hardware import capability
 from ..library import define_op, empty
 from ..registry import Request, select
@@ -33,37 +33,93 @@ def _launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *,
 
 
 def product_flops(
-    a: list[list[int]], a_kind: str, b: list[list[int]], b_kind: str, length: int, *rest: object, **named: object
+    a: list[int],
+    a_scale: object,
+    a_global: object,
+    a_kind: str,
+    b: list[int],
+    b_scale: object,
+    b_global: object,
+    b_kind: str,
+    length: int,
+    *rest: object,
+    **named: object,
 ) -> int:
     """2 M N K from the shapes of the codes."""
-    return 2 * a[0][0] * b[0][-2] * length
+    return 2 * a[0] * b[-2] * stored_length(a, a_kind, length)
 
 
-def _allocate(a: list[Tensor], b: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return empty((a[0].shape[0], b[0].shape[0]), dtype, a[0].device)
+def _allocate(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return empty((a.shape[0], b.shape[0]), dtype, a.device)
 
 
 def _fake_scaled_mm(
-    a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_kind: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_kind: str,
+    length: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     return _allocate(a, b, out_dtype)
 
 
 @define_op(fake=_fake_scaled_mm, flops=product_flops)
 def scaled_mm(
-    a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_kind: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_kind: str,
+    length: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """a [M, length] @ b [N, length].mT."""
     out = _allocate(a, b, out_dtype)
-    _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), out, bias, accumulate=False)
+    left = from_parts(a, a_scale, a_global, a_kind, length)
+    right = from_parts(b, b_scale, b_global, b_kind, length)
+    _launch(left, right, out, bias, accumulate=False)
     return out
 
 
-def _fake_scaled_mm_add_(acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int) -> None:
+def _fake_scaled_mm_add_(
+    acc: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_kind: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_kind: str,
+    length: int,
+) -> None:
     return None
 
 
 @define_op(fake=_fake_scaled_mm_add_, flops=lambda acc, *rest, **named: product_flops(*rest), mutates=("acc",))
-def scaled_mm_add_(acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int) -> None:
+def scaled_mm_add_(
+    acc: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_kind: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_kind: str,
+    length: int,
+) -> None:
     """acc += a @ b.mT, in fp32."""
-    _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), acc, None, accumulate=True)
+    left = from_parts(a, a_scale, a_global, a_kind, length)
+    right = from_parts(b, b_scale, b_global, b_kind, length)
+    _launch(left, right, acc, None, accumulate=True)

@@ -36,17 +36,19 @@ def _launch(
     row.launch(a, b, offs, out, bias=bias, accumulate=accumulate)
 
 
-def _allocate(a: list[Tensor], b: list[Tensor], offs: Tensor, dtype: torch.dtype) -> Tensor:
-    left, right = a[0], b[0]
-    grouped_rows = right.dim() == 3
-    shape = (left.shape[0], right.shape[1]) if grouped_rows else (offs.shape[0], left.shape[0], right.shape[0])
-    return empty(shape, dtype, left.device)
+def _allocate(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[0])
+    return empty(shape, dtype, a.device)
 
 
 def _fake_scaled_grouped_mm(
-    a: list[Tensor],
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
     a_kind: str,
-    b: list[Tensor],
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
     b_kind: str,
     length: int,
     offs: Tensor,
@@ -58,9 +60,13 @@ def _fake_scaled_grouped_mm(
 
 @define_op(fake=_fake_scaled_grouped_mm, flops=product_flops)
 def scaled_grouped_mm(
-    a: list[Tensor],
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
     a_kind: str,
-    b: list[Tensor],
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
     b_kind: str,
     length: int,
     offs: Tensor,
@@ -69,19 +75,43 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """m-grouped when b has rank 3, else k-grouped; offs are the unpadded ends either way."""
     out = _allocate(a, b, offs, out_dtype)
-    _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), offs, out, bias, accumulate=False)
+    left = from_parts(a, a_scale, a_global, a_kind, length)
+    right = from_parts(b, b_scale, b_global, b_kind, length)
+    _launch(left, right, offs, out, bias, accumulate=False)
     return out
 
 
 def _fake_scaled_grouped_mm_add_(
-    acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, offs: Tensor
+    acc: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_kind: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_kind: str,
+    length: int,
+    offs: Tensor,
 ) -> None:
     return None
 
 
 @define_op(fake=_fake_scaled_grouped_mm_add_, flops=lambda acc, *rest, **named: product_flops(*rest), mutates=("acc",))
 def scaled_grouped_mm_add_(
-    acc: Tensor, a: list[Tensor], a_kind: str, b: list[Tensor], b_kind: str, length: int, offs: Tensor
+    acc: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_kind: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_kind: str,
+    length: int,
+    offs: Tensor,
 ) -> None:
     """acc += the grouped product, in fp32."""
-    _launch(from_parts(a, a_kind, length), from_parts(b, b_kind, length), offs, acc, None, accumulate=True)
+    left = from_parts(a, a_scale, a_global, a_kind, length)
+    right = from_parts(b, b_scale, b_global, b_kind, length)
+    _launch(left, right, offs, acc, None, accumulate=True)
