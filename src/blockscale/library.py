@@ -1,14 +1,15 @@
 """`define_op`: how an operation becomes a PyTorch operator, in one call.
 
 Schema from the type hints, one body for every device (it selects a kernel from the table), a fake that allocates and
-does nothing else, and a FLOP formula. `Library.define` + `impl` costs about half of `torch.library.custom_op` per call
-and is just as opaque to torch.compile. Autograd lives above the operators, once.
+does nothing else, a FLOP formula, and a sharding rule for DTensor. `Library.define` + `impl` costs about half of
+`torch.library.custom_op` per call and is just as opaque to torch.compile. Autograd lives above the operators, once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,18 +21,37 @@ from . import env
 NAMESPACE = "blockscale"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPERATORS: dict[str, OpOverload] = {}
+SUM = "sum"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to compute an operator in equal pieces, one piece per rank.
+
+    inputs: the dimension along which an argument is cut, by name; arguments that are not named are whole everywhere.
+    outputs: the dimension of each result, None where every rank has all of it, SUM where the pieces are to be added.
+    """
+
+    inputs: Mapping[str, int]
+    outputs: tuple[int | str | None, ...] = ()
+
+
+ShardingRule = Callable[..., Iterable[Cut]]
+SHARDING: dict[str, ShardingRule] = {}
 
 
 def define_op(
     *,
     fake: Callable[..., object],
     flops: Callable[..., int] | None = None,
+    sharding: ShardingRule | None = None,
     mutates: Sequence[str] = (),
 ) -> Callable[[Callable[..., object]], OpOverload]:
     """Decorator: turn a typed function of tensors, strings and numbers into an operator that PyTorch can trace.
 
     fake: the same signature, allocates the outputs and nothing else.  flops: the same signature with shapes in place of
-    tensors.  mutates: names of arguments written in place.
+    tensors.  sharding: the same signature after the number of pieces, gives the cuts that keep the whole's numbers; to
+    compute all of it on every rank is always allowed.  mutates: names of arguments written in place.
     """
 
     def define(body: Callable[..., object]) -> OpOverload:
@@ -45,10 +65,51 @@ def define_op(
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         if flops is not None:
             register_flop_formula(packet)(flops)
+        if sharding is not None:
+            SHARDING[name] = sharding
+            _register_sharding(packet.default, sharding)
         OPERATORS[name] = packet.default
         return packet.default
 
     return define
+
+
+def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
+    """Tell DTensor the cuts of an operator.
+
+    Not deferred: the decorators of torch.compiler have imported DTensor already, and what is missing takes 15 ms.
+    """
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    schema = op._schema  # pyright: ignore[reportPrivateUsage]
+    arguments = {argument.name: str(argument.type) for argument in schema.arguments}
+    results = len(schema.returns)
+
+    def placement(dim: int | str | None) -> Placement:
+        return Shard(dim) if isinstance(dim, int) else Replicate() if dim is None else Partial(SUM)
+
+    @register_sharding(op)
+    def _(*args: object, **named: object) -> list[tuple[list[Placement], list[Placement | None]]]:
+        given = dict(zip(arguments, args, strict=False)) | named
+        tensors = {name for name, value in given.items() if "Tensor" in arguments[name] and value is not None}
+        # all ranks of the mesh: of a mesh with several dimensions any may come to cut the same dimension of a tensor
+        parts = next(given[name] for name in arguments if name in tensors).mesh.size()  # pyright: ignore
+        whole = Cut({}, (None,) * results)
+        return [
+            (
+                [placement(dim) for dim in cut.outputs],
+                [placement(cut.inputs.get(name)) if name in tensors else None for name in given],
+            )
+            for cut in (whole, *rule(parts, **given))
+        ]
+
+    # register_sharding caches by what follows the first integer, and the text in front of it decides as well
+    info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(arguments), needs_pytree=True)
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info  # pyright: ignore[reportPrivateUsage]
 
 
 def _shielded(body: Callable[..., object]) -> Callable[..., object]:

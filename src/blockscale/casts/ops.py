@@ -15,6 +15,7 @@ from ..formats.tensor import BlockScaled, from_parts
 from ..hardware import capability
 from ..library import define_op, empty
 from ..registry import Request, select
+from . import sharding
 
 Buffers = tuple[Tensor, Tensor, Tensor]
 
@@ -58,7 +59,7 @@ def _fake_quantize(
     return _allocate(x, CastPlan.parse(plan), axis, amax, offs)
 
 
-@define_op(fake=_fake_quantize)
+@define_op(fake=_fake_quantize, sharding=sharding.quantize)
 def quantize(
     x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +101,7 @@ def _fake_quantize_both(
     return *outs[0], *outs[1], _allocate_colsum(x, offs, colsum)
 
 
-@define_op(fake=_fake_quantize_both)
+@define_op(fake=_fake_quantize_both, sharding=sharding.quantize_both)
 def quantize_both(
     x: Tensor,
     row: str,
@@ -143,7 +144,7 @@ def _fake_dequantize(
     return empty(_decoded_shape(data, axis, length), dtype, data.device)
 
 
-@define_op(fake=_fake_dequantize)
+@define_op(fake=_fake_dequantize, sharding=sharding.dequantize)
 def dequantize(
     data: Tensor,
     scale: Tensor,

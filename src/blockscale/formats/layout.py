@@ -123,6 +123,30 @@ def _unswizzle(flat: Tensor, rows: int, cols: int) -> Tensor:
     return tiles.permute(order).flatten(-2).flatten(-4, -2)[..., :rows, :cols]
 
 
+# pieces: whether the buffers of equal pieces of an operand are equal pieces of its buffers, byte for byte
+
+
+def cuts_evenly(size: int, parts: int, unit: int = 1) -> bool:
+    """Whether `size` falls into `parts` pieces of whole units."""
+    return size > 0 and size % (parts * unit) == 0
+
+
+def cuts_rows(spec: Format, rows: int, layout: str, parts: int) -> bool:
+    """Whether an operand may be cut along its rows: between tiles, and where no piece would pad its scales."""
+    pads = {"mn_major": 4 * spec.block[0], "blocked": _BLOCKED_ROWS}
+    return cuts_evenly(rows, parts, pads.get(layout, spec.block[0]))
+
+
+def cuts_length(spec: Format, length: int, layout: str, parts: int) -> bool:
+    """Whether an operand may be cut along its scaled axis: between blocks, and where no piece would pad its codes.
+
+    Not when `blocked`: there the pieces of the scales lie within each tile of rows.
+    """
+    along = spec.block[1] * (4 if layout == "grid" else 1)
+    unit = max(along, CODE_ROW_BYTES * spec.codes_per_byte)  # both are powers of two
+    return layout != "blocked" and cuts_evenly(length, parts, unit)
+
+
 # groups
 
 

@@ -4,6 +4,8 @@
 bodies select a row, convert scale layouts where the row reads another one, and launch.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from ..formats.tensor import BlockScaled, from_parts, has_canonical_strides, sto
 from ..hardware import capability
 from ..library import define_op, empty
 from ..registry import Request, select
+from . import sharding
 
 
 def product_options(a: BlockScaled, b: BlockScaled, *, bias: bool, accumulate: bool) -> frozenset[str]:
@@ -49,6 +52,11 @@ def product_flops(
     return 2 * a[0] * b[-2] * stored_length(a, a_kind, length)
 
 
+def accumulated_flops(acc: list[int], *rest: Any, **named: Any) -> int:
+    """The same for a product with a buffer in front."""
+    return product_flops(*rest, **named)
+
+
 def _allocate(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return empty((a.shape[0], b.shape[0]), dtype, a.device)
 
@@ -69,7 +77,7 @@ def _fake_scaled_mm(
     return _allocate(a, b, out_dtype)
 
 
-@define_op(fake=_fake_scaled_mm, flops=product_flops)
+@define_op(fake=_fake_scaled_mm, flops=product_flops, sharding=sharding.scaled_mm)
 def scaled_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -106,7 +114,7 @@ def _fake_scaled_mm_add_(
     return None
 
 
-@define_op(fake=_fake_scaled_mm_add_, flops=lambda acc, *rest, **named: product_flops(*rest), mutates=("acc",))
+@define_op(fake=_fake_scaled_mm_add_, flops=accumulated_flops, sharding=sharding.scaled_mm_add_, mutates=("acc",))
 def scaled_mm_add_(
     acc: Tensor,
     a: Tensor,

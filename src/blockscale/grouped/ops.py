@@ -8,10 +8,11 @@ from torch import Tensor
 
 from ..formats.layout import check_group_ends
 from ..formats.tensor import BlockScaled, from_parts
-from ..gemm.ops import product_flops, product_options
+from ..gemm.ops import accumulated_flops, product_flops, product_options
 from ..hardware import capability
 from ..library import define_op, empty
 from ..registry import Request, select
+from . import sharding
 
 
 def grouped_request(
@@ -58,7 +59,7 @@ def _fake_scaled_grouped_mm(
     return _allocate(a, b, offs, out_dtype)
 
 
-@define_op(fake=_fake_scaled_grouped_mm, flops=product_flops)
+@define_op(fake=_fake_scaled_grouped_mm, flops=product_flops, sharding=sharding.scaled_grouped_mm)
 def scaled_grouped_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -97,7 +98,12 @@ def _fake_scaled_grouped_mm_add_(
     return None
 
 
-@define_op(fake=_fake_scaled_grouped_mm_add_, flops=lambda acc, *rest, **named: product_flops(*rest), mutates=("acc",))
+@define_op(
+    fake=_fake_scaled_grouped_mm_add_,
+    flops=accumulated_flops,
+    sharding=sharding.scaled_grouped_mm_add_,
+    mutates=("acc",),
+)
 def scaled_grouped_mm_add_(
     acc: Tensor,
     a: Tensor,

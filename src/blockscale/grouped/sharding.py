@@ -1,0 +1,56 @@
+"""Along which dimensions grouped products may be computed in pieces. Tensors stand for their shapes here.
+
+Only the rows of the second operand: group ends count the tokens of the whole.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..gemm.sharding import cut_rows
+from ..library import Cut
+
+
+def _columns(b: Tensor) -> int:
+    """The dimension of the result that the rows of b become: [M, N] or [G, N, K]."""
+    return 1 if len(b.shape) == 3 else 2
+
+
+def scaled_grouped_mm(
+    parts: int,
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_kind: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_kind: str,
+    length: int,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Iterator[Cut]:
+    """The rows of b, with the columns of the bias."""
+    if columns := cut_rows(parts, "b", b, b_kind):
+        yield Cut(columns | {"bias": 1}, (_columns(b),))
+
+
+def scaled_grouped_mm_add_(
+    parts: int,
+    acc: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_global: Tensor | None,
+    a_kind: str,
+    b: Tensor,
+    b_scale: Tensor,
+    b_global: Tensor | None,
+    b_kind: str,
+    length: int,
+    offs: Tensor,
+) -> Iterator[Cut]:
+    """The rows of b, the buffer being cut likewise."""
+    if columns := cut_rows(parts, "b", b, b_kind):
+        yield Cut(columns | {"acc": _columns(b)})

@@ -1,0 +1,222 @@
+"""The work of one rank in tests/test_sharding.py: every operator on DTensors, each local piece against the whole's.
+
+In a module of its own because a spawned process imports it by name. Collectives here move bf16, fp32 and bytes only.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+
+import blockscale as bs
+from blockscale.formats import FORMATS, CastSpec, Stochastic
+from blockscale.gemm import exact_mm
+from products import FEW, ONE_D, gaussian, offsets, raw
+
+RANKS = 2
+Case = tuple[str, Callable[[], int]]
+
+
+def is_nvfp4(name: str) -> bool:
+    return FORMATS[name].family == "nvfp4"
+
+
+def spec(name: str, **options: object) -> CastSpec:
+    """A cast that may be cut: NVFP4 gets its maximum, which no piece knows."""
+    return CastSpec(name, amax=torch.tensor(5.0), **options) if is_nvfp4(name) else CastSpec(name, **options)
+
+
+def put(x: Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
+    return distribute_tensor(x, mesh, [Replicate() if dim is None else Shard(dim)])
+
+
+def compare(got: object, want: object, mesh: DeviceMesh) -> int:
+    """Every local tensor has the bytes of its piece of the whole; how many were pieces."""
+    pieces = 0
+    got_leaves, want_leaves = pytree.tree_leaves(got), pytree.tree_leaves(want)
+    for x, y in zip(got_leaves, want_leaves, strict=True):
+        (placement,) = x.placements
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), (x.shape, x.dtype, y.shape, y.dtype)
+        assert not placement.is_partial()
+        if placement.is_shard():
+            size = y.shape[placement.dim] // RANKS
+            y = y.narrow(placement.dim, size * mesh.get_local_rank(), size)
+            pieces += 1
+        assert x.to_local().shape == y.shape, (x.to_local().shape, y.shape)
+        assert torch.equal(raw(x.to_local()), raw(y)), placement
+    return pieces
+
+
+def casts(mesh: DeviceMesh) -> Iterator[Case]:
+    """Every format, layout, axis and cut: shapes whose pieces are aligned, just not aligned, and uneven."""
+
+    def case(x: Tensor, dim: int, recipe: CastSpec, axis: int) -> int:
+        whole = bs.quantize(x, recipe, axis=axis)
+        q = bs.quantize(put(x, mesh, dim), recipe, axis=axis)
+        pieces = compare(q, whole, mesh)
+        return pieces + compare(bs.dequantize(q), bs.dequantize(whole), mesh)
+
+    for shape in ((256, 1024), (72, 288), (7, 33), (2, 64, 96), (3, 40, 48)):
+        x = gaussian(*shape)
+        for name, form in FORMATS.items():
+            for layout in form.layouts:
+                for axis in (-1, -2):
+                    for dim in range(len(shape)):
+                        recipe = spec(name, scale_layout=layout)
+                        label = f"cast {name} {layout} {shape} axis={axis} dim={dim}"
+                        yield label, lambda a=(x, dim, recipe, axis): case(*a)
+
+
+def special_casts(mesh: DeviceMesh) -> Iterator[Case]:
+    """What depends on more than the piece, or on groups within it."""
+    x, batch = gaussian(256, 256), gaussian(4, 64, 256)
+    state, offs = bs.rng_state(3), offsets([40, 0, 100])
+    for dim in (0, 1):
+        for axis in (-1, -2):
+
+            def maximum(dim: int = dim, axis: int = axis) -> int:
+                return compare(
+                    bs.quantize(put(x, mesh, dim), "nvfp4", axis=axis), bs.quantize(x, "nvfp4", axis=axis), mesh
+                )
+
+            def drawn(dim: int = dim, axis: int = axis) -> int:
+                def recipe(state: Tensor) -> CastSpec:
+                    return CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy")
+
+                got = bs.quantize(put(x, mesh, dim), recipe(put(state, mesh, None)), axis=axis)
+                return compare(got, bs.quantize(x, recipe(state), axis=axis), mesh)
+
+            def grouped(dim: int = dim, axis: int = axis) -> int:
+                got = bs.quantize(put(x, mesh, dim), "mxfp8_e4m3", axis=axis, offs=put(offs, mesh, None))
+                return compare(got, bs.quantize(x, "mxfp8_e4m3", axis=axis, offs=offs), mesh)
+
+            def rotated(dim: int = dim, axis: int = axis) -> int:
+                pieces = 0
+                for name in ("mxfp4", "nvfp4"):
+                    whole = bs.quantize(x, spec(name, hadamard=True), axis=axis)
+                    q = bs.quantize(put(x, mesh, dim), spec(name, hadamard=True), axis=axis)
+                    pieces += compare([q, bs.dequantize(q)], [whole, bs.dequantize(whole)], mesh)
+                return pieces
+
+            for test in (maximum, drawn, grouped, rotated):
+                yield f"{test.__name__} axis={axis} dim={dim}", test
+
+    def per_batch(dim: int, amax: Tensor | None) -> int:
+        given = "group" if amax is None else amax
+        sent = "group" if amax is None else put(amax, mesh, None)
+        whole, q = bs.quantize(batch, "nvfp4", amax=given), bs.quantize(put(batch, mesh, dim), "nvfp4", amax=sent)
+        return compare([q, bs.dequantize(q)], [whole, bs.dequantize(whole)], mesh)
+
+    for dim in range(3):
+        for amax in (None, torch.tensor([3.0, 4.0, 5.0, 6.0])):
+            yield f"maxima per batch, given={amax is not None} dim={dim}", lambda a=(dim, amax): per_batch(*a)
+
+    def both(name: str, dim: int, colsum: bool) -> int:
+        wide = gaussian(256, 256)
+        want = bs.quantize_both(wide, spec(name), spec(name), colsum=colsum)
+        return compare(bs.quantize_both(put(wide, mesh, dim), spec(name), spec(name), colsum=colsum), want, mesh)
+
+    for name in FORMATS:
+        for dim in (0, 1):
+            for colsum in (False, True):
+                yield f"both {name} dim={dim} colsum={colsum}", lambda a=(name, dim, colsum): both(*a)
+
+
+def products(mesh: DeviceMesh) -> Iterator[Case]:
+    """Cut along M, along N, along both (one is then gathered), along K, and where pieces are not aligned."""
+
+    def case(pair: tuple[str, str], m: int, k: int, dims: tuple[int | None, int | None], layout: str | None) -> int:
+        x, w, bias = gaussian(m, k), gaussian(m, k, seed=1), gaussian(m, seed=2)
+        a, b = (bs.quantize(t, spec(name, scale_layout=layout)) for t, name in zip((x, w), pair, strict=True))
+        da, db = (
+            bs.quantize(put(t, mesh, dim), spec(name, scale_layout=layout))
+            for t, dim, name in zip((x, w), dims, pair, strict=True)
+        )
+        pieces = compare(bs.scaled_mm(da, db), bs.scaled_mm(a, b), mesh)
+        got = bs.scaled_mm(da, db, torch.float32, bias=put(bias, mesh, None))
+        pieces += compare(got, bs.scaled_mm(a, b, torch.float32, bias=bias), mesh)
+        plain = bs.scaled_mm(da, db, torch.float32)
+        if dims[0] != 1:
+            return pieces + compare(plain, bs.scaled_mm(a, b, torch.float32), mesh)
+        # pieces of K are added in another order
+        pieces += plain.placements[0].is_partial()
+        torch.testing.assert_close(plain.full_tensor(), exact_mm(a, b).float(), rtol=1e-5, atol=1e-3)
+        return pieces
+
+    for pair in FEW:
+        for dims in ((0, None), (None, 0), (0, 0), (1, 1), (1, None)):
+            # whole tiles of rows, and 4 tiles to a piece of K, is what the grid of tiles takes
+            for m, k in ((256, 1024) if "fp8_128x128" in pair else (32, 256), (40, 80)):
+                yield f"product {pair} {m}x{k} {dims}", lambda a=(pair, m, k, dims, None): case(*a)
+        if FORMATS[pair[0]].layouts == FORMATS[pair[1]].layouts:
+            for layout in FORMATS[pair[0]].layouts[1:]:
+                yield f"product {pair} {layout}", lambda a=(pair, 256, 128, (0, None), layout): case(*a)
+
+    def accumulated(pair: tuple[str, str], dim: int) -> int:
+        x, w, acc = gaussian(256, 64), gaussian(256, 64, seed=1), gaussian(256, 256, seed=2).float()
+        sent, cut = put(acc.clone(), mesh, dim), (0, None) if dim == 0 else (None, 0)
+        a, b = (bs.quantize(t, spec(name)) for t, name in zip((x, w), pair, strict=True))
+        da, db = (bs.quantize(put(t, mesh, d), spec(n)) for t, d, n in zip((x, w), cut, pair, strict=True))
+        bs.scaled_mm(da, db, accumulate=sent)
+        return compare(sent, bs.scaled_mm(a, b, accumulate=acc), mesh)
+
+    for pair in FEW:
+        for dim in (0, 1):
+            yield f"accumulated {pair} dim={dim}", lambda a=(pair, dim): accumulated(*a)
+
+
+def grouped_products(mesh: DeviceMesh) -> Iterator[Case]:
+    def m_grouped(name: str, n: int) -> int:
+        x, w, bias, offs = gaussian(64, 96), gaussian(3, n, 96, seed=1), gaussian(3, n), offsets([20, 0, 30])
+        a, b = bs.quantize(x, spec(name)), bs.quantize(w, spec(name))
+        da, db = bs.quantize(put(x, mesh, None), spec(name)), bs.quantize(put(w, mesh, 1), spec(name))
+        ends = put(offs, mesh, None)
+        pieces = compare(bs.scaled_grouped_mm(da, db, ends), bs.scaled_grouped_mm(a, b, offs), mesh)
+        got = bs.scaled_grouped_mm(da, db, ends, bias=put(bias, mesh, None))
+        pieces += compare(got, bs.scaled_grouped_mm(a, b, offs, bias=bias), mesh)
+        if n % 8 == 0:
+            acc = torch.ones(64, n)
+            sent = put(acc.clone(), mesh, 1)
+            bs.scaled_grouped_mm(da, db, ends, accumulate=sent)
+            pieces += compare(sent, bs.scaled_grouped_mm(a, b, offs, accumulate=acc), mesh)
+        return pieces
+
+    def k_grouped(name: str) -> int:
+        x, w, offs = gaussian(64, 256), gaussian(64, 128, seed=1), offsets([20, 0, 30])
+        ends, recipe = put(offs, mesh, None), spec(name)
+        a, b = (bs.quantize(t, recipe, axis=-2, offs=offs).mT for t in (x, w))
+        da, db = (bs.quantize(put(t, mesh, 1), recipe, axis=-2, offs=ends).mT for t in (x, w))
+        return compare(bs.scaled_grouped_mm(da, db, ends), bs.scaled_grouped_mm(a, b, offs), mesh)
+
+    for name in ONE_D:
+        yield f"m-grouped {name}", lambda name=name: m_grouped(name, 64)
+        yield f"m-grouped {name} not aligned", lambda name=name: m_grouped(name, 7)
+        yield f"k-grouped {name}", lambda name=name: k_grouped(name)
+
+
+def run(rank: int, folder: str) -> None:
+    """All cases on one rank; writes {case: number of pieces, or the error}."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    results: dict[str, int | str] = {}
+    # it sums in an order that does not depend on the number of rows
+    with bs.use_backend(gemm="reference", m_grouped="reference", k_grouped="reference"):
+        for kind in (casts, special_casts, products, grouped_products):
+            for label, test in kind(mesh):
+                try:
+                    results[label] = test()
+                except Exception:  # every rank goes on, so that no collective waits for a rank that stopped
+                    results[label] = traceback.format_exc(limit=-3)
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()

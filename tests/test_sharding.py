@@ -1,0 +1,255 @@
+"""Operators on DTensors: where cuts are offered, where they are refused, and that every piece has the whole's bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import blockscale as bs
+from blockscale import library, rng_state
+from blockscale.formats import FORMATS, CastSpec, Stochastic
+from products import gaussian, offsets
+
+if not dist.is_available():
+    pytest.skip("this torch was built without distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from sharded import RANKS, run, spec
+
+WHOLE = "R"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    """Four ranks of which only this one exists: placements are real, what collectives return is not."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (4,))
+
+
+def put(x: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
+    return distribute_tensor(x, mesh, [Replicate() if dim is None else Shard(dim)])
+
+
+def where(*tensors: torch.Tensor) -> str:
+    """Placements as text: S0 is cut along dimension 0, R is whole, P is to be summed."""
+    short = {"Shard": "S", "Replicate": "R", "Partial": "P"}
+    placements = [placement for tensor in tensors for placement in tensor.placements]
+    return " ".join(short[type(p).__name__] + (str(p.dim) if isinstance(p, Shard) else "") for p in placements)
+
+
+def test_every_operator_has_a_rule():
+    assert set(library.SHARDING) == set(library.OPERATORS), "give the new operator a sharding rule"
+
+
+# ---- casts ---------------------------------------------------------------------------------------------------------
+
+
+CUT = [
+    # format, layout, shape, axis, dimension cut -> where codes and scales are
+    ("mxfp8_e4m3", "plain", (8, 32), -1, 0, "S0 S0"),
+    ("mxfp8_e4m3", "plain", (8, 128), -1, 1, "S1 S1"),
+    ("mxfp8_e4m3", "plain", (128, 8), -2, 0, "S0 S0"),
+    ("mxfp8_e4m3", "plain", (32, 8), -2, 1, "S1 S1"),
+    ("mxfp8_e4m3", "blocked", (512, 32), -1, 0, "S0 S0"),
+    ("mxfp8_e4m3", "blocked", (32, 512), -2, 1, "S1 S0"),
+    ("mxfp4", "plain", (8, 128), -1, 1, "S1 S1"),
+    ("nvfp4", "plain", (8, 128), -1, 1, "S1 S1"),
+    ("nvfp4_16x16", "plain", (64, 16), -1, 0, "S0 S0"),
+    ("fp8_1x128", "mn_major", (16, 128), -1, 0, "S0 S0"),
+    ("fp8_1x128", "mn_major", (16, 512), -1, 1, "S1 S1"),
+    ("fp8_1x128", "plain", (4, 128), -1, 0, "S0 S0"),
+    ("fp8_128x128", "grid", (512, 128), -1, 0, "S0 S0"),
+    ("fp8_128x128", "grid", (128, 2048), -1, 1, "S1 S1"),
+    ("fp8_128x128", "plain", (128, 512), -1, 1, "S1 S1"),
+    ("mxfp8_e4m3", "plain", (4, 3, 5), -1, 0, "S0 S0"),
+    ("fp8_1x128", "mn_major", (8, 3, 5), -2, 0, "S0 S0"),
+    ("mxfp8_e4m3", "blocked", (4, 3, 5), -1, 0, "S0 S0"),
+]
+# of shapes that may not be cut along the other dimension either, which DTensor would choose rather than gather
+REFUSED = [
+    ("mxfp8_e4m3", "plain", (6, 32), -1, 0),  # uneven
+    ("mxfp8_e4m3", "plain", (8, 96), -1, 1),  # a block would be split
+    ("mxfp8_e4m3", "plain", (8, 64), -1, 1),  # and here
+    ("mxfp8_e4m3", "blocked", (256, 32), -1, 0),  # 64 rows of a tile of 128
+    ("mxfp8_e4m3", "blocked", (64, 512), -1, 1),  # scales of a piece do not lie together
+    ("nvfp4", "plain", (8, 64), -1, 1),  # 16 codes are half of a row of 16 bytes
+    ("nvfp4_16x16", "plain", (32, 16), -1, 0),  # 8 rows of a tile of 16
+    ("fp8_1x128", "mn_major", (8, 128), -1, 0),  # each piece would pad its 2 rows to 4
+    ("fp8_128x128", "grid", (256, 128), -1, 0),  # 64 rows of a tile of 128
+    ("fp8_128x128", "grid", (128, 512), -1, 1),  # each piece would pad its block to 4
+    ("mxfp8_e4m3", "plain", (6, 3, 5), -1, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "shape", "axis", "dim", "want"), CUT)
+def test_casts_that_are_cut(mesh, name, layout, shape, axis, dim, want):
+    q = bs.quantize(put(gaussian(*shape), mesh, dim), spec(name, scale_layout=layout), axis=axis)
+    assert where(q.data, q.scale) == want
+    if q.global_scale is not None:
+        assert where(q.global_scale) == WHOLE
+    if dim == len(shape) - 3 - axis or len(shape) == 3:  # rows and batches come back as they went
+        assert where(bs.dequantize(q)) == f"S{dim}"
+
+
+@pytest.mark.parametrize(("name", "layout", "shape", "axis", "dim"), REFUSED)
+def test_casts_that_are_gathered(mesh, name, layout, shape, axis, dim):
+    q = bs.quantize(put(gaussian(*shape), mesh, dim), spec(name, scale_layout=layout), axis=axis)
+    assert where(q.data, q.scale) == "R R"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_needs_the_whole_is_gathered(mesh, dim):
+    x = put(gaussian(512, 512), mesh, dim)
+    state, offs = put(rng_state(1), mesh, None), put(offsets([3, 0, 30]), mesh, None)
+    drawn = CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy")
+    for q in (bs.quantize(x, "nvfp4"), bs.quantize(x, drawn), bs.quantize(x, "mxfp8_e4m3", offs=offs, axis=-2)):
+        assert where(q.data, q.scale) == "R R"
+
+
+def test_maxima_per_batch_are_cut_with_it(mesh):
+    x = gaussian(4, 8, 128)
+    for amax in ("group", put(torch.ones(4), mesh, None)):
+        q = bs.quantize(put(x, mesh, 0), "nvfp4", amax=amax)
+        assert where(q.data, q.scale, q.global_scale, bs.dequantize(q)) == "S0 S0 S0 S0"
+    q = bs.quantize(put(x, mesh, 1), "nvfp4", amax="group")
+    assert where(q.data, q.scale, q.global_scale) == "R R R"
+
+
+def test_both_operands(mesh):
+    x = gaussian(512, 512)
+    for name in FORMATS:
+        row, col = bs.quantize_both(put(x, mesh, 0), spec(name), spec(name))
+        want = "R R R R" if name == "fp8_128x128" else "S0 S0 S0 S0"  # of which a piece would pad its one column tile
+        assert where(row.data, row.scale, col.data, col.scale) == want, name
+    _, _, total = bs.quantize_both(put(x, mesh, 1), "mxfp8_e4m3", "mxfp8_e4m3", colsum=True)
+    assert where(total) == "S0"
+    # DTensor may turn to another cut, so leave it none: 16 columns are half a block
+    x = gaussian(512, 64)
+    row, _ = bs.quantize_both(put(x, mesh, 0), "mxfp8_e4m3", "mxfp8_e4m3")
+    assert where(row.data) == "S0"
+    row, _, total = bs.quantize_both(put(x, mesh, 0), "mxfp8_e4m3", "mxfp8_e4m3", colsum=True)
+    assert where(row.data, total) == "R R"
+
+
+def test_plans_are_not_confused(mesh):
+    """The same tensor cast in turn to every format: DTensor caches by arguments, and the plan is one."""
+    x = put(gaussian(512, 512), mesh, 0)
+    for _ in range(2):
+        for name in FORMATS:
+            whole = bs.quantize(gaussian(512, 512), spec(name))
+            q = bs.quantize(x, spec(name))
+            assert (q.data.dtype, q.data.shape, q.scale.shape) == (
+                whole.data.dtype,
+                whole.data.shape,
+                whole.scale.shape,
+            )
+            blocked = "blocked" in FORMATS[name].layouts
+            assert where(bs.quantize(x, spec(name, scale_layout="blocked" if blocked else "plain")).data) == "S0"
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+def operands(mesh: DeviceMesh, dims: tuple[int | None, int | None], pair: tuple[str, str] = ("mxfp8_e4m3",) * 2):
+    return [bs.quantize(put(gaussian(512, 512), mesh, dim), spec(name)) for dim, name in zip(dims, pair, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "pair", [("mxfp8_e4m3",) * 2, ("fp8_1x128", "fp8_128x128"), ("mxfp4",) * 2, ("nvfp4",) * 2], ids="@".join
+)
+def test_products_are_cut_along_rows_and_columns(mesh, pair):
+    assert where(bs.scaled_mm(*operands(mesh, (0, None), pair))) == "S0"
+    assert where(bs.scaled_mm(*operands(mesh, (None, 0), pair))) == "S1"
+    assert where(bs.scaled_mm(*operands(mesh, (None, None), pair))) == "R"
+    bias = put(gaussian(512), mesh, 0)
+    assert where(bs.scaled_mm(*operands(mesh, (None, 0), pair), bias=bias)) == "S1"
+
+
+def test_only_fp32_products_are_cut_along_the_contraction(mesh):
+    a, b = operands(mesh, (1, 1))
+    assert where(bs.scaled_mm(a, b, torch.float32)) == "P"
+    assert where(bs.scaled_mm(a, b)) != "P"
+    assert where(bs.scaled_mm(a, b, torch.float32, bias=put(gaussian(512), mesh, None))) != "P"
+
+
+def test_accumulators_stay_where_they_are(mesh):
+    for dims, dim in (((0, None), 0), ((None, 0), 1), ((None, None), None)):
+        acc = put(torch.zeros(512, 512), mesh, dim)
+        assert bs.scaled_mm(*operands(mesh, dims), accumulate=acc) is acc
+        assert acc.placements == ((Replicate() if dim is None else Shard(dim)),)
+    # pieces of 1 row have no scales of their own in this layout, and the buffer cannot be gathered
+    q = bs.quantize(put(gaussian(4, 128), mesh, None), "fp8_1x128")
+    with pytest.raises(RuntimeError, match=r"in-?place|placement"):
+        bs.scaled_mm(q, q, accumulate=put(torch.zeros(4, 4), mesh, 0))
+
+
+def test_tensors_and_dtensors_do_not_mix(mesh):
+    a, b = operands(mesh, (0, None))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        bs.scaled_mm(a, bs.quantize(gaussian(512, 512), "mxfp8_e4m3"))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        bs.scaled_mm(a, b, bias=gaussian(512))
+
+
+def test_grouped_products_are_cut_along_columns(mesh):
+    ends, x = put(offsets([3, 0, 30]), mesh, None), put(gaussian(64, 128), mesh, None)
+    a, b = bs.quantize(x, "mxfp8_e4m3"), bs.quantize(put(gaussian(3, 64, 128), mesh, 1), "mxfp8_e4m3")
+    assert where(bs.scaled_grouped_mm(a, b, ends)) == "S1"
+    acc = put(torch.zeros(64, 64), mesh, 1)
+    assert where(bs.scaled_grouped_mm(a, b, ends, accumulate=acc)) == "S1"
+    rows = bs.quantize(put(gaussian(64, 128), mesh, 0), "mxfp8_e4m3")
+    assert where(rows.data) == "S0"
+    assert where(bs.scaled_grouped_mm(rows, b, ends)) == "S1"
+
+
+# ---- meshes, builds ------------------------------------------------------------------------------------------------
+
+
+def test_meshes_of_two_dimensions():
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(gaussian(16, 512), mesh, [Shard(0), Replicate()])
+    w = distribute_tensor(gaussian(512, 512), mesh, [Replicate(), Shard(0)])
+    a, b = bs.quantize(x, "fp8_1x128"), bs.quantize(w, "fp8_128x128")
+    assert where(a.data, a.scale) == "S0 R S0 R"
+    assert where(b.data, b.scale) == "R S0 R S0"
+    assert where(bs.scaled_mm(a, b)) == "S0 S1"
+    # both dimensions of the mesh could come to cut the 8 rows, into pieces of 2
+    q = bs.quantize(distribute_tensor(gaussian(8, 128), mesh, [Shard(0), Replicate()]), "fp8_1x128")
+    assert where(q.data, q.scale) == "R R R R"
+
+
+def test_a_build_without_distributed_still_imports():
+    code = "import torch; torch.distributed.is_available = lambda: False; import blockscale as bs; bs.quantize"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pieces_have_the_bytes_of_the_whole(tmp_path):
+    """Two real ranks; see tests/sharded.py."""
+    torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=RANKS)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    for result in results:
+        wrong = {label: error for label, error in result.items() if isinstance(error, str)}
+        assert not wrong, f"{len(wrong)} of {len(result)} wrong, first: {next(iter(wrong.items()))}"
+    assert results[0] == results[1]  # the same cuts everywhere
+    assert len(results[0]) > 500
+    assert sum(pieces > 0 for pieces in results[0].values()) > 250
