@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,11 +94,11 @@ def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
         return Shard(dim) if isinstance(dim, int) else Replicate() if dim is None else Partial(SUM)
 
     @register_sharding(op)
-    def _(*args: object, **named: object) -> list[tuple[list[Placement], list[Placement | None]]]:
-        given = dict(zip(arguments, args, strict=False)) | named
+    def _(*args: Any, **named: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+        given: dict[str, Any] = dict(zip(arguments, args, strict=False)) | named
         tensors = {name for name, value in given.items() if "Tensor" in arguments[name] and value is not None}
         # all ranks of the mesh: of a mesh with several dimensions any may come to cut the same dimension of a tensor
-        parts = next(given[name] for name in arguments if name in tensors).mesh.size()  # pyright: ignore
+        parts = next(given[name] for name in arguments if name in tensors).mesh.size()
         whole = Cut({}, (None,) * results)
         return [
             (
