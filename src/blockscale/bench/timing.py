@@ -1,0 +1,176 @@
+"""How long a call takes.
+
+On a GPU a slice is a CUDA graph of many calls that cycle through input sets, replayed between two events: the host is
+out of the measurement and inputs come from memory, not from L2. Variants are timed in turns, round by round, so that a
+drifting clock hits all of them alike. Where a call cannot be captured its slice is launched between events instead; on
+a CPU torch.utils.benchmark times it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.benchmark import Timer
+
+Call = Callable[[], object]
+MOST_CALLS = 200
+HOST_CALLS = 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call: the median over rounds and its quartiles; method: graph, events, host or cpu."""
+
+    us: float
+    low: float
+    high: float
+    method: str
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Calls that are timed as one. `start` launches them; what it returns waits and gives microseconds per call."""
+
+    start: Callable[[], Callable[[], float]]
+    method: str
+
+
+def summarise(samples: Sequence[float], method: str) -> Timing:
+    """Median and quartiles of one figure per round.
+
+    >>> summarise([1.0, 2.0, 3.0, 4.0, 100.0], "cpu")
+    Timing(us=3.0, low=2.0, high=4.0, method='cpu', rounds=5)
+    """
+    if len(samples) == 1:
+        return Timing(samples[0], samples[0], samples[0], method, 1)
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(middle, low, high, method, len(samples))
+
+
+def input_sets(bytes_per_set: int, device: torch.device) -> int:
+    """How many input sets to cycle through so that none is found in L2: four times its size, three sets at least.
+
+    One set that is sixteen times as large as L2 evicts itself.
+    """
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return sets_for(bytes_per_set, cache)
+
+
+def sets_for(bytes_per_set: int, cache: int) -> int:
+    """The arithmetic of `input_sets`.
+
+    >>> [sets_for(mb << 20, 50 << 20) for mb in (1, 56, 256, 1024)]
+    [200, 4, 3, 1]
+    """
+    return 1 if bytes_per_set >= 16 * cache else max(3, math.ceil(4 * cache / max(1, bytes_per_set)))
+
+
+def measure(
+    slices: Mapping[str, Slice], *, rounds: int, sample: Callable[[], None] = lambda: None
+) -> dict[str, Timing]:
+    """Time all slices in turns. `sample` is called once a round, while the device is busy; round 0 is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in slices}
+    for number in range(rounds + 1):
+        waiting = {name: slice.start() for name, slice in slices.items()}
+        if number:
+            sample()
+        for name, wait in waiting.items():
+            us = wait()
+            if number:
+                found[name].append(us)
+    return {name: summarise(samples, slices[name].method) for name, samples in found.items()}
+
+
+def prepare(calls: Sequence[Call], device: torch.device, *, seconds: float, host: bool = False) -> Slice:
+    """A slice of about that many seconds that cycles through `calls`, one per input set.
+
+    host: time what the host spends per call, without waiting for the device.
+    """
+    for call in (*calls, *calls):  # compiles, tunes, fills caches
+        call()
+    if host:
+        return _host_slice(calls, device)
+    count = _calls_in(seconds, calls, device)
+    if device.type != "cuda":
+        return _cpu_slice(calls, count)
+    try:
+        return _graph_slice(calls, count)
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return _events_slice(lambda: _cycle(calls, count), count, "events")
+
+
+def _cycle(calls: Sequence[Call], count: int) -> None:
+    """Outputs stay alive for one turn through the sets: a kernel that writes to the same place each time finds its
+    lines in L2."""
+    alive: deque[object] = deque(maxlen=len(calls))
+    for index in range(count):
+        alive.append(calls[index % len(calls)]())
+
+
+def _calls_in(seconds: float, calls: Sequence[Call], device: torch.device) -> int:
+    """How many calls fill a slice: whole turns through the sets."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    _cycle(calls, len(calls))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    turn = max(time.perf_counter() - started, 1e-7)
+    return len(calls) * max(1, min(math.ceil(seconds / turn), MOST_CALLS // len(calls)))
+
+
+def _graph_slice(calls: Sequence[Call], count: int) -> Slice:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _cycle(calls, count)
+    return _events_slice(graph.replay, count, "graph")
+
+
+def _events_slice(run: Callable[[], None], count: int, method: str) -> Slice:
+    def start() -> Callable[[], float]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+
+        def wait() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) * 1e3 / count
+
+        return wait
+
+    return Slice(start, method)
+
+
+def _cpu_slice(calls: Sequence[Call], count: int) -> Slice:
+    timer = Timer("cycle(calls, count)", globals={"cycle": _cycle, "calls": calls, "count": count})
+
+    def start() -> Callable[[], float]:
+        us = timer.timeit(1).median * 1e6 / count
+        return lambda: us
+
+    return Slice(start, "cpu")
+
+
+def _host_slice(calls: Sequence[Call], device: torch.device) -> Slice:
+    """Seconds until the last call has returned; the plain clock, since the one of torch waits for the device."""
+    turns = {"cycle": _cycle, "calls": calls, "count": HOST_CALLS}
+    timer = Timer("cycle(calls, count)", globals=turns, timer=time.perf_counter)
+
+    def start() -> Callable[[], float]:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        us = timer.timeit(1).median * 1e6 / HOST_CALLS
+        return lambda: us
+
+    return Slice(start, "host" if device.type == "cuda" else "cpu")
