@@ -14,7 +14,7 @@ pytest.importorskip("tyro", reason="the command line needs tyro, which is not in
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
 from blockscale.bench import store
-from blockscale.bench.suites import casts
+from blockscale.bench.suites import fused
 from blockscale.cli.main import main
 
 
@@ -27,7 +27,7 @@ def test_casts_on_a_cpu_say_what_they_are_and_store(tmp_path: Path, capsys: pyte
     assert bench("casts", "--device", "cpu", "--only", "fp8_1x128 axis", "--json", str(path)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "times the reference on a CPU" in text
-    assert "swiglu_quantize_both does not exist yet" in text or not casts.missing_fusions()
+    assert "swiglu_quantize_both does not exist yet" in text or not fused.missing()
     assert [row.case for row in store.read(path)] == ["fp8_1x128 axis -1 256x512", "fp8_1x128 axis -2 256x512"]
 
 

@@ -10,11 +10,11 @@ import torch
 
 from blockscale import dequantize, quantize
 from blockscale.bench import harness, peers, store, telemetry
-from blockscale.bench.suites import casts, dispatch
+from blockscale.bench.suites import casts, common, dispatch
 from blockscale.hardware import has_cpp_compiler
 
 CPU = torch.device("cpu")
-EXTENT = casts.extent(CPU)
+EXTENT = common.extent(CPU)
 BUDGET = harness.Budget(rounds=1, seconds=1e-4)
 WHERE = store.where(CPU, "0.1.0", "test")
 
@@ -129,7 +129,7 @@ def test_other_casts_are_told_apart():
 @pytest.mark.skipif(not has_cpp_compiler(), reason="torch.compile needs a C++ compiler")
 def test_the_plain_cast_compiles_in_one_piece():
     x = torch.randn(256, 512, dtype=torch.bfloat16)
-    found = peers.casts("mxfp8_e4m3", (-1, -2), x.numel(), frozenset({"compile"}))["compile"]
+    found = peers.casts("mxfp8_e4m3", (-1, -2), x.numel(), frozenset({"compile"}), compiling=True)["compile"]
     assert isinstance(found, peers.Peer)
     row, col = found.view(found.run(x))
     assert harness.closeness_db(quantize(x, "mxfp8_e4m3"), row) > 40

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench_rows import suite
-from blockscale.bench import report
+from blockscale.bench import picture, report
 
 ROOT = Path(__file__).parents[2]
 PAGE = """before
@@ -51,9 +51,9 @@ def test_pages_are_rewritten_once(tmp_path: Path):
 def test_the_picture_is_the_same_every_time(tmp_path: Path):
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed")
     for name in ("one.svg", "two.svg"):
-        report.draw(suite(), tmp_path / name)
+        picture.draw(suite(), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-    report.draw(suite(), tmp_path / "picture.png")
+    picture.draw(suite(), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -104,6 +104,7 @@ def test_graphs_on_a_gpu():
     assert found["one"].method == found["two"].method == "graph"
     assert found["syncs"].method == "events"
     assert 1.5 < found["two"].us / found["one"].us < 2.5
+    assert torch.randn(8, device=device).isfinite().all()  # a failed capture would have broken the generator
 
 
 @pytest.mark.gpu

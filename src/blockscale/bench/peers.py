@@ -24,19 +24,24 @@ Parts = tuple[Tensor, ...]
 _FP4_MIDPOINTS = (0.25, 0.74999994, 1.25, 1.7499999, 2.5, 3.4999998, 5.0)
 # torchao's kernels address with 32 bits
 _TORCHAO_MOST = 2**31
+# plain torch keeps several fp32 copies of its input
+_EAGER_MOST = 2**29
+_NOT_COMPILED = "not run: compiled at other shapes only"
 
 
 @dataclass(frozen=True)
 class Peer:
     """Another way to the same result. `view` turns its output into what ours returns, outside of the timing.
 
-    compared: False for a yardstick that computes something else.
+    compared: False for a yardstick that computes something else.  gate_db: how close it must come to count as the same
+    cast; None takes what the format allows.
     """
 
     run: Callable[..., Any]
     view: Callable[[Any], object] = lambda output: output
     note: str = ""
     compared: bool = True
+    gate_db: float | None = None
 
 
 def as_operands(format: str, parts: tuple[Parts, ...]) -> tuple[BlockScaled, ...]:
@@ -101,8 +106,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def casts(format: str, axes: tuple[int, ...], x_numel: int, names: frozenset[str]) -> Mapping[str, Peer | str]:
-    """The named peers of a cast along those axes, called with x and, for NVFP4, its maximum; a string says why not."""
+def casts(
+    format: str, axes: tuple[int, ...], x_numel: int, names: frozenset[str], *, compiling: bool
+) -> Mapping[str, Peer | str]:
+    """The named peers of a cast along those axes, called with x and, for NVFP4, its maximum; a string says why not.
+
+    compiling: whether peers that have to be compiled take part.
+    """
 
     def plain(x: Tensor, amax: Tensor | None = None) -> tuple[Parts, ...]:
         return tuple(plain_cast(x, format, axis, amax) for axis in axes)
@@ -112,32 +122,47 @@ def casts(format: str, axes: tuple[int, ...], x_numel: int, names: frozenset[str
 
     found: dict[str, Peer | str] = {}
     if "eager" in names:
-        found["eager"] = Peer(plain, view) if x_numel <= 2**29 else "too much memory"
+        found["eager"] = Peer(plain, view) if x_numel <= _EAGER_MOST else "not run: takes too much memory"
     if "compile" in names:
-        found["compile"] = Peer(compiled(plain), view)
+        found["compile"] = Peer(compiled(plain), view) if compiling else _NOT_COMPILED
     if "torchao" in names:
-        found["torchao"] = _torchao_peer(format, axes, x_numel, view)
+        found["torchao"] = _torchao_peer(format, axes, x_numel, view, compiling=compiling)
     return found
 
 
 # torchao
 
 
-def _torchao_peer(format: str, axes: tuple[int, ...], x_numel: int, view: Callable[[Any], object]) -> Peer | str:
+def _torchao_peer(
+    format: str, axes: tuple[int, ...], x_numel: int, view: Callable[[Any], object], *, compiling: bool
+) -> Peer | str:
     if x_numel >= _TORCHAO_MOST:
-        return "its offsets are 32-bit"
+        return "not run: its offsets are 32-bit"
     try:
-        pairs = [_torchao_cast(format, axis) for axis in axes]
+        found = [_torchao_cast(format, axis) for axis in axes]
     except ImportError as error:
         return f"not importable: {error}"
     except LookupError as error:
         return str(error.args[0])
-    notes = ", ".join(dict.fromkeys(note for _, note in pairs))
-    return Peer(lambda x, amax=None: tuple(cast(x, amax) for cast, _ in pairs), view, notes)
+    names = ", ".join(cast.name for cast in found)
+    if any(cast.compiled for cast in found):
+        if not compiling:
+            return _NOT_COMPILED
+        names += ", compiled"
+    return Peer(lambda x, amax=None: tuple(cast.run(x, amax) for cast in found), view, names)
 
 
-def _torchao_cast(format: str, axis: int) -> tuple[Callable[[Tensor, Tensor | None], Parts], str]:
-    """torchao's fastest cast of that kind for this device and what it is called; LookupError where it has none."""
+@dataclass(frozen=True)
+class _Cast:
+    """One of torchao's casts, called with x and a tensor maximum or None."""
+
+    name: str
+    run: Callable[[Tensor, Tensor | None], Parts]
+    compiled: bool = False
+
+
+def _torchao_cast(format: str, axis: int) -> _Cast:
+    """torchao's fastest cast of that kind for this device; LookupError where it has none."""
     if format == "fp8_1x128":
         return _torchao_fp8_rows(axis)
     if format == "fp8_128x128":
@@ -153,17 +178,18 @@ def _torchao(module: str) -> Any:
     return importlib.import_module(f"torchao.prototype.{module}")
 
 
-def _torchao_fp8_rows(axis: int) -> tuple[Callable[[Tensor, Tensor | None], Parts], str]:
+def _torchao_fp8_rows(axis: int) -> _Cast:
     name = "triton_fp8_blockwise_act_quant" + ("_lhs" if axis == -1 else "_transposed_lhs")
     cast = getattr(_torchao("blockwise_fp8_training.kernels"), name)
-    return (lambda x, amax: cast(x)), name
+    return _Cast(name, lambda x, amax: cast(x))
 
 
-def _torchao_fp8_tiles(axis: int) -> tuple[Callable[[Tensor, Tensor | None], Parts], str]:
+def _torchao_fp8_tiles(axis: int) -> _Cast:
     """Matrices go to the casts of the dense layer, whose results are column-major views; experts to DeepGEMM's."""
-    dense = "triton_fp8_blockwise_weight_quant" + ("_transposed_rhs" if axis == -1 else "_rhs")
-    grouped = "triton_fp8_blockwise_weight_quant_grouped" + ("_transposed_rhs" if axis == -1 else "_rhs") + "_deepgemm"
-    cast = getattr(_torchao("blockwise_fp8_training.kernels"), dense)
+    side = "_transposed_rhs" if axis == -1 else "_rhs"
+    name = f"triton_fp8_blockwise_weight_quant{side}"
+    cast = getattr(_torchao("blockwise_fp8_training.kernels"), name)
+    grouped = f"triton_fp8_blockwise_weight_quant_grouped{side}_deepgemm"
     cast_experts = getattr(_torchao("blockwise_fp8_training.deepgemm_quant"), grouped)
 
     def run(x: Tensor, amax: Tensor | None) -> Parts:
@@ -172,10 +198,10 @@ def _torchao_fp8_tiles(axis: int) -> tuple[Callable[[Tensor, Tensor | None], Par
         codes, scale = cast(x)
         return codes.mT, scale.mT
 
-    return run, dense + " (matrices), " + grouped + " (experts)"
+    return _Cast(f"{name} (experts: grouped, deepgemm)", run)
 
 
-def _torchao_mxfp8(axis: int) -> tuple[Callable[[Tensor, Tensor | None], Parts], str]:
+def _torchao_mxfp8(axis: int) -> _Cast:
     """Its Triton casts exist from sm_100 on; elsewhere its own layers compile `to_mx`."""
     if torch.cuda.is_available() and capability("cuda").sm >= 100:
         name = "triton_to_mxfp8_dim0" if axis == -1 else "triton_to_mxfp8_dim1"
@@ -185,7 +211,7 @@ def _torchao_mxfp8(axis: int) -> tuple[Callable[[Tensor, Tensor | None], Parts],
             codes, scale = cast(x)
             return (codes, scale) if axis == -1 else (codes.mT, scale)
 
-        return run, name
+        return _Cast(name, run)
     to_mx = _torchao("mx_formats.mx_tensor").to_mx
     rule = _torchao("mx_formats.config").ScaleCalculationMode.RCEIL
 
@@ -194,10 +220,10 @@ def _torchao_mxfp8(axis: int) -> tuple[Callable[[Tensor, Tensor | None], Parts],
         return codes, scale
 
     program = compiled(convert)
-    return (lambda x, amax: program(x)), "to_mx, compiled"
+    return _Cast("to_mx", lambda x, amax: program(x), compiled=True)
 
 
-def _torchao_nvfp4() -> tuple[Callable[[Tensor, Tensor | None], Parts], str]:
+def _torchao_nvfp4() -> _Cast:
     quantize = _torchao("mx_formats.nvfp4_tensor").nvfp4_quantize
 
     def convert(x: Tensor, amax: Tensor | None = None) -> Parts:
@@ -205,5 +231,4 @@ def _torchao_nvfp4() -> tuple[Callable[[Tensor, Tensor | None], Parts], str]:
         scale, codes = quantize(x, 16, top)
         return codes, scale, top
 
-    program = compiled(convert)
-    return (lambda x, amax: program(x, amax)), "nvfp4_quantize, compiled"
+    return _Cast("nvfp4_quantize", compiled(convert), compiled=True)

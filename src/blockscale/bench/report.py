@@ -1,4 +1,4 @@
-"""Stored rows as tables and a picture. The same rows give the same bytes: no clock, no machine, no order of arrival.
+"""Stored rows as tables. The same rows give the same bytes: no clock, no machine, no order of arrival.
 
 A page holds a table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `update` rewrites what stands in between.
 """
@@ -8,21 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .shapes import MAIN, text
 from .store import Row, read
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 RESULTS = Path("benchmarks/results")
 IMAGES = Path("docs/images")
 PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
 PEERS = ("eager", "compile", "torchao", "unfused")
 EMPTY = "No results are stored yet."
-# a cast that moves its bytes nine tenths as fast as a copy leaves little to win
-BAR = 90.0
 
 
 def load(folder: Path) -> list[Row]:
@@ -58,16 +52,16 @@ def _spread(row: Row) -> str:
     return f"{100 * (row.spread_us[1] - row.spread_us[0]) / row.us:.1f} %"
 
 
-def _label(row: Row) -> str:
+def label(row: Row) -> str:
     """The case without its shape, which has a column of its own."""
     return row.case.removesuffix(" " + text(tuple(row.shape)))
 
 
 def _cast_cells(row: Row, peers: Sequence[str]) -> list[str]:
     if row.us is None:
-        return [_label(row), text(tuple(row.shape)), f"WRONG: {row.wrong_bytes} bytes", *["-"] * (3 + len(peers))]
+        return [label(row), text(tuple(row.shape)), f"WRONG: {row.wrong_bytes} bytes", *["-"] * (3 + len(peers))]
     figures = [_number(row.us), _spread(row), _number(row.gb_s, 0), _number(row.percent_of_copy, 0)]
-    return [_label(row), text(tuple(row.shape)), *figures, *(_peer(row, name) for name in peers)]
+    return [label(row), text(tuple(row.shape)), *figures, *(_peer(row, name) for name in peers)]
 
 
 def _head(peers: Sequence[str]) -> list[str]:
@@ -104,11 +98,11 @@ def casts_table(rows: Sequence[Row]) -> str:
 
 
 def summary_table(rows: Sequence[Row]) -> str:
-    """The main shape alone, and of expert weights the largest."""
+    """The main shape alone, and of expert weights the largest; plain torch is left to the long table."""
     mine = main_rows(rows)
     if not mine:
         return EMPTY
-    peers = _shown_peers(mine)
+    peers = [name for name in _shown_peers(mine) if name != "eager"]
     return _provenance(mine) + "\n\n" + _table(_head(peers), [_cast_cells(row, peers) for row in mine])
 
 
@@ -118,7 +112,7 @@ def main_rows(rows: Sequence[Row]) -> list[Row]:
     main = [row for row in mine if row.group in ("expert weights", "fused") or row.shape == list(MAIN)]
     largest: dict[tuple[str, str], Row] = {}
     for row in main:
-        key = (row.group, _label(row))
+        key = (row.group, label(row))
         if key not in largest or row.shape > largest[key].shape:
             largest[key] = row
     return list(largest.values())
@@ -171,50 +165,3 @@ def update(root: Path, rows: Sequence[Row]) -> list[Path]:
             path.write_text(new)
             changed.append(name)
     return changed
-
-
-# picture
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Percent of the copy's bandwidth for each cast of the main shape, ours and theirs; a line at the bar."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [row for row in main_rows(rows) if row.percent_of_copy is not None]
-    matplotlib.rcParams["svg.hashsalt"] = "blockscale"
-    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.27 * len(shown)), layout="constrained")
-    _draw_rows(axes, shown)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
-
-
-_MARKS = {"torchao": ("s", "#d95f02"), "compile": ("^", "#7570b3"), "eager": ("x", "0.55"), "unfused": ("v", "#666666")}
-
-
-def _draw_rows(axes: Axes, rows: Sequence[Row]) -> None:
-    places = range(len(rows))
-    ours = [row.percent_of_copy or 0.0 for row in rows]
-    axes.barh(places, ours, height=0.62, color="#1b9e77", label="blockscale")
-    for name, (marker, colour) in _MARKS.items():
-        points = [
-            (row.percent_of_copy / row.peers[name]["ratio"], place)
-            for place, row in enumerate(rows)
-            if row.percent_of_copy and "ratio" in row.peers.get(name, {})
-        ]
-        if points:
-            x, y = zip(*points, strict=True)
-            axes.scatter(x, y, marker=marker, color=colour, s=30, zorder=3, label=name)
-    axes.axvline(BAR, color="0.2", linewidth=1, linestyle="--", label=f"bar: {BAR:.0f} %")
-    axes.axvline(100, color="0.6", linewidth=1)
-    axes.set_yticks(places, [f"{_label(row)}  {text(tuple(row.shape))}" for row in rows], fontsize=8)
-    axes.set_xlim(0, max([105.0, *(value * 1.03 for value in ours)]))
-    axes.set_xlabel("percent of the bandwidth of a bf16 copy in the same run (fewest bytes that must move / time)")
-    axes.set_title(f"Casts on {rows[0].where.get('gpu') if rows else 'nothing'}", loc="left")
-    axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(0, -0.02 - 2.2 / (len(rows) + 4)), fontsize=8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 Shape = tuple[int, ...]
 
 # 4096 tokens of a micro-batch and 16384 of a step; 7168 features as in DeepSeek-V3, 8192 as in the 70B Llamas
@@ -19,6 +21,11 @@ GATED: Shape = (16384, 18432)
 # large enough for every block, small enough for a CPU
 TINY: Shape = (256, 512)
 TINY_EXPERT: Shape = (256, 128)
+
+
+def numel(shape: Shape) -> int:
+    """Elements of a tensor of that shape."""
+    return math.prod(shape)
 
 
 def text(shape: Shape) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,11 +103,7 @@ def prepare(calls: Sequence[Call], device: torch.device, *, seconds: float, host
     count = _calls_in(seconds, calls, device)
     if device.type != "cuda":
         return _cpu_slice(calls, count)
-    try:
-        return _graph_slice(calls, count)
-    except RuntimeError:
-        torch.cuda.synchronize(device)
-        return _events_slice(lambda: _cycle(calls, count), count, "events")
+    return _graph_slice(calls, count) or _events_slice(lambda: _cycle(calls, count), count, "events")
 
 
 def _cycle(calls: Sequence[Call], count: int) -> None:
@@ -129,11 +126,34 @@ def _calls_in(seconds: float, calls: Sequence[Call], device: torch.device) -> in
     return len(calls) * max(1, min(math.ceil(seconds / turn), MOST_CALLS // len(calls)))
 
 
-def _graph_slice(calls: Sequence[Call], count: int) -> Slice:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _cycle(calls, count)
+def _graph_slice(calls: Sequence[Call], count: int) -> Slice | None:
+    """None when the calls cannot be captured. Those that wait for the device are found before a capture is tried, since
+    a failed one leaves the default generator and the current stream in disorder."""
+    if _waits_for_device(calls):
+        return None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            _cycle(calls, count)
+    except RuntimeError:
+        torch.cuda.set_stream(stream)
+        torch.cuda.synchronize()
+        return None
     return _events_slice(graph.replay, count, "graph")
+
+
+def _waits_for_device(calls: Sequence[Call]) -> bool:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        _cycle(calls, len(calls))
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 def _events_slice(run: Callable[[], None], count: int, method: str) -> Slice:
@@ -163,14 +183,14 @@ def _cpu_slice(calls: Sequence[Call], count: int) -> Slice:
 
 
 def _host_slice(calls: Sequence[Call], device: torch.device) -> Slice:
-    """Seconds until the last call has returned; the plain clock, since the one of torch waits for the device."""
-    turns = {"cycle": _cycle, "calls": calls, "count": HOST_CALLS}
-    timer = Timer("cycle(calls, count)", globals=turns, timer=time.perf_counter)
+    """Until the last call has returned, by the plain clock: that of torch.utils.benchmark waits for the device."""
 
     def start() -> Callable[[], float]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        us = timer.timeit(1).median * 1e6 / HOST_CALLS
+        started = time.perf_counter()
+        _cycle(calls, HOST_CALLS)
+        us = (time.perf_counter() - started) * 1e6 / HOST_CALLS
         return lambda: us
 
     return Slice(start, "host" if device.type == "cuda" else "cpu")

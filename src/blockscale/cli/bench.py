@@ -75,7 +75,7 @@ def run(
 
 
 def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: str) -> list[Case]:
-    from ..bench.suites import casts, dispatch
+    from ..bench.suites import casts, common, dispatch, fused
     from ..errors import check_name
 
     if device.type != "cuda":
@@ -84,10 +84,10 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, pe
         return list(dispatch.cases(device))
     names = [name for name in peers.split(",") if name]
     for name in names:
-        check_name(name, sorted(casts.ALL_PEERS), "peer")
-    for name in casts.missing_fusions():
+        check_name(name, sorted(common.ALL_PEERS), "peer")
+    for name in fused.missing():
         console.print(f"[dim]skipped: {name} does not exist yet[/]")
-    return list(casts.cases(casts.extent(device, quick=quick, peers=frozenset(names))))
+    return list(casts.cases(common.extent(device, quick=quick, peers=frozenset(names))))
 
 
 def _timed(
@@ -173,7 +173,7 @@ def _show_changes(console: Console, rows: Sequence[Row], path: Path) -> None:
 
 
 def _report(console: Console, source: Path | None) -> int:
-    from ..bench import report
+    from ..bench import picture, report
     from ..bench.store import read
 
     rows = report.load(report.RESULTS) if source is None else read(source)
@@ -186,7 +186,7 @@ def _report(console: Console, source: Path | None) -> int:
         console.print(f"wrote {page}")
     if report.main_rows(rows):
         with contextlib.suppress(ImportError):  # matplotlib: tables do without
-            picture = report.IMAGES / "casts.svg"
-            report.draw(rows, picture)
-            console.print(f"wrote {picture}")
+            path = report.IMAGES / "casts.svg"
+            picture.draw(rows, path)
+            console.print(f"wrote {path}")
     return 0

@@ -17,9 +17,9 @@ from ...casts import dequantize, quantize, quantize_both
 from ...casts.ops import dequantize_request
 from ...formats.cast_spec import CastSpec
 from ...registry import select
-from ..harness import Case, check_whole
+from ..harness import Case, check_whole, random
 from ..peers import Peer
-from .casts import cast_backend, random
+from .common import cast_backend
 
 SHAPE = (128, 128)
 FORMATS = ("fp8_1x128", "mxfp8_e4m3", "nvfp4")
