@@ -50,6 +50,33 @@ class Wrong:
         return result
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["one", "both", "experts"])
+def test_a_row_on_a_gpu(kind: str):
+    device = torch.device("cuda")
+    extent = common.extent(device, peers=frozenset({"eager"}))
+    case = {
+        "one": lambda: casts.single("fp8_1x128", -2, (1024, 2048), extent, group=""),
+        "both": lambda: casts.both("mxfp8_e4m3", (1024, 2048), extent, group=""),
+        "experts": lambda: casts.both("fp8_128x128", (2, 512, 1024), extent, group=""),
+    }[kind]()
+    (row,) = harness.run_cases([case], "casts", device, WHERE, BUDGET)
+    assert (row.wrong_bytes, row.method, row.backend) == (0, "graph", "triton")
+    assert row.peers["eager"]["method"] == "graph"
+    assert "note" not in row.peers["eager"]
+    assert row.percent_of_copy is not None
+    assert 0 < row.percent_of_copy < 200
+
+
+@pytest.mark.gpu
+def test_host_time_on_a_gpu():
+    rows = list(
+        harness.run_cases(dispatch.cases(torch.device("cuda")), "dispatch", torch.device("cuda"), WHERE, BUDGET)
+    )
+    assert {row.method for row in rows} == {"host"}
+    assert all(row.us is not None and {"copy", "triton launch"} <= set(row.peers) for row in rows)
+
+
 def test_a_wrong_kernel_gets_none():
     case = single()
     row = run(dataclasses.replace(case, run=Wrong(case)))
@@ -117,6 +144,12 @@ def test_plain_casts_are_the_same_casts(format: str, axis: int):
     assert harness.closeness_db(ours, theirs) > harness.SAME_DB[ours.spec.element.bits]
 
 
+@pytest.mark.parametrize("format", ["fp8_1x128", "fp8_128x128", "mxfp8_e4m3"])
+def test_plain_decodes_are_exact(format: str):
+    q = quantize(torch.randn(256, 512, dtype=torch.bfloat16), format)
+    assert torch.equal(peers.plain_dequantize(q), dequantize(q))
+
+
 def test_other_casts_are_told_apart():
     """The gate that `differs` rests on: the nearest other cast, another scale rule, lies below it."""
     x = torch.randn(256, 512, dtype=torch.bfloat16)
@@ -151,9 +184,9 @@ def test_the_fewest_bytes_of_nvfp4():
 
 
 def test_dequantize_is_checked_too():
-    row = run(casts.back("nvfp4", (256, 512)))
+    row = run(casts.back("nvfp4", (256, 512), EXTENT))
     assert row.wrong_bytes == 0
-    case = casts.back("nvfp4", (256, 512))
+    case = casts.back("nvfp4", (256, 512), EXTENT)
     row = run(dataclasses.replace(case, run=lambda q: dequantize(q) + (next(CALLS) < 2)))
     assert row.wrong_bytes > 0
 

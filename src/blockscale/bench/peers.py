@@ -96,9 +96,12 @@ def _plain_fp4(values: Tensor) -> Tensor:
     return low | high << 4
 
 
-def plain_dequantize(codes: Tensor, scale: Tensor, along: int) -> Tensor:
-    """fp8 codes times the scales of their blocks of one row, in bf16."""
-    return (codes.float().unflatten(-1, (-1, along)) * scale.float().unsqueeze(-1)).flatten(-2).bfloat16()
+def plain_dequantize(q: BlockScaled) -> Tensor:
+    """8-bit codes times the scales of their blocks, in bf16."""
+    across, along = q.spec.block
+    blocks = q.data.float().unflatten(-1, (-1, along)).unflatten(-3, (-1, across))
+    values = blocks * q.plain_scale().float()[..., :, None, :, None]
+    return values.flatten(-2).flatten(-3, -2).bfloat16()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +133,16 @@ def casts(
     return found
 
 
+def decodes(names: frozenset[str], *, compiling: bool) -> Mapping[str, Peer | str]:
+    """The named peers of `dequantize` for 8-bit formats."""
+    found: dict[str, Peer | str] = {}
+    if "eager" in names:
+        found["eager"] = Peer(plain_dequantize)
+    if "compile" in names:
+        found["compile"] = Peer(compiled(plain_dequantize)) if compiling else _NOT_COMPILED
+    return found
+
+
 # torchao
 
 
@@ -144,7 +157,7 @@ def _torchao_peer(
         return f"not importable: {error}"
     except LookupError as error:
         return str(error.args[0])
-    names = ", ".join(cast.name for cast in found)
+    names = ", ".join(dict.fromkeys(cast.name for cast in found))
     if any(cast.compiled for cast in found):
         if not compiling:
             return _NOT_COMPILED

@@ -13,7 +13,7 @@ from .shapes import MAIN, text
 from .store import Row, read
 
 RESULTS = Path("benchmarks/results")
-IMAGES = Path("docs/images")
+PICTURE = Path("docs/images/casts.svg")
 PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
 PEERS = ("eager", "compile", "torchao", "unfused")
 EMPTY = "No results are stored yet."
@@ -89,7 +89,7 @@ def casts_table(rows: Sequence[Row]) -> str:
     mine = [row for row in rows if row.suite == "casts"]
     if not mine:
         return EMPTY
-    parts = [_provenance(mine)]
+    parts = ["![Casts beside a copy](images/casts.svg)", _provenance(mine)]
     for group in dict.fromkeys(row.group for row in mine):
         members = [row for row in mine if row.group == group]
         peers = _shown_peers(members)
@@ -103,7 +103,8 @@ def summary_table(rows: Sequence[Row]) -> str:
     if not mine:
         return EMPTY
     peers = [name for name in _shown_peers(mine) if name != "eager"]
-    return _provenance(mine) + "\n\n" + _table(_head(peers), [_cast_cells(row, peers) for row in mine])
+    table = _table(_head(peers), [_cast_cells(row, peers) for row in mine])
+    return f"![Casts beside a copy]({PICTURE.as_posix()})\n\n{_provenance(mine)}\n\n{table}"
 
 
 def main_rows(rows: Sequence[Row]) -> list[Row]:

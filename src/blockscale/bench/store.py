@@ -20,6 +20,7 @@ import torch
 from ..hardware import describe
 
 REGRESSION = 0.03
+_ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,10 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    """Commit of the source and whether it was changed since; (None, None) without git or outside of a checkout."""
+    """Commit of the source and whether it was changed since; (None, None) without git or outside of a checkout, be it
+    inside of somebody else's."""
+    if not (_ROOT / ".git").exists():
+        return None, None
     try:
         head, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
     except (OSError, subprocess.CalledProcessError):
@@ -163,5 +167,4 @@ def _git_state() -> tuple[str | None, bool | None]:
 
 
 def _git(*words: str) -> str:
-    source = Path(__file__).parent
-    return subprocess.run(["git", *words], cwd=source, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout

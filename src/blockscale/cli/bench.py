@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -182,11 +182,12 @@ def _report(console: Console, source: Path | None) -> int:
             f"no results in {source or report.RESULTS}: run blockscale bench casts --json FILE on a GPU first"
         )
         return 1
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("the picture needs matplotlib. Fix: pip install matplotlib")
+        return 1
+    if report.main_rows(rows):
+        picture.draw(rows, report.PICTURE)
+        console.print(f"wrote {report.PICTURE}")
     for page in report.update(Path.cwd(), rows):
         console.print(f"wrote {page}")
-    if report.main_rows(rows):
-        with contextlib.suppress(ImportError):  # matplotlib: tables do without
-            path = report.IMAGES / "casts.svg"
-            picture.draw(rows, path)
-            console.print(f"wrote {path}")
     return 0

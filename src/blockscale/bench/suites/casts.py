@@ -46,7 +46,7 @@ def cases(extent: Extent) -> Iterator[Case]:
     for shape in extent.large:
         yield single("nvfp4", -1, shape, extent, group="NVFP4, own amax")
     for format in (*EIGHT_BIT, "mxfp4", "nvfp4"):
-        yield back(format, extent.main)
+        yield back(format, extent.main, extent)
     yield from fused.cases(extent)
 
 
@@ -104,7 +104,7 @@ def _peers(format: str, axes: tuple[int, ...], shape: Shape, extent: Extent) -> 
     return others.casts(format, axes, numel(shape), names, compiling=shape in extent.compiled)
 
 
-def back(format: str, shape: Shape) -> Case:
+def back(format: str, shape: Shape, extent: Extent) -> Case:
     """`dequantize` to bf16."""
 
     def backend(q: BlockScaled) -> str:
@@ -122,4 +122,5 @@ def back(format: str, shape: Shape) -> Case:
         check=check_whole,
         bytes=2 * numel(shape) + stored_bytes(format, shape, -1),
         copied=shape,
+        peers=others.decodes(extent.peers, compiling=shape in extent.compiled) if format in EIGHT_BIT else {},
     )
