@@ -133,7 +133,8 @@ def _graph_slice(calls: Sequence[Call], count: int) -> Slice | None:
         return None
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
+        # thread_local: what other threads do meanwhile, such as compiling, does not break the capture
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             _cycle(calls, count)
     except RuntimeError:
         torch.cuda.set_stream(stream)
