@@ -6,7 +6,7 @@ PYTHON ?= $(shell cat .venv/made-by 2>/dev/null || echo python3)
 SYSTEM_TORCH ?=
 # Another package index to take torch from, for example one with CPU builds. Empty: as the last time.
 TORCH_INDEX ?=
-# More options for pytest: make test ARGS="-k nvfp4 -x"
+# More options for pytest, or for bench: make test ARGS="-k nvfp4 -x"
 ARGS ?=
 export SYSTEM_TORCH TORCH_INDEX
 
@@ -15,7 +15,7 @@ PY := .venv/bin/python
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo doctor test test-gpu lint format clean
+.PHONY: help setup demo doctor test test-gpu bench lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s%s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ test: setup ## run the tests, one worker per core
 # Runs where nothing can be installed. Without a GPU it fails: all skipped must not look like all passed.
 test-gpu: ## run the tests that need a GPU, with PYTHON as it is, without .venv
 	BLOCKSCALE_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs $(ARGS)
+
+bench: ## check and time every cast, with PYTHON as it is, without .venv
+	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)
 
 # Everything through $(PY): tools that come with a borrowed torch have no command in .venv/bin.
 lint: setup ## check style, types, layers and spelling

@@ -13,12 +13,13 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   explain   every kernel for one call, and why it was taken or refused
   formats   the nine formats: grids, blocks, scale rules; --plot draws them
   demo      see what every format does to real-looking tensors
+  bench     check and time every cast; bench report rewrites the tables of the documentation
 """
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
 )
-COMMANDS = ("doctor", "explain", "formats", "demo")
+COMMANDS = ("doctor", "explain", "formats", "demo", "bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_name(words[0], COMMANDS, "command")
         missing = [name for name in ("rich", "tyro") if importlib.util.find_spec(name) is None]
-        if "rich" in missing or (missing and (len(words) > 1 or words[0] == "explain")):
+        if "rich" in missing or (missing and not _is_plain(words[0], words[1:])):
             return _fail(MISSING.format(" and ".join(missing)))
         return _run(words[0], words[1:])
     except BlockscaleError as error:
@@ -46,10 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", status=130)
 
 
+def _is_plain(command: str, arguments: Sequence[str]) -> bool:
+    """Whether there is nothing to parse, so that it works on machines without tyro."""
+    if command == "bench":
+        return len(arguments) < 2 and not any(word.startswith("-") for word in arguments)
+    return not arguments and command != "explain"
+
+
 def _run(command: str, arguments: list[str]) -> int:
     module = importlib.import_module(f".{command}", __package__)
-    if not arguments and command != "explain":
-        return module.run()  # nothing to parse: works on machines without tyro
+    if _is_plain(command, arguments):
+        return module.run(*arguments)
     import tyro
 
     return tyro.cli(module.run, prog=f"blockscale {command}", args=arguments)

@@ -1,0 +1,5 @@
+"""Benchmarks: every row is checked before it is timed, and every figure that is published is a stored row.
+
+timing and telemetry measure, harness checks and measures one case, suites list the cases, peers are what others would
+write, store keeps rows as JSON lines, report turns them into tables and a picture.
+"""

@@ -1,0 +1,257 @@
+"""One case from start to row: check against the reference, compare peers, time all in turns.
+
+A case whose bytes are wrong is not timed. A peer whose numbers are others than ours is timed and labelled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..casts import dequantize
+from ..formats.spec import get_format
+from ..formats.tensor import BlockScaled
+from ..registry import use_backend
+from .peers import Peer
+from .shapes import numel
+from .store import Row, Where
+from .telemetry import Telemetry, watch
+from .timing import Slice, Timing, input_sets, measure, prepare
+
+Args = tuple[Any, ...]
+# by bits of an element: two casts of one kind differ where a value, or a scale, lies at the edge between two codes; two
+# kinds differ by their noise, about 30 and 18 dB
+SAME_DB = {8: 40.0, 6: 30.0, 4: 28.0}
+# the yardstick among the slices of a case; no peer has that name
+COPY = "copy of bf16"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How many bytes differ from the reference, and what was compared."""
+
+    wrong_bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed. `make` gives the arguments of one call, `run` and the peers take them.
+
+    bytes: the fewest that one call must move; None where that is not the question.  copied: shape of the bf16 tensor
+    whose copy is the yardstick.  host: time the host's share of a call instead of the device's.
+    """
+
+    name: str
+    group: str
+    format: str
+    axis: str
+    shape: tuple[int, ...]
+    make: Callable[[torch.device], Args]
+    run: Callable[..., Any]
+    backend: Callable[..., str]
+    check: Callable[[Case, Args], Verdict]
+    bytes: int | None = None
+    copied: tuple[int, ...] | None = None
+    peers: Mapping[str, Peer | str] = field(default_factory=dict[str, Peer | str])
+    host: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to time: rounds of slices of that many seconds per variant."""
+
+    rounds: int = 11
+    seconds: float = 0.004
+
+
+def random(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A bf16 tensor of normal values, from a generator of our own: one that a failed capture cannot leave broken."""
+    generator = _generator(device)
+    return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+
+@functools.cache
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+# correctness
+
+
+def check_whole(case: Case, args: Args) -> Verdict:
+    """All output bytes against the reference's."""
+    return Verdict(count_wrong(_on_poisoned_memory(case, args), _reference(case, args)), "every byte")
+
+
+def check_experts(case: Case, args: Args) -> Verdict:
+    """Expert by expert, since the reference needs many times the memory of its input."""
+    leaves, wrong = pytree.tree_leaves(_on_poisoned_memory(case, args)), 0
+    experts = args[0].shape[0]
+    for index in range(experts):
+        wrong += count_wrong([leaf[index] for leaf in leaves], _reference(case, (args[0][index], *args[1:])))
+    return Verdict(wrong, f"every byte, each of {experts} experts by itself")
+
+
+def count_wrong(ours: object, reference: object) -> int:
+    """Bytes that differ between two outputs of the same structure."""
+    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(reference), strict=True)
+    return sum(int((_as_bytes(a) != _as_bytes(b)).sum()) for a, b in pairs)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _reference(case: Case, args: Args) -> object:
+    with use_backend("reference"):
+        return case.run(*args)
+
+
+def _on_poisoned_memory(case: Case, args: Args) -> object:
+    """Run twice: the allocator hands the second run the blocks of the first, which are filled with FF by then."""
+    for leaf in pytree.tree_leaves(case.run(*args)):
+        leaf.untyped_storage().fill_(0xFF)
+    return case.run(*args)
+
+
+def closeness_db(ours: object, theirs: object) -> float:
+    """Signal to difference of two outputs in decibels, the worst over operands; of batches the first matrix counts.
+
+    A peer may lack the small extras that come last.
+    """
+    pairs = zip(_values(ours), _values(theirs), strict=False)
+    return min(float(20 * torch.log10(a.norm() / (a - b).norm())) for a, b in pairs)
+
+
+def _values(output: object) -> Iterator[Tensor]:
+    """Numbers of each result in fp32, scaled axis last."""
+    for leaf in pytree.tree_leaves(output, is_leaf=lambda node: isinstance(node, BlockScaled)):
+        if isinstance(leaf, BlockScaled):
+            operand = leaf.operand
+            if len(operand.shape) == 3:
+                first = {"data": operand.data[0], "scale": operand.scale[0], "shape": operand.shape[1:]}
+                operand = dataclasses.replace(operand, **first)
+            with use_backend("reference"):
+                yield dequantize(operand, torch.float32)
+        else:
+            yield leaf.float()
+
+
+# rows
+
+
+def run_cases(cases: Iterable[Case], suite: str, device: torch.device, where: Where, budget: Budget) -> Iterator[Row]:
+    """Check and time cases one by one."""
+    with watch(device) as telemetry:
+        for case in cases:
+            yield run_case(case, suite, device, where, budget, telemetry)
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()  # compiled peers share their code: torch counts them as recompilations
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def run_case(case: Case, suite: str, device: torch.device, where: Where, budget: Budget, telemetry: Telemetry) -> Row:
+    """One row: wrong, or timed."""
+    args = case.make(device)
+    verdict = case.check(case, args)
+    row = Row(
+        suite=suite,
+        group=case.group,
+        case=case.name,
+        format=case.format,
+        axis=case.axis,
+        shape=list(case.shape),
+        dtype="bfloat16",
+        backend=case.backend(*args),
+        checked=verdict.how,
+        wrong_bytes=verdict.wrong_bytes,
+        bytes=case.bytes,
+        where=dataclasses.asdict(where),
+    )
+    if verdict.wrong_bytes:
+        return row
+    sets = [args, *(case.make(device) for _ in range(_set_count(case, device) - 1))]
+    slices, notes = _slices(case, sets, device, budget)
+    timings = measure(slices, rounds=budget.rounds, sample=telemetry.sample)
+    return _fill(row, case, timings, notes, telemetry)
+
+
+def _set_count(case: Case, device: torch.device) -> int:
+    return 1 if case.host or case.copied is None else input_sets(2 * numel(case.copied), device)
+
+
+def _slices(
+    case: Case, sets: list[Args], device: torch.device, budget: Budget
+) -> tuple[dict[str, Slice], dict[str, str]]:
+    """What is timed in turns: ours, the copy, and the peers that work here, with a note on each that needs one."""
+
+    def ready(run: Callable[..., object], arguments: list[Args]) -> Slice:
+        calls = [functools.partial(run, *one) for one in arguments]
+        return prepare(calls, device, seconds=budget.seconds, host=case.host)
+
+    slices = {"blockscale": ready(case.run, sets)}
+    if case.copied is not None:
+        slices[COPY] = ready(Tensor.copy_, [_copy_arguments(case.copied, device) for _ in sets])
+    ours, notes = case.run(*sets[0]), dict[str, str]()
+    for name, peer in case.peers.items():
+        if isinstance(peer, str):
+            notes[name] = peer
+            continue
+        try:
+            notes[name] = _compare(case, ours, peer, sets[0])
+            slices[name] = ready(peer.run, sets)
+        except Exception as error:  # a peer may fail in any way; that is its row's note, not our failure
+            notes[name] = f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+    return slices, notes
+
+
+def _copy_arguments(shape: tuple[int, ...], device: torch.device) -> Args:
+    """Destination and source; random, since zeros would draw less power."""
+    source = random(shape, device)
+    return torch.empty_like(source), source
+
+
+def _compare(case: Case, ours: object, peer: Peer, args: Args) -> str:
+    """The peer's note, and whether it is the same cast at all."""
+    if not peer.compared:
+        return peer.note
+    close = closeness_db(ours, peer.view(peer.run(*args)))
+    gate = SAME_DB[get_format(case.format).element.bits] if peer.gate_db is None else peer.gate_db
+    differs = "" if close >= gate else f"differs: {close:.1f} dB from ours"
+    return "; ".join(text for text in (differs, peer.note) if text)
+
+
+def _fill(row: Row, case: Case, timings: dict[str, Timing], notes: dict[str, str], telemetry: Telemetry) -> Row:
+    mine, copy, reading = timings["blockscale"], timings.get(COPY), telemetry.take()
+    gb_s = None if case.bytes is None else case.bytes / mine.us / 1e3
+    copy_gb_s = None if copy is None or case.copied is None else 4 * numel(case.copied) / copy.us / 1e3
+    return dataclasses.replace(
+        row,
+        us=round(mine.us, 3),
+        spread_us=[round(mine.low, 3), round(mine.high, 3)],
+        gb_s=None if gb_s is None else round(gb_s, 1),
+        copy_gb_s=None if copy_gb_s is None else round(copy_gb_s, 1),
+        percent_of_copy=None if gb_s is None or copy_gb_s is None else round(100 * gb_s / copy_gb_s, 1),
+        peers={name: _peer_cell(timings.get(name), mine, note) for name, note in notes.items()},
+        method=mine.method,
+        rounds=mine.rounds,
+        sm_clock_mhz=None if reading is None else reading.sm_clock_mhz,
+        power_w=None if reading is None else reading.power_w,
+    )
+
+
+def _peer_cell(theirs: Timing | None, mine: Timing, note: str) -> dict[str, Any]:
+    cell: dict[str, Any] = {}
+    if theirs is not None:
+        cell = {"us": round(theirs.us, 3), "ratio": round(theirs.us / mine.us, 3), "method": theirs.method}
+    return cell | ({"note": note} if note else {})

@@ -1,0 +1,247 @@
+"""What others would run: the same casts as one writes them in torch, plain and compiled, and torchao's kernels.
+
+A peer returns the parts of its operands, (codes, scales[, tensor scale]) each, scaled axis last; `as_operands` dresses
+them, so that they can be decoded and compared with ours. torchao is imported when it is asked for, never installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats.spec import get_format
+from ..formats.tensor import BlockScaled
+from ..hardware import capability
+
+Parts = tuple[Tensor, ...]
+# midpoints between the eight magnitudes of E2M1; those that round up at a tie are moved down by one unit
+_FP4_MIDPOINTS = (0.25, 0.74999994, 1.25, 1.7499999, 2.5, 3.4999998, 5.0)
+# torchao's kernels address with 32 bits
+_TORCHAO_MOST = 2**31
+# plain torch keeps several fp32 copies of its input
+_EAGER_MOST = 2**29
+_NOT_COMPILED = "not run: compiled at other shapes only"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another way to the same result. `view` turns its output into what ours returns, outside of the timing.
+
+    compared: False for a yardstick that computes something else.  gate_db: how close it must come to count as the same
+    cast; None takes what the format allows.
+    """
+
+    run: Callable[..., Any]
+    view: Callable[[Any], object] = lambda output: output
+    note: str = ""
+    compared: bool = True
+    gate_db: float | None = None
+
+
+def as_operands(format: str, parts: tuple[Parts, ...]) -> tuple[BlockScaled, ...]:
+    """Operands from the parts of a peer: plain scales, scaled axis last."""
+    spec = get_format(format)
+
+    def dress(codes: Tensor, scale: Tensor, top: Tensor | None = None) -> BlockScaled:
+        shape = (*codes.shape[:-1], codes.shape[-1] * spec.codes_per_byte)
+        data, scale = codes.view(spec.data_dtype), scale.view(spec.scale_dtype)
+        return BlockScaled(data, scale, top, format, -1, "plain", shape)
+
+    return tuple(dress(*operand) for operand in parts)
+
+
+# in plain torch
+
+
+def plain_cast(x: Tensor, format: str, axis: int, amax: Tensor | None = None) -> Parts:
+    """A cast as one writes it in torch: block maxima, scales, divide, round."""
+    spec = get_format(format)
+    across, along = spec.block
+    blocks = (x if axis == -1 else x.mT).float().unflatten(-1, (-1, along)).unflatten(-3, (-1, across))
+    block_amax = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=1e-30)
+    rest: Parts = ()
+    if spec.family == "fp8":
+        stored = scale = block_amax / 448
+    elif spec.family == "mx":
+        e4m3 = spec.element.name == "e4m3"
+        power = torch.ceil(torch.log2(block_amax / 448)) if e4m3 else torch.floor(torch.log2(block_amax / 3.5))
+        stored, scale = (power + 127).to(torch.uint8), torch.exp2(power)
+    else:
+        top = (x.abs().amax().float() if amax is None else amax) / 2688
+        stored = (block_amax / 6 / top).clamp(max=448).to(torch.float8_e4m3fn)
+        scale, rest = stored.float() * top, (top,)
+    scaled = (blocks / scale).flatten(-2).flatten(-3, -2)
+    codes = _plain_fp4(scaled) if spec.codes_per_byte == 2 else scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.contiguous(), stored.squeeze(-1).squeeze(-2), *rest
+
+
+@functools.cache
+def _midpoints(device: torch.device) -> Tensor:
+    """Made once: a copy from the host cannot be captured."""
+    return torch.tensor(_FP4_MIDPOINTS, device=device)
+
+
+def _plain_fp4(values: Tensor) -> Tensor:
+    codes = (
+        torch.bucketize(values.contiguous().abs(), _midpoints(values.device)).to(torch.uint8)
+        | (values < 0).to(torch.uint8) << 3
+    )
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
+
+
+def plain_dequantize(q: BlockScaled) -> Tensor:
+    """8-bit codes times the scales of their blocks, in bf16."""
+    across, along = q.spec.block
+    blocks = q.data.float().unflatten(-1, (-1, along)).unflatten(-3, (-1, across))
+    values = blocks * q.plain_scale().float()[..., :, None, :, None]
+    return values.flatten(-2).flatten(-3, -2).bfloat16()
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile as one uses it for one shape; compiles on the first call."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def casts(
+    format: str, axes: tuple[int, ...], x_numel: int, names: frozenset[str], *, compiling: bool
+) -> Mapping[str, Peer | str]:
+    """The named peers of a cast along those axes, called with x and, for NVFP4, its maximum; a string says why not.
+
+    compiling: whether peers that have to be compiled take part.
+    """
+
+    def plain(x: Tensor, amax: Tensor | None = None) -> tuple[Parts, ...]:
+        return tuple(plain_cast(x, format, axis, amax) for axis in axes)
+
+    def view(parts: tuple[Parts, ...]) -> tuple[BlockScaled, ...]:
+        return as_operands(format, parts)
+
+    found: dict[str, Peer | str] = {}
+    if "eager" in names:
+        found["eager"] = Peer(plain, view) if x_numel <= _EAGER_MOST else "not run: takes too much memory"
+    if "compile" in names:
+        found["compile"] = Peer(compiled(plain), view) if compiling else _NOT_COMPILED
+    if "torchao" in names:
+        found["torchao"] = _torchao_peer(format, axes, x_numel, view, compiling=compiling)
+    return found
+
+
+def decodes(names: frozenset[str], *, compiling: bool) -> Mapping[str, Peer | str]:
+    """The named peers of `dequantize` for 8-bit formats."""
+    found: dict[str, Peer | str] = {}
+    if "eager" in names:
+        found["eager"] = Peer(plain_dequantize)
+    if "compile" in names:
+        found["compile"] = Peer(compiled(plain_dequantize)) if compiling else _NOT_COMPILED
+    return found
+
+
+# torchao
+
+
+def _torchao_peer(
+    format: str, axes: tuple[int, ...], x_numel: int, view: Callable[[Any], object], *, compiling: bool
+) -> Peer | str:
+    if x_numel >= _TORCHAO_MOST:
+        return "not run: its offsets are 32-bit"
+    try:
+        found = [_torchao_cast(format, axis) for axis in axes]
+    except ImportError as error:
+        return f"not importable: {error}"
+    except LookupError as error:
+        return str(error.args[0])
+    names = ", ".join(dict.fromkeys(cast.name for cast in found))
+    if any(cast.compiled for cast in found):
+        if not compiling:
+            return _NOT_COMPILED
+        names += ", compiled"
+    return Peer(lambda x, amax=None: tuple(cast.run(x, amax) for cast in found), view, names)
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """One of torchao's casts, called with x and a tensor maximum or None."""
+
+    name: str
+    run: Callable[[Tensor, Tensor | None], Parts]
+    compiled: bool = False
+
+
+def _torchao_cast(format: str, axis: int) -> _Cast:
+    """torchao's fastest cast of that kind for this device; LookupError where it has none."""
+    if format == "fp8_1x128":
+        return _torchao_fp8_rows(axis)
+    if format == "fp8_128x128":
+        return _torchao_fp8_tiles(axis)
+    if format == "mxfp8_e4m3":
+        return _torchao_mxfp8(axis)
+    if format == "nvfp4" and axis == -1:
+        return _torchao_nvfp4()
+    raise LookupError("has none")
+
+
+def _torchao(module: str) -> Any:
+    return importlib.import_module(f"torchao.prototype.{module}")
+
+
+def _torchao_fp8_rows(axis: int) -> _Cast:
+    name = "triton_fp8_blockwise_act_quant" + ("_lhs" if axis == -1 else "_transposed_lhs")
+    cast = getattr(_torchao("blockwise_fp8_training.kernels"), name)
+    return _Cast(name, lambda x, amax: cast(x))
+
+
+def _torchao_fp8_tiles(axis: int) -> _Cast:
+    """Matrices go to the casts of the dense layer, whose results are column-major views; experts to DeepGEMM's."""
+    side = "_transposed_rhs" if axis == -1 else "_rhs"
+    name = f"triton_fp8_blockwise_weight_quant{side}"
+    cast = getattr(_torchao("blockwise_fp8_training.kernels"), name)
+    grouped = f"triton_fp8_blockwise_weight_quant_grouped{side}_deepgemm"
+    cast_experts = getattr(_torchao("blockwise_fp8_training.deepgemm_quant"), grouped)
+
+    def run(x: Tensor, amax: Tensor | None) -> Parts:
+        if x.dim() == 3:
+            return cast_experts(x.mT)
+        codes, scale = cast(x)
+        return codes.mT, scale.mT
+
+    return _Cast(f"{name} (experts: grouped, deepgemm)", run)
+
+
+def _torchao_mxfp8(axis: int) -> _Cast:
+    """Its Triton casts exist from sm_100 on; elsewhere its own layers compile `to_mx`."""
+    if torch.cuda.is_available() and capability("cuda").sm >= 100:
+        name = "triton_to_mxfp8_dim0" if axis == -1 else "triton_to_mxfp8_dim1"
+        cast = getattr(_torchao("mx_formats.kernels"), name)
+
+        def run(x: Tensor, amax: Tensor | None) -> Parts:
+            codes, scale = cast(x)
+            return (codes, scale) if axis == -1 else (codes.mT, scale)
+
+        return _Cast(name, run)
+    to_mx = _torchao("mx_formats.mx_tensor").to_mx
+    rule = _torchao("mx_formats.config").ScaleCalculationMode.RCEIL
+
+    def convert(x: Tensor) -> Parts:
+        scale, codes = to_mx(x if axis == -1 else x.mT.contiguous(), torch.float8_e4m3fn, 32, rule)
+        return codes, scale
+
+    program = compiled(convert)
+    return _Cast("to_mx", lambda x, amax: program(x), compiled=True)
+
+
+def _torchao_nvfp4() -> _Cast:
+    quantize = _torchao("mx_formats.nvfp4_tensor").nvfp4_quantize
+
+    def convert(x: Tensor, amax: Tensor | None = None) -> Parts:
+        top = (x.abs().amax().float() if amax is None else amax) / 2688
+        scale, codes = quantize(x, 16, top)
+        return codes, scale, top
+
+    return _Cast("nvfp4_quantize", compiled(convert), compiled=True)

@@ -1,0 +1,77 @@
+"""The picture of the casts: percent of a copy's bandwidth, ours and theirs, with a line at the bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .report import label, main_rows
+from .shapes import text
+from .store import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# a cast that moves its bytes nine tenths as fast as a copy leaves little to win
+BAR = 90.0
+_MARKS = {
+    "torchao": ("s", "#d95f02"),
+    "compile": ("D", "#5e4fa2"),
+    "unfused": ("v", "#b2182b"),
+    "eager": ("X", "0.45"),
+}
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """One bar per row of the summary, one mark per peer. The same rows give the same file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in main_rows(rows) if row.percent_of_copy is not None]
+    with matplotlib.rc_context({"svg.hashsalt": "blockscale", "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.26 * len(shown)), layout="constrained")
+        _bars(axes, shown)
+        for name in _MARKS:
+            _marks(axes, shown, name)
+        _lines(axes, shown)
+        figure.legend(loc="outside lower center", ncols=7, frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
+
+
+def _bars(axes: Axes, rows: Sequence[Row]) -> None:
+    ours = [row.percent_of_copy or 0.0 for row in rows]
+    axes.barh(range(len(rows)), ours, height=0.7, color="#8fd0b5", label="blockscale")
+    for place, value in enumerate(ours):  # in a column of their own, where no line or mark crosses them
+        axes.text(1.0, place, f"{value:.0f} %", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{label(row)}  {text(tuple(row.shape))}" for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, max([103.0, *(value + 3 for value in ours)]))
+
+
+def _marks(axes: Axes, rows: Sequence[Row], name: str) -> None:
+    """A peer's bandwidth is ours over the ratio of the times."""
+    x: list[float] = []
+    y: list[int] = []
+    for place, row in enumerate(rows):
+        if row.percent_of_copy and "ratio" in row.peers.get(name, {}):
+            x.append(row.percent_of_copy / row.peers[name]["ratio"])
+            y.append(place)
+    if x:
+        marker, colour = _MARKS[name]
+        axes.scatter(x, y, marker=marker, color=colour, s=34, linewidths=0.6, edgecolors="white", zorder=3, label=name)
+
+
+def _lines(axes: Axes, rows: Sequence[Row]) -> None:
+    axes.axvline(BAR, color="0.15", linewidth=1, linestyle="--", zorder=0, label=f"bar: {BAR:.0f} %")
+    axes.axvline(100, color="0.65", linewidth=1, zorder=0, label="copy")
+    axes.set_xlabel("percent of the bandwidth of a bf16 copy in the same run")
+    where = rows[0].where if rows else {}
+    versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "triton", "torchao") if where.get(name))
+    axes.set_title(f"Casts on {where.get('gpu', 'no device')}  ({versions})", loc="left")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)

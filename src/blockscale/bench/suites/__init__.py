@@ -1,0 +1,1 @@
+"""One file per suite: `cases` lists what is timed."""

@@ -1,0 +1,176 @@
+"""Casts fused with what comes before them. Those that this version of the library lacks are skipped, and named.
+
+The peer is what people have today: the part before, compiled, to bf16, and then a cast of its own. It rounds to bf16 in
+between, so its codes are close to ours and not the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from ...casts import quantize, quantize_both
+from ..harness import Case, check_whole, random
+from ..peers import Peer, compiled
+from ..shapes import Shape, numel, text
+from .common import Extent, cast_backend, stored_bytes
+
+FORMAT = "mxfp8_e4m3"
+GROUPS = 8
+# rounding to bf16 moves one code in thirty to its neighbour
+_CLOSE_DB = 30.0
+
+
+def missing() -> list[str]:
+    """Fused casts that this version of the library does not have."""
+    return [name for name in FUSIONS if _find(name) is None]
+
+
+def cases(extent: Extent) -> Iterator[Case]:
+    """Every fused cast that exists."""
+    for name, build in FUSIONS.items():
+        function = _find(name)
+        if function is not None:
+            yield build(function, extent)
+
+
+def _find(name: str) -> Callable[..., Any] | None:
+    try:
+        return getattr(importlib.import_module("blockscale.casts.fused"), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+def _case(
+    name: str,
+    shape: Shape,
+    make: Callable[[torch.device], tuple[Any, ...]],
+    run: Callable[..., Any],
+    backend: Callable[..., str],
+    moved: int,
+    peers: Mapping[str, Peer | str],
+) -> Case:
+    return Case(
+        name=f"{name} {text(shape)}",
+        group="fused",
+        format=FORMAT,
+        axis="both" if "both" in name else "-1",
+        shape=shape,
+        make=make,
+        run=run,
+        backend=backend,
+        check=check_whole,
+        bytes=moved,
+        copied=shape,
+        peers=peers,
+    )
+
+
+def _unfused(
+    extent: Extent, before: Callable[..., Tensor], then: Callable[..., object], **more: Any
+) -> dict[str, Peer]:
+    """The part before, compiled, then the cast; `then` takes the tensor and the arguments."""
+    if "compile" not in extent.peers:
+        return {}
+    program = compiled(before)
+    note = "compiled to bf16, then a cast"
+    return {"unfused": Peer(lambda *args: then(program(*args), *args), note=note, gate_db=_CLOSE_DB, **more)}
+
+
+def _both(x: Tensor, *args: Tensor) -> object:
+    return quantize_both(x, FORMAT, FORMAT)
+
+
+def _swiglu(function: Callable[..., Any], extent: Extent) -> Case:
+    (tokens, width), wide = extent.gated, (extent.gated[0], 2 * extent.gated[1])
+
+    def activate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        return (silu(gate) * up).bfloat16()
+
+    return _case(
+        "swiglu_quantize_both",
+        wide,
+        make=lambda device: (random(wide, device),),
+        run=lambda gate_up: function(gate_up, FORMAT, FORMAT),
+        backend=lambda gate_up: cast_backend("swiglu_both", gate_up[:, :width], FORMAT, FORMAT),
+        moved=2 * numel(wide) + stored_bytes(FORMAT, (tokens, width), -1, -2),
+        peers=_unfused(extent, activate, _both),
+    )
+
+
+def _swiglu_backward(function: Callable[..., Any], extent: Extent) -> Case:
+    wide = (extent.gated[0], 2 * extent.gated[1])
+
+    def differentiate(grad: Tensor, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        sigmoid, dy = torch.sigmoid(gate), grad.float()
+        d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat((d_gate, dy * gate * sigmoid), -1).bfloat16()
+
+    return _case(
+        "swiglu_backward_quantize_both",
+        wide,
+        make=lambda device: (random(extent.gated, device), random(wide, device)),
+        run=lambda grad, gate_up: function(grad, gate_up, FORMAT, FORMAT),
+        backend=lambda grad, gate_up: cast_backend("swiglu_backward_both", gate_up, FORMAT, FORMAT),
+        moved=2 * numel(extent.gated) + 2 * numel(wide) + stored_bytes(FORMAT, wide, -1, -2),
+        peers=_unfused(extent, differentiate, _both),
+    )
+
+
+def _rmsnorm(function: Callable[..., Any], extent: Extent) -> Case:
+    """Results: the operand, and a factor per row in fp32, which the peer does not return."""
+    shape = extent.main
+
+    def normalise(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x.float(), weight.shape, weight.float(), 1e-6).bfloat16()
+
+    return _case(
+        "rmsnorm_quantize",
+        shape,
+        make=lambda device: (random(shape, device), random(shape[-1:], device)),
+        run=lambda x, weight: function(x, weight, spec=FORMAT, eps=1e-6),
+        backend=lambda x, weight: cast_backend("rmsnorm", x, FORMAT),
+        moved=2 * numel(shape) + 2 * shape[-1] + 4 * shape[0] + stored_bytes(FORMAT, shape, -1),
+        peers=_unfused(extent, normalise, lambda y, *args: quantize(y, FORMAT)),
+    )
+
+
+def _permute(function: Callable[..., Any], extent: Extent) -> Case:
+    """Every token once, in groups of unequal sizes. Padded groups cannot be decoded side by side: not compared."""
+    shape = extent.main
+
+    def make(device: torch.device) -> tuple[Any, ...]:
+        indices = torch.randperm(shape[0]).to(device)
+        ends = torch.randint(0, shape[0], (GROUPS - 1,)).sort().values
+        offs = torch.cat((ends, torch.tensor([shape[0]]))).to(torch.int32)
+        return random(shape, device), indices, offs.to(device)
+
+    def gather(x: Tensor, indices: Tensor, offs: Tensor) -> Tensor:
+        return x[indices]
+
+    return _case(
+        "permute_quantize_both",
+        shape,
+        make=make,
+        run=lambda x, indices, offs: function(x, indices, offs, FORMAT, FORMAT),
+        backend=lambda x, indices, offs: cast_backend("permute_both", x, FORMAT, FORMAT, offs=offs),
+        moved=2 * numel(shape) + 8 * shape[0] + stored_bytes(FORMAT, shape, -1, -2),
+        peers=_unfused(
+            extent, gather, lambda y, x, indices, offs: quantize_both(y, FORMAT, FORMAT, offs=offs), compared=False
+        ),
+    )
+
+
+FUSIONS: dict[str, Callable[[Callable[..., Any], Extent], Case]] = {
+    "swiglu_quantize_both": _swiglu,
+    "swiglu_backward_quantize_both": _swiglu_backward,
+    "rmsnorm_quantize": _rmsnorm,
+    "permute_quantize_both": _permute,
+}

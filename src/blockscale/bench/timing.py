@@ -1,0 +1,197 @@
+"""How long a call takes.
+
+On a GPU a slice is a CUDA graph of many calls that cycle through input sets, replayed between two events: the host is
+out of the measurement and inputs come from memory, not from L2. Variants are timed in turns, round by round, so that a
+drifting clock hits all of them alike. Where a call cannot be captured its slice is launched between events instead; on
+a CPU torch.utils.benchmark times it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.benchmark import Timer
+
+Call = Callable[[], object]
+MOST_CALLS = 200
+HOST_CALLS = 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds per call: the median over rounds and its quartiles; method: graph, events, host or cpu."""
+
+    us: float
+    low: float
+    high: float
+    method: str
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Calls that are timed as one. `start` launches them; what it returns waits and gives microseconds per call."""
+
+    start: Callable[[], Callable[[], float]]
+    method: str
+
+
+def summarise(samples: Sequence[float], method: str) -> Timing:
+    """Median and quartiles of one figure per round.
+
+    >>> summarise([1.0, 2.0, 3.0, 4.0, 100.0], "cpu")
+    Timing(us=3.0, low=2.0, high=4.0, method='cpu', rounds=5)
+    """
+    if len(samples) == 1:
+        return Timing(samples[0], samples[0], samples[0], method, 1)
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(middle, low, high, method, len(samples))
+
+
+def input_sets(bytes_per_set: int, device: torch.device) -> int:
+    """How many input sets to cycle through so that none is found in L2: four times its size, three sets at least.
+
+    One set that is sixteen times as large as L2 evicts itself.
+    """
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return sets_for(bytes_per_set, cache)
+
+
+def sets_for(bytes_per_set: int, cache: int) -> int:
+    """The arithmetic of `input_sets`.
+
+    >>> [sets_for(mb << 20, 50 << 20) for mb in (1, 56, 256, 1024)]
+    [200, 4, 3, 1]
+    """
+    return 1 if bytes_per_set >= 16 * cache else max(3, math.ceil(4 * cache / max(1, bytes_per_set)))
+
+
+def measure(
+    slices: Mapping[str, Slice], *, rounds: int, sample: Callable[[], None] = lambda: None
+) -> dict[str, Timing]:
+    """Time all slices in turns. `sample` is called once a round, while the device is busy; round 0 is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in slices}
+    for number in range(rounds + 1):
+        waiting = {name: slice.start() for name, slice in slices.items()}
+        if number:
+            sample()
+        for name, wait in waiting.items():
+            us = wait()
+            if number:
+                found[name].append(us)
+    return {name: summarise(samples, slices[name].method) for name, samples in found.items()}
+
+
+def prepare(calls: Sequence[Call], device: torch.device, *, seconds: float, host: bool = False) -> Slice:
+    """A slice of about that many seconds that cycles through `calls`, one per input set.
+
+    host: time what the host spends per call, without waiting for the device.
+    """
+    for call in (*calls, *calls):  # compiles, tunes, fills caches
+        call()
+    if host:
+        return _host_slice(calls, device)
+    count = _calls_in(seconds, calls, device)
+    if device.type != "cuda":
+        return _cpu_slice(calls, count)
+    return _graph_slice(calls, count) or _events_slice(lambda: _cycle(calls, count), count, "events")
+
+
+def _cycle(calls: Sequence[Call], count: int) -> None:
+    """Outputs stay alive for one turn through the sets: a kernel that writes to the same place each time finds its
+    lines in L2."""
+    alive: deque[object] = deque(maxlen=len(calls))
+    for index in range(count):
+        alive.append(calls[index % len(calls)]())
+
+
+def _calls_in(seconds: float, calls: Sequence[Call], device: torch.device) -> int:
+    """How many calls fill a slice: whole turns through the sets."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    _cycle(calls, len(calls))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    turn = max(time.perf_counter() - started, 1e-7)
+    return len(calls) * max(1, min(math.ceil(seconds / turn), MOST_CALLS // len(calls)))
+
+
+def _graph_slice(calls: Sequence[Call], count: int) -> Slice | None:
+    """None when the calls cannot be captured. Those that wait for the device are found before a capture is tried, since
+    a failed one leaves the default generator and the current stream in disorder."""
+    if _waits_for_device(calls):
+        return None
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # thread_local: what other threads do meanwhile, such as compiling, does not break the capture
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            _cycle(calls, count)
+    except RuntimeError:
+        torch.cuda.set_stream(stream)
+        torch.cuda.synchronize()
+        return None
+    return _events_slice(graph.replay, count, "graph")
+
+
+def _waits_for_device(calls: Sequence[Call]) -> bool:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        _cycle(calls, len(calls))
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
+def _events_slice(run: Callable[[], None], count: int, method: str) -> Slice:
+    def start() -> Callable[[], float]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+
+        def wait() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) * 1e3 / count
+
+        return wait
+
+    return Slice(start, method)
+
+
+def _cpu_slice(calls: Sequence[Call], count: int) -> Slice:
+    timer = Timer("cycle(calls, count)", globals={"cycle": _cycle, "calls": calls, "count": count})
+
+    def start() -> Callable[[], float]:
+        us = timer.timeit(1).median * 1e6 / count
+        return lambda: us
+
+    return Slice(start, "cpu")
+
+
+def _host_slice(calls: Sequence[Call], device: torch.device) -> Slice:
+    """Until the last call has returned, by the plain clock: that of torch.utils.benchmark waits for the device."""
+
+    def start() -> Callable[[], float]:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        _cycle(calls, HOST_CALLS)
+        us = (time.perf_counter() - started) * 1e6 / HOST_CALLS
+        return lambda: us
+
+    return Slice(start, "host" if device.type == "cuda" else "cpu")

@@ -1,0 +1,193 @@
+"""`blockscale bench`: check and time every cast here, what a call costs the host, and tables of stored results."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..bench.harness import Case
+    from ..bench.store import Row
+
+Suite = Literal["casts", "dispatch", "report"]
+SUITES = ("casts", "dispatch", "report")
+
+
+def run(
+    suite: Suite = "casts",
+    /,
+    json: Path | None = None,
+    compare: Path | None = None,
+    quick: bool = False,
+    only: str = "",
+    device: str | None = None,
+    peers: str = "eager,compile,torchao",
+    commit: str | None = None,
+) -> int:
+    """Check every case against the reference, then time it beside a copy and what others would run. Exit status 1 when
+    a kernel is wrong; a wrong kernel gets no figure.
+
+    Args:
+        suite: casts: bandwidth of every cast. dispatch: host time per call. report: rewrite the tables and the picture
+            of the documentation from stored results.
+        json: Store the rows in this file, replacing rows of the same case and GPU (report: read this file instead of
+            benchmarks/results).
+        compare: Rows of an older run; shows new time over old and flags what became more than 3 % slower.
+        quick: Fewer shapes and rounds.
+        only: Only cases whose name contains this.
+        device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
+        peers: Whom to compare with, separated by commas.
+        commit: Commit to record where the source is no git checkout.
+    """
+    from rich.console import Console
+
+    from ..errors import check_name
+
+    check_name(suite, SUITES, "suite")
+    console = Console()
+    if suite == "report":
+        return _report(console, json)
+    with console.status("importing torch ..."):
+        from ..bench.store import write
+        from ..hardware import default_device, named_device
+
+    where = default_device() if device is None else named_device(device)
+    cases = [case for case in _cases(console, suite, where, quick, peers) if only in case.name]
+    rows: list[Row] = []
+    for row in _timed(console, cases, suite, where, quick, commit):
+        rows.append(row)
+        if json is not None:
+            write(json, [row])  # at once, so that a run that is cut off still tells
+    console.print(_table(rows))
+    _show_notes(console, rows)
+    if compare is not None:
+        _show_changes(console, rows, compare)
+    wrong = [row for row in rows if row.wrong_bytes]
+    for row in wrong:
+        console.print(f"[red]WRONG[/] {row.case}: {row.wrong_bytes} bytes differ from the reference")
+    return 1 if wrong else 0
+
+
+def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: str) -> list[Case]:
+    from ..bench.suites import casts, common, dispatch, fused
+    from ..errors import check_name
+
+    if device.type != "cuda":
+        console.print("no GPU: this times the reference on a CPU with tiny tensors, which says nothing about speed")
+    if suite == "dispatch":
+        return list(dispatch.cases(device))
+    names = [name for name in peers.split(",") if name]
+    for name in names:
+        check_name(name, sorted(common.ALL_PEERS), "peer")
+    for name in fused.missing():
+        console.print(f"[dim]skipped: {name} does not exist yet[/]")
+    return list(casts.cases(common.extent(device, quick=quick, peers=frozenset(names))))
+
+
+def _timed(
+    console: Console, cases: Sequence[Case], suite: Suite, device: torch.device, quick: bool, commit: str | None
+) -> Iterator[Row]:
+    """Rows as they come, with a bar that names the case at work."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from .. import __version__
+    from ..bench.harness import Budget, run_cases
+    from ..bench.store import where
+
+    budget = Budget(rounds=5) if quick or device.type != "cuda" else Budget()
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(cases))
+        names = iter(case.name for case in cases)
+        progress.update(task, description=next(names, ""))
+        for row in run_cases(cases, suite, device, where(device, __version__, commit), budget):
+            yield row
+            progress.update(task, advance=1, description=next(names, ""))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    peers = list(dict.fromkeys(name for row in rows for name, cell in row.peers.items() if "us" in cell))
+    host = any(row.suite == "dispatch" for row in rows)
+    title = "µs per call" if host else "µs per call; peers: how many times longer they take"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
+    table.add_column("case", no_wrap=True)
+    for heading in ("µs", "±%", "GB/s", "% copy", *peers):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("by", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row, peers))
+    return table
+
+
+def _cells(row: Row, peers: Sequence[str]) -> list[str]:
+    if row.us is None or row.spread_us is None:
+        return [row.case, "[red]WRONG[/]", *["-"] * (3 + len(peers)), row.backend]
+    half_spread = 50 * (row.spread_us[1] - row.spread_us[0]) / row.us
+    bandwidth = "-" if row.gb_s is None else f"{row.gb_s:.0f}"
+    percent = "-" if row.percent_of_copy is None else f"{row.percent_of_copy:.0f}"
+    cells = [_peer_cell(row, row.peers.get(name, {})) for name in peers]
+    return [row.case, f"{row.us:.1f}", f"{half_spread:.1f}", bandwidth, percent, *cells, f"{row.backend}/{row.method}"]
+
+
+def _peer_cell(row: Row, cell: dict[str, object]) -> str:
+    if "ratio" not in cell:
+        return "-"
+    if row.suite == "dispatch":
+        return f"{cell['us']:.1f}"
+    return f"{cell['ratio']:.2f}x" + ("*" if "differs" in str(cell.get("note", "")) else "")
+
+
+def _show_notes(console: Console, rows: Sequence[Row]) -> None:
+    """Each note once, with the cases that it is about."""
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        for name, cell in row.peers.items():
+            if "note" in cell:
+                notes.setdefault(f"{name}: {cell['note']}", []).append(row.case)
+    for note, about in notes.items():
+        console.print(f"[dim]{note} ({about[0]}{f' and {len(about) - 1} more' if len(about) > 1 else ''})[/]")
+    clocks = [row.sm_clock_mhz for row in rows if row.sm_clock_mhz is not None]
+    if clocks:
+        console.print(f"[dim]clock of the multiprocessors: {min(clocks):.0f} to {max(clocks):.0f} MHz[/]")
+
+
+def _show_changes(console: Console, rows: Sequence[Row], path: Path) -> None:
+    from ..bench.store import compare, read
+
+    changes = compare(rows, read(path))
+    for change in changes:
+        flag = " [red]REGRESSION[/]" if change.regressed else ""
+        console.print(f"{change.case}: {change.old_us:.1f} -> {change.new_us:.1f} µs, {change.ratio:.3f}x{flag}")
+    console.print(
+        f"{sum(change.regressed for change in changes)} of {len(changes)} rows became slower by more than 3 %"
+    )
+
+
+def _report(console: Console, source: Path | None) -> int:
+    from ..bench import picture, report
+    from ..bench.store import read
+
+    rows = report.load(report.RESULTS) if source is None else read(source)
+    if not rows:
+        console.print(
+            f"no results in {source or report.RESULTS}: run blockscale bench casts --json FILE on a GPU first"
+        )
+        return 1
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("the picture needs matplotlib. Fix: pip install matplotlib")
+        return 1
+    if report.main_rows(rows):
+        picture.draw(rows, report.PICTURE)
+        console.print(f"wrote {report.PICTURE}")
+    for page in report.update(Path.cwd(), rows):
+        console.print(f"wrote {page}")
+    return 0

@@ -1,0 +1,98 @@
+"""`blockscale bench` as a user meets it, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from bench_rows import suite
+
+pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
+
+from blockscale.bench import store
+from blockscale.bench.suites import fused
+from blockscale.cli.main import main
+
+
+def bench(*words: str) -> int:
+    return main(["bench", *words])
+
+
+def test_casts_on_a_cpu_say_what_they_are_and_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "casts.jsonl"
+    assert bench("casts", "--device", "cpu", "--only", "fp8_1x128 axis", "--json", str(path)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "times the reference on a CPU" in text
+    assert "swiglu_quantize_both does not exist yet" in text or not fused.missing()
+    assert [row.case for row in store.read(path)] == ["fp8_1x128 axis -1 256x512", "fp8_1x128 axis -2 256x512"]
+
+
+def test_compare_flags_what_became_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, words = tmp_path / "old.jsonl", ("casts", "--device", "cpu", "--only", "mxfp4 axis", "--peers", "")
+    assert bench(*words, "--json", str(path)) == 0
+    fast, slow = [json.loads(line) for line in path.read_text().splitlines()]
+    fast["us"], slow["us"] = 1e-3, 1e9
+    path.write_text("\n".join(json.dumps(row) for row in (fast, slow)))
+    capsys.readouterr()
+    assert bench(*words, "--compare", str(path)) == 0
+    text = capsys.readouterr().out
+    assert [line.split(":")[0] for line in text.splitlines() if "REGRESSION" in line] == [fast["case"]]
+    assert "1 of 2 rows became slower" in text
+
+
+def test_a_wrong_kernel_prints_no_speed_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from blockscale.bench import harness
+
+    monkeypatch.setattr(harness, "count_wrong", lambda ours, reference: 12)
+    path = tmp_path / "casts.jsonl"
+    assert bench("casts", "--device", "cpu", "--only", "mxfp4 axis -1", "--json", str(path)) == 1
+    text = capsys.readouterr().out
+    assert "WRONG mxfp4 axis -1 256x512: 12 bytes differ" in text
+    (line,) = [line for line in text.splitlines() if "WRONG" in line and "bytes" not in line]
+    assert not any(character.isdigit() for character in line.split("WRONG")[1])
+    (row,) = store.read(path)
+    assert row.us is None
+
+
+def test_dispatch_runs_without_tyro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else real(name))
+    monkeypatch.setattr("blockscale.bench.timing.HOST_CALLS", 2)
+    assert bench("dispatch") == 0
+    assert "quantize_both mxfp8_e4m3" in capsys.readouterr().out
+    assert bench("casts", "--quick") == 2
+    assert "needs tyro" in capsys.readouterr().err
+
+
+def test_report_rewrites_pages_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed")
+    monkeypatch.chdir(tmp_path)
+    assert bench("report") == 1
+    assert "no results" in capsys.readouterr().out
+    store.write(tmp_path / "benchmarks" / "results" / "casts-h200.jsonl", suite())
+    (tmp_path / "README.md").write_text("<!-- bench:casts-summary -->\n<!-- /bench:casts-summary -->\n")
+    assert bench("report") == 0
+    assert "| fp8_1x128 axis -1 |" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "docs" / "images" / "casts.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["cast"], "casts"), (["casts", "--device", "cpu", "--peers", "torchoa"], "did you mean torchao")],
+)
+def test_mistakes_are_explained(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    status: object
+    try:
+        status = bench(*words)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert says in capsys.readouterr().err

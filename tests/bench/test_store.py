@@ -1,0 +1,47 @@
+"""Results: what is stored comes back, replaces its like, and is compared with what was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from bench_rows import row
+from blockscale.bench import store
+
+
+def test_round_trip(tmp_path: Path):
+    path = tmp_path / "sub" / "casts-h200.jsonl"
+    rows = [row("a"), row("b", us=None, wrong_bytes=3)]
+    store.write(path, rows)
+    assert store.read(path) == rows
+    assert len(path.read_text().splitlines()) == 2
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_row_replaces_its_like_and_keeps_its_place(tmp_path: Path):
+    path = tmp_path / "casts.jsonl"
+    store.write(path, [row("a", us=1.0), row("b", us=2.0)])
+    elsewhere = dataclasses.replace(row("a", us=9.0), where={"gpu": "another"})
+    store.write(path, [row("a", us=3.0), row("c", us=4.0), elsewhere])
+    assert [(r.case, r.us) for r in store.read(path)] == [("a", 3.0), ("b", 2.0), ("c", 4.0), ("a", 9.0)]
+
+
+def test_no_file_is_no_rows(tmp_path: Path):
+    assert store.read(tmp_path / "nothing.jsonl") == []
+
+
+def test_regressions_are_flagged_beyond_three_percent():
+    old = [row("a", us=100.0), row("b", us=100.0), row("c", us=100.0), row("gone", us=1.0)]
+    new = [row("a", us=102.9), row("b", us=103.1), row("c", us=None, wrong_bytes=1), row("new", us=1.0)]
+    assert [(c.case, c.regressed) for c in store.compare(new, old)] == [("a", False), ("b", True)]
+
+
+def test_where_tells_versions_and_commit(monkeypatch):
+    found = store.where(torch.device("cpu"), "0.1.0", commit="abc1234")
+    assert (found.commit, found.torch, found.blockscale) == ("abc1234", torch.__version__, "0.1.0")
+    assert json.dumps(dataclasses.asdict(found))
+    monkeypatch.setenv("PATH", "")  # no git
+    assert store.where(torch.device("cpu"), "0.1.0").commit is None
