@@ -18,9 +18,11 @@ os.environ["BLOCKSCALE_POISON"] = "1"
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from blockscale import use_backend  # noqa: E402
+from blockscale import rng_state, use_backend  # noqa: E402
 from blockscale.casts import _triton, ops  # noqa: E402
-from blockscale.formats import FORMATS, CastPlan, CastSpec, Format  # noqa: E402
+from blockscale.formats import FORMATS, CastSpec, Format, Stochastic  # noqa: E402
+
+Case = tuple[str, list[Tensor], list[Tensor]]
 
 
 def sources() -> Iterator[tuple[str, Tensor]]:
@@ -35,6 +37,7 @@ def sources() -> Iterator[tuple[str, Tensor]]:
     yield "transposed bf16", torch.randn(95, 140).bfloat16().t()
     yield "one value", torch.randn(1, 1)
     yield "strided", torch.randn(40, 400)[::2, ::3]
+    yield "whole tiles bf16", torch.randn(256, 128).bfloat16()
 
 
 def specs(spec: Format) -> Iterator[CastSpec]:
@@ -47,30 +50,83 @@ def specs(spec: Format) -> Iterator[CastSpec]:
         yield CastSpec(spec.name, amax=torch.tensor(-2.5))
 
 
-def run(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, backend: str) -> list[Tensor]:
-    with use_backend(cast=backend):
-        buffers = ops.quantize(x, plan.text(), axis, None, amax, None)
-    return [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
+def drawn(spec: Format) -> Iterator[CastSpec]:
+    """Stochastic rounding, whole and as a shard, and rotation where there is one."""
+    state = rng_state(-7, tick=3)
+    yield CastSpec(spec.name, rounding=Stochastic(state, "layer"), role="wgrad_x")
+    yield CastSpec(spec.name, rounding=Stochastic(state, "layer", origin=(5, 9, 1001)), role="dgrad_dy")
+    if spec.hadamard and not spec.is_2d:
+        yield CastSpec(spec.name, hadamard=True)
+        yield CastSpec(spec.name, hadamard=(1 << spec.hadamard) - 3, rounding=Stochastic(state, "l"), role="fprop_x")
+
+
+def compared(what: str, call, *args) -> Case:
+    results: list[list[Tensor]] = []
+    for backend in ("triton", "reference"):
+        with use_backend(backend):
+            results.append([buffer.reshape(-1).view(torch.uint8) for buffer in call(*args)])
+    return what, results[0], results[1]
+
+
+def single(x: Tensor, spec: CastSpec, axis: int, title: str, offs: Tensor | None = None) -> Case:
+    text = spec.plan().text()
+    return compared(f"{text} axis={axis} {title}", ops.quantize, x, text, axis, spec.state, spec.amax_tensor, offs)
+
+
+def both(x: Tensor, row: CastSpec, col: CastSpec, title: str, offs: Tensor | None = None, colsum: bool = False) -> Case:
+    texts = row.plan().text(), col.plan().text()
+    tensors = row.state, col.state, row.amax_tensor, col.amax_tensor, offs
+    return compared(f"both {texts} {title}", ops.quantize_both, x, *texts, *tensors, colsum)
+
+
+def cases(name: str) -> Iterator[tuple[int, Case]]:
+    form = FORMATS[name]
+    every = list(sources())
+    for number, spec in enumerate(specs(form)):
+        # every source with the defaults, the telling ones with the other rules and layouts: the interpreter is slow
+        for title, x in every if number == 0 else every[:1]:
+            for axis in (-1, -2):
+                yield x.numel(), single(x, spec, axis, title)
+    for spec in drawn(form):
+        for title, x in every[1:3]:
+            for axis in (-1, -2):
+                yield x.numel(), single(x, spec, axis, title)
+    plain, other = CastSpec(name), CastSpec("mxfp8_e4m3" if form.family == "mx" else name)
+    for title, x in every:
+        yield 2 * x.numel(), both(x, plain, other, title, colsum=title == "odd bf16")
+    if not form.is_2d:
+        yield from grouped(form)
+
+
+def grouped(form: Format) -> Iterator[tuple[int, Case]]:
+    """Group ends, among them empty groups and rows that belong to none."""
+    x = torch.randn(170, 40).bfloat16()
+    x[131] *= 1000
+    plain, state = CastSpec(form.name), Stochastic(rng_state(2), "experts", first_group=9)
+    drawn_late = CastSpec(form.name, rounding=state, role="wgrad_dy", scale_layout=form.layouts[1])
+    ends = torch.tensor([3, 3, 140, 160], dtype=torch.int32)
+    options = [plain, drawn_late, *list(drawn(form))[2:]]
+    if form.family == "nvfp4":
+        options += [CastSpec(form.name, amax="group"), CastSpec(form.name, amax=torch.rand(4))]
+    for spec in options:
+        yield 2 * x.numel(), both(x, spec, spec, "groups", ends, colsum=True)
+    for axis in (-1, -2):
+        yield x.numel(), single(x, options[-1], axis, "groups", ends)
+    for few in ([170], [0, 0], [128, 170]):
+        yield 2 * x.numel(), both(x, plain, plain, f"groups {few}", torch.tensor(few, dtype=torch.int32))
 
 
 def main(name: str) -> int:
     assert _triton.INTERPRETED
     torch.manual_seed(0)
-    cases = values = 0
+    count = values = 0
     wrong: list[str] = []
-    for number, spec in enumerate(specs(FORMATS[name])):
-        plan = spec.plan()
-        # every source with the defaults, the telling ones with the other rules and layouts: the interpreter is slow
-        for title, x in list(sources())[: 7 if number == 0 else 3]:
-            for axis in (-1, -2):
-                if plan.layout == "blocked" and FORMATS[name].is_2d:
-                    continue  # refused, see the kernel's reasons
-                got = run(x, plan, axis, spec.amax_tensor, "triton")
-                want = run(x, plan, axis, spec.amax_tensor, "reference")
-                cases, values = cases + 1, values + x.numel()
-                if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
-                    wrong.append(f"{plan.text()} axis={axis} {title}")
-    print(cases, values, len(wrong))
+    for size, (what, got, want) in cases(name):
+        count, values = count + 1, values + size
+        if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+            off = [int((a != b).sum()) for a, b in zip(got, want, strict=True)]
+            wrong.append(f"{what} bytes off {off}")
+    print(count, values, len(wrong))
     print("\n".join(wrong[:10]))
     return 1 if wrong else 0
 

@@ -35,7 +35,7 @@ def test_interpreted_casts_equal_the_reference(name: str, compared: Counter[str]
     )
     assert result.returncode == 0, result.stdout + result.stderr
     cases, values, wrong = map(int, result.stdout.split()[:3])
-    assert (cases >= 26, wrong) == (True, 0)
+    assert (cases >= 30, wrong) == (True, 0)
     compared["the reference, Triton casts in the interpreter"] += values
 
 
@@ -66,17 +66,9 @@ def test_the_table_prefers_triton_on_a_gpu() -> None:
     assert bs.explain("cast", torch.ones(4, 64, device="cuda"), "mxfp4").taken.backend == "triton"
 
 
-def test_more_matrices_than_a_grid_takes_go_to_the_reference() -> None:
-    x = torch.empty(70_000, 1, 32, device="meta")
-    explanation = bs.explain("cast", x, "mxfp4", on=Capability("cuda", 90))
+@pytest.mark.parametrize("shape", [(70_000, 1, 32), (3_000_000, 32), (2, 0, 32)])
+def test_which_shapes_go_to_triton(shape: tuple[int, ...]) -> None:
+    explanation = bs.explain("cast", torch.empty(shape, device="meta"), "mxfp4", on=Capability("cuda", 90))
     assert explanation.taken is not None
-    assert explanation.taken.backend == "reference"
-    assert "takes at most 65535 matrices" in str(explanation)
-    assert bs.explain("cast", x[:60_000], "mxfp4", on=Capability("cuda", 90)).taken.backend == "triton"
-
-
-def test_more_rows_than_a_grid_takes_go_to_the_reference() -> None:
-    explanation = bs.explain("cast", torch.empty(3_000_000, 32, device="meta"), "mxfp4", on=Capability("cuda", 90))
-    assert explanation.taken is not None
-    assert explanation.taken.backend == "reference"
-    assert "these are 3000000" in str(explanation)
+    assert explanation.taken.backend == ("reference" if 0 in shape else "triton")
+    assert ("takes no empty tensors" in str(explanation)) == (0 in shape)

@@ -44,7 +44,7 @@ def _allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: T
 def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a cast."""
     options = {"offs"} if offs is not None else set[str]()
-    options |= {"large_batch"} if x.shape[:-2].numel() > 65535 else set[str]()
+    options |= {"many_groups"} if offs is not None and offs.shape[0] > 4096 else set[str]()
     for plan in plans:
         options |= {"stochastic"} if plan.stream is not None else set[str]()
         options |= {"hadamard"} if plan.hadamard is not None else set[str]()
