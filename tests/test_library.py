@@ -44,6 +44,46 @@ def cast_both_samples(device):
     yield x, plan, plan, None, None, None, None, offsets([3, 0, 30], device), True
 
 
+def swiglu_samples(device):
+    for x, plan, axis, state, amax, offs in cast_samples(device):
+        yield torch.cat((x, x), dim=-1), plan, axis, state, amax, offs
+
+
+def swiglu_both_samples(device):
+    for x, *rest in cast_both_samples(device):
+        yield torch.cat((x, x), dim=-1), *rest[:-1]
+
+
+def swiglu_backward_samples(device):
+    for x, row, col, *_, offs, _ in cast_both_samples(device):
+        for hidden in ("", col):
+            yield x, torch.cat((x, x), dim=-1), row, col, hidden, *(None,) * 6, offs
+
+
+def rmsnorm_samples(device):
+    for x, plan, axis, state, amax, _ in cast_samples(device):
+        if axis == -1:
+            yield x, gaussian(48, device=device), 1e-6, plan, state, amax
+
+
+def rmsnorm_both_samples(device):
+    for x, *rest in cast_both_samples(device):
+        yield x, gaussian(48, device=device), 1e-6, *rest[:-1]
+
+
+def permute_samples(device):
+    x, indices = gaussian(40, 48, device=device), torch.tensor([3, 3, -1, 39, 0], device=device)
+    for name in ONE_D:
+        yield x, indices, CastSpec(name).plan().text(), None
+    yield x.half(), indices.int(), CastSpec("nvfp4").plan().text(), torch.tensor(3.0, device=device)
+
+
+def permute_both_samples(device):
+    offs = offsets([3, 0, 2], device)
+    for x, indices, plan, amax in permute_samples(device):
+        yield x, indices, plan, plan, None, None, amax, amax, offs
+
+
 def dequantize_samples(device):
     x, offs = gaussian(40, 48, device=device), offsets([3, 0, 30], device)
     for name in FORMATS:
@@ -92,6 +132,13 @@ def grouped_add_samples(device):
 SAMPLES = {
     "quantize": cast_samples,
     "quantize_both": cast_both_samples,
+    "swiglu_quantize": swiglu_samples,
+    "swiglu_quantize_both": swiglu_both_samples,
+    "swiglu_backward_quantize_both": swiglu_backward_samples,
+    "rmsnorm_quantize": rmsnorm_samples,
+    "rmsnorm_quantize_both": rmsnorm_both_samples,
+    "permute_quantize_both": permute_both_samples,
+    "quantize_permute": permute_samples,
     "dequantize": dequantize_samples,
     "scaled_mm": gemm_samples,
     "scaled_mm_add_": gemm_add_samples,

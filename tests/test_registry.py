@@ -23,7 +23,9 @@ from blockscale.registry import Request, explain_request, kernel, select, use_ba
 from products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
 
 SRC = Path(__file__).parents[1] / "src"
-OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped")
+ONE_CAST = ("cast", "dequantize", "swiglu", "rmsnorm", "permute")
+TWO_CASTS = ("cast_both", "swiglu_both", "swiglu_backward_both", "rmsnorm_both", "permute_both")
+OPERATIONS = (*ONE_CAST, *TWO_CASTS, "gemm", "m_grouped", "k_grouped")
 
 
 def request_for(
@@ -43,9 +45,9 @@ def request_for(
 
 def formats_of(op: str) -> list[tuple[str, ...]]:
     """Every combination of formats that an operation can be asked for."""
-    if op in ("cast", "dequantize"):
+    if op in ONE_CAST:
         return [(name,) for name in FORMATS]
-    if op == "cast_both":
+    if op in TWO_CASTS:
         return list(itertools.product(FORMATS, FORMATS))
     one_sided = {"gemm": PAIRS, "m_grouped": PAIRS}
     return list(one_sided.get(op, [pair for pair in PAIRS if set(pair) <= set(ONE_D)]))
@@ -113,7 +115,7 @@ def test_every_row_says_what_it_is(op):
     for row in registry.rows(op):
         assert row.summary
         assert row.op == op
-        assert row.formats <= (set(formats_of(op)) if op in ("cast", "cast_both", "dequantize") else LEGAL_PAIRS)
+        assert row.formats <= (set(formats_of(op)) if op in (*ONE_CAST, *TWO_CASTS) else LEGAL_PAIRS)
 
 
 def test_rows_returns_a_copy():

@@ -15,6 +15,13 @@ _PUBLIC = {
     "quantize": "casts",
     "quantize_both": "casts",
     "dequantize": "casts",
+    "swiglu_quantize": "casts.fused",
+    "swiglu_quantize_both": "casts.fused",
+    "swiglu_backward_quantize_both": "casts.fused",
+    "rmsnorm_quantize": "casts.fused",
+    "rmsnorm_quantize_both": "casts.fused",
+    "permute_quantize_both": "casts.fused",
+    "quantize_permute": "casts.fused",
     "scaled_mm": "gemm",
     "scaled_grouped_mm": "grouped",
     "BlockScaled": "formats",
@@ -36,11 +43,18 @@ __all__ = [
     "dequantize",
     "doctor",
     "explain",
+    "permute_quantize_both",
     "quantize",
     "quantize_both",
+    "quantize_permute",
+    "rmsnorm_quantize",
+    "rmsnorm_quantize_both",
     "rng_state",
     "scaled_grouped_mm",
     "scaled_mm",
+    "swiglu_backward_quantize_both",
+    "swiglu_quantize",
+    "swiglu_quantize_both",
     "use_backend",
 ]
 
@@ -48,6 +62,13 @@ if TYPE_CHECKING:
     from .casts import dequantize as dequantize
     from .casts import quantize as quantize
     from .casts import quantize_both as quantize_both
+    from .casts.fused import permute_quantize_both as permute_quantize_both
+    from .casts.fused import quantize_permute as quantize_permute
+    from .casts.fused import rmsnorm_quantize as rmsnorm_quantize
+    from .casts.fused import rmsnorm_quantize_both as rmsnorm_quantize_both
+    from .casts.fused import swiglu_backward_quantize_both as swiglu_backward_quantize_both
+    from .casts.fused import swiglu_quantize as swiglu_quantize
+    from .casts.fused import swiglu_quantize_both as swiglu_quantize_both
     from .diagnostics import doctor as doctor
     from .diagnostics import explain as explain
     from .formats import BlockScaled as BlockScaled

@@ -1,6 +1,7 @@
 """Casts: high precision to block-scaled formats and back.
 
-`quantize` makes one operand, `quantize_both` makes the two that a layer needs from one read, `dequantize` goes back.
+`quantize` makes one operand, `quantize_both` makes the two that a layer needs from one read, `dequantize` goes back;
+`fused.py` has the casts that begin with an activation, a norm or a permutation.
 Each works on any tensor of rank two or more; blocks run along one of the last two axes and a tail block counts as a
 whole one.
 """
@@ -18,6 +19,8 @@ from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec, check_amax
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, check_is_block_scaled, to_parts
 from . import _reference as _reference  # registers its rows
+from . import _reference_fused as _reference_fused
+from . import fused_ops as fused_ops
 from . import ops
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it

@@ -20,7 +20,7 @@ from . import sharding
 Buffers = tuple[Tensor, Tensor, Tensor]
 
 
-def _allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Tensor | None) -> Buffers:
+def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Tensor | None) -> Buffers:
     """The buffers of one operand, for kernels and fakes alike."""
     spec, lead = plan.spec, x.shape[:-2]
     rows, length = x.shape[-3 - axis], plan.stored_length(x.shape[axis])
@@ -56,7 +56,7 @@ def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor |
 def _fake_quantize(
     x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
 ) -> Buffers:
-    return _allocate(x, CastPlan.parse(plan), axis, amax, offs)
+    return allocate(x, CastPlan.parse(plan), axis, amax, offs)
 
 
 @define_op(fake=_fake_quantize, sharding=sharding.quantize)
@@ -66,16 +66,17 @@ def quantize(
     """One operand of x, blocks along `axis`: codes, scales, tensor scale."""
     resolved = CastPlan.parse(plan)
     check_group_ends(offs, x.shape[-2])
-    out = _allocate(x, resolved, axis, amax, offs)
+    out = allocate(x, resolved, axis, amax, offs)
     row = select(cast_request("cast", x, (resolved,), offs))
     row.launch(x, resolved, axis, out, state=state, amax=amax, offs=offs)
     return out
 
 
-def _allocate_both(
+def allocate_both(
     x: Tensor, plans: tuple[CastPlan, CastPlan], amaxes: tuple[Tensor | None, Tensor | None], offs: Tensor | None
 ) -> tuple[Buffers, Buffers]:
-    return _allocate(x, plans[0], -1, amaxes[0], offs), _allocate(x, plans[1], -2, amaxes[1], offs)
+    """The buffers of both operands."""
+    return allocate(x, plans[0], -1, amaxes[0], offs), allocate(x, plans[1], -2, amaxes[1], offs)
 
 
 def _allocate_colsum(x: Tensor, offs: Tensor | None, colsum: bool) -> Tensor:
@@ -97,7 +98,7 @@ def _fake_quantize_both(
     colsum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     plans = (CastPlan.parse(row), CastPlan.parse(col))
-    outs = _allocate_both(x, plans, (row_amax, col_amax), offs)
+    outs = allocate_both(x, plans, (row_amax, col_amax), offs)
     return *outs[0], *outs[1], _allocate_colsum(x, offs, colsum)
 
 
@@ -117,7 +118,7 @@ def quantize_both(
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     check_group_ends(offs, x.shape[-2])
     amaxes = (row_amax, col_amax)
-    outs = _allocate_both(x, plans, amaxes, offs)
+    outs = allocate_both(x, plans, amaxes, offs)
     total = _allocate_colsum(x, offs, colsum)
     chosen = select(cast_request("cast_both", x, plans, offs))
     states = (row_state, col_state)

@@ -1,0 +1,112 @@
+"""Tile functions of `activation.py` for Triton kernels: the same operations in the same order, hence the same bits.
+
+Like `_device.py`, to be launched with `enable_fp_fusion=False`: the multiply-adds that are fused are written as `fma`.
+"""
+
+# pyright: basic, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+from .activation import EXP, HIGHEST, LN2, LOWEST, MAGIC, MINUS_LOG2E
+
+_LOWEST, _HIGHEST, _MAGIC = tl.constexpr(LOWEST), tl.constexpr(HIGHEST), tl.constexpr(MAGIC)
+_MINUS_LOG2E, _LN2 = tl.constexpr(MINUS_LOG2E), tl.constexpr(LN2)
+_E5, _E4, _E3, _E2, _E1, _E0 = (tl.constexpr(coefficient) for coefficient in EXP)
+
+
+@triton.jit
+def _fma_by_fp64(a, b, c):
+    """What `activation.fma` does."""
+    product = a.to(tl.float64) * b
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) - (back - c)
+    bits = total.to(tl.int64, bitcast=True)
+    away = tl.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error > 0) | (error < 0)
+    return tl.where(inexact & ((bits & 1) == 0), bits + away, bits).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+# the interpreter's own fma rounds twice
+_INTERPRETED = tl.constexpr(not isinstance(_fma_by_fp64, triton.runtime.JITFunction))
+
+
+@triton.jit
+def fma(a, b, c):
+    """fp32 a * b + c with one rounding; a is a tile, b and c are tiles or constants."""
+    if _INTERPRETED:
+        return _fma_by_fp64(a, b, c)
+    else:
+        return tl.fma(a, b, c)
+
+
+# near 1 / x, and one Newton step: near + near * (1 - x * near)
+_RECIPROCAL = tl.constexpr("""{
+    .reg .f32 near, rest;
+    rcp.approx.ftz.f32 near, $1;
+    neg.f32 rest, near;
+    fma.rn.f32 rest, $1, rest, 0f3F800000;
+    fma.rn.f32 $0, near, rest, near;
+}""")
+
+
+@triton.jit
+def reciprocal(x):
+    """fp32 1 / x, correctly rounded, for x from 1 to 2^126: what div_rn does there, without its branch for the rest."""
+    if _INTERPRETED:
+        return tl.div_rn(1.0, x)
+    else:
+        return tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sigmoid(g):
+    """fp32 -> 1 / (1 + e^-g)."""
+    clamped = tl.minimum(tl.maximum(g, _LOWEST), _HIGHEST)
+    k = fma(clamped, _MINUS_LOG2E, _MAGIC)
+    r = fma(k - _MAGIC, _LN2, clamped)
+    power = fma(r, _E5, _E4)
+    power = fma(power, r, _E3)
+    power = fma(power, r, _E2)
+    power = fma(power, r, _E1)
+    power = fma(power, r, _E0)
+    two_to_n = (k.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+    return tl.where(g < _LOWEST, 0.0, reciprocal(fma(power, two_to_n, 1.0)))
+
+
+@triton.jit
+def swiglu(gate, up):
+    """fp32 silu(gate) * up."""
+    return (gate * sigmoid(gate)) * up
+
+
+@triton.jit
+def swiglu_backward(dy, gate, up):
+    """fp32 gradients of gate and of up."""
+    s = sigmoid(gate)
+    slope = s * fma(gate, 1.0 - s, 1.0)
+    return (dy * up) * slope, dy * (gate * s)
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def tree_sum(x, R: tl.constexpr, N: tl.constexpr):
+    """fp32 [R, N] -> [R]: sums of neighbours, then of neighbouring sums. N is a power of two; zeros fill a row up.
+
+    Each step reduces pairs, whose order cannot matter; how Triton orders a longer reduction is not specified.
+    """
+    for level in tl.static_range(_log2(N)):
+        x = tl.sum(tl.reshape(x, (R, N >> (level + 1), 2)), axis=2)
+    return tl.reshape(x, (R,))
+
+
+@triton.jit
+def rstd(x, share, eps, R: tl.constexpr, N: tl.constexpr):
+    """fp32 [R, N] -> 1 / sqrt(mean of squares + eps), [R]; share: fp32(1 / length of a row without its fill)."""
+    root = tl.sqrt_rn(tree_sum(x * x, R, N) * share + eps)
+    return tl.div_rn(1.0, root)

@@ -1,0 +1,143 @@
+"""The exact fused casts: an fp32 tensor as `activation.py` specifies it, then the exact cast of that tensor.
+
+Nothing is rounded in between, and nothing is saved: what these define is the bytes, for kernels that make one pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats.cast_spec import CastPlan
+from ..formats.layout import pack_scale, scale_buffer_shape
+from ..registry import kernel
+from . import activation
+from ._reference import Buffers, quantize, quantize_both
+
+Plans = tuple[CastPlan, CastPlan]
+Outs = tuple[Buffers, Buffers]
+Optionals = tuple[Tensor | None, Tensor | None]
+
+
+@kernel("swiglu", "reference", devices=(), priority=-100)
+def swiglu(
+    gate_up: Tensor,
+    plan: CastPlan,
+    axis: int,
+    out: Buffers,
+    *,
+    state: Tensor | None = None,
+    amax: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> None:
+    """exact torch reference, any device"""
+    quantize(activation.swiglu(gate_up), plan, axis, out, state=state, amax=amax, offs=offs)
+
+
+@kernel("swiglu_both", "reference", devices=(), priority=-100)
+def swiglu_both(
+    gate_up: Tensor,
+    plans: Plans,
+    outs: Outs,
+    *,
+    states: Optionals = (None, None),
+    amaxes: Optionals = (None, None),
+    offs: Tensor | None = None,
+) -> None:
+    """exact torch reference, any device"""
+    quantize_both(activation.swiglu(gate_up), plans, outs, None, states=states, amaxes=amaxes, offs=offs)
+
+
+@kernel("swiglu_backward_both", "reference", devices=(), priority=-100)
+def swiglu_backward_both(
+    grad: Tensor,
+    gate_up: Tensor,
+    plans: Plans,
+    outs: Outs,
+    hidden: CastPlan | None,
+    hidden_out: Buffers | None,
+    *,
+    states: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    amaxes: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    offs: Tensor | None = None,
+) -> None:
+    """exact torch reference, any device"""
+    both = activation.swiglu_backward(grad, gate_up)
+    quantize_both(both, plans, outs, None, states=states[:2], amaxes=amaxes[:2], offs=offs)
+    if hidden is not None and hidden_out is not None:
+        swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
+
+
+@kernel("rmsnorm", "reference", devices=(), priority=-100)
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    plan: CastPlan,
+    out: Buffers,
+    rstd: Tensor,
+    *,
+    state: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> None:
+    """exact torch reference, any device"""
+    y, factor = activation.rmsnorm(x, weight, eps)
+    rstd.copy_(factor)
+    quantize(y, plan, -1, out, state=state, amax=amax)
+
+
+@kernel("rmsnorm_both", "reference", devices=(), priority=-100)
+def rmsnorm_both(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    plans: Plans,
+    outs: Outs,
+    rstd: Tensor,
+    *,
+    states: Optionals = (None, None),
+    amaxes: Optionals = (None, None),
+    offs: Tensor | None = None,
+) -> None:
+    """exact torch reference, any device"""
+    y, factor = activation.rmsnorm(x, weight, eps)
+    rstd.copy_(factor)
+    quantize_both(y, plans, outs, None, states=states, amaxes=amaxes, offs=offs)
+
+
+@kernel("permute_both", "reference", devices=(), priority=-100)
+def permute_both(
+    x: Tensor,
+    indices: Tensor,
+    plans: Plans,
+    outs: Outs,
+    *,
+    states: Optionals = (None, None),
+    amaxes: Optionals = (None, None),
+    offs: Tensor,
+) -> None:
+    """exact torch reference, any device"""
+    quantize_both(activation.gather_rows(x, indices), plans, outs, None, states=states, amaxes=amaxes, offs=offs)
+
+
+@kernel("permute", "reference", devices=(), priority=-100)
+def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: Tensor | None = None) -> None:
+    """exact torch reference, any device"""
+    spec, plain = plan.spec, replace(plan, layout="plain")
+    source = activation.with_zero_row(x)  # a zero more changes no maximum
+    length = plan.stored_length(x.shape[1])
+    data = torch.empty(source.shape[0], out[0].shape[1], dtype=spec.data_dtype, device=x.device)
+    shape = scale_buffer_shape(spec, source.shape[0], length, "plain")
+    scale = torch.empty(shape, dtype=spec.scale_dtype, device=x.device)
+    quantize(source, plain, -1, (data, scale, out[2]), amax=amax)
+    rows = activation.zero_row_for_padding(indices, x.shape[0])
+    out[0].copy_(_take(data, rows))
+    out[1].copy_(pack_scale(spec, _take(scale, rows), indices.shape[0], length, plan.layout))
+
+
+def _take(buffer: Tensor, rows: Tensor) -> Tensor:
+    """Rows of codes or scales; as bytes where they are bytes, since torch does not index every dtype."""
+    raw = buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer
+    return raw.index_select(0, rows).view(buffer.dtype)

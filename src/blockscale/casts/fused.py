@@ -1,0 +1,301 @@
+"""Casts fused with what comes before them, so that a tensor is read once and never written in high precision.
+
+Each gives exactly the bytes of the cast of an fp32 tensor that docs/numerics.md, section 16, defines; there is no
+rounding to bf16 in between. As with every cast, results do not require grad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
+from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec
+from ..formats.tensor import BlockScaled, assemble, check_axis
+from . import FLOAT_DTYPES, check_offs, check_source, fused_ops, plan_cast
+
+Spec = str | CastSpec
+Pair = tuple[BlockScaled, BlockScaled]
+
+
+def swiglu_quantize(gate_up: Tensor, spec: Spec, *, axis: int = -1, offs: Tensor | None = None) -> BlockScaled:
+    """Cast silu(gate) * up, blocks along `axis`. gate_up: [..., M, 2H], gates in the first half of the last axis.
+
+    >>> q = swiglu_quantize(torch.ones(4, 128, dtype=torch.bfloat16), "mxfp8_e4m3")
+    >>> q.shape
+    (4, 64)
+    """
+    _check_gate_up(gate_up)
+    check_axis(axis)
+    cast = as_cast_spec(spec)
+    plan = plan_cast(gate_up, cast, offs)
+    buffers = fused_ops.swiglu_quantize(gate_up, plan.text(), axis, cast.state, cast.amax_tensor, offs)
+    groups = offs.shape[0] if offs is not None and axis == -2 else None
+    return assemble(plan, buffers, _hidden_shape(gate_up), axis, groups=groups)
+
+
+def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor | None = None) -> Pair:
+    """Both operands of silu(gate) * up from one read: `row` with blocks along H, `col` along M.
+
+    gate_up: [..., M, 2H], gates in the first half of the last axis.  offs: ends of groups of rows, as for `quantize`.
+
+    >>> row, col = swiglu_quantize_both(torch.randn(256, 512), "fp8_1x128", "fp8_1x128")
+    >>> row.shape, row.axis, col.axis
+    ((256, 256), -1, -2)
+    """
+    _check_gate_up(gate_up)
+    specs = (as_cast_spec(row), as_cast_spec(col))
+    plans = (plan_cast(gate_up, specs[0], offs), plan_cast(gate_up, specs[1], offs))
+    results = fused_ops.swiglu_quantize_both(gate_up, *_pair_arguments(plans, specs), offs)
+    return _pair(plans, results, _hidden_shape(gate_up), offs)
+
+
+@overload
+def swiglu_backward_quantize_both(
+    grad: Tensor, gate_up: Tensor, row: Spec, col: Spec, *, hidden: None = None, offs: Tensor | None = None
+) -> Pair: ...
+
+
+@overload
+def swiglu_backward_quantize_both(
+    grad: Tensor, gate_up: Tensor, row: Spec, col: Spec, *, hidden: Spec, offs: Tensor | None = None
+) -> tuple[BlockScaled, BlockScaled, BlockScaled]: ...
+
+
+def swiglu_backward_quantize_both(
+    grad: Tensor, gate_up: Tensor, row: Spec, col: Spec, *, hidden: Spec | None = None, offs: Tensor | None = None
+) -> Pair | tuple[BlockScaled, BlockScaled, BlockScaled]:
+    """Both operands of SwiGLU's gradient: that of gate and that of up beside each other, [..., M, 2H], as gate_up is.
+
+    grad: [..., M, H], the gradient of silu(gate) * up.  hidden: a cast of silu(gate) * up itself with blocks along M,
+    which comes as a third result: the operand that the weight gradient of the next layer needs, recomputed from what
+    is read anyway instead of kept since the forward.
+
+    >>> grad, gate_up = torch.randn(64, 32), torch.randn(64, 64)
+    >>> row, col, h = swiglu_backward_quantize_both(grad, gate_up, "mxfp8_e4m3", "mxfp8_e4m3", hidden="mxfp8_e4m3")
+    >>> row.shape, col.axis, h.shape, h.axis
+    ((64, 64), -2, (64, 32), -2)
+    """
+    _check_gate_up(gate_up)
+    _check_grad(grad, gate_up)
+    specs = (as_cast_spec(row), as_cast_spec(col))
+    plans = (plan_cast(gate_up, specs[0], offs), plan_cast(gate_up, specs[1], offs))
+    third = None if hidden is None else as_cast_spec(hidden)
+    third_plan = None if third is None else plan_cast(grad, third, offs)
+    results = fused_ops.swiglu_backward_quantize_both(
+        grad,
+        gate_up,
+        plans[0].text(),
+        plans[1].text(),
+        "" if third_plan is None else third_plan.text(),
+        specs[0].state,
+        specs[1].state,
+        None if third is None else third.state,
+        specs[0].amax_tensor,
+        specs[1].amax_tensor,
+        None if third is None else third.amax_tensor,
+        offs,
+    )
+    pair = _pair(plans, results, gate_up.shape, offs)
+    if third_plan is None:
+        return pair
+    return *pair, assemble(third_plan, results[6:9], grad.shape, -2, groups=_groups(offs))
+
+
+def rmsnorm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-6) -> tuple[BlockScaled, Tensor]:
+    """Cast x * rstd * weight, where rstd = 1 / sqrt(mean of squares of a row + eps); blocks along the last axis.
+
+    Also returns rstd (fp32, [..., M]), which a backward needs.
+
+    >>> q, rstd = rmsnorm_quantize(torch.full((2, 64), 3.0), torch.ones(64), "mxfp8_e4m3")
+    >>> q.shape, rstd.shape
+    ((2, 64), torch.Size([2]))
+    """
+    _check_norm(x, weight, eps)
+    cast = as_cast_spec(spec)
+    plan = plan_cast(x, cast, None)
+    *buffers, rstd = fused_ops.rmsnorm_quantize(x, weight, eps, plan.text(), cast.state, cast.amax_tensor)
+    return assemble(plan, (buffers[0], buffers[1], buffers[2]), x.shape, -1), rstd
+
+
+def rmsnorm_quantize_both(
+    x: Tensor, weight: Tensor, row: Spec, col: Spec, *, eps: float = 1e-6, offs: Tensor | None = None
+) -> tuple[BlockScaled, BlockScaled, Tensor]:
+    """Both operands of x * rstd * weight, and rstd; see `rmsnorm_quantize`.
+
+    >>> row, col, rstd = rmsnorm_quantize_both(torch.randn(64, 32), torch.ones(32), "mxfp4", "mxfp4")
+    >>> row.axis, col.axis, rstd.shape
+    (-1, -2, torch.Size([64]))
+    """
+    _check_norm(x, weight, eps)
+    specs = (as_cast_spec(row), as_cast_spec(col))
+    plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
+    results = fused_ops.rmsnorm_quantize_both(x, weight, eps, *_pair_arguments(plans, specs), offs)
+    return *_pair(plans, results, x.shape, offs), results[6]
+
+
+def permute_quantize_both(x: Tensor, indices: Tensor, offs: Tensor, row: Spec, col: Spec) -> Pair:
+    """Both operands of x[indices], the tokens of each expert beside each other: `quantize_both(x[indices], ..., offs)`.
+
+    x: [T, K].  indices: [P] int32 or int64, the source row of each permuted position; -1 makes a row of zeros.  offs:
+    inclusive ends of the experts among the P positions; `col` starts each at a multiple of 128.
+
+    >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
+    >>> row, col = permute_quantize_both(torch.randn(4, 64), indices, offs, "mxfp8_e4m3", "mxfp8_e4m3")
+    >>> row.shape, col.groups
+    ((3, 64), 2)
+    """
+    _check_permutation(x, indices)
+    check_offs(offs, x.device, x.dim(), required=True)
+    specs = (as_cast_spec(row), as_cast_spec(col))
+    plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
+    results = fused_ops.permute_quantize_both(x, indices, *_pair_arguments(plans, specs), offs)
+    return _pair(plans, results, (indices.shape[0], x.shape[1]), offs)
+
+
+def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
+    """Cast x [T, K] once, blocks along K, then gather rows of codes and scales: what a forward to experts needs.
+
+    The bytes of `quantize(x[indices], spec)`, but for NVFP4 without a supplied amax: its maximum is that of x, whether
+    or not every row is used. An index of -1 makes a row of zeros.
+
+    >>> quantize_permute(torch.randn(4, 64), torch.tensor([2, 0, 2, 1, -1]), "mxfp8_e4m3").shape
+    (5, 64)
+    """
+    _check_permutation(x, indices)
+    cast = as_cast_spec(spec)
+    plan = plan_cast(x, cast, None)
+    if plan.spec.is_2d:
+        raise OptionError(
+            message(
+                f"quantize_permute to {plan.format}",
+                rule="rows are gathered one by one, and a 2-D block belongs to several",
+                fix="use a format with 1-D blocks",
+            )
+        )
+    if cast.state is not None:
+        raise OptionError(
+            message(
+                "quantize_permute with stochastic rounding",
+                rule="a row is cast once, so its copies would share their random words",
+                fix="use permute_quantize_both, or quantize(x[indices], ...)",
+            )
+        )
+    buffers = fused_ops.quantize_permute(x, indices, plan.text(), cast.amax_tensor)
+    return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -1)
+
+
+# what the functions above share
+
+
+def _pair_arguments(
+    plans: tuple[CastPlan, CastPlan], specs: tuple[CastSpec, CastSpec]
+) -> tuple[str, str, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """How two casts cross an operator's boundary."""
+    row, col = specs
+    return plans[0].text(), plans[1].text(), row.state, col.state, row.amax_tensor, col.amax_tensor
+
+
+def _pair(
+    plans: tuple[CastPlan, CastPlan], results: Sequence[Tensor], shape: Sequence[int], offs: Tensor | None
+) -> Pair:
+    row = assemble(plans[0], (results[0], results[1], results[2]), shape, -1)
+    return row, assemble(plans[1], (results[3], results[4], results[5]), shape, -2, groups=_groups(offs))
+
+
+def _groups(offs: Tensor | None) -> int | None:
+    return None if offs is None else offs.shape[0]
+
+
+def _hidden_shape(gate_up: Tensor) -> tuple[int, ...]:
+    return (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _check_gate_up(gate_up: Tensor) -> None:
+    check_source(gate_up, "gate_up")
+    if gate_up.shape[-1] % 2:
+        raise ShapeError(
+            message(
+                f"gate_up has shape {tuple(gate_up.shape)}",
+                rule="its last axis holds the gates and then as many ups, so it is even",
+                fix="pass torch.cat((gate, up), dim=-1)",
+            )
+        )
+
+
+def _check_grad(grad: Tensor, gate_up: Tensor) -> None:
+    check_source(grad, "grad")
+    want = _hidden_shape(gate_up)
+    if tuple(grad.shape) != want:
+        raise ShapeError(
+            message(
+                f"grad has shape {tuple(grad.shape)} for gate_up {tuple(gate_up.shape)}",
+                rule=f"it is the gradient of silu(gate) * up, which has shape {want}",
+                fix="pass the gradient of the hidden activation",
+            )
+        )
+    if grad.dtype != gate_up.dtype:
+        raise DtypeError(
+            message(
+                f"grad is {grad.dtype}, gate_up {gate_up.dtype}",
+                rule="both have one dtype",
+                fix="pass grad.to(gate_up.dtype)",
+            )
+        )
+    _check_same_device(grad, "grad", gate_up, "gate_up")
+
+
+def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    check_source(x, "x")
+    if x.shape[-1] == 0:
+        rule, fix = "a norm is over the last axis, which must not be empty", "pass at least one column"
+        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule=rule, fix=fix))
+    if weight.dtype not in FLOAT_DTYPES:
+        rule = "the weight of a norm is bfloat16, float16 or float32"
+        raise DtypeError(message(f"weight has dtype {weight.dtype}", rule=rule, fix="pass weight.float()"))
+    if tuple(weight.shape) != (x.shape[-1],):
+        raise ShapeError(
+            message(
+                f"weight has shape {tuple(weight.shape)} for x {tuple(x.shape)}",
+                rule="it has one value for each column of x",
+                fix=f"pass a weight of shape ({x.shape[-1]},)",
+            )
+        )
+    _check_same_device(weight, "weight", x, "x")
+    if not eps >= 0:
+        raise OptionError(message(f"eps={eps}", rule="it is added to a mean of squares", fix="pass eps=1e-6"))
+
+
+def _check_permutation(x: Tensor, indices: Tensor) -> None:
+    check_source(x, "x")
+    if x.dim() != 2:
+        fix = "flatten the tokens to [T, K]"
+        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule="tokens are rows of a matrix", fix=fix))
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):  # pyright: ignore[reportUnnecessaryIsInstance]
+        what = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DtypeError(
+            message(f"indices is {what}", rule="indices are int32 or int64 tensors", fix="pass indices.to(torch.int32)")
+        )
+    if indices.dim() != 1:
+        raise ShapeError(
+            message(
+                f"indices has shape {tuple(indices.shape)}",
+                rule="one source row for each permuted position, in a vector",
+                fix="pass indices.flatten()",
+            )
+        )
+    _check_same_device(indices, "indices", x, "x")
+
+
+def _check_same_device(first: Tensor, first_name: str, second: Tensor, second_name: str) -> None:
+    if first.device != second.device:
+        raise DeviceError(
+            message(
+                f"{first_name} is on {first.device}, {second_name} on {second.device}",
+                rule="what one cast reads is on one device",
+                fix=f"pass {first_name}.to({second_name}.device)",
+            )
+        )

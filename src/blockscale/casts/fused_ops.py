@@ -1,0 +1,273 @@
+"""The operators of the fused casts; conventions as in `ops.py`, with what a cast is fused with in front.
+
+The kernel table is asked with the shape of what is cast, not of what is read.
+"""
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError, message
+from ..formats.cast_spec import CastPlan
+from ..formats.layout import check_group_ends
+from ..library import define_op, empty
+from ..registry import select
+from .ops import allocate, allocate_both, cast_request
+
+Three = tuple[Tensor, Tensor, Tensor]
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _parse(row: str, col: str) -> tuple[CastPlan, CastPlan]:
+    return CastPlan.parse(row), CastPlan.parse(col)
+
+
+def hidden_like(gate_up: Tensor) -> Tensor:
+    """A tensor of the shape, type and device of what SwiGLU makes: one half of its input."""
+    return gate_up[..., : gate_up.shape[-1] // 2]
+
+
+def permuted_like(x: Tensor, indices: Tensor) -> Tensor:
+    """A tensor of the shape, type and device of x[indices]."""
+    return x.new_empty(()).expand(indices.shape[0], x.shape[1])
+
+
+def check_indices(indices: Tensor, rows: int) -> None:
+    """Raise unless every index is a row or -1. Only on the CPU: on a GPU looking would make the host wait."""
+    if indices.device.type != "cpu" or indices.shape[0] == 0:
+        return
+    for index in (int(indices.min()), int(indices.max())):
+        if not -1 <= index < rows:
+            raise ShapeError(
+                message(
+                    f"index {index} for {rows} rows",
+                    rule="an index is a row of x, counted from 0, or -1 for a row of zeros",
+                    fix="pass the source row of every permuted position",
+                )
+            )
+
+
+# SwiGLU
+
+
+def _fake_swiglu(
+    gate_up: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
+) -> Three:
+    return allocate(hidden_like(gate_up), CastPlan.parse(plan), axis, amax, offs)
+
+
+@define_op(fake=_fake_swiglu)
+def swiglu_quantize(
+    gate_up: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
+) -> Three:
+    """One operand of silu(gate) * up, blocks along `axis`."""
+    resolved, like = CastPlan.parse(plan), hidden_like(gate_up)
+    check_group_ends(offs, gate_up.shape[-2])
+    out = allocate(like, resolved, axis, amax, offs)
+    row = select(cast_request("swiglu", like, (resolved,), offs))
+    row.launch(gate_up, resolved, axis, out, state=state, amax=amax, offs=offs)
+    return out
+
+
+def _fake_swiglu_both(
+    gate_up: Tensor,
+    row: str,
+    col: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    offs: Tensor | None,
+) -> Six:
+    outs = allocate_both(hidden_like(gate_up), _parse(row, col), (row_amax, col_amax), offs)
+    return *outs[0], *outs[1]
+
+
+@define_op(fake=_fake_swiglu_both)
+def swiglu_quantize_both(
+    gate_up: Tensor,
+    row: str,
+    col: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    offs: Tensor | None,
+) -> Six:
+    """Both operands of silu(gate) * up."""
+    plans, amaxes, like = _parse(row, col), (row_amax, col_amax), hidden_like(gate_up)
+    check_group_ends(offs, gate_up.shape[-2])
+    outs = allocate_both(like, plans, amaxes, offs)
+    chosen = select(cast_request("swiglu_both", like, plans, offs))
+    chosen.launch(gate_up, plans, outs, states=(row_state, col_state), amaxes=amaxes, offs=offs)
+    return *outs[0], *outs[1]
+
+
+def _allocate_hidden(grad: Tensor, hidden: str, amax: Tensor | None, offs: Tensor | None) -> Three:
+    """Buffers of the recomputed activation's column operand, or three empty tensors."""
+    if hidden:
+        return allocate(grad, CastPlan.parse(hidden), -2, amax, offs)
+    first, second, third = (empty((0,), torch.float32, grad.device) for _ in range(3))
+    return first, second, third
+
+
+def _fake_swiglu_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    row: str,
+    col: str,
+    hidden: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    hidden_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    hidden_amax: Tensor | None,
+    offs: Tensor | None,
+) -> Nine:
+    outs = allocate_both(gate_up, _parse(row, col), (row_amax, col_amax), offs)
+    return *outs[0], *outs[1], *_allocate_hidden(grad, hidden, hidden_amax, offs)
+
+
+@define_op(fake=_fake_swiglu_backward)
+def swiglu_backward_quantize_both(
+    grad: Tensor,
+    gate_up: Tensor,
+    row: str,
+    col: str,
+    hidden: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    hidden_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    hidden_amax: Tensor | None,
+    offs: Tensor | None,
+) -> Nine:
+    """Both operands of the gradient of gate and up; with a `hidden` plan also the column operand of the activation."""
+    plans, third = _parse(row, col), CastPlan.parse(hidden) if hidden else None
+    check_group_ends(offs, gate_up.shape[-2])
+    outs = allocate_both(gate_up, plans, (row_amax, col_amax), offs)
+    hidden_out = _allocate_hidden(grad, hidden, hidden_amax, offs)
+    chosen = select(cast_request("swiglu_backward_both", gate_up, plans if third is None else (*plans, third), offs))
+    states, amaxes = (row_state, col_state, hidden_state), (row_amax, col_amax, hidden_amax)
+    buffers = None if third is None else hidden_out
+    chosen.launch(grad, gate_up, plans, outs, third, buffers, states=states, amaxes=amaxes, offs=offs)
+    return *outs[0], *outs[1], *hidden_out
+
+
+# RMSNorm
+
+
+def _allocate_rstd(x: Tensor) -> Tensor:
+    return empty(x.shape[:-1], torch.float32, x.device)
+
+
+def _fake_rmsnorm(x: Tensor, weight: Tensor, eps: float, plan: str, state: Tensor | None, amax: Tensor | None) -> Four:
+    return *allocate(x, CastPlan.parse(plan), -1, amax, None), _allocate_rstd(x)
+
+
+@define_op(fake=_fake_rmsnorm)
+def rmsnorm_quantize(
+    x: Tensor, weight: Tensor, eps: float, plan: str, state: Tensor | None, amax: Tensor | None
+) -> Four:
+    """The row operand of the normalised x, and rstd."""
+    resolved = CastPlan.parse(plan)
+    out, rstd = allocate(x, resolved, -1, amax, None), _allocate_rstd(x)
+    row = select(cast_request("rmsnorm", x, (resolved,)))
+    row.launch(x, weight, eps, resolved, out, rstd, state=state, amax=amax)
+    return *out, rstd
+
+
+def _fake_rmsnorm_both(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: str,
+    col: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    offs: Tensor | None,
+) -> Seven:
+    outs = allocate_both(x, _parse(row, col), (row_amax, col_amax), offs)
+    return *outs[0], *outs[1], _allocate_rstd(x)
+
+
+@define_op(fake=_fake_rmsnorm_both)
+def rmsnorm_quantize_both(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    row: str,
+    col: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    offs: Tensor | None,
+) -> Seven:
+    """Both operands of the normalised x, and rstd."""
+    plans, amaxes = _parse(row, col), (row_amax, col_amax)
+    check_group_ends(offs, x.shape[-2])
+    outs, rstd = allocate_both(x, plans, amaxes, offs), _allocate_rstd(x)
+    chosen = select(cast_request("rmsnorm_both", x, plans, offs))
+    chosen.launch(x, weight, eps, plans, outs, rstd, states=(row_state, col_state), amaxes=amaxes, offs=offs)
+    return *outs[0], *outs[1], rstd
+
+
+# permutation
+
+
+def _fake_permute_both(
+    x: Tensor,
+    indices: Tensor,
+    row: str,
+    col: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    offs: Tensor,
+) -> Six:
+    outs = allocate_both(permuted_like(x, indices), _parse(row, col), (row_amax, col_amax), offs)
+    return *outs[0], *outs[1]
+
+
+@define_op(fake=_fake_permute_both)
+def permute_quantize_both(
+    x: Tensor,
+    indices: Tensor,
+    row: str,
+    col: str,
+    row_state: Tensor | None,
+    col_state: Tensor | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    offs: Tensor,
+) -> Six:
+    """Both operands of x[indices]."""
+    plans, amaxes, like = _parse(row, col), (row_amax, col_amax), permuted_like(x, indices)
+    check_group_ends(offs, indices.shape[0])
+    check_indices(indices, x.shape[0])
+    outs = allocate_both(like, plans, amaxes, offs)
+    chosen = select(cast_request("permute_both", like, plans, offs))
+    chosen.launch(x, indices, plans, outs, states=(row_state, col_state), amaxes=amaxes, offs=offs)
+    return *outs[0], *outs[1]
+
+
+def _fake_permute(x: Tensor, indices: Tensor, plan: str, amax: Tensor | None) -> Three:
+    return allocate(permuted_like(x, indices), CastPlan.parse(plan), -1, amax, None)
+
+
+@define_op(fake=_fake_permute)
+def quantize_permute(x: Tensor, indices: Tensor, plan: str, amax: Tensor | None) -> Three:
+    """The row operand of x, its rows gathered by `indices` after the cast."""
+    resolved = CastPlan.parse(plan)
+    check_indices(indices, x.shape[0])
+    out = allocate(permuted_like(x, indices), resolved, -1, amax, None)
+    select(cast_request("permute", x, (resolved,))).launch(x, indices, resolved, out, amax=amax)
+    return out

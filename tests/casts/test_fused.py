@@ -1,0 +1,497 @@
+"""Fused casts: what they are fused with, to the last bit, and that what they give is the cast of exactly that."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import blockscale as bs
+from blockscale import CastSpec, Stochastic, quantize, quantize_both, rng_state
+from blockscale.casts import activation
+from blockscale.casts.fused import (
+    permute_quantize_both,
+    quantize_permute,
+    rmsnorm_quantize,
+    rmsnorm_quantize_both,
+    swiglu_backward_quantize_both,
+    swiglu_quantize,
+    swiglu_quantize_both,
+)
+from blockscale.formats import FORMATS
+from helpers import ONE_D, bits, same_bits, same_operand
+from products import assert_same_bits
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [0, 1, 31, 127, 129]
+EXTRA = 6
+PROGRAM = Path(__file__).parent / "interpreted_fused.py"
+
+
+def ends_of(sizes: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(np.cumsum(sizes), dtype=torch.int32, device=device)
+
+
+def all_bf16() -> Tensor:
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def specs(device: torch.device) -> dict[str, CastSpec]:
+    """A cast of each kind: every format, and every option that a cast has."""
+    drawn = Stochastic(rng_state(3, device=device), "layer")
+    options = {
+        "given amax": CastSpec("nvfp4", "up", amax=torch.tensor(2.0, device=device)),
+        "rotated": CastSpec("mxfp4", hadamard=True),
+        "drawn": CastSpec("nvfp4", rounding=drawn, role="dgrad_dy", hadamard=True),
+        "blocked": CastSpec("mxfp8_e5m2", "floor", scale_layout="blocked", satfinite=True),
+    }
+    return {name: CastSpec(name) for name in FORMATS} | options
+
+
+# ---- the functions themselves --------------------------------------------------------------------------------------
+
+
+def units(got: Tensor, want: Tensor) -> Tensor:
+    """Distance of fp32 values from fp64 ones in units of the last place that fp32 has there."""
+    exponent = want.abs().clamp(min=2.0**-126).log2().floor()
+    return (got.double() - want).abs() / torch.exp2(exponent - 23)
+
+
+def test_fma_rounds_once(compared: Counter[str]) -> None:
+    """Against the C library, on random patterns and on sums that fp64 takes for a tie of fp32."""
+    path = ctypes.util.find_library("m")
+    if path is None:
+        pytest.skip("needs the C library's fmaf, found none")
+    fmaf = ctypes.CDLL(path).fmaf
+    fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    a, b, c = (torch.randint(-(1 << 31), 1 << 31, (20_000,)).to(torch.int32).view(torch.float32) for _ in range(3))
+    c[::2] = -(a * b)[::2] * (1 + torch.randint(-2, 3, (10_000,)) * 2.0**-23)
+    near, above = 1 - 2.0**-23, 1 + 2.0**-23
+    # (1 + 2^-23)(1 - 2^-23) 2^-24 is 2^-70 short of half a unit of 1 + 2^-23
+    a[:4], b[:4] = above, torch.tensor([near, near, -near, -near]) * 2.0**-24
+    c[:4] = torch.tensor([above, -above, above, -above])
+    want = torch.tensor([fmaf(*values) for values in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)])
+    got = activation.fma(a, b, c)
+    assert torch.equal(got.isnan(), want.isnan())
+    numbers = ~want.isnan()
+    compared["the C library's fmaf"] += same_bits(bits(got[numbers]), bits(want[numbers]))
+    naive = (a.double() * b + c.double()).float()
+    assert (bits(naive[:4]) != bits(want[:4])).any(), "no case tells one rounding from two"
+
+
+def test_sigmoid_within_its_bounds() -> None:
+    """Units in the last place, in fp64: every bf16 gate, and fp32 ones between."""
+    gates = torch.cat((all_bf16().float(), torch.rand(1_000_000) * 200 - 100))
+    gates = gates[gates.isfinite()]
+    off = units(activation.sigmoid(gates), gates.double().sigmoid())
+    worst = {low: off[gates >= low].max().item() for low in (-16.0, -64.0, -87.0)}
+    print("sigmoid, units off at worst, from a gate of:", worst)
+    assert worst[-16.0] < 3.5
+    assert worst[-64.0] < 5
+    assert worst[-87.0] < 6
+    assert not activation.sigmoid(gates[gates < -87]).any()
+
+
+def test_sigmoid_never_descends() -> None:
+    gates = all_bf16().float()
+    gates = torch.cat((gates[gates.isfinite()], torch.linspace(-20, 20, 400_001))).sort().values
+    values = activation.sigmoid(gates)
+    assert (values.diff() >= 0).all()
+    assert (values[0], values[-1]) == (0, 1)
+
+
+def test_special_gates() -> None:
+    """As torch's silu: minus infinity is NaN, large negative ones are -0, and NaN stays."""
+    gate = torch.tensor([-torch.inf, torch.inf, torch.nan, -100.0, -3e38, 3e38, 0.0, -0.0])
+    want = torch.nn.functional.silu(gate)
+    got = activation.swiglu(torch.cat((gate, torch.ones(8))))
+    assert torch.equal(got.isnan(), want.isnan())
+    same_bits(bits(got[~want.isnan()]), bits(want[~want.isnan()]))
+
+
+def pattern(words: str) -> Tensor:
+    """Hexadecimal fp32 patterns as a row."""
+    return torch.from_numpy(np.array([int(word, 16) for word in words.split()], np.uint32).view(np.float32))[None]
+
+
+def test_worked_examples(device: torch.device) -> None:
+    """Those of the contract, section 16."""
+    gate = torch.cat((torch.tensor([[0.0, 1, -1, 3.5, -10, -87]]), pattern("C2AE0001 41A00000")), dim=-1).to(device)
+    want = pattern("3F000000 3F3B26A7 3E89B2B0 3F787EFE 383E6997 00B3368A 00000000 3F800000")
+    same_bits(bits(activation.sigmoid(gate)), bits(want))
+    gate_up = torch.tensor([[2.0, -1, 3, -1, 0.5, 2]], device=device)
+    same_bits(bits(activation.swiglu(gate_up)), bits(pattern("BFE17BEA BE09B2B0 40B6E4EC")))
+    both = activation.swiglu_backward(torch.tensor([[1.0, -0.25, 0.1]], device=device), gate_up)
+    same_bits(bits(both), bits(pattern("BF8B9ED2 BC14217A 3E5ED7FF 3FE17BEA 3D89B2B0 3E9250BD")))
+    weight = torch.tensor([1.0, 1, 1, 1, 0.5], device=device)
+    y, rstd = activation.rmsnorm(torch.arange(1.0, 6.0, device=device)[None], weight, 1e-6)
+    same_bits(bits(y), bits(pattern("3E9A5FB2 3F1A5FB2 3F678F8B 3F9A5FB2 3F40F79E")))
+    same_bits(bits(rstd[None]), bits(pattern("3E9A5FB2")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_and_its_gradient_are_right(dtype: torch.dtype, device: torch.device) -> None:
+    """Against fp64 autograd. Bounds are of the terms: the slope of silu has a zero, where no relative bound holds."""
+    grad, gate_up = torch.randn(300, 128, device=device).to(dtype), (4 * torch.randn(300, 256, device=device)).to(dtype)
+    wide = gate_up.double().requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    want = torch.nn.functional.silu(gate) * up
+    assert units(activation.swiglu(gate_up), want.detach()).max() < 6
+    want.backward(grad.double())
+    got = activation.swiglu_backward(grad, gate_up)
+    assert wide.grad is not None
+    dgate, dup = wide.grad.chunk(2, dim=-1)
+    assert units(got[:, 128:], dup).max() < 6
+    term = (grad.double() * up.detach()).abs() * (gate.detach().sigmoid() * (1 + gate.detach().abs()))
+    assert ((got[:, :128].double() - dgate).abs() <= 4e-7 * term + 1e-44).all()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 100, 1024, 5000])
+def test_rmsnorm_is_right(length: int, device: torch.device) -> None:
+    x, weight = torch.randn(40, length, device=device).bfloat16(), torch.randn(length, device=device).bfloat16()
+    got, rstd = activation.rmsnorm(x, weight, 1e-6)
+    want = (x.double().square().mean(-1) + 1e-6).rsqrt()
+    assert units(rstd, want).max() < 6
+    assert units(got, x.double() * want[:, None] * weight.double()).max() < 8
+
+
+def test_sums_are_over_neighbours() -> None:
+    """A sum whose result tells its order: the small ones meet each other before they meet the large one."""
+    x = torch.full((1, 1000), 2.0**-24)
+    x[0, 0] = 1.0
+    levels = x[0].tolist() + [0.0] * 24
+    while len(levels) > 1:
+        levels = [float(np.float32(a) + np.float32(b)) for a, b in zip(levels[::2], levels[1::2], strict=True)]
+    assert activation.tree_sum(x).tolist() == levels
+    assert activation.tree_sum(torch.ones(2, 3, 7)).tolist() == [[7.0] * 3] * 2
+
+
+def test_tile_functions_equal_torch(compared: Counter[str]) -> None:
+    """Every bf16 and fp16 gate and more, in Triton's interpreter."""
+    pytest.importorskip("triton", reason="needs triton, which is not installed")
+    check_tile_functions({**os.environ, "TRITON_INTERPRET": "1"}, compared)
+
+
+@pytest.mark.gpu
+def test_tile_functions_equal_torch_on_the_gpu(compared: Counter[str]) -> None:
+    check_tile_functions(dict(os.environ), compared)
+
+
+def check_tile_functions(environment: dict[str, str], compared: Counter[str]) -> None:
+    command = [sys.executable, "-W", "ignore", str(PROGRAM)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
+    assert sum(int(wrong) for _, wrong, _ in rows) == 0
+    assert len(rows) == 12
+    compared["torch, fused tile functions of Triton"] += sum(int(count) for count, _, _ in rows)
+
+
+# ---- SwiGLU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(150, 280), (5, 66), (2, 40, 50), (1, 2), (0, 64), (4, 0)])
+def test_swiglu_is_the_cast_of_the_activation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    gate_up = torch.randn(shape, device=device).to(dtype)
+    before, h = bits(gate_up).copy(), activation.swiglu(gate_up)
+    for spec in specs(device).values():
+        row, col = swiglu_quantize_both(gate_up, spec, spec)
+        same_operand(row, quantize(h, spec))
+        same_operand(col, quantize(h, spec, axis=-2))
+        same_operand(swiglu_quantize(gate_up, spec), row)
+        same_operand(swiglu_quantize(gate_up, spec, axis=-2), col)
+    same_bits(bits(gate_up), before)
+
+
+def test_swiglu_of_every_gate(device: torch.device) -> None:
+    """All 65536 bf16 gates, non-finite ones too."""
+    gate = all_bf16().view(256, 256).to(device)
+    up = torch.randn(256, 256, device=device).bfloat16()
+    gate_up = torch.cat((gate, up), dim=-1)
+    for name in FORMATS:
+        row, col = swiglu_quantize_both(gate_up, name, name)
+        same_operand(row, quantize(activation.swiglu(gate_up), name))
+        same_operand(col, quantize(activation.swiglu(gate_up), name, axis=-2))
+
+
+@pytest.mark.parametrize("form", ONE_D)
+def test_swiglu_of_groups(form: str, device: torch.device) -> None:
+    """Rows after the last group belong to none and leave no trace."""
+    gate_up, offs = torch.randn(sum(SIZES) + EXTRA, 88, device=device).bfloat16(), ends_of(SIZES, device)
+    gate_up[-EXTRA:] = torch.nan
+    spec = CastSpec(form, amax="group") if form == "nvfp4" else CastSpec(form)
+    h = activation.swiglu(gate_up)
+    row, col = swiglu_quantize_both(gate_up, spec, spec, offs=offs)
+    want_row, want_col = quantize_both(h, spec, spec, offs=offs)
+    same_operand(row, want_row)
+    same_operand(col, want_col)
+    same_operand(swiglu_quantize(gate_up, spec, axis=-2, offs=offs), col)
+    assert (col.group_align, col.groups) == (128, len(SIZES))
+    assert bs.dequantize(col, offs=offs)[: sum(SIZES)].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(150, 280), (5, 66), (2, 40, 50), (0, 64)])
+def test_swiglu_backward_is_the_cast_of_the_gradients(shape: tuple[int, ...], device: torch.device) -> None:
+    for dtype in DTYPES:
+        gate_up = torch.randn(shape, device=device).to(dtype)
+        grad = torch.randn(*shape[:-1], shape[-1] // 2, device=device).to(dtype)
+        want, h = activation.swiglu_backward(grad, gate_up), activation.swiglu(gate_up)
+        for spec in specs(device).values():
+            row, col = swiglu_backward_quantize_both(grad, gate_up, spec, spec)
+            same_operand(row, quantize(want, spec))
+            same_operand(col, quantize(want, spec, axis=-2))
+            again = swiglu_backward_quantize_both(grad, gate_up, spec, "mxfp4", hidden=spec)
+            same_operand(again[0], row)
+            same_operand(again[1], quantize(want, "mxfp4", axis=-2))
+            same_operand(again[2], quantize(h, spec, axis=-2))
+
+
+def test_swiglu_backward_of_groups(device: torch.device) -> None:
+    rows, offs = sum(SIZES) + EXTRA, ends_of(SIZES, device)
+    gate_up, grad = torch.randn(rows, 88, device=device), torch.randn(rows, 44, device=device)
+    spec = CastSpec("nvfp4", amax="group")
+    got = swiglu_backward_quantize_both(grad, gate_up, spec, "mxfp8_e4m3", hidden=spec, offs=offs)
+    want = quantize_both(activation.swiglu_backward(grad, gate_up), spec, "mxfp8_e4m3", offs=offs)
+    same_operand(got[0], want[0])
+    same_operand(got[1], want[1])
+    same_operand(got[2], quantize(activation.swiglu(gate_up), spec, axis=-2, offs=offs))
+
+
+def test_strides_do_not_matter(device: torch.device) -> None:
+    x = torch.randn(96, 130, device=device).bfloat16().mT
+    grad, weight = torch.randn(130, 96, device=device).bfloat16()[:, ::2], torch.randn(192, device=device)[::2]
+    assert not any(tensor.is_contiguous() for tensor in (x, grad, weight))
+    calls: list[Callable[[Tensor, Tensor, Tensor], object]] = [
+        lambda x, grad, weight: swiglu_quantize_both(x, "mxfp8_e4m3", "fp8_1x128"),
+        lambda x, grad, weight: swiglu_backward_quantize_both(grad, x, "mxfp4", "nvfp4", hidden="mxfp4"),
+        lambda x, grad, weight: rmsnorm_quantize_both(x, weight, "mxfp8_e4m3", "fp8_1x128"),
+        lambda x, grad, weight: quantize_permute(x, torch.tensor([5, 5, 0], device=x.device), "mxfp4"),
+    ]
+    for call in calls:
+        assert_same_bits(call(x, grad, weight), call(x.contiguous(), grad.contiguous(), weight.contiguous()))
+
+
+def test_nothing_is_rounded_to_bf16_between() -> None:
+    """The unfused pair rounds the activation to bf16 first, and that shows."""
+    gate_up = torch.randn(256, 512).bfloat16()
+    gate, up = gate_up.chunk(2, dim=-1)
+    fused, unfused = swiglu_quantize(gate_up, "mxfp8_e4m3"), quantize(torch.nn.functional.silu(gate) * up, "mxfp8_e4m3")
+    differ = (bits(fused.data) != bits(unfused.data)).mean()
+    assert 0.001 < differ < 0.05
+
+
+# ---- RMSNorm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(150, 280), (5, 33), (2, 40, 50), (3, 1), (0, 64)])
+def test_rmsnorm_is_the_cast_of_the_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = torch.randn(shape, device=device).to(dtype), torch.randn(shape[-1], device=device).bfloat16()
+    want, want_rstd = activation.rmsnorm(x, weight, 1e-5)
+    for spec in specs(device).values():
+        row, rstd = rmsnorm_quantize(x, weight, spec, eps=1e-5)
+        same_operand(row, quantize(want, spec))
+        same_bits(bits(rstd), bits(want_rstd))
+        assert rstd.shape == shape[:-1]
+        again, col, rstd = rmsnorm_quantize_both(x, weight, spec, spec, eps=1e-5)
+        same_operand(again, row)
+        same_operand(col, quantize(want, spec, axis=-2))
+        same_bits(bits(rstd), bits(want_rstd))
+
+
+def test_rmsnorm_of_groups_and_bad_rows(device: torch.device) -> None:
+    """NaN takes its row along, an infinity its block."""
+    x, offs = torch.randn(sum(SIZES), 96, device=device), ends_of(SIZES, device)
+    x[7, 3], x[9, 40] = torch.nan, torch.inf
+    weight = torch.ones(96, device=device)
+    row, col, rstd = rmsnorm_quantize_both(x, weight, "mxfp8_e4m3", "mxfp8_e4m3", offs=offs)
+    want = quantize_both(activation.rmsnorm(x, weight, 1e-6)[0], "mxfp8_e4m3", "mxfp8_e4m3", offs=offs)
+    same_operand(row, want[0])
+    same_operand(col, want[1])
+    back = bs.dequantize(row)
+    assert back[7].isnan().all()
+    assert back[9].isnan().tolist() == [32 <= i < 64 for i in range(96)]
+    assert (rstd[7].isnan(), rstd[9]) == (True, 0)
+
+
+# ---- permutation ---------------------------------------------------------------------------------------------------
+
+
+def permutation(tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tokens of several experts each, some never used, with padding rows; ends of the groups."""
+    indices = torch.randint(tokens, (sum(SIZES) + EXTRA,), device=device).to(dtype)
+    indices[::7] = -1
+    return indices, ends_of(SIZES, device)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("form", ONE_D)
+def test_permute_is_the_cast_of_the_gathered_rows(form: str, index_dtype: torch.dtype, device: torch.device) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(90, 70, device=device).to(dtype)
+        indices, offs = permutation(90, device, index_dtype)
+        gathered = torch.where((indices < 0)[:, None], 0, x[indices.long()])
+        for spec in (spec for spec in specs(device).values() if spec.format == form):
+            row, col = permute_quantize_both(x, indices, offs, spec, spec)
+            want_row, want_col = quantize_both(gathered, spec, spec, offs=offs)
+            same_operand(row, want_row)
+            same_operand(col, want_col)
+
+
+def test_padding_rows_are_zero(device: torch.device) -> None:
+    x, indices, offs = torch.full((4, 64), torch.nan, device=device), torch.full((5,), -1, device=device), [2, 3]
+    row, col = permute_quantize_both(x, indices, ends_of(offs, device), "mxfp8_e4m3", "nvfp4")
+    for q in (row, col, quantize_permute(x, indices, "fp8_1x128")):
+        assert not bits(q.data.view(torch.uint8)).any()
+    assert not bits(bs.dequantize(quantize_permute(x, indices, "mxfp4"))).any()
+
+
+@pytest.mark.parametrize("form", ONE_D)
+def test_rows_gathered_after_the_cast(form: str, device: torch.device) -> None:
+    """The bytes of the cast of the gathered rows; NVFP4's maximum is that of all tokens."""
+    x = torch.randn(90, 70, device=device).bfloat16()
+    x[13] *= 100  # a row that nobody asks for
+    indices, _ = permutation(90, device, torch.int64)
+    indices[indices == 13] = 14
+    gathered = torch.where((indices < 0)[:, None], 0, x[indices])
+    amax = {"amax": x.abs().amax().float()} if form == "nvfp4" else {}
+    for layout in FORMATS[form].layouts:
+        got = quantize_permute(x, indices, CastSpec(form, scale_layout=layout))
+        same_operand(got, quantize(gathered, form, scale_layout=layout, **amax))
+    if FORMATS[form].hadamard:
+        got = quantize_permute(x, indices, CastSpec(form, hadamard=True, **amax))
+        same_operand(got, quantize(gathered, form, hadamard=True, **amax))
+
+
+@pytest.mark.parametrize("form", ONE_D)
+def test_no_tokens_and_no_positions(form: str, device: torch.device) -> None:
+    none = torch.empty(0, 40, device=device)
+    padding = torch.tensor([-1, -1, -1], device=device)
+    zeros = torch.zeros(3, 40, device=device)
+    for x, indices, sizes, want in (
+        (none, padding, [1, 0, 2], zeros),
+        (none, padding[:0], [0, 0], none),
+        (torch.randn(5, 40, device=device), padding[:0], [0], none),
+    ):
+        offs = ends_of(sizes, device)
+        row, col = permute_quantize_both(x, indices, offs, form, form)
+        want_row, want_col = quantize_both(want, form, form, offs=offs)
+        same_operand(row, want_row)
+        same_operand(col, want_col)
+        if form != "nvfp4" or x.shape[0] == 0:
+            same_operand(quantize_permute(x, indices, form), quantize(want, form))
+
+
+# ---- torch.compile -------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, Callable[..., object]] = {
+    "swiglu": lambda x, y: swiglu_quantize(x, "mxfp8_e4m3"),
+    "swiglu both": lambda x, y: swiglu_quantize_both(x, "nvfp4", "fp8_1x128"),
+    "swiglu backward": lambda x, y: swiglu_backward_quantize_both(y, x, "mxfp8_e5m2", "nvfp4"),
+    "swiglu backward and hidden": lambda x, y: swiglu_backward_quantize_both(y, x, "mxfp4", "mxfp4", hidden="nvfp4"),
+    "rmsnorm": lambda x, y: rmsnorm_quantize(x, x[0], "mxfp8_e4m3"),
+    "rmsnorm both": lambda x, y: rmsnorm_quantize_both(x, x[0], "mxfp8_e4m3", "mxfp4", eps=1e-5),
+    "permute both": lambda x, y: permute_quantize_both(
+        x, torch.arange(9, device=x.device), torch.tensor([4, 9], dtype=torch.int32, device=x.device), "mxfp4", "nvfp4"
+    ),
+    "permute": lambda x, y: quantize_permute(x, torch.arange(9, device=x.device), "fp8_1x128"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_without_a_break(name: str, dynamic: bool, device: torch.device) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(CALLS[name], backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    with torch._dynamo.config.patch(error_on_recompile=dynamic):
+        for rows in (100, 116):  # both leave tails in blocks and in rows of codes
+            x, y = torch.randn(rows, 96, device=device), torch.randn(rows, 48, device=device)
+            assert_same_bits(compiled(x, y), CALLS[name](x, y))
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------
+
+X = torch.zeros(4, 64)
+OFFS = torch.tensor([4], dtype=torch.int32)
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "odd last axis": (lambda: swiglu_quantize(X[:, :63], "mxfp4"), "shape (4, 63)"),
+    "odd last axis, both": (lambda: swiglu_quantize_both(X[:, :63], "mxfp4", "mxfp4"), "shape (4, 63)"),
+    "a vector": (lambda: swiglu_quantize(X[0], "mxfp4"), "gate_up has shape (64,)"),
+    "axis": (lambda: swiglu_quantize(X, "mxfp4", axis=0), "axis=0"),
+    "integers": (lambda: swiglu_quantize_both(X.int(), "mxfp4", "mxfp4"), "gate_up has dtype torch.int32"),
+    "shape of grad": (
+        lambda: swiglu_backward_quantize_both(X, X, "mxfp4", "mxfp4"),
+        "grad has shape (4, 64) for gate_up (4, 64)",
+    ),
+    "dtype of grad": (
+        lambda: swiglu_backward_quantize_both(X[:, :32].half(), X, "mxfp4", "mxfp4"),
+        "grad is torch.float16, gate_up torch.float32",
+    ),
+    "device of grad": (
+        lambda: swiglu_backward_quantize_both(X[:, :32].to("meta"), X, "mxfp4", "mxfp4"),
+        "grad is on meta, gate_up on cpu",
+    ),
+    "group ends": (
+        lambda: swiglu_quantize_both(X, "mxfp4", "mxfp4", offs=torch.tensor([9], dtype=torch.int32)),
+        "offs is [9] for 4 rows",
+    ),
+    "shape of weight": (lambda: rmsnorm_quantize(X, X[0, :63], "mxfp4"), "weight has shape (63,) for x (4, 64)"),
+    "dtype of weight": (lambda: rmsnorm_quantize(X, X[0].int(), "mxfp4"), "weight has dtype torch.int32"),
+    "no columns": (lambda: rmsnorm_quantize(X[:, :0], X[0, :0], "mxfp4"), "x has shape (4, 0)"),
+    "eps": (lambda: rmsnorm_quantize_both(X, X[0], "mxfp4", "mxfp4", eps=-1.0), "eps=-1.0"),
+    "eps that is no number": (lambda: rmsnorm_quantize(X, X[0], "mxfp4", eps=float("nan")), "eps=nan"),
+    "floating indices": (lambda: quantize_permute(X, X[0], "mxfp4"), "indices is torch.float32"),
+    "a list of indices": (lambda: quantize_permute(X, [0, 1], "mxfp4"), "indices is list"),  # pyright: ignore[reportArgumentType]
+    "a matrix of indices": (lambda: quantize_permute(X, torch.zeros(2, 2).int(), "mxfp4"), "shape (2, 2)"),
+    "indices elsewhere": (
+        lambda: quantize_permute(X, torch.zeros(2, dtype=torch.int32, device="meta"), "mxfp4"),
+        "indices is on meta, x on cpu",
+    ),
+    "index too large": (lambda: quantize_permute(X, torch.tensor([0, 4]), "mxfp4"), "index 4 for 4 rows"),
+    "index too small": (
+        lambda: permute_quantize_both(X, torch.tensor([0, -2, 0, 0]), OFFS, "mxfp4", "mxfp4"),
+        "index -2 for 4 rows",
+    ),
+    "ends past the positions": (
+        lambda: permute_quantize_both(X, torch.tensor([0]), OFFS, "mxfp4", "mxfp4"),
+        "offs is [4] for 1 rows",
+    ),
+    "no ends": (
+        lambda: permute_quantize_both(X, torch.tensor([0]), None, "mxfp4", "mxfp4"),  # pyright: ignore[reportArgumentType]
+        "offs is a NoneType",
+    ),
+    "a batch of tokens": (
+        lambda: permute_quantize_both(X[None], torch.tensor([0]), OFFS, "mxfp4", "mxfp4"),
+        "x has shape (1, 4, 64)",
+    ),
+    "tiles": (lambda: quantize_permute(X, torch.tensor([0]), "fp8_128x128"), "quantize_permute to fp8_128x128"),
+    "draws": (
+        lambda: quantize_permute(
+            X, torch.tensor([0]), CastSpec("mxfp4", rounding=Stochastic(rng_state(0), "a"), role="fprop_x")
+        ),
+        "stochastic rounding",
+    ),
+    "unknown format": (lambda: swiglu_quantize(X, "mxfp9"), "unknown format 'mxfp9'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    call, what = BAD[case]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        call()
+    text = str(caught.value)
+    assert what in text
+    assert "Rule: " in text
+    assert "Fix: " in text
