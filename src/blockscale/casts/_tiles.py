@@ -314,8 +314,8 @@ def write_row(
         # the tail of a block with a NaN would not be zero by itself
         code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, code & ((1 << S.code_bits) - 1), 0))
     code = code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
-    if S.code_bits == 4 and J > 1:
-        # flat, so that Triton gives the bytes a layout of their own: 16 of them in a thread would be 32 columns
+    if J == 4 or (S.code_bits == 4 and J > 1):
+        # flat, so that Triton gives the codes a layout of their own: 16 bytes of them would be 16 or 32 columns a thread
         m, w = tl.arange(0, MQ * J)[:, None], pk * W + tl.arange(0, W)[None, :]
         code = tl.reshape(code, (MQ * J, W))
     at = data_ptr + tl.cast(row0, tl.int64) * row_units + m * row_units + w

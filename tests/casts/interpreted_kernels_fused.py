@@ -1,0 +1,80 @@
+"""Triton fused casts in the interpreter against their reference twins, byte for byte.
+
+    TRITON_INTERPRET=1 python tests/casts/interpreted_kernels_fused.py mxfp8_e4m3
+
+Prints `cases values mismatches` and the first mismatches, as `interpreted.py` does for plain casts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import Case, compared  # noqa: E402
+
+from blockscale import rng_state  # noqa: E402
+from blockscale.casts import fused_ops as ops  # noqa: E402
+from blockscale.formats import FORMATS, CastSpec, Stochastic  # noqa: E402
+
+ENDS = torch.tensor([3, 3, 90, 110], dtype=torch.int32)
+
+
+def gates(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(rows, 2 * hidden) * 4
+    x[0, 0], x[1, 1], x[2, 2], x[3] = torch.nan, torch.inf, -torch.inf, 0.0
+    x[4, :hidden], x[5, :hidden] = -100.0, 200.0
+    return x.to(dtype)
+
+
+def cases(name: str) -> Iterator[tuple[int, Case]]:
+    form, spec = FORMATS[name], CastSpec(name)
+    text = spec.plan().text()
+    nothing = None, None, None, None
+    for dtype, rows, hidden in ((torch.bfloat16, 130, 256), (torch.float32, 40, 74), (torch.float16, 33, 95)):
+        x = gates(rows, hidden, dtype)
+        yield x.numel(), compared(f"swiglu both {dtype}", ops.swiglu_quantize_both, x, text, text, *nothing, None)
+        for axis in (-1, -2):
+            yield x.numel(), compared(f"swiglu {axis}", ops.swiglu_quantize, x, text, axis, None, None, None)
+    x, grad = gates(130, 256, torch.bfloat16), torch.randn(130, 256).bfloat16()
+    hidden = text if name == "mxfp8_e4m3" else ""
+    rest = None, None, None, None, None, None, None
+    yield x.numel(), compared("swiglu backward", ops.swiglu_backward_quantize_both, grad, x, text, text, hidden, *rest)
+    weight = torch.rand(300).bfloat16()
+    for y in (torch.randn(2, 5, 300).bfloat16(), torch.randn(70, 300)):
+        yield y.numel(), compared("rmsnorm", ops.rmsnorm_quantize, y, weight, 1e-5, text, None, None)
+        both = compared("rmsnorm both", ops.rmsnorm_quantize_both, y, weight, 1e-5, text, text, *nothing, None)
+        yield 2 * y.numel(), both
+    if form.is_2d:
+        return
+    x = gates(130, 128, torch.bfloat16)
+    drawn = CastSpec(name, rounding=Stochastic(rng_state(4), "mlp"), role="wgrad_x")
+    late = drawn.plan().text()
+    states = drawn.state, drawn.state, None, None
+    yield x.numel(), compared("swiglu groups", ops.swiglu_quantize_both, x, late, late, *states, ENDS)
+    tokens = torch.randn(50, 96).bfloat16()
+    indices = torch.randint(-1, 50, (120,), dtype=torch.int32)
+    for kind in (torch.int32, torch.int64):
+        args = tokens, indices.to(kind), text, text, *nothing, ENDS
+        yield 2 * 120 * 96, compared("permute", ops.permute_quantize_both, *args)
+
+
+def main(name: str) -> int:
+    torch.manual_seed(0)
+    count = values = 0
+    wrong: list[str] = []
+    for size, (what, got, want) in cases(name):
+        count, values = count + 1, values + size
+        if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+            wrong.append(f"{what} bytes off {[int((a != b).sum()) for a, b in zip(got, want, strict=True)]}")
+    print(count, values, len(wrong))
+    print("\n".join(wrong[:10]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
