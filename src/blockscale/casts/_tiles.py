@@ -123,6 +123,31 @@ def unpack(words, MODE: tl.constexpr):
         return words.to(tl.int32).to(tl.float32, bitcast=True), (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def hold(lo, hi, MODE: tl.constexpr, FAST: tl.constexpr):
+    """fp32 pairs rounded to the type of MODE, as a tile is held: the inverse of `values` for 16-bit types."""
+    if MODE == "bf16":
+        if FAST:
+            words = tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [lo, hi], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            low = (round_to_bf16(lo).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+            words = low | round_to_bf16(hi).to(tl.int32, bitcast=True)
+        return words, words
+    elif MODE == "fp16":
+        if FAST:
+            words = tl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [lo, hi], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            low = lo.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            words = low | (hi.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        return words, words
+    else:
+        return lo, hi
+
+
 # ---- maxima ----------------------------------------------------------------------------------------------------------
 
 
@@ -350,10 +375,12 @@ def write_column(
     BM: tl.constexpr = MQ * J
     NB: tl.constexpr = BM // S.along
     PER_WORD: tl.constexpr = 32 // S.code_bits
+    # codes of zeros need not be zero: a rotated zero may be negative, and a tensor's NaN scale reaches every block
+    ENCODE_ZEROS: tl.constexpr = S.hadamard > 0 or S.family == "nvfp4"
+    if GROUPED and ENCODE_ZEROS:
+        lo, hi = tl.where(live, lo, tl.zeros_like(lo)), tl.where(live, hi, tl.zeros_like(hi))
     if S.hadamard:
         lo, hi = values(lo, hi, MODE)
-        if GROUPED:  # a rotated zero may be negative
-            lo, hi = tl.where(live, lo, 0.0), tl.where(live, hi, 0.0)
         lo, hi = rotate_columns(lo, S), rotate_columns(hi, S)
         most = _column_maxima(lo, hi, "any", False, S)
     else:
@@ -372,7 +399,7 @@ def write_column(
     low = _pack_rows(lo * low, word_lo, valid, EVEN or GROUPED, S)
     high = _pack_rows(hi * high, word_hi, valid, EVEN or GROUPED, S)
     packed = tl.reshape(tl.join(low, high), (BM // PER_WORD, 2 * W))
-    if GROUPED and not S.hadamard:
+    if GROUPED and not ENCODE_ZEROS:
         packed = tl.where(live, packed, 0)
     k = tl.arange(0, 2 * W)[None, :]
     word = tl.arange(0, BM // PER_WORD)[:, None]

@@ -20,8 +20,10 @@ from ..formats.cast_spec import CastPlan
 from ..formats.layout import GROUP_ALIGN, ceil_div, code_row_bytes, padded_length, round_up, scale_counts
 from ..hardware import capability
 from ..registry import Request, kernel
+from ._device import round_to_bf16
 from ._device_fused import swiglu, swiglu_backward
 from ._tiles import (
+    hold,
     load_pairs,
     rotate_columns,
     rotate_rows,
@@ -79,18 +81,23 @@ def _load_tile(
 
 @triton.jit
 def _load_source(
-    x_ptr, y_ptr, z_ptr, index_ptr, e, row0, rows_end, pk, M, K, stride_e, stride_m, stride_k, y_e, y_m,
-    SOURCE: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr, GATHER: tl.constexpr, J: tl.constexpr,
-    MQ: tl.constexpr, BK: tl.constexpr,
+    source, e, row0, rows_end, pk, M, K,
+    SOURCE: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr, GATHER: tl.constexpr, FAST: tl.constexpr,
+    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The tile of what is cast: the source itself, held as loaded, or fp32 values computed from it.
+    """The tile of what is cast and, for a backward of SwiGLU, the tile beside it: as they are held.
 
-    swiglu: x is [gate | up], the cast tensor its half.  swiglu_backward: y is the gradient of that, x as before, and
-    the cast tensor [gradient of gate | gradient of up].  rmsnorm: y is rstd [rows], z the weight [columns].
+    plain: x itself.  swiglu: x is [gate | up], the cast tensor its half.  swiglu_backward: y is the gradient of that,
+    and the cast tensor [gradient of gate | gradient of up].  rmsnorm: y is rstd [rows], z the weight [columns]. What is
+    computed is rounded to the type of x.
     """
+    x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m = source
     x_ptr += e * stride_e
     if SOURCE == "plain":
-        return _load_tile(x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
+        lo, hi = _load_tile(
+            x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK
+        )  # fmt: skip
+        return lo, hi, lo, hi
     elif SOURCE == "rmsnorm":
         a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
         lo, hi = values(a, b, MODE)
@@ -99,43 +106,49 @@ def _load_source(
         k = pk * BK + 2 * tl.arange(0, BK // 2)[None, None, :]
         first = tl.load(z_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         second = tl.load(z_ptr + k + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
-        return (lo * factor) * first, (hi * factor) * second
+        lo, hi = _rounded((lo * factor) * first, (hi * factor) * second, x_ptr, MODE, FAST)
+        return lo, hi, lo, hi
     else:
         H = K if SOURCE == "swiglu" else K // 2
-        tile = pk if SOURCE == "swiglu" else pk % (H // BK)
         up_ptr = x_ptr + (H * stride_k if MODE == "any" else H // 2)
-        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, tile, H, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
-        c, d = _load_tile(up_ptr, index_ptr, row0, rows_end, tile, H, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
+        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, H, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
+        c, d = _load_tile(up_ptr, index_ptr, row0, rows_end, pk, H, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
         gate_lo, gate_hi = values(a, b, MODE)
         up_lo, up_hi = values(c, d, MODE)
         if SOURCE == "swiglu":
-            return swiglu(gate_lo, up_lo), swiglu(gate_hi, up_hi)
+            lo, hi = _rounded(swiglu(gate_lo, up_lo), swiglu(gate_hi, up_hi), x_ptr, MODE, FAST)
+            return lo, hi, lo, hi
         else:
             y_ptr += e * y_e
-            a, b = _load_tile(y_ptr, index_ptr, row0, rows_end, tile, H, y_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
+            a, b = _load_tile(y_ptr, index_ptr, row0, rows_end, pk, H, y_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
             dy_lo, dy_hi = values(a, b, MODE)
             gate_lo, up_lo = swiglu_backward(dy_lo, gate_lo, up_lo)
             gate_hi, up_hi = swiglu_backward(dy_hi, gate_hi, up_hi)
-            second = pk * BK >= H
-            return tl.where(second, up_lo, gate_lo), tl.where(second, up_hi, gate_hi)
+            gate_lo, gate_hi = _rounded(gate_lo, gate_hi, x_ptr, MODE, FAST)
+            up_lo, up_hi = _rounded(up_lo, up_hi, x_ptr, MODE, FAST)
+            return gate_lo, gate_hi, up_lo, up_hi
 
 
 @triton.jit
-def _cast_tile(
-    source, row, col, sums_ptr, e, pk, pm, place, position, is_first, M, K, length, tiles_m, count, zero,
-    ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, GROUPED: tl.constexpr, GATHER: tl.constexpr, SUMS: tl.constexpr, COUNT: tl.constexpr,
-    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
+def _rounded(lo, hi, x_ptr, MODE: tl.constexpr, FAST: tl.constexpr):
+    """fp32 pairs rounded to the source's type, as they are held."""
+    if MODE == "any" and x_ptr.dtype.element_ty == tl.bfloat16:
+        return round_to_bf16(lo), round_to_bf16(hi)
+    elif MODE == "any" and x_ptr.dtype.element_ty == tl.float16:
+        return lo.to(tl.float16).to(tl.float32), hi.to(tl.float16).to(tl.float32)
+    else:
+        return hold(lo, hi, MODE, FAST)
+
+
+@triton.jit
+def _write_tile(
+    lo, hi, row, col, sums_ptr, e, pk, pm, place, position, is_first, M, K, length, tiles_m, count, zero,
+    ROW: tl.constexpr, COL: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    GROUPED: tl.constexpr, SUMS: tl.constexpr, COUNT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Load one tile and write its operands. place: (group, first row, group's first row, its end, whether there is a
-    group); source, row, col: the kernel's arguments for each."""
+    """Write the operands of a tile. place: (group, first row, group's first row, its end, whether there is a group);
+    row, col: the kernel's arguments for each."""
     group, row0, start, rows_end, inside = place
-    x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m = source
-    HELD: tl.constexpr = MODE if SOURCE == "plain" else "any"
-    lo, hi = _load_source(
-        x_ptr, y_ptr, z_ptr, index_ptr, e, row0, rows_end, pk, M, K, stride_e, stride_m, stride_k, y_e, y_m,
-        SOURCE, MODE, EVEN, GATHER, J, MQ, BK,
-    )  # fmt: skip
     if SUMS:
         low, high = values(lo, hi, HELD)
         low, high = tl.sum(tl.sum(low.to(tl.float64), 1), 0), tl.sum(tl.sum(high.to(tl.float64), 1), 0)
@@ -174,9 +187,10 @@ def _cast_kernel(
     length, tiles_m, tiles_k, groups, count, zero,
     row_stream, row_group, row_first, row_origin, row_stride,
     col_stream, col_group, col_first, col_origin, col_stride,
-    ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, GROUPS: tl.constexpr, GATHER: tl.constexpr, SUMS: tl.constexpr, COUNT: tl.constexpr,
-    ALIGN: tl.constexpr, J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, GATHER: tl.constexpr, SUMS: tl.constexpr,
+    COUNT: tl.constexpr, ALIGN: tl.constexpr, FAST: tl.constexpr,
+    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
@@ -187,18 +201,17 @@ def _cast_kernel(
            row_stream, row_group, row_first, row_origin, row_stride)  # fmt: skip
     col = (col_data, col_scale, col_global, col_amax, col_state, col_units, col_pitch, col_scales,
            col_stream, col_group, col_first, col_origin, col_stride)  # fmt: skip
+    lo, hi, next_lo, next_hi = _load_source(
+        source, e, place[1], place[3], pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK
+    )  # fmt: skip
+    _write_tile(
+        lo, hi, row, col, sums_ptr, e, pk, pm, place, position, pid == 0, M, K, length, tiles_m, count, zero,
+        ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK,
+    )  # fmt: skip
     if SOURCE == "swiglu_backward":
-        # both gradients from one program: the second time the tile comes out of the cache
-        for half in range(2):
-            _cast_tile(
-                source, row, col, sums_ptr, e, pk + half * tiles_k, pm, place, position, (pid == 0) & (half == 0),
-                M, K, length, tiles_m, count, zero, ROW, COL, SOURCE, MODE, PACKED, EVEN, GROUPS > 0, GATHER, SUMS,
-                COUNT, J, MQ, BK,
-            )  # fmt: skip
-    else:
-        _cast_tile(
-            source, row, col, sums_ptr, e, pk, pm, place, position, pid == 0, M, K, length, tiles_m, count, zero,
-            ROW, COL, SOURCE, MODE, PACKED, EVEN, GROUPS > 0, GATHER, SUMS, COUNT, J, MQ, BK,
+        _write_tile(
+            next_lo, next_hi, row, col, sums_ptr, e, pk + tiles_k, pm, place, position, False, M, K, length, tiles_m,
+            count, zero, ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK,
         )  # fmt: skip
 
 
@@ -206,26 +219,33 @@ def _cast_kernel(
 def _amax_kernel(
     x_ptr, y_ptr, z_ptr, index_ptr, offs_ptr, amax_ptr, M, K, stride_e, stride_m, stride_k, y_e, y_m,
     tiles_m, tiles_k, groups,
-    PER_GROUP: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
-    GATHER: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, J: tl.constexpr,
-    MQ: tl.constexpr, BK: tl.constexpr,
+    PER_GROUP: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr, GATHER: tl.constexpr, ALIGN: tl.constexpr, FAST: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Largest pattern of the tensor, or of each group, as one side will see it: rotated, when it rotates."""
     pid = tl.program_id(0)
     pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
     group, row0, _, rows_end, inside = _place(offs_ptr, e, pm * (MQ * J), M, groups, GROUPS, ALIGN)
-    lo, hi = _load_source(
-        x_ptr, y_ptr, z_ptr, index_ptr, e, row0, rows_end, pk, M, K, stride_e, stride_m, stride_k, y_e, y_m,
-        SOURCE, MODE, EVEN, GATHER, J, MQ, BK,
-    )  # fmt: skip
-    lo, hi = values(lo, hi, MODE if SOURCE == "plain" else "any")
+    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m)
+    lo, hi, next_lo, next_hi = _load_source(
+        source, e, row0, rows_end, pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK
+    )
+    most = _tile_maximum(lo, hi, HELD, ROW, COL)
+    if SOURCE == "swiglu_backward":
+        most = tl.maximum(most, _tile_maximum(next_lo, next_hi, HELD, ROW, COL))
+    tl.atomic_max(amax_ptr + (group if PER_GROUP else 0), most, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _tile_maximum(lo, hi, HELD: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr):
+    lo, hi = values(lo, hi, HELD)
     if ROW is not None:
         lo, hi = rotate_rows(lo, hi, ROW)
     if COL is not None:
         lo, hi = rotate_columns(lo, COL), rotate_columns(hi, COL)
     most = tl.maximum(tl.abs(lo), tl.abs(hi), propagate_nan=tl.PropagateNan.ALL)
-    most = tl.max(most.to(tl.int32, bitcast=True))
-    tl.atomic_max(amax_ptr + (group if PER_GROUP else 0), most, mask=inside, sem="relaxed")
+    return tl.max(most.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -257,71 +277,6 @@ INTERPRETED = not isinstance(_cast_kernel, triton.runtime.JITFunction)
 # ---- launching -------------------------------------------------------------------------------------------------------
 
 
-class Tile(NamedTuple):
-    """MQ groups of J rows by BK columns, for a program of `warps`; see `_tiles.py`. `registers`: the most a thread may
-    take, so that three programs fit on a multiprocessor."""
-
-    J: int
-    MQ: int
-    BK: int
-    warps: int
-    registers: int | None = None
-
-
-def tile_shape(
-    row: CastPlan | None, col: CastPlan | None, columns: int, *, sm: int, held: str, whole: bool
-) -> Tile:
-    """The tile for a cast.
-
-    held: "pairs" (16-bit words), "words" (fp32, two to a word) or "values" (fp32, computed): how many registers a tile
-    takes and how many columns a thread loads.  whole: tiles cover the source exactly, and there are no groups. Measured
-    on an H200, see docs/design/casts.md; the ahead-of-time tests hold every choice to zero spills.
-    """
-    plans = [plan for plan in (row, col) if plan is not None]
-    light = held == "pairs" and all(plan.stream is None and plan.hadamard is None for plan in plans)
-    if col is None:
-        assert row is not None
-        if row.spec.block[0] == 128:
-            return Tile(1, 128, 128, 4 if light else 8)
-        # the widest strip that wastes least
-        width = min((1024, 512, 256, 128), key=lambda width: (round_up(columns, width), -width))
-        rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
-        return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
-    if row is None and held == "values":
-        return Tile(8, 16, 128, 8)
-    if row is None:
-        wide = whole and col.spec.block[0] != 128
-        return Tile(16, 16 if wide else 8, 64 if wide else 128, 4 if held == "pairs" else 8)
-    if row.spec.codes_per_byte == 2 or col.spec.codes_per_byte == 2:
-        return Tile(16, 8, 128, 4 if light else 8)
-    if not light:
-        return Tile(4, 32, 128, 8, 128) if held == "words" else Tile(4, 32, 128, 16)
-    return Tile(8, 16, 128, 4, 168 if whole and sm >= 89 else None)
-
-
-def _covered(plan: CastPlan, rows: int, length: int) -> tuple[int, int]:
-    """Rows and length that programs must walk over, so that pads of codes and scales are written too."""
-    tiles, blocks = scale_counts(plan.spec, rows, length)
-    across, along = plan.spec.block
-    length = max(code_row_bytes(plan.spec, length) * plan.spec.codes_per_byte, blocks * along)
-    if plan.layout == "mn_major":
-        return max(rows, round_up(tiles, 4) * across), length
-    if plan.layout == "grid":
-        return rows, max(length, round_up(blocks, 4) * along)
-    if plan.layout == "blocked":
-        return round_up(rows, 128), max(length, round_up(blocks, 4) * along)
-    return rows, length
-
-
-class Output(NamedTuple):
-    """One operand to make: its plan, its buffers, and the tensors that its cast reads."""
-
-    plan: CastPlan
-    buffers: Buffers
-    state: Tensor | None
-    amax: Tensor | None
-
-
 class Source(NamedTuple):
     """What is cast, and from what: `name` as in `_load_source`, x and its companions, and the columns of the result."""
 
@@ -337,6 +292,11 @@ class Source(NamedTuple):
         return self.x.shape[1] if self.index is None else self.index.shape[0]
 
     @property
+    def walked(self) -> int:
+        """Columns that programs walk over: a backward of SwiGLU writes two tiles for each that it reads."""
+        return self.columns // 2 if self.name == "swiglu_backward" else self.columns
+
+    @property
     def mode(self) -> str:
         """How pairs are loaded: by whole words where every pair lies on one, else value by value."""
         tensors = [self.x] if self.y is None or self.name == "rmsnorm" else [self.x, self.y]
@@ -346,9 +306,8 @@ class Source(NamedTuple):
 
     @property
     def held(self) -> str:
-        if self.name != "plain":
-            return "values"
-        return "words" if self.mode == "fp32" else "pairs" if self.mode != "any" else "values"
+        """How a tile stays in registers: the mode, except that what is computed in fp32 is kept as values."""
+        return "any" if self.mode == "fp32" and self.name != "plain" else self.mode
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         return _words(self.x, self.mode), None if self.y is None else self._y(), self.z, self.index
@@ -379,21 +338,84 @@ def _in_pairs(x: Tensor) -> bool:
     return even and x.stride(-1) == 1 and x.data_ptr() % (2 * x.element_size()) == 0
 
 
+class Tile(NamedTuple):
+    """MQ groups of J rows by BK columns, for a program of `warps`; see `_tiles.py`. `registers`: the most a thread may
+    take, so that three programs fit on a multiprocessor."""
+
+    J: int
+    MQ: int
+    BK: int
+    warps: int
+    registers: int | None = None
+
+
+def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: Source, whole: bool) -> Tile:
+    """The tile for a cast. whole: tiles cover the source exactly, and there are no groups.
+
+    Measured on an H200, see docs/design/casts.md; the ahead-of-time tests hold every choice to zero spills.
+    """
+    plans = [plan for plan in (row, col) if plan is not None]
+    light = source.held in ("bf16", "fp16") and all(plan.stream is None and plan.hadamard is None for plan in plans)
+    if col is None:
+        assert row is not None
+        if row.spec.block[0] == 128:
+            return Tile(1, 128, 128, 4 if light else 8)
+        # the widest strip that wastes least
+        width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
+        rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
+        return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
+    if row is None and source.held == "any":
+        return Tile(8, 16, 128, 8)
+    if row is None:
+        wide = whole and col.spec.block[0] != 128
+        return Tile(16, 16 if wide else 8, 64 if wide else 128, 4 if source.held != "fp32" else 8)
+    if row.spec.codes_per_byte == 2 or col.spec.codes_per_byte == 2:
+        return Tile(16, 8, 128, 4 if light else 8)
+    if not light:
+        return Tile(4, 32, 128, 8, 128) if source.held == "fp32" else Tile(4, 32, 128, 16)
+    capped = whole and sm >= 89 and source.name in ("plain", "swiglu")
+    return Tile(8, 16, 128, 4, 168 if capped else None)
+
+
+def _covered(plan: CastPlan, rows: int, length: int) -> tuple[int, int]:
+    """Rows and length that programs must walk over, so that pads of codes and scales are written too."""
+    tiles, blocks = scale_counts(plan.spec, rows, length)
+    across, along = plan.spec.block
+    length = max(code_row_bytes(plan.spec, length) * plan.spec.codes_per_byte, blocks * along)
+    if plan.layout == "mn_major":
+        return max(rows, round_up(tiles, 4) * across), length
+    if plan.layout == "grid":
+        return rows, max(length, round_up(blocks, 4) * along)
+    if plan.layout == "blocked":
+        return round_up(rows, 128), max(length, round_up(blocks, 4) * along)
+    return rows, length
+
+
+class Output(NamedTuple):
+    """One operand to make: its plan, its buffers, and the tensors that its cast reads."""
+
+    plan: CastPlan
+    buffers: Buffers
+    state: Tensor | None
+    amax: Tensor | None
+
+
 def launch(
     source: Source, row: Output | None, col: Output | None, *, colsum: Tensor | None = None, offs: Tensor | None = None
 ) -> None:
     """Fill the buffers of one operand or both."""
-    count, rows, columns, mode = source.x.shape[0], source.rows, source.columns, source.mode
+    count, rows, columns = source.x.shape[0], source.rows, source.columns
+    mode, held = source.mode, source.held
     sm = 0 if INTERPRETED else capability(source.x.device).sm
     groups = 0 if offs is None else offs.shape[0]
     dense = offs is None and source.index is None
     plans = [None if out is None else out.plan for out in (row, col)]
     whole = dense and rows % 256 == 0 and columns % 128 == 0
-    tile = tile_shape(plans[0], plans[1], columns, sm=sm, held=source.held, whole=whole)
+    tile = tile_shape(plans[0], plans[1], sm=sm, source=source, whole=whole)
     block_rows = tile.J * tile.MQ
     length = rows if offs is None else padded_length(rows, groups)
     stored = length if col is None or offs is not None else col.plan.stored_length(length)
-    cover_m, cover_k, even = rows, columns, dense and rows % block_rows == 0 and columns % tile.BK == 0
+    cover_m, cover_k, even = rows, columns, dense and rows % block_rows == 0 and source.walked % tile.BK == 0
     if row is not None:
         need = _covered(row.plan, rows, row.plan.stored_length(columns))
         cover_m, cover_k, even = need[0], need[1], even and need == (rows, columns)
@@ -404,8 +426,8 @@ def launch(
     if offs is not None:
         cover_m = max(length, rows + (GROUP_ALIGN - 1) * (groups + 1))
     tiles_m, tiles_k = ceil_div(cover_m, block_rows), ceil_div(cover_k, tile.BK)
-    if source.name == "swiglu_backward":
-        tiles_k = columns // 2 // tile.BK
+    if source.walked != columns:  # a program writes the tile and the one beside it
+        tiles_k = source.walked // tile.BK
     amaxes = [_tensor_amax(source, out, offs, transposed=across) for out, across in ((row, False), (col, True))]
     sides = [None if out is None else side(out.plan, sm, grouped=_per_group(out)) for out in (row, col)]
     sums = None
@@ -420,7 +442,7 @@ def launch(
         0 if col is None else col.buffers[0].stride(-2) // 4,
         _pitch(row, columns), _pitch(col, stored), _scales(row, count), _scales(col, count),
         stored, tiles_m, tiles_k, groups, scopes, 0, *_random(row, columns), *_random(col, columns),
-        ROW=sides[0], COL=sides[1], SOURCE=source.name, MODE=mode, PACKED=sm > 0 and source.held == "pairs", EVEN=even,
+        ROW=sides[0], COL=sides[1], SOURCE=source.name, MODE=mode, HELD=held, PACKED=sm > 0 and held in ("bf16", "fp16"), EVEN=even, FAST=sm > 0,
         GROUPS=_group_bound(offs), GATHER=source.index is not None, SUMS=colsum is not None,
         COUNT=triton.next_power_of_2(scopes), ALIGN=GROUP_ALIGN, J=tile.J, MQ=tile.MQ, BK=tile.BK,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
@@ -491,12 +513,12 @@ def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, tra
     tile = Tile(16, 8, 128, 4) if narrow else Tile(1, 8, 1024, 4)
     block_rows = tile.J * tile.MQ
     tiles_m = ceil_div(rows if offs is None else rows + (GROUP_ALIGN - 1) * (groups + 1), block_rows)
-    tiles_k = ceil_div(columns, tile.BK)
-    even = rows % block_rows == 0 and columns % tile.BK == 0 and offs is None and source.index is None
+    tiles_k = ceil_div(source.walked, tile.BK)
+    even = rows % block_rows == 0 and source.walked % tile.BK == 0 and offs is None and source.index is None
     _amax_kernel[(count * tiles_m * tiles_k,)](
         *source.arguments(), offs, top, rows, columns, *source.steps(), tiles_m, tiles_k, groups,
-        PER_GROUP=out.plan.grouped_amax, SOURCE=source.name, MODE=source.mode, EVEN=even,
-        GATHER=source.index is not None, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
+        PER_GROUP=out.plan.grouped_amax, SOURCE=source.name, MODE=source.mode, HELD=source.held, EVEN=even,
+        FAST=not INTERPRETED, GATHER=source.index is not None, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
         ROW=None if transposed else rotated, COL=rotated if transposed else None,
         J=tile.J, MQ=tile.MQ, BK=tile.BK, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -62,21 +62,21 @@ def sigmoid(g: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2H], gates first -> silu(gate) * up, fp32 [..., H].
+    """[..., 2H], gates first -> silu(gate) * up [..., H], computed in fp32 and rounded once to the input's type.
 
     >>> swiglu(torch.tensor([[0.0, 2.0, 3.0, -1.0]])).tolist()
     [[0.0, -1.7615940570831299]]
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate * sigmoid(gate)) * up
+    return ((gate * sigmoid(gate)) * up).to(gate_up.dtype)
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradients of gate and up beside each other, fp32 [..., 2H], for the gradient [..., H] of `swiglu`."""
+    """Gradients of gate and up beside each other [..., 2H], for the gradient [..., H] of `swiglu`; rounded likewise."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     dy, s = grad.float(), sigmoid(gate)
     slope = s * fma(gate, 1.0 - s, 1.0)
-    return torch.cat(((dy * up) * slope, dy * (gate * s)), dim=-1)
+    return torch.cat(((dy * up) * slope, dy * (gate * s)), dim=-1).to(gate_up.dtype)
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -89,13 +89,13 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x * rstd * weight over the last axis in fp32, and rstd without that axis."""
+    """x * rstd * weight over the last axis, rounded to x's type, and rstd (fp32) without that axis."""
     wide = x.float()
     # tensors, since a device may replace a division by a Python number with a multiplication
     share, epsilon = (torch.tensor(v, dtype=torch.float32, device=x.device) for v in (1.0 / x.shape[-1], eps))
     root = torch.sqrt(tree_sum(wide * wide) * share + epsilon)
     rstd = torch.ones_like(root) / root
-    return (wide * rstd[..., None]) * weight.float(), rstd
+    return ((wide * rstd[..., None]) * weight.float()).to(x.dtype), rstd
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
