@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import Case, compared  # noqa: E402
+from interpreted import Case, compared
 
-from blockscale import rng_state  # noqa: E402
-from blockscale.casts import fused_ops as ops  # noqa: E402
-from blockscale.formats import FORMATS, CastSpec, Stochastic  # noqa: E402
+from blockscale import rng_state
+from blockscale.casts import fused_ops as ops
+from blockscale.formats import FORMATS, CastSpec, Stochastic
 
 ENDS = torch.tensor([3, 3, 90, 110], dtype=torch.int32)
 

@@ -140,7 +140,12 @@ def _graph_slice(calls: Sequence[Call], count: int) -> Slice | None:
         torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
         return None
-    return _events_slice(graph.replay, count, "graph")
+
+    def replay() -> None:
+        graph.replay()
+        _ = calls  # their inputs are read by the graph and must live as long as it does
+
+    return _events_slice(replay, count, "graph")
 
 
 def _waits_for_device(calls: Sequence[Call]) -> bool:

@@ -1,11 +1,12 @@
 """The contract (docs/numerics.md) on tiles in registers, statement by statement: scales, codes, rotation, random words.
 
 For casts and for whatever fuses one. Everything must be launched with `enable_fp_fusion=False`: a contracted
-multiply-add would round differently. Patterns are int32, values fp32. `FAST` stands for inline PTX where plain Triton has
-no equal; the interpreter runs the plain branches, and tests on a GPU hold the two against each other.
+multiply-add would round differently. Patterns are int32, values fp32. `FAST` stands for inline PTX where plain Triton
+has no equal; the interpreter runs the plain branches, and tests on a GPU hold the two against each other.
 """
 
-# pyright: basic, reportOperatorIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 import triton
 import triton.language as tl

@@ -8,7 +8,8 @@ it is multiplied, and a maximum of such words takes one instruction for two valu
 The caller's grid decides what a tile covers. `rows_end` and `columns` bound the source; everything outside is zero.
 """
 
-# pyright: basic, reportOperatorIssue=false, reportArgumentType=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def side(plan: CastPlan, sm: int, *, grouped: bool) -> Side:
     return Side(
         spec.family, plan.rule, plan.layout, plan.satfinite,
         element.ebits, element.mbits, element.bias, element.emax, element.max_bits, element.nan_code,
-        8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, spec.block[0], spec.block[1], hardware, sm > 0, sm >= 89,
+        8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, *spec.block, hardware, sm > 0, sm >= 89,
         0 if plan.hadamard is None else spec.hadamard, _signed(plan.hadamard or 0), plan.stream is not None, grouped,
     )  # fmt: skip
 
@@ -340,7 +341,7 @@ def write_row(
         code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, code & ((1 << S.code_bits) - 1), 0))
     code = code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
     if J == 4 or (S.code_bits == 4 and J > 1):
-        # flat, so that Triton gives the codes a layout of their own: 16 bytes of them would be 16 or 32 columns a thread
+        # flat, so that Triton gives the codes a layout of their own: 16 bytes of them are 16 or 32 columns a thread
         m, w = tl.arange(0, MQ * J)[:, None], pk * W + tl.arange(0, W)[None, :]
         code = tl.reshape(code, (MQ * J, W))
     at = data_ptr + tl.cast(row0, tl.int64) * row_units + m * row_units + w

@@ -4,7 +4,8 @@ SwiGLU and its backward compute their tile from the loaded ones and cast it in f
 permutation gathers the rows that it loads. The rounding code is that of the plain casts.
 """
 
-# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ..formats.cast_spec import CastPlan
 from ..registry import Request, kernel
 from ._device_fused import rstd as row_rstd
 from ._tiles import load_pairs, values
-from ._triton import _DEVICES, Buffers, Output, Source, _in_pairs, _reject, _words, _WORDS, launch
+from ._triton import DEVICES, WORDS, Buffers, Output, Source, as_words, in_pairs, launch, power_of_two, reject
 
 Plans = tuple[CastPlan, CastPlan]
 Outs = tuple[Buffers, Buffers]
@@ -29,10 +30,10 @@ def _matrices(x: Tensor) -> Tensor:
 
 
 def _halves(gate_up: Tensor) -> Source:
-    return Source("swiglu", _matrices(gate_up), gate_up.shape[-1] // 2)
+    return Source("swiglu", gate_up, gate_up.shape[-1] // 2)
 
 
-@kernel("swiglu", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject)
+@kernel("swiglu", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
 def swiglu(
     gate_up: Tensor,
     plan: CastPlan,
@@ -48,7 +49,7 @@ def swiglu(
     launch(_halves(gate_up), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
 
 
-@kernel("swiglu_both", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject)
+@kernel("swiglu_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
 def swiglu_both(
     gate_up: Tensor,
     plans: Plans,
@@ -66,10 +67,10 @@ def swiglu_both(
 def _reject_backward(request: Request) -> str | None:
     if request.shape[-1] % 256:
         return f"needs a hidden size that is a multiple of 128, this is {request.shape[-1] // 2}"
-    return _reject(request)
+    return reject(request)
 
 
-@kernel("swiglu_backward_both", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject_backward)
+@kernel("swiglu_backward_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_backward)
 def swiglu_backward_both(
     grad: Tensor,
     gate_up: Tensor,
@@ -84,12 +85,12 @@ def swiglu_backward_both(
 ) -> None:
     """Triton: one read, both operands of both gradients"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states[:2], amaxes[:2], strict=True))
-    launch(Source("swiglu_backward", _matrices(gate_up), gate_up.shape[-1], _matrices(grad)), row, col, offs=offs)
+    launch(Source("swiglu_backward", gate_up, gate_up.shape[-1], grad), row, col, offs=offs)
     if hidden is not None and hidden_out is not None:
         swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
 
 
-@kernel("permute_both", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject)
+@kernel("permute_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
 def permute_both(
     x: Tensor,
     indices: Tensor,
@@ -102,7 +103,7 @@ def permute_both(
 ) -> None:
     """Triton: one gathered read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(Source("plain", x[None], x.shape[-1], index=indices), row, col, offs=offs)
+    launch(Source("plain", x, x.shape[-1], index=indices), row, col, offs=offs)
 
 
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------
@@ -129,12 +130,12 @@ def _rstd_kernel(
 
 def _launch_rstd(x: Tensor, eps: float, out: Tensor) -> None:
     count, rows, columns = x.shape
-    mode = _WORDS[x.dtype] if _in_pairs(x) else "any"
+    mode = WORDS[x.dtype] if in_pairs(x) else "any"
     steps = [step if mode == "any" else step // 2 for step in x.stride()[:2]]
-    size = triton.next_power_of_2(max(columns, 2))
+    size = power_of_two(max(columns, 2))
     share, epsilon = (torch.tensor(value, dtype=torch.float32).item() for value in (1.0 / columns, eps))
     _rstd_kernel[(count * rows,)](
-        _words(x, mode), out, rows, columns, *steps, x.stride(2), share, epsilon, MODE=mode, R=1, N=size,
+        as_words(x, mode), out, rows, columns, *steps, x.stride(2), share, epsilon, MODE=mode, R=1, N=size,
         num_warps=8 if size > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -142,10 +143,10 @@ def _launch_rstd(x: Tensor, eps: float, out: Tensor) -> None:
 def _reject_rmsnorm(request: Request) -> str | None:
     if request.shape[-1] > _LONGEST_ROW:
         return f"takes rows of at most {_LONGEST_ROW} values, these have {request.shape[-1]}"
-    return _reject(request)
+    return reject(request)
 
 
-@kernel("rmsnorm", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)
+@kernel("rmsnorm", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)
 def rmsnorm(
     x: Tensor,
     weight: Tensor,
@@ -159,11 +160,11 @@ def rmsnorm(
 ) -> None:
     """Triton: rstd in one read, the cast in a second"""
     _launch_rstd(_matrices(x), eps, rstd)
-    source = Source("rmsnorm", _matrices(x), x.shape[-1], rstd, weight)
+    source = Source("rmsnorm", x, x.shape[-1], rstd, weight)
     launch(source, Output(plan, out, state, amax), None)
 
 
-@kernel("rmsnorm_both", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)
+@kernel("rmsnorm_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)
 def rmsnorm_both(
     x: Tensor,
     weight: Tensor,
@@ -179,4 +180,4 @@ def rmsnorm_both(
     """Triton: rstd in one read, both operands in a second"""
     _launch_rstd(_matrices(x), eps, rstd)
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(Source("rmsnorm", _matrices(x), x.shape[-1], rstd, weight), row, col, offs=offs)
+    launch(Source("rmsnorm", x, x.shape[-1], rstd, weight), row, col, offs=offs)

@@ -12,6 +12,7 @@ from ..formats.layout import check_group_ends
 from ..library import define_op, empty
 from ..registry import select
 from .ops import allocate, allocate_both, cast_request
+from .sharding import whole
 
 Three = tuple[Tensor, Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -58,7 +59,7 @@ def _fake_swiglu(
     return allocate(hidden_like(gate_up), CastPlan.parse(plan), axis, amax, offs)
 
 
-@define_op(fake=_fake_swiglu)
+@define_op(fake=_fake_swiglu, sharding=whole)
 def swiglu_quantize(
     gate_up: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
 ) -> Three:
@@ -85,7 +86,7 @@ def _fake_swiglu_both(
     return *outs[0], *outs[1]
 
 
-@define_op(fake=_fake_swiglu_both)
+@define_op(fake=_fake_swiglu_both, sharding=whole)
 def swiglu_quantize_both(
     gate_up: Tensor,
     row: str,
@@ -131,7 +132,7 @@ def _fake_swiglu_backward(
     return *outs[0], *outs[1], *_allocate_hidden(grad, hidden, hidden_amax, offs)
 
 
-@define_op(fake=_fake_swiglu_backward)
+@define_op(fake=_fake_swiglu_backward, sharding=whole)
 def swiglu_backward_quantize_both(
     grad: Tensor,
     gate_up: Tensor,
@@ -169,7 +170,7 @@ def _fake_rmsnorm(x: Tensor, weight: Tensor, eps: float, plan: str, state: Tenso
     return *allocate(x, CastPlan.parse(plan), -1, amax, None), _allocate_rstd(x)
 
 
-@define_op(fake=_fake_rmsnorm)
+@define_op(fake=_fake_rmsnorm, sharding=whole)
 def rmsnorm_quantize(
     x: Tensor, weight: Tensor, eps: float, plan: str, state: Tensor | None, amax: Tensor | None
 ) -> Four:
@@ -197,7 +198,7 @@ def _fake_rmsnorm_both(
     return *outs[0], *outs[1], _allocate_rstd(x)
 
 
-@define_op(fake=_fake_rmsnorm_both)
+@define_op(fake=_fake_rmsnorm_both, sharding=whole)
 def rmsnorm_quantize_both(
     x: Tensor,
     weight: Tensor,
@@ -237,7 +238,7 @@ def _fake_permute_both(
     return *outs[0], *outs[1]
 
 
-@define_op(fake=_fake_permute_both)
+@define_op(fake=_fake_permute_both, sharding=whole)
 def permute_quantize_both(
     x: Tensor,
     indices: Tensor,
@@ -263,7 +264,7 @@ def _fake_permute(x: Tensor, indices: Tensor, plan: str, amax: Tensor | None) ->
     return allocate(permuted_like(x, indices), CastPlan.parse(plan), -1, amax, None)
 
 
-@define_op(fake=_fake_permute)
+@define_op(fake=_fake_permute, sharding=whole)
 def quantize_permute(x: Tensor, indices: Tensor, plan: str, amax: Tensor | None) -> Three:
     """The row operand of x, its rows gathered by `indices` after the cast."""
     resolved = CastPlan.parse(plan)

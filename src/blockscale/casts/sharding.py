@@ -96,3 +96,8 @@ def dequantize(
     rows = rank - 3 - axis
     if cuts_rows(spec, data.shape[rows], layout, parts):
         yield Cut({"data": rows, "scale": rank - 2 if layout == "blocked" else rows}, (rows,))
+
+
+def whole(parts: int, *args: object) -> Iterator[Cut]:
+    """No cuts: fused casts are computed from gathered tensors until their layers say how they are cut."""
+    return iter(())
