@@ -86,7 +86,9 @@ def __getattr__(name: str) -> object:
         for room in _ROOMS:
             importlib.import_module(f".{room}", __name__)
     if name in _PUBLIC:
-        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        globals()[name] = value  # found at once the next time: looking it up takes longer than launching a kernel
+        return value
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module 'blockscale' has no attribute {name!r}")

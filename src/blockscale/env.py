@@ -32,7 +32,7 @@ _DECLARED = {variable.name: variable for variable in VARIABLES}
 
 def get(name: str) -> str:
     """The value of a declared variable, stripped; its default when unset."""
-    return os.environ.get(name, _DECLARED[name].default).strip()
+    return os.environ[name].strip() if name in os.environ else _DECLARED[name].default
 
 
 def flag(name: str) -> bool:

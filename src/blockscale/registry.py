@@ -182,7 +182,7 @@ def forced_backend(op: str) -> str | None:
     if wanted is None and (setting := env.get("BLOCKSCALE_BACKEND")):
         check_name(setting, ["auto", *backends()], "backend")
         wanted = setting
-    return wanted if any(row.backend == wanted for row in _TABLE[op]) else None
+    return wanted if wanted is not None and any(row.backend == wanted for row in _TABLE[op]) else None
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ Bodies select a kernel and fill buffers; the fakes share the allocation. A cast 
 (codes, scales, tensor scale; the last is empty unless NVFP4), which `formats.tensor.assemble` dresses.
 """
 
+import functools
+import math
 from dataclasses import replace
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import check_group_ends, code_row_bytes, padded_length, scale_buffer_shape
 from ..formats.tensor import BlockScaled, from_parts
-from ..hardware import capability
+from ..hardware import Capability, capability
 from ..library import define_op, empty
 from ..registry import Request, select
 from . import sharding
@@ -20,37 +22,61 @@ from . import sharding
 Buffers = tuple[Tensor, Tensor, Tensor]
 
 
+Shape = tuple[int, ...]
+
+
+def _buffer_shapes(
+    plan: CastPlan, shape: Shape, axis: int, amax: Shape | None, groups: int | None
+) -> tuple[Shape, Shape, Shape]:
+    """Shapes of codes, scales and tensor scale of a source's operand; amax: the shape of supplied maxima."""
+    spec, lead = plan.spec, shape[:-2]
+    rows, length = shape[-3 - axis], plan.stored_length(shape[axis])
+    if groups is not None and axis == -2:
+        length = padded_length(shape[-2], groups)
+    tensor_scale: Shape = (0,)
+    if spec.family == "nvfp4":
+        per_group = (shape[0] if groups is None else groups,) if plan.grouped_amax else ()
+        tensor_scale = per_group if amax is None else amax
+    codes = (*lead, rows, code_row_bytes(spec, length))
+    return codes, (*lead, *scale_buffer_shape(spec, rows, length, plan.layout)), tensor_scale
+
+
+# by plain numbers only: sizes that are being traced are symbols
+_remembered_shapes = functools.lru_cache(maxsize=8192)(_buffer_shapes)
+
+
 def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Tensor | None) -> Buffers:
     """The buffers of one operand, for kernels and fakes alike."""
-    spec, lead = plan.spec, x.shape[:-2]
-    rows, length = x.shape[-3 - axis], plan.stored_length(x.shape[axis])
-    if offs is not None and axis == -2:
-        length = padded_length(x.shape[-2], offs.shape[0])
-    global_shape: tuple[int, ...] = (0,)
-    if spec.family == "nvfp4":
-        if amax is not None:
-            global_shape = tuple(amax.shape)
-        elif plan.grouped_amax:
-            global_shape = (x.shape[0] if offs is None else offs.shape[0],)
-        else:
-            global_shape = ()
+    shapes_of = _remembered_shapes if type(x) is Tensor else _buffer_shapes
+    supplied, groups = None if amax is None else tuple(amax.shape), None if offs is None else offs.shape[0]
+    codes, scales, tensor_scale = shapes_of(plan, tuple(x.shape), axis, supplied, groups)
+    spec, device = plan.spec, x.device
     return (
-        empty((*lead, rows, code_row_bytes(spec, length)), spec.data_dtype, x.device),
-        empty((*lead, *scale_buffer_shape(spec, rows, length, plan.layout)), spec.scale_dtype, x.device),
-        empty(global_shape, torch.float32, x.device),
+        empty(codes, spec.data_dtype, device),
+        empty(scales, spec.scale_dtype, device),
+        empty(tensor_scale, torch.float32, device),
     )
 
 
 def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a cast."""
-    options = {"offs"} if offs is not None else set[str]()
-    options |= {"many_groups"} if offs is not None and offs.shape[0] > 4096 else set[str]()
-    for plan in plans:
-        options |= {"stochastic"} if plan.stream is not None else set[str]()
-        options |= {"hadamard"} if plan.hadamard is not None else set[str]()
+    where = capability(x.device)
+    return _cast_request(op, where, tuple(x.shape), x.dtype, plans, None if offs is None else offs.shape[0])
+
+
+@functools.lru_cache(maxsize=8192)
+def _cast_request(
+    op: str, where: Capability, shape: Shape, dtype: torch.dtype, plans: tuple[CastPlan, ...], groups: int | None
+) -> Request:
+    asked = {
+        "offs": groups is not None,
+        "many_groups": groups is not None and groups > 4096,
+        "stochastic": any(plan.stream is not None for plan in plans),
+        "hadamard": any(plan.hadamard is not None for plan in plans),
+    }
     formats, layouts = tuple(plan.format for plan in plans), tuple(plan.layout for plan in plans)
-    rows = x.shape[:-1].numel()
-    return Request(op, capability(x.device), formats, (rows, x.shape[-1]), x.dtype, layouts, frozenset(options))
+    options = frozenset(name for name, on in asked.items() if on)
+    return Request(op, where, formats, (math.prod(shape[:-1]), shape[-1]), dtype, layouts, options)
 
 
 def _fake_quantize(

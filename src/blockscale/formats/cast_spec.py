@@ -45,6 +45,16 @@ class CastSpec:
 
     def plan(self) -> CastPlan:
         """Defaults filled in and every option checked against the format."""
+        if torch.compiler.is_compiling() or isinstance(self.rounding, Stochastic):
+            return self._resolve()
+        scope = self.amax if isinstance(self.amax, str) else None
+        key = (self.format, self.scale_rule, self.rounding, self.hadamard, scope, self.satfinite, self.scale_layout)
+        known = _PLANS.get(key)
+        if known is None:
+            known = _PLANS[key] = self._resolve()
+        return known
+
+    def _resolve(self) -> CastPlan:
         spec = get_format(self.format)
         stochastic = isinstance(self.rounding, Stochastic)
         rule = spec.default_rule(stochastic=stochastic) if self.scale_rule is None else self.scale_rule
@@ -89,6 +99,10 @@ class CastSpec:
     def amax_tensor(self) -> Tensor | None:
         """The maxima, when the caller supplies them."""
         return None if isinstance(self.amax, str) else self.amax
+
+
+# plans that were made before: a training run makes the same few all the time
+_PLANS: dict[tuple[object, ...], CastPlan] = {}
 
 
 def _check_rounding(rounding: str) -> None:
@@ -158,6 +172,14 @@ class CastPlan:
 
     def text(self) -> str:
         """The form in which a plan crosses an operator's boundary, and in which people read it."""
+        if torch.compiler.is_compiling():
+            return self._text()
+        known = _TEXTS.get(self)
+        if known is None:
+            known = _TEXTS[self] = self._text()
+        return known
+
+    def _text(self) -> str:
         words = [self.format, self.rule, self.layout]
         if self.hadamard is not None:
             words.append(f"hadamard={self.hadamard:#x}")
@@ -191,6 +213,9 @@ class CastPlan:
             origin=(int(row), int(column), int(columns)) if "origin" in options else None,
             first_group=int(options.get("first_group", "0")),
         )
+
+
+_TEXTS: dict[CastPlan, str] = {}
 
 
 def as_cast_spec(spec: str | CastSpec) -> CastSpec:

@@ -72,10 +72,15 @@ def scale_view(spec: Format, buffer: Tensor, rows: int, length: int, layout: str
     """The scale tensor as the operand shows it, a view of its buffer."""
     tiles, blocks = scale_counts(spec, rows, length)
     if layout == "mn_major":
-        return buffer[..., :tiles].mT
+        return shorten(buffer, tiles).mT
     if layout == "grid":
-        return buffer[..., :blocks]
+        return shorten(buffer, blocks)
     return buffer
+
+
+def shorten(x: Tensor, length: int) -> Tensor:
+    """The first `length` along the last axis; a slice costs microseconds, so none is made of the whole."""
+    return x if x.shape[-1] == length else x[..., :length]
 
 
 def scale_view_shape(spec: Format, rows: int, length: int, layout: str) -> tuple[int, ...]:

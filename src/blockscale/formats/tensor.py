@@ -24,6 +24,7 @@ from .layout import (
     round_up,
     scale_view,
     scale_view_shape,
+    shorten,
     unpack_scale,
 )
 from .spec import Format, check_layout, get_format
@@ -181,7 +182,7 @@ def assemble(
     padded = groups is not None
     length = data.shape[-1] * spec.codes_per_byte if padded else plan.stored_length(logical)
     operand = BlockScaled(
-        data[..., : code_bytes(spec, length)],
+        shorten(data, code_bytes(spec, length)),
         scale_view(spec, scale, rows, length, plan.layout),
         global_scale if spec.family == "nvfp4" else None,
         plan.format,
