@@ -20,6 +20,7 @@ from ..formats.cast_spec import CastPlan
 from ..formats.layout import GROUP_ALIGN, ceil_div, code_row_bytes, padded_length, round_up, scale_counts
 from ..hardware import capability
 from ..registry import Request, kernel
+from ._device import locate
 from ._tiles import (
     load_pairs,
     rotate_columns,
@@ -35,22 +36,6 @@ Buffers = tuple[Tensor, Tensor, Tensor]
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _locate(offs_ptr, groups, position, M, GROUPS: tl.constexpr, ALIGN: tl.constexpr):
-    """The group that the tile at a padded position lies in: its number, the tile's first source row, the group's first
-    row, and its end. Past the last group come the rows of no group, under the number `groups`."""
-    i = tl.arange(0, GROUPS)
-    ends = tl.load(offs_ptr + i, mask=i < groups, other=0)
-    starts = tl.load(offs_ptr + i - 1, mask=(i > 0) & (i < groups), other=0)
-    sizes = tl.where(i < groups, ends - starts, 0)
-    padded = tl.cdiv(sizes, ALIGN) * ALIGN
-    group = tl.sum(((tl.cumsum(padded, 0) <= position) & (i < groups)).to(tl.int32))
-    start = tl.sum(tl.where(i < group, sizes, 0))
-    end = tl.where(group < groups, start + tl.sum(tl.where(i == group, sizes, 0)), M)
-    row0 = start + position - tl.sum(tl.where(i < group, padded, 0))
-    return group, row0, start, end
 
 
 @triton.jit
@@ -87,7 +72,7 @@ def _cast_kernel(
     pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
     position = pm * (MQ * J)
     if GROUPS:
-        group, row0, start, rows_end = _locate(offs_ptr, groups, position, M, GROUPS, ALIGN)
+        group, row0, start, rows_end = locate(offs_ptr, groups, position, M, GROUPS, ALIGN)
         inside = group < groups
     else:
         group, row0, start, rows_end, inside = e, position, 0, M, e >= 0
@@ -134,7 +119,7 @@ def _amax_kernel(
     pid = tl.program_id(0)
     pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
     if GROUPS:
-        group, row0, start, rows_end = _locate(offs_ptr, groups, pm * (MQ * J), M, GROUPS, ALIGN)
+        group, row0, start, rows_end = locate(offs_ptr, groups, pm * (MQ * J), M, GROUPS, ALIGN)
         inside = group < groups
     else:
         group, row0, rows_end, inside = e, pm * (MQ * J), M, e >= 0
