@@ -1,14 +1,14 @@
 """Triton `dequantize`, sm_80 and newer: one read of codes and scales, one write of values, bound by memory.
 
 An operand is [rows, length] with its scaled axis last. A program takes a tile of it and writes the tile as it lies or
-transposed (axis=-2). Values are held in pairs of neighbours in the output, because a pair of 16-bit values is one word:
-neighbours along the operand's length where it lies as the output does, else two rows of it. When it is transposed, words
-of codes cross threads before they are decoded, which is a quarter of what their values would be.
+transposed (axis=-2). Values are held in pairs of neighbours in the output, because two 16-bit values are one word. When
+the tile is transposed, words of codes cross threads before they are decoded: a half or a quarter of what values weigh.
 
 Any strides are read, if need be byte by byte: copies of operands made by others have no pads.
 """
 
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -23,170 +23,30 @@ from ..formats.layout import GROUP_ALIGN, ceil_div, padded_length, round_up
 from ..formats.tensor import BlockScaled
 from ..hardware import capability
 from ..registry import Request, kernel
-from ._device import butterfly, decode_e4m3, flip_signs, locate, nan_like, power_of_two, round_to_bf16
-
-
-class Source(NamedTuple):
-    """All that the kernel must know about an operand at compile time."""
-
-    family: str
-    layout: str
-    element: str
-    ebits: int
-    mbits: int
-    bias: int
-    code_bits: int  # distance from one code to the next: 4 or 8
-    across: int  # rows of a block
-    along: int  # length of a block
-    hadamard: int  # size of a rotated group, or 0
-    mask: int
-    factor: str  # whose NVFP4's second scale is: "tensor", "matrix", "row" or "group"; "" for other formats
-    sm: int  # which instructions there are; 0: plain Triton only
-
-
-def source(q: BlockScaled, sm: int) -> Source:
-    """The compile-time part of an operand; sm=0 stands for the interpreter."""
-    spec, element, mask = q.spec, q.spec.element, q.hadamard or 0
-    factor = "" if q.global_scale is None else "tensor"
-    if q.global_scale is not None and q.global_scale.dim():
-        factor = "matrix" if len(q.shape) > 2 else "group" if q.group_align else "row"
-    return Source(
-        spec.family, q.scale_layout, element.name, element.ebits, element.mbits, element.bias,
-        8 // spec.codes_per_byte, spec.block[0], spec.block[1],
-        0 if q.hadamard is None else spec.hadamard, mask - (1 << 32) if mask >> 31 else mask, factor, sm,
-    )  # fmt: skip
-
-
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _decode(code, S: tl.constexpr):
-    """int32 with a code in its low bits, anything above them -> fp32.
-
-    The code's fields become fp32's, subnormals included, and a power of two makes up for the other bias: exact.
-    """
-    FIELDS: tl.constexpr = ((1 << (S.ebits + S.mbits)) - 1) << (23 - S.mbits)
-    bits = ((code << (31 - S.ebits - S.mbits)) >> (8 - S.ebits)) & (FIELDS - 0x80000000)
-    value = bits.to(tl.float32, bitcast=True) * (2.0 ** (127 - S.bias))
-    if S.element == "e4m3":
-        value = tl.where(bits & FIELDS == FIELDS, nan_like(value), value)
-    elif S.element == "e5m2":
-        TOP: tl.constexpr = 31 << 23
-        value = tl.where(bits & FIELDS >= TOP, value * float("inf"), value)
-        value = tl.where(bits & FIELDS > TOP, nan_like(value), value)
-    return value
-
-
-@triton.jit
-def _decode_two(codes, S: tl.constexpr):
-    """Two adjacent codes in the low bits, the first one lowest -> two fp32. FP8 and FP4 values are all among fp16's."""
-    if S.sm >= 89 and S.element == "e4m3":
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; .reg .b16 a, b; cvt.rn.f16x2.e4m3x2 t, $2; mov.b32 {a, b}, t;"
-            " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=f,=f,h", [codes.to(tl.int16)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif S.sm >= 89 and S.element == "e5m2":
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; .reg .b16 a, b; cvt.rn.f16x2.e5m2x2 t, $2; mov.b32 {a, b}, t;"
-            " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=f,=f,h", [codes.to(tl.int16)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif S.sm and S.element == "e2m1":
-        # the parts of these products do not overlap
-        byte = codes.to(tl.int32) & 0xFF
-        return _from_halves(((byte * 0x00200200) & 0x0E000E00) | ((byte * 0x01001000) & -0x7FFF8000))
-    else:
-        codes = codes.to(tl.int32)
-        return _decode(codes, S), _decode(codes >> S.code_bits, S)
-
-
-@triton.jit
-def _decode_word(word, J: tl.constexpr, S: tl.constexpr):
-    """Codes 2J and 2J + 1 of the four in a word, or J and J + 4 of eight, which lie in its halves as fp16 will."""
-    if S.code_bits == 8:
-        return _decode_two(word >> (16 * J), S)
-    elif S.sm:
-        fields = word >> 3 if J == 3 else word << (9 - 4 * J)
-        return _from_halves((fields & 0x0E000E00) | ((word << (12 - 4 * J)) & -0x7FFF8000))
-    else:
-        return _decode(word >> (4 * J), S), _decode(word >> (4 * J + 16), S)
-
-
-@triton.jit
-def _from_halves(word):
-    """E2M1 fields in the places of fp16's -> two fp32; as in `_decode`, a power of two makes up for the bias."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; .reg .b16 a, b; mov.b32 t, 0x74007400; mul.rn.f16x2 t, $2, t; mov.b32 {a, b}, t;"
-        " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-        "=f,=f,r", [word], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _scaled(value, scale, factor, S: tl.constexpr):
-    """Each product is rounded to fp32; NaN scales need no more."""
-    if S.factor == "":
-        return value * scale
-    else:
-        return value * scale * factor
-
-
-@triton.jit
-def _round_two(lo, hi, OUT: tl.constexpr, SM: tl.constexpr):
-    """Two fp32 -> their patterns in the output's type as one word, the first one lowest; one NaN for all."""
-    if OUT == "fp32":
-        low = tl.where(lo == lo, lo, nan_like(lo)).to(tl.int32, bitcast=True)
-        high = tl.where(hi == hi, hi, nan_like(hi)).to(tl.int32, bitcast=True)
-        return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
-    else:
-        if SM:
-            if OUT == "bf16":
-                CONVERT: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-            else:
-                CONVERT: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-            word = tl.inline_asm_elementwise(CONVERT, "=r,f,f", [lo, hi], dtype=tl.int32, is_pure=True, pack=1)
-        elif OUT == "bf16":
-            low = (round_to_bf16(lo).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-            word = low | (round_to_bf16(hi).to(tl.int32, bitcast=True) & -65536)
-        else:
-            low = lo.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            word = low | (hi.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
-        NAN: tl.constexpr = 0x7FC0 if OUT == "bf16" else 0x7E00
-        if SM >= 90:  # the conversion gives 7FFF, so there are only bits to clear
-            if OUT == "bf16":
-                IS_NAN: tl.constexpr = "set.nan.u32.bf16x2 $0, $1, $1;"
-            else:
-                IS_NAN: tl.constexpr = "set.nan.u32.f16x2 $0, $1, $1;"
-            halves = tl.inline_asm_elementwise(IS_NAN, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
-            return word & ~(halves & ((0x7FFF - NAN) * 0x10001))
-        else:
-            word = tl.where(lo == lo, word, (word & -65536) | NAN)
-            return tl.where(hi == hi, word, (word & 0xFFFF) | (NAN << 16))
-
+from ._device import decode_e4m3, locate, power_of_two
+from ._device_decode import decode, decode_two, decode_word, rotate_pairs, rotate_rows, round_two, scaled, source
 
 # ---- loading and storing ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _load_codes(
-    data_ptr, r, unit, row_stride, step, rows, bytes, BYTES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr
+    data_ptr, r, unit, row_stride, step, rows, left, BYTES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Units of BYTES bytes of codes; `rows` and `bytes` are what is left of the operand from data_ptr on.
+    """Units of BYTES bytes of codes; `rows` of them and `left` in a row are left of the operand from data_ptr on.
 
-    WHOLE: data_ptr points at such units and row_stride counts them, else at bytes.
+    WHOLE: data_ptr points at such units, row_stride and `left` count them. Else they are put together from bytes.
     """
     if EVEN:
         return tl.load(data_ptr + r * row_stride + unit)
     elif WHOLE:
-        return tl.load(data_ptr + r * row_stride + unit, mask=(r < rows) & (unit * BYTES < bytes), other=0)
+        return tl.load(data_ptr + r * row_stride + unit, mask=(r < rows) & (unit < left), other=0)
     else:
         at = data_ptr + r.to(tl.int64) * row_stride
         word = tl.zeros((r.shape[0], unit.shape[1]), tl.int32)
         for i in tl.static_range(BYTES):
             place = unit * BYTES + i
-            byte = tl.load(at + place.to(tl.int64) * step, mask=(r < rows) & (place < bytes), other=0)
+            byte = tl.load(at + place.to(tl.int64) * step, mask=(r < rows) & (place < left), other=0)
             word = word | (byte.to(tl.int32) << (8 * i))
         return word
 
@@ -205,7 +65,7 @@ def _load_scales(scale_ptr, tile, block, ok, stride_t, stride_b, EVEN: tl.conste
         return power_of_two(scale.to(tl.int32))
     elif S.family == "nvfp4":
         value = decode_e4m3(scale.to(tl.int32) & 0x7F)
-        return tl.where(scale < 0x80, value, -value)  # no cast writes a negative one
+        return value * tl.where(scale < 0x80, 1.0, -1.0)  # no cast writes a negative one
     else:
         return scale
 
@@ -220,7 +80,7 @@ def _store(
     PAIRED: every pair is a whole word, which out_ptr points at and `units` counts.
     """
     w = tl.arange(0, lo.shape[1])[None, :]
-    word = _round_two(lo, hi, OUT, SM)
+    word = round_two(lo, hi, OUT, SM)
     if EVEN:
         tl.store(out_ptr + row * units + w, word)
     elif PAIRED:
@@ -233,46 +93,25 @@ def _store(
         tl.store(at + 1, (word >> HALF).to(TYPE), mask=(row < rows) & (2 * w + 1 < columns))
 
 
-# ---- the second scale and the rotation -------------------------------------------------------------------------------
-
-
 @triton.jit
-def _row_factors(global_ptr, offs_ptr, r, groups, STEPS: tl.constexpr):
-    """The scale of each row's group, found by bisection; rows of no group take 1."""
-    low = tl.zeros_like(r)
-    high = low + groups
+def _row_factors(global_ptr, offs_ptr, r0, groups, BR: tl.constexpr, STEPS: tl.constexpr):
+    """The scales [BR] of the groups that rows from r0 on lie in; rows of no group take 1.
+
+    Bisection finds the first row's group, and most often it is that of all.
+    """
+    low, high = tl.zeros((), tl.int32), groups
     for _ in tl.static_range(STEPS):
         middle = (low + high) >> 1
-        after = tl.load(offs_ptr + middle, mask=low < high, other=0x7FFFFFFF) <= r
-        low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
-    return tl.load(global_ptr + low, mask=low < groups, other=1.0)
-
-
-@triton.jit
-def _rotate_pairs(lo, hi, S: tl.constexpr):
-    """Back, groups along pairs [A, W]: the first stage is within them."""
-    W: tl.constexpr = lo.shape[1]
-    SIZE: tl.constexpr = lo.shape[0] * W
-    lo, hi = lo + hi, lo - hi
-    STAGES: tl.constexpr = 5 if S.hadamard == 32 else 4
-    for stage in tl.static_range(1, STAGES):
-        lo = butterfly(lo, SIZE >> stage, 1 << (stage - 1))
-        hi = butterfly(hi, SIZE >> stage, 1 << (stage - 1))
-    w = tl.arange(0, W)[None, :]
-    norm = 0.25 if S.hadamard == 16 else 0.17677669529663688
-    return flip_signs(lo * norm, 2 * w, S.mask, S.hadamard), flip_signs(hi * norm, 2 * w + 1, S.mask, S.hadamard)
-
-
-@triton.jit
-def _rotate_rows(x, S: tl.constexpr):
-    """Back, groups along the rows of [A, W]."""
-    A: tl.constexpr = x.shape[0]
-    W: tl.constexpr = x.shape[1]
-    STAGES: tl.constexpr = 5 if S.hadamard == 32 else 4
-    for stage in tl.static_range(STAGES):
-        x = butterfly(x, A >> (stage + 1), W << stage)
-    norm = 0.25 if S.hadamard == 16 else 0.17677669529663688
-    return flip_signs(x * norm, tl.arange(0, A)[:, None], S.mask, S.hadamard)
+        is_past = tl.load(offs_ptr + middle, mask=low < high, other=0x7FFFFFFF) <= r0
+        low, high = tl.where(is_past, middle + 1, low), tl.where(is_past, high, middle)
+    r = r0 + tl.arange(0, BR)
+    group = tl.zeros((BR,), tl.int32) + low
+    end = tl.load(offs_ptr + low, mask=low < groups, other=0x7FFFFFFF)
+    while end < r0 + BR:
+        group += (end <= r).to(tl.int32)
+        low += 1
+        end = tl.load(offs_ptr + low, mask=low < groups, other=0x7FFFFFFF)
+    return tl.load(global_ptr + group, mask=group < groups, other=1.0)
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -281,13 +120,14 @@ def _rotate_rows(x, S: tl.constexpr):
 @triton.jit
 def _dequantize_kernel(
     data_ptr, scale_ptr, global_ptr, offs_ptr, out_ptr,
-    rows, length, logical, data_e, data_r, data_l, scale_e, scale_t, scale_b, out_e, out_units,
+    rows, length, logical, data_units, data_e, data_r, data_l, scale_e, scale_t, scale_b, out_e, out_units,
     tiles_r, tiles_l, groups, per_factor,
     S: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, MANY: tl.constexpr, WHOLE: tl.constexpr,
     EVEN: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr, ALIGN: tl.constexpr,
     BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """rows, length: of the operand as stored; logical: its length in the output. Strides are in units of pointers."""
+    """rows, length: of the operand as stored; logical: its length in the output. Strides are in units of pointers.
+    data_units, out_units: in a row."""
     pid = tl.program_id(0)
     if TRANSPOSED:  # neighbours in the output follow each other
         pr, pl = pid % tiles_r, pid // tiles_r
@@ -314,18 +154,18 @@ def _dequantize_kernel(
     elif S.factor == "group":
         factor = tl.load(global_ptr + group, mask=live, other=1.0)
     elif S.factor == "row":
-        factor = _row_factors(global_ptr, offs_ptr, r0 + tl.arange(0, BR), groups, STEPS)
+        factor = _row_factors(global_ptr, offs_ptr, r0, groups, BR, STEPS)
 
     UNIT: tl.constexpr = 4 if TRANSPOSED else S.code_bits // 4  # a word of codes, or a pair
     UNITS: tl.constexpr = BL * S.code_bits // 8 // UNIT
     r, unit = tl.arange(0, BR)[:, None], tl.arange(0, UNITS)[None, :]
     if not TRANSPOSED:
-        # Four pairs in a thread are 16 bytes of output; if it loaded more at once, values would have to cross threads.
-        unit = tl.max_contiguous(unit, (1, 4))
+        # These pairs in a thread are 16 bytes of output; if it loaded more at once, values would have to cross threads.
+        unit = tl.max_contiguous(unit, (1, 2 if OUT == "fp32" else 4))
     data_ptr += e * data_e + r0.to(tl.int64) * data_r
-    data_ptr += pl * UNITS if WHOLE else (pl * UNITS * UNIT).to(tl.int64) * data_l
-    bytes_left = tl.cdiv(length * S.code_bits, 8) - pl * UNITS * UNIT
-    codes = _load_codes(data_ptr, r, unit, data_r, data_l, rows_left, bytes_left, UNIT, WHOLE, EVEN)
+    passed = pl * (UNITS if WHOLE else UNITS * UNIT)
+    data_ptr += passed.to(tl.int64) * data_l
+    codes = _load_codes(data_ptr, r, unit, data_r, data_l, rows_left, data_units - passed, UNIT, WHOLE, EVEN)
     BLOCKS: tl.constexpr = BL // S.along
     block = pl * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     ok = (r < rows_left) & (block * S.along < length)
@@ -338,10 +178,10 @@ def _dequantize_kernel(
         scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BR, BLOCKS, S.along // 2)), (BR, W))
         if S.factor == "row":
             factor = factor[:, None]
-        lo, hi = _decode_two(codes, S)
-        lo, hi = _scaled(lo, scale, factor, S), _scaled(hi, scale, factor, S)
+        lo, hi = decode_two(codes, S)
+        lo, hi = scaled(lo, scale, factor, S), scaled(hi, scale, factor, S)
         if S.hadamard:
-            lo, hi = _rotate_pairs(lo, hi, S)
+            lo, hi = rotate_pairs(lo, hi, S)
         if GROUPS:
             lo, hi = tl.where(live, lo, 0.0), tl.where(live, hi, 0.0)
         _store(out_ptr, lo, hi, r, rows_left, end - first, out_units, OUT, PAIRED, EVEN, S.sm)
@@ -358,21 +198,21 @@ def _dequantize_kernel(
         word = tl.arange(0, UNITS)[:, None] * PER_WORD
         if S.hadamard:
             j = tl.arange(0, PER_WORD)[None, :, None] * S.code_bits
-            lo, hi = _decode(even[:, None, :] >> j, S), _decode(odd[:, None, :] >> j, S)
-            lo = tl.reshape(_scaled(lo, scale_lo[:, None, :], factor_lo, S), (BL, W))
-            hi = tl.reshape(_scaled(hi, scale_hi[:, None, :], factor_hi, S), (BL, W))
-            lo, hi = _rotate_rows(lo, S), _rotate_rows(hi, S)
+            lo, hi = decode(even[:, None, :] >> j, S), decode(odd[:, None, :] >> j, S)
+            lo = tl.reshape(scaled(lo, scale_lo[:, None, :], factor_lo, S), (BL, W))
+            hi = tl.reshape(scaled(hi, scale_hi[:, None, :], factor_hi, S), (BL, W))
+            lo, hi = rotate_rows(lo, S), rotate_rows(hi, S)
             if GROUPS:
                 lo, hi = tl.where(live, lo, 0.0), tl.where(live, hi, 0.0)
             row = tl.arange(0, BL)[:, None]
             _store(out_ptr, lo, hi, row, end - first, rows_left, out_units, OUT, PAIRED, EVEN, S.sm)
         else:
             for j in tl.static_range(PER_WORD // 2):
-                lo, lo_next = _decode_word(even, j, S)
-                hi, hi_next = _decode_word(odd, j, S)
+                lo, lo_next = decode_word(even, j, S)
+                hi, hi_next = decode_word(odd, j, S)
                 for i in tl.static_range(2):
-                    low = _scaled(lo if i == 0 else lo_next, scale_lo, factor_lo, S)
-                    high = _scaled(hi if i == 0 else hi_next, scale_hi, factor_hi, S)
+                    low = scaled(lo if i == 0 else lo_next, scale_lo, factor_lo, S)
+                    high = scaled(hi if i == 0 else hi_next, scale_hi, factor_hi, S)
                     if GROUPS:
                         low, high = tl.where(live, low, 0.0), tl.where(live, high, 0.0)
                     row = word + (j + 4 * i if S.code_bits == 4 else 2 * j + i)
@@ -393,10 +233,10 @@ class Tile(NamedTuple):
     warps: int = 4
 
 
-def tile_shape(length: int, *, transposed: bool, grouped: bool) -> Tile:
+def tile_shape(length: int, code_bits: int, *, transposed: bool, grouped: bool) -> Tile:
     """The tile for an operand. grouped: groups start at multiples of 128, and no tile may cross into the next."""
     if transposed or grouped:
-        return Tile(64, GROUP_ALIGN)
+        return Tile((512 if transposed else 256) // code_bits, GROUP_ALIGN)
     width = min((1024, 512, 256, 128), key=lambda width: (round_up(length, width), -width))  # wastes least
     return Tile(8192 // width, width)
 
@@ -441,10 +281,11 @@ def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> No
     S = source(q, 0 if INTERPRETED else capability(q.device).sm)
     groups = 0 if offs is None else offs.shape[0]
     padded = q.group_align > 0
-    tile = tile_shape(length, transposed=transposed, grouped=padded)
+    tile = tile_shape(length, S.code_bits, transposed=transposed, grouped=padded)
     unit = 4 if transposed else S.code_bits // 4
     whole = _reads_units(data, unit)
-    data_steps = tuple(step // unit for step in data.stride()) if whole else data.stride()
+    data_units = ceil_div(data.shape[-1], unit) if whole else data.shape[-1]
+    data_steps = (*(step // unit for step in data.stride()[:2]), 1) if whole else data.stride()
     # a group may start anywhere in the output, which an operand that lies as the output does sees in its rows
     paired = out.shape[-1] % 2 == 0 and not (padded and not transposed)
     word = out.element_size() * (2 if paired else 1)
@@ -454,11 +295,12 @@ def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> No
     _dequantize_kernel[(count * tiles_r * tiles_l,)](
         data.as_strided((unit,), (1,)).view(_UNITS[unit]) if whole else data,
         scale, q.global_scale, offs, out.view(_UNITS[word]),
-        rows, length, logical, *data_steps, *steps, rows * logical * out.element_size() // word,
+        rows, length, logical, data_units, *data_steps, *steps, rows * logical * out.element_size() // word,
         out.shape[-1] * out.element_size() // word, tiles_r, tiles_l, groups,
         1 if q.global_scale is None or not q.global_scale.dim() else count // max(q.global_scale.shape[0], 1),
         S=S, OUT=_OUT[out.dtype], TRANSPOSED=transposed, MANY=count > 1, WHOLE=whole,
-        EVEN=exact and whole and paired and not padded, PAIRED=paired, GROUPS=triton.next_power_of_2(max(groups, 1)) if padded else 0,
+        EVEN=exact and whole and paired and not padded, PAIRED=paired,
+        GROUPS=triton.next_power_of_2(max(groups, 1)) if padded else 0,
         STEPS=groups.bit_length() if S.factor == "row" else 0, ALIGN=GROUP_ALIGN,
         BR=tile.rows, BL=tile.length, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
