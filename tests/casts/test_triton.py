@@ -1,15 +1,17 @@
-"""Triton casts without a GPU: every format, rule, layout and axis in the interpreter, byte for byte.
+"""Triton casts and `dequantize` without a GPU: every format, rule, layout and axis in the interpreter, byte for byte.
 
 On a GPU the conformance tests go through the same kernels by themselves, since the table prefers them there.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,15 +23,11 @@ from blockscale.hardware import Capability
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("program", ["interpreted", "interpreted_kernels_fused"])
-def test_interpreted_casts_equal_the_reference(name: str, program: str, compared: Counter[str]) -> None:
-    if program != "interpreted" and name not in ("mxfp8_e4m3", "nvfp4", "fp8_1x128", "fp8_128x128"):
-        pytest.skip("one format of each family is enough for the fusions: they end in the same writes")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+def interpreted(program: str, *arguments: str) -> tuple[int, int, int]:
+    """Cases, values and mismatches that a program beside this file counts in the interpreter."""
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / f"{program}.py"), name],
-        env=environment,
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / program), *arguments],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=600,
@@ -37,8 +35,28 @@ def test_interpreted_casts_equal_the_reference(name: str, program: str, compared
     )
     assert result.returncode == 0, result.stdout + result.stderr
     cases, values, wrong = map(int, result.stdout.split()[:3])
-    assert (cases >= 14, wrong) == (True, 0)
+    return cases, values, wrong
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_interpreted_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
+    cases, values, wrong = interpreted("interpreted.py", name)
+    assert (cases >= 30, wrong) == (True, 0)
     compared["the reference, Triton casts in the interpreter"] += values
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4", "fp8_1x128", "fp8_128x128"])
+def test_interpreted_fused_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
+    """One format of each family: fusions end in the same writes."""
+    cases, values, wrong = interpreted("interpreted_kernels_fused.py", name)
+    assert (cases >= 14, wrong) == (True, 0)
+    compared["the reference, Triton fused casts in the interpreter"] += values
+
+
+def test_interpreted_dequantize_equals_the_reference(compared: Counter[str]) -> None:
+    cases, values, wrong = interpreted("interpreted_dequantize.py")
+    assert (cases >= 250, wrong) == (True, 0)
+    compared["the reference, Triton dequantize in the interpreter"] += values
 
 
 @pytest.mark.gpu
@@ -59,13 +77,49 @@ def test_bytes_on_the_gpu(name: str, axis: int, compared: Counter[str]) -> None:
             compared["the reference, Triton casts on the GPU"] += source.numel()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_decoded_bytes_on_the_gpu(name: str, axis: int, compared: Counter[str]) -> None:
+    """Here the conversion instructions decode and round; random bytes hold every code under every kind of scale."""
+    spec = FORMATS[name]
+    ends = torch.tensor([100, 100, 613, 900], dtype=torch.int32, device="cuda")
+    sources: list[tuple[bs.BlockScaled, torch.Tensor | None]] = []
+    for shape, layout in itertools.product([(1024, 2048), (1000, 1501), (3, 250, 1504)], spec.layouts):
+        q = bs.quantize(torch.randn(shape, device="cuda"), name, axis=axis, scale_layout=layout)
+        q.data.view(torch.uint8).random_(0, 256)
+        if q.scale.element_size() == 1:
+            q.scale.view(torch.uint8).random_(0, 256)
+        else:
+            q.scale.masked_fill_(torch.rand(q.scale.shape, device="cuda") < 0.1, torch.nan)
+        sources += [(q, None), (q.mT, None)]
+    x = torch.randn(1000, 1504, device="cuda")
+    if not spec.is_2d:
+        options: list[dict[str, Any]] = [{}] + [{"hadamard": True}] * bool(spec.hadamard)
+        options += [{"amax": "group"}] * (spec.family == "nvfp4")
+        for option in options:
+            q = bs.quantize(x, name, axis=axis, offs=ends, **option)
+            sources += [(q, ends), (q.mT, ends)]
+    if spec.hadamard and not spec.is_2d:
+        sources += [(bs.quantize(x, name, axis=axis, hadamard=True), None)]
+    for (q, offs), dtype in itertools.product(sources, (torch.bfloat16, torch.float16, torch.float32)):
+        with bs.use_backend(dequantize="reference"):
+            want = bs.dequantize(q, dtype, offs=offs)
+        with bs.use_backend(dequantize="triton"):
+            got = bs.dequantize(q, dtype, offs=offs)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (q, dtype)
+        compared["the reference, Triton dequantize on the GPU"] += want.numel()
+
+
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor.view(torch.int32)
 
 
 @pytest.mark.gpu
 def test_the_table_prefers_triton_on_a_gpu() -> None:
-    assert bs.explain("cast", torch.ones(4, 64, device="cuda"), "mxfp4").taken.backend == "triton"
+    x = torch.ones(4, 64, device="cuda")
+    assert bs.explain("cast", x, "mxfp4").taken.backend == "triton"
+    assert bs.explain("dequantize", bs.quantize(x, "mxfp4")).taken.backend == "triton"
 
 
 @pytest.mark.parametrize("shape", [(70_000, 1, 32), (3_000_000, 32), (2, 0, 32)])

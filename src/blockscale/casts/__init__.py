@@ -25,6 +25,7 @@ from . import ops
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _triton as _triton
+    from . import _triton_dequantize as _triton_dequantize
     from . import _triton_fused as _triton_fused
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

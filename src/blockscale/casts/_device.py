@@ -273,3 +273,22 @@ def random_word(position, group, state_ptr, stream):
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + tick.to(tl.uint32), zero + stream.to(tl.uint32))
     place = position & 3
     return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def locate(offs_ptr, groups, position, M, GROUPS: tl.constexpr, ALIGN: tl.constexpr):
+    """The group that the tile at a padded position lies in: its number, the tile's first source row, the group's first
+    row, and its end. Past the last group come the rows of no group, under the number `groups`."""
+    i = tl.arange(0, GROUPS)
+    ends = tl.load(offs_ptr + i, mask=i < groups, other=0)
+    starts = tl.load(offs_ptr + i - 1, mask=(i > 0) & (i < groups), other=0)
+    sizes = tl.where(i < groups, ends - starts, 0)
+    padded = tl.cdiv(sizes, ALIGN) * ALIGN
+    group = tl.sum(((tl.cumsum(padded, 0) <= position) & (i < groups)).to(tl.int32))
+    start = tl.sum(tl.where(i < group, sizes, 0))
+    end = tl.where(group < groups, start + tl.sum(tl.where(i == group, sizes, 0)), M)
+    row0 = start + position - tl.sum(tl.where(i < group, padded, 0))
+    return group, row0, start, end

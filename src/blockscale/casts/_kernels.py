@@ -11,7 +11,7 @@ tensor, gathered rows, SwiGLU, its backward, and RMSNorm. Group ends are read on
 import triton
 import triton.language as tl
 
-from ._device import round_to_bf16
+from ._device import locate, round_to_bf16
 from ._device_fused import swiglu, swiglu_backward
 from ._tiles import (
     hold,
@@ -31,15 +31,7 @@ def _place(offs_ptr, e, position, M, groups, GROUPS: tl.constexpr, ALIGN: tl.con
     whether there is a group. Past the last group come the rows of no group, under the number `groups`; without groups
     every matrix is one."""
     if GROUPS:
-        i = tl.arange(0, GROUPS)
-        ends = tl.load(offs_ptr + i, mask=i < groups, other=0)
-        starts = tl.load(offs_ptr + i - 1, mask=(i > 0) & (i < groups), other=0)
-        sizes = tl.where(i < groups, ends - starts, 0)
-        padded = tl.cdiv(sizes, ALIGN) * ALIGN
-        group = tl.sum(((tl.cumsum(padded, 0) <= position) & (i < groups)).to(tl.int32))
-        start = tl.sum(tl.where(i < group, sizes, 0))
-        end = tl.where(group < groups, start + tl.sum(tl.where(i == group, sizes, 0)), M)
-        row0 = start + position - tl.sum(tl.where(i < group, padded, 0))
+        group, row0, start, end = locate(offs_ptr, groups, position, M, GROUPS, ALIGN)
         return group, row0, start, end, group < groups
     else:
         return e, position, 0, M, e >= 0

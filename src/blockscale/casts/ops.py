@@ -198,5 +198,6 @@ def dequantize(
 def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a decode."""
     options = {name for name, on in (("offs", offs is not None), ("hadamard", q.hadamard is not None)) if on}
+    options |= {"many_groups"} if offs is not None and q.group_align and offs.shape[0] > 4096 else set[str]()
     where, shape = capability(q.device), (q.rows, q.length)
     return Request("dequantize", where, (q.format,), shape, dtype, (q.scale_layout,), frozenset(options))

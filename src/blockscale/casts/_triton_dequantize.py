@@ -1,0 +1,306 @@
+"""Triton `dequantize`, sm_80 and newer: one read of codes and scales, one write of values, bound by memory.
+
+An operand is [rows, length] with its scaled axis last. A program takes a tile of it and writes the tile as it lies or
+transposed (axis=-2). Values are held in pairs of neighbours in the output, because two 16-bit values are one word. When
+the tile is transposed, words of codes cross threads before they are decoded: a half or a quarter of what values weigh.
+
+Any strides are read, if need be byte by byte: copies of operands made by others have no pads.
+"""
+
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats.layout import GROUP_ALIGN, ceil_div, padded_length, round_up
+from ..formats.tensor import BlockScaled
+from ..hardware import capability
+from ..registry import Request, kernel
+from ._device import decode_e4m3, locate, power_of_two
+from ._device_decode import decode, decode_two, decode_word, rotate_pairs, rotate_rows, round_two, scaled, source
+
+# ---- loading and storing ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_codes(
+    data_ptr, r, unit, row_stride, step, rows, left, BYTES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr
+):
+    """Units of BYTES bytes of codes; `rows` of them and `left` in a row are left of the operand from data_ptr on.
+
+    WHOLE: data_ptr points at such units, row_stride and `left` count them. Else they are put together from bytes.
+    """
+    if EVEN:
+        return tl.load(data_ptr + r * row_stride + unit)
+    elif WHOLE:
+        return tl.load(data_ptr + r * row_stride + unit, mask=(r < rows) & (unit < left), other=0)
+    else:
+        at = data_ptr + r.to(tl.int64) * row_stride
+        word = tl.zeros((r.shape[0], unit.shape[1]), tl.int32)
+        for i in tl.static_range(BYTES):
+            place = unit * BYTES + i
+            byte = tl.load(at + place.to(tl.int64) * step, mask=(r < rows) & (place < left), other=0)
+            word = word | (byte.to(tl.int32) << (8 * i))
+        return word
+
+
+@triton.jit
+def _load_scales(scale_ptr, tile, block, ok, stride_t, stride_b, EVEN: tl.constexpr, S: tl.constexpr):
+    """Scales at tile [T, 1] and block [1, B] as fp32. Blocked: stride_t is the 512-byte tiles beside each other."""
+    t, b = tile.to(tl.int64), block.to(tl.int64)
+    if S.layout == "blocked":
+        r = t * S.across
+        place = 512 * ((r // 128) * stride_t + b // 4) + (r % 32) * 16 + ((r % 128) // 32) * 4 + b % 4
+    else:
+        place = t * stride_t + b * stride_b
+    scale = tl.load(scale_ptr + place) if EVEN else tl.load(scale_ptr + place, mask=ok, other=0)
+    if S.family == "mx":
+        return power_of_two(scale.to(tl.int32))
+    elif S.family == "nvfp4":
+        value = decode_e4m3(scale.to(tl.int32) & 0x7F)
+        return value * tl.where(scale < 0x80, 1.0, -1.0)  # no cast writes a negative one
+    else:
+        return scale
+
+
+@triton.jit
+def _store(
+    out_ptr, lo, hi, row, rows, columns, units,
+    OUT: tl.constexpr, PAIRED: tl.constexpr, EVEN: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Pairs [A, W] at rows [A, 1] of the output; `rows` and `columns` are left from out_ptr on, `units` are in a row.
+
+    PAIRED: every pair is a whole word, which out_ptr points at and `units` counts.
+    """
+    w = tl.arange(0, lo.shape[1])[None, :]
+    word = round_two(lo, hi, OUT, SM)
+    if EVEN:
+        tl.store(out_ptr + row * units + w, word)
+    elif PAIRED:
+        tl.store(out_ptr + row * units + w, word, mask=(row < rows) & (w < columns // 2))
+    else:
+        HALF: tl.constexpr = 32 if OUT == "fp32" else 16
+        TYPE: tl.constexpr = tl.int32 if OUT == "fp32" else tl.int16
+        at = out_ptr + row * units + 2 * w
+        tl.store(at, word.to(TYPE), mask=(row < rows) & (2 * w < columns))
+        tl.store(at + 1, (word >> HALF).to(TYPE), mask=(row < rows) & (2 * w + 1 < columns))
+
+
+@triton.jit
+def _row_factors(global_ptr, offs_ptr, r0, groups, BR: tl.constexpr, STEPS: tl.constexpr):
+    """The scales [BR] of the groups that rows from r0 on lie in; rows of no group take 1.
+
+    Bisection finds the first row's group, and most often it is that of all.
+    """
+    low, high = tl.zeros((), tl.int32), groups
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) >> 1
+        is_past = tl.load(offs_ptr + middle, mask=low < high, other=0x7FFFFFFF) <= r0
+        low, high = tl.where(is_past, middle + 1, low), tl.where(is_past, high, middle)
+    r = r0 + tl.arange(0, BR)
+    group = tl.zeros((BR,), tl.int32) + low
+    end = tl.load(offs_ptr + low, mask=low < groups, other=0x7FFFFFFF)
+    while end < r0 + BR:
+        group += (end <= r).to(tl.int32)
+        low += 1
+        end = tl.load(offs_ptr + low, mask=low < groups, other=0x7FFFFFFF)
+    return tl.load(global_ptr + group, mask=group < groups, other=1.0)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dequantize_kernel(
+    data_ptr, scale_ptr, global_ptr, offs_ptr, out_ptr,
+    rows, length, logical, data_units, data_e, data_r, data_l, scale_e, scale_t, scale_b, out_e, out_units,
+    tiles_r, tiles_l, groups, per_factor,
+    S: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, MANY: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr, ALIGN: tl.constexpr,
+    BR: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """rows, length: of the operand as stored; logical: its length in the output. Strides are in units of pointers.
+    data_units, out_units: in a row."""
+    pid = tl.program_id(0)
+    if TRANSPOSED:  # neighbours in the output follow each other
+        pr, pl = pid % tiles_r, pid // tiles_r
+    else:
+        pr, pl = pid // tiles_l, pid % tiles_l
+    e = tl.zeros((), tl.int64)
+    if MANY:
+        if TRANSPOSED:
+            e, pl = (pl // tiles_l).to(tl.int64), pl % tiles_l
+        else:
+            e, pr = (pr // tiles_r).to(tl.int64), pr % tiles_r
+    r0, l0 = pr * BR, pl * BL
+    rows_left = rows - r0
+    if GROUPS:  # groups start at multiples of ALIGN in the operand, so a tile lies within one
+        group, first, _, end = locate(offs_ptr, groups, l0, logical, GROUPS, ALIGN)
+        live = group < groups
+    else:
+        group, first, end, live = 0, l0, logical, True
+    factor = 1.0
+    if S.factor == "tensor":
+        factor = tl.load(global_ptr)
+    elif S.factor == "matrix":
+        factor = tl.load(global_ptr + e // per_factor)
+    elif S.factor == "group":
+        factor = tl.load(global_ptr + group, mask=live, other=1.0)
+    elif S.factor == "row":
+        factor = _row_factors(global_ptr, offs_ptr, r0, groups, BR, STEPS)
+
+    UNIT: tl.constexpr = 4 if TRANSPOSED else S.code_bits // 4  # a word of codes, or a pair
+    UNITS: tl.constexpr = BL * S.code_bits // 8 // UNIT
+    r, unit = tl.arange(0, BR)[:, None], tl.arange(0, UNITS)[None, :]
+    if not TRANSPOSED:
+        # These pairs in a thread are 16 bytes of output; if it loaded more at once, values would have to cross threads.
+        unit = tl.max_contiguous(unit, (1, 2 if OUT == "fp32" else 4))
+    data_ptr += e * data_e + r0.to(tl.int64) * data_r
+    passed = pl * (UNITS if WHOLE else UNITS * UNIT)
+    data_ptr += passed.to(tl.int64) * data_l
+    codes = _load_codes(data_ptr, r, unit, data_r, data_l, rows_left, data_units - passed, UNIT, WHOLE, EVEN)
+    BLOCKS: tl.constexpr = BL // S.along
+    block = pl * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    ok = (r < rows_left) & (block * S.along < length)
+    scale = _load_scales(scale_ptr + e * scale_e, (r0 + r) // S.across, block, ok, scale_t, scale_b, EVEN, S)
+
+    out_ptr += e * out_e
+    if not TRANSPOSED:
+        W: tl.constexpr = BL // 2
+        out_ptr += r0.to(tl.int64) * out_units + (first // 2 if PAIRED else first)
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BR, BLOCKS, S.along // 2)), (BR, W))
+        if S.factor == "row":
+            factor = factor[:, None]
+        lo, hi = decode_two(codes, S)
+        lo, hi = scaled(lo, scale, factor, S), scaled(hi, scale, factor, S)
+        if S.hadamard:
+            lo, hi = rotate_pairs(lo, hi, S)
+        if GROUPS:
+            lo, hi = tl.where(live, lo, 0.0), tl.where(live, hi, 0.0)
+        _store(out_ptr, lo, hi, r, rows_left, end - first, out_units, OUT, PAIRED, EVEN, S.sm)
+    else:
+        W: tl.constexpr = BR // 2
+        PER_WORD: tl.constexpr = 32 // S.code_bits
+        out_ptr += tl.cast(first, tl.int64) * out_units + (r0 // 2 if PAIRED else r0)
+        even, odd = tl.split(tl.reshape(tl.trans(codes), (UNITS, W, 2)))
+        spread = tl.broadcast_to(tl.trans(scale)[:, None, :], (BLOCKS, UNITS // BLOCKS, BR))
+        scale_lo, scale_hi = tl.split(tl.reshape(spread, (UNITS, W, 2)))
+        factor_lo, factor_hi = factor, factor
+        if S.factor == "row":
+            factor_lo, factor_hi = tl.split(tl.reshape(factor, (1, W, 2)))
+        word = tl.arange(0, UNITS)[:, None] * PER_WORD
+        if S.hadamard:
+            j = tl.arange(0, PER_WORD)[None, :, None] * S.code_bits
+            lo, hi = decode(even[:, None, :] >> j, S), decode(odd[:, None, :] >> j, S)
+            lo = tl.reshape(scaled(lo, scale_lo[:, None, :], factor_lo, S), (BL, W))
+            hi = tl.reshape(scaled(hi, scale_hi[:, None, :], factor_hi, S), (BL, W))
+            lo, hi = rotate_rows(lo, S), rotate_rows(hi, S)
+            if GROUPS:
+                lo, hi = tl.where(live, lo, 0.0), tl.where(live, hi, 0.0)
+            row = tl.arange(0, BL)[:, None]
+            _store(out_ptr, lo, hi, row, end - first, rows_left, out_units, OUT, PAIRED, EVEN, S.sm)
+        else:
+            for j in tl.static_range(PER_WORD // 2):
+                lo, lo_next = decode_word(even, j, S)
+                hi, hi_next = decode_word(odd, j, S)
+                for i in tl.static_range(2):
+                    low = scaled(lo if i == 0 else lo_next, scale_lo, factor_lo, S)
+                    high = scaled(hi if i == 0 else hi_next, scale_hi, factor_hi, S)
+                    if GROUPS:
+                        low, high = tl.where(live, low, 0.0), tl.where(live, high, 0.0)
+                    row = word + (j + 4 * i if S.code_bits == 4 else 2 * j + i)
+                    _store(out_ptr, low, high, row, end - first, rows_left, out_units, OUT, PAIRED, EVEN, S.sm)
+
+
+INTERPRETED = not isinstance(_dequantize_kernel, triton.runtime.JITFunction)
+
+
+# ---- launching -------------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """Rows by length of the operand, for a program of `warps`."""
+
+    rows: int
+    length: int
+    warps: int = 4
+
+
+def tile_shape(length: int, code_bits: int, *, transposed: bool, grouped: bool) -> Tile:
+    """The tile for an operand. grouped: groups start at multiples of 128, and no tile may cross into the next."""
+    if transposed or grouped:
+        return Tile((512 if transposed else 256) // code_bits, GROUP_ALIGN)
+    width = min((1024, 512, 256, 128), key=lambda width: (round_up(length, width), -width))  # wastes least
+    return Tile(8192 // width, width)
+
+
+def _reads_units(data: Tensor, unit: int) -> bool:
+    """Whether every row of bytes may be read by whole units, its last one included."""
+    count, rows, size = data.shape
+    steps = data.stride()
+    if steps[2] != 1 or any(step % unit for step in (data.data_ptr(), *steps[:2])):
+        return False
+    end = data.storage_offset() + (count - 1) * steps[0] + (rows - 1) * steps[1] + round_up(size, unit)
+    return end <= data.untyped_storage().nbytes()
+
+
+_DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
+_MOST_GROUPS = 4096  # their ends are read by every program
+_OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _reject(request: Request) -> str | None:
+    return f"takes at most {_MOST_GROUPS} padded groups" if "many_groups" in request.options else None
+
+
+@kernel("dequantize", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject)
+def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> None:
+    """Triton: one read, one write"""
+    if out.numel() == 0:
+        return
+    operand, transposed = q.operand, q.axis == -2
+    codes = operand.data.view(torch.uint8)
+    rows, length, logical = q.rows, q.length, q.shape[q.axis]
+    data = codes.reshape(-1, rows, codes.shape[-1])
+    count = data.shape[0]
+    scale = operand.scale if operand.scale.element_size() == 4 else operand.scale.view(torch.uint8)
+    if q.scale_layout == "blocked":
+        scale = scale.reshape(count, -1).contiguous()
+        steps = scale.stride(0), ceil_div(ceil_div(length, q.spec.block[1]), 4), 1
+    else:
+        scale = scale.reshape(count, *scale.shape[-2:])
+        steps = scale.stride()
+    S = source(q, 0 if INTERPRETED else capability(q.device).sm)
+    groups = 0 if offs is None else offs.shape[0]
+    padded = q.group_align > 0
+    tile = tile_shape(length, S.code_bits, transposed=transposed, grouped=padded)
+    unit = 4 if transposed else S.code_bits // 4
+    whole = _reads_units(data, unit)
+    data_units = ceil_div(data.shape[-1], unit) if whole else data.shape[-1]
+    data_steps = (*(step // unit for step in data.stride()[:2]), 1) if whole else data.stride()
+    # a group may start anywhere in the output, which an operand that lies as the output does sees in its rows
+    paired = out.shape[-1] % 2 == 0 and not (padded and not transposed)
+    word = out.element_size() * (2 if paired else 1)
+    tiles_r = ceil_div(rows, tile.rows)
+    tiles_l = ceil_div(padded_length(logical, groups) if padded else logical, tile.length)
+    exact = rows % tile.rows == 0 and logical % tile.length == 0 and length == logical
+    _dequantize_kernel[(count * tiles_r * tiles_l,)](
+        data.as_strided((unit,), (1,)).view(_UNITS[unit]) if whole else data,
+        scale, q.global_scale, offs, out.view(_UNITS[word]),
+        rows, length, logical, data_units, *data_steps, *steps, rows * logical * out.element_size() // word,
+        out.shape[-1] * out.element_size() // word, tiles_r, tiles_l, groups,
+        1 if q.global_scale is None or not q.global_scale.dim() else count // max(q.global_scale.shape[0], 1),
+        S=S, OUT=_OUT[out.dtype], TRANSPOSED=transposed, MANY=count > 1, WHOLE=whole,
+        EVEN=exact and whole and paired and not padded, PAIRED=paired,
+        GROUPS=triton.next_power_of_2(max(groups, 1)) if padded else 0,
+        STEPS=groups.bit_length() if S.factor == "row" else 0, ALIGN=GROUP_ALIGN,
+        BR=tile.rows, BL=tile.length, num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
