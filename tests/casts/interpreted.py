@@ -112,7 +112,10 @@ def grouped(form: Format) -> Iterator[tuple[int, Case]]:
         yield 2 * x.numel(), both(x, spec, spec, "groups", ends, colsum=True)
     for axis in (-1, -2):
         yield x.numel(), single(x, options[-1], axis, "groups", ends)
-    for few in ([170], [0, 0], [128, 170]):
+    if form.family == "nvfp4":  # one maximum on one side, several on the other
+        yield 2 * x.numel(), both(x, CastSpec(form.name, amax="group"), plain, "groups, mixed", ends)
+        yield 2 * x.numel(), both(x, plain, CastSpec(form.name, amax="group"), "no groups", ends[:0], colsum=True)
+    for few in ([170], [0, 0], [128, 170], []):
         yield 2 * x.numel(), both(x, plain, plain, f"groups {few}", torch.tensor(few, dtype=torch.int32))
 
 

@@ -61,6 +61,8 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     for kind in (torch.int32, torch.int64):
         args = tokens, indices.to(kind), text, text, *nothing, ENDS
         yield 2 * 120 * 96, compared("permute", ops.permute_quantize_both, *args)
+    nobody = torch.full((120,), -1, dtype=torch.int32)
+    yield 0, compared("no tokens", ops.permute_quantize_both, tokens[:0], nobody, text, text, *nothing, ENDS)
 
 
 def main(name: str) -> int:

@@ -119,7 +119,7 @@ def _rounded(lo, hi, x_ptr, MODE: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def _write_tile(
-    lo, hi, row, col, sums_ptr, e, pk, pm, place, position, is_first, M, K, length, tiles_m, count, zero,
+    lo, hi, row, col, sums_ptr, e, pk, pm, place, position, is_first, M, K, length, tiles_m, zero,
     ROW: tl.constexpr, COL: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     GROUPED: tl.constexpr, SUMS: tl.constexpr, COUNT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _write_tile(
         k = pk * BK + tl.arange(0, BK)
         tl.store(sums_ptr + (e * tiles_m + pm) * K + k, tl.reshape(tl.join(low, high), (BK,)), mask=k < K)
     if COL is not None:
-        data, scale, factor, amax, state, units, pitch, scales, stream, number, first_row, origin, stride = col
+        data, scale, factor, amax, state, units, pitch, scales, count, stream, number, first_row, origin, stride = col
         factors = tensor_factors(amax, factor, group, inside, is_first, count, COUNT, COL)
         first = ((e * M + row0 - start) + first_row) * stride + origin
         random = (state, stream, group + number if GROUPED else e * 0, first, stride)
@@ -146,7 +146,7 @@ def _write_tile(
             # a whole tile would leave room for two programs instead of three.
             lo = lo ^ zero
             hi = lo
-        data, scale, factor, amax, state, units, pitch, scales, stream, number, first_row, origin, stride = row
+        data, scale, factor, amax, state, units, pitch, scales, count, stream, number, first_row, origin, stride = row
         factors = tensor_factors(amax, factor, group, inside, is_first, count, COUNT, ROW)
         first = ((e * M + row0 - start) + first_row) * stride + origin
         random = (state, stream, group + number if GROUPED else e * 0, first, stride)
@@ -156,12 +156,20 @@ def _write_tile(
         )  # fmt: skip
 
 
-@triton.jit
+# Numbers that tell the compiler nothing: it would make a kernel for each of their kinds (1, multiple of 16, other).
+_PLAIN_NUMBERS = [
+    "M", "length", "tiles_m", "tiles_k", "groups", "row_count", "col_count", "zero",
+    "row_stream", "row_group", "row_first", "row_origin", "row_stride",
+    "col_stream", "col_group", "col_first", "col_origin", "col_stride",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLAIN_NUMBERS)
 def cast_kernel(
     x_ptr, y_ptr, z_ptr, index_ptr, offs_ptr, sums_ptr,
     row_data, row_scale, row_global, row_amax, row_state, col_data, col_scale, col_global, col_amax, col_state,
     M, K, stride_e, stride_m, stride_k, y_e, y_m, row_units, col_units, row_pitch, col_pitch, row_scales, col_scales,
-    length, tiles_m, tiles_k, groups, count, zero,
+    length, tiles_m, tiles_k, groups, row_count, col_count, zero,
     row_stream, row_group, row_first, row_origin, row_stride,
     col_stream, col_group, col_first, col_origin, col_stride,
     ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr,
@@ -174,25 +182,25 @@ def cast_kernel(
     position = pm * (MQ * J)
     place = _place(offs_ptr, e, position, M, groups, GROUPS, ALIGN)
     source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m)
-    row = (row_data, row_scale, row_global, row_amax, row_state, row_units, row_pitch, row_scales,
+    row = (row_data, row_scale, row_global, row_amax, row_state, row_units, row_pitch, row_scales, row_count,
            row_stream, row_group, row_first, row_origin, row_stride)  # fmt: skip
-    col = (col_data, col_scale, col_global, col_amax, col_state, col_units, col_pitch, col_scales,
+    col = (col_data, col_scale, col_global, col_amax, col_state, col_units, col_pitch, col_scales, col_count,
            col_stream, col_group, col_first, col_origin, col_stride)  # fmt: skip
     lo, hi, next_lo, next_hi = _load_source(
         source, e, place[1], place[3], pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK
     )  # fmt: skip
     _write_tile(
-        lo, hi, row, col, sums_ptr, e, pk, pm, place, position, pid == 0, M, K, length, tiles_m, count, zero,
+        lo, hi, row, col, sums_ptr, e, pk, pm, place, position, pid == 0, M, K, length, tiles_m, zero,
         ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK,
     )  # fmt: skip
     if SOURCE == "swiglu_backward":
         _write_tile(
             next_lo, next_hi, row, col, sums_ptr, e, pk + tiles_k, pm, place, position, False, M, K, length, tiles_m,
-            count, zero, ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK,
+            zero, ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "tiles_m", "tiles_k", "groups"])
 def amax_kernel(
     x_ptr, y_ptr, z_ptr, index_ptr, offs_ptr, amax_ptr, M, K, stride_e, stride_m, stride_k, y_e, y_m,
     tiles_m, tiles_k, groups,
@@ -225,7 +233,7 @@ def _tile_maximum(lo, hi, HELD: tl.constexpr, ROW: tl.constexpr, COL: tl.constex
     return tl.max(most.to(tl.int32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "K", "tiles_m", "groups"])
 def colsum_kernel(
     sums_ptr, offs_ptr, out_ptr, M, K, tiles_m, groups, GROUPS: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr,

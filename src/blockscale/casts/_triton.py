@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
     @property
     def matrices(self) -> Tensor:
-        return self.x.reshape(-1, self.x.shape[-2], self.x.shape[-1])
+        return self.x.reshape(self.x.shape[:-2].numel(), self.x.shape[-2], self.x.shape[-1])
 
     @property
     def rows(self) -> int:
@@ -78,7 +78,7 @@ class Source(NamedTuple):
 
     def _y(self) -> Tensor:
         assert self.y is not None
-        return self.y if self.name == "rmsnorm" else self.y.reshape(-1, self.y.shape[-2], self.y.shape[-1])
+        return self.y if self.name == "rmsnorm" else self.y.reshape(self.y.shape[:-2].numel(), *self.y.shape[-2:])
 
 
 def plain(x: Tensor) -> Source:
@@ -241,7 +241,7 @@ def _prepare(
     if source.walked != columns:  # a program writes the tile and the one beside it
         tiles_k = source.walked // tile.BK
     amaxes = [_tensor_amax(source, out, offs, transposed=across) for out, across in ((row, False), (col, True))]
-    scopes = max((1 if top is None or top.dim() == 0 else top.shape[0]) for top in amaxes)
+    scopes = [0 if top is None else top.numel() for top in amaxes]
     sums = None
     if colsum is not None:
         sums = torch.empty(count, tiles_m, columns, dtype=torch.float64, device=colsum.device)
@@ -251,12 +251,12 @@ def _prepare(
         0 if row is None else row.buffers[0].stride(-2) * row.plan.spec.codes_per_byte // 2,
         0 if col is None else col.buffers[0].stride(-2) // 4,
         _pitch(row, columns), _pitch(col, stored), _scales(row, count), _scales(col, count),
-        stored, tiles_m, tiles_k, groups, scopes, 0, *_random(row, columns), *_random(col, columns),
+        stored, tiles_m, tiles_k, groups, *scopes, 0, *_random(row, columns), *_random(col, columns),
     )  # fmt: skip
     sides = [None if out is None else side(out.plan, sm, grouped=_per_group(out)) for out in (row, col)]
     constants = (
         *sides, source.name, mode, held, sm > 0 and held in ("bf16", "fp16"), even, _group_bound(offs),
-        source.index is not None, colsum is not None, power_of_two(scopes), GROUP_ALIGN, sm > 0,
+        source.index is not None, colsum is not None, power_of_two(max(1, *scopes)), GROUP_ALIGN, sm > 0,
         tile.J, tile.MQ, tile.BK,
     )  # fmt: skip
     compiled = cast_kernel[grid](
@@ -264,12 +264,12 @@ def _prepare(
         *_pointers(row, amaxes[0], transposed=False), *_pointers(col, amaxes[1], transposed=True),
         *numbers, *constants, num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
-    if colsum is not None:
+    if colsum is not None and colsum.numel():
         colsum_kernel[(ceil_div(columns, 256), groups if offs is not None else count)](
             sums, offs, colsum, rows, columns, tiles_m, groups, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
             BM=block_rows, BK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    elif not INTERPRETED and matrices.data_ptr() == source.x.data_ptr():
+    elif colsum is None and not INTERPRETED and matrices.data_ptr() == source.x.data_ptr():
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
         _LAUNCHES[key] = _Launch(compiled, grid, numbers, constants)

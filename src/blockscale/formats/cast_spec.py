@@ -48,7 +48,10 @@ class CastSpec:
         if torch.compiler.is_compiling() or isinstance(self.rounding, Stochastic):
             return self._resolve()
         scope = self.amax if isinstance(self.amax, str) else None
-        key = (self.format, self.scale_rule, self.rounding, self.hadamard, scope, self.satfinite, self.scale_layout)
+        # what is written shows types too: 0 is not False here, and mistakes need not be hashable
+        key = repr(
+            (self.format, self.scale_rule, self.rounding, self.hadamard, scope, self.satfinite, self.scale_layout)
+        )
         known = _PLANS.get(key)
         if known is None:
             known = _PLANS[key] = self._resolve()
@@ -102,7 +105,7 @@ class CastSpec:
 
 
 # plans that were made before: a training run makes the same few all the time
-_PLANS: dict[tuple[object, ...], CastPlan] = {}
+_PLANS: dict[str, CastPlan] = {}
 
 
 def _check_rounding(rounding: str) -> None:
