@@ -7,8 +7,8 @@ from the environment, and stay in force until others are given:
     SYSTEM_TORCH=1     use the torch of this Python; 0: never; unset: if it is new enough and sees a GPU
     TORCH_INDEX=URL    the package index to install torch from
 
-`setup_venv.py next` makes `.venv-next`: the same torch with the newest triton that there is, and what its tests need. It
-stays as it was made; remove it to get a newer triton.
+`setup_venv.py next` makes `.venv-next`: the same torch with the newest triton that there is, and what its tests need.
+It stays as it was made; remove it to get a newer triton.
 
 A stamp in `.venv` makes every call after the first return at once. Standard library only, since nothing else is there
 yet; the syntax is kept old enough that an old Python reaches the message which says that it is too old.

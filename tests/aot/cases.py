@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from aot.compiled import TILES, Report, compiled_for, report
 from blockscale import CastSpec, Stochastic, quantize, quantize_both, rng_state
@@ -30,35 +31,51 @@ E5M2 = "cvt.rn.satfinite.e5m2x2"
 
 @dataclass(frozen=True)
 class KnownSpill:
-    """Variants (a pattern of names, from their start) that may spill some bytes, and why that is accepted for now."""
+    """Variants (a pattern of names, from their start) that may spill some bytes, and why that is accepted for now.
+    later: only with a triton newer than the one that constraints.txt names."""
 
     pattern: str
     spilled: int
     reason: str
+    arches: tuple[int, ...] = ARCHES
+    later: bool = False
 
 
 MAY_SPILL = (
     KnownSpill(
-        r"mxfp6_e\dm\d both bf16$|mxfp6_e\dm\d both fp16$",
-        700,
+        r"mxfp6_e\dm\d both (bf|fp)16",
+        900,
         "codes are made by integers, and the limit of 168 registers was measured where the hardware makes them",
     ),
     KnownSpill(
         r"\w+ both .*stochastic",
-        700,
-        "two Philox states beside a tile of 64 values a thread: seldom asked for, since only gradients are drawn",
+        1300,
+        "random words of both operands beside a tile of 64 values a thread; to be tiled anew",
     ),
+    KnownSpill(r"\w+ both .*ragged$", 550, "rows that start anywhere: an address each, beside 128 values a thread"),
+    KnownSpill(r"\w+ both .*strided$", 1700, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(
-        r"\w+ both .*groups",
-        300,
-        "a tile of 128 values a thread and the ends of groups; half the rows would cost a second read of the scales",
+        r"\w+ both .*groups$",
+        230,
+        "a tile of 128 values a thread, the ends of groups and column sums in fp64",
+    ),
+    KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "as above, with the assembler of triton 3.9", later=True),
+    KnownSpill(
+        r"(fp8_1x128|mxfp8_e4m3) both bf16$",
+        100,
+        "the limit of 168 registers was measured with triton 3.6; the assembler of 3.9 needs a few more",
+        arches=(80, 89, 100),
+        later=True,
     ),
 )
+_PINNED = (3, 6)
 
 
-def allowed_spill(name: str) -> int:
-    """Bytes that a variant may spill."""
-    return max((known.spilled for known in MAY_SPILL if re.match(known.pattern, name)), default=0)
+def known_spill(name: str, arch: int) -> KnownSpill | None:
+    """The exception with the widest bound that covers a variant, if there is one."""
+    later = tuple(int(part) for part in triton.__version__.split(".")[:2]) > _PINNED
+    found = [known for known in MAY_SPILL if re.match(known.pattern, name) and arch in known.arches]
+    return max((known for known in found if later or not known.later), key=lambda known: known.spilled, default=None)
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -78,8 +95,9 @@ class Budget:
 def problems(name: str, found: Report, budget: Budget) -> list[str]:
     """What is wrong with a kernel that a case compiled, as sentences."""
     wrong: list[str] = []
-    if found.spilled > allowed_spill(name):
-        wrong.append(f"spills {found.spilled} bytes, {allowed_spill(name)} allowed")
+    known = known_spill(name, found.arch)
+    if found.spilled > (known.spilled if known else 0):
+        wrong.append(f"spills {found.spilled} bytes, {known.spilled if known else 0} allowed")
     if found.shared > SHARED[found.arch]:
         wrong.append(f"takes {found.shared} bytes of shared memory, sm_{found.arch} has {SHARED[found.arch]}")
     if found.kernel not in TILES:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from aot.cases import ARCHES, CASES, MAY_SPILL, Budget, Case, Cast, problems, reports, variants
+from aot.cases import ARCHES, CASES, MAY_SPILL, Budget, Case, Cast, known_spill, problems, reports, variants
 from aot.compiled import CAN_COMPILE, Report
 
 Result = tuple[str, int, list[tuple[Report, list[str]]], str]
@@ -79,8 +79,10 @@ def main() -> int:
         results: list[Result] = []
         for task in done:
             results.append(task.result())
-            if not os.isatty(1) and len(results) % 50 == 0:
-                console.print(f"  {len(results)} of {len(tasks)}, {time.monotonic() - start:.0f} s")
+            if not os.isatty(1):  # a log that is cut off still tells what was found
+                name, arch, every, error = results[-1]
+                figures = " | ".join(f"{r.kernel} {r.registers} registers, {r.spilled} spilled" for r, _ in every)
+                print(f"{len(results)}/{len(tasks)} sm_{arch} {name}: {figures or error}", flush=True)
     failures = show(console, results)
     console.print(f"{len(results)} variants in {time.monotonic() - start:.0f} s, {len(failures)} failures")
     return 1 if failures else 0
@@ -99,12 +101,10 @@ def show(console: Console, results: list[Result]) -> list[str]:
         table.add_row(name, str(arch), found.kernel, *map(str, figures), f"{found.per_value:.1f}", moved, style=style)
     console.print(table)
     for known in MAY_SPILL:
-        most = max((row[2].spilled for row in rows if re.match(known.pattern, row[0])), default=0)
+        most = max((found.spilled for name, arch, found, _ in rows if known_spill(name, arch) is known), default=0)
         if most:
-            console.print(
-                f"known: {known.pattern} spills up to {most} of {known.spilled} bytes allowed: {known.reason}",
-                markup=False,
-            )
+            text = f"known: {known.pattern} spills up to {most} of {known.spilled} bytes allowed: {known.reason}"
+            console.print(text, markup=False)
     for failure in failures:
         console.print(f"FAIL {failure}", markup=False)
     return failures
