@@ -11,11 +11,12 @@ ARGS ?=
 export SYSTEM_TORCH TORCH_INDEX
 
 PY := .venv/bin/python
+NEXT := .venv-next/bin/python
 # Expanded after the set-up. A machine without network may lack xdist, and then the tests run one by one.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo doctor test test-gpu bench lint format clean
+.PHONY: help setup setup-next demo doctor test test-next test-gpu aot bench lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s%s\n", $$1, $$2}' Makefile
@@ -36,6 +37,20 @@ doctor: setup ## say what runs on this machine, and check that it is right
 test: setup ## run the tests, one worker per core
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(ARGS)
 
+# The newest triton may be newer than any torch asks for: what it changes is better seen here than by a user.
+setup-next: # make .venv-next: the same torch, the newest triton
+	@SYSTEM_TORCH=0 $(PYTHON) tools/setup_venv.py next
+
+INTERPRETED = tests/casts/test_triton.py::test_interpreted_casts_equal_the_reference
+NEXT_TESTS = tests/aot $(foreach name,mxfp8_e4m3 nvfp4 fp8_1x128,"$(INTERPRETED)[$(name)]")
+test-next: setup-next ## compile and interpret the kernels with the newest triton
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(NEXT) -m pytest -n auto $(NEXT_TESTS) $(ARGS)
+
+# Needs no GPU. Fails on a spill that tests/aot/cases.py does not name, with either triton.
+aot: setup setup-next ## compile all kernel variants for all GPUs, with both tritons (half an hour and more)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m aot.matrix $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(NEXT) -m aot.matrix $(ARGS)
+
 # Runs where nothing can be installed. Without a GPU it fails: all skipped must not look like all passed.
 test-gpu: ## run the tests that need a GPU, with PYTHON as it is, without .venv
 	BLOCKSCALE_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs $(ARGS)
@@ -55,6 +70,6 @@ format: setup ## rewrite the code in the house style
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-clean: ## remove caches, builds and outputs; .venv stays (remove it by hand to start over)
+clean: ## remove caches, builds and outputs; .venv and .venv-next stay (remove them by hand to start over)
 	rm -rf build dist out .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,4 +1,4 @@
-"""Make `.venv`, the environment that the Makefile's commands run in. Usage: `make setup`.
+"""Make `.venv`, the environment that the Makefile's commands run in, or `.venv-next`. Usage: `make setup`.
 
 torch decides how. If the Python that runs this file already has a torch that will do, `.venv` borrows it; otherwise
 torch is installed first, with its pin, so that no later step can move it or swap it for another build. Options come
@@ -6,6 +6,9 @@ from the environment, and stay in force until others are given:
 
     SYSTEM_TORCH=1     use the torch of this Python; 0: never; unset: if it is new enough and sees a GPU
     TORCH_INDEX=URL    the package index to install torch from
+
+`setup_venv.py next` makes `.venv-next`: the same torch with the newest triton that there is, and what its tests need.
+It stays as it was made; remove it to get a newer triton.
 
 A stamp in `.venv` makes every call after the first return at once. Standard library only, since nothing else is there
 yet; the syntax is kept old enough that an old Python reaches the message which says that it is too old.
@@ -24,7 +27,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+NEXT = sys.argv[1:] == ["next"]
+VENV = ROOT / (".venv-next" if NEXT else ".venv")
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "blockscale-setup.json"
 # The Makefile reads it, so that a Python that was named once need not be named again.
@@ -32,7 +36,9 @@ MADE_BY = VENV / "made-by"
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
-EXTRAS = ["cli", "plot", "train", "dev"]
+EXTRAS = ["cli"] if NEXT else ["cli", "plot", "train", "dev"]
+# Beside the extras: what the tests of compiled and interpreted kernels import.
+NEXT_PACKAGES = ["numpy", "pytest", "pytest-xdist"]
 STACK = {"torch", "triton", "numpy"}
 
 
@@ -49,17 +55,17 @@ def main():
         )
     leave_venv()
     stamp = read_stamp()
-    last = stamp.get("options", {})
+    last = stamp.get("options") or (read_stamp(ROOT / ".venv").get("options", {}) if NEXT else {})
     options = {name: os.environ.get(name) or last.get(name, "") for name in ("SYSTEM_TORCH", "TORCH_INDEX")}
     if options["SYSTEM_TORCH"] not in ("", "0", "1"):
         raise SetupError(f"SYSTEM_TORCH is {options['SYSTEM_TORCH']!r}.\nFix: use 1 (this Python's torch) or 0.")
     wanted = fingerprint(options)
     if stamp.get("installed") == wanted:
-        print(f".venv is up to date: {stamp['summary']}")
+        print(f"{VENV.name} is up to date: {stamp['summary']}")
         return
 
     start = time.monotonic()
-    print(f"Setting up .venv with Python {sys.version.split()[0]}")
+    print(f"Setting up {VENV.name} with Python {sys.version.split()[0]}")
     borrowed = find_system_torch(options["SYSTEM_TORCH"])
     base = {"python": sys.executable, "version": sys.version, "root": str(ROOT), "borrowed": borrowed}
     if stamp.get("base") != base:
@@ -82,10 +88,10 @@ def leave_venv():
         os.execv(maker, [maker, *sys.argv])
 
 
-def read_stamp():
+def read_stamp(venv=VENV):
     """What the last set-up left: `base` once `.venv` exists, the rest once it is complete."""
     try:
-        return json.loads(STAMP.read_text()) if PYTHON.exists() else {}
+        return json.loads((venv / STAMP.name).read_text()) if (venv / "bin" / "python").exists() else {}
     except (OSError, ValueError):
         return {}
 
@@ -154,7 +160,10 @@ def ask_torch(python):
     code = (
         "import json, torch\n"
         "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None\n"
-        "print(json.dumps(dict(version=torch.__version__, cuda=torch.version.cuda, gpu=gpu)))"
+        "try: import triton\n"
+        "except ImportError: triton = None\n"
+        "found = dict(version=torch.__version__, cuda=torch.version.cuda, gpu=gpu)\n"
+        "print(json.dumps(dict(found, triton=getattr(triton, '__version__', None))))"
     )
     child = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
     if child.returncode:
@@ -200,9 +209,13 @@ def install_all(torch_index):
         extras = EXTRAS
         if "triton" in packages and any(line.startswith("triton") for line in packages["torch"]):
             del pins["triton"]
+            if NEXT:
+                print("  this build of torch brings its own triton: there is no newer one to test with it")
         else:
             extras = ["triton", *EXTRAS]
-        pip("install Blockscale and its tools", *editable(extras, pins))
+            if NEXT:
+                del pins["triton"]
+        pip("install Blockscale and its tools", *editable(extras, pins), *(NEXT_PACKAGES if NEXT else []))
     except PipError as error:
         raise SetupError(
             f"{error.output}\n\npip failed to {error.task}; what it said is above.\n"
@@ -319,7 +332,8 @@ def check_torch(borrowed):
     if torch["cuda"] and not torch["gpu"]:
         print("  warning: this torch is a CUDA build and sees no GPU. It works, on the CPU; to save several GB,")
         print("  remove .venv and set TORCH_INDEX=<URL of an index with CPU builds>")
-    return f"torch {torch['version']}, " + (torch["gpu"] or "no GPU")
+    versions = f"torch {torch['version']}, " + (f"triton {torch['triton']}, " if NEXT else "")
+    return versions + (torch["gpu"] or "no GPU")
 
 
 if __name__ == "__main__":

@@ -42,18 +42,25 @@ def _load_tile(
     x_ptr, index_ptr, row0, rows_end, pk, columns, stride_m, stride_k,
     MODE: tl.constexpr, EVEN: tl.constexpr, GATHER: tl.constexpr, J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The tile at (row0, pk * BK) of a matrix, as it is held; strides are in words unless MODE is "any"."""
-    m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
-    w = pk * (BK // 2) + tl.arange(0, BK // 2)[None, None, :]
+    """The tile [MQ, J, W] at (row0, pk * BK) of a matrix, as it is held; strides are in words unless MODE is "any".
+
+    Loaded as a matrix whose rows are in the order (j, mq): then lanes and warps take the MQ groups and a thread keeps
+    the J rows of one, by a rule that every Triton has for matrices. Among three dimensions versions choose differently.
+    """
+    i = tl.arange(0, J * MQ)[:, None]
+    m = (i % MQ) * J + i // MQ
+    w = pk * (BK // 2) + tl.arange(0, BK // 2)[None, :]
     ok = m < rows_end - row0
     if GATHER:
         source = tl.load(index_ptr + row0 + m, mask=ok, other=-1).to(tl.int64)
-        return load_pairs(x_ptr, source * stride_m, w, ok & (source >= 0), columns, stride_k, MODE, EVEN)
+        lo, hi = load_pairs(x_ptr, source * stride_m, w, ok & (source >= 0), columns, stride_k, MODE, EVEN)
     else:
         # within a tile 32 bits are enough, and 64-bit offsets for each row would cost a third of the registers
-        return load_pairs(
-            x_ptr + tl.cast(row0, tl.int64) * stride_m, m * stride_m, w, ok, columns, stride_k, MODE, EVEN
-        )
+        first = x_ptr + tl.cast(row0, tl.int64) * stride_m
+        lo, hi = load_pairs(first, m * stride_m, w, ok, columns, stride_k, MODE, EVEN)
+    lo = tl.permute(tl.reshape(lo, (J, MQ, BK // 2)), (1, 0, 2))
+    hi = tl.permute(tl.reshape(hi, (J, MQ, BK // 2)), (1, 0, 2))
+    return lo, hi
 
 
 @triton.jit

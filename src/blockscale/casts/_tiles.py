@@ -80,7 +80,7 @@ def _signed(mask: int) -> int:
 
 @triton.jit
 def load_pairs(x_ptr, row_offsets, w, row_ok, columns, stride_k, MODE: tl.constexpr, EVEN: tl.constexpr):
-    """A tile as it is held: row_offsets [MQ, J, 1] in units of x_ptr, w [1, 1, W] pair indices, row_ok [MQ, J, 1].
+    """Rows as they are held: row_offsets [R, 1] in units of x_ptr, w [1, W] pair indices, row_ok [R, 1].
 
     MODE: "bf16", "fp16" or "fp32" load whole words (x_ptr points at int32 or int64) and hold them, twice the same;
     "any" takes any dtype and stride and holds values. `values` makes fp32 pairs of either, as late as possible: a tile
@@ -341,9 +341,15 @@ def write_row(
         code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, code & ((1 << S.code_bits) - 1), 0))
     code = code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
     if J == 4 or (S.code_bits == 4 and J > 1):
-        # flat, so that Triton gives the codes a layout of their own: 16 bytes of them are 16 or 32 columns a thread
-        m, w = tl.arange(0, MQ * J)[:, None], pk * W + tl.arange(0, W)[None, :]
-        code = tl.reshape(code, (MQ * J, W))
+        # another shape than the load's, so that Triton gives the codes a layout of their own: 16 bytes of them are 16 or
+        # 32 columns a thread
+        m = tl.arange(0, MQ * J)[None, :, None]
+        code = tl.reshape(code, (1, MQ * J, W))
+    else:
+        # in the order of the load, whose layout then serves the store too
+        i = tl.arange(0, MQ * J)[:, None]
+        m, w = (i % MQ) * J + i // MQ, pk * W + tl.arange(0, W)[None, :]
+        code = tl.reshape(tl.permute(code, (1, 0, 2)), (MQ * J, W))
     at = data_ptr + tl.cast(row0, tl.int64) * row_units + m * row_units + w
     if EVEN:
         tl.store(at, code)

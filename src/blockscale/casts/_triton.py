@@ -130,7 +130,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         return Tile(16, 8, 128, 4 if light else 8)
     if not light:
         return Tile(4, 32, 128, 8, 128) if source.held == "fp32" else Tile(4, 32, 128, 16)
-    capped = whole and sm >= 89 and source.name in ("plain", "swiglu")
+    hardware = all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
+    capped = whole and sm >= 89 and hardware and source.name in ("plain", "swiglu")
     return Tile(8, 16, 128, 4, 168 if capped else None)
 
 
@@ -269,7 +270,7 @@ def _prepare(
             sums, offs, colsum, rows, columns, tiles_m, groups, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
             BM=block_rows, BK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    elif colsum is None and not INTERPRETED and matrices.data_ptr() == source.x.data_ptr():
+    elif colsum is None and compiled is not None and matrices.data_ptr() == source.x.data_ptr():
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
         _LAUNCHES[key] = _Launch(compiled, grid, numbers, constants)

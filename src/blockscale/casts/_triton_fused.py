@@ -118,9 +118,9 @@ def _rstd_kernel(
 ):  # fmt: skip
     """1 / sqrt(mean of squares + eps) of R rows: pairs first, as the contract's tree has it."""
     pid = tl.program_id(0).to(tl.int64)
-    row = pid * R + tl.arange(0, R)[:, None, None]
+    row = pid * R + tl.arange(0, R)[:, None]
     offsets = (row // M) * stride_e + (row % M) * stride_m
-    w = tl.arange(0, N // 2)[None, None, :]
+    w = tl.arange(0, N // 2)[None, :]
     a, b = load_pairs(x_ptr, offsets, w, row >= 0, K, stride_k, MODE, False)
     lo, hi = values(a, b, MODE)
     pairs = tl.reshape(tl.join(lo, hi), (R, N))

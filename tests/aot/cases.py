@@ -1,0 +1,292 @@
+"""What the machine code of every kernel must be like, and the exceptions.
+
+`CASES` is what `make test` compiles: a new kernel adds one line there, and the constants of its tile to `TILES`. A
+budget is a little above what the compiler needs today, so that a change which costs a resident program or a tenth of
+the instructions is seen. `variants` is the long list of `make aot`, which asks for fewer things of more programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from aot.compiled import TILES, Report, compiled_for, report
+from blockscale import (
+    CastSpec,
+    Stochastic,
+    dequantize,
+    quantize,
+    quantize_both,
+    rmsnorm_quantize,
+    rng_state,
+    swiglu_backward_quantize_both,
+    swiglu_quantize_both,
+)
+from blockscale.formats import FORMATS
+
+ARCHES = (80, 89, 90, 100, 120)  # Triton asks for the `a` variant from sm_90 on by itself
+_KIB = 1024
+SHARED = {80: 163 * _KIB, 89: 99 * _KIB, 90: 227 * _KIB, 100: 227 * _KIB, 120: 99 * _KIB}
+E4M3 = "cvt.rn.satfinite.e4m3x2"
+E5M2 = "cvt.rn.satfinite.e5m2x2"
+
+
+# ---- exceptions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KnownSpill:
+    """Variants (a pattern of names, from their start) that may spill some bytes, and why that is accepted for now.
+    later: only with a triton newer than the one that constraints.txt names."""
+
+    pattern: str
+    spilled: int
+    reason: str
+    arches: tuple[int, ...] = ARCHES
+    later: bool = False
+
+
+MAY_SPILL = (
+    KnownSpill(r"swiglu( backward)? \w+$", 100, "a tile of 128 values a thread, two or three of them while it is made"),
+    KnownSpill(
+        r"\w+ both .*stochastic",
+        1300,
+        "random words of both operands beside a tile of 64 values a thread; to be tiled anew",
+    ),
+    KnownSpill(r"\w+ both .*ragged$", 550, "rows that start anywhere: an address each, beside 128 values a thread"),
+    KnownSpill(r"\w+ both .*strided$", 1700, "values loaded one by one: the slow path, for sources contiguous nowhere"),
+    KnownSpill(
+        r"\w+ both .*groups$",
+        230,
+        "a tile of 128 values a thread, the ends of groups and column sums in fp64",
+    ),
+    KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "as above, with the assembler of triton 3.9", later=True),
+    KnownSpill(
+        r"(fp8_1x128|mxfp8_e4m3) both bf16$",
+        100,
+        "the limit of 168 registers was measured with triton 3.6; the assembler of 3.9 needs a few more",
+        arches=(80, 89, 100),
+        later=True,
+    ),
+)
+_PINNED = (3, 6)
+
+
+def known_spill(name: str, arch: int) -> KnownSpill | None:
+    """The exception with the widest bound that covers a variant, if there is one."""
+    later = tuple(int(part) for part in triton.__version__.split(".")[:2]) > _PINNED
+    found = [known for known in MAY_SPILL if re.match(known.pattern, name) and arch in known.arches]
+    return max((known for known in found if later or not known.later), key=lambda known: known.spilled, default=None)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is asked of a case. registers: the most a thread may take.  per_value: the most instructions for each value.
+    ptx: an instruction that must be there from sm_89 on and must not be before.  wide: memory is moved by 128 bits."""
+
+    registers: int = 255
+    per_value: float = 0.0
+    ptx: str = ""
+    wide: bool = True
+
+
+def problems(name: str, found: Report, budget: Budget) -> list[str]:
+    """What is wrong with a kernel that a case compiled, as sentences."""
+    wrong: list[str] = []
+    known = known_spill(name, found.arch)
+    if found.spilled > (known.spilled if known else 0):
+        wrong.append(f"spills {found.spilled} bytes, {known.spilled if known else 0} allowed")
+    if found.shared > SHARED[found.arch]:
+        wrong.append(f"takes {found.shared} bytes of shared memory, sm_{found.arch} has {SHARED[found.arch]}")
+    if found.kernel not in TILES:
+        wrong.append("has no entry in TILES")
+    if not found.values:  # a small kernel beside the one that moves the data
+        return wrong
+    if budget.wide:
+        # What is narrow for a reason takes little: scales, group ends, the tensor's maximum.
+        for what, widths in (("loads", found.loads), ("stores", found.stores)):
+            if wide_share(widths) < 0.7:
+                wrong.append(f"{what} {wide_share(widths):.0%} of its bytes by 128 bits or more: {widths}")
+    if found.kernel in ("amax_kernel", "_rstd_kernel"):
+        return wrong
+    if found.registers > budget.registers:
+        wrong.append(f"takes {found.registers} registers, {budget.registers} budgeted")
+    if budget.per_value and found.per_value > budget.per_value:
+        wrong.append(f"takes {found.per_value:.1f} instructions for a value, {budget.per_value} budgeted")
+    if budget.ptx and (budget.ptx in found.ptx) != (found.arch >= 89):
+        wrong.append(f"{'lacks' if found.arch >= 89 else 'has'} {budget.ptx}")
+    return wrong
+
+
+def wide_share(widths: dict[int, int]) -> float:
+    """The part of the bytes that instructions of 128 bits or more move; 1 if nothing is moved."""
+    total = sum(bits * count for bits, count in widths.items())
+    return sum(bits * count for bits, count in widths.items() if bits >= 128) / total if total else 1.0
+
+
+def reports(call: Callable[[], object], arch: int) -> list[Report]:
+    """Every kernel that a call launches on sm_<arch>, once."""
+    with compiled_for(arch) as kernels:
+        call()
+    return [report(kernel) for kernel in {kernel.hash: kernel for kernel in kernels}.values()]
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One cast. source: whole tiles, sizes that fill none ("ragged"), or neighbours apart ("strided")."""
+
+    format: str
+    side: str
+    dtype: str = "bf16"
+    rule: str = ""
+    layout: str = ""
+    source: str = "whole"
+    groups: bool = False
+    stochastic: bool = False
+    hadamard: bool = False
+
+    @property
+    def name(self) -> str:
+        flags = [name for name in ("groups", "stochastic", "hadamard") if getattr(self, name)]
+        source = [] if self.source == "whole" else [self.source]
+        words = [self.format, self.side, self.dtype, self.rule, self.layout, *source, *flags]
+        return " ".join(word for word in words if word)
+
+    def __call__(self) -> object:
+        rows, columns = (8192, 4096) if self.source == "whole" else (8000, 4004)
+        x = torch.empty(rows, columns, dtype=_DTYPES[self.dtype])  # never read
+        if self.source == "strided":
+            x = torch.empty(rows, 2 * columns, dtype=_DTYPES[self.dtype])[:, ::2]
+        spec = CastSpec(
+            self.format,
+            self.rule or None,
+            Stochastic(rng_state(0), "layer") if self.stochastic else "nearest",
+            self.hadamard,
+            "dgrad_dy" if self.stochastic else None,
+            scale_layout=self.layout or None,
+        )
+        offs = torch.arange(1, 9, dtype=torch.int32) * (rows // 8) if self.groups else None
+        if self.side == "both":
+            return quantize_both(x, spec, spec, offs=offs, colsum=self.groups)
+        return quantize(x, spec, axis=-1 if self.side == "row" else -2, offs=offs)
+
+
+def variants(*, product: bool = False) -> Iterator[Cast]:
+    """Every format and side with each option on its own and the pairs that training uses, or with all combinations."""
+    for form, side in itertools.product(FORMATS.values(), ("row", "col", "both")):
+        base = Cast(form.name, side)
+        rotates, groups = (form.hadamard > 0 and not form.is_2d), not form.is_2d
+        if product:
+            options = itertools.product(
+                _DTYPES,
+                ("", *form.rules[1:]),
+                ("", *form.layouts[1:]),
+                ("whole", "ragged", "strided"),
+                (False, True)[: 1 + groups],
+                (False, True),
+                (False, True)[: 1 + rotates],
+            )
+            yield from (Cast(form.name, side, *chosen) for chosen in options)
+            continue
+        yield base
+        yield from (replace(base, dtype=dtype) for dtype in ("fp16", "fp32"))
+        yield from (replace(base, rule=rule) for rule in form.rules if rule != form.default_rule())
+        yield from (replace(base, layout=layout) for layout in form.layouts[1:])
+        yield from (replace(base, source=source) for source in ("ragged", "strided"))
+        yield replace(base, stochastic=True)
+        if groups:
+            yield replace(base, groups=True)
+            yield replace(base, groups=True, layout=form.layouts[1])
+            yield replace(base, groups=True, stochastic=True)
+        if rotates:
+            yield replace(base, hadamard=True)
+            yield replace(base, hadamard=True, stochastic=True)
+
+
+# ---- what `make test` compiles ---------------------------------------------------------------------------------------
+
+
+def decode(name: str, axis: int) -> Callable[[], object]:
+    """The decode of a whole tensor to bf16."""
+    return lambda: dequantize(quantize(torch.empty(8192, 4096, dtype=torch.bfloat16), name, axis=axis))
+
+
+def swiglu(name: str, *, backward: bool = False) -> Callable[[], object]:
+    """SwiGLU or its backward, to both operands."""
+    gate_up, grad = (torch.empty(8192, columns, dtype=torch.bfloat16) for columns in (8192, 4096))
+    if backward:
+        return lambda: swiglu_backward_quantize_both(grad, gate_up, name, name)
+    return lambda: swiglu_quantize_both(gate_up, name, name)
+
+
+def norm(name: str) -> Callable[[], object]:
+    """RMSNorm to the row operand."""
+    x, weight = torch.empty(8192, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    return lambda: rmsnorm_quantize(x, weight, name)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of the library, the architectures to compile it for, and what is asked of the result."""
+
+    name: str
+    call: Callable[[], object]
+    budget: Budget
+    arches: tuple[int, ...]
+
+
+def cast(what: Cast, registers: int, per_value: float, ptx: str = "", *, everywhere: bool = False) -> Case:
+    """A row of the table below: sm_90, or every architecture."""
+    return Case(what.name, what, Budget(registers, per_value, ptx), ARCHES if everywhere else (90,))
+
+
+# Registers: 168 leave room for three programs of four warps, 128 for four, 64 for eight.
+CASES = (
+    cast(Cast("fp8_1x128", "row"), 64, 9.5, E4M3),
+    cast(Cast("fp8_1x128", "col"), 128, 8.5, E4M3, everywhere=True),
+    cast(Cast("fp8_1x128", "both"), 168, 18, E4M3, everywhere=True),
+    cast(Cast("fp8_128x128", "row"), 128, 7.5, E4M3, everywhere=True),
+    cast(Cast("fp8_128x128", "col"), 128, 7.5, E4M3),
+    cast(Cast("fp8_128x128", "both"), 168, 15, E4M3),
+    cast(Cast("mxfp8_e4m3", "row"), 64, 9, E4M3),
+    cast(Cast("mxfp8_e4m3", "col"), 128, 8.5, E4M3),
+    cast(Cast("mxfp8_e4m3", "both"), 168, 17, E4M3, everywhere=True),
+    cast(Cast("mxfp8_e5m2", "both"), 168, 17, E5M2),
+    cast(Cast("mxfp6_e2m3", "row"), 72, 23),
+    cast(Cast("mxfp6_e2m3", "col"), 200, 24.5),
+    cast(Cast("mxfp6_e3m2", "both"), 255, 52),
+    cast(Cast("mxfp4", "row"), 64, 18.5),
+    cast(Cast("mxfp4", "col"), 144, 19, everywhere=True),
+    cast(Cast("mxfp4", "both"), 255, 38),
+    cast(Cast("nvfp4", "row"), 64, 23.5, E4M3, everywhere=True),
+    cast(Cast("nvfp4", "col"), 128, 21.5, E4M3),
+    cast(Cast("nvfp4", "both"), 168, 43, E4M3),
+    cast(Cast("nvfp4_16x16", "row"), 96, 19, E4M3),
+    cast(Cast("nvfp4_16x16", "col"), 128, 20, E4M3),
+    cast(Cast("nvfp4_16x16", "both"), 168, 37, E4M3),
+    cast(Cast("fp8_1x128", "col", groups=True), 128, 10, E4M3),
+    cast(Cast("fp8_1x128", "both", groups=True), 255, 27, E4M3),
+    cast(Cast("mxfp8_e4m3", "both", layout="blocked"), 255, 20, E4M3),
+    cast(Cast("nvfp4", "row", stochastic=True), 96, 117, E4M3),
+    cast(Cast("nvfp4", "col", hadamard=True), 168, 50, E4M3),
+    Case("swiglu fp8_1x128", swiglu("fp8_1x128"), Budget(168, 42, E4M3), (90,)),
+    Case("swiglu mxfp8_e4m3", swiglu("mxfp8_e4m3"), Budget(168, 40, E4M3), (90, 100)),
+    Case("swiglu backward fp8_1x128", swiglu("fp8_1x128", backward=True), Budget(255, 65, E4M3), (90,)),
+    Case("rmsnorm fp8_1x128", norm("fp8_1x128"), Budget(128, 0, E4M3, wide=False), (90,)),
+    Case("decode fp8_1x128", decode("fp8_1x128", -1), Budget(64, 12, wide=False), (90,)),
+    Case("decode mxfp8_e4m3 col", decode("mxfp8_e4m3", -2), Budget(72, 12, wide=False), (90,)),
+    Case("decode nvfp4", decode("nvfp4", -1), Budget(64, 14, wide=False), (90,)),
+)

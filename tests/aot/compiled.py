@@ -1,0 +1,193 @@
+"""Kernels for a GPU that is not there: launch as always, get machine code instead of a run, and read it.
+
+    with compiled_for(90) as kernels:
+        blockscale.quantize(x, "mxfp8_e4m3")  # x on the CPU: nothing touches its values
+    print(report(kernels[0]))
+
+Calling the library itself gives the signature, alignment, constants and options that a real launch has; written by hand
+they would drift. The Triton wheel carries the assembler and the disassembler, so nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, KernelInterface
+
+from blockscale import hardware, use_backend
+from blockscale.casts import _triton
+from blockscale.hardware import Capability
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Under TRITON_INTERPRET=1 there is nothing to compile, and the choice was made when blockscale was imported.
+CAN_COMPILE = not _triton.INTERPRETED and CUOBJDUMP.exists()
+
+
+class _StandIn:
+    """As much of a Triton driver as the JIT asks before it compiles."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # the JIT keeps one cache, and one target, for each device number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def compiled_for(arch: int) -> Generator[list[Any]]:
+    """Within it, `kernel[grid](...)` compiles for sm_<arch> and runs nothing; what it compiled is in the list.
+
+    The compiler's files go to a folder of their own, so that an earlier run cannot answer for this one.
+    """
+    compiled: list[Any] = []
+
+    def compile_only(kernel: Any, grid: object) -> Any:
+        return lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
+
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), _pretending(arch, compile_only):
+        knobs.cache.dir = folder
+        yield compiled
+
+
+def launched(call: Callable[[], object], arch: int) -> set[str]:
+    """The names of the kernels that a call would launch; nothing is compiled."""
+    names: set[str] = set()
+
+    def note(kernel: Any, grid: object) -> Any:
+        return lambda *args, **options: names.add(kernel.__name__)
+
+    with _pretending(arch, note):
+        call()
+    return names
+
+
+@contextmanager
+def _pretending(arch: int, instead: Callable[[Any, object], Any]) -> Generator[None]:
+    """Within it, the library takes every tensor for one on a GPU sm_<arch>, must use its Triton kernels, and launches
+    them through `instead`."""
+    # each module holds the function under its own name
+    users = [module for name, module in sys.modules.items() if name.startswith("blockscale.")]
+    users = [module for module in users if getattr(module, "capability", None) is hardware.capability]
+    real, launch, active = hardware.capability, KernelInterface.__getitem__, driver._active
+    try:
+        for module in users:
+            module.capability = lambda device: Capability("cuda", arch)  # type: ignore[attr-defined]
+        KernelInterface.__getitem__ = instead
+        driver.set_active(_StandIn(arch))
+        with use_backend("triton"):
+            yield
+    finally:
+        driver.set_active(active)
+        KernelInterface.__getitem__ = launch
+        for module in users:
+            module.capability = real  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the assembler made of one kernel. Counts are of instructions as they stand in the code, not as executed."""
+
+    kernel: str
+    arch: int
+    warps: int
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's registers that live in memory
+    shared: int  # bytes of a program
+    loads: dict[int, int]  # from global memory: bits -> instructions
+    stores: dict[int, int]
+    opcodes: Counter[str]
+    values: int  # that a thread takes in; 0 if the kernel's tile is not known
+    ptx: str
+
+    @property
+    def instructions(self) -> int:
+        """Without the padding at the end."""
+        return self.opcodes.total() - self.opcodes["NOP"]
+
+    @property
+    def per_value(self) -> float:
+        return self.instructions / self.values if self.values else 0.0
+
+    @property
+    def resident_warps(self) -> int:
+        """Warps of this kernel that a multiprocessor's registers hold; they are given out by 8 per thread."""
+        return 65536 // (32 * (self.registers + -self.registers % 8)) // self.warps * self.warps
+
+
+# The constants whose product is the number of values in a program's tile; none for small kernels beside the large ones.
+TILES: dict[str, tuple[str, ...]] = {
+    "cast_kernel": ("J", "MQ", "BK"),
+    "amax_kernel": ("J", "MQ", "BK"),
+    "colsum_kernel": (),
+    "_rstd_kernel": ("R", "N"),
+    "_dequantize_kernel": ("BR", "BL"),
+}
+_CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+
+
+def report(compiled: Any) -> Report:
+    """Read a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert usage is not None, text[:1000]
+    codes = _CODE.findall(text)
+    opcodes = Counter(code.split(".")[0] for code in codes)
+    name, warps = compiled.metadata.name, compiled.metadata.num_warps
+    return Report(
+        kernel=name,
+        arch=compiled.metadata.target.arch,
+        warps=warps,
+        registers=int(usage[1]),
+        # a stack alone is no spill: some assemblers set one up for every kernel that uses TMA
+        spilled=int(usage[2]) if opcodes["STL"] + opcodes["LDL"] else 0,
+        shared=compiled.metadata.shared,
+        loads=_widths(codes, "LDG"),
+        stores=_widths(codes, "STG"),
+        opcodes=opcodes,
+        values=_tile_values(compiled, name) // (32 * warps),
+        ptx=compiled.asm["ptx"],
+    )
+
+
+def _widths(codes: list[str], opcode: str) -> dict[int, int]:
+    """`LDG.E.128.CONSTANT` -> 128; an instruction without a size moves 32 bits."""
+    sizes = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
+    parts = [code.split(".") for code in codes if code.split(".")[0] == opcode]
+    counts = Counter(next((sizes[part] for part in words if part in sizes), 32) for words in parts)
+    return dict(sorted(counts.items()))
+
+
+def _tile_values(compiled: Any, name: str) -> int:
+    function: JITFunction[Any] = compiled.src.fn
+    sizes = [compiled.src.constants[(function.arg_names.index(size),)] for size in TILES.get(name, ())]
+    product = 1 if sizes else 0
+    for size in sizes:
+        product *= size
+    return product

@@ -1,0 +1,121 @@
+"""The machine code of the library's kernels, compiled without a GPU and held to `cases.py`; and the gate itself."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from aot.cases import CASES, MAY_SPILL, Budget, Case, Cast, problems, reports, variants
+from aot.compiled import CAN_COMPILE, TILES, compiled_for, launched, report
+from blockscale import quantize
+from blockscale.errors import BackendError
+from blockscale.hardware import CPU, capability
+
+pytestmark = pytest.mark.skipif(
+    not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [pytest.param(case, arch, id=f"sm_{arch} {case.name}") for case in CASES for arch in case.arches],
+)
+def test_machine_code(case: Case, arch: int) -> None:
+    budget = case.budget
+    if arch < 89 and budget.ptx and "mxfp4" not in case.name:
+        budget = Budget(ptx=budget.ptx)  # codes by integers: the budgets are those of the conversion instruction
+    wrong = []
+    for found in reports(case.call, arch):
+        figures = f"{found.registers} registers, {found.per_value:.2f} instructions for a value"
+        wrong += [f"{found.kernel} ({figures}): {problem}" for problem in problems(case.name, found, budget)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_kernel_has_a_case() -> None:
+    modules = [module for name, module in sys.modules.items() if name.startswith("blockscale.")]
+    functions = {
+        function for module in modules for function in vars(module).values() if isinstance(function, JITFunction)
+    }
+    kernels = {function.__name__ for function in functions if function.__name__.endswith("_kernel")}
+    assert kernels == set(TILES), "a kernel's tile is in TILES"
+    assert set().union(*(launched(case.call, 90) for case in CASES)) == kernels, "a kernel has a line in CASES"
+
+
+def test_exceptions_name_something() -> None:
+    names = [variant.name for variant in variants()]
+    for known in MAY_SPILL:
+        assert any(re.match(known.pattern, name) for name in names), known
+        assert known.reason
+
+
+# ---- the gate itself: what it must see -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _spilling_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+    """More values alive at once than 32 registers hold: each meets every other, twice."""
+    i = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + i)
+    total = tl.sum(x, 0)
+    tl.store(out_ptr + i, tl.sqrt(x) + total * x)
+
+
+@triton.jit
+def _copy_kernel(x_ptr, out_ptr, step, SIZE: tl.constexpr):
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out_ptr + i * step, tl.load(x_ptr + i * step))
+
+
+def copied(arch: int, step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setitem(TILES, "_copy_kernel", ("SIZE",))
+    x = torch.empty(1 << 16)
+    with compiled_for(arch) as kernels:
+        _copy_kernel[(8,)](x, torch.empty_like(x), step, SIZE=2048)
+    return problems("copy", report(kernels[0]), Budget())
+
+
+@pytest.mark.parametrize("limit", [None, 32])
+def test_a_kernel_that_spills_is_seen(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TILES, "_spilling_kernel", ("SIZE",))
+    x = torch.empty(16384)
+    with compiled_for(90) as kernels:
+        _spilling_kernel[(1,)](x, torch.empty_like(x), SIZE=16384, num_warps=4, maxnreg=limit)
+    found = report(kernels[0])
+    wrong = problems("spilling", found, Budget())
+    assert (found.spilled > 0) == (limit == 32)
+    assert any("spills" in problem for problem in wrong) == (limit == 32)
+
+
+def test_narrow_accesses_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert copied(90, 1, monkeypatch) == []
+    narrow = copied(90, 3, monkeypatch)
+    assert len(narrow) == 2
+    assert "loads 0% of its bytes by 128 bits" in narrow[0]
+    assert "stores 0% of its bytes by 128 bits" in narrow[1]
+
+
+def test_each_budget_can_fail() -> None:
+    found = reports(Cast("mxfp8_e4m3", "row"), 90)[0]
+    assert problems("row", found, Budget(found.registers, found.per_value, "e4m3x2")) == []
+    assert "registers" in problems("row", found, Budget(found.registers - 1))[0]
+    assert "instructions" in problems("row", found, Budget(per_value=found.per_value - 0.1))[0]
+    assert problems("row", found, Budget(ptx="e5m2x2")) == ["lacks e5m2x2"]
+
+
+def test_everything_is_put_back() -> None:
+    x = torch.ones(2, 64)
+    assert launched(Cast("mxfp4", "row"), 90) == {"_cast_kernel"}
+    assert capability(x.device) == CPU
+    assert quantize(x, "mxfp4").data.device.type == "cpu"
+    with pytest.raises(BackendError), compiled_for(75):
+        quantize(x, "mxfp4")
+    assert float(quantize(x, "mxfp8_e4m3").data.float().sum()) > 0
