@@ -341,7 +341,7 @@ def write_row(
         code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, code & ((1 << S.code_bits) - 1), 0))
     code = code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
     if J == 4 or (S.code_bits == 4 and J > 1):
-        # another shape than the load's, so that Triton gives the codes a layout of their own: 16 bytes of them are 16 or
+        # another shape than the load has, so that Triton gives the codes their own layout: 16 bytes of them are 16 or
         # 32 columns a thread
         m = tl.arange(0, MQ * J)[None, :, None]
         code = tl.reshape(code, (1, MQ * J, W))
