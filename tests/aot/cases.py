@@ -26,6 +26,7 @@ from blockscale import (
     rng_state,
     swiglu_backward_quantize_both,
     swiglu_quantize_both,
+    use_backend,
 )
 from blockscale.formats import FORMATS
 
@@ -221,7 +222,9 @@ def variants(*, product: bool = False) -> Iterator[Cast]:
 
 def decode(name: str, axis: int) -> Callable[[], object]:
     """The decode of a whole tensor to bf16."""
-    return lambda: dequantize(quantize(torch.empty(8192, 4096, dtype=torch.bfloat16), name, axis=axis))
+    with use_backend("reference"):
+        q = quantize(torch.zeros(2048, 1024, dtype=torch.bfloat16), name, axis=axis)
+    return lambda: dequantize(q)
 
 
 def swiglu(name: str, *, backward: bool = False) -> Callable[[], object]:

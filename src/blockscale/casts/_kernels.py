@@ -165,7 +165,7 @@ def _write_tile(
 
 # Numbers that tell the compiler nothing: it would make a kernel for each of their kinds (1, multiple of 16, other).
 _PLAIN_NUMBERS = [
-    "M", "length", "tiles_m", "tiles_k", "groups", "row_count", "col_count", "zero",
+    "tiles_m", "tiles_k", "groups", "row_count", "col_count", "zero",
     "row_stream", "row_group", "row_first", "row_origin", "row_stride",
     "col_stream", "col_group", "col_first", "col_origin", "col_stride",
 ]  # fmt: skip
