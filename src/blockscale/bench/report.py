@@ -89,7 +89,8 @@ def casts_table(rows: Sequence[Row]) -> str:
     mine = [row for row in rows if row.suite == "casts"]
     if not mine:
         return EMPTY
-    parts = ["![Casts beside a copy](images/casts.svg)", _provenance(mine)]
+    picture = ["![Casts beside a copy](images/casts.svg)"] if main_rows(mine) else []  # it shows the main shape alone
+    parts = [*picture, _provenance(mine)]
     for group in dict.fromkeys(row.group for row in mine):
         members = [row for row in mine if row.group == group]
         peers = _shown_peers(members)
