@@ -56,6 +56,7 @@ MAY_SPILL = (
     KnownSpill(r"swiglu( backward)? \w+$", 100, "a tile of 128 values a thread, two or three of them while it is made"),
     KnownSpill(r"swiglu( backward)? \w+$", 330, "as above, with the assembler of triton 3.9", later=True),
     KnownSpill(r"mxfp6_e\dm\d both bf16$", 16, "codes made by integers, with the assembler of triton 3.9", later=True),
+    KnownSpill(r"fp8_1x128 both bf16$", 8, "168 registers leave room for a third program", arches=(89,)),
     KnownSpill(r"mxfp4 both bf16$", 8, "codes made by integers for both operands", arches=(89,)),
     KnownSpill(
         r"\w+ both .*stochastic",

@@ -131,7 +131,7 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
     if not light:
         return Tile(4, 32, 128, 8, 128) if source.held == "fp32" else Tile(4, 32, 128, 16)
     hardware = all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
-    capped = whole and sm >= 90 and hardware and source.name in ("plain", "swiglu")
+    capped = whole and sm >= 89 and hardware and source.name in ("plain", "swiglu")
     return Tile(8, 16, 128, 4, 168 if capped else None)
 
 
