@@ -128,3 +128,13 @@ def test_which_shapes_go_to_triton(shape: tuple[int, ...]) -> None:
     assert explanation.taken is not None
     assert explanation.taken.backend == ("reference" if 0 in shape else "triton")
     assert ("takes no empty tensors" in str(explanation)) == (0 in shape)
+
+
+@pytest.mark.parametrize("x", [torch.empty(4, 1 << 29, device="meta"), torch.empty(9, 1 << 24, device="meta")[:, :64]])
+def test_rows_too_far_apart_for_32_bits_go_to_the_reference(x: torch.Tensor) -> None:
+    """256 rows of a tile that lie 2^23 values apart would pass 2^31, and the kernel would read somewhere else."""
+    for source in (x, x.t()):
+        explanation = bs.explain("cast", source, "mxfp8_e4m3", on=Capability("cuda", 90))
+        assert explanation.taken is not None
+        assert explanation.taken.backend == "reference"
+        assert "2^23 values apart" in str(explanation)

@@ -1,6 +1,6 @@
-"""The exact fused casts: an fp32 tensor as `activation.py` specifies it, then the exact cast of that tensor.
+"""The exact fused casts: a tensor as `activation.py` specifies it, then the exact cast of that tensor.
 
-Nothing is rounded in between, and nothing is saved: what these define is the bytes, for kernels that make one pass.
+Nothing is saved: what these define is the bytes, for kernels that make one pass.
 """
 
 from __future__ import annotations

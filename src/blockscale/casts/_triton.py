@@ -199,7 +199,8 @@ def _layout(x: Tensor | None) -> tuple[object, ...] | None:
 def _recipe(out: Output | None) -> tuple[object, ...] | None:
     if out is None:
         return None
-    return out.plan, None if out.amax is None else (out.amax.shape, out.amax.data_ptr() % 16), out.state is None
+    amax = None if out.amax is None else (out.amax.shape, out.amax.data_ptr() % 16)
+    return out.plan, amax, None if out.state is None else out.state.data_ptr() % 16
 
 
 def _raw(out: Output | None, amax: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -363,6 +364,8 @@ _MOST_GROUPS = 4096  # their ends are read by every program
 def reject(request: Request) -> str | None:
     if 0 in request.shape:
         return "takes no empty tensors"
+    if "far" in request.options:
+        return "takes rows and columns that lie less than 2^23 values apart: offsets within a tile are 32-bit"
     if "many_groups" in request.options:
         return f"takes at most {_MOST_GROUPS} groups"
     return None

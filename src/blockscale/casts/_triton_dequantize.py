@@ -258,6 +258,8 @@ _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _reject(request: Request) -> str | None:
+    if "far" in request.options:
+        return "takes rows and columns that lie less than 2^23 values apart: offsets within a tile are 32-bit"
     return f"takes at most {_MOST_GROUPS} padded groups" if "many_groups" in request.options else None
 
 

@@ -1,6 +1,6 @@
 """Triton fused casts: the cast kernel with another source, and RMSNorm, whose rows must be whole before they are cast.
 
-SwiGLU and its backward compute their tile from the loaded ones and cast it in fp32, without a rounding in between; a
+SwiGLU and its backward compute their tile from the loaded ones, rounded to the input's type as the unfused pair does; a
 permutation gathers the rows that it loads. The rounding code is that of the plain casts.
 """
 

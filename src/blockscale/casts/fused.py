@@ -1,7 +1,7 @@
 """Casts fused with what comes before them, so that a tensor is read once and never written in high precision.
 
-Each gives exactly the bytes of the cast of an fp32 tensor that docs/numerics.md, section 16, defines; there is no
-rounding to bf16 in between. As with every cast, results do not require grad.
+Each gives exactly the bytes of the cast of a tensor that docs/numerics.md, section 16, defines: computed in fp32 and
+rounded once to the input's type. As with every cast, results do not require grad.
 """
 
 from __future__ import annotations

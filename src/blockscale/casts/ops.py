@@ -60,15 +60,27 @@ def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Te
 
 def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a cast."""
-    where = capability(x.device)
-    return _cast_request(op, where, tuple(x.shape), x.dtype, plans, None if offs is None else offs.shape[0])
+    where, groups = capability(x.device), None if offs is None else offs.shape[0]
+    return _cast_request(op, where, tuple(x.shape), x.dtype, plans, groups, is_far(x))
+
+
+def is_far(x: Tensor) -> bool:
+    """Whether neighbouring rows, of x or of an operand made from it, lie so far apart that 256 of them pass 2^31."""
+    return max(*x.stride()[-2:], *x.shape[-2:]) >= 1 << 23
 
 
 @functools.lru_cache(maxsize=8192)
 def _cast_request(
-    op: str, where: Capability, shape: Shape, dtype: torch.dtype, plans: tuple[CastPlan, ...], groups: int | None
+    op: str,
+    where: Capability,
+    shape: Shape,
+    dtype: torch.dtype,
+    plans: tuple[CastPlan, ...],
+    groups: int | None,
+    far: bool,
 ) -> Request:
     asked = {
+        "far": far,
         "offs": groups is not None,
         "many_groups": groups is not None and groups > 4096,
         "stochastic": any(plan.stream is not None for plan in plans),
@@ -198,6 +210,7 @@ def dequantize(
 def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a decode."""
     options = {name for name, on in (("offs", offs is not None), ("hadamard", q.hadamard is not None)) if on}
+    options |= {"far"} if is_far(q.operand.data) or max(q.shape[-2:]) >= 1 << 23 else set[str]()
     options |= {"many_groups"} if offs is not None and q.group_align and offs.shape[0] > 4096 else set[str]()
     where, shape = capability(q.device), (q.rows, q.length)
     return Request("dequantize", where, (q.format,), shape, dtype, (q.scale_layout,), frozenset(options))
