@@ -11,18 +11,7 @@ has no equal; the interpreter runs the plain branches, and tests on a GPU hold t
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def magnitude_bits(x):
-    """fp32 -> pattern of |x|: integer order is the order of magnitudes, NaN on top."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def nan_like(x):
-    """The canonical NaN in x's shape."""
-    return tl.full(x.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
-
+from ._device_codes import cast_e4m3, decode_e4m3, encode, magnitude_bits, nan_like
 
 # ---- scales ----------------------------------------------------------------------------------------------------------
 
@@ -115,8 +104,8 @@ def nvfp4_scale(amax, tensor_decode, tensor_encode, S: tl.constexpr):
     wanted = amax.to(tl.float32, bitcast=True) * (tensor_encode * sixth)
     wanted = tl.where(wanted > 448.0, 448.0, wanted)
     wanted = tl.where(amax >= 0x7F800000, nan_like(wanted), wanted)
-    if S.fast_e4m3:
-        byte = _cast_e4m3(wanted)
+    if S.sm_89:
+        byte = cast_e4m3(wanted)
     else:
         byte = encode(wanted, 3, 7, 0x43E00000, 0x7F)
     if S.rule == "up":
@@ -137,105 +126,6 @@ def inverse(x):
     guess = _reciprocal(divisor)
     result = tl.fma(tl.fma(-divisor, guess, 1.0), guess, guess) * scale
     return tl.where(x == 0, float("inf"), result)
-
-
-@triton.jit
-def _cast_e4m3(v):
-    """Non-negative fp32 -> E4M3 code (int32) by the conversion instruction; NaN gives 7F."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 t; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 t, z, $1; cvt.u32.u16 $0, t; }",
-        "=r,f", [v], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def decode_e4m3(code):
-    """Non-negative E4M3 code (int32) -> fp32; 7F is NaN."""
-    normal = ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True)
-    value = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
-    return tl.where(code == 0x7F, nan_like(value), value)
-
-
-# ---- codes -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def encode(v, MBITS: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, NAN_CODE: tl.constexpr):
-    """fp32 -> element code (int32) without its sign, round to nearest even, saturating.
-
-    Adding a power of two whose last place is the last place of the code rounds it, in normals and subnormals alike; the
-    sum's low bits count from the exponent's first code.
-    """
-    magnitude = magnitude_bits(v)
-    clamped = tl.minimum(magnitude, MAX_BITS)
-    LOWEST: tl.constexpr = (128 - BIAS) << 23
-    exponent = tl.maximum(clamped & 0x7F800000, LOWEST)
-    magic = exponent + ((23 - MBITS) << 23)
-    total = clamped.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
-    code = total.to(tl.int32, bitcast=True) - magic + ((exponent - LOWEST) >> (23 - MBITS))
-    return tl.where(magnitude > 0x7F800000, NAN_CODE, code)
-
-
-@triton.jit
-def encode_stochastic(v, word, MBITS: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, NAN_CODE: tl.constexpr):
-    """fp32 and a random uint32 each -> code (int32) without its sign: up iff the word is below the fraction * 2^32."""
-    SHIFT: tl.constexpr = 23 - MBITS
-    magnitude = magnitude_bits(v)
-    clamped = tl.minimum(magnitude, MAX_BITS)
-    normal = (clamped >> SHIFT) - ((127 - BIAS) << MBITS)
-    normal_part = (clamped << (32 - SHIFT)).to(tl.uint32, bitcast=True)
-    units = clamped.to(tl.float32, bitcast=True) * (2.0 ** (MBITS - 1 + BIAS))
-    whole = units.to(tl.int32)
-    units_part = ((units - whole.to(tl.float32)) * 4294967296.0).to(tl.uint32)
-    is_subnormal = clamped < ((128 - BIAS) << 23)
-    code = tl.where(is_subnormal, whole, normal)
-    part = tl.where(is_subnormal, units_part, normal_part)
-    return tl.where(magnitude > 0x7F800000, NAN_CODE, code + (word < part).to(tl.int32))
-
-
-@triton.jit
-def encode_signed(v, word, S: tl.constexpr):
-    """fp32 -> element code with its sign (int32); the canonical NaN code has none."""
-    if S.stochastic:
-        code = encode_stochastic(v, word, S.mbits, S.bias, S.max_bits, S.nan_code)
-    else:
-        code = encode(v, S.mbits, S.bias, S.max_bits, S.nan_code)
-    sign = (v.to(tl.int32, bitcast=True) >> 31) & 1
-    return tl.where(magnitude_bits(v) > 0x7F800000, code, code | (sign << (S.ebits + S.mbits)))
-
-
-@triton.jit
-def _encode_e2m1(v):
-    """fp32 -> E2M1 code with its sign in the low four bits (int32), as `encode_signed`, in half the instructions.
-
-    The number that is added carries the exponent's first code in its low bits, so the sum's low bits are the code. NaN
-    saturates to 7, the code it should have, and the hardware's NaN has no sign.
-    """
-    clamped = tl.minimum(tl.abs(v), 6.0)
-    exponent = tl.maximum(clamped.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    magic = exponent + ((exponent >> 22) + ((22 << 23) - 254))
-    total = (clamped + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    sign = (v.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True)
-    return (total & 7) | (sign & 8)
-
-
-@triton.jit
-def encode_two(a, b, word_a, word_b, S: tl.constexpr):
-    """Two values -> two adjacent codes in the low bits of an int32, the first one lowest."""
-    if S.hardware == "e4m3":
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }",
-            "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    elif S.hardware == "e5m2":
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }",
-            "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    elif S.hardware == "e2m1":
-        return _encode_e2m1(a) | (_encode_e2m1(b) << 4)
-    else:
-        return encode_signed(a, word_a, S) | (encode_signed(b, word_b, S) << S.code_bits)
 
 
 # ---- rotation and random words ---------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ def reciprocal(x):
 
 @triton.jit
 def sigmoid(g):
-    """fp32 -> 1 / (1 + e^-g)."""
-    clamped = tl.minimum(tl.maximum(g, _LOWEST), _HIGHEST)
+    """fp32 -> 1 / (1 + e^-g), for a gate that `_bounded` made."""
+    clamped = tl.minimum(g, _HIGHEST)
     k = fma(clamped, _MINUS_LOG2E, _MAGIC)
     r = fma(k - _MAGIC, _LN2, clamped)
     power = fma(r, _E5, _E4)
@@ -72,18 +72,26 @@ def sigmoid(g):
     power = fma(power, r, _E1)
     power = fma(power, r, _E0)
     two_to_n = (k.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
-    return tl.where(g < _LOWEST, 0.0, reciprocal(fma(power, two_to_n, 1.0)))
+    return reciprocal(fma(power, two_to_n, 1.0))
+
+
+@triton.jit
+def _bounded(gate):
+    """A gate, or -87 if it is below; NaN stays."""
+    return tl.maximum(gate, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def swiglu(gate, up):
     """fp32 silu(gate) * up."""
+    gate = _bounded(gate)
     return (gate * sigmoid(gate)) * up
 
 
 @triton.jit
 def swiglu_backward(dy, gate, up):
     """fp32 gradients of gate and of up."""
+    gate = _bounded(gate)
     s = sigmoid(gate)
     slope = s * fma(gate, 1.0 - s, 1.0)
     return (dy * up) * slope, dy * (gate * s)
@@ -106,7 +114,7 @@ def tree_sum(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def rstd(x, share, eps, R: tl.constexpr, N: tl.constexpr):
-    """fp32 [R, N] -> 1 / sqrt(mean of squares + eps), [R]; share: fp32(1 / length of a row without its fill)."""
-    root = tl.sqrt_rn(tree_sum(x * x, R, N) * share + eps)
+def rstd(lo, hi, share, eps, R: tl.constexpr, W: tl.constexpr):
+    """fp32 pairs [R, W] -> 1 / sqrt(mean of squares + eps), [R]; share: fp32(1 / length of a row without its fill)."""
+    root = tl.sqrt_rn(tree_sum(lo * lo + hi * hi, R, W) * share + eps)
     return tl.div_rn(1.0, root)

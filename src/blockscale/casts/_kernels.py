@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 from ._device import locate, round_to_bf16
-from ._device_fused import swiglu, swiglu_backward
+from ._device_fused import rstd, swiglu, swiglu_backward
 from ._tiles import (
     hold,
     load_pairs,
     rotate_columns,
     rotate_rows,
     tensor_factors,
+    unpack,
     values,
     write_column,
     write_row,
@@ -72,24 +73,35 @@ def _load_source(
     """The tile of what is cast and, for a backward of SwiGLU, the tile beside it: as they are held.
 
     plain: x itself.  swiglu: x is [gate | up], the cast tensor its half.  swiglu_backward: y is the gradient of that,
-    and the cast tensor [gradient of gate | gradient of up].  rmsnorm: y is rstd [rows], z the weight [columns]. What is
-    computed is rounded to the type of x.
+    and the cast tensor [gradient of gate | gradient of up].  rmsnorm: y is rstd [rows], z the weight [columns].
+    rmsnorm_rows: the same for tiles that hold whole rows; rstd is computed and stored. What is computed is rounded to
+    the type of x.
     """
-    x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m = source
+    x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, share, eps = source
     x_ptr += e * stride_e
     if SOURCE == "plain":
         lo, hi = _load_tile(
             x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK
         )  # fmt: skip
         return lo, hi, lo, hi
-    elif SOURCE == "rmsnorm":
+    elif SOURCE == "rmsnorm" or SOURCE == "rmsnorm_rows":
         a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
         lo, hi = values(a, b, MODE)
         m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
-        factor = tl.load(y_ptr + e * M + row0 + m, mask=m < rows_end - row0, other=0.0)
-        k = pk * BK + 2 * tl.arange(0, BK // 2)[None, None, :]
-        first = tl.load(z_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        second = tl.load(z_ptr + k + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
+        at = y_ptr + e * M + row0 + m
+        if SOURCE == "rmsnorm":
+            factor = tl.load(at, mask=m < rows_end - row0, other=0.0)
+        else:
+            pairs: tl.constexpr = (MQ * J, BK // 2)
+            factor = rstd(tl.reshape(lo, pairs), tl.reshape(hi, pairs), share, eps, MQ * J, BK // 2)
+            factor = tl.reshape(factor, (MQ, J, 1))
+            tl.store(at, factor, mask=m < rows_end - row0)
+        w = pk * (BK // 2) + tl.arange(0, BK // 2)[None, None, :]
+        if z_ptr.dtype.element_ty == tl.int32:  # of x's type, and in pairs
+            first, second = unpack(tl.load(z_ptr + w, mask=w < K // 2, other=0), MODE)
+        else:
+            first = tl.load(z_ptr + 2 * w, mask=2 * w < K, other=0.0).to(tl.float32)
+            second = tl.load(z_ptr + 2 * w + 1, mask=2 * w + 1 < K, other=0.0).to(tl.float32)
         lo, hi = _rounded((lo * factor) * first, (hi * factor) * second, x_ptr, MODE, FAST)
         return lo, hi, lo, hi
     else:
@@ -165,7 +177,7 @@ def _write_tile(
 
 # Numbers that tell the compiler nothing: it would make a kernel for each of their kinds (1, multiple of 16, other).
 _PLAIN_NUMBERS = [
-    "tiles_m", "tiles_k", "groups", "row_count", "col_count", "zero",
+    "tiles_m", "tiles_k", "groups", "row_count", "col_count", "zero", "share", "eps",
     "row_stream", "row_group", "row_first", "row_origin", "row_stride",
     "col_stream", "col_group", "col_first", "col_origin", "col_stride",
 ]  # fmt: skip
@@ -176,7 +188,7 @@ def cast_kernel(
     x_ptr, y_ptr, z_ptr, index_ptr, offs_ptr, sums_ptr,
     row_data, row_scale, row_global, row_amax, row_state, col_data, col_scale, col_global, col_amax, col_state,
     M, K, stride_e, stride_m, stride_k, y_e, y_m, row_units, col_units, row_pitch, col_pitch, row_scales, col_scales,
-    length, tiles_m, tiles_k, groups, row_count, col_count, zero,
+    length, tiles_m, tiles_k, groups, row_count, col_count, zero, share, eps,
     row_stream, row_group, row_first, row_origin, row_stride,
     col_stream, col_group, col_first, col_origin, col_stride,
     ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr,
@@ -188,7 +200,7 @@ def cast_kernel(
     pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
     position = pm * (MQ * J)
     place = _place(offs_ptr, e, position, M, groups, GROUPS, ALIGN)
-    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m)
+    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, share, eps)
     row = (row_data, row_scale, row_global, row_amax, row_state, row_units, row_pitch, row_scales, row_count,
            row_stream, row_group, row_first, row_origin, row_stride)  # fmt: skip
     col = (col_data, col_scale, col_global, col_amax, col_state, col_units, col_pitch, col_scales, col_count,
@@ -219,7 +231,7 @@ def amax_kernel(
     pid = tl.program_id(0)
     pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
     group, row0, _, rows_end, inside = _place(offs_ptr, e, pm * (MQ * J), M, groups, GROUPS, ALIGN)
-    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m)
+    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, 0.0, 0.0)
     lo, hi, next_lo, next_hi = _load_source(
         source, e, row0, rows_end, pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK
     )

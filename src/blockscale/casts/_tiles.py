@@ -19,15 +19,16 @@ import triton
 import triton.language as tl
 
 from ..formats.cast_spec import CastPlan
-from ._device import (
-    block_scale,
-    butterfly,
-    encode_factor,
-    encode_two,
-    flip_signs,
+from ._device import block_scale, butterfly, encode_factor, flip_signs, random_word, round_to_bf16
+from ._device_codes import (
+    encode_column_words,
+    encode_eight,
+    encode_four,
+    encode_pair,
+    encode_row_words,
+    factor_words,
     magnitude_bits,
-    random_word,
-    round_to_bf16,
+    multiply_words,
 )
 
 
@@ -50,7 +51,7 @@ class Side(NamedTuple):
     along: int  # length of a block
     hardware: str  # the element, where the GPU has a shorter way to its codes
     fast: bool  # inline PTX may be used
-    fast_e4m3: bool  # and has conversions to E4M3
+    sm_89: bool  # and has conversions to E4M3, and maxima of magnitudes
     hadamard: int  # size of a rotated group, or 0
     mask: int
     stochastic: bool
@@ -167,11 +168,30 @@ def _max_fp16x2(a, b):
 
 
 @triton.jit
-def _max_pairs(words, AXIS: tl.constexpr, MODE: tl.constexpr):
-    if MODE == "bf16":
-        return tl.reduce(words, AXIS, _max_bf16x2)
+def _max_magnitude_bf16x2(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _max_magnitude_fp16x2(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _max_pairs(words, AXIS: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
+    """Words of the largest magnitudes along an axis; their signs mean nothing."""
+    if S.sm_89 and MODE == "bf16":
+        return tl.reduce(words, AXIS, _max_magnitude_bf16x2)
+    elif S.sm_89:
+        return tl.reduce(words, AXIS, _max_magnitude_fp16x2)
+    elif MODE == "bf16":
+        return tl.reduce(words & 0x7FFF7FFF, AXIS, _max_bf16x2)
     else:
-        return tl.reduce(words, AXIS, _max_fp16x2)
+        return tl.reduce(words & 0x7FFF7FFF, AXIS, _max_fp16x2)
 
 
 @triton.jit
@@ -189,10 +209,9 @@ def _row_maxima(lo, hi, MODE: tl.constexpr, PACKED: tl.constexpr, S: tl.constexp
             most = tl.max(tl.reshape(most, (NR, S.across, NL)), axis=1)
         return tl.reshape(most, (NR, NL))
     else:
-        pairs = tl.reshape(lo & 0x7FFF7FFF, (MQ, J, NL, S.along // 2))
-        pairs = _max_pairs(pairs, 3, MODE)
+        pairs = _max_pairs(tl.reshape(lo, (MQ, J, NL, S.along // 2)), 3, MODE, S)
         if S.across > 1:
-            pairs = _max_pairs(tl.reshape(pairs, (NR, S.across, NL)), 1, MODE)
+            pairs = _max_pairs(tl.reshape(pairs, (NR, S.across, NL)), 1, MODE, S)
         low, high = unpack(tl.reshape(pairs, (NR, NL)), MODE)
         return tl.maximum(magnitude_bits(low), magnitude_bits(high))
 
@@ -208,8 +227,8 @@ def _column_maxima(lo, hi, MODE: tl.constexpr, PACKED: tl.constexpr, S: tl.const
         low = tl.max(tl.reshape(tl.max(magnitude_bits(lo), axis=1), (NB, MQ // NB, W)), axis=1)
         high = tl.max(tl.reshape(tl.max(magnitude_bits(hi), axis=1), (NB, MQ // NB, W)), axis=1)
     else:
-        pairs = _max_pairs(lo & 0x7FFF7FFF, 1, MODE)
-        pairs = _max_pairs(tl.reshape(pairs, (NB, MQ // NB, W)), 1, MODE)
+        pairs = _max_pairs(lo, 1, MODE, S)
+        pairs = _max_pairs(tl.reshape(pairs, (NB, MQ // NB, W)), 1, MODE, S)
         lowest, highest = unpack(pairs, MODE)
         low, high = magnitude_bits(lowest), magnitude_bits(highest)
     if S.across > 1:
@@ -328,18 +347,30 @@ def write_row(
         most = _row_maxima(lo, hi, "any", False, S)
     else:
         most = _row_maxima(lo, hi, MODE, PACKED, S)
-        lo, hi = values(lo, hi, MODE)
     scale, factor = block_scale(most, factors[0], factors[1], S)
-    spread = tl.broadcast_to(factor[:, None, :, None], (NR, S.across, NL, S.along // 2))
+    BY_WORDS: tl.constexpr = PACKED and _multiplies_words(MODE, S)
+    spread = factor_words(factor, factor) if BY_WORDS else factor
+    spread = tl.broadcast_to(spread[:, None, :, None], (NR, S.across, NL, S.along // 2))
     spread = tl.reshape(spread, (MQ, J, W))
     m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
     w = pk * W + tl.arange(0, W)[None, None, :]
-    word_lo, word_hi = _random_pair(random, m, w, S)
-    code = encode_two(lo * spread, hi * spread, word_lo, word_hi, S)
+    if BY_WORDS:
+        words = multiply_words(lo, spread)
+        if S.code_bits == 4:
+            code = encode_row_words(words)
+        else:
+            lo, hi = unpack(words, MODE)
+            code = encode_pair(lo, hi, 0, 0, S)
+    else:
+        if not S.hadamard:
+            lo, hi = values(lo, hi, MODE)
+        word_lo, word_hi = _random_pair(random, m, w, S)
+        code = encode_pair(lo * spread, hi * spread, word_lo, word_hi, S)
     if not EVEN:
         # the tail of a block with a NaN would not be zero by itself
-        code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, code & ((1 << S.code_bits) - 1), 0))
-    code = code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
+        zero = tl.zeros_like(code)
+        first = code & ((1 << S.code_bits) - 1)
+        code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, first, zero))
     if J == 4 or (S.code_bits == 4 and J > 1):
         # another shape than the load has, so that Triton gives the codes their own layout: 16 bytes of them are 16 or
         # 32 columns a thread
@@ -392,19 +423,30 @@ def write_column(
         most = _column_maxima(lo, hi, "any", False, S)
     else:
         most = _column_maxima(lo, hi, MODE, PACKED, S)
-        lo, hi = values(lo, hi, MODE)
     if GROUPED:
         most = tl.where(live, most, 0)
     scale, factor = block_scale(most, factors[0], factors[1], S)  # [NB, 2W / across]
     spread = tl.broadcast_to(factor[:, :, None], (NB, 2 * W // S.across, S.across))
     low, high = tl.split(tl.reshape(spread, (NB, W, 2)))
-    low = tl.reshape(tl.broadcast_to(low[:, None, :], (NB, MQ // NB, W)), (MQ, 1, W))
-    high = tl.reshape(tl.broadcast_to(high[:, None, :], (NB, MQ // NB, W)), (MQ, 1, W))
     m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
-    word_lo, word_hi = _random_pair(random, m, pk * W + tl.arange(0, W)[None, None, :], S)
-    valid = BM if EVEN or GROUPED else length - position
-    low = _pack_rows(lo * low, word_lo, valid, EVEN or GROUPED, S)
-    high = _pack_rows(hi * high, word_hi, valid, EVEN or GROUPED, S)
+    WHOLE: tl.constexpr = EVEN or GROUPED
+    if PACKED and _multiplies_words(MODE, S):
+        words = multiply_words(lo, _over_rows(factor_words(low, high), MQ))
+        if not WHOLE:
+            words = tl.where(m < length - position, words, 0)
+        if S.code_bits == 4:
+            low, high = _pack_words(words)
+        else:
+            lo, hi = unpack(words, MODE)
+            low, high = _pack_rows(lo, 0, S), _pack_rows(hi, 0, S)
+    else:
+        if not S.hadamard:
+            lo, hi = values(lo, hi, MODE)
+        lo, hi = lo * _over_rows(low, MQ), hi * _over_rows(high, MQ)
+        if not WHOLE:  # the tail of a block with a NaN would not be zero by itself
+            lo, hi = tl.where(m < length - position, lo, 0.0), tl.where(m < length - position, hi, 0.0)
+        word_lo, word_hi = _random_pair(random, m, pk * W + tl.arange(0, W)[None, None, :], S)
+        low, high = _pack_rows(lo, word_lo, S), _pack_rows(hi, word_hi, S)
     packed = tl.reshape(tl.join(low, high), (BM // PER_WORD, 2 * W))
     if GROUPED and not ENCODE_ZEROS:
         packed = tl.where(live, packed, 0)
@@ -420,29 +462,73 @@ def write_column(
     _store_scales(scale_ptr, tl.trans(scale), tl.trans(tile), tl.trans(block), columns, length, pitch, S)
 
 
-@triton.jit
-def _pack_rows(v, word, valid, WHOLE: tl.constexpr, S: tl.constexpr):
-    """Codes of neighbouring rows, 32 bits of them in an int32: [MQ, J, W] -> [MQ * J * bits / 32, W].
+@triton.constexpr_function
+def _multiplies_words(MODE, S):
+    """Whether a factor is a power of two, so that words of two bf16 values can be multiplied as they are."""
+    exact = S.family == "mx" or S.rule == "pow2"
+    return MODE == "bf16" and exact and S.hadamard == 0 and S.hardware != ""
 
-    Rows from `valid` on are zeros, whatever their block holds, unless the tile is WHOLE.
-    """
-    MQ: tl.constexpr = v.shape[0]
-    J: tl.constexpr = v.shape[1]
+
+@triton.jit
+def _over_rows(x, MQ: tl.constexpr):
+    """[blocks, W] -> [MQ, 1, W], for the groups of rows in each block."""
+    NB: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, None, :], (NB, MQ // NB, W)), (MQ, 1, W))
+
+
+@triton.jit
+def _alternate(x):
+    """Rows [MQ, J, W] -> the even ones and the odd ones, [MQ, J / 2, W] each."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2, x.shape[2])), (0, 1, 3, 2)))
+
+
+@triton.jit
+def _fours(x):
+    """Rows by their place among four neighbours."""
+    even, odd = _alternate(x)
+    a, c = _alternate(even)
+    b, d = _alternate(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _eights(x):
+    """Rows by their place among eight neighbours."""
+    even, odd = _alternate(x)
+    a, c, e, g = _fours(even)
+    b, d, f, h = _fours(odd)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def _pack_rows(v, word, S: tl.constexpr):
+    """Codes of neighbouring rows, 32 bits of them in an int32: [MQ, J, W] -> [MQ * J * bits / 32, W]."""
+    ROWS: tl.constexpr = v.shape[0] * v.shape[1] * S.code_bits // 32
     W: tl.constexpr = v.shape[2]
-    even, odd = tl.split(tl.permute(tl.reshape(v, (MQ, J // 2, 2, W)), (0, 1, 3, 2)))
-    word_even, word_odd = word, word
-    if S.stochastic:
-        word_even, word_odd = tl.split(tl.permute(tl.reshape(word, (MQ, J // 2, 2, W)), (0, 1, 3, 2)))
-    code = encode_two(even, odd, word_even, word_odd, S)
-    if not WHOLE:
-        first = tl.arange(0, MQ)[:, None, None] * J + 2 * tl.arange(0, J // 2)[None, :, None]
-        code = tl.where(first + 1 < valid, code, tl.where(first < valid, code & ((1 << S.code_bits) - 1), 0))
-    a, b = tl.split(tl.permute(tl.reshape(code, (MQ, J // 4, 2, W)), (0, 1, 3, 2)))
-    code = a | (b << (2 * S.code_bits))
-    if S.code_bits == 4:
-        a, b = tl.split(tl.permute(tl.reshape(code, (MQ, J // 8, 2, W)), (0, 1, 3, 2)))
-        code = a | (b << 16)
-    return tl.reshape(code, (MQ * J * S.code_bits // 32, W))
+    if S.hardware == "e2m1":
+        a, b, c, d, e, f, g, h = _eights(v)
+        return tl.reshape(encode_eight(a, b, c, d, e, f, g, h), (ROWS, W))
+    else:
+        words = (0, 0, 0, 0)
+        if S.stochastic:
+            words = _fours(word)
+        a, b, c, d = _fours(v)
+        code = encode_four(a, b, c, d, words, S)
+        if S.code_bits == 4:
+            low, high = _alternate(code)
+            code = low | (high << 16)
+        return tl.reshape(code, (ROWS, W))
+
+
+@triton.jit
+def _pack_words(words):
+    """As `_pack_rows` for words of two columns: E2M1 codes of the first ones, and of the second ones."""
+    ROWS: tl.constexpr = words.shape[0] * words.shape[1] // 8
+    W: tl.constexpr = words.shape[2]
+    a, b, c, d, e, f, g, h = _eights(words)
+    low, high = encode_column_words(a, b, c, d, e, f, g, h)
+    return tl.reshape(low, (ROWS, W)), tl.reshape(high, (ROWS, W))
 
 
 @triton.jit

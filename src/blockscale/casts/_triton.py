@@ -37,6 +37,7 @@ class Source(NamedTuple):
     y: Tensor | None = None
     z: Tensor | None = None
     index: Tensor | None = None
+    eps: float = 0.0
 
     @property
     def matrices(self) -> Tensor:
@@ -47,6 +48,10 @@ class Source(NamedTuple):
         return self.x.shape[-2] if self.index is None else self.index.shape[0]
 
     @property
+    def is_norm(self) -> bool:
+        return self.name in ("rmsnorm", "rmsnorm_rows")
+
+    @property
     def walked(self) -> int:
         """Columns that programs walk over: a backward of SwiGLU writes two tiles for each that it reads."""
         return self.columns // 2 if self.name == "swiglu_backward" else self.columns
@@ -54,7 +59,7 @@ class Source(NamedTuple):
     @property
     def mode(self) -> str:
         """How pairs are loaded: by whole words where every pair lies on one, else value by value."""
-        tensors = [self.matrices] if self.y is None or self.name == "rmsnorm" else [self.matrices, self._y()]
+        tensors = [self.matrices] if self.y is None or self.is_norm else [self.matrices, self._y()]
         if self.columns % (4 if self.name == "swiglu_backward" else 2):
             return "any"
         return WORDS[self.x.dtype] if all(map(in_pairs, tensors)) else "any"
@@ -66,19 +71,22 @@ class Source(NamedTuple):
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         """x, y, z and index as kernels take them."""
-        y = None if self.y is None else self._y() if self.name == "rmsnorm" else as_words(self._y(), self.mode)
-        return as_words(self.matrices, self.mode), y, self.z, self.index
+        y = None if self.y is None else self._y() if self.is_norm else as_words(self._y(), self.mode)
+        z = self.z
+        if z is not None and z.dtype == self.x.dtype and self.mode in ("bf16", "fp16") and in_pairs(z):
+            z = as_words(z, self.mode)
+        return as_words(self.matrices, self.mode), y, z, self.index
 
     def steps(self) -> tuple[int, ...]:
         """Strides of x and y, in words."""
         divisor = 1 if self.mode == "any" else 2
-        y = (0, 0) if self.y is None or self.name == "rmsnorm" else self._y().stride()[:2]
+        y = (0, 0) if self.y is None or self.is_norm else self._y().stride()[:2]
         x = self.matrices.stride()
         return x[0] // divisor, x[1] // divisor, x[2], y[0] // divisor, y[1] // divisor
 
     def _y(self) -> Tensor:
         assert self.y is not None
-        return self.y if self.name == "rmsnorm" else self.y.reshape(self.y.shape[:-2].numel(), *self.y.shape[-2:])
+        return self.y if self.is_norm else self.y.reshape(self.y.shape[:-2].numel(), *self.y.shape[-2:])
 
 
 def plain(x: Tensor) -> Source:
@@ -112,27 +120,40 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
     Measured on an H200, see docs/design/casts.md; the ahead-of-time tests hold every choice to zero spills.
     """
     plans = [plan for plan in (row, col) if plan is not None]
+    if source.name == "rmsnorm_rows":
+        assert row is not None
+        width = max(power_of_two(source.columns), 4 * row.spec.block[1])  # four scales lie together in some layouts
+        return Tile(1, max(1, 8192 // width), width, 16 if width > 16384 else 8)
     light = source.held in ("bf16", "fp16") and all(plan.stream is None and plan.hadamard is None for plan in plans)
+    four_bits = any(plan.spec.codes_per_byte == 2 for plan in plans)
     if col is None:
         assert row is not None
         if row.spec.block[0] == 128:
             return Tile(1, 128, 128, 4 if light else 8)
         # the widest strip that wastes least
         width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
+        if light and four_bits and row.spec.block[0] == 1:
+            return Tile(1, 4096 // width, width, 2)
         rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
         return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
-    if row is None and source.held == "any":
-        return Tile(8, 16, 128, 8)
     if row is None:
-        wide = whole and col.spec.block[0] != 128
-        return Tile(16, 16 if wide else 8, 64 if wide else 128, 4 if source.held != "fp32" else 8)
-    if row.spec.codes_per_byte == 2 or col.spec.codes_per_byte == 2:
+        if source.held == "any":
+            return Tile(8, 16, 128, 8)
+        if whole and 128 not in col.spec.block:
+            return Tile(16, 16, 64, 4, 128 if light else None)
+        if light and not four_bits:
+            return Tile(8, 16, 128, 4)
+        return Tile(16, 8, 128, 4 if source.held != "fp32" else 8)
+    if four_bits:
         return Tile(16, 8, 128, 4 if light else 8)
     if not light:
         return Tile(4, 32, 128, 8, 128) if source.held == "fp32" else Tile(4, 32, 128, 16)
-    hardware = all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
-    capped = whole and sm >= 89 and hardware and source.name in ("plain", "swiglu")
-    return Tile(8, 16, 128, 4, 168 if capped else None)
+    hardware = sm >= 89 and all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
+    if not (whole and hardware):
+        return Tile(8, 16, 128, 4)
+    if source.name != "plain" and all(plan.spec.family == "fp8" for plan in plans):
+        return Tile(4, 32, 128, 8, 128)
+    return Tile(8, 16, 128, 4, 168 if source.name != "swiglu_backward" else None)
 
 
 def _covered(plan: CastPlan, rows: int, length: int) -> tuple[int, int]:
@@ -164,7 +185,7 @@ def launch(
     """Fill the buffers of one operand or both. What depends on shapes alone is worked out once per shape."""
     tensors = (source.x, source.y, source.z, source.index, offs)
     key = (
-        source.name, source.columns, *map(_layout, tensors), _recipe(row), _recipe(col), colsum is None
+        source.name, source.columns, source.eps, *map(_layout, tensors), _recipe(row), _recipe(col), colsum is None
     )  # fmt: skip
     known = _LAUNCHES.get(key)
     if source.x.is_cuda and source.x.device.index != torch.cuda.current_device():
@@ -183,7 +204,7 @@ class _Launch(NamedTuple):
 
     compiled: Any
     grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
+    numbers: tuple[int | float, ...]
     constants: tuple[object, ...]
 
 
@@ -253,7 +274,8 @@ def _prepare(
         0 if row is None else row.buffers[0].stride(-2) * row.plan.spec.codes_per_byte // 2,
         0 if col is None else col.buffers[0].stride(-2) // 4,
         _pitch(row, columns), _pitch(col, stored), _scales(row, count), _scales(col, count),
-        stored, tiles_m, tiles_k, groups, *scopes, 0, *_random(row, columns), *_random(col, columns),
+        stored, tiles_m, tiles_k, groups, *scopes, 0, 1.0 / columns, source.eps,
+        *_random(row, columns), *_random(col, columns),
     )  # fmt: skip
     sides = [None if out is None else side(out.plan, sm, grouped=_per_group(out)) for out in (row, col)]
     constants = (

@@ -9,7 +9,6 @@ permutation gathers the rows that it loads. The rounding code is that of the pla
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -123,8 +122,7 @@ def _rstd_kernel(
     w = tl.arange(0, N // 2)[None, :]
     a, b = load_pairs(x_ptr, offsets, w, row >= 0, K, stride_k, MODE, False)
     lo, hi = values(a, b, MODE)
-    pairs = tl.reshape(tl.join(lo, hi), (R, N))
-    factor = row_rstd(pairs, share, eps, R, N)
+    factor = row_rstd(lo, hi, share, eps, R, N // 2)
     tl.store(rstd_ptr + pid * R + tl.arange(0, R), factor)
 
 
@@ -133,9 +131,8 @@ def _launch_rstd(x: Tensor, eps: float, out: Tensor) -> None:
     mode = WORDS[x.dtype] if in_pairs(x) else "any"
     steps = [step if mode == "any" else step // 2 for step in x.stride()[:2]]
     size = power_of_two(max(columns, 2))
-    share, epsilon = (torch.tensor(value, dtype=torch.float32).item() for value in (1.0 / columns, eps))
     _rstd_kernel[(count * rows,)](
-        as_words(x, mode), out, rows, columns, *steps, x.stride(2), share, epsilon, MODE=mode, R=1, N=size,
+        as_words(x, mode), out, rows, columns, *steps, x.stride(2), 1.0 / columns, eps, MODE=mode, R=1, N=size,
         num_warps=8 if size > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -158,10 +155,12 @@ def rmsnorm(
     state: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> None:
-    """Triton: rstd in one read, the cast in a second"""
+    """Triton: one read where a block lies in a row and no maximum comes first, else two"""
+    output = Output(plan, out, state, amax)
+    if plan.spec.block[0] == 1 and (plan.spec.family != "nvfp4" or amax is not None):
+        return launch(Source("rmsnorm_rows", x, x.shape[-1], rstd, weight, eps=eps), output, None)
     _launch_rstd(_matrices(x), eps, rstd)
-    source = Source("rmsnorm", x, x.shape[-1], rstd, weight)
-    launch(source, Output(plan, out, state, amax), None)
+    launch(Source("rmsnorm", x, x.shape[-1], rstd, weight), output, None)
 
 
 @kernel("rmsnorm_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 MINUS_LOG2E = -1.44269502162933349609375
 LN2 = 0.693147182464599609375
 LOWEST, HIGHEST = -87.0, 88.0
-"""Gates below have a sigmoid of 0: soon it would leave the normal numbers. At 88 the exponent field of 2^n is 0."""
+"""Gates below count as -87: soon 1 / s would leave the normal numbers. At 88 the exponent field of 2^n is 0."""
 MAGIC = 12583039.0
 """1.5 * 2^23 + 127: adding it rounds to an integer n, and leaves n + 127 in the low byte."""
 EXP = (
@@ -46,19 +46,19 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
 
 
 def sigmoid(g: Tensor) -> Tensor:
-    """fp32 -> 1 / (1 + e^-g): 0 below -87, 1 from 16.64 on. Of NaN anything: whoever uses it multiplies by g.
+    """fp32 from -87 up -> 1 / (1 + e^-g); 1 from 16.64 on. Of NaN anything: whoever uses it multiplies by g.
 
-    >>> sigmoid(torch.tensor([0.0, 1.0, -1.0, 20.0, -100.0])).tolist()
-    [0.5, 0.7310585379600525, 0.26894140243530273, 1.0, 0.0]
+    >>> sigmoid(torch.tensor([0.0, 1.0, -1.0, 20.0])).tolist()
+    [0.5, 0.7310585379600525, 0.26894140243530273, 1.0]
     """
-    clamped = g.clamp(LOWEST, HIGHEST)
+    clamped = g.clamp(max=HIGHEST)
     k = fma(clamped, MINUS_LOG2E, MAGIC)
     r = fma(k - MAGIC, LN2, clamped)
     power = torch.full_like(r, EXP[0])
     for coefficient in EXP[1:]:
         power = fma(power, r, coefficient)
     two_to_n = ((k.view(torch.int32) & 0xFF) << 23).view(torch.float32)
-    return torch.where(g < LOWEST, 0.0, torch.ones_like(g) / fma(power, two_to_n, 1.0))
+    return torch.ones_like(g) / fma(power, two_to_n, 1.0)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -67,13 +67,19 @@ def swiglu(gate_up: Tensor) -> Tensor:
     >>> swiglu(torch.tensor([[0.0, 2.0, 3.0, -1.0]])).tolist()
     [[0.0, -1.7615940570831299]]
     """
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = _gate_and_up(gate_up)
     return ((gate * sigmoid(gate)) * up).to(gate_up.dtype)
+
+
+def _gate_and_up(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in fp32; a gate below -87 is -87."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return gate.clamp(min=LOWEST), up
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Gradients of gate and up beside each other [..., 2H], for the gradient [..., H] of `swiglu`; rounded likewise."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = _gate_and_up(gate_up)
     dy, s = grad.float(), sigmoid(gate)
     slope = s * fma(gate, 1.0 - s, 1.0)
     return torch.cat(((dy * up) * slope, dy * (gate * s)), dim=-1).to(gate_up.dtype)
