@@ -1,8 +1,9 @@
 """Codes from values: the contract's rounding by integers, and what the hardware has shorter ways to.
 
-Every function takes tiles of fp32 values, or words of two bf16 values, that have been multiplied by their block's
-factor. Inline PTX makes several codes at once, because a GPU's integer pipe is what a cast to 4 bits runs out of: it
-has half the width of the others. The interpreter and older GPUs take the plain functions; tests compare the two.
+The plain functions take fp32 values that have been multiplied by their block's factor; the interpreter runs them, and a
+GPU where it has nothing better. For words of two bf16 values, what training casts, inline PTX goes from words and
+factors to words of codes: several at once, since the integer pipe is what a cast to 4 bits runs out of (it has half the
+width of the others), and without leaving a tile of fp32 values to the compiler, which would keep it in registers.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -86,152 +87,151 @@ def encode_signed(v, word, S: tl.constexpr):
     return tl.where(magnitude_bits(v) > 0x7F800000, code, code | (sign << (S.ebits + S.mbits)))
 
 
-@triton.jit
-def _encode_two(a, b, word_a, word_b, S: tl.constexpr):
-    """Two values -> two adjacent codes in the low bits of an int32, the first one lowest."""
-    return encode_signed(a, word_a, S) | (encode_signed(b, word_b, S) << S.code_bits)
-
-
-# ---- several codes at once -------------------------------------------------------------------------------------------
-
-# Two values after each other in 16 bits; the assembler merges a pair of these into one register for nothing.
-_PAIR_E4M3 = tl.constexpr(
-    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2;"
-    " mov.b32 $0, {a, b}; }"
-)
-_FOUR_E4M3 = tl.constexpr(
-    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
-    " mov.b32 $0, {a, b}; }"
-)
-_PAIR_E5M2 = tl.constexpr(_PAIR_E4M3.value.replace("e4m3", "e5m2"))
-_FOUR_E5M2 = tl.constexpr(_FOUR_E4M3.value.replace("e4m3", "e5m2"))
-
+# ---- from words of bf16 to words of codes ---------------------------------------------------------------------------
 
 _SELECT = 0xE4  # lop3: the first operand where the third has a bit, else the second
 
 
-def _eight_e2m1(operands: list[int]) -> tl.constexpr:
-    """Eight fp32 values, given as operands, to a word of E2M1 codes.
+def _products(words: list[int], factors: list[tuple[int, int]]) -> list[str]:
+    """fp32 registers v0, v1, ... : the two values of each word, times the factors given for them."""
+    lines = [".reg .b32 u;"]
+    for i, (word, (first, second)) in enumerate(zip(words, factors, strict=True)):
+        lines += [f".reg .f32 v{2 * i}, v{2 * i + 1};", f"shl.b32 u, ${word}, 16;", f"mov.b32 v{2 * i}, u;"]
+        lines += [f"mul.rn.f32 v{2 * i}, v{2 * i}, ${first};", f"and.b32 u, ${word}, 0xFFFF0000;"]
+        lines += [f"mov.b32 v{2 * i + 1}, u;", f"mul.rn.f32 v{2 * i + 1}, v{2 * i + 1}, ${second};"]
+    return lines
+
+
+def _exact_words(words: list[int], factors: list[int]) -> list[str]:
+    """Registers x0, x1, ... : each word times a word of two factors, which are powers of two.
+
+    A product below the smallest normal number may round, to something whose code is zero all the same.
+    """
+    lines = [".reg .b32 minus_zero;", "mov.b32 minus_zero, 0x80008000;"]
+    for i, (word, factor) in enumerate(zip(words, factors, strict=True)):
+        lines += [f".reg .b32 x{i};", f"fma.rn.bf16x2 x{i}, ${word}, ${factor}, minus_zero;"]
+    return lines
+
+
+def _unpacked(count: int) -> list[str]:
+    """The fp32 registers of `_products` from the words of `_exact_words`."""
+    lines = [".reg .b32 u;"]
+    for i in range(count):
+        lines += [f".reg .f32 v{2 * i}, v{2 * i + 1};", f"shl.b32 u, x{i}, 16;", f"mov.b32 v{2 * i}, u;"]
+        lines += [f"and.b32 u, x{i}, 0xFFFF0000;", f"mov.b32 v{2 * i + 1}, u;"]
+    return lines
+
+
+def _four_codes(out: str, v: list[str], element: str) -> list[str]:
+    """Four values to a word of 8-bit codes; the assembler merges the halves for nothing."""
+    convert = f"cvt.rn.satfinite.{element}x2.f32"
+    return [f"{{ .reg .b16 a, b; {convert} a, {v[1]}, {v[0]}; {convert} b, {v[3]}, {v[2]}; mov.b32 {out}, {{a, b}}; }}"]
+
+
+def _eight_codes(out: str, v: list[str]) -> list[str]:
+    """Eight values to a word of E2M1 codes.
 
     As `encode`, with the number that is added carrying the exponent's first code in its low bits: the sum ends in the
     code, and a funnel shift takes its last four bits into the word. Signs are put in at the end, eight at a time. NaN
     saturates to 7, the code it should have, and a NaN that was computed has no sign.
     """
-    lines = [".reg .b32 word, e, a, b, even, odd;", ".reg .f32 m, g;", "mov.b32 word, 0;"]
-    for operand in operands:
-        lines += [
-            f"abs.f32 m, ${operand};", "min.f32 m, m, 0f40C00000;", "mov.b32 e, m;", "shr.u32 e, e, 23;",
-            "max.u32 e, e, 127;", f"mad.lo.u32 e, e, {(1 << 23) + 2}, {(22 << 23) - 254};", "mov.b32 g, e;",
-            "add.rn.f32 m, m, g;", "mov.b32 e, m;", "shf.r.wrap.b32 word, word, e, 4;",
-        ]  # fmt: skip
-    bits = {"even": operands[0::2], "odd": operands[1::2]}
-    for name, (v0, v1, v2, v3) in bits.items():
-        lines += [
-            f"{{ .reg .b32 u, v; mov.b32 u, ${v0}; mov.b32 v, ${v1}; prmt.b32 a, u, v, 0x0073;",
-            f"mov.b32 u, ${v2}; mov.b32 v, ${v3}; prmt.b32 b, u, v, 0x0073; }}",
-            f"prmt.b32 {name}, a, b, 0x5410;",
-        ]
-    lines += [
-        "shr.u32 even, even, 4;", f"lop3.b32 even, even, odd, 0x08080808, {_SELECT};",
-        f"lop3.b32 $0, word, even, 0x77777777, {_SELECT};",
-    ]  # fmt: skip
-    return tl.constexpr("{ " + " ".join(lines) + " }")
+    lines = ["{", ".reg .b32 word, e, a, b, even, odd;", ".reg .f32 m, g;", "mov.b32 word, 0;"]
+    for value in v:
+        lines += [f"abs.f32 m, {value};", "min.f32 m, m, 0f40C00000;", "mov.b32 e, m;", "shr.u32 e, e, 23;"]
+        lines += ["max.u32 e, e, 127;", f"mad.lo.u32 e, e, {(1 << 23) + 2}, {(22 << 23) - 254};", "mov.b32 g, e;"]
+        lines += ["add.rn.f32 m, m, g;", "mov.b32 e, m;", "shf.r.wrap.b32 word, word, e, 4;"]
+    for name, (v0, v1, v2, v3) in {"even": v[0::2], "odd": v[1::2]}.items():
+        lines += [f"{{ .reg .b32 p, q; mov.b32 p, {v0}; mov.b32 q, {v1}; prmt.b32 a, p, q, 0x0073;"]
+        lines += [f"mov.b32 p, {v2}; mov.b32 q, {v3}; prmt.b32 b, p, q, 0x0073; }}"]
+        lines += [f"prmt.b32 {name}, a, b, 0x5410;"]
+    lines += ["shr.u32 even, even, 4;", f"lop3.b32 even, even, odd, 0x08080808, {_SELECT};"]
+    return [*lines, f"lop3.b32 {out}, word, even, 0x77777777, {_SELECT};", "}"]
 
 
-def _nibbles(words: list[int]) -> list[str]:
-    """For each operand, a word of two bf16 values: a register z whose halves begin with their E2M1 codes.
+def _nibbles(count: int) -> list[str]:
+    """Registers z0, z1, ...: the words of `_exact_words` with each half's E2M1 code in its first four bits.
 
-    The same sum as above in bf16, two values an instruction; 1 is multiplied by, since sm_80 has no other addition.
+    The sum of `_eight_codes` in bf16, two values an instruction; 1 is multiplied by, since sm_80 has no other addition.
     """
-    lines = [".reg .b32 one, c, e, m, t;", "mov.b32 one, 0x3F803F80;"]
-    for i, word in enumerate(words):
-        lines += [
-            f".reg .b32 z{i};", f"abs.bf16x2 c, ${word};", "{ .reg .b32 six; mov.b32 six, 0x40C040C0;",
-            "min.bf16x2 c, c, six; }", "max.bf16x2 e, c, one;", "and.b32 e, e, 0x7F807F80;", "shr.u32 m, e, 6;",
-            "add.u32 m, m, e;", "add.u32 m, m, 0x02020202;", "fma.rn.bf16x2 t, c, one, m;", "shl.b32 t, t, 12;",
-            f"lop3.b32 z{i}, ${word}, t, 0x80008000, {_SELECT};",
-        ]  # fmt: skip
+    lines = [".reg .b32 one, six, c, e, m, t;", "mov.b32 one, 0x3F803F80;", "mov.b32 six, 0x40C040C0;"]
+    for i in range(count):
+        lines += [f".reg .b32 z{i};", f"abs.bf16x2 c, x{i};", "min.bf16x2 c, c, six;", "max.bf16x2 e, c, one;"]
+        lines += ["and.b32 e, e, 0x7F807F80;", "shr.u32 m, e, 6;", "add.u32 m, m, e;", "add.u32 m, m, 0x02020202;"]
+        lines += ["fma.rn.bf16x2 t, c, one, m;", "shl.b32 t, t, 12;", f"lop3.b32 z{i}, x{i}, t, 0x80008000, {_SELECT};"]
     return lines
 
 
-def _interleave(even: str, odd: str, out: str) -> list[str]:
+def _interleave(out: str, even: str, odd: str) -> list[str]:
     """Bytes that begin with the codes of even and odd places -> bytes of two codes."""
     return [f"shr.u32 {even}, {even}, 4;", f"lop3.b32 {out}, {even}, {odd}, 0x0F0F0F0F, {_SELECT};"]
 
 
-def _row_words_e2m1() -> tl.constexpr:
-    """Four words along a row -> a word of their eight codes."""
-    lines = [*_nibbles([1, 2, 3, 4]), ".reg .b32 a, b, even, odd;"]
-    lines += ["prmt.b32 a, z0, z1, 0x7531;", "prmt.b32 b, z2, z3, 0x7531;"]
-    lines += ["prmt.b32 even, a, b, 0x6420;", "prmt.b32 odd, a, b, 0x7531;", *_interleave("even", "odd", "$0")]
-    return tl.constexpr("{ " + " ".join(lines) + " }")
+def _program(*parts: list[str]) -> tl.constexpr:
+    return tl.constexpr("{ " + " ".join(line for part in parts for line in part) + " }")
 
 
-def _column_words_e2m1() -> tl.constexpr:
-    """Eight words below each other -> a word of codes for the first column, and one for the second."""
-    lines = [*_nibbles([2, 3, 4, 5, 6, 7, 8, 9]), ".reg .b32 a, b, even, odd, even1, odd1;"]
+def _row_program(element: str, exact: bool) -> tl.constexpr:
+    """Words along a row, then a factor for each: two words to four 8-bit codes, or four words to eight 4-bit ones."""
+    count = 4 if element == "e2m1" else 2
+    words, factors = list(range(1, count + 1)), list(range(count + 1, 2 * count + 1))
+    v = [f"v{i}" for i in range(2 * count)]
+    if not exact:
+        products = _products(words, [(factor, factor) for factor in factors])
+        return _program(products, _eight_codes("$0", v) if count == 4 else _four_codes("$0", v, element))
+    if count == 2:
+        return _program(_exact_words(words, factors), _unpacked(count), _four_codes("$0", v, element))
+    lines = [".reg .b32 a, b, even, odd;", "prmt.b32 a, z0, z1, 0x7531;", "prmt.b32 b, z2, z3, 0x7531;"]
+    lines += ["prmt.b32 even, a, b, 0x6420;", "prmt.b32 odd, a, b, 0x7531;", *_interleave("$0", "even", "odd")]
+    return _program(_exact_words(words, factors), _nibbles(count), lines)
+
+
+def _column_program(element: str, exact: bool) -> tl.constexpr:
+    """Words below each other, then the factors of their two columns (in one word if exact): four 8-bit or eight 4-bit
+    codes of the first column, and of the second."""
+    count = 8 if element == "e2m1" else 4
+    words, factor = list(range(2, count + 2)), count + 2
+    low, high = [f"v{2 * i}" for i in range(count)], [f"v{2 * i + 1}" for i in range(count)]
+    if not exact:
+        products = _products(words, [(factor, factor + 1)] * count)
+        if count == 8:
+            return _program(products, _eight_codes("$0", low), _eight_codes("$1", high))
+        return _program(products, _four_codes("$0", low, element), _four_codes("$1", high, element))
+    products = _exact_words(words, [factor] * count)
+    if count == 4:
+        codes = _four_codes("$0", low, element), _four_codes("$1", high, element)
+        return _program(products, _unpacked(count), *codes)
+    lines = [".reg .b32 a, b, even, odd, even1, odd1;"]
     for name, (i, j, k, m) in {"even": (0, 2, 4, 6), "odd": (1, 3, 5, 7)}.items():
         lines += [f"prmt.b32 a, z{i}, z{j}, 0x7351;", f"prmt.b32 b, z{k}, z{m}, 0x7351;"]
         lines += [f"prmt.b32 {name}, a, b, 0x5410;", f"prmt.b32 {name}1, a, b, 0x7632;"]
-    lines += [*_interleave("even", "odd", "$0"), *_interleave("even1", "odd1", "$1")]
-    return tl.constexpr("{ " + " ".join(lines) + " }")
-
-
-_PAIRS_E2M1 = _eight_e2m1([1, 5, 2, 6, 3, 7, 4, 8])  # four firsts, four seconds
-_EIGHT_E2M1 = _eight_e2m1([1, 2, 3, 4, 5, 6, 7, 8])
-_ROW_WORDS_E2M1 = _row_words_e2m1()
-_COLUMN_WORDS_E2M1 = _column_words_e2m1()
-
-
-@triton.jit
-def encode_pair(a, b, word_a, word_b, S: tl.constexpr):
-    """Two neighbours along a row -> their codes as they are stored: two bytes in an int16, or one."""
-    if S.hardware == "e4m3":
-        return tl.inline_asm_elementwise(_PAIR_E4M3, "=r,f,f,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=2)
-    elif S.hardware == "e5m2":
-        return tl.inline_asm_elementwise(_PAIR_E5M2, "=r,f,f,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=2)
-    elif S.hardware == "e2m1":
-        return tl.inline_asm_elementwise(
-            _PAIRS_E2M1, "=r,f,f,f,f,f,f,f,f", [a, b], dtype=tl.uint8, is_pure=True, pack=4
-        )
-    else:
-        code = _encode_two(a, b, word_a, word_b, S)
-        return code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
-
-
-@triton.jit
-def encode_four(a, b, c, d, words, S: tl.constexpr):
-    """Four values -> four codes in an int32, the first one lowest; words: a random word for each."""
-    if S.hardware == "e4m3":
-        return tl.inline_asm_elementwise(_FOUR_E4M3, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    elif S.hardware == "e5m2":
-        return tl.inline_asm_elementwise(_FOUR_E5M2, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        low, high = _encode_two(a, b, words[0], words[1], S), _encode_two(c, d, words[2], words[3], S)
-        return low | (high << (2 * S.code_bits))
-
-
-@triton.jit
-def encode_eight(a, b, c, d, e, f, g, h):
-    """Eight values -> their E2M1 codes in an int32."""
-    return tl.inline_asm_elementwise(
-        _EIGHT_E2M1, "=r,f,f,f,f,f,f,f,f", [a, b, c, d, e, f, g, h], dtype=tl.int32, is_pure=True, pack=1
+    return _program(
+        products, _nibbles(count), lines, _interleave("$0", "even", "odd"), _interleave("$1", "even1", "odd1")
     )
 
 
-# ---- words of two bf16 values ----------------------------------------------------------------------------------------
+_PROGRAMS = {
+    (where, element, exact): make(element, exact).value
+    for where, make in (("row", _row_program), ("column", _column_program))
+    for element in ("e4m3", "e5m2", "e2m1")
+    for exact in (False, True)
+}
 
 
-@triton.jit
-def multiply_words(words, factors):
-    """Words times words, each half by itself: exact where the factors are powers of two.
+@triton.constexpr_function
+def _text(where, element, exact):
+    return _PROGRAMS[where, element, exact]
 
-    (A product below the smallest normal number may round, to something whose code is zero all the same.)
-    """
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
-        "=r,r,r", [words, factors], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+
+@triton.constexpr_function
+def is_exact(S):
+    """Whether factors are powers of two (or NaN), so that words can be multiplied by words."""
+    return S.family == "mx" or S.rule == "pow2"
+
+
+@triton.constexpr_function
+def takes_words(MODE, S):
+    """Whether there is a program from words to codes."""
+    return MODE == "bf16" and S.hadamard == 0 and S.hardware != ""
 
 
 @triton.jit
@@ -242,15 +242,76 @@ def factor_words(first, second):
 
 
 @triton.jit
-def encode_row_words(words):
-    """Words along a row -> bytes of two E2M1 codes."""
-    return tl.inline_asm_elementwise(_ROW_WORDS_E2M1, "=r,r,r,r,r", [words], dtype=tl.uint8, is_pure=True, pack=4)
+def encode_row_words(words, factors, S: tl.constexpr):
+    """Words along a row and their factors, fp32 or as `factor_words` -> their codes as they are stored: two bytes in an
+    int16, or one."""
+    PROGRAM: tl.constexpr = _text("row", S.hardware, is_exact(S))
+    if S.hardware == "e2m1" and is_exact(S):
+        return tl.inline_asm_elementwise(
+            PROGRAM, "=r,r,r,r,r,r,r,r,r", [words, factors], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    elif S.hardware == "e2m1":
+        return tl.inline_asm_elementwise(
+            PROGRAM, "=r,r,r,r,r,f,f,f,f", [words, factors], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    elif is_exact(S):
+        return tl.inline_asm_elementwise(
+            PROGRAM, "=r,r,r,r,r", [words, factors], dtype=tl.int16, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            PROGRAM, "=r,r,r,f,f", [words, factors], dtype=tl.int16, is_pure=True, pack=2
+        )  # fmt: skip
 
 
 @triton.jit
-def encode_column_words(a, b, c, d, e, f, g, h):
-    """Words of eight rows -> the E2M1 codes of their first column in an int32, and of their second."""
-    return tl.inline_asm_elementwise(
-        _COLUMN_WORDS_E2M1, "=r,=r,r,r,r,r,r,r,r,r", [a, b, c, d, e, f, g, h],
-        dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+def encode_four_words(a, b, c, d, low, high, S: tl.constexpr):
+    """Words of four rows and the factors of their columns -> 8-bit codes of the first column in an int32, and of the
+    second."""
+    PROGRAM: tl.constexpr = _text("column", S.hardware, is_exact(S))
+    if is_exact(S):
+        return tl.inline_asm_elementwise(
+            PROGRAM, "=r,=r,r,r,r,r,r", [a, b, c, d, factor_words(low, high)],
+            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            PROGRAM, "=r,=r,r,r,r,r,f,f", [a, b, c, d, low, high],
+            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def encode_eight_words(a, b, c, d, e, f, g, h, low, high, S: tl.constexpr):
+    """As `encode_four_words`, for 4-bit codes of eight rows."""
+    PROGRAM: tl.constexpr = _text("column", S.hardware, is_exact(S))
+    if is_exact(S):
+        return tl.inline_asm_elementwise(
+            PROGRAM, "=r,=r,r,r,r,r,r,r,r,r,r", [a, b, c, d, e, f, g, h, factor_words(low, high)],
+            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            PROGRAM, "=r,=r,r,r,r,r,r,r,r,r,f,f", [a, b, c, d, e, f, g, h, low, high],
+            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+# ---- from fp32 values, where there are no such words ----------------------------------------------------------------
+
+
+@triton.jit
+def encode_two(a, b, word_a, word_b, S: tl.constexpr):
+    """Two values -> two adjacent codes in the low bits of an int32, the first one lowest."""
+    if S.hardware == "e4m3":
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }",
+            "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif S.hardware == "e5m2":
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }",
+            "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return encode_signed(a, word_a, S) | (encode_signed(b, word_b, S) << S.code_bits)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ._device import locate, round_to_bf16
+from ._device_codes import takes_words
 from ._device_fused import rstd, swiglu, swiglu_backward
 from ._tiles import (
     hold,
@@ -140,10 +141,10 @@ def _rounded(lo, hi, x_ptr, MODE: tl.constexpr, FAST: tl.constexpr):
 def _write_tile(
     lo, hi, row, col, sums_ptr, e, pk, pm, place, position, is_first, M, K, length, tiles_m, zero,
     ROW: tl.constexpr, COL: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    GROUPED: tl.constexpr, SUMS: tl.constexpr, COUNT: tl.constexpr, BK: tl.constexpr,
+    GROUPED: tl.constexpr, SUMS: tl.constexpr, COUNT: tl.constexpr, BK: tl.constexpr, IS_SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Write the operands of a tile. place: (group, first row, group's first row, its end, whether there is a group);
-    row, col: the kernel's arguments for each."""
+    row, col: the kernel's arguments for each.  IS_SOURCE: the tile was loaded, not computed."""
     group, row0, start, rows_end, inside = place
     if SUMS:
         low, high = values(lo, hi, HELD)
@@ -160,7 +161,7 @@ def _write_tile(
             random, HELD, PACKED, EVEN, GROUPED, COL,
         )  # fmt: skip
     if ROW is not None:
-        if COL is not None and PACKED:
+        if COL is not None and PACKED and not (IS_SOURCE and takes_words(HELD, ROW)):
             # Words that the compiler takes for new ones, so that it unpacks them once more: keeping the fp32 values of
             # a whole tile would leave room for two programs instead of three.
             lo = lo ^ zero
@@ -210,12 +211,12 @@ def cast_kernel(
     )  # fmt: skip
     _write_tile(
         lo, hi, row, col, sums_ptr, e, pk, pm, place, position, pid == 0, M, K, length, tiles_m, zero,
-        ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK,
+        ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK, SOURCE == "plain",
     )  # fmt: skip
     if SOURCE == "swiglu_backward":
         _write_tile(
             next_lo, next_hi, row, col, sums_ptr, e, pk + tiles_k, pm, place, position, False, M, K, length, tiles_m,
-            zero, ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK,
+            zero, ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK, False,
         )  # fmt: skip
 
 

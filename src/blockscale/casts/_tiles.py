@@ -21,14 +21,14 @@ import triton.language as tl
 from ..formats.cast_spec import CastPlan
 from ._device import block_scale, butterfly, encode_factor, flip_signs, random_word, round_to_bf16
 from ._device_codes import (
-    encode_column_words,
-    encode_eight,
-    encode_four,
-    encode_pair,
+    encode_eight_words,
+    encode_four_words,
     encode_row_words,
+    encode_two,
     factor_words,
+    is_exact,
     magnitude_bits,
-    multiply_words,
+    takes_words,
 )
 
 
@@ -348,24 +348,20 @@ def write_row(
     else:
         most = _row_maxima(lo, hi, MODE, PACKED, S)
     scale, factor = block_scale(most, factors[0], factors[1], S)
-    BY_WORDS: tl.constexpr = PACKED and _multiplies_words(MODE, S)
-    spread = factor_words(factor, factor) if BY_WORDS else factor
+    BY_WORDS: tl.constexpr = PACKED and takes_words(MODE, S)
+    spread = factor_words(factor, factor) if BY_WORDS and is_exact(S) else factor
     spread = tl.broadcast_to(spread[:, None, :, None], (NR, S.across, NL, S.along // 2))
     spread = tl.reshape(spread, (MQ, J, W))
     m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
     w = pk * W + tl.arange(0, W)[None, None, :]
     if BY_WORDS:
-        words = multiply_words(lo, spread)
-        if S.code_bits == 4:
-            code = encode_row_words(words)
-        else:
-            lo, hi = unpack(words, MODE)
-            code = encode_pair(lo, hi, 0, 0, S)
+        code = encode_row_words(lo, spread, S)
     else:
         if not S.hadamard:
             lo, hi = values(lo, hi, MODE)
         word_lo, word_hi = _random_pair(random, m, w, S)
-        code = encode_pair(lo * spread, hi * spread, word_lo, word_hi, S)
+        code = encode_two(lo * spread, hi * spread, word_lo, word_hi, S)
+        code = code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
     if not EVEN:
         # the tail of a block with a NaN would not be zero by itself
         zero = tl.zeros_like(code)
@@ -428,30 +424,24 @@ def write_column(
     scale, factor = block_scale(most, factors[0], factors[1], S)  # [NB, 2W / across]
     spread = tl.broadcast_to(factor[:, :, None], (NB, 2 * W // S.across, S.across))
     low, high = tl.split(tl.reshape(spread, (NB, W, 2)))
-    m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
-    WHOLE: tl.constexpr = EVEN or GROUPED
-    if PACKED and _multiplies_words(MODE, S):
-        words = multiply_words(lo, _over_rows(factor_words(low, high), MQ))
-        if not WHOLE:
-            words = tl.where(m < length - position, words, 0)
-        if S.code_bits == 4:
-            low, high = _pack_words(words)
-        else:
-            lo, hi = unpack(words, MODE)
-            low, high = _pack_rows(lo, 0, S), _pack_rows(hi, 0, S)
+    low, high = _over_rows(low, MQ), _over_rows(high, MQ)
+    if PACKED and takes_words(MODE, S):
+        low, high = _pack_words(lo, low, high, S)
     else:
         if not S.hadamard:
             lo, hi = values(lo, hi, MODE)
-        lo, hi = lo * _over_rows(low, MQ), hi * _over_rows(high, MQ)
-        if not WHOLE:  # the tail of a block with a NaN would not be zero by itself
-            lo, hi = tl.where(m < length - position, lo, 0.0), tl.where(m < length - position, hi, 0.0)
+        m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
         word_lo, word_hi = _random_pair(random, m, pk * W + tl.arange(0, W)[None, None, :], S)
-        low, high = _pack_rows(lo, word_lo, S), _pack_rows(hi, word_hi, S)
+        low, high = _pack_rows(lo * low, word_lo, S), _pack_rows(hi * high, word_hi, S)
     packed = tl.reshape(tl.join(low, high), (BM // PER_WORD, 2 * W))
+    word = tl.arange(0, BM // PER_WORD)[:, None]
+    if not (EVEN or GROUPED):
+        # the tail of a block with a NaN would not be zero by itself
+        kept = tl.minimum(tl.maximum(length - position - word * PER_WORD, 0), PER_WORD)
+        packed = packed & tl.where(kept == PER_WORD, -1, (1 << (kept * S.code_bits)) - 1)
     if GROUPED and not ENCODE_ZEROS:
         packed = tl.where(live, packed, 0)
     k = tl.arange(0, 2 * W)[None, :]
-    word = tl.arange(0, BM // PER_WORD)[:, None]
     at = data_ptr + (pk.to(tl.int64) * (2 * W) * row_units + position // PER_WORD) + k * row_units + word
     if EVEN:
         tl.store(at, packed)
@@ -460,13 +450,6 @@ def write_column(
     block = position // S.along + tl.arange(0, NB)[:, None]
     tile = pk * (2 * W // S.across) + tl.arange(0, 2 * W // S.across)[None, :]
     _store_scales(scale_ptr, tl.trans(scale), tl.trans(tile), tl.trans(block), columns, length, pitch, S)
-
-
-@triton.constexpr_function
-def _multiplies_words(MODE, S):
-    """Whether a factor is a power of two, so that words of two bf16 values can be multiplied as they are."""
-    exact = S.family == "mx" or S.rule == "pow2"
-    return MODE == "bf16" and exact and S.hadamard == 0 and S.hardware != ""
 
 
 @triton.jit
@@ -493,42 +476,36 @@ def _fours(x):
 
 
 @triton.jit
-def _eights(x):
-    """Rows by their place among eight neighbours."""
-    even, odd = _alternate(x)
-    a, c, e, g = _fours(even)
-    b, d, f, h = _fours(odd)
-    return a, b, c, d, e, f, g, h
+def _pack_words(words, low, high, S: tl.constexpr):
+    """Codes of neighbouring rows, 32 bits of them in an int32, for each word's first column and for its second:
+    [MQ, J, W] -> [MQ * J * bits / 32, W]. low, high: the columns' factors."""
+    ROWS: tl.constexpr = words.shape[0] * words.shape[1] * S.code_bits // 32
+    W: tl.constexpr = words.shape[2]
+    if S.code_bits == 8:
+        a, b, c, d = _fours(words)
+        low, high = encode_four_words(a, b, c, d, low, high, S)
+    else:
+        even, odd = _alternate(words)
+        a, c, e, g = _fours(even)
+        b, d, f, h = _fours(odd)
+        low, high = encode_eight_words(a, b, c, d, e, f, g, h, low, high, S)
+    return tl.reshape(low, (ROWS, W)), tl.reshape(high, (ROWS, W))
 
 
 @triton.jit
 def _pack_rows(v, word, S: tl.constexpr):
-    """Codes of neighbouring rows, 32 bits of them in an int32: [MQ, J, W] -> [MQ * J * bits / 32, W]."""
+    """The same for values of one column each, and a random word for each."""
     ROWS: tl.constexpr = v.shape[0] * v.shape[1] * S.code_bits // 32
-    W: tl.constexpr = v.shape[2]
-    if S.hardware == "e2m1":
-        a, b, c, d, e, f, g, h = _eights(v)
-        return tl.reshape(encode_eight(a, b, c, d, e, f, g, h), (ROWS, W))
-    else:
-        words = (0, 0, 0, 0)
-        if S.stochastic:
-            words = _fours(word)
-        a, b, c, d = _fours(v)
-        code = encode_four(a, b, c, d, words, S)
-        if S.code_bits == 4:
-            low, high = _alternate(code)
-            code = low | (high << 16)
-        return tl.reshape(code, (ROWS, W))
-
-
-@triton.jit
-def _pack_words(words):
-    """As `_pack_rows` for words of two columns: E2M1 codes of the first ones, and of the second ones."""
-    ROWS: tl.constexpr = words.shape[0] * words.shape[1] // 8
-    W: tl.constexpr = words.shape[2]
-    a, b, c, d, e, f, g, h = _eights(words)
-    low, high = encode_column_words(a, b, c, d, e, f, g, h)
-    return tl.reshape(low, (ROWS, W)), tl.reshape(high, (ROWS, W))
+    even, odd = _alternate(v)
+    word_even, word_odd = word, word
+    if S.stochastic:
+        word_even, word_odd = _alternate(word)
+    low, high = _alternate(encode_two(even, odd, word_even, word_odd, S))
+    code = low | (high << (2 * S.code_bits))
+    if S.code_bits == 4:
+        low, high = _alternate(code)
+        code = low | (high << 16)
+    return tl.reshape(code, (ROWS, v.shape[2]))
 
 
 @triton.jit

@@ -139,8 +139,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
     if row is None:
         if source.held == "any":
             return Tile(8, 16, 128, 8)
-        if whole and 128 not in col.spec.block:
-            return Tile(16, 16, 64, 4, 128 if light else None)
+        if whole and 128 not in col.spec.block and not four_bits:
+            return Tile(16, 16, 64, 4)
         if light and not four_bits:
             return Tile(8, 16, 128, 4)
         return Tile(16, 8, 128, 4 if source.held != "fp32" else 8)
