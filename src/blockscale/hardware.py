@@ -31,8 +31,13 @@ class Capability:
 CPU = Capability("cpu")
 
 
+_CURRENT = torch.device("cuda")
+
+
 @functools.cache
-def _cuda_capability(index: int) -> Capability:
+def _capability(device: torch.device, index: int) -> Capability:
+    if device.type != "cuda":
+        return Capability(device.type)
     major, minor = torch.cuda.get_device_capability(index)
     return Capability("cuda", 10 * major + minor)
 
@@ -44,10 +49,8 @@ def capability(device: torch.device | str) -> Capability:
     Capability(device='cpu', sm=0)
     """
     device = torch.device(device)
-    if device.type != "cuda":
-        return CPU if device.type == "cpu" else Capability(device.type)
     # torch types the index as int, but it is None for "cuda" without a number
-    return _cuda_capability(torch.cuda.current_device() if device == torch.device("cuda") else device.index)
+    return _capability(device, torch.cuda.current_device() if device == _CURRENT else device.index)
 
 
 def named_device(name: torch.device | str) -> torch.device:

@@ -3,7 +3,10 @@
 Schema from the type hints, one body for every device (it selects a kernel from the table), a fake that allocates and
 does nothing else, a FLOP formula, and a sharding rule for DTensor. `Library.define` + `impl` costs about half of
 `torch.library.custom_op` per call and is just as opaque to torch.compile. Autograd lives above the operators, once.
+A call that nobody watches skips the dispatcher, which takes longer than a small kernel runs.
 """
+
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -47,15 +50,17 @@ def define_op(
     flops: Callable[..., int] | None = None,
     sharding: ShardingRule | None = None,
     mutates: Sequence[str] = (),
-) -> Callable[[Callable[..., object]], OpOverload]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: turn a typed function of tensors, strings and numbers into an operator that PyTorch can trace.
+
+    What it returns is called by position, and is the operator wherever somebody could tell (see `_direct`).
 
     fake: the same signature, allocates the outputs and nothing else.  flops: the same signature with shapes in place of
     tensors.  sharding: the same signature after the number of pieces, gives the cuts that keep the whole's numbers; to
     compute all of it on every rank is always allowed.  mutates: names of arguments written in place.
     """
 
-    def define(body: Callable[..., object]) -> OpOverload:
+    def define(body: Callable[..., Any]) -> Callable[..., Any]:
         name = body.__name__
         schema = torch.library.infer_schema(body, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -70,7 +75,8 @@ def define_op(
             SHARDING[name] = sharding
             _register_sharding(packet.default, sharding)
         OPERATORS[name] = packet.default
-        return packet.default
+        # the dispatcher counts the versions of what is written in place
+        return packet.default if mutates else _direct(packet.default, body)
 
     return define
 
@@ -86,7 +92,7 @@ def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
-    schema = op._schema  # pyright: ignore[reportPrivateUsage]
+    schema = op._schema
     arguments = {argument.name: str(argument.type) for argument in schema.arguments}
     results = len(schema.returns)
 
@@ -110,19 +116,68 @@ def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
 
     # register_sharding caches by what follows the first integer, and the text in front of it decides as well
     info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(arguments), needs_pytree=True)
-    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info  # pyright: ignore[reportPrivateUsage]
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info
 
 
-def _shielded(body: Callable[..., object]) -> Callable[..., object]:
+def _shielded(body: Callable[..., Any]) -> Callable[..., Any]:
     """The body as kernels need it: no autocast (it would lower the precision of their matrix products) and no autograd
     (a bias or a column sum would record half a graph)."""
 
     @functools.wraps(body)
-    def run(*args: object, **named: object) -> object:
-        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+    def run(*args: Any, **named: Any) -> Any:
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             return body(*args, **named)
 
     return run
+
+
+# ---- the direct path -------------------------------------------------------------------------------------------------
+
+
+def _bits(*names: str) -> int:
+    """Dispatch keys as the bits of a set."""
+    keys = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
+    return functools.reduce(lambda bits, key: bits | key.raw_repr(), keys, 0)
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# Whoever watches through the dispatcher shows as another key, of the thread (modes, functorch, tracing) or of a tensor
+# (subclasses, wrappers, other devices and layouts, values that are to be negated).
+_WATCHED = ~_bits(
+    *("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "BackendSelect")
+)
+_thread_keys = torch._C._dispatch_tls_local_include_set
+_tensor_keys = torch._C._dispatch_keys
+_function_modes = torch._C._len_torch_function_stack
+_is_profiling = torch._C._autograd._profiler_enabled
+_is_autocasting = torch._C._is_any_autocast_enabled
+
+
+def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, or its body alone where nobody can tell: plain tensors on a CPU or GPU, no mode, no transform, no
+    tracer and no profiler. The dispatcher and its way back into Python cost more than all of the body."""
+    shielded = _shielded(body)
+    places = [at for at, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
+
+    @functools.wraps(body)
+    def call(*args: Any) -> Any:
+        # first, because nothing below can be traced
+        if torch.compiler.is_compiling():
+            return op(*args)
+        if _function_modes() or _is_profiling() or _thread_keys().raw_repr() & _WATCHED:
+            return op(*args)
+        records = False
+        for at in places:
+            tensor = args[at]
+            if tensor is not None:
+                if type(tensor) not in _PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _WATCHED:
+                    return op(*args)
+                records = records or tensor.requires_grad
+        if _is_autocasting() or (records and torch.is_grad_enabled()):
+            return shielded(*args)
+        return body(*args)
+
+    return call
 
 
 # read once: tests and debugging sessions set it before the import
@@ -131,7 +186,7 @@ _POISON = env.flag("BLOCKSCALE_POISON")
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised output; with BLOCKSCALE_POISON every byte is FF, so what a kernel forgot to write is NaN."""
-    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    out = torch.empty(shape, dtype=dtype, device=device)
     if _POISON and not torch.compiler.is_compiling():
         out.view(-1).view(torch.uint8).fill_(0xFF)
     return out

@@ -8,6 +8,7 @@ a few microseconds must not wait for the host. docs/design/casts.md has the figu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -162,50 +163,78 @@ def launch(
     source: Source, row: Output | None, col: Output | None, *, colsum: Tensor | None = None, offs: Tensor | None = None
 ) -> None:
     """Fill the buffers of one operand or both. What depends on shapes alone is worked out once per shape."""
-    tensors = (source.x, source.y, source.z, source.index, offs)
+    x, others = source.x, (source.y, source.z, source.index, offs)
+    address, device = x.data_ptr(), x.get_device()  # -1 for the CPU
     key = (
-        source.name, source.columns, *map(_layout, tensors), _recipe(row), _recipe(col), colsum is None
+        source.name, source.columns, x.shape, x.stride(), x.dtype, device, address % 16,
+        None if others == _NONE else tuple(map(_layout, others)), _recipe(row), _recipe(col), colsum is None,
     )  # fmt: skip
     known = _LAUNCHES.get(key)
-    if source.x.is_cuda and source.x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(source.x.device):  # kernels go to the current device
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # kernels go to the current device
             return launch(source, row, col, colsum=colsum, offs=offs)
     if known is None or colsum is not None:
         return _prepare(source, row, col, colsum, offs, key)
-    amaxes = [_tensor_amax(source, out, offs, transposed=across) for out, across in ((row, False), (col, True))]
-    known.compiled[known.grid](
-        *tensors, None, *_raw(row, amaxes[0]), *_raw(col, amaxes[1]), *known.numbers, *known.constants
+    amaxes = _amaxes(source, row, col, offs) if known.reads_amax else (None, None)  # held until the kernel has them
+    arguments = (
+        address, *map(_address, others), None, *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]), *known.rest
     )  # fmt: skip
+    if _is_hooked():
+        known.compiled[known.grid](*arguments)
+    else:
+        known.run(*known.grid, known.stream(device), known.function, known.metadata, None, None, None, *arguments)
+
+
+_NONE = (None,) * 4
 
 
 class _Launch(NamedTuple):
-    """A compiled kernel with the arguments that a shape decides."""
+    """A compiled kernel with the arguments that a shape decides, and the parts of it that a launch without hooks takes:
+    `compiled[grid]` would look all of them up, and ask the driver about every tensor."""
 
     compiled: Any
     grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-    constants: tuple[object, ...]
+    rest: tuple[object, ...]
+    reads_amax: bool
+    run: Callable[..., object]
+    function: int
+    metadata: Any
+    stream: Callable[[int], int]
 
 
 _LAUNCHES: dict[tuple[object, ...], _Launch] = {}
 _MOST_LAUNCHES = 4096
 
 
+def _is_hooked() -> bool:
+    """Whether somebody wants to hear of launches: a profiler of Triton's, for one."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain, or what somebody put in its place
+
+
 def _layout(x: Tensor | None) -> tuple[object, ...] | None:
     """All of a tensor that a compiled kernel depends on; Triton compiles anew for addresses off 16 bytes."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device.index, x.data_ptr() % 16)
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
 
 
-def _recipe(out: Output | None) -> tuple[object, ...] | None:
-    if out is None:
-        return None
+def _recipe(out: Output | None) -> object:
+    if out is None or (out.amax is None and out.state is None):
+        return None if out is None else out.plan
     amax = None if out.amax is None else (out.amax.shape, out.amax.data_ptr() % 16)
     return out.plan, amax, None if out.state is None else out.state.data_ptr() % 16
 
 
-def _raw(out: Output | None, amax: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As `_pointers`, for a compiled kernel, which asks for addresses only."""
-    return (None,) * 5 if out is None else (*out.buffers, amax, out.state)
+def _address(x: Tensor | None) -> int | None:
+    """A tensor as a compiled kernel takes it; given a tensor, the launcher would ask the driver whose memory it is."""
+    return None if x is None else x.data_ptr()
+
+
+def _addresses(out: Output | None, amax: Tensor | None) -> tuple[int | None, ...]:
+    """As `_pointers`, for a compiled kernel."""
+    return _NO_OPERAND if out is None else (*map(_address, out.buffers), _address(amax), _address(out.state))
+
+
+_NO_OPERAND = (None,) * 5
 
 
 def _prepare(
@@ -242,7 +271,7 @@ def _prepare(
     tiles_m, tiles_k = ceil_div(cover_m, block_rows), ceil_div(cover_k, tile.BK)
     if source.walked != columns:  # a program writes the tile and the one beside it
         tiles_k = source.walked // tile.BK
-    amaxes = [_tensor_amax(source, out, offs, transposed=across) for out, across in ((row, False), (col, True))]
+    amaxes = _amaxes(source, row, col, offs)
     scopes = [0 if top is None else top.numel() for top in amaxes]
     sums = None
     if colsum is not None:
@@ -274,7 +303,11 @@ def _prepare(
     elif colsum is None and compiled is not None and matrices.data_ptr() == source.x.data_ptr():
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
-        _LAUNCHES[key] = _Launch(compiled, grid, numbers, constants)
+        stream = triton.runtime.driver.active.get_current_stream
+        _LAUNCHES[key] = _Launch(
+            compiled, grid, (*numbers, *constants), any(scopes), compiled.run, compiled.function,
+            compiled.packed_metadata, stream,
+        )  # fmt: skip
 
 
 def power_of_two(n: int) -> int:
@@ -326,6 +359,12 @@ def _random(out: Output | None, columns: int) -> tuple[int, int, int, int, int]:
 
 def _per_group(out: Output | None) -> bool:
     return out is not None and (out.plan.grouped_amax or (out.amax is not None and out.amax.dim() == 1))
+
+
+def _amaxes(
+    source: Source, row: Output | None, col: Output | None, offs: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    return _tensor_amax(source, row, offs, transposed=False), _tensor_amax(source, col, offs, transposed=True)
 
 
 def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, transposed: bool) -> Tensor | None:

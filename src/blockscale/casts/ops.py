@@ -48,8 +48,8 @@ _remembered_shapes = functools.lru_cache(maxsize=8192)(_buffer_shapes)
 def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Tensor | None) -> Buffers:
     """The buffers of one operand, for kernels and fakes alike."""
     shapes_of = _remembered_shapes if type(x) is Tensor else _buffer_shapes
-    supplied, groups = None if amax is None else tuple(amax.shape), None if offs is None else offs.shape[0]
-    codes, scales, tensor_scale = shapes_of(plan, tuple(x.shape), axis, supplied, groups)
+    supplied, groups = None if amax is None else amax.shape, None if offs is None else offs.shape[0]
+    codes, scales, tensor_scale = shapes_of(plan, x.shape, axis, supplied, groups)
     spec, device = plan.spec, x.device
     return (
         empty(codes, spec.data_dtype, device),
@@ -60,13 +60,14 @@ def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Te
 
 def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a cast."""
-    where, groups = capability(x.device), None if offs is None else offs.shape[0]
-    return _cast_request(op, where, tuple(x.shape), x.dtype, plans, groups, is_far(x))
+    groups = None if offs is None else offs.shape[0]
+    return _cast_request(op, capability(x.device), x.shape, x.stride(), x.dtype, plans, groups)
 
 
-def is_far(x: Tensor) -> bool:
-    """Whether neighbouring rows, of x or of an operand made from it, lie so far apart that 256 of them pass 2^31."""
-    return max(*x.stride()[-2:], *x.shape[-2:]) >= 1 << 23
+def is_far(shape: Shape, strides: Shape) -> bool:
+    """Whether neighbouring rows, of a tensor or of an operand made from it, lie so far apart that 256 of them pass
+    2^31."""
+    return max(*strides[-2:], *shape[-2:]) >= 1 << 23
 
 
 @functools.lru_cache(maxsize=8192)
@@ -74,13 +75,13 @@ def _cast_request(
     op: str,
     where: Capability,
     shape: Shape,
+    strides: Shape,
     dtype: torch.dtype,
     plans: tuple[CastPlan, ...],
     groups: int | None,
-    far: bool,
 ) -> Request:
     asked = {
-        "far": far,
+        "far": is_far(shape, strides),
         "offs": groups is not None,
         "many_groups": groups is not None and groups > 4096,
         "stochastic": any(plan.stream is not None for plan in plans),
@@ -210,7 +211,9 @@ def dequantize(
 def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a decode."""
     options = {name for name, on in (("offs", offs is not None), ("hadamard", q.hadamard is not None)) if on}
-    options |= {"far"} if is_far(q.operand.data) or max(q.shape[-2:]) >= 1 << 23 else set[str]()
+    options |= (
+        {"far"} if is_far(q.operand.data.shape, q.operand.data.stride()) or max(q.shape[-2:]) >= 1 << 23 else set[str]()
+    )
     options |= {"many_groups"} if offs is not None and q.group_align and offs.shape[0] > 4096 else set[str]()
     where, shape = capability(q.device), (q.rows, q.length)
     return Request("dequantize", where, (q.format,), shape, dtype, (q.scale_layout,), frozenset(options))

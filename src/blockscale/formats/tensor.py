@@ -101,9 +101,7 @@ class BlockScaled:
             return self
         check_layout(self.spec, layout)
         buffer = pack_scale(self.spec, self.plain_scale(), self.rows, self.length, layout)
-        scale = scale_view(self.spec, buffer, self.rows, self.length, layout)
-        if self.axis == -2 and layout != "blocked":
-            scale = scale.mT
+        scale = scale_view(self.spec, buffer, self.rows, self.length, layout, transposed=self.axis == -2)
         return replace(self, scale=scale, scale_layout=layout)
 
     def to(self, device: torch.device | str) -> BlockScaled:
@@ -178,22 +176,22 @@ def assemble(
     axis last; the third is empty unless NVFP4.
     """
     spec, (data, scale, global_scale) = plan.spec, buffers
-    rows, logical = shape[-3 - axis], shape[axis]
     padded = groups is not None
-    length = data.shape[-1] * spec.codes_per_byte if padded else plan.stored_length(logical)
-    operand = BlockScaled(
-        shorten(data, code_bytes(spec, length)),
-        scale_view(spec, scale, rows, length, plan.layout),
+    length = data.shape[-1] * spec.codes_per_byte if padded else plan.stored_length(shape[axis])
+    data = shorten(data, code_bytes(spec, length))
+    scale = scale_view(spec, scale, shape[-3 - axis], length, plan.layout, transposed=axis == -2)
+    return BlockScaled(
+        data if axis == -1 else data.mT,
+        scale,
         global_scale if spec.family == "nvfp4" else None,
         plan.format,
-        -1,
+        axis,
         plan.layout,
-        (*shape[:-2], rows, logical),
+        tuple(shape),
         GROUP_ALIGN if padded else 0,
         plan.hadamard,
         groups or 0,
     )
-    return operand if axis == -1 else operand.mT
 
 
 def check_is_block_scaled(q: object, name: str, taker: str) -> None:
