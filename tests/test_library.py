@@ -84,28 +84,34 @@ def permute_both_samples(device):
         yield x, indices, plan, plan, None, None, amax, amax, offs
 
 
+def parts(q):
+    """As an operand crosses where somebody watches: one-byte codes and scales as bytes."""
+    data, scale, factor, kind = to_parts(q)
+    return *(t.view(torch.uint8) if t.element_size() == 1 else t for t in (data, scale)), factor, kind
+
+
 def dequantize_samples(device):
     x, offs = gaussian(40, 48, device=device), offsets([3, 0, 30], device)
     for name in FORMATS:
         q = bs.quantize(x, name, axis=-2)
-        yield *to_parts(q), -2, 40, 0, None, None, torch.bfloat16
+        yield *parts(q), -2, 40, 0, None, None, torch.bfloat16
     q = bs.quantize(x, "mxfp4", axis=-2, offs=offs, hadamard=True)
-    yield *to_parts(q), -2, 40, q.group_align, q.hadamard, offs, torch.float32
+    yield *parts(q), -2, 40, q.group_align, q.hadamard, offs, torch.float32
 
 
 def gemm_samples(device):
     for name in FORMATS:
         a = bs.quantize(gaussian(20, 48, device=device), name)
         b = bs.quantize(gaussian(24, 48, device=device), partner(name))
-        yield *to_parts(a), *to_parts(b), 48, gaussian(24, device=device), torch.bfloat16
-        yield *to_parts(a), *to_parts(b), 48, None, torch.float32
+        yield *parts(a), *parts(b), 48, gaussian(24, device=device), torch.bfloat16
+        yield *parts(a), *parts(b), 48, None, torch.float32
 
 
 def gemm_add_samples(device):
     for name in FORMATS:
         a = bs.quantize(gaussian(20, 48, device=device), name)
         b = bs.quantize(gaussian(24, 48, device=device), partner(name))
-        yield torch.ones(20, 24, device=device), *to_parts(a), *to_parts(b), 48
+        yield torch.ones(20, 24, device=device), *parts(a), *parts(b), 48
 
 
 def grouped_operands(device):
@@ -121,12 +127,12 @@ def grouped_operands(device):
 def grouped_samples(device):
     for a, b, offs, shape in grouped_operands(device):
         bias = gaussian(3, 24, device=device) if len(shape) == 2 else None
-        yield *to_parts(a), *to_parts(b), a.length, offs, bias, torch.bfloat16
+        yield *parts(a), *parts(b), a.length, offs, bias, torch.bfloat16
 
 
 def grouped_add_samples(device):
     for a, b, offs, shape in grouped_operands(device):
-        yield torch.ones(shape, device=device), *to_parts(a), *to_parts(b), a.length, offs
+        yield torch.ones(shape, device=device), *parts(a), *parts(b), a.length, offs
 
 
 SAMPLES = {

@@ -9,7 +9,7 @@ a few microseconds must not wait for the host. docs/design/casts.md has the figu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from ..formats.layout import GROUP_ALIGN, ceil_div, code_row_bytes, padded_lengt
 from ..hardware import capability
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
+from ._launch import launcher
 from ._tiles import side
 
 Buffers = tuple[Tensor, Tensor, Tensor]
@@ -163,11 +164,13 @@ def launch(
     source: Source, row: Output | None, col: Output | None, *, colsum: Tensor | None = None, offs: Tensor | None = None
 ) -> None:
     """Fill the buffers of one operand or both. What depends on shapes alone is worked out once per shape."""
-    x, others = source.x, (source.y, source.z, source.index, offs)
+    x = source.x
     address, device = x.data_ptr(), x.get_device()  # -1 for the CPU
+    others: tuple[Tensor | None, ...] = (source.y, source.z, source.index, offs)
+    alone = source.y is None and source.index is None and offs is None
     key = (
         source.name, source.columns, x.shape, x.stride(), x.dtype, device, address % 16,
-        None if others == _NONE else tuple(map(_layout, others)), _recipe(row), _recipe(col), colsum is None,
+        None if alone else tuple(map(_layout, others)), _recipe(row), _recipe(col), colsum is None,
     )  # fmt: skip
     known = _LAUNCHES.get(key)
     if device >= 0 and device != torch.cuda.current_device():
@@ -176,40 +179,22 @@ def launch(
     if known is None or colsum is not None:
         return _prepare(source, row, col, colsum, offs, key)
     amaxes = _amaxes(source, row, col, offs) if known.reads_amax else (None, None)  # held until the kernel has them
-    arguments = (
-        address, *map(_address, others), None, *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]), *known.rest
+    addresses = others if alone else map(_address, others)
+    known.launch(
+        device, address, *addresses, None, *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]), *known.rest
     )  # fmt: skip
-    if _is_hooked():
-        known.compiled[known.grid](*arguments)
-    else:
-        known.run(*known.grid, known.stream(device), known.function, known.metadata, None, None, None, *arguments)
 
 
-_NONE = (None,) * 4
+class _Known(NamedTuple):
+    """What a shape decides: a compiled kernel on its grid, and its arguments but for addresses."""
 
-
-class _Launch(NamedTuple):
-    """A compiled kernel with the arguments that a shape decides, and the parts of it that a launch without hooks takes:
-    `compiled[grid]` would look all of them up, and ask the driver about every tensor."""
-
-    compiled: Any
-    grid: tuple[int, int, int]
+    launch: Callable[..., None]
     rest: tuple[object, ...]
     reads_amax: bool
-    run: Callable[..., object]
-    function: int
-    metadata: Any
-    stream: Callable[[int], int]
 
 
-_LAUNCHES: dict[tuple[object, ...], _Launch] = {}
+_LAUNCHES: dict[tuple[object, ...], _Known] = {}
 _MOST_LAUNCHES = 4096
-
-
-def _is_hooked() -> bool:
-    """Whether somebody wants to hear of launches: a profiler of Triton's, for one."""
-    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain, or what somebody put in its place
 
 
 def _layout(x: Tensor | None) -> tuple[object, ...] | None:
@@ -225,16 +210,20 @@ def _recipe(out: Output | None) -> object:
 
 
 def _address(x: Tensor | None) -> int | None:
-    """A tensor as a compiled kernel takes it; given a tensor, the launcher would ask the driver whose memory it is."""
     return None if x is None else x.data_ptr()
+
+
+_NO_OPERAND = (None,) * 5
 
 
 def _addresses(out: Output | None, amax: Tensor | None) -> tuple[int | None, ...]:
     """As `_pointers`, for a compiled kernel."""
-    return _NO_OPERAND if out is None else (*map(_address, out.buffers), _address(amax), _address(out.state))
-
-
-_NO_OPERAND = (None,) * 5
+    if out is None:
+        return _NO_OPERAND
+    data, scale, factor = out.buffers
+    if amax is None and out.state is None:
+        return data.data_ptr(), scale.data_ptr(), None if factor is None else factor.data_ptr(), None, None
+    return data.data_ptr(), scale.data_ptr(), _address(factor), _address(amax), _address(out.state)
 
 
 def _prepare(
@@ -303,11 +292,7 @@ def _prepare(
     elif colsum is None and compiled is not None and matrices.data_ptr() == source.x.data_ptr():
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
-        stream = triton.runtime.driver.active.get_current_stream
-        _LAUNCHES[key] = _Launch(
-            compiled, grid, (*numbers, *constants), any(scopes), compiled.run, compiled.function,
-            compiled.packed_metadata, stream,
-        )  # fmt: skip
+        _LAUNCHES[key] = _Known(launcher(compiled, grid), (*numbers, *constants), any(scopes))
 
 
 def power_of_two(n: int) -> int:

@@ -6,7 +6,6 @@ Bodies select a kernel and fill buffers; the fakes share the allocation. A cast 
 
 import functools
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import check_group_ends, code_row_bytes, padded_length, scale_buffer_shape
 from ..formats.tensor import BlockScaled, from_parts
-from ..hardware import Capability, capability
+from ..hardware import capability
 from ..library import define_op, empty
 from ..registry import Request, select
 from . import sharding
@@ -61,7 +60,7 @@ def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Te
 def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a cast."""
     groups = None if offs is None else offs.shape[0]
-    return _cast_request(op, capability(x.device), x.shape, x.stride(), x.dtype, plans, groups)
+    return _cast_request(op, x.device, x.shape, x.stride(), x.dtype, plans, groups)
 
 
 def is_far(shape: Shape, strides: Shape) -> bool:
@@ -73,7 +72,7 @@ def is_far(shape: Shape, strides: Shape) -> bool:
 @functools.lru_cache(maxsize=8192)
 def _cast_request(
     op: str,
-    where: Capability,
+    device: torch.device,
     shape: Shape,
     strides: Shape,
     dtype: torch.dtype,
@@ -89,7 +88,7 @@ def _cast_request(
     }
     formats, layouts = tuple(plan.format for plan in plans), tuple(plan.layout for plan in plans)
     options = frozenset(name for name, on in asked.items() if on)
-    return Request(op, where, formats, (math.prod(shape[:-1]), shape[-1]), dtype, layouts, options)
+    return Request(op, capability(device), formats, (math.prod(shape[:-1]), shape[-1]), dtype, layouts, options)
 
 
 def _fake_quantize(
@@ -199,8 +198,7 @@ def dequantize(
 ) -> Tensor:
     """Values of an operand, `length` along its scaled axis; rotated back unless `hadamard` is left out."""
     shape = _decoded_shape(data, axis, length)
-    operand = from_parts(data, scale, global_scale, kind, 0)
-    source = replace(operand, axis=axis, shape=shape, group_align=group_align, hadamard=hadamard)
+    source = from_parts(data, scale, global_scale, kind, shape, axis=axis, group_align=group_align, hadamard=hadamard)
     # tokens lie along the scaled axis of a padded operand, else along the other one
     check_group_ends(offs, shape[axis] if group_align else shape[-3 - axis])
     out = empty(shape, dtype, source.device)
@@ -210,10 +208,31 @@ def dequantize(
 
 def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a decode."""
-    options = {name for name, on in (("offs", offs is not None), ("hadamard", q.hadamard is not None)) if on}
-    options |= (
-        {"far"} if is_far(q.operand.data.shape, q.operand.data.stride()) or max(q.shape[-2:]) >= 1 << 23 else set[str]()
-    )
-    options |= {"many_groups"} if offs is not None and q.group_align and offs.shape[0] > 4096 else set[str]()
-    where, shape = capability(q.device), (q.rows, q.length)
-    return Request("dequantize", where, (q.format,), shape, dtype, (q.scale_layout,), frozenset(options))
+    groups = None if offs is None else offs.shape[0]
+    lies = (q.data.shape, q.data.stride(), q.shape, q.axis, q.group_align, q.hadamard)
+    return _dequantize_request(q.device, q.format, q.scale_layout, q.length, dtype, groups, *lies)
+
+
+@functools.lru_cache(maxsize=8192)
+def _dequantize_request(
+    device: torch.device,
+    format: str,
+    layout: str,
+    length: int,
+    dtype: torch.dtype,
+    groups: int | None,
+    codes: Shape,
+    strides: Shape,
+    shape: Shape,
+    axis: int,
+    group_align: int,
+    hadamard: int | None,
+) -> Request:
+    asked = {
+        "far": is_far(codes, strides) or max(shape[-2:]) >= 1 << 23,
+        "offs": groups is not None,
+        "many_groups": groups is not None and group_align > 0 and groups > 4096,
+        "hadamard": hadamard is not None,
+    }
+    options = frozenset(name for name, on in asked.items() if on)
+    return Request("dequantize", capability(device), (format,), (shape[-3 - axis], length), dtype, (layout,), options)
