@@ -11,9 +11,10 @@ A call that nobody watches skips the dispatcher, which takes longer than a small
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ def define_op(
 
     What it returns is called by position, and is the operator wherever somebody could tell (see `_direct`).
 
+    A body may return None in place of a tensor where the arguments ask for none; the operator returns an empty one.
+
     fake: the same signature, allocates the outputs and nothing else.  flops: the same signature with shapes in place of
     tensors.  sharding: the same signature after the number of pieces, gives the cuts that keep the whole's numbers; to
     compute all of it on every rank is always allowed.  mutates: names of arguments written in place.
@@ -62,12 +65,12 @@ def define_op(
 
     def define(body: Callable[..., Any]) -> Callable[..., Any]:
         name = body.__name__
-        schema = torch.library.infer_schema(body, mutates_args=mutates)
+        schema = torch.library.infer_schema(_prototype(body), mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, _shielded(body), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _filled(_shielded(body)), "CompositeExplicitAutograd")
         # results never require grad, so a backward through a bare operator raises; torch would only warn
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _filled(fake), lib=_LIBRARY)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         if flops is not None:
             register_flop_formula(packet)(flops)
@@ -119,6 +122,34 @@ def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info
 
 
+def _prototype(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body's signature as a schema can say it, which knows no optional results."""
+    signature = inspect.signature(body)
+    result = signature.return_annotation
+    if get_origin(result) is tuple:
+        result = tuple[*(Tensor if part == Tensor | None else part for part in get_args(result))]
+
+    @functools.wraps(body)
+    def prototype() -> None: ...
+
+    prototype.__signature__ = signature.replace(return_annotation=result)  # pyright: ignore[reportAttributeAccessIssue]
+    return prototype
+
+
+def _filled(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body with empty tensors for results that are None."""
+
+    @functools.wraps(body)
+    def run(*args: Any, **named: Any) -> Any:
+        results = body(*args, **named)
+        if not isinstance(results, tuple):
+            return results
+        device = results[0].device
+        return tuple(empty((0,), torch.float32, device) if result is None else result for result in results)
+
+    return run
+
+
 def _shielded(body: Callable[..., Any]) -> Callable[..., Any]:
     """The body as kernels need it: no autocast (it would lower the precision of their matrix products) and no autograd
     (a bias or a column sum would record half a graph)."""
@@ -149,7 +180,7 @@ _WATCHED = ~_bits(
 _thread_keys = torch._C._dispatch_tls_local_include_set
 _tensor_keys = torch._C._dispatch_keys
 _function_modes = torch._C._len_torch_function_stack
-_is_profiling = torch._C._autograd._profiler_enabled
+_is_profiling = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 _is_autocasting = torch._C._is_any_autocast_enabled
 
 

@@ -1,6 +1,6 @@
 """The shortest way to launch a compiled Triton kernel again."""
 
-# pyright: basic
+# pyright: basic, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

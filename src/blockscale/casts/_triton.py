@@ -23,7 +23,7 @@ from ._kernels import amax_kernel, cast_kernel, colsum_kernel
 from ._launch import launcher
 from ._tiles import side
 
-Buffers = tuple[Tensor, Tensor, Tensor]
+Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 # Under TRITON_INTERPRET=1 kernels run in numpy on the CPU; its fp8 casts do not round, so codes are made by integers.
 INTERPRETED = not isinstance(cast_kernel, triton.runtime.JITFunction)
@@ -317,6 +317,7 @@ def _pointers(out: Output | None, amax: Tensor | None, *, transposed: bool) -> t
     data, scale, factor = out.buffers
     unit = torch.int32 if transposed else torch.uint8 if out.plan.spec.codes_per_byte == 2 else torch.int16
     scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+    factor = scale.new_empty((0,), dtype=torch.float32) if factor is None else factor  # kernels are typed
     return data.view(torch.uint8).view(unit), scale, factor, amax, out.state
 
 

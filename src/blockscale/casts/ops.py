@@ -1,7 +1,7 @@
 """The cast operators: what crosses the boundary to PyTorch is tensors, and a `CastPlan` as text.
 
 Bodies select a kernel and fill buffers; the fakes share the allocation. A cast returns the operand's contiguous buffers
-(codes, scales, tensor scale; the last is empty unless NVFP4), which `formats.tensor.assemble` dresses.
+(codes, scales, tensor scale; the last is missing unless NVFP4), which `formats.tensor.assemble` dresses.
 """
 
 import functools
@@ -18,21 +18,20 @@ from ..library import define_op, empty
 from ..registry import Request, select
 from . import sharding
 
-Buffers = tuple[Tensor, Tensor, Tensor]
-
-
+Buffers = tuple[Tensor, Tensor, Tensor | None]
+Seven = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
 Shape = tuple[int, ...]
 
 
 def _buffer_shapes(
     plan: CastPlan, shape: Shape, axis: int, amax: Shape | None, groups: int | None
-) -> tuple[Shape, Shape, Shape]:
+) -> tuple[Shape, Shape, Shape | None]:
     """Shapes of codes, scales and tensor scale of a source's operand; amax: the shape of supplied maxima."""
     spec, lead = plan.spec, shape[:-2]
     rows, length = shape[-3 - axis], plan.stored_length(shape[axis])
     if groups is not None and axis == -2:
         length = padded_length(shape[-2], groups)
-    tensor_scale: Shape = (0,)
+    tensor_scale: Shape | None = None
     if spec.family == "nvfp4":
         per_group = (shape[0] if groups is None else groups,) if plan.grouped_amax else ()
         tensor_scale = per_group if amax is None else amax
@@ -53,7 +52,7 @@ def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Te
     return (
         empty(codes, spec.data_dtype, device),
         empty(scales, spec.scale_dtype, device),
-        empty(tensor_scale, torch.float32, device),
+        None if tensor_scale is None else empty(tensor_scale, torch.float32, device),
     )
 
 
@@ -100,7 +99,7 @@ def _fake_quantize(
 @define_op(fake=_fake_quantize, sharding=sharding.quantize)
 def quantize(
     x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """One operand of x, blocks along `axis`: codes, scales, tensor scale."""
     resolved = CastPlan.parse(plan)
     check_group_ends(offs, x.shape[-2])
@@ -117,9 +116,9 @@ def allocate_both(
     return allocate(x, plans[0], -1, amaxes[0], offs), allocate(x, plans[1], -2, amaxes[1], offs)
 
 
-def _allocate_colsum(x: Tensor, offs: Tensor | None, colsum: bool) -> Tensor:
+def _allocate_colsum(x: Tensor, offs: Tensor | None, colsum: bool) -> Tensor | None:
     if not colsum:
-        return empty((0,), torch.float32, x.device)
+        return None
     lead = x.shape[:-2] if offs is None else (offs.shape[0],)
     return empty((*lead, x.shape[-1]), torch.float32, x.device)
 
@@ -134,7 +133,7 @@ def _fake_quantize_both(
     col_amax: Tensor | None,
     offs: Tensor | None,
     colsum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Seven:
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     outs = allocate_both(x, plans, (row_amax, col_amax), offs)
     return *outs[0], *outs[1], _allocate_colsum(x, offs, colsum)
@@ -151,8 +150,8 @@ def quantize_both(
     col_amax: Tensor | None,
     offs: Tensor | None,
     colsum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Both operands of x from one read, and its column sums when asked for (else empty)."""
+) -> Seven:
+    """Both operands of x from one read, and its column sums when asked for."""
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     check_group_ends(offs, x.shape[-2])
     amaxes = (row_amax, col_amax)
@@ -160,7 +159,7 @@ def quantize_both(
     total = _allocate_colsum(x, offs, colsum)
     chosen = select(cast_request("cast_both", x, plans, offs))
     states = (row_state, col_state)
-    chosen.launch(x, plans, outs, total if colsum else None, states=states, amaxes=amaxes, offs=offs)
+    chosen.launch(x, plans, outs, total, states=states, amaxes=amaxes, offs=offs)
     return *outs[0], *outs[1], total
 
 

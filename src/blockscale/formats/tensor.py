@@ -165,7 +165,7 @@ def check_axis(axis: int) -> None:
 
 def assemble(
     plan: CastPlan,
-    buffers: tuple[Tensor, Tensor, Tensor],
+    buffers: tuple[Tensor, Tensor, Tensor | None],
     shape: Sequence[int],
     axis: int,
     *,
@@ -174,7 +174,7 @@ def assemble(
     """Dress the contiguous buffers of a cast as a `BlockScaled`: views only.
 
     shape: the source's; groups: how many were padded, None when none were. The buffers are those of the operand, scaled
-    axis last; the third is empty unless NVFP4.
+    axis last; the third means nothing unless NVFP4.
     """
     spec, (data, scale, global_scale) = plan.spec, buffers
     padded = groups is not None
