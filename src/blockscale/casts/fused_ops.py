@@ -107,9 +107,7 @@ def swiglu_quantize_both(
     return *outs[0], *outs[1]
 
 
-def _allocate_hidden(
-    grad: Tensor, hidden: str, amax: Tensor | None, offs: Tensor | None
-) -> Three | tuple[None, None, None]:
+def _allocate_hidden(grad: Tensor, hidden: str, amax: Maybe, offs: Maybe) -> tuple[Maybe, Maybe, Maybe]:
     """Buffers of the recomputed activation's column operand, if it is asked for."""
     return allocate(grad, CastPlan.parse(hidden), -2, amax, offs) if hidden else (None, None, None)
 
