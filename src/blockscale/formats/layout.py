@@ -77,12 +77,11 @@ def scale_view(
     """
     if layout == "blocked":
         return buffer
-    tiles, blocks = scale_counts(spec, rows, length)
     if layout == "mn_major":
-        buffer = shorten(buffer, tiles)
+        buffer = shorten(buffer, ceil_div(rows, spec.block[0]))
         return buffer if transposed else buffer.mT
     if layout == "grid":
-        buffer = shorten(buffer, blocks)
+        buffer = shorten(buffer, ceil_div(length, spec.block[1]))
     return buffer.mT if transposed else buffer
 
 
