@@ -13,7 +13,7 @@ from torch import Tensor
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import check_group_ends, code_row_bytes, padded_length, scale_buffer_shape
 from ..formats.tensor import BlockScaled, from_parts
-from ..hardware import capability
+from ..hardware import Capability, capability
 from ..library import define_op, empty
 from ..registry import Request, select
 from . import sharding
@@ -59,7 +59,7 @@ def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Te
 def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a cast."""
     groups = None if offs is None else offs.shape[0]
-    return _cast_request(op, x.device, x.shape, x.stride(), x.dtype, plans, groups)
+    return _cast_request(op, capability(x.device), x.shape, x.stride(), x.dtype, plans, groups)
 
 
 def is_far(shape: Shape, strides: Shape) -> bool:
@@ -71,7 +71,7 @@ def is_far(shape: Shape, strides: Shape) -> bool:
 @functools.lru_cache(maxsize=8192)
 def _cast_request(
     op: str,
-    device: torch.device,
+    where: Capability,
     shape: Shape,
     strides: Shape,
     dtype: torch.dtype,
@@ -87,7 +87,7 @@ def _cast_request(
     }
     formats, layouts = tuple(plan.format for plan in plans), tuple(plan.layout for plan in plans)
     options = frozenset(name for name, on in asked.items() if on)
-    return Request(op, capability(device), formats, (math.prod(shape[:-1]), shape[-1]), dtype, layouts, options)
+    return Request(op, where, formats, (math.prod(shape[:-1]), shape[-1]), dtype, layouts, options)
 
 
 def _fake_quantize(
@@ -209,12 +209,12 @@ def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None =
     """What the kernel table is asked for a decode."""
     groups = None if offs is None else offs.shape[0]
     lies = (q.data.shape, q.data.stride(), q.shape, q.axis, q.group_align, q.hadamard)
-    return _dequantize_request(q.device, q.format, q.scale_layout, q.length, dtype, groups, *lies)
+    return _dequantize_request(capability(q.device), q.format, q.scale_layout, q.length, dtype, groups, *lies)
 
 
 @functools.lru_cache(maxsize=8192)
 def _dequantize_request(
-    device: torch.device,
+    where: Capability,
     format: str,
     layout: str,
     length: int,
@@ -234,4 +234,4 @@ def _dequantize_request(
         "hadamard": hadamard is not None,
     }
     options = frozenset(name for name, on in asked.items() if on)
-    return Request("dequantize", capability(device), (format,), (shape[-3 - axis], length), dtype, (layout,), options)
+    return Request("dequantize", where, (format,), (shape[-3 - axis], length), dtype, (layout,), options)
