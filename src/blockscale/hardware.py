@@ -6,7 +6,6 @@ Nothing here starts CUDA unless a CUDA device is asked about.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import shutil
@@ -31,7 +30,9 @@ class Capability:
 CPU = Capability("cpu")
 
 
-@functools.cache
+_KNOWN: dict[torch.device, Capability] = {}
+
+
 def _cuda_capability(index: int) -> Capability:
     major, minor = torch.cuda.get_device_capability(index)
     return Capability("cuda", 10 * major + minor)
@@ -43,11 +44,16 @@ def capability(device: torch.device | str) -> Capability:
     >>> capability("cpu")
     Capability(device='cpu', sm=0)
     """
-    device = torch.device(device)
+    device = torch.device(device) if isinstance(device, str) else device
+    known = _KNOWN.get(device)
+    if known is not None:
+        return known
     if device.type != "cuda":
-        return CPU if device.type == "cpu" else Capability(device.type)
-    # torch types the index as int, but it is None for "cuda" without a number
-    return _cuda_capability(torch.cuda.current_device() if device == torch.device("cuda") else device.index)
+        return _KNOWN.setdefault(device, CPU if device.type == "cpu" else Capability(device.type))
+    # torch types the index as int, but it is None for "cuda" without a number, which is another device tomorrow
+    if device == torch.device("cuda"):
+        return capability(torch.device("cuda", torch.cuda.current_device()))
+    return _KNOWN.setdefault(device, _cuda_capability(device.index))
 
 
 def named_device(name: torch.device | str) -> torch.device:

@@ -3,14 +3,18 @@
 Schema from the type hints, one body for every device (it selects a kernel from the table), a fake that allocates and
 does nothing else, a FLOP formula, and a sharding rule for DTensor. `Library.define` + `impl` costs about half of
 `torch.library.custom_op` per call and is just as opaque to torch.compile. Autograd lives above the operators, once.
+A call that nobody watches skips the dispatcher, which takes longer than a small kernel runs.
 """
+
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -47,22 +51,26 @@ def define_op(
     flops: Callable[..., int] | None = None,
     sharding: ShardingRule | None = None,
     mutates: Sequence[str] = (),
-) -> Callable[[Callable[..., object]], OpOverload]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: turn a typed function of tensors, strings and numbers into an operator that PyTorch can trace.
+
+    What it returns is called by position, and is the operator wherever somebody could tell (see `_direct`).
+
+    A body may return None in place of a tensor where the arguments ask for none; the operator returns an empty one.
 
     fake: the same signature, allocates the outputs and nothing else.  flops: the same signature with shapes in place of
     tensors.  sharding: the same signature after the number of pieces, gives the cuts that keep the whole's numbers; to
     compute all of it on every rank is always allowed.  mutates: names of arguments written in place.
     """
 
-    def define(body: Callable[..., object]) -> OpOverload:
+    def define(body: Callable[..., Any]) -> Callable[..., Any]:
         name = body.__name__
-        schema = torch.library.infer_schema(body, mutates_args=mutates)
+        schema = torch.library.infer_schema(_prototype(body), mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, _shielded(body), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _filled(_shielded(body)), "CompositeExplicitAutograd")
         # results never require grad, so a backward through a bare operator raises; torch would only warn
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _filled(fake), lib=_LIBRARY)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         if flops is not None:
             register_flop_formula(packet)(flops)
@@ -70,7 +78,8 @@ def define_op(
             SHARDING[name] = sharding
             _register_sharding(packet.default, sharding)
         OPERATORS[name] = packet.default
-        return packet.default
+        # the dispatcher counts the versions of what is written in place
+        return packet.default if mutates else _direct(packet.default, body)
 
     return define
 
@@ -86,7 +95,7 @@ def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
-    schema = op._schema  # pyright: ignore[reportPrivateUsage]
+    schema = op._schema
     arguments = {argument.name: str(argument.type) for argument in schema.arguments}
     results = len(schema.returns)
 
@@ -110,19 +119,96 @@ def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
 
     # register_sharding caches by what follows the first integer, and the text in front of it decides as well
     info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(arguments), needs_pytree=True)
-    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info  # pyright: ignore[reportPrivateUsage]
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info
 
 
-def _shielded(body: Callable[..., object]) -> Callable[..., object]:
+def _prototype(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body's signature as a schema can say it, which knows no optional results."""
+    signature = inspect.signature(body)
+    result = signature.return_annotation
+    if get_origin(result) is tuple:
+        result = tuple[*(Tensor if part == Tensor | None else part for part in get_args(result))]
+
+    @functools.wraps(body)
+    def prototype() -> None: ...
+
+    prototype.__signature__ = signature.replace(return_annotation=result)  # pyright: ignore[reportAttributeAccessIssue]
+    return prototype
+
+
+def _filled(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body with empty tensors for results that are None."""
+
+    @functools.wraps(body)
+    def run(*args: Any, **named: Any) -> Any:
+        results = body(*args, **named)
+        if not isinstance(results, tuple):
+            return results
+        device = results[0].device
+        return tuple(empty((0,), torch.float32, device) if result is None else result for result in results)
+
+    return run
+
+
+def _shielded(body: Callable[..., Any]) -> Callable[..., Any]:
     """The body as kernels need it: no autocast (it would lower the precision of their matrix products) and no autograd
     (a bias or a column sum would record half a graph)."""
 
     @functools.wraps(body)
-    def run(*args: object, **named: object) -> object:
-        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+    def run(*args: Any, **named: Any) -> Any:
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
             return body(*args, **named)
 
     return run
+
+
+# ---- the direct path -------------------------------------------------------------------------------------------------
+
+
+def _bits(*names: str) -> int:
+    """Dispatch keys as the bits of a set."""
+    keys = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
+    return functools.reduce(lambda bits, key: bits | key.raw_repr(), keys, 0)
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# Whoever watches through the dispatcher shows as another key, of the thread (modes, functorch, tracing) or of a tensor
+# (subclasses, wrappers, other devices and layouts, values that are to be negated).
+_WATCHED = ~_bits(
+    *("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "BackendSelect")
+)
+_thread_keys = torch._C._dispatch_tls_local_include_set
+_tensor_keys = torch._C._dispatch_keys
+_function_modes = torch._C._len_torch_function_stack
+_is_profiling = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+_is_autocasting = torch._C._is_any_autocast_enabled
+
+
+def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, or its body alone where nobody can tell: plain tensors on a CPU or GPU, no mode, no transform, no
+    tracer and no profiler. The dispatcher and its way back into Python cost more than all of the body."""
+    shielded = _shielded(body)
+    places = [at for at, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
+
+    @functools.wraps(body)
+    def call(*args: Any) -> Any:
+        # first, because nothing below can be traced
+        if torch.compiler.is_compiling():
+            return op(*args)
+        if _function_modes() or _is_profiling() or _thread_keys().raw_repr() & _WATCHED:
+            return op(*args)
+        records = False
+        for at in places:
+            tensor = args[at]
+            if tensor is not None:
+                if type(tensor) not in _PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _WATCHED:
+                    return op(*args)
+                records = records or tensor.requires_grad
+        if _is_autocasting() or (records and torch.is_grad_enabled()):
+            return shielded(*args)
+        return body(*args)
+
+    return call
 
 
 # read once: tests and debugging sessions set it before the import
@@ -131,7 +217,8 @@ _POISON = env.flag("BLOCKSCALE_POISON")
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised output; with BLOCKSCALE_POISON every byte is FF, so what a kernel forgot to write is NaN."""
-    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    # sizes one by one are parsed in two thirds of the time of a tuple, but there must be one
+    out = torch.empty(*shape, dtype=dtype, device=device) if shape else torch.empty((), dtype=dtype, device=device)
     if _POISON and not torch.compiler.is_compiling():
         out.view(-1).view(torch.uint8).fill_(0xFF)
     return out

@@ -60,6 +60,10 @@ class Request:
     layouts: tuple[str, ...] = ()
     options: frozenset[str] = frozenset()
 
+    def __hash__(self) -> int:
+        # not of all fields: a request is looked up in every call, and few differ in the others alone
+        return hash((self.op, self.formats, self.shape, self.dtype))
+
     def __str__(self) -> str:
         extras = f" with {', '.join(sorted(self.options))}" if self.options else ""
         size = "x".join(map(str, self.shape))
@@ -179,10 +183,12 @@ def forced_backend(op: str) -> str | None:
         wanted = per_operation.get(op, everywhere)
         if wanted is not None:
             break
-    if wanted is None and (setting := env.get("BLOCKSCALE_BACKEND")):
-        check_name(setting, ["auto", *backends()], "backend")
-        wanted = setting
-    return wanted if wanted is not None and any(row.backend == wanted for row in _TABLE[op]) else None
+    if wanted is None:
+        wanted = env.get("BLOCKSCALE_BACKEND")
+        if not wanted:
+            return None
+        check_name(wanted, ["auto", *backends()], "backend")
+    return wanted if any(row.backend == wanted for row in _TABLE[op]) else None
 
 
 @contextlib.contextmanager

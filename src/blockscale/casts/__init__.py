@@ -9,7 +9,7 @@ whole one.
 from __future__ import annotations
 
 import contextlib
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -57,10 +57,11 @@ def quantize(
     >>> dequantize(q).sum().item()
     128.0
     """
-    options = (scale_rule, rounding, hadamard, role, amax, satfinite, scale_layout)
-    if isinstance(format, CastSpec):
-        _refuse_options(CastSpec("", *options))
-    spec = format if isinstance(format, CastSpec) else CastSpec(format, *options)
+    plain = rounding == "nearest" and hadamard is False and not satfinite and isinstance(amax, str) and amax == "tensor"
+    if plain and scale_rule is None and role is None and scale_layout is None:
+        spec = as_cast_spec(format)
+    else:
+        spec = _with_options(format, (scale_rule, rounding, hadamard, role, amax, satfinite, scale_layout))
     check_axis(axis)
     check_source(x, "x")
     plan = plan_cast(x, spec, offs)
@@ -165,25 +166,27 @@ def check_group_count(q: BlockScaled, offs: Tensor | None, name: str) -> None:
             )
 
 
-def _refuse_options(options: CastSpec) -> None:
-    """Raise if anything stands beside a `CastSpec`. Spelled out, since tracing cannot list a dataclass's fields."""
+def _with_options(format: str | CastSpec, options: tuple[Any, ...]) -> CastSpec:
+    """The spec of a name with options. Spelled out, since tracing cannot list a dataclass's fields."""
+    if not isinstance(format, CastSpec):
+        return CastSpec(format, *options)
+    spec = CastSpec("", *options)
     given = {
-        "scale_rule": options.scale_rule is not None,
-        "rounding": options.state is not None or options.rounding != "nearest",
-        "hadamard": options.hadamard is not False,
-        "role": options.role is not None,
-        "amax": options.amax_tensor is not None or options.amax != "tensor",
-        "satfinite": options.satfinite,
-        "scale_layout": options.scale_layout is not None,
+        "scale_rule": spec.scale_rule is not None,
+        "rounding": spec.rounding != "nearest",
+        "hadamard": spec.hadamard is not False,
+        "role": spec.role is not None,
+        "amax": spec.amax_tensor is not None or spec.amax != "tensor",
+        "satfinite": spec.satfinite,
+        "scale_layout": spec.scale_layout is not None,
     }
-    if any(given.values()):
-        raise OptionError(
-            message(
-                f"{', '.join(name for name, on in given.items() if on)} beside a CastSpec",
-                rule="a CastSpec holds all options of its cast",
-                fix="put them into the CastSpec, or pass the format by name",
-            )
+    raise OptionError(
+        message(
+            f"{', '.join(name for name, on in given.items() if on)} beside a CastSpec",
+            rule="a CastSpec holds all options of its cast",
+            fix="put them into the CastSpec, or pass the format by name",
         )
+    )
 
 
 def check_source(x: Tensor, name: str) -> None:
@@ -217,13 +220,15 @@ def check_source(x: Tensor, name: str) -> None:
 
 def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
     """Resolve a recipe and check it against the tensor that it is applied to."""
-    plan = spec.plan()
+    plan, state, amax = spec.plan(), spec.state, spec.amax_tensor
+    if offs is None and state is None and amax is None and not plan.grouped_amax:
+        return plan  # the rest is about these
     check_offs(offs, x.device, x.dim())
-    check_amax(spec.amax_tensor, x.device)
-    if spec.state is not None and spec.state.device != x.device:
+    check_amax(amax, x.device)
+    if state is not None and state.device != x.device:
         raise DeviceError(
             message(
-                f"the stochastic state is on {spec.state.device}, x on {x.device}",
+                f"the stochastic state is on {state.device}, x on {x.device}",
                 rule="seed and tick are read where the cast runs",
                 fix="make the state with rng_state(seed, tick, x.device)",
             )
@@ -236,7 +241,7 @@ def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
                 fix="use nvfp4 or fp8_1x128 for grouped activations",
             )
         )
-    groups = 0 if spec.amax_tensor is None else spec.amax_tensor.dim()
+    groups = 0 if amax is None else amax.dim()
     if (plan.grouped_amax or groups) and offs is None and x.dim() != 3:
         raise OptionError(
             message(
@@ -245,12 +250,10 @@ def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
                 fix="pass offs, or amax='tensor'",
             )
         )
-    if groups and spec.amax_tensor is not None:
+    if groups and amax is not None:
         want = x.shape[0] if offs is None else offs.shape[0]
-        if spec.amax_tensor.shape[0] != want:
-            raise ShapeError(
-                message(f"{spec.amax_tensor.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]")
-            )
+        if amax.shape[0] != want:
+            raise ShapeError(message(f"{amax.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]"))
     return plan
 
 

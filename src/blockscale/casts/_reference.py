@@ -24,7 +24,7 @@ from ..formats.stochastic import random_words
 from ..formats.tensor import BlockScaled
 from ..registry import kernel
 
-Buffers = tuple[Tensor, Tensor, Tensor]
+Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def quantize(
     codes = encode(scaled, spec.element, words)
     out[0].copy_(_to_code_rows(codes, spec))
     out[1].copy_(pack_scale(spec, scale, operand.shape[-2], operand.shape[-1], plan.layout))
-    if global_scale is not None:
+    if global_scale is not None and out[2] is not None:
         out[2].copy_(global_scale)
 
 

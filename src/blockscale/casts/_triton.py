@@ -8,7 +8,8 @@ a few microseconds must not wait for the host. docs/design/casts.md has the figu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,10 @@ from ..formats.layout import GROUP_ALIGN, ceil_div, code_row_bytes, padded_lengt
 from ..hardware import capability
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
+from ._launch import launcher
 from ._tiles import side
 
-Buffers = tuple[Tensor, Tensor, Tensor]
+Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 # Under TRITON_INTERPRET=1 kernels run in numpy on the CPU; its fp8 casts do not round, so codes are made by integers.
 INTERPRETED = not isinstance(cast_kernel, triton.runtime.JITFunction)
@@ -183,50 +185,66 @@ def launch(
     source: Source, row: Output | None, col: Output | None, *, colsum: Tensor | None = None, offs: Tensor | None = None
 ) -> None:
     """Fill the buffers of one operand or both. What depends on shapes alone is worked out once per shape."""
-    tensors = (source.x, source.y, source.z, source.index, offs)
+    x = source.x
+    address, device = x.data_ptr(), x.get_device()  # -1 for the CPU
+    others: tuple[Tensor | None, ...] = (source.y, source.z, source.index, offs)
+    alone = source.y is None and source.index is None and offs is None
     key = (
-        source.name, source.columns, source.eps, *map(_layout, tensors), _recipe(row), _recipe(col), colsum is None
+        source.name, source.columns, source.eps, x.shape, x.stride(), x.dtype, device, address % 16,
+        None if alone else tuple(map(_layout, others)), _recipe(row), _recipe(col), colsum is None,
     )  # fmt: skip
     known = _LAUNCHES.get(key)
-    if source.x.is_cuda and source.x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(source.x.device):  # kernels go to the current device
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # kernels go to the current device
             return launch(source, row, col, colsum=colsum, offs=offs)
     if known is None or colsum is not None:
         return _prepare(source, row, col, colsum, offs, key)
-    amaxes = [_tensor_amax(source, out, offs, transposed=across) for out, across in ((row, False), (col, True))]
-    known.compiled[known.grid](
-        *tensors, None, *_raw(row, amaxes[0]), *_raw(col, amaxes[1]), *known.numbers, *known.constants
+    amaxes = _amaxes(source, row, col, offs) if known.reads_amax else (None, None)  # held until the kernel has them
+    addresses = others if alone else map(_address, others)
+    known.launch(
+        device, address, *addresses, None, *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]), *known.rest
     )  # fmt: skip
 
 
-class _Launch(NamedTuple):
-    """A compiled kernel with the arguments that a shape decides."""
+class _Known(NamedTuple):
+    """What a shape decides: a compiled kernel on its grid, and its arguments but for addresses."""
 
-    compiled: Any
-    grid: tuple[int, int, int]
-    numbers: tuple[int | float, ...]
-    constants: tuple[object, ...]
+    launch: Callable[..., None]
+    rest: tuple[object, ...]
+    reads_amax: bool
 
 
-_LAUNCHES: dict[tuple[object, ...], _Launch] = {}
+_LAUNCHES: dict[tuple[object, ...], _Known] = {}
 _MOST_LAUNCHES = 4096
 
 
 def _layout(x: Tensor | None) -> tuple[object, ...] | None:
     """All of a tensor that a compiled kernel depends on; Triton compiles anew for addresses off 16 bytes."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device.index, x.data_ptr() % 16)
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
 
 
-def _recipe(out: Output | None) -> tuple[object, ...] | None:
-    if out is None:
-        return None
+def _recipe(out: Output | None) -> object:
+    if out is None or (out.amax is None and out.state is None):
+        return None if out is None else out.plan
     amax = None if out.amax is None else (out.amax.shape, out.amax.data_ptr() % 16)
     return out.plan, amax, None if out.state is None else out.state.data_ptr() % 16
 
 
-def _raw(out: Output | None, amax: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As `_pointers`, for a compiled kernel, which asks for addresses only."""
-    return (None,) * 5 if out is None else (*out.buffers, amax, out.state)
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+_NO_OPERAND = (None,) * 5
+
+
+def _addresses(out: Output | None, amax: Tensor | None) -> tuple[int | None, ...]:
+    """As `_pointers`, for a compiled kernel."""
+    if out is None:
+        return _NO_OPERAND
+    data, scale, factor = out.buffers
+    if amax is None and out.state is None:
+        return data.data_ptr(), scale.data_ptr(), None if factor is None else factor.data_ptr(), None, None
+    return data.data_ptr(), scale.data_ptr(), _address(factor), _address(amax), _address(out.state)
 
 
 def _prepare(
@@ -263,7 +281,7 @@ def _prepare(
     tiles_m, tiles_k = ceil_div(cover_m, block_rows), ceil_div(cover_k, tile.BK)
     if source.walked != columns:  # a program writes the tile and the one beside it
         tiles_k = source.walked // tile.BK
-    amaxes = [_tensor_amax(source, out, offs, transposed=across) for out, across in ((row, False), (col, True))]
+    amaxes = _amaxes(source, row, col, offs)
     scopes = [0 if top is None else top.numel() for top in amaxes]
     sums = None
     if colsum is not None:
@@ -296,7 +314,7 @@ def _prepare(
     elif colsum is None and compiled is not None and matrices.data_ptr() == source.x.data_ptr():
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
-        _LAUNCHES[key] = _Launch(compiled, grid, numbers, constants)
+        _LAUNCHES[key] = _Known(launcher(compiled, grid), (*numbers, *constants), any(scopes))
 
 
 def power_of_two(n: int) -> int:
@@ -321,6 +339,7 @@ def _pointers(out: Output | None, amax: Tensor | None, *, transposed: bool) -> t
     data, scale, factor = out.buffers
     unit = torch.int32 if transposed else torch.uint8 if out.plan.spec.codes_per_byte == 2 else torch.int16
     scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+    factor = scale.new_empty((0,), dtype=torch.float32) if factor is None else factor  # kernels are typed
     return data.view(torch.uint8).view(unit), scale, factor, amax, out.state
 
 
@@ -348,6 +367,12 @@ def _random(out: Output | None, columns: int) -> tuple[int, int, int, int, int]:
 
 def _per_group(out: Output | None) -> bool:
     return out is not None and (out.plan.grouped_amax or (out.amax is not None and out.amax.dim() == 1))
+
+
+def _amaxes(
+    source: Source, row: Output | None, col: Output | None, offs: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    return _tensor_amax(source, row, offs, transposed=False), _tensor_amax(source, col, offs, transposed=True)
 
 
 def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, transposed: bool) -> Tensor | None:

@@ -12,6 +12,7 @@ Any strides are read, if need be byte by byte: copies of operands made by others
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from ..hardware import capability
 from ..registry import Request, kernel
 from ._device import decode_e4m3, locate, power_of_two
 from ._device_decode import decode, decode_two, decode_word, rotate_pairs, rotate_rows, round_two, scaled, source
+from ._launch import launcher
 
 # ---- loading and storing ---------------------------------------------------------------------------------------------
 
@@ -266,6 +268,33 @@ def _reject(request: Request) -> str | None:
 @kernel("dequantize", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject)
 def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> None:
     """Triton: one read, one write"""
+    data, scale, factor, device = q.data, q.scale, q.global_scale, out.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # kernels go to the current device
+            return dequantize(q, out, offs=offs)
+    # all that a compiled kernel depends on; Triton compiles anew for addresses off 16 bytes
+    key = (
+        q.format, q.axis, q.scale_layout, q.shape, q.group_align, q.hadamard, out.dtype, device,
+        data.shape, data.stride(), data.data_ptr() % 16, scale.shape, scale.stride(), scale.data_ptr() % 16,
+        None if factor is None else (factor.shape, factor.data_ptr() % 16),
+        None if offs is None else (offs.shape, offs.data_ptr() % 16),
+    )  # fmt: skip
+    known = _LAUNCHES.get(key)
+    if known is None:
+        return _prepare(q, out, offs, key)
+    launch, rest = known
+    launch(
+        device, data.data_ptr(), scale.data_ptr(), None if factor is None else factor.data_ptr(),
+        None if offs is None else offs.data_ptr(), out.data_ptr(), *rest,
+    )  # fmt: skip
+
+
+_LAUNCHES: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
+_MOST_LAUNCHES = 4096
+
+
+def _prepare(q: BlockScaled, out: Tensor, offs: Tensor | None, key: tuple[object, ...]) -> None:
+    """Launch through the compiler, and remember what it made."""
     if out.numel() == 0:
         return
     operand, transposed = q.operand, q.axis == -2
@@ -294,15 +323,26 @@ def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> No
     tiles_r = ceil_div(rows, tile.rows)
     tiles_l = ceil_div(padded_length(logical, groups) if padded else logical, tile.length)
     exact = rows % tile.rows == 0 and logical % tile.length == 0 and length == logical
-    _dequantize_kernel[(count * tiles_r * tiles_l,)](
-        data.as_strided((unit,), (1,)).view(_UNITS[unit]) if whole else data,
-        scale, q.global_scale, offs, out.view(_UNITS[word]),
+    numbers = (
         rows, length, logical, data_units, *data_steps, *steps, rows * logical * out.element_size() // word,
         out.shape[-1] * out.element_size() // word, tiles_r, tiles_l, groups,
         1 if q.global_scale is None or not q.global_scale.dim() else count // max(q.global_scale.shape[0], 1),
-        S=S, OUT=_OUT[out.dtype], TRANSPOSED=transposed, MANY=count > 1, WHOLE=whole,
-        EVEN=exact and whole and paired and not padded, PAIRED=paired,
-        GROUPS=triton.next_power_of_2(max(groups, 1)) if padded else 0,
-        STEPS=groups.bit_length() if S.factor == "row" else 0, ALIGN=GROUP_ALIGN,
-        BR=tile.rows, BL=tile.length, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
+    constants = (
+        S, _OUT[out.dtype], transposed, count > 1, whole, exact and whole and paired and not padded, paired,
+        triton.next_power_of_2(max(groups, 1)) if padded else 0,
+        groups.bit_length() if S.factor == "row" else 0, GROUP_ALIGN, tile.rows, tile.length,
+    )  # fmt: skip
+    grid = (count * tiles_r * tiles_l, 1, 1)
+    compiled = _dequantize_kernel[grid](
+        data.as_strided((unit,), (1,)).view(_UNITS[unit]) if whole else data,
+        scale, q.global_scale, offs, out.view(_UNITS[word]), *numbers, *constants,
+        num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    in_place = data.data_ptr() == q.data.data_ptr() and scale.data_ptr() == q.scale.data_ptr()
+    # whether the end of the last row may be read by a whole unit is a matter of what lies behind it
+    certain = not whole or data.shape[-1] % unit == 0
+    if compiled is not None and in_place and certain:
+        if len(_LAUNCHES) >= _MOST_LAUNCHES:
+            _LAUNCHES.clear()
+        _LAUNCHES[key] = launcher(compiled, grid), (*numbers, *constants)

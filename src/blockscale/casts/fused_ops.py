@@ -14,11 +14,12 @@ from ..registry import select
 from .ops import allocate, allocate_both, cast_request
 from .sharding import whole
 
-Three = tuple[Tensor, Tensor, Tensor]
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
-Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Maybe = Tensor | None
+Three = tuple[Tensor, Tensor, Maybe]
+Four = tuple[Tensor, Tensor, Maybe, Tensor]
+Six = tuple[Tensor, Tensor, Maybe, Tensor, Tensor, Maybe]
+Seven = tuple[Tensor, Tensor, Maybe, Tensor, Tensor, Maybe, Tensor]
+Nine = tuple[Tensor, Tensor, Maybe, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe]
 
 
 def _parse(row: str, col: str) -> tuple[CastPlan, CastPlan]:
@@ -106,12 +107,9 @@ def swiglu_quantize_both(
     return *outs[0], *outs[1]
 
 
-def _allocate_hidden(grad: Tensor, hidden: str, amax: Tensor | None, offs: Tensor | None) -> Three:
-    """Buffers of the recomputed activation's column operand, or three empty tensors."""
-    if hidden:
-        return allocate(grad, CastPlan.parse(hidden), -2, amax, offs)
-    first, second, third = (empty((0,), torch.float32, grad.device) for _ in range(3))
-    return first, second, third
+def _allocate_hidden(grad: Tensor, hidden: str, amax: Maybe, offs: Maybe) -> tuple[Maybe, Maybe, Maybe]:
+    """Buffers of the recomputed activation's column operand, if it is asked for."""
+    return allocate(grad, CastPlan.parse(hidden), -2, amax, offs) if hidden else (None, None, None)
 
 
 def _fake_swiglu_backward(

@@ -1,12 +1,11 @@
 """The cast operators: what crosses the boundary to PyTorch is tensors, and a `CastPlan` as text.
 
 Bodies select a kernel and fill buffers; the fakes share the allocation. A cast returns the operand's contiguous buffers
-(codes, scales, tensor scale; the last is empty unless NVFP4), which `formats.tensor.assemble` dresses.
+(codes, scales, tensor scale; the last is missing unless NVFP4), which `formats.tensor.assemble` dresses.
 """
 
 import functools
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,21 +18,20 @@ from ..library import define_op, empty
 from ..registry import Request, select
 from . import sharding
 
-Buffers = tuple[Tensor, Tensor, Tensor]
-
-
+Buffers = tuple[Tensor, Tensor, Tensor | None]
+Seven = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
 Shape = tuple[int, ...]
 
 
 def _buffer_shapes(
     plan: CastPlan, shape: Shape, axis: int, amax: Shape | None, groups: int | None
-) -> tuple[Shape, Shape, Shape]:
+) -> tuple[Shape, Shape, Shape | None]:
     """Shapes of codes, scales and tensor scale of a source's operand; amax: the shape of supplied maxima."""
     spec, lead = plan.spec, shape[:-2]
     rows, length = shape[-3 - axis], plan.stored_length(shape[axis])
     if groups is not None and axis == -2:
         length = padded_length(shape[-2], groups)
-    tensor_scale: Shape = (0,)
+    tensor_scale: Shape | None = None
     if spec.family == "nvfp4":
         per_group = (shape[0] if groups is None else groups,) if plan.grouped_amax else ()
         tensor_scale = per_group if amax is None else amax
@@ -48,25 +46,26 @@ _remembered_shapes = functools.lru_cache(maxsize=8192)(_buffer_shapes)
 def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Tensor | None) -> Buffers:
     """The buffers of one operand, for kernels and fakes alike."""
     shapes_of = _remembered_shapes if type(x) is Tensor else _buffer_shapes
-    supplied, groups = None if amax is None else tuple(amax.shape), None if offs is None else offs.shape[0]
-    codes, scales, tensor_scale = shapes_of(plan, tuple(x.shape), axis, supplied, groups)
+    supplied, groups = None if amax is None else amax.shape, None if offs is None else offs.shape[0]
+    codes, scales, tensor_scale = shapes_of(plan, x.shape, axis, supplied, groups)
     spec, device = plan.spec, x.device
     return (
         empty(codes, spec.data_dtype, device),
         empty(scales, spec.scale_dtype, device),
-        empty(tensor_scale, torch.float32, device),
+        None if tensor_scale is None else empty(tensor_scale, torch.float32, device),
     )
 
 
 def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a cast."""
-    where, groups = capability(x.device), None if offs is None else offs.shape[0]
-    return _cast_request(op, where, tuple(x.shape), x.dtype, plans, groups, is_far(x))
+    groups = None if offs is None else offs.shape[0]
+    return _cast_request(op, capability(x.device), x.shape, x.stride(), x.dtype, plans, groups)
 
 
-def is_far(x: Tensor) -> bool:
-    """Whether neighbouring rows, of x or of an operand made from it, lie so far apart that 256 of them pass 2^31."""
-    return max(*x.stride()[-2:], *x.shape[-2:]) >= 1 << 23
+def is_far(shape: Shape, strides: Shape) -> bool:
+    """Whether neighbouring rows, of a tensor or of an operand made from it, lie so far apart that 256 of them pass
+    2^31."""
+    return max(*strides[-2:], *shape[-2:]) >= 1 << 23
 
 
 @functools.lru_cache(maxsize=8192)
@@ -74,13 +73,13 @@ def _cast_request(
     op: str,
     where: Capability,
     shape: Shape,
+    strides: Shape,
     dtype: torch.dtype,
     plans: tuple[CastPlan, ...],
     groups: int | None,
-    far: bool,
 ) -> Request:
     asked = {
-        "far": far,
+        "far": is_far(shape, strides),
         "offs": groups is not None,
         "many_groups": groups is not None and groups > 4096,
         "stochastic": any(plan.stream is not None for plan in plans),
@@ -100,7 +99,7 @@ def _fake_quantize(
 @define_op(fake=_fake_quantize, sharding=sharding.quantize)
 def quantize(
     x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """One operand of x, blocks along `axis`: codes, scales, tensor scale."""
     resolved = CastPlan.parse(plan)
     check_group_ends(offs, x.shape[-2])
@@ -117,9 +116,9 @@ def allocate_both(
     return allocate(x, plans[0], -1, amaxes[0], offs), allocate(x, plans[1], -2, amaxes[1], offs)
 
 
-def _allocate_colsum(x: Tensor, offs: Tensor | None, colsum: bool) -> Tensor:
+def _allocate_colsum(x: Tensor, offs: Tensor | None, colsum: bool) -> Tensor | None:
     if not colsum:
-        return empty((0,), torch.float32, x.device)
+        return None
     lead = x.shape[:-2] if offs is None else (offs.shape[0],)
     return empty((*lead, x.shape[-1]), torch.float32, x.device)
 
@@ -134,7 +133,7 @@ def _fake_quantize_both(
     col_amax: Tensor | None,
     offs: Tensor | None,
     colsum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Seven:
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     outs = allocate_both(x, plans, (row_amax, col_amax), offs)
     return *outs[0], *outs[1], _allocate_colsum(x, offs, colsum)
@@ -151,8 +150,8 @@ def quantize_both(
     col_amax: Tensor | None,
     offs: Tensor | None,
     colsum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Both operands of x from one read, and its column sums when asked for (else empty)."""
+) -> Seven:
+    """Both operands of x from one read, and its column sums when asked for."""
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     check_group_ends(offs, x.shape[-2])
     amaxes = (row_amax, col_amax)
@@ -160,7 +159,7 @@ def quantize_both(
     total = _allocate_colsum(x, offs, colsum)
     chosen = select(cast_request("cast_both", x, plans, offs))
     states = (row_state, col_state)
-    chosen.launch(x, plans, outs, total if colsum else None, states=states, amaxes=amaxes, offs=offs)
+    chosen.launch(x, plans, outs, total, states=states, amaxes=amaxes, offs=offs)
     return *outs[0], *outs[1], total
 
 
@@ -198,8 +197,7 @@ def dequantize(
 ) -> Tensor:
     """Values of an operand, `length` along its scaled axis; rotated back unless `hadamard` is left out."""
     shape = _decoded_shape(data, axis, length)
-    operand = from_parts(data, scale, global_scale, kind, 0)
-    source = replace(operand, axis=axis, shape=shape, group_align=group_align, hadamard=hadamard)
+    source = from_parts(data, scale, global_scale, kind, shape, axis=axis, group_align=group_align, hadamard=hadamard)
     # tokens lie along the scaled axis of a padded operand, else along the other one
     check_group_ends(offs, shape[axis] if group_align else shape[-3 - axis])
     out = empty(shape, dtype, source.device)
@@ -209,8 +207,31 @@ def dequantize(
 
 def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
     """What the kernel table is asked for a decode."""
-    options = {name for name, on in (("offs", offs is not None), ("hadamard", q.hadamard is not None)) if on}
-    options |= {"far"} if is_far(q.operand.data) or max(q.shape[-2:]) >= 1 << 23 else set[str]()
-    options |= {"many_groups"} if offs is not None and q.group_align and offs.shape[0] > 4096 else set[str]()
-    where, shape = capability(q.device), (q.rows, q.length)
-    return Request("dequantize", where, (q.format,), shape, dtype, (q.scale_layout,), frozenset(options))
+    groups = None if offs is None else offs.shape[0]
+    lies = (q.data.shape, q.data.stride(), q.shape, q.axis, q.group_align, q.hadamard)
+    return _dequantize_request(capability(q.device), q.format, q.scale_layout, q.length, dtype, groups, *lies)
+
+
+@functools.lru_cache(maxsize=8192)
+def _dequantize_request(
+    where: Capability,
+    format: str,
+    layout: str,
+    length: int,
+    dtype: torch.dtype,
+    groups: int | None,
+    codes: Shape,
+    strides: Shape,
+    shape: Shape,
+    axis: int,
+    group_align: int,
+    hadamard: int | None,
+) -> Request:
+    asked = {
+        "far": is_far(codes, strides) or max(shape[-2:]) >= 1 << 23,
+        "offs": groups is not None,
+        "many_groups": groups is not None and group_align > 0 and groups > 4096,
+        "hadamard": hadamard is not None,
+    }
+    options = frozenset(name for name, on in asked.items() if on)
+    return Request("dequantize", where, (format,), (shape[-3 - axis], length), dtype, (layout,), options)

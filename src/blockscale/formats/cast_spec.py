@@ -45,7 +45,11 @@ class CastSpec:
 
     def plan(self) -> CastPlan:
         """Defaults filled in and every option checked against the format."""
-        if torch.compiler.is_compiling() or isinstance(self.rounding, Stochastic):
+        return self._resolve() if torch.compiler.is_compiling() else self._plan
+
+    @functools.cached_property
+    def _plan(self) -> CastPlan:
+        if isinstance(self.rounding, Stochastic):
             return self._resolve()
         scope = self.amax if isinstance(self.amax, str) else None
         # what is written shows types too: 0 is not False here, and mistakes need not be hashable
@@ -104,7 +108,7 @@ class CastSpec:
         return None if isinstance(self.amax, str) else self.amax
 
 
-# plans that were made before: a training run makes the same few all the time
+# plans that were made before: specs that are made anew for every call are the same few all the time
 _PLANS: dict[str, CastPlan] = {}
 
 
@@ -165,6 +169,10 @@ class CastPlan:
     origin: tuple[int, int, int] | None = None
     first_group: int = 0
 
+    def __hash__(self) -> int:
+        # plans are part of the keys that casts are looked up by; text knows its hash, nine fields must be asked
+        return hash(self._known_text)
+
     @property
     def spec(self) -> Format:
         return get_format(self.format)
@@ -175,12 +183,11 @@ class CastPlan:
 
     def text(self) -> str:
         """The form in which a plan crosses an operator's boundary, and in which people read it."""
-        if torch.compiler.is_compiling():
-            return self._text()
-        known = _TEXTS.get(self)
-        if known is None:
-            known = _TEXTS[self] = self._text()
-        return known
+        return self._text() if torch.compiler.is_compiling() else self._known_text
+
+    @functools.cached_property
+    def _known_text(self) -> str:
+        return self._text()
 
     def _text(self) -> str:
         words = [self.format, self.rule, self.layout]
@@ -218,12 +225,20 @@ class CastPlan:
         )
 
 
-_TEXTS: dict[CastPlan, str] = {}
+_NAMED: dict[str, CastSpec] = {}
 
 
 def as_cast_spec(spec: str | CastSpec) -> CastSpec:
     """A bare format name means that format with its defaults."""
-    return CastSpec(spec) if isinstance(spec, str) else spec
+    if isinstance(spec, CastSpec):
+        return spec
+    # a mistake need not be hashable
+    if torch.compiler.is_compiling() or not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return CastSpec(spec)
+    known = _NAMED.get(spec)
+    if known is None:
+        known = _NAMED[spec] = CastSpec(spec)
+    return known
 
 
 def check_amax(amax: Tensor | None, device: torch.device) -> None:

@@ -68,14 +68,21 @@ def scale_buffer_shape(spec: Format, rows: int, length: int, layout: str) -> tup
     return (tiles, blocks)
 
 
-def scale_view(spec: Format, buffer: Tensor, rows: int, length: int, layout: str) -> Tensor:
-    """The scale tensor as the operand shows it, a view of its buffer."""
-    tiles, blocks = scale_counts(spec, rows, length)
+def scale_view(
+    spec: Format, buffer: Tensor, rows: int, length: int, layout: str, *, transposed: bool = False
+) -> Tensor:
+    """The scale tensor as the operand shows it, a view of its buffer. transposed: of the operand with axis=-2.
+
+    Views cost microseconds, so none is made and turned back.
+    """
+    if layout == "blocked":
+        return buffer
     if layout == "mn_major":
-        return shorten(buffer, tiles).mT
+        buffer = shorten(buffer, ceil_div(rows, spec.block[0]))
+        return buffer if transposed else buffer.mT
     if layout == "grid":
-        return shorten(buffer, blocks)
-    return buffer
+        buffer = shorten(buffer, ceil_div(length, spec.block[1]))
+    return buffer.mT if transposed else buffer
 
 
 def shorten(x: Tensor, length: int) -> Tensor:

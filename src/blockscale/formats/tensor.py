@@ -8,6 +8,7 @@ longer (a rotated tail, padded groups) along the scaled axis.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -101,9 +102,7 @@ class BlockScaled:
             return self
         check_layout(self.spec, layout)
         buffer = pack_scale(self.spec, self.plain_scale(), self.rows, self.length, layout)
-        scale = scale_view(self.spec, buffer, self.rows, self.length, layout)
-        if self.axis == -2 and layout != "blocked":
-            scale = scale.mT
+        scale = scale_view(self.spec, buffer, self.rows, self.length, layout, transposed=self.axis == -2)
         return replace(self, scale=scale, scale_layout=layout)
 
     def to(self, device: torch.device | str) -> BlockScaled:
@@ -166,7 +165,7 @@ def check_axis(axis: int) -> None:
 
 def assemble(
     plan: CastPlan,
-    buffers: tuple[Tensor, Tensor, Tensor],
+    buffers: tuple[Tensor, Tensor, Tensor | None],
     shape: Sequence[int],
     axis: int,
     *,
@@ -175,25 +174,25 @@ def assemble(
     """Dress the contiguous buffers of a cast as a `BlockScaled`: views only.
 
     shape: the source's; groups: how many were padded, None when none were. The buffers are those of the operand, scaled
-    axis last; the third is empty unless NVFP4.
+    axis last; the third means nothing unless NVFP4.
     """
     spec, (data, scale, global_scale) = plan.spec, buffers
-    rows, logical = shape[-3 - axis], shape[axis]
     padded = groups is not None
-    length = data.shape[-1] * spec.codes_per_byte if padded else plan.stored_length(logical)
-    operand = BlockScaled(
-        shorten(data, code_bytes(spec, length)),
-        scale_view(spec, scale, rows, length, plan.layout),
+    length = data.shape[-1] * spec.codes_per_byte if padded else plan.stored_length(shape[axis])
+    data = shorten(data, code_bytes(spec, length))
+    scale = scale_view(spec, scale, shape[-3 - axis], length, plan.layout, transposed=axis == -2)
+    return BlockScaled(
+        data if axis == -1 else data.mT,
+        scale,
         global_scale if spec.family == "nvfp4" else None,
         plan.format,
-        -1,
+        axis,
         plan.layout,
-        (*shape[:-2], rows, logical),
+        tuple(shape),
         GROUP_ALIGN if padded else 0,
         plan.hadamard,
         groups or 0,
     )
-    return operand if axis == -1 else operand.mT
 
 
 def check_is_block_scaled(q: object, name: str, taker: str) -> None:
@@ -213,11 +212,13 @@ def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
     spec = q.spec
     check_axis(q.axis)
     check_layout(spec, q.scale_layout)
-    operand = q.operand
-    lead = tuple(q.shape[:-2])
-    _check_part(name, "data", operand.data, spec.data_dtype, (*lead, q.rows, code_bytes(spec, q.length)), q)
-    want = (*lead, *scale_view_shape(spec, q.rows, q.length, q.scale_layout))
-    _check_part(name, "scale", operand.scale, spec.scale_dtype, want, q)
+    lead, rows, length = tuple(q.shape[:-2]), q.rows, q.length
+    # compared as they lie: the operand with its scaled axis last would take views
+    order = 1 if q.axis == -1 else -1
+    codes = (rows, code_bytes(spec, length))[::order]
+    scales = scale_view_shape(spec, rows, length, q.scale_layout)[::order]
+    _check_part(name, "data", q.data, spec.data_dtype, (*lead, *codes), q)
+    _check_part(name, "scale", q.scale, spec.scale_dtype, (*lead, *scales), q)
     has_global = q.global_scale is not None
     if has_global != (spec.family == "nvfp4"):
         raise LayoutError(
@@ -241,13 +242,13 @@ def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
 def _check_part(
     name: str, part: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], q: BlockScaled
 ) -> None:
-    if tensor.dtype == dtype and tuple(tensor.shape) == shape and tensor.device == q.device:
+    if tensor.dtype == dtype and tensor.shape == shape and tensor.device == q.device:
         return
     raise LayoutError(
         message(
             f"{name}.{part} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
             rule=f"{q.format} {tuple(q.shape)} with axis={q.axis} and {q.scale_layout} scales keeps its {part}"
-            f" as {dtype} {shape} (scaled axis last) on {q.device}",
+            f" as {dtype} {shape} on {q.device}",
             fix="make operands with blockscale.quantize, or give BlockScaled the shape it was cast from",
         )
     )
@@ -257,15 +258,24 @@ def to_parts(q: BlockScaled) -> tuple[Tensor, Tensor, Tensor | None, str]:
     """An operand as it crosses an operator's boundary: codes, scales, tensor scale, and `format layout` as text.
 
     One-byte codes and scales go as bytes: inductor cannot handle FP4 and E8M0 as inputs of operators that mutate, and
-    not every collective moves FP8.
+    not every collective moves FP8. Where there is neither, no views are made only to be undone.
     """
-    return _as_bytes(q.data), _as_bytes(q.scale), q.global_scale, f"{q.format} {q.scale_layout}"
+    kind = f"{q.format} {q.scale_layout}"
+    if not torch.compiler.is_compiling() and type(q.data) is Tensor:
+        return q.data, q.scale, q.global_scale, kind
+    return _as_bytes(q.data), _as_bytes(q.scale), q.global_scale, kind
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 and tensor.dtype != torch.uint8 else tensor
+    return _viewed(tensor, torch.uint8) if tensor.element_size() == 1 else tensor
 
 
+def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """By another dtype; a view costs microseconds, so none is made of what has it."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+@functools.cache
 def parse_kind(kind: str) -> tuple[Format, str]:
     """The format and the scale layout that `to_parts` names."""
     name, layout = kind.split(" ")
@@ -280,12 +290,27 @@ def stored_length(codes: Sequence[int], kind: str, length: int) -> int:
     return min(length, codes[-1] * parse_kind(kind)[0].codes_per_byte)
 
 
-def from_parts(data: Tensor, scale: Tensor, global_scale: Tensor | None, kind: str, length: int) -> BlockScaled:
+def operand_from_parts(data: Tensor, scale: Tensor, global_scale: Tensor | None, kind: str, length: int) -> BlockScaled:
     """An operand of a product from its parts, scaled axis last; length as `stored_length` takes it."""
-    spec, layout = parse_kind(kind)
     shape = (*data.shape[:-1], stored_length(data.shape, kind, length))
-    data, scale = data.view(spec.data_dtype), scale.view(spec.scale_dtype)
-    return BlockScaled(data, scale, global_scale, spec.name, -1, layout, shape)
+    return from_parts(data, scale, global_scale, kind, shape)
+
+
+def from_parts(
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    kind: str,
+    shape: tuple[int, ...],
+    *,
+    axis: int = -1,
+    group_align: int = 0,
+    hadamard: int | None = None,
+) -> BlockScaled:
+    """The inverse of `to_parts`, given what it leaves out."""
+    spec, layout = parse_kind(kind)
+    data, scale = _viewed(data, spec.data_dtype), _viewed(scale, spec.scale_dtype)
+    return BlockScaled(data, scale, global_scale, spec.name, axis, layout, shape, group_align, hadamard)
 
 
 def has_canonical_strides(q: BlockScaled) -> bool:

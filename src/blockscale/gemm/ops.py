@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats.tensor import BlockScaled, from_parts, has_canonical_strides, stored_length
+from ..formats.tensor import BlockScaled, has_canonical_strides, operand_from_parts, stored_length
 from ..hardware import capability
 from ..library import define_op, empty
 from ..registry import Request, select
@@ -93,8 +93,8 @@ def scaled_mm(
 ) -> Tensor:
     """a [M, length] @ b [N, length].mT."""
     out = _allocate(a, b, out_dtype)
-    left = from_parts(a, a_scale, a_global, a_kind, length)
-    right = from_parts(b, b_scale, b_global, b_kind, length)
+    left = operand_from_parts(a, a_scale, a_global, a_kind, length)
+    right = operand_from_parts(b, b_scale, b_global, b_kind, length)
     _launch(left, right, out, bias, accumulate=False)
     return out
 
@@ -128,6 +128,6 @@ def scaled_mm_add_(
     length: int,
 ) -> None:
     """acc += a @ b.mT, in fp32."""
-    left = from_parts(a, a_scale, a_global, a_kind, length)
-    right = from_parts(b, b_scale, b_global, b_kind, length)
+    left = operand_from_parts(a, a_scale, a_global, a_kind, length)
+    right = operand_from_parts(b, b_scale, b_global, b_kind, length)
     _launch(left, right, acc, None, accumulate=True)

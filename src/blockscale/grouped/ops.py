@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..formats.layout import check_group_ends
-from ..formats.tensor import BlockScaled, from_parts
+from ..formats.tensor import BlockScaled, operand_from_parts
 from ..gemm.ops import accumulated_flops, product_flops, product_options
 from ..hardware import capability
 from ..library import define_op, empty
@@ -76,8 +76,8 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """m-grouped when b has rank 3, else k-grouped; offs are the unpadded ends either way."""
     out = _allocate(a, b, offs, out_dtype)
-    left = from_parts(a, a_scale, a_global, a_kind, length)
-    right = from_parts(b, b_scale, b_global, b_kind, length)
+    left = operand_from_parts(a, a_scale, a_global, a_kind, length)
+    right = operand_from_parts(b, b_scale, b_global, b_kind, length)
     _launch(left, right, offs, out, bias, accumulate=False)
     return out
 
@@ -118,6 +118,6 @@ def scaled_grouped_mm_add_(
     offs: Tensor,
 ) -> None:
     """acc += the grouped product, in fp32."""
-    left = from_parts(a, a_scale, a_global, a_kind, length)
-    right = from_parts(b, b_scale, b_global, b_kind, length)
+    left = operand_from_parts(a, a_scale, a_global, a_kind, length)
+    right = operand_from_parts(b, b_scale, b_global, b_kind, length)
     _launch(left, right, offs, acc, None, accumulate=True)

@@ -1,0 +1,133 @@
+"""Launches of kernels that were compiled before: what reaches the driver, without a driver."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.casts import ops
+
+triton = pytest.importorskip("triton")
+_triton = pytest.importorskip("blockscale.casts._triton")
+_dequantize = pytest.importorskip("blockscale.casts._triton_dequantize")
+pytestmark = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compiles nothing")
+
+
+class Driver:
+    get_current_stream = staticmethod(lambda device: 1000 + device)
+
+
+class Kernel:
+    """A kernel as Triton has it, and what it compiles to; both note their arguments."""
+
+    function, packed_metadata = 77, (4, 1, 0)
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[object, ...]] = []
+        self.raw: list[tuple[object, ...]] = []
+        self.hooked: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: object):
+        def launch(*args: object, **options: object) -> Kernel:
+            (self.compiled if options else self.hooked).append(args)
+            return self
+
+        return launch
+
+    def run(self, *args: object) -> None:
+        self.raw.append(args)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel()
+    monkeypatch.setattr(_triton, "cast_kernel", kernel)
+    monkeypatch.setattr(_dequantize, "_dequantize_kernel", kernel)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setattr(_triton, "_LAUNCHES", {})
+    monkeypatch.setattr(_dequantize, "_LAUNCHES", {})
+    return kernel
+
+
+def cast(x: torch.Tensor, name: str, axis: int) -> ops.Buffers:
+    plan = bs.CastSpec(name).plan()
+    out = ops.allocate(x, plan, axis, None, None)
+    _triton.quantize(x, plan, axis, out)
+    return out
+
+
+def as_addresses(args: tuple[object, ...]) -> list[object]:
+    """What a launch through the compiler was given, as a launch after it should have it."""
+    return [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "mxfp4"])
+def test_a_second_cast_gives_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
+    cast(torch.ones(64, 128), name, axis)
+    assert (len(kernel.compiled), kernel.raw) == (1, [])
+    x = torch.ones(64, 128)
+    data, scale, factor = cast(x, name, axis)
+    assert factor is None
+    (args,) = kernel.raw
+    assert len(kernel.compiled) == 1
+    assert args[3:9] == (999, 77, (4, 1, 0), None, None, None)
+    before, after = as_addresses(kernel.compiled[0]), list(args[9:])
+    first = 6 if axis == -1 else 11  # x, y, z, index, offs, sums, then five of each operand
+    assert after[0] == x.data_ptr()
+    assert after[first : first + 2] == [data.data_ptr(), scale.data_ptr()]
+    assert after[16:] == before[16:]
+    assert [i for i in range(16) if bool(before[i]) != bool(after[i])] == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: torch.ones(128, 128),
+        lambda: torch.ones(64, 256)[:, :128],
+        lambda: torch.ones(64, 128).half(),
+        lambda: torch.ones(64 * 128 + 1)[1:].view(64, 128),
+        lambda: torch.ones(1, 64, 128),
+    ],
+    ids=["shape", "stride", "dtype", "alignment", "rank"],
+)
+def test_another_layout_is_compiled(kernel: Kernel, other) -> None:
+    cast(torch.ones(64, 128), "mxfp8_e4m3", -1)
+    cast(other(), "mxfp8_e4m3", -1)
+    assert (len(kernel.compiled), len(kernel.raw)) == (2, 0)
+    for name, axis in (("mxfp8_e4m3", -2), ("mxfp8_e5m2", -1)):
+        cast(torch.ones(64, 128), name, axis)
+    assert (len(kernel.compiled), len(kernel.raw)) == (4, 0)
+
+
+def test_hooks_of_triton_are_called(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast(torch.ones(64, 128), "mxfp8_e4m3", -1)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    cast(torch.ones(64, 128), "mxfp8_e4m3", -1)
+    assert (len(kernel.compiled), len(kernel.hooked), len(kernel.raw)) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "nvfp4"])
+def test_a_second_decode_gives_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
+    for _ in range(2):
+        q, out = bs.quantize(torch.ones(64, 128), name, axis=axis), torch.empty(64, 128)
+        _dequantize.dequantize(q, out)
+    assert (len(kernel.compiled), len(kernel.raw)) == (1, 1)
+    before, after = as_addresses(kernel.compiled[0]), list(kernel.raw[0][9:])
+    factor = None if q.global_scale is None else q.global_scale.data_ptr()
+    assert after[:5] == [q.data.data_ptr(), q.scale.data_ptr(), factor, None, out.data_ptr()]
+    assert after[5:] == before[5:]
+    _dequantize.dequantize(q, torch.empty(64, 128, dtype=torch.bfloat16))
+    assert len(kernel.compiled) == 2
+
+
+def test_a_decode_that_copied_first_is_not_remembered(kernel: Kernel) -> None:
+    q = bs.quantize(torch.ones(2, 64, 256), "mxfp8_e4m3", scale_layout="blocked")
+    apart = torch.zeros(2, 2 * q.scale.shape[1], dtype=torch.uint8).view(q.scale.dtype)[:, ::2]
+    for _ in range(2):
+        _dequantize.dequantize(
+            bs.BlockScaled(q.data, apart, None, q.format, -1, "blocked", q.shape), torch.empty(q.shape)
+        )
+    assert (len(kernel.compiled), len(kernel.raw)) == (2, 0)
