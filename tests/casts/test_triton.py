@@ -38,6 +38,7 @@ def interpreted(program: str, *arguments: str) -> tuple[int, int, int]:
     return cases, values, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_interpreted_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
     cases, values, wrong = interpreted("interpreted.py", name)
@@ -45,14 +46,16 @@ def test_interpreted_casts_equal_the_reference(name: str, compared: Counter[str]
     compared["the reference, Triton casts in the interpreter"] += values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4", "fp8_1x128", "fp8_128x128"])
 def test_interpreted_fused_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
     """One format of each family: fusions end in the same writes."""
     cases, values, wrong = interpreted("interpreted_kernels_fused.py", name)
-    assert (cases >= 14, wrong) == (True, 0)
+    assert (cases >= (13 if FORMATS[name].is_2d else 22), wrong) == (True, 0)
     compared["the reference, Triton fused casts in the interpreter"] += values
 
 
+@pytest.mark.slow
 def test_interpreted_dequantize_equals_the_reference(compared: Counter[str]) -> None:
     cases, values, wrong = interpreted("interpreted_dequantize.py")
     assert (cases >= 250, wrong) == (True, 0)
