@@ -16,7 +16,7 @@ NEXT := .venv-next/bin/python
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-next demo doctor test test-next test-gpu aot bench lint format clean
+.PHONY: help setup setup-next demo doctor test test-next test-gpu sanitize aot bench lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s%s\n", $$1, $$2}' Makefile
@@ -54,6 +54,9 @@ aot: setup setup-next ## compile all kernel variants for all GPUs, with both tri
 # Runs where nothing can be installed. Without a GPU it fails: all skipped must not look like all passed.
 test-gpu: ## run the tests that need a GPU, with PYTHON as it is, without .venv
 	BLOCKSCALE_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs $(ARGS)
+
+sanitize: ## run every Triton cast under compute-sanitizer, with PYTHON as it is, without .venv
+	PYTHONPATH=src $(PYTHON) tools/sanitize.py $(ARGS)
 
 bench: ## check and time every cast, with PYTHON as it is, without .venv
 	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)

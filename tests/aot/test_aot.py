@@ -34,7 +34,8 @@ pytestmark = [
 def test_machine_code(case: Case, arch: int) -> None:
     budget = case.budget
     if arch < 89 and budget.ptx and "mxfp4" not in case.name:
-        budget = replace(budget, registers=255, per_value=0.0)  # codes by integers: the budgets are those of the conversion instruction
+        # codes by integers: the budgets are those of the conversion instruction
+        budget = replace(budget, registers=255, per_value=0.0)
     wrong = []
     for found in reports(case.call, arch):
         figures = f"{found.registers} registers, {found.per_value:.2f} instructions for a value"

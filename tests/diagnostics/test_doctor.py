@@ -22,7 +22,7 @@ from blockscale.registry import kernel
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Add a row that beats every other one; the table is as before after the test. Two formats will do, and are quick."""
+    """Add a row that beats every other one; the table is as before after the test. Two formats are enough."""
     few = {name: FORMATS[name] for name in ("mxfp8_e4m3", "nvfp4")}
     monkeypatch.setattr(importlib.import_module("blockscale.diagnostics.doctor"), "FORMATS", few)
     kept = {op: list(rows) for op, rows in registry._TABLE.items()}

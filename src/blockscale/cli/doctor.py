@@ -66,8 +66,9 @@ def _matrices(report: DoctorReport) -> list[Table]:
     operations = list(dict.fromkeys(choice.operation for choice in report.choices))
     swiglu = [name for name in operations if name.startswith("swiglu")]
     others = [name for name in operations if name.startswith(("rmsnorm", "permute"))]
+    rest = [name for name in operations if name not in swiglu + others]
     return [
-        _matrix(report, "which backend serves what (numbers: why)", [n for n in operations if n not in swiglu + others]),
+        _matrix(report, "which backend serves what (numbers: why)", rest),
         _matrix(report, "casts fused with SwiGLU", swiglu),
         _matrix(report, "casts fused with RMSNorm and with a permutation", others),
     ]

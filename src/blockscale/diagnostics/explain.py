@@ -89,23 +89,24 @@ def _fused_request(op: str, operands: tuple[Operand, ...], offs: Tensor | None) 
     """What a fused cast asks the table, or None for operands that are not those of the call."""
     tensors = list(itertools.takewhile(lambda operand: isinstance(operand, Tensor), operands))
     specs = [as_cast_spec(operand) for operand in operands[len(tensors) :] if isinstance(operand, str | CastSpec)]
-    if len(tensors) + len(specs) != len(operands):
+    casts = (2, 3) if op == "swiglu_backward_both" else (2,) if op.endswith("_both") else (1,)
+    if len(tensors) + len(specs) != len(operands) or len(specs) not in casts:
         return None
-    match op, tensors, len(specs):
-        case ("swiglu", [Tensor() as gate_up], 1) | ("swiglu_both", [Tensor() as gate_up], 2):
+    match op, tensors:
+        case ("swiglu" | "swiglu_both", [Tensor() as gate_up]):
             check_gate_up(gate_up)
             source, like = gate_up, hidden_like(gate_up)
-        case ("swiglu_backward_both", [Tensor() as grad, Tensor() as gate_up], 2 | 3):
+        case ("swiglu_backward_both", [Tensor() as grad, Tensor() as gate_up]):
             check_gate_up(gate_up)
             check_grad(grad, gate_up)
             source, like = gate_up, gate_up
-        case ("rmsnorm", [Tensor() as x, Tensor() as weight], 1) | ("rmsnorm_both", [Tensor() as x, Tensor() as weight], 2):
+        case ("rmsnorm" | "rmsnorm_both", [Tensor() as x, Tensor() as weight]):
             check_norm(x, weight, 0.0)
             source, like = x, x
-        case ("permute", [Tensor() as x, Tensor() as indices], 1):
+        case ("permute", [Tensor() as x, Tensor() as indices]):
             check_permutation(x, indices)
             source, like = x, x
-        case ("permute_both", [Tensor() as x, Tensor() as indices, Tensor() as ends], 2):
+        case ("permute_both", [Tensor() as x, Tensor() as indices, Tensor() as ends]):
             check_permutation(x, indices)
             check_offs(ends, x.device, x.dim(), required=True)
             source, like, offs = x, permuted_like(x, indices), ends

@@ -1,8 +1,8 @@
 """Casts fused with what comes before them. Those that this version of the library lacks are skipped, and named.
 
-The peers are what people have today: the part before, to bf16, and then a cast of its own. `unfused` compiles that part,
-which rounds to bf16 once, as ours does: only torch's exponential and order of sums are others, and few codes differ.
-`eager` runs it kernel by kernel, and rounds after each.
+The peers are what people have today: the part before, to bf16, and then a cast of its own. `unfused` compiles that
+part, which rounds to bf16 once, as ours does: only torch's exponential and order of sums are others, and few codes
+differ. `eager` runs it kernel by kernel, and rounds after each.
 """
 
 from __future__ import annotations
