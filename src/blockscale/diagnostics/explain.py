@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,12 +27,11 @@ FUSED = (
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both"
 )  # fmt: skip
 OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED)
-Operand = Tensor | BlockScaled | str | CastSpec
 
 
 def explain(
     op: str,
-    *operands: Operand,
+    *operands: Tensor | BlockScaled | str | CastSpec,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: bool = False,
     accumulate: bool = False,
@@ -85,7 +85,7 @@ def explain(
     return explain_request(request if on is None else replace(request, capability=on))
 
 
-def _fused_request(op: str, operands: tuple[Operand, ...], offs: Tensor | None) -> Request | None:
+def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> Request | None:
     """What a fused cast asks the table, or None for operands that are not those of the call."""
     tensors = list(itertools.takewhile(lambda operand: isinstance(operand, Tensor), operands))
     specs = [as_cast_spec(operand) for operand in operands[len(tensors) :] if isinstance(operand, str | CastSpec)]
