@@ -13,10 +13,10 @@ export SYSTEM_TORCH TORCH_INDEX
 PY := .venv/bin/python
 NEXT := .venv-next/bin/python
 # Expanded after the set-up. A machine without network may lack xdist, and then the tests run one by one.
-PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto")
+PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-next demo doctor test test-next test-gpu aot bench lint format clean
+.PHONY: help setup setup-next demo doctor test test-next test-gpu sanitize aot bench lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s%s\n", $$1, $$2}' Makefile
@@ -44,7 +44,7 @@ setup-next: # make .venv-next: the same torch, the newest triton
 INTERPRETED = tests/casts/test_triton.py::test_interpreted_casts_equal_the_reference
 NEXT_TESTS = tests/aot $(foreach name,mxfp8_e4m3 nvfp4 fp8_1x128,"$(INTERPRETED)[$(name)]")
 test-next: setup-next ## compile and interpret the kernels with the newest triton
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(NEXT) -m pytest -n auto $(NEXT_TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(NEXT) -m pytest -n auto --dist worksteal $(NEXT_TESTS) $(ARGS)
 
 # Needs no GPU. Fails on a spill that tests/aot/cases.py does not name, with either triton.
 aot: setup setup-next ## compile all kernel variants for all GPUs, with both tritons (half an hour and more)
@@ -54,6 +54,9 @@ aot: setup setup-next ## compile all kernel variants for all GPUs, with both tri
 # Runs where nothing can be installed. Without a GPU it fails: all skipped must not look like all passed.
 test-gpu: ## run the tests that need a GPU, with PYTHON as it is, without .venv
 	BLOCKSCALE_REQUIRE_GPU=1 PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs $(ARGS)
+
+sanitize: ## run every Triton cast under compute-sanitizer, with PYTHON as it is, without .venv
+	PYTHONPATH=src $(PYTHON) tools/sanitize.py $(ARGS)
 
 bench: ## check and time every cast, with PYTHON as it is, without .venv
 	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)

@@ -31,6 +31,27 @@ def test_casts_on_a_cpu_say_what_they_are_and_store(tmp_path: Path, capsys: pyte
     assert [row.case for row in store.read(path)] == ["fp8_1x128 axis -1 256x512", "fp8_1x128 axis -2 256x512"]
 
 
+def test_fused_casts_run_beside_eager_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "casts.jsonl"
+    assert bench("casts", "--device", "cpu", "--only", "quantize_both", "--json", str(path)) == 0
+    rows = {row.case: row for row in store.read(path)}
+    for name in ("swiglu_quantize_both", "swiglu_backward_quantize_both"):
+        for case in (f"{name} 256x1024", f"{name} fp8_1x128 256x1024"):
+            assert rows[case].wrong_bytes == 0
+            assert "ratio" in rows[case].peers["eager"]
+            assert "differs" not in rows[case].peers["eager"]["note"]
+    assert "permute_quantize_both 256x512" in rows
+
+
+def test_scales_as_products_read_them(tmp_path: Path):
+    path = tmp_path / "casts.jsonl"
+    assert bench("casts", "--device", "cpu", "--only", "both 256x512", "--json", str(path)) == 0
+    plain, blocked = (row for row in store.read(path) if row.case.startswith("mxfp8_e4m3"))
+    assert (plain.case, blocked.case) == ("mxfp8_e4m3 both 256x512", "mxfp8_e4m3 blocked scales both 256x512")
+    assert blocked.wrong_bytes == 0
+    assert blocked.bytes == plain.bytes  # nothing to pad at this size
+
+
 def test_compare_flags_what_became_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, words = tmp_path / "old.jsonl", ("casts", "--device", "cpu", "--only", "mxfp4 axis", "--peers", "")
     assert bench(*words, "--json", str(path)) == 0

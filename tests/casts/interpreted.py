@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["BLOCKSCALE_POISON"] = "1"
@@ -26,14 +27,15 @@ Case = tuple[str, list[Tensor], list[Tensor]]
 
 
 def sources() -> Iterator[tuple[str, Tensor]]:
-    wide = torch.randn(70, 300) * torch.exp2(torch.randint(-30, 30, (70, 1)))
-    special = torch.randn(130, 260)
-    special[3, 5], special[100, 200], special[101, 40] = torch.nan, torch.inf, -torch.inf
-    special[40], special[41], special[50], special[60] = 0.0, -0.0, special[50] * 1e-42, 3e38
+    """The interpreter is slow, and a program costs the same whatever its tile holds: the fewest tiles that still have
+    neighbours and tails in both directions."""
+    special = torch.randn(40, 150)
+    special[3, 5], special[30, 140], special[31, 40] = torch.nan, torch.inf, -torch.inf
+    special[10], special[11], special[12], special[13] = 0.0, -0.0, special[12] * 1e-42, 3e38
     yield "special fp32", special
     yield "odd bf16", torch.randn(33, 95).bfloat16()
-    yield "two matrices fp16", torch.randn(2, 40, 150).half()
-    yield "wide fp32", wide
+    yield "two matrices fp16", torch.randn(2, 20, 70).half()
+    yield "wide fp32", torch.randn(35, 140) * torch.exp2(torch.randint(-30, 30, (35, 1)))
     yield "transposed bf16", torch.randn(95, 140).bfloat16().t()
     yield "one value", torch.randn(1, 1)
     yield "strided", torch.randn(40, 400)[::2, ::3]
@@ -92,30 +94,36 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
             for axis in (-1, -2):
                 yield x.numel(), single(x, spec, axis, title)
     plain, other = CastSpec(name), CastSpec("mxfp8_e4m3" if form.family == "mx" else name)
+    # how a source is read does not depend on the format, nor groups on the element
+    fewer = ("wide fp32", "strided", "one value") if form.is_2d else ()
     for title, x in every:
-        yield 2 * x.numel(), both(x, plain, other, title, colsum=title == "odd bf16")
-    if not form.is_2d:
+        if title not in fewer:
+            yield 2 * x.numel(), both(x, plain, other, title, colsum=title == "odd bf16")
+    if not form.is_2d and name not in ("mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2"):
         yield from grouped(form)
 
 
 def grouped(form: Format) -> Iterator[tuple[int, Case]]:
     """Group ends, among them empty groups and rows that belong to none."""
-    x = torch.randn(170, 40).bfloat16()
+    x = torch.randn(150, 40).bfloat16()
     x[131] *= 1000
-    plain, state = CastSpec(form.name), Stochastic(rng_state(2), "experts", first_group=9)
-    drawn_late = CastSpec(form.name, rounding=state, role="wgrad_dy", scale_layout=form.layouts[1])
-    ends = torch.tensor([3, 3, 140, 160], dtype=torch.int32)
-    options = [plain, drawn_late, *list(drawn(form))[2:]]
+    # NVFP4's maximum is given where it is not the question: to find it is a second pass over a hundred small tiles
+    given = {"amax": torch.tensor(700.0)} if form.family == "nvfp4" else {}
+    plain, state = CastSpec(form.name, **given), Stochastic(rng_state(2), "experts", first_group=9)
+    drawn_late = CastSpec(form.name, rounding=state, role="wgrad_dy", scale_layout=form.layouts[1], **given)
+    ends = torch.tensor([3, 3, 140], dtype=torch.int32)
+    options = [plain, drawn_late, *(replace(spec, **given) for spec in list(drawn(form))[2:])]
     if form.family == "nvfp4":
-        options += [CastSpec(form.name, amax="group"), CastSpec(form.name, amax=torch.rand(4))]
+        options += [CastSpec(form.name), CastSpec(form.name, amax="group"), CastSpec(form.name, amax=torch.rand(3))]
     for spec in options:
         yield 2 * x.numel(), both(x, spec, spec, "groups", ends, colsum=True)
     for axis in (-1, -2):
         yield x.numel(), single(x, options[-1], axis, "groups", ends)
     if form.family == "nvfp4":  # one maximum on one side, several on the other
-        yield 2 * x.numel(), both(x, CastSpec(form.name, amax="group"), plain, "groups, mixed", ends)
+        several = CastSpec(form.name, amax=torch.rand(3))
+        yield 2 * x.numel(), both(x, several, plain, "groups, mixed", ends)
         yield 2 * x.numel(), both(x, plain, CastSpec(form.name, amax="group"), "no groups", ends[:0], colsum=True)
-    for few in ([170], [0, 0], [128, 170], []):
+    for few in ([150], [0, 0], [128, 150], []):
         yield 2 * x.numel(), both(x, plain, plain, f"groups {few}", torch.tensor(few, dtype=torch.int32))
 
 

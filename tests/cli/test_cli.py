@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import blockscale as bs
+from blockscale import registry
 from blockscale.cli.main import COMMANDS, main
 from blockscale.formats import ELEMENTS, FORMATS
 from blockscale.hardware import default_device
@@ -66,8 +67,15 @@ def test_doctor_json_is_true_of_this_machine(capsys: pytest.CaptureFixture[str])
     assert all(check["passed"] for check in report["checks"])
     choices = {(row["operation"], row["format"]): row["backend"] for row in report["choices"]}
     assert {name for _, name in choices} == set(FORMATS)
+    assert choices["permute", "mxfp4"] == choices["swiglu_both", "nvfp4"] == "reference"
     assert choices["gemm", "mxfp8_e4m3"] == "torch"
     assert choices["gemm", "fp8_1x128"] == "reference"
+
+
+def test_doctor_shows_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu"]) == 0
+    heads = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["format"]]
+    assert {name for head in heads for name in head[1:]} == set(registry.operations())
 
 
 def test_doctor_fails_when_a_check_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +93,17 @@ def test_explain_answers_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixtur
     assert main(["explain", "gemm", "--a", "fp8_1x128", "--m", "4097", "--device", "sm_90"]) == 0
     taken = next(line for line in capsys.readouterr().out.splitlines() if "->" in line)
     assert "reference" in taken
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both"],
+)
+def test_explain_knows_fused_casts(operation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", operation, "--device", "sm_90", "--n", "512"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{operation} mxfp8_e4m3")
+    assert "triton" in next(line for line in text.splitlines() if "->" in line)
 
 
 @pytest.mark.parametrize(

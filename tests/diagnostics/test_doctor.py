@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 import blockscale as bs
 from blockscale import registry
 from blockscale.casts import _reference as casts_reference
+from blockscale.casts import _reference_fused as fused_reference
 from blockscale.diagnostics import DoctorReport, doctor
 from blockscale.formats import FORMATS
 from blockscale.gemm import _reference as gemm_reference
@@ -19,8 +21,10 @@ from blockscale.registry import kernel
 
 
 @pytest.fixture
-def broken():
-    """Add a row that beats every other one; the table is as before after the test."""
+def broken(monkeypatch):
+    """Add a row that beats every other one; the table is as before after the test. Two formats are enough."""
+    few = {name: FORMATS[name] for name in ("mxfp8_e4m3", "nvfp4")}
+    monkeypatch.setattr(importlib.import_module("blockscale.diagnostics.doctor"), "FORMATS", few)
     kept = {op: list(rows) for op, rows in registry._TABLE.items()}
 
     def add(op: str, launch) -> None:
@@ -53,13 +57,17 @@ def test_a_sound_machine(device):
 
 def test_it_covers_everything(sound):
     report = sound
-    operations = ("cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped")
+    everywhere = {"cast", "cast_both", "dequantize", "gemm"}
+    everywhere |= {"swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both"}
+    one_d = {"m_grouped", "k_grouped", "permute", "permute_both"}
     cells = {(choice.operation, choice.format) for choice in report.choices}
     for name, spec in FORMATS.items():
-        wanted = operations[:4] if spec.is_2d else operations
-        assert {operation for operation, form in cells if form == name} == set(wanted)
-        assert any(name in check.name and check.name.startswith("cast") for check in report.checks)
-        assert any(name in check.name and check.name.startswith("gemm") for check in report.checks)
+        wanted = everywhere if spec.is_2d else everywhere | one_d
+        assert {operation for operation, form in cells if form == name} == wanted
+        checked = {check.name.split(",")[0].split(" ")[0] for check in report.checks if check.name.endswith(name)}
+        casts = {"cast", "swiglu", "swiglu_backward", "rmsnorm"} | ({"permute"} if not spec.is_2d else set())
+        assert checked >= casts | {"gemm"}
+    assert everywhere | one_d == set(registry.operations()), "an operation that doctor does not know"
     assert {c.name for c in report.checks if c.name.startswith("known bytes")} == {
         f"known bytes, {name}" for name in ("mxfp8_e4m3", "fp8_1x128", "mxfp4", "nvfp4")
     }
@@ -181,3 +189,37 @@ def test_a_decode_that_is_one_bit_off(device, broken):
 
     broken("dequantize", launch)
     assert failed(doctor(device)) == {"cast"}
+
+
+FUSED = {
+    "swiglu": ("swiglu", 3),
+    "swiglu_both": ("swiglu", 2),
+    "swiglu_backward_both": ("swiglu_backward", 3),
+    "rmsnorm": ("rmsnorm", 4),
+    "rmsnorm_both": ("rmsnorm", 4),
+    "permute": ("permute", 3),
+    "permute_both": ("permute", 3),
+}
+
+
+@pytest.mark.parametrize("op", FUSED)
+def test_a_fused_cast_with_one_wrong_code(op, device, broken):
+    check, where = FUSED[op]
+
+    def launch(*args, **rest):
+        getattr(fused_reference, op)(*args, **rest)
+        out = args[where][0] if op.endswith("_both") else args[where]
+        codes = out[0].view(torch.uint8).view(-1)
+        codes[0] = codes[0] ^ 1
+
+    broken(op, launch)
+    assert failed(doctor(device)) == {check}
+
+
+def test_an_rstd_that_is_one_bit_off(device, broken):
+    def launch(x, weight, eps, plan, out, rstd, **rest):
+        fused_reference.rmsnorm(x, weight, eps, plan, out, rstd, **rest)
+        rstd.view(torch.int32)[3] += 1
+
+    broken("rmsnorm", launch)
+    assert failed(doctor(device)) == {"rmsnorm"}

@@ -11,6 +11,7 @@ import torch
 import blockscale as bs
 from blockscale import CastSpec, Stochastic, registry, rng_state
 from blockscale.formats import FORMATS
+from blockscale.hardware import Capability
 from blockscale.registry import Explanation, Kernel
 from products import ONE_D, gaussian, offsets, partner
 
@@ -74,6 +75,64 @@ def test_it_names_what_runs_in_groups(device, name):
     for call, explanation, op in calls:
         assert explanation.request.op == op
         assert spied(call) == [taken(explanation)]
+
+
+def test_it_names_what_runs_in_fused_casts(device):
+    gate_up, grad = gaussian(48, 256, device=device), gaussian(48, 128, device=device)
+    x, weight, offs = gaussian(30, 64, device=device), gaussian(64, device=device), offsets([5, 0, 43], device)
+    indices = torch.randint(-1, 30, (48,), dtype=torch.int32, device=device)
+    row, col = "mxfp8_e4m3", CastSpec("nvfp4", amax=torch.tensor(3.0, device=device))
+    calls = [
+        (lambda: bs.swiglu_quantize(gate_up, row), bs.explain("swiglu", gate_up, row)),
+        (lambda: bs.swiglu_quantize_both(gate_up, row, col), bs.explain("swiglu_both", gate_up, row, col)),
+        (
+            lambda: bs.swiglu_quantize_both(gate_up, row, row, offs=offs),
+            bs.explain("swiglu_both", gate_up, row, row, offs=offs),
+        ),
+        (
+            lambda: bs.swiglu_backward_quantize_both(grad, gate_up, row, col),
+            bs.explain("swiglu_backward_both", grad, gate_up, row, col),
+        ),
+        (
+            lambda: bs.swiglu_backward_quantize_both(grad, gate_up, row, col, hidden=row),
+            bs.explain("swiglu_backward_both", grad, gate_up, row, col, row),
+        ),
+        (lambda: bs.rmsnorm_quantize(x, weight, row), bs.explain("rmsnorm", x, weight, row)),
+        (lambda: bs.rmsnorm_quantize_both(x, weight, row, col), bs.explain("rmsnorm_both", x, weight, row, col)),
+        (lambda: bs.quantize_permute(x, indices, row), bs.explain("permute", x, indices, row)),
+        (
+            lambda: bs.permute_quantize_both(x, indices, offs, row, col),
+            bs.explain("permute_both", x, indices, offs, row, col),
+        ),
+    ]
+    for call, explanation in calls:
+        assert spied(call) == [taken(explanation)]
+
+
+def test_a_fused_cast_that_triton_refuses():
+    gate_up, grad = torch.empty(64, 200, device="meta"), torch.empty(64, 100, device="meta")
+    explanation = bs.explain("swiglu_backward_both", grad, gate_up, "mxfp4", "mxfp4", on=Capability("cuda", 90))
+    assert explanation.taken.backend == "reference"
+    assert "needs a hidden size that is a multiple of 128, this is 100" in str(explanation)
+    assert explanation.request.shape == (64, 200)
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "says"),
+    [
+        ("swiglu", (torch.zeros(4, 63), "mxfp4"), "shape (4, 63)"),
+        ("swiglu_backward_both", (torch.zeros(4, 64), torch.zeros(4, 64), "mxfp4", "mxfp4"), "grad has shape (4, 64)"),
+        ("rmsnorm", (torch.zeros(4, 64), torch.zeros(63), "mxfp4"), "weight has shape (63,)"),
+        ("permute", (torch.zeros(4, 64), torch.zeros(3).int(), "fp8_128x128"), "quantize_permute to fp8_128x128"),
+        ("permute_both", (torch.zeros(4, 64), torch.zeros(3).int(), "mxfp4", "mxfp4"), "operands (Tensor, Tensor, str"),
+        ("swiglu_both", (torch.zeros(4, 64), "mxfp4"), "operands (Tensor, str)"),
+        ("rmsnorm", (torch.zeros(4, 64), "mxfp4", torch.zeros(64)), "operands (Tensor, str, Tensor)"),
+    ],
+)
+def test_fused_casts_are_checked_as_the_call_would(op, operands, says):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        bs.explain(op, *operands)
+    assert says in str(caught.value)
 
 
 def test_the_request_is_that_of_the_call():

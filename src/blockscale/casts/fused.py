@@ -28,7 +28,7 @@ def swiglu_quantize(gate_up: Tensor, spec: Spec, *, axis: int = -1, offs: Tensor
     >>> q.shape
     (4, 64)
     """
-    _check_gate_up(gate_up)
+    check_gate_up(gate_up)
     check_axis(axis)
     cast = as_cast_spec(spec)
     plan = plan_cast(gate_up, cast, offs)
@@ -46,7 +46,7 @@ def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor 
     >>> row.shape, row.axis, col.axis
     ((256, 256), -1, -2)
     """
-    _check_gate_up(gate_up)
+    check_gate_up(gate_up)
     specs = (as_cast_spec(row), as_cast_spec(col))
     plans = (plan_cast(gate_up, specs[0], offs), plan_cast(gate_up, specs[1], offs))
     results = fused_ops.swiglu_quantize_both(gate_up, *_pair_arguments(plans, specs), offs)
@@ -79,8 +79,8 @@ def swiglu_backward_quantize_both(
     >>> row.shape, col.axis, h.shape, h.axis
     ((64, 64), -2, (64, 32), -2)
     """
-    _check_gate_up(gate_up)
-    _check_grad(grad, gate_up)
+    check_gate_up(gate_up)
+    check_grad(grad, gate_up)
     specs = (as_cast_spec(row), as_cast_spec(col))
     plans = (plan_cast(gate_up, specs[0], offs), plan_cast(gate_up, specs[1], offs))
     third = None if hidden is None else as_cast_spec(hidden)
@@ -114,7 +114,7 @@ def rmsnorm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-6
     >>> q.shape, rstd.shape
     ((2, 64), torch.Size([2]))
     """
-    _check_norm(x, weight, eps)
+    check_norm(x, weight, eps)
     cast = as_cast_spec(spec)
     plan = plan_cast(x, cast, None)
     *buffers, rstd = fused_ops.rmsnorm_quantize(x, weight, eps, plan.text(), cast.state, cast.amax_tensor)
@@ -130,7 +130,7 @@ def rmsnorm_quantize_both(
     >>> row.axis, col.axis, rstd.shape
     (-1, -2, torch.Size([64]))
     """
-    _check_norm(x, weight, eps)
+    check_norm(x, weight, eps)
     specs = (as_cast_spec(row), as_cast_spec(col))
     plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
     results = fused_ops.rmsnorm_quantize_both(x, weight, eps, *_pair_arguments(plans, specs), offs)
@@ -148,7 +148,7 @@ def permute_quantize_both(x: Tensor, indices: Tensor, offs: Tensor, row: Spec, c
     >>> row.shape, col.groups
     ((3, 64), 2)
     """
-    _check_permutation(x, indices)
+    check_permutation(x, indices)
     check_offs(offs, x.device, x.dim(), required=True)
     specs = (as_cast_spec(row), as_cast_spec(col))
     plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
@@ -165,25 +165,10 @@ def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
     >>> quantize_permute(torch.randn(4, 64), torch.tensor([2, 0, 2, 1, -1]), "mxfp8_e4m3").shape
     (5, 64)
     """
-    _check_permutation(x, indices)
+    check_permutation(x, indices)
     cast = as_cast_spec(spec)
     plan = plan_cast(x, cast, None)
-    if plan.spec.is_2d:
-        raise OptionError(
-            message(
-                f"quantize_permute to {plan.format}",
-                rule="rows are gathered one by one, and a 2-D block belongs to several",
-                fix="use a format with 1-D blocks",
-            )
-        )
-    if cast.state is not None:
-        raise OptionError(
-            message(
-                "quantize_permute with stochastic rounding",
-                rule="a row is cast once, so its copies would share their random words",
-                fix="use permute_quantize_both, or quantize(x[indices], ...)",
-            )
-        )
+    check_copied_rows(plan)
     buffers = fused_ops.quantize_permute(x, indices, plan.text(), cast.amax_tensor)
     return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -1)
 
@@ -214,7 +199,8 @@ def _hidden_shape(gate_up: Tensor) -> tuple[int, ...]:
     return (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _check_gate_up(gate_up: Tensor) -> None:
+def check_gate_up(gate_up: Tensor) -> None:
+    """Raise unless it is a source whose last axis has two halves."""
     check_source(gate_up, "gate_up")
     if gate_up.shape[-1] % 2:
         raise ShapeError(
@@ -226,7 +212,8 @@ def _check_gate_up(gate_up: Tensor) -> None:
         )
 
 
-def _check_grad(grad: Tensor, gate_up: Tensor) -> None:
+def check_grad(grad: Tensor, gate_up: Tensor) -> None:
+    """Raise unless it may be the gradient of what is made of `gate_up`."""
     check_source(grad, "grad")
     want = _hidden_shape(gate_up)
     if tuple(grad.shape) != want:
@@ -248,7 +235,8 @@ def _check_grad(grad: Tensor, gate_up: Tensor) -> None:
     _check_same_device(grad, "grad", gate_up, "gate_up")
 
 
-def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Raise unless x can be normalised over its last axis with that weight."""
     check_source(x, "x")
     if x.shape[-1] == 0:
         rule, fix = "a norm is over the last axis, which must not be empty", "pass at least one column"
@@ -269,7 +257,8 @@ def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
         raise OptionError(message(f"eps={eps}", rule="it is added to a mean of squares", fix="pass eps=1e-6"))
 
 
-def _check_permutation(x: Tensor, indices: Tensor) -> None:
+def check_permutation(x: Tensor, indices: Tensor) -> None:
+    """Raise unless x is a matrix of tokens and `indices` a vector of rows on its device."""
     check_source(x, "x")
     if x.dim() != 2:
         fix = "flatten the tokens to [T, K]"
@@ -288,6 +277,26 @@ def _check_permutation(x: Tensor, indices: Tensor) -> None:
             )
         )
     _check_same_device(indices, "indices", x, "x")
+
+
+def check_copied_rows(plan: CastPlan) -> None:
+    """Raise unless rows that are cast once may be copied to several places."""
+    if plan.spec.is_2d:
+        raise OptionError(
+            message(
+                f"quantize_permute to {plan.format}",
+                rule="rows are gathered one by one, and a 2-D block belongs to several",
+                fix="use a format with 1-D blocks",
+            )
+        )
+    if plan.stream is not None:
+        raise OptionError(
+            message(
+                "quantize_permute with stochastic rounding",
+                rule="a row is cast once, so its copies would share their random words",
+                fix="use permute_quantize_both, or quantize(x[indices], ...)",
+            )
+        )
 
 
 def _check_same_device(first: Tensor, first_name: str, second: Tensor, second_name: str) -> None:

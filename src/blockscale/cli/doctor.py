@@ -42,7 +42,8 @@ def _show(console: object, report: DoctorReport) -> None:
     if report.settings or report.unknown_settings:
         unknown = dict.fromkeys(report.unknown_settings, "[red]not a setting of this library: a typo?[/]")
         console.print(_facts("settings", report.settings | unknown))
-    console.print(_matrix(report))
+    for table in _matrices(report):
+        console.print(table)
     console.print(_reasons(report))
     failed = [check for check in report.checks if not check.passed]
     for check in failed:
@@ -60,16 +61,25 @@ def _facts(title: str, facts: dict[str, str]) -> Table:
     return table
 
 
-def _matrix(report: DoctorReport) -> Table:
-    """Operation x format -> backend, with the number of its reason; fits a terminal of 80 columns."""
+def _matrices(report: DoctorReport) -> list[Table]:
+    """Operation x format -> backend, with the number of its reason; each fits a terminal of 80 columns."""
+    operations = list(dict.fromkeys(choice.operation for choice in report.choices))
+    swiglu = [name for name in operations if name.startswith("swiglu")]
+    others = [name for name in operations if name.startswith(("rmsnorm", "permute"))]
+    rest = [name for name in operations if name not in swiglu + others]
+    return [
+        _matrix(report, "which backend serves what (numbers: why)", rest),
+        _matrix(report, "casts fused with SwiGLU", swiglu),
+        _matrix(report, "casts fused with RMSNorm and with a permutation", others),
+    ]
+
+
+def _matrix(report: DoctorReport, title: str, operations: list[str]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    operations = list(dict.fromkeys(choice.operation for choice in report.choices))
     numbers = _numbered(report)
-    table = Table(
-        title="which backend serves what (numbers: why)", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0)
-    )
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
     table.add_column("format", no_wrap=True)
     for operation in operations:
         table.add_column(operation, no_wrap=True)

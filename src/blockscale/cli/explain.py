@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from ..hardware import Capability
     from ..registry import Explanation
 
-Operation = Literal["cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped"]
+Operation = Literal[
+    "cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped",
+    "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both",
+]  # fmt: skip
 
 
 def run(
@@ -33,13 +36,14 @@ def run(
     """Show every kernel for one call: which is taken, and why the others are refused.
 
     Args:
-        operation: What is called. A cast takes M x K, a product M x K with N x K.
+        operation: What is called. A cast takes M x K, a product M x K with N x K, SwiGLU gates and ups of M x K each, a
+            permutation N of M rows.
         a: Format of the tensor, or of the product's first operand.
-        b: Format of the second operand; the natural partner of the first when left out.
+        b: Format of the second operand; the natural partner of the first when left out, or the same for two casts.
         m: Rows of the first operand (N of a k-grouped product's result).
-        n: Rows of the second operand.
+        n: Rows of the second operand; rows of a permutation's result.
         k: Contracted length; tokens of a k-grouped product.
-        groups: Number of groups of a grouped product.
+        groups: Number of groups of a grouped product or of permuted rows.
         dtype: Input of a cast, output of everything else.
         device: cpu, cuda, or an architecture such as sm_90 that need not be here; default: what is here.
         bias: Whether a bias is added.
@@ -76,15 +80,28 @@ def _operands(
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     offs = torch.empty(groups, dtype=torch.int32, device="meta")
-    if operation in ("cast", "cast_both"):
-        return [empty(m, k), a] if operation == "cast" else [empty(m, k), a, b or a]
-    if operation == "dequantize":
-        return [quantize(empty(m, k), a)]
-    if operation == "gemm":
-        return [quantize(empty(m, k), a), quantize(empty(n, k), b or partner(a))]
-    if operation == "m_grouped":
-        return [quantize(empty(m, k), a), quantize(empty(groups, n, k), b or partner(a)), offs]
-    return [quantize(empty(k, rows), name, axis=-2, offs=offs).mT for rows, name in ((m, a), (n, b or a))] + [offs]
+    formats = [a, b or a] if operation.endswith("_both") else [a]
+    match operation.removesuffix("_both"):
+        case "cast":
+            return [empty(m, k), *formats]
+        case "swiglu":
+            return [empty(m, 2 * k), *formats]
+        case "swiglu_backward":
+            return [empty(m, k), empty(m, 2 * k), *formats]
+        case "rmsnorm":
+            return [empty(m, k), empty(k), *formats]
+        case "permute":
+            indices = torch.empty(n, dtype=torch.int32, device="meta")
+            return [empty(m, k), indices, *([offs] if operation == "permute_both" else []), *formats]
+        case "dequantize":
+            return [quantize(empty(m, k), a)]
+        case "gemm":
+            return [quantize(empty(m, k), a), quantize(empty(n, k), b or partner(a))]
+        case "m_grouped":
+            return [quantize(empty(m, k), a), quantize(empty(groups, n, k), b or partner(a)), offs]
+        case _:
+            tokens = [(m, a), (n, b or a)]
+            return [quantize(empty(k, rows), name, axis=-2, offs=offs).mT for rows, name in tokens] + [offs]
 
 
 def _capability(device: str | None) -> Capability:

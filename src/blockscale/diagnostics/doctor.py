@@ -18,8 +18,17 @@ from torch import Tensor
 
 from .. import __version__, env
 from ..casts import dequantize, quantize, quantize_both
+from ..casts.fused import (
+    permute_quantize_both,
+    quantize_permute,
+    rmsnorm_quantize,
+    rmsnorm_quantize_both,
+    swiglu_backward_quantize_both,
+    swiglu_quantize,
+    swiglu_quantize_both,
+)
 from ..errors import BackendError
-from ..formats.spec import FORMATS
+from ..formats.spec import FORMATS, get_format
 from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm, scaled_mm
 from ..grouped import scaled_grouped_mm
@@ -78,7 +87,7 @@ class DoctorReport:
     def __str__(self) -> str:
         lines = [f"{name} {version}" for name, version in self.versions.items()]
         lines += [f"{name}: {fact}" for name, fact in self.device.items()]
-        lines += [f"{c.operation:11s} {c.format:12s} {c.backend:10s} {c.reason}" for c in self.choices]
+        lines += [f"{c.operation:20s} {c.format:12s} {c.backend:10s} {c.reason}" for c in self.choices]
         lines += [f"{'ok  ' if c.passed else 'FAIL'} {c.name}: {c.detail}" for c in self.checks]
         return "\n".join(lines)
 
@@ -123,6 +132,8 @@ class _Samples:
 
         self.x, self.w, self.experts, self.dy = draw(140, 272), draw(80, 272), draw(3, 80, 272), draw(140, 80)
         self.offs = torch.tensor([5, 5, 140], dtype=torch.int32, device=device)
+        self.gate_up, self.grad, self.weight = draw(140, 512), draw(140, 256), draw(272)
+        self.indices = torch.randint(-1, 140, (140,), generator=generator, dtype=torch.int32).to(device)
 
 
 def partner(name: str) -> str:
@@ -149,12 +160,21 @@ def _choices(name: str, samples: _Samples) -> list[Choice]:
         "dequantize": explain("dequantize", q),
         "gemm": explain("gemm", q, other),
     }
+    fused = {
+        "swiglu": explain("swiglu", samples.gate_up, name),
+        "swiglu_both": explain("swiglu_both", samples.gate_up, name, name),
+        "swiglu_backward_both": explain("swiglu_backward_both", samples.grad, samples.gate_up, name, name),
+        "rmsnorm": explain("rmsnorm", samples.x, samples.weight, name),
+        "rmsnorm_both": explain("rmsnorm_both", samples.x, samples.weight, name, name),
+    }
     if not q.spec.is_2d:
         tokens = quantize(samples.x, name, axis=-2, offs=samples.offs).mT
         found["m_grouped"] = explain("grouped", q, quantize(samples.experts, partner(name)), samples.offs)
         found["k_grouped"] = explain("grouped", tokens, tokens, samples.offs)
+        fused["permute"] = explain("permute", samples.x, samples.indices, name)
+        fused["permute_both"] = explain("permute_both", samples.x, samples.indices, samples.offs, name, name)
     rows: list[Choice] = []
-    for operation, explanation in found.items():
+    for operation, explanation in (found | fused).items():
         backend = explanation.taken.backend if explanation.taken else "none"
         rows.append(Choice(operation, name, backend, _reason(explanation)))
     return rows
@@ -171,14 +191,19 @@ def _known_bytes(device: torch.device) -> list[Check]:
     checks: list[Check] = []
     for name, values, scale, codes in cases:
         q = quantize(torch.tensor([values], device=device), name)
-        got = (_bytes(q.scale).hex(), _bytes(q.data).hex())
+        got = (_hex(q.scale), _hex(q.data))
         checks.append(Check(f"known bytes, {name}", got == (scale, codes), f"scale {got[0]}, codes {got[1]}"))
     return checks
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    dense = tensor.clone(memory_format=torch.contiguous_format)  # also resets the strides of axes of size 1
-    return bytes(dense.view(-1).view(torch.uint8).cpu().tolist())
+def _raw(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor in the order of its axes; torch copies no FP4 that is not dense."""
+    tensor = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _hex(tensor: Tensor) -> str:
+    return bytes(_raw(tensor).cpu().tolist()).hex()
 
 
 def _self_checks(name: str, samples: _Samples) -> list[Check]:
@@ -190,7 +215,13 @@ def _self_checks(name: str, samples: _Samples) -> list[Check]:
     same = _same_bytes(row, want_row) and _same_bytes(col, want_col)
     same = same and _same_bytes(quantize(samples.x, name), want_row)
     same = same and torch.equal(dequantize(row, torch.float32), want_values)
-    checks = [Check(f"cast, {name}", same, "bytes equal the reference" if same else "bytes differ from the reference")]
+    checks = [_equality("cast", name, same)]
+    for operation, call in _fused_casts(name, samples).items():
+        got = call()
+        with use_backend("reference"):
+            want = call()
+        same = all(_same_result(a, b) for a, b in zip(got, want, strict=True))
+        checks.append(_equality(operation, name, same))
     for operation, (call, exact) in _products(name, row, samples).items():
         for dtype in (torch.float32, torch.bfloat16):
             title, gate = f"{operation} {str(dtype)[6:]}, {name}", _gate(row, dtype)
@@ -201,6 +232,27 @@ def _self_checks(name: str, samples: _Samples) -> list[Check]:
                 continue
             checks.append(Check(title, figure >= gate, f"{figure:.1f} dB of at least {gate:.0f}"))
     return checks
+
+
+def _equality(operation: str, name: str, same: bool) -> Check:
+    return Check(f"{operation}, {name}", same, f"bytes {'equal' if same else 'differ from'} the reference")
+
+
+def _fused_casts(name: str, samples: _Samples) -> dict[str, Callable[[], tuple[BlockScaled | Tensor, ...]]]:
+    """Each fusion as one call of all its operators."""
+    x, weight, gate_up, grad = samples.x, samples.weight, samples.gate_up, samples.grad
+    found: dict[str, Callable[[], tuple[BlockScaled | Tensor, ...]]] = {
+        "swiglu": lambda: (swiglu_quantize(gate_up, name), *swiglu_quantize_both(gate_up, name, name)),
+        "swiglu_backward": lambda: swiglu_backward_quantize_both(grad, gate_up, name, name, hidden=name),
+        "rmsnorm": lambda: (*rmsnorm_quantize(x, weight, name), *rmsnorm_quantize_both(x, weight, name, name)),
+    }
+    if not get_format(name).is_2d:
+        indices, offs = samples.indices, samples.offs
+        found["permute"] = lambda: (
+            quantize_permute(x, indices, name),
+            *permute_quantize_both(x, indices, offs, name, name),
+        )
+    return found
 
 
 def _products(
@@ -229,6 +281,12 @@ def _gate(operand: BlockScaled, dtype: torch.dtype) -> float:
     return _GATE_FP8_CUDA_DB[dtype]
 
 
+def _same_result(a: BlockScaled | Tensor, b: BlockScaled | Tensor) -> bool:
+    if isinstance(a, BlockScaled) and isinstance(b, BlockScaled):
+        return _same_bytes(a, b)
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(_raw(a), _raw(b))
+
+
 def _same_bytes(a: BlockScaled, b: BlockScaled) -> bool:
     pairs = ((a.data, b.data), (a.scale, b.scale), (a.global_scale, b.global_scale))
-    return all(x is y or (x is not None and y is not None and _bytes(x) == _bytes(y)) for x, y in pairs)
+    return all(x is y or (x is not None and y is not None and torch.equal(_raw(x), _raw(y))) for x, y in pairs)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..casts import check_group_count, check_offs, check_source, plan_cast
+from ..casts.fused import check_copied_rows, check_gate_up, check_grad, check_norm, check_permutation
+from ..casts.fused_ops import hidden_like, permuted_like
 from ..casts.ops import cast_request, dequantize_request
 from ..errors import OptionError, check_name, message
 from ..formats.cast_spec import CastSpec, as_cast_spec
@@ -17,9 +21,12 @@ from ..gemm.ops import gemm_request
 from ..grouped import check_grouped
 from ..grouped.ops import grouped_request
 from ..hardware import Capability
-from ..registry import Explanation, explain_request
+from ..registry import Explanation, Request, explain_request
 
-OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped")
+FUSED = (
+    "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both"
+)  # fmt: skip
+OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED)
 
 
 def explain(
@@ -35,8 +42,9 @@ def explain(
 
     Operands are those of the call, and are checked as the call would: `explain("cast", x, "mxfp4")`,
     `explain("cast_both", x, "nvfp4", "nvfp4")`, `explain("dequantize", q)`, `explain("gemm", a, b)`,
-    `explain("grouped", a, b, offs)`. on: ask for another device, such as `Capability("cuda", 90)`; operands on the meta
-    device will do then.
+    `explain("grouped", a, b, offs)`; for fused casts too: `explain("swiglu_both", gate_up, "nvfp4", "nvfp4")`,
+    `explain("rmsnorm", x, weight, "mxfp4")`, `explain("permute_both", x, indices, offs, "mxfp4", "mxfp4")`. on: ask for
+    another device, such as `Capability("cuda", 90)`; operands on the meta device will do then.
 
     >>> import blockscale as bs
     >>> q = bs.quantize(torch.randn(8, 64), "mxfp8_e4m3")
@@ -63,6 +71,8 @@ def explain(
         case ("grouped", [BlockScaled() as a, BlockScaled() as b, Tensor() as ends]):
             check_grouped(a, b, ends)
             request = grouped_request(a, b, ends.shape[0], out_dtype, bias=bias, accumulate=accumulate)
+        case _ if op in FUSED and (fused := _fused_request(op, operands, offs)) is not None:
+            request = fused
         case _:
             given = ", ".join(type(operand).__name__ for operand in operands)
             raise OptionError(
@@ -73,3 +83,36 @@ def explain(
                 )
             )
     return explain_request(request if on is None else replace(request, capability=on))
+
+
+def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> Request | None:
+    """What a fused cast asks the table, or None for operands that are not those of the call."""
+    tensors = list(itertools.takewhile(lambda operand: isinstance(operand, Tensor), operands))
+    specs = [as_cast_spec(operand) for operand in operands[len(tensors) :] if isinstance(operand, str | CastSpec)]
+    casts = (2, 3) if op == "swiglu_backward_both" else (2,) if op.endswith("_both") else (1,)
+    if len(tensors) + len(specs) != len(operands) or len(specs) not in casts:
+        return None
+    match op, tensors:
+        case ("swiglu" | "swiglu_both", [Tensor() as gate_up]):
+            check_gate_up(gate_up)
+            source, like = gate_up, hidden_like(gate_up)
+        case ("swiglu_backward_both", [Tensor() as grad, Tensor() as gate_up]):
+            check_gate_up(gate_up)
+            check_grad(grad, gate_up)
+            source, like = gate_up, gate_up
+        case ("rmsnorm" | "rmsnorm_both", [Tensor() as x, Tensor() as weight]):
+            check_norm(x, weight, 0.0)
+            source, like = x, x
+        case ("permute", [Tensor() as x, Tensor() as indices]):
+            check_permutation(x, indices)
+            source, like = x, x
+        case ("permute_both", [Tensor() as x, Tensor() as indices, Tensor() as ends]):
+            check_permutation(x, indices)
+            check_offs(ends, x.device, x.dim(), required=True)
+            source, like, offs = x, permuted_like(x, indices), ends
+        case _:
+            return None
+    plans = tuple(plan_cast(source, spec, offs) for spec in specs)
+    if op == "permute":
+        check_copied_rows(plans[0])
+    return cast_request(op, like, plans, offs)

@@ -36,6 +36,7 @@ def cases(extent: Extent) -> Iterator[Case]:
     for shape in extent.matrices:
         for format in EIGHT_BIT:
             yield both(format, shape, extent, group="both operands")
+        yield both("mxfp8_e4m3", shape, extent, group="both operands", layout="blocked")
     for shape in extent.experts:
         for format in ("fp8_128x128", "mxfp8_e4m3"):
             yield both(format, shape, extent, group="expert weights")
@@ -80,19 +81,20 @@ def single(format: str, axis: int, shape: Shape, extent: Extent, *, group: str, 
     )
 
 
-def both(format: str, shape: Shape, extent: Extent, *, group: str) -> Case:
-    """`quantize_both`, for matrices and for weights of experts."""
+def both(format: str, shape: Shape, extent: Extent, *, group: str, layout: str | None = None) -> Case:
+    """`quantize_both`, for matrices and for weights of experts; layout: of the scales, where not the default."""
+    spec = CastSpec(format, scale_layout=layout)
     return Case(
-        name=f"{format} both {text(shape)}",
+        name=f"{format}{'' if layout is None else f' {layout} scales'} both {text(shape)}",
         group=group,
         format=format,
         axis="both",
         shape=shape,
         make=lambda device: (random(shape, device),),
-        run=lambda x: quantize_both(x, format, format),
-        backend=lambda x: cast_backend("cast_both", x, format, format),
+        run=lambda x: quantize_both(x, spec, spec),
+        backend=lambda x: cast_backend("cast_both", x, spec, spec),
         check=check_experts if len(shape) == 3 else check_whole,
-        bytes=2 * numel(shape) + stored_bytes(format, shape, -1, -2),
+        bytes=2 * numel(shape) + stored_bytes(spec, shape, -1, -2),
         copied=shape,
         peers=_peers(format, (-1, -2), shape, extent),
     )

@@ -41,10 +41,10 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
     return Extent((shapes.SMALL, *large), large, experts, shapes.MAIN, shapes.GATED, compiled, peers)
 
 
-def stored_bytes(format: str, shape: Shape, *axes: int) -> int:
+def stored_bytes(spec: str | CastSpec, shape: Shape, *axes: int) -> int:
     """Bytes of codes and scales of casts along those axes, from casts that have no memory."""
     source = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    return sum(quantize(source, format, axis=axis).nbytes for axis in axes)
+    return sum(quantize(source, spec, axis=axis).nbytes for axis in axes)
 
 
 def cast_backend(op: str, x: Tensor, *specs: str | CastSpec, offs: Tensor | None = None) -> str:

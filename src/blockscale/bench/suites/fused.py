@@ -1,7 +1,8 @@
 """Casts fused with what comes before them. Those that this version of the library lacks are skipped, and named.
 
-The peer is what people have today: the part before, compiled, to bf16, and then a cast of its own. It rounds to bf16 in
-between, so its codes are close to ours and not the same.
+The peers are what people have today: the part before, to bf16, and then a cast of its own. `unfused` compiles that
+part, which rounds to bf16 once, as ours does: only torch's exponential and order of sums are others, and few codes
+differ. `eager` runs it kernel by kernel, and rounds after each.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from ..shapes import Shape, numel, text
 from .common import Extent, cast_backend, stored_bytes
 
 FORMAT = "mxfp8_e4m3"
+GATED_FORMATS = (FORMAT, "fp8_1x128")
 GROUPS = 8
-# rounding to bf16 moves one code in thirty to its neighbour
-_CLOSE_DB = 30.0
+# each rounding to bf16 more moves one code in thirty to its neighbour
+_ROUNDED_AGAIN_DB = 30.0
 
 
 def missing() -> list[str]:
@@ -36,7 +38,7 @@ def cases(extent: Extent) -> Iterator[Case]:
     for name, build in FUSIONS.items():
         function = _find(name)
         if function is not None:
-            yield build(function, extent)
+            yield from build(function, extent)
 
 
 def _find(name: str) -> Callable[..., Any] | None:
@@ -48,6 +50,7 @@ def _find(name: str) -> Callable[..., Any] | None:
 
 def _case(
     name: str,
+    format: str,
     shape: Shape,
     make: Callable[[torch.device], tuple[Any, ...]],
     run: Callable[..., Any],
@@ -56,9 +59,9 @@ def _case(
     peers: Mapping[str, Peer | str],
 ) -> Case:
     return Case(
-        name=f"{name} {text(shape)}",
+        name=f"{name}{'' if format == FORMAT else f' {format}'} {text(shape)}",
         group="fused",
-        format=FORMAT,
+        format=format,
         axis="both" if "both" in name else "-1",
         shape=shape,
         make=make,
@@ -78,33 +81,53 @@ def _unfused(
     if "compile" not in extent.peers:
         return {}
     program = compiled(before)
-    note = "compiled to bf16, then a cast"
-    return {"unfused": Peer(lambda *args: then(program(*args), *args), note=note, gate_db=_CLOSE_DB, **more)}
+    return {"unfused": Peer(lambda *args: then(program(*args), *args), note="compiled to bf16, then a cast", **more)}
 
 
-def _both(x: Tensor, *args: Tensor) -> object:
-    return quantize_both(x, FORMAT, FORMAT)
+def _eager(extent: Extent, before: Callable[..., Tensor], then: Callable[..., object]) -> dict[str, Peer]:
+    """The part before in kernels of torch, then the cast."""
+    if "eager" not in extent.peers:
+        return {}
+    note = "rounds to bf16 after each kernel, then a cast"
+    return {"eager": Peer(lambda *args: then(before(*args), *args), note=note, gate_db=_ROUNDED_AGAIN_DB)}
 
 
-def _swiglu(function: Callable[..., Any], extent: Extent) -> Case:
+def _both(format: str) -> Callable[..., object]:
+    return lambda x, *args: quantize_both(x, format, format)
+
+
+def _swiglu(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
+    return (_swiglu_to(format, function, extent) for format in GATED_FORMATS)
+
+
+def _swiglu_to(format: str, function: Callable[..., Any], extent: Extent) -> Case:
     (tokens, width), wide = extent.gated, (extent.gated[0], 2 * extent.gated[1])
 
     def activate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, -1)
         return (silu(gate) * up).bfloat16()
 
+    def activate_in_steps(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate) * up
+
     return _case(
         "swiglu_quantize_both",
+        format,
         wide,
         make=lambda device: (random(wide, device),),
-        run=lambda gate_up: function(gate_up, FORMAT, FORMAT),
-        backend=lambda gate_up: cast_backend("swiglu_both", gate_up[:, :width], FORMAT, FORMAT),
-        moved=2 * numel(wide) + stored_bytes(FORMAT, (tokens, width), -1, -2),
-        peers=_unfused(extent, activate, _both),
+        run=lambda gate_up: function(gate_up, format, format),
+        backend=lambda gate_up: cast_backend("swiglu_both", gate_up[:, :width], format, format),
+        moved=2 * numel(wide) + stored_bytes(format, (tokens, width), -1, -2),
+        peers=_eager(extent, activate_in_steps, _both(format)) | _unfused(extent, activate, _both(format)),
     )
 
 
-def _swiglu_backward(function: Callable[..., Any], extent: Extent) -> Case:
+def _swiglu_backward(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
+    return (_swiglu_backward_to(format, function, extent) for format in GATED_FORMATS)
+
+
+def _swiglu_backward_to(format: str, function: Callable[..., Any], extent: Extent) -> Case:
     wide = (extent.gated[0], 2 * extent.gated[1])
 
     def differentiate(grad: Tensor, gate_up: Tensor) -> Tensor:
@@ -113,26 +136,33 @@ def _swiglu_backward(function: Callable[..., Any], extent: Extent) -> Case:
         d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
         return torch.cat((d_gate, dy * gate * sigmoid), -1).bfloat16()
 
+    def differentiate_in_steps(grad: Tensor, gate_up: Tensor) -> Tensor:
+        """The kernels that autograd runs, with silu(gate) computed anew, since ours does not keep it either."""
+        gate, up = gate_up.chunk(2, -1)
+        return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * silu(gate)), -1)
+
     return _case(
         "swiglu_backward_quantize_both",
+        format,
         wide,
         make=lambda device: (random(extent.gated, device), random(wide, device)),
-        run=lambda grad, gate_up: function(grad, gate_up, FORMAT, FORMAT),
-        backend=lambda grad, gate_up: cast_backend("swiglu_backward_both", gate_up, FORMAT, FORMAT),
-        moved=2 * numel(extent.gated) + 2 * numel(wide) + stored_bytes(FORMAT, wide, -1, -2),
-        peers=_unfused(extent, differentiate, _both),
+        run=lambda grad, gate_up: function(grad, gate_up, format, format),
+        backend=lambda grad, gate_up: cast_backend("swiglu_backward_both", gate_up, format, format),
+        moved=2 * numel(extent.gated) + 2 * numel(wide) + stored_bytes(format, wide, -1, -2),
+        peers=_eager(extent, differentiate_in_steps, _both(format)) | _unfused(extent, differentiate, _both(format)),
     )
 
 
-def _rmsnorm(function: Callable[..., Any], extent: Extent) -> Case:
+def _rmsnorm(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
     """Results: the operand, and a factor per row in fp32, which the peer does not return."""
     shape = extent.main
 
     def normalise(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x.float(), weight.shape, weight.float(), 1e-6).bfloat16()
 
-    return _case(
+    yield _case(
         "rmsnorm_quantize",
+        FORMAT,
         shape,
         make=lambda device: (random(shape, device), random(shape[-1:], device)),
         run=lambda x, weight: function(x, weight, spec=FORMAT, eps=1e-6),
@@ -142,7 +172,7 @@ def _rmsnorm(function: Callable[..., Any], extent: Extent) -> Case:
     )
 
 
-def _permute(function: Callable[..., Any], extent: Extent) -> Case:
+def _permute(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
     """Every token once, in groups of unequal sizes. Padded groups cannot be decoded side by side: not compared."""
     shape = extent.main
 
@@ -155,8 +185,9 @@ def _permute(function: Callable[..., Any], extent: Extent) -> Case:
     def gather(x: Tensor, indices: Tensor, offs: Tensor) -> Tensor:
         return x[indices]
 
-    return _case(
+    yield _case(
         "permute_quantize_both",
+        FORMAT,
         shape,
         make=make,
         run=lambda x, indices, offs: function(x, indices, offs, FORMAT, FORMAT),
@@ -168,7 +199,7 @@ def _permute(function: Callable[..., Any], extent: Extent) -> Case:
     )
 
 
-FUSIONS: dict[str, Callable[[Callable[..., Any], Extent], Case]] = {
+FUSIONS: dict[str, Callable[[Callable[..., Any], Extent], Iterator[Case]]] = {
     "swiglu_quantize_both": _swiglu,
     "swiglu_backward_quantize_both": _swiglu_backward,
     "rmsnorm_quantize": _rmsnorm,

@@ -1,0 +1,146 @@
+"""Run every Triton kernel of the casts once, on small odd shapes, under compute-sanitizer. Usage: `make sanitize`.
+
+make sanitize ARGS="--tool racecheck --only nvfp4"
+
+Every result is compared with the reference on the CPU, so that torch's own kernels stay out of the picture. Without
+compute-sanitizer on the PATH the results are still compared, and the last line says that accesses were not watched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+os.environ["BLOCKSCALE_POISON"] = "1"  # what a kernel forgets to write is seen
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import blockscale as bs
+from blockscale import registry
+from blockscale.bench.harness import count_wrong
+from blockscale.formats import FORMATS
+
+NAMES = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp4", "nvfp4")
+ROWS, COLUMNS, HIDDEN = 200, 264, 256  # rows and columns fill no tile; a backward of SwiGLU takes multiples of 128
+WATCHED = "BLOCKSCALE_SANITIZED_BY"
+FOUND = 9  # exit status of compute-sanitizer when it found something
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the casts read."""
+
+    x: Tensor
+    gate_up: Tensor
+    grad: Tensor
+    wide: Tensor
+    weight: Tensor
+    indices: Tensor
+    offs: Tensor
+
+    def to(self, device: str) -> Inputs:
+        """The same on another device."""
+        return Inputs(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def inputs() -> Inputs:
+    """Normal values, tokens that several experts want, an empty expert, and rows of no group."""
+    torch.manual_seed(0)
+    x, gate_up, grad, wide, weight = (
+        torch.randn(shape).bfloat16()
+        for shape in ((ROWS, COLUMNS), (ROWS, 2 * COLUMNS), (ROWS, HIDDEN), (ROWS, 2 * HIDDEN), (COLUMNS,))
+    )
+    indices = torch.randint(-1, ROWS, (ROWS + 33,), dtype=torch.int32)
+    return Inputs(x, gate_up, grad, wide, weight, indices, torch.tensor([7, 7, 190], dtype=torch.int32))
+
+
+Call = Callable[[Inputs], object]
+
+
+def cases(name: str) -> Iterator[tuple[str, str, Call]]:
+    """(operation, what about it, call): one of every row, both axes and both layouts of scales."""
+    spec = FORMATS[name]
+    for layout in spec.layouts:
+        cast = bs.CastSpec(name, scale_layout=layout)
+        yield "cast", layout, lambda i, cast=cast: (bs.quantize(i.x, cast), bs.quantize(i.x, cast, axis=-2))
+        yield "cast_both", layout, lambda i, cast=cast: bs.quantize_both(i.x, cast, cast, colsum=True)
+        if not spec.is_2d:
+            yield "permute", layout, lambda i, cast=cast: bs.quantize_permute(i.x, i.indices, cast)
+    if not spec.is_2d:
+        yield "cast_both", "groups", lambda i: bs.quantize_both(i.x, name, name, offs=i.offs, colsum=True)
+        yield "permute_both", "", lambda i: bs.permute_quantize_both(i.x, i.indices, i.offs, name, name)
+    yield "dequantize", "", lambda i: [bs.dequantize(bs.quantize(i.x, name, axis=axis)) for axis in (-1, -2)]
+    yield "swiglu", "", lambda i: [bs.swiglu_quantize(i.gate_up, name, axis=axis) for axis in (-1, -2)]
+    yield "swiglu_both", "", lambda i: bs.swiglu_quantize_both(i.gate_up, name, name)
+    yield (
+        "swiglu_backward_both",
+        "",
+        lambda i: bs.swiglu_backward_quantize_both(i.grad, i.wide, name, name, hidden=name),
+    )
+    yield "rmsnorm", "", lambda i: bs.rmsnorm_quantize(i.x, i.weight, name)
+    yield "rmsnorm_both", "", lambda i: bs.rmsnorm_quantize_both(i.x, i.weight, name, name)
+
+
+def on_the_cpu(result: object) -> list[Tensor]:
+    """All tensors of a result; bytes as bytes, since torch moves no FP4 that is not dense."""
+    leaves = pytree.tree_leaves(result)
+    return [(leaf.view(torch.uint8) if leaf.element_size() == 1 else leaf).cpu() for leaf in leaves]
+
+
+def watched(arguments: list[str], tool: str) -> int | None:
+    """Run this program again under compute-sanitizer; its exit status, or None where there is none."""
+    command = shutil.which("compute-sanitizer")
+    if command is None:
+        return None
+    # memory that torch keeps for later is memory that a kernel may touch unseen
+    environment = {**os.environ, WATCHED: tool, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    options = ["--tool", tool, "--error-exitcode", str(FOUND)]
+    return subprocess.run([command, *options, sys.executable, __file__, *arguments], env=environment).returncode
+
+
+def main() -> int:
+    """Run, compare, tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not torch.cuda.is_available() and not interpreted:
+        print("needs a CUDA GPU, found none")
+        return 2
+    if WATCHED not in os.environ and not interpreted:
+        status = watched(sys.argv[1:], options.tool)
+        if status is not None:
+            return status
+    here = inputs()
+    there = here.to("cpu" if interpreted else "cuda")
+    wrong = count = 0
+    seen: set[str] = set()
+    for name in NAMES:
+        for operation, about, call in cases(name):
+            seen.add(operation)
+            title = f"{name} {operation} {about}".rstrip()
+            if options.only not in title:
+                continue
+            with bs.use_backend("triton"):
+                got = on_the_cpu(call(there))
+            with bs.use_backend("reference"):
+                differ = count_wrong(got, on_the_cpu(call(here)))
+            count, wrong = count + 1, wrong + (differ > 0)
+            print(f"WRONG {title}: {differ} bytes differ" if differ else f"ok    {title}", flush=True)
+    ours = {op for op in registry.operations() if any(row.backend == "triton" for row in registry.rows(op))}
+    assert seen >= ours, f"no case runs {sorted(ours - seen)}"
+    by = f"under {os.environ[WATCHED]}" if WATCHED in os.environ else "accesses not watched: no compute-sanitizer"
+    print(f"{count} cases, {wrong} wrong, {by}")
+    return 1 if wrong or not count else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
