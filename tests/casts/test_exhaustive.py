@@ -20,7 +20,7 @@ import triton.language as tl
 
 import blockscale as bs
 from blockscale import CastSpec
-from blockscale.casts import _device, _device_fused, _triton, activation
+from blockscale.casts import _device, _device_codes, _device_fused, _tiles, _triton, activation
 from blockscale.casts._triton import Tile
 
 CHUNK = 1 << 27
@@ -53,13 +53,38 @@ def _reciprocal_kernel(x_ptr, out_ptr, count, W: tl.constexpr):
 
 
 @triton.jit
-def _e2m1_kernel(wrong_ptr, W: tl.constexpr):
-    """Every program looks at W of all 2^32 patterns. A negative NaN is left out: no instruction makes one."""
-    pattern = (tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)).to(tl.int32)
-    v = pattern.to(tl.float32, bitcast=True)
-    plain = _device.encode(v, 1, 1, 0x40C00000, 7) | (((pattern >> 31) & 1) << 3)
-    off = (_device._encode_e2m1(v) != plain) & ((pattern & 0x7FFFFFFF <= 0x7F800000) | (pattern > 0))
-    tl.atomic_add(wrong_ptr, tl.sum(off.to(tl.int32)))
+def _plain(words, factor, place: tl.constexpr, S: tl.constexpr):
+    """Codes of the words' first (place 0) or second values by integers."""
+    v = (words & -65536 if place else words << 16).to(tl.float32, bitcast=True) * factor
+    return _device_codes.encode_signed(v, 0, S)
+
+
+@triton.jit
+def _words_kernel(words_ptr, factor_ptr, wrong_ptr, S: tl.constexpr, W: tl.constexpr):
+    """One factor a program, and W words: along a row, and eight of them below each other."""
+    factor = tl.load(factor_ptr + tl.program_id(0)) + tl.zeros((1, W), tl.float32)
+    at = tl.program_id(1) * W + tl.arange(0, W)[None, :]
+    words = tl.load(words_ptr + at)
+    given = _device_codes.factor_words(factor, factor) if _device_codes.is_exact(S) else factor
+    code = _device_codes.encode_row_words(words, given, S).to(tl.int32) & ((1 << 2 * S.code_bits) - 1)
+    want = _plain(words, factor, 0, S) | (_plain(words, factor, 1, S) << S.code_bits)
+    wrong = tl.sum((code != want).to(tl.int32))
+    MOST: tl.constexpr = 1 << 15
+    a, b = words, tl.load(words_ptr + (at + 111) % MOST)
+    c, d = tl.load(words_ptr + (at + 222) % MOST), tl.load(words_ptr + (at + 3333) % MOST)
+    if S.code_bits == 8:
+        low, high = _device_codes.encode_four_words(a, b, c, d, factor, factor, S)
+    else:
+        low, high = _device_codes.encode_eight_words(a, b, c, d, d, b, c, a, factor, factor, S)
+    for place in tl.static_range(2):
+        want = _plain(a, factor, place, S) | (_plain(b, factor, place, S) << S.code_bits)
+        want |= _plain(c, factor, place, S) << (2 * S.code_bits)
+        want |= _plain(d, factor, place, S) << (3 * S.code_bits)
+        if S.code_bits == 4:
+            want |= (_plain(d, factor, place, S) << 16) | (_plain(b, factor, place, S) << 20)
+            want |= (_plain(c, factor, place, S) << 24) | (_plain(a, factor, place, S) << 28)
+        wrong += tl.sum(((high if place else low) != want).to(tl.int32))
+    tl.atomic_add(wrong_ptr, wrong)
 
 
 @triton.jit
@@ -117,19 +142,31 @@ def test_reciprocals_of_every_divisor(kernel: Callable, first: int, compared: Co
 
 
 @pytest.mark.gpu
-def test_e2m1_codes_of_every_value(compared: Counter[str]) -> None:
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "fp8_1x128", "nvfp4"])
+def test_codes_of_every_bf16_value(name: str, compared: Counter[str]) -> None:
+    """Programs from words to codes against the plain encoder: all 65536 values times every power of two and NaN, or
+    times 4096 factors, small integers and their reciprocals among them, which make ties."""
+    spec = _tiles.side(CastSpec(name).plan(), torch.cuda.get_device_capability()[0] * 10, grouped=False)
+    words = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.int32)
+    if spec.family == "mx":
+        factors = torch.arange(1, 256, dtype=torch.int32, device="cuda") << 23  # 2^-126 and up, and Inf for NaN
+        factors = torch.cat((factors.view(torch.float32), torch.tensor([2.0**-127], device="cuda")))
+        factors[254] = torch.nan
+    else:
+        some = torch.arange(1, 513, device="cuda").float()
+        factors = torch.cat((some, 1 / some, torch.randn(3071, device="cuda").exp2(), some.new_tensor([torch.nan])))
     wrong = torch.zeros((), dtype=torch.int32, device="cuda")
-    _e2m1_kernel[((1 << 32) // WIDTH,)](wrong, W=WIDTH, enable_fp_fusion=False)
+    _words_kernel[(factors.numel(), 32)](words, factors, wrong, S=spec, W=1024, enable_fp_fusion=False)
     assert wrong.item() == 0
-    compared["the plain encoder, E2M1 codes by few instructions"] += (1 << 32) - (1 << 23) + 1
+    compared["the plain encoder, codes of every bf16 value"] += factors.numel() * (1 << 16)
 
 
 @pytest.mark.gpu
 def test_sigmoids_of_every_gate(compared: Counter[str]) -> None:
-    """All bf16 values, and 2^26 fp32 ones from where a sigmoid is 0 to where it is 1."""
+    """All bf16 values, and 2^26 fp32 ones from -87 to where a sigmoid is 1."""
     bf16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16)
-    spread = torch.linspace(-90.0, 20.0, (1 << 26) - 3, device="cuda")
-    for gate in (bf16.float().nan_to_num(0.0), spread):
+    spread = torch.linspace(-87.0, 20.0, (1 << 26) - 3, device="cuda")
+    for gate in (bf16.float().nan_to_num(0.0).clamp(min=-87.0), spread):
         got = torch.full_like(gate, -1.0)
         launch(_sigmoid_kernel, gate, got)
         compared["torch, sigmoids of Triton"] += same(got, activation.sigmoid(gate), gate.view(torch.int32))
