@@ -270,6 +270,8 @@ def colsum_kernel(
         first = tl.sum(tl.where(i < g, tiles, 0)).to(tl.int64)
         last = first + tl.sum(tl.where(i == g, tiles, 0))
     total = tl.zeros((BK,), tl.float64)
-    for tile in range(first, last):
+    tile = first
+    while tile < last:  # the interpreter has no range over numbers of the device
         total += tl.load(sums_ptr + tile * K + k, mask=k < K, other=0.0)
+        tile += 1
     tl.store(out_ptr + g * K + k, total.to(tl.float32), mask=k < K)
