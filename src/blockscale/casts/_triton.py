@@ -125,7 +125,7 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
     if source.name == "rmsnorm_rows":
         assert row is not None
         width = max(power_of_two(source.columns), 4 * row.spec.block[1])  # four scales lie together in some layouts
-        return Tile(1, max(1, 8192 // width), width, 16 if width > 16384 else 8)
+        return Tile(1, max(1, 16384 // width), width, max(4, width // 2048))
     light = source.held in ("bf16", "fp16") and all(plan.stream is None and plan.hadamard is None for plan in plans)
     four_bits = any(plan.spec.codes_per_byte == 2 for plan in plans)
     if col is None:
@@ -134,8 +134,6 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
             return Tile(1, 128, 128, 4 if light else 8)
         # the widest strip that wastes least
         width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
-        if light and four_bits and row.spec.block[0] == 1:
-            return Tile(1, 4096 // width, width, 2)
         rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
         return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
     if row is None:
@@ -152,7 +150,7 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         return Tile(4, 32, 128, 8, 128) if source.held == "fp32" else Tile(4, 32, 128, 16)
     hardware = sm >= 89 and all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
     if not (whole and hardware):
-        return Tile(8, 16, 128, 4)
+        return Tile(8, 16, 128, 4, 168 if source.index is not None and sm >= 90 else None)
     if source.name != "plain" and all(plan.spec.family == "fp8" for plan in plans):
         return Tile(4, 32, 128, 8, 128)
     return Tile(8, 16, 128, 4, 168 if source.name != "swiglu_backward" else None)

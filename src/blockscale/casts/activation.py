@@ -99,7 +99,8 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.float()
     # tensors, since a device may replace a division by a Python number with a multiplication
     share, epsilon = (torch.tensor(v, dtype=torch.float32, device=x.device) for v in (1.0 / x.shape[-1], eps))
-    root = torch.sqrt(tree_sum(wide * wide) * share + epsilon)
+    # by way of fp64: vector libraries take the root of an fp32 number to almost, not exactly, half a unit
+    root = torch.sqrt((tree_sum(wide * wide) * share + epsilon).double()).float()
     rstd = torch.ones_like(root) / root
     return ((wide * rstd[..., None]) * weight.float()).to(x.dtype), rstd
 
