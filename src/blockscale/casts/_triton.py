@@ -125,7 +125,7 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
     if source.name == "rmsnorm_rows":
         assert row is not None
         width = max(power_of_two(source.columns), 4 * row.spec.block[1])  # four scales lie together in some layouts
-        return Tile(1, max(1, 16384 // width), width, max(4, width // 2048))
+        return Tile(1, max(1, 8192 // width), width, max(4, width // 2048))
     light = source.held in ("bf16", "fp16") and all(plan.stream is None and plan.hadamard is None for plan in plans)
     four_bits = any(plan.spec.codes_per_byte == 2 for plan in plans)
     if col is None:
@@ -153,6 +153,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         return Tile(8, 16, 128, 4, 168 if source.index is not None and sm >= 90 else None)
     if source.name != "plain" and all(plan.spec.family == "fp8" for plan in plans):
         return Tile(4, 32, 128, 8, 128)
+    if source.name == "swiglu" and all(plan.spec.family == "mx" for plan in plans):
+        return Tile(4, 16, 128, 4, 96)
     return Tile(8, 16, 128, 4, 168 if source.name != "swiglu_backward" else None)
 
 
