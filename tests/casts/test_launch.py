@@ -131,3 +131,10 @@ def test_a_decode_that_copied_first_is_not_remembered(kernel: Kernel) -> None:
             bs.BlockScaled(q.data, apart, None, q.format, -1, "blocked", q.shape), torch.empty(q.shape)
         )
     assert (len(kernel.compiled), len(kernel.raw)) == (2, 0)
+
+
+def test_programs_are_part_of_a_kernels_identity() -> None:
+    """Triton finds compiled kernels by their source; inline PTX that is put together elsewhere must count as source."""
+    codes = pytest.importorskip("blockscale.casts._device_codes")
+    assert codes.encode_row_words.cache_key  # collects what the function refers to
+    assert "_PROGRAMS" in {name for name, _ in codes.encode_row_words.used_global_vals}

@@ -166,11 +166,11 @@ def _interleave(out: str, even: str, odd: str) -> list[str]:
     return [f"shr.u32 {even}, {even}, 4;", f"lop3.b32 {out}, {even}, {odd}, 0x0F0F0F0F, {_SELECT};"]
 
 
-def _program(*parts: list[str]) -> tl.constexpr:
-    return tl.constexpr("{ " + " ".join(line for part in parts for line in part) + " }")
+def _program(*parts: list[str]) -> str:
+    return "{ " + " ".join(line for part in parts for line in part) + " }"
 
 
-def _row_program(element: str, exact: bool) -> tl.constexpr:
+def _row_program(element: str, exact: bool) -> str:
     """Words along a row, then a factor for each: two words to four 8-bit codes, or four words to eight 4-bit ones."""
     count = 4 if element == "e2m1" else 2
     words, factors = list(range(1, count + 1)), list(range(count + 1, 2 * count + 1))
@@ -185,7 +185,7 @@ def _row_program(element: str, exact: bool) -> tl.constexpr:
     return _program(_exact_words(words, factors), _nibbles(count), lines)
 
 
-def _column_program(element: str, exact: bool) -> tl.constexpr:
+def _column_program(element: str, exact: bool) -> str:
     """Words below each other, then the factors of their two columns (in one word if exact): four 8-bit or eight 4-bit
     codes of the first column, and of the second."""
     count = 8 if element == "e2m1" else 4
@@ -209,17 +209,20 @@ def _column_program(element: str, exact: bool) -> tl.constexpr:
     )
 
 
-_PROGRAMS = {
-    (where, element, exact): make(element, exact).value
-    for where, make in (("row", _row_program), ("column", _column_program))
-    for element in ("e4m3", "e5m2", "e2m1")
-    for exact in (False, True)
-}
+# A constexpr, so that a changed program is a changed kernel to the compiler's cache.
+_PROGRAMS = tl.constexpr(
+    {
+        (where, element, exact): make(element, exact)
+        for where, make in (("row", _row_program), ("column", _column_program))
+        for element in ("e4m3", "e5m2", "e2m1")
+        for exact in (False, True)
+    }
+)
 
 
 @triton.constexpr_function
 def _text(where, element, exact):
-    return _PROGRAMS[where, element, exact]
+    return _PROGRAMS.value[where, element, exact]
 
 
 @triton.constexpr_function
