@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from aot.cases import CASES, MAY_SPILL, Budget, Case, Cast, problems, reports, variants
-from aot.compiled import CAN_COMPILE, TILES, compiled_for, launched, report
+from aot.compiled import CAN_COMPILE, TILES, compiled_for, launched, report, stray_reads
 from blockscale import quantize
 from blockscale.errors import BackendError
 from blockscale.hardware import CPU, capability
@@ -127,3 +127,11 @@ def test_everything_is_put_back() -> None:
     with pytest.raises(BackendError), compiled_for(75):
         quantize(x, "mxfp4")
     assert float(quantize(x, "mxfp8_e4m3").data.float().sum()) > 0
+
+
+def test_a_lost_value_is_seen() -> None:
+    line = "        /*0a10*/                   {} ;      /* 0x00007610010c7816 */\n"
+    fine = "LDC R1, c[0x0][0x28]", "VIADD R1, R1, 0xffffffe8", "STL [R1+0x4], R12", "LDL R3, [R1]", "MOV R10, R11"
+    assert stray_reads("".join(line.format(code) for code in fine)) == ()
+    lost = "PRMT R12, R1, 0x7610, R12"
+    assert stray_reads(line.format(fine[0]) + line.format(lost)) == (lost,)

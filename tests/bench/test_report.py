@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_sections_are_rewritten_and_nothing_else():
 
 def test_tables_tell_what_rows_tell():
     text = report.casts_table(suite())
-    assert "| fp8_1x128 axis -1 | 16384x8192 | 100.0 | 2.0 % | 3,900 | 95 | 9.00x | 1.50x* | - |" in text
+    assert "| fp8_1x128 axis -1 | 16384x8192 | 100.0 | 2.0 % | 3,900 | 4,100 | 95 | 9.00x | 1.50x* | - |" in text
     assert "NVIDIA H200; torch 2.11.0, triton 3.6.0, torchao 0.18.0; commit abc1234; 2026-11-15." in text
     (wrong,) = [line for line in text.splitlines() if "WRONG" in line]
     assert "17 bytes" in wrong
@@ -64,3 +65,16 @@ def test_the_pages_are_up_to_date():
     for page in report.PAGES:
         text = (ROOT / page).read_text()
         assert report.render(text, rows) == text, f"{page}: run `blockscale bench report`"
+
+
+def test_a_slow_copy_is_told() -> None:
+    rows = suite()
+    assert "itself reaches" not in report.casts_table(rows)
+    slow = [replace(row, copy_gb_s=2700.0) if row.group == "expert weights" else row for row in rows]
+    assert "reaches 2,700 GB/s on tensors of 5,369 MB and more, against 4,100 GB/s" in report.casts_table(slow)
+
+
+def test_rows_of_several_runs_are_put_in_order() -> None:
+    groups = [row.group for row in report.in_order(suite()[::-1]) if row.suite == "casts"]
+    assert len(set(groups)) > 2
+    assert groups == sorted(groups, key=report.GROUPS.index)

@@ -1,4 +1,4 @@
-"""The picture of the casts: percent of a copy's bandwidth, ours and theirs, with a line at the bar."""
+"""The picture of the casts: terabytes a second, ours and theirs, with lines at a copy and at nine tenths of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .report import label, main_rows
+from .report import fastest_copy, label, main_rows
 from .shapes import text
 from .store import Row
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # a cast that moves its bytes nine tenths as fast as a copy leaves little to win
-BAR = 90.0
+BAR = 0.9
 _MARKS = {
     "torchao": ("s", "#d95f02"),
     "compile": ("D", "#5e4fa2"),
@@ -30,7 +30,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [row for row in main_rows(rows) if row.percent_of_copy is not None]
+    shown = [row for row in main_rows(rows) if row.gb_s is not None]
     with matplotlib.rc_context({"svg.hashsalt": "blockscale", "font.size": 9}):
         figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.26 * len(shown)), layout="constrained")
         _bars(axes, shown)
@@ -44,13 +44,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row]) -> None:
-    ours = [row.percent_of_copy or 0.0 for row in rows]
+    ours = [(row.gb_s or 0.0) / 1e3 for row in rows]
     axes.barh(range(len(rows)), ours, height=0.7, color="#8fd0b5", label="blockscale")
     for place, value in enumerate(ours):  # in a column of their own, where no line or mark crosses them
-        axes.text(1.0, place, f"{value:.0f} %", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        axes.text(1.0, place, f"{value:.2f}", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [f"{label(row)}  {text(tuple(row.shape))}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, max([103.0, *(value + 3 for value in ours)]))
+    axes.set_xlim(0, 1.03 * max([fastest_copy(rows) / 1e3, *ours], default=1.0))
 
 
 def _marks(axes: Axes, rows: Sequence[Row], name: str) -> None:
@@ -58,8 +58,8 @@ def _marks(axes: Axes, rows: Sequence[Row], name: str) -> None:
     x: list[float] = []
     y: list[int] = []
     for place, row in enumerate(rows):
-        if row.percent_of_copy and "ratio" in row.peers.get(name, {}):
-            x.append(row.percent_of_copy / row.peers[name]["ratio"])
+        if row.gb_s and "ratio" in row.peers.get(name, {}):
+            x.append(row.gb_s / 1e3 / row.peers[name]["ratio"])
             y.append(place)
     if x:
         marker, colour = _MARKS[name]
@@ -67,9 +67,10 @@ def _marks(axes: Axes, rows: Sequence[Row], name: str) -> None:
 
 
 def _lines(axes: Axes, rows: Sequence[Row]) -> None:
-    axes.axvline(BAR, color="0.15", linewidth=1, linestyle="--", zorder=0, label=f"bar: {BAR:.0f} %")
-    axes.axvline(100, color="0.65", linewidth=1, zorder=0, label="copy")
-    axes.set_xlabel("percent of the bandwidth of a bf16 copy in the same run")
+    copy = fastest_copy(rows) / 1e3
+    axes.axvline(BAR * copy, color="0.15", linewidth=1, linestyle="--", zorder=0, label=f"{BAR:.0%} of it")
+    axes.axvline(copy, color="0.65", linewidth=1, zorder=0, label="bf16 copy in the same run")
+    axes.set_xlabel("TB/s: the fewest bytes that the cast must move, over its time")
     where = rows[0].where if rows else {}
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "triton", "torchao") if where.get(name))
     axes.set_title(f"Casts on {where.get('gpu', 'no device')}  ({versions})", loc="left")

@@ -355,18 +355,19 @@ def write_row(
     m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
     w = pk * W + tl.arange(0, W)[None, None, :]
     if BY_WORDS:
+        if not EVEN:
+            # Past the tail words are zero, and so must their codes be, in a block with a NaN too. Not by choosing among
+            # codes: the assembler of CUDA 12.8 loses halves of merged conversions that are taken apart again.
+            spread = tl.where(2 * w < columns, spread, tl.zeros_like(spread))
         code = encode_row_words(lo, spread, S)
     else:
         if not S.hadamard:
             lo, hi = values(lo, hi, MODE)
         word_lo, word_hi = _random_pair(random, m, w, S)
         code = encode_two(lo * spread, hi * spread, word_lo, word_hi, S)
+        if not EVEN:
+            code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, code & ((1 << S.code_bits) - 1), 0))
         code = code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
-    if not EVEN:
-        # the tail of a block with a NaN would not be zero by itself
-        zero = tl.zeros_like(code)
-        first = code & ((1 << S.code_bits) - 1)
-        code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, first, zero))
     if J == 4 or (S.code_bits == 4 and J > 1):
         # another shape than the load has, so that Triton gives the codes their own layout: 16 bytes of them are 16 or
         # 32 columns a thread
