@@ -136,5 +136,10 @@ def test_a_decode_that_copied_first_is_not_remembered(kernel: Kernel) -> None:
 def test_programs_are_part_of_a_kernels_identity() -> None:
     """Triton finds compiled kernels by their source; inline PTX that is put together elsewhere must count as source."""
     codes = pytest.importorskip("blockscale.casts._device_codes")
-    assert codes.encode_row_words.cache_key  # collects what the function refers to
-    assert "_PROGRAMS" in {name for name, _ in codes.encode_row_words.used_global_vals}
+    before = codes._text.cache_key  # collects what the function refers to
+    assert "_PROGRAMS" in {name for name, _ in codes._text.used_global_vals}
+    changed = triton.constexpr_function(codes._text.fn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codes, "_PROGRAMS", triton.language.constexpr({}))
+        assert changed.cache_key != before
+    assert triton.constexpr_function(codes._text.fn).cache_key == before
