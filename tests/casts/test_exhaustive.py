@@ -21,7 +21,7 @@ import triton.language as tl
 import blockscale as bs
 from blockscale import CastSpec
 from blockscale.casts import _device, _device_codes, _device_fused, _tiles, _triton, activation
-from blockscale.casts._triton import Tile
+from blockscale.casts._source import Tile
 
 CHUNK = 1 << 27
 WIDTH = 4096

@@ -1,6 +1,6 @@
 """The cast kernel and its companions: which rows a program takes, from what source, and which operands it writes.
 
-One kernel makes the row operand, the column operand, or both from one read (`_tiles.py` writes them); its sources are a
+One kernel makes the row operand, the column operand, or both from one read (`_write.py` writes them); its sources are a
 tensor, gathered rows, SwiGLU, its backward, and RMSNorm. Group ends are read on the device. Offsets are 64-bit.
 """
 
@@ -14,17 +14,8 @@ import triton.language as tl
 from ._device import locate, round_to_bf16
 from ._device_codes import takes_words
 from ._device_fused import rstd, swiglu, swiglu_backward
-from ._tiles import (
-    hold,
-    load_pairs,
-    rotate_columns,
-    rotate_rows,
-    tensor_factors,
-    unpack,
-    values,
-    write_column,
-    write_row,
-)
+from ._tiles import hold, load_pairs, rotate_columns, rotate_rows, tensor_factors, unpack, values
+from ._write import write_column, write_row
 
 
 @triton.jit

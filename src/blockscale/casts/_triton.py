@@ -1,7 +1,7 @@
-"""Triton casts, sm_80 and newer: tiles, grids and arguments for the kernel in `_kernels.py`.
+"""Triton casts, sm_80 and newer: grids and arguments for the kernel in `_kernels.py`.
 
 What depends on shapes alone is worked out once per shape, and later calls go straight to the compiled kernel: a cast of
-a few microseconds must not wait for the host. docs/design/casts.md has the figures behind the tiles.
+a few microseconds must not wait for the host.
 """
 
 # pyright: basic, reportCallIssue=false
@@ -21,141 +21,13 @@ from ..hardware import capability
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
 from ._launch import launcher
+from ._source import Source, Tile, plain, power_of_two, tile_shape
 from ._tiles import side
 
 Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 # Under TRITON_INTERPRET=1 kernels run in numpy on the CPU; its fp8 casts do not round, so codes are made by integers.
 INTERPRETED = not isinstance(cast_kernel, triton.runtime.JITFunction)
-
-
-class Source(NamedTuple):
-    """What is cast, and from what: `name` as in `_kernels.py`, x [..., rows, ...] and its companions, and the columns
-    of the result."""
-
-    name: str
-    x: Tensor
-    columns: int
-    y: Tensor | None = None
-    z: Tensor | None = None
-    index: Tensor | None = None
-    eps: float = 0.0
-
-    @property
-    def matrices(self) -> Tensor:
-        return self.x.reshape(self.x.shape[:-2].numel(), self.x.shape[-2], self.x.shape[-1])
-
-    @property
-    def rows(self) -> int:
-        return self.x.shape[-2] if self.index is None else self.index.shape[0]
-
-    @property
-    def is_norm(self) -> bool:
-        return self.name in ("rmsnorm", "rmsnorm_rows")
-
-    @property
-    def walked(self) -> int:
-        """Columns that programs walk over: a backward of SwiGLU writes two tiles for each that it reads."""
-        return self.columns // 2 if self.name == "swiglu_backward" else self.columns
-
-    @property
-    def mode(self) -> str:
-        """How pairs are loaded: by whole words where every pair lies on one, else value by value."""
-        tensors = [self.matrices] if self.y is None or self.is_norm else [self.matrices, self._y()]
-        if self.columns % (4 if self.name == "swiglu_backward" else 2):
-            return "any"
-        return WORDS[self.x.dtype] if all(map(in_pairs, tensors)) else "any"
-
-    @property
-    def held(self) -> str:
-        """How a tile stays in registers: the mode, except that what is computed in fp32 is kept as values."""
-        return "any" if self.mode == "fp32" and self.name != "plain" else self.mode
-
-    def arguments(self) -> tuple[Tensor | None, ...]:
-        """x, y, z and index as kernels take them."""
-        y = None if self.y is None else self._y() if self.is_norm else as_words(self._y(), self.mode)
-        z = self.z
-        if z is not None and z.dtype == self.x.dtype and self.mode in ("bf16", "fp16") and in_pairs(z):
-            z = as_words(z, self.mode)
-        return as_words(self.matrices, self.mode), y, z, self.index
-
-    def steps(self) -> tuple[int, ...]:
-        """Strides of x and y, in words."""
-        divisor = 1 if self.mode == "any" else 2
-        y = (0, 0) if self.y is None or self.is_norm else self._y().stride()[:2]
-        x = self.matrices.stride()
-        return x[0] // divisor, x[1] // divisor, x[2], y[0] // divisor, y[1] // divisor
-
-    def _y(self) -> Tensor:
-        assert self.y is not None
-        return self.y if self.is_norm else self.y.reshape(self.y.shape[:-2].numel(), *self.y.shape[-2:])
-
-
-def plain(x: Tensor) -> Source:
-    """A tensor [..., M, K] as it is."""
-    return Source("plain", x, x.shape[-1])
-
-
-WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-def in_pairs(x: Tensor) -> bool:
-    """Whether every pair of neighbours along the last axis lies on a whole word."""
-    even = x.shape[-1] % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1])
-    return even and x.stride(-1) == 1 and x.data_ptr() % (2 * x.element_size()) == 0
-
-
-class Tile(NamedTuple):
-    """MQ groups of J rows by BK columns, for a program of `warps`; see `_tiles.py`. `registers`: the most a thread may
-    take, so that three programs fit on a multiprocessor."""
-
-    J: int
-    MQ: int
-    BK: int
-    warps: int
-    registers: int | None = None
-
-
-def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: Source, whole: bool) -> Tile:
-    """The tile for a cast. whole: tiles cover the source exactly, and there are no groups.
-
-    Measured on an H200, see docs/design/casts.md; the ahead-of-time tests hold every choice to zero spills.
-    """
-    plans = [plan for plan in (row, col) if plan is not None]
-    if source.name == "rmsnorm_rows":
-        assert row is not None
-        width = max(power_of_two(source.columns), 4 * row.spec.block[1])  # four scales lie together in some layouts
-        return Tile(1, max(1, 8192 // width), width, max(4, width // 2048))
-    light = source.held in ("bf16", "fp16") and all(plan.stream is None and plan.hadamard is None for plan in plans)
-    four_bits = any(plan.spec.codes_per_byte == 2 for plan in plans)
-    if col is None:
-        assert row is not None
-        if row.spec.block[0] == 128:
-            return Tile(1, 128, 128, 4 if light else 8)
-        # the widest strip that wastes least
-        width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
-        rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
-        return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
-    if row is None:
-        if source.held == "any":
-            return Tile(8, 16, 128, 8)
-        if whole and 128 not in col.spec.block and not four_bits:
-            return Tile(16, 16, 64, 4)
-        if light and not four_bits:
-            return Tile(8, 16, 128, 4)
-        return Tile(16, 8, 128, 4 if source.held != "fp32" else 8)
-    if four_bits:
-        return Tile(16, 8, 128, 4 if light else 8)
-    if not light:
-        return Tile(4, 32, 128, 8, 128) if source.held == "fp32" else Tile(4, 32, 128, 16)
-    hardware = sm >= 89 and all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
-    if not (whole and hardware):
-        return Tile(8, 16, 128, 4, 168 if source.index is not None and sm >= 90 else None)
-    if source.name != "plain" and all(plan.spec.family == "fp8" for plan in plans):
-        return Tile(4, 32, 128, 8, 128)
-    if source.name == "swiglu" and all(plan.spec.family == "mx" for plan in plans):
-        return Tile(4, 16, 128, 4, 96)
-    return Tile(8, 16, 128, 4, 168 if source.name != "swiglu_backward" else None)
 
 
 def _covered(plan: CastPlan, rows: int, length: int) -> tuple[int, int]:
@@ -187,8 +59,8 @@ def launch(
     """Fill the buffers of one operand or both. What depends on shapes alone is worked out once per shape."""
     x = source.x
     address, device = x.data_ptr(), x.get_device()  # -1 for the CPU
-    others: tuple[Tensor | None, ...] = (source.y, source.z, source.index, offs)
-    alone = source.y is None and source.index is None and offs is None
+    others: tuple[Tensor | None, ...] = (source.y, source.z, source.indices, offs)
+    alone = source.y is None and source.indices is None and offs is None
     key = (
         source.name, source.columns, source.eps, x.shape, x.stride(), x.dtype, device, address % 16,
         None if alone else tuple(map(_layout, others)), _recipe(row), _recipe(col), colsum is None,
@@ -261,7 +133,7 @@ def _prepare(
     mode, held = source.mode, source.held
     sm = 0 if INTERPRETED else capability(source.x.device).sm
     groups = 0 if offs is None else offs.shape[0]
-    dense = offs is None and source.index is None
+    dense = offs is None and source.indices is None
     plans = [None if out is None else out.plan for out in (row, col)]
     whole = dense and rows % 256 == 0 and columns % 128 == 0
     tile = tile_shape(plans[0], plans[1], sm=sm, source=source, whole=whole)
@@ -298,7 +170,7 @@ def _prepare(
     sides = [None if out is None else side(out.plan, sm, grouped=_per_group(out)) for out in (row, col)]
     constants = (
         *sides, source.name, mode, held, sm > 0 and held in ("bf16", "fp16"), even, _group_bound(offs),
-        source.index is not None, colsum is not None, power_of_two(max(1, *scopes)), GROUP_ALIGN, sm > 0,
+        source.indices is not None, colsum is not None, power_of_two(max(1, *scopes)), GROUP_ALIGN, sm > 0,
         tile.J, tile.MQ, tile.BK,
     )  # fmt: skip
     compiled = cast_kernel[grid](
@@ -317,19 +189,9 @@ def _prepare(
         _LAUNCHES[key] = _Known(launcher(compiled, grid), (*numbers, *constants), any(scopes))
 
 
-def power_of_two(n: int) -> int:
-    """The power of two at or above n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
 def _group_bound(offs: Tensor | None) -> int:
     """Group ends as kernels load them: a power of two, 0 without groups."""
     return 0 if offs is None else power_of_two(max(offs.shape[0], 1))
-
-
-def as_words(x: Tensor, mode: str) -> Tensor:
-    """x as the words that pairs are loaded by."""
-    return x if mode == "any" else x.view(torch.int64 if mode == "fp32" else torch.int32)
 
 
 def _pointers(out: Output | None, amax: Tensor | None, *, transposed: bool) -> tuple[Tensor | None, ...]:
@@ -391,11 +253,11 @@ def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, tra
     block_rows = tile.J * tile.MQ
     tiles_m = ceil_div(rows if offs is None else rows + (GROUP_ALIGN - 1) * (groups + 1), block_rows)
     tiles_k = ceil_div(source.walked, tile.BK)
-    even = rows % block_rows == 0 and source.walked % tile.BK == 0 and offs is None and source.index is None
+    even = rows % block_rows == 0 and source.walked % tile.BK == 0 and offs is None and source.indices is None
     amax_kernel[(count * tiles_m * tiles_k,)](
         *source.arguments(), offs, top, rows, columns, *source.steps(), tiles_m, tiles_k, groups,
         PER_GROUP=out.plan.grouped_amax, SOURCE=source.name, MODE=source.mode, HELD=source.held, EVEN=even,
-        FAST=not INTERPRETED, GATHER=source.index is not None, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
+        FAST=not INTERPRETED, GATHER=source.indices is not None, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
         ROW=None if transposed else rotated, COL=rotated if transposed else None,
         J=tile.J, MQ=tile.MQ, BK=tile.BK, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip

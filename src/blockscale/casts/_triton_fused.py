@@ -22,8 +22,9 @@ from ..formats.layout import CODE_ROW_BYTES, ceil_div, round_up, scale_buffer_sh
 from ..library import empty
 from ..registry import Request, kernel
 from ._device_fused import rstd as row_rstd
+from ._source import WORDS, Source, as_words, in_pairs, power_of_two
 from ._tiles import load_pairs, values
-from ._triton import DEVICES, WORDS, Buffers, Output, Source, as_words, in_pairs, launch, power_of_two, reject
+from ._triton import DEVICES, Buffers, Output, launch, reject
 
 Plans = tuple[CastPlan, CastPlan]
 Outs = tuple[Buffers, Buffers]
@@ -108,7 +109,7 @@ def permute_both(
 ) -> None:
     """Triton: one gathered read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(Source("plain", x, x.shape[-1], index=indices), row, col, offs=offs)
+    launch(Source("plain", x, x.shape[-1], indices=indices), row, col, offs=offs)
 
 
 # ---- one cast, then copies of rows -----------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
     data = empty((rows, out[0].shape[1]), spec.data_dtype, x.device)
     scale = empty(scale_buffer_shape(spec, rows, length, layout), spec.scale_dtype, x.device)
     # The row of zeros goes through the cast, because its codes are not always 0: a maximum of NaN poisons it too.
-    source = Source("plain", x, x.shape[1], index=torch.arange(-1, x.shape[0], dtype=torch.int32, device=x.device))
+    source = Source("plain", x, x.shape[1], indices=torch.arange(-1, x.shape[0], dtype=torch.int32, device=x.device))
     launch(source, Output(replace(plan, layout=layout), (data, scale, out[2]), None, amax), None)
     if positions == 0:
         return

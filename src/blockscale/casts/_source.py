@@ -1,0 +1,153 @@
+"""What a cast kernel reads, and by which tiles: properties of tensors and plans, worked out on the host once per shape.
+
+docs/design/casts.md has the figures behind the tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats.cast_spec import CastPlan
+from ..formats.layout import round_up
+
+
+class Source(NamedTuple):
+    """What is cast, and from what: `name` as in `_kernels.py`, x [..., rows, ...] and its companions, and the columns
+    of the result."""
+
+    name: str
+    x: Tensor
+    columns: int
+    y: Tensor | None = None
+    z: Tensor | None = None
+    indices: Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def matrices(self) -> Tensor:
+        return self.x.reshape(self.x.shape[:-2].numel(), self.x.shape[-2], self.x.shape[-1])
+
+    @property
+    def rows(self) -> int:
+        return self.x.shape[-2] if self.indices is None else self.indices.shape[0]
+
+    @property
+    def is_norm(self) -> bool:
+        return self.name in ("rmsnorm", "rmsnorm_rows")
+
+    @property
+    def walked(self) -> int:
+        """Columns that programs walk over: a backward of SwiGLU writes two tiles for each that it reads."""
+        return self.columns // 2 if self.name == "swiglu_backward" else self.columns
+
+    @property
+    def mode(self) -> str:
+        """How pairs are loaded: by whole words where every pair lies on one, else value by value."""
+        tensors = [self.matrices] if self.y is None or self.is_norm else [self.matrices, self._y()]
+        if self.columns % (4 if self.name == "swiglu_backward" else 2):
+            return "any"
+        return WORDS[self.x.dtype] if all(map(in_pairs, tensors)) else "any"
+
+    @property
+    def held(self) -> str:
+        """How a tile stays in registers: the mode, except that what is computed in fp32 is kept as values."""
+        return "any" if self.mode == "fp32" and self.name != "plain" else self.mode
+
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """x, y, z and indices as kernels take them."""
+        y = None if self.y is None else self._y() if self.is_norm else as_words(self._y(), self.mode)
+        z = self.z
+        if z is not None and z.dtype == self.x.dtype and self.mode in ("bf16", "fp16") and in_pairs(z):
+            z = as_words(z, self.mode)
+        return as_words(self.matrices, self.mode), y, z, self.indices
+
+    def steps(self) -> tuple[int, ...]:
+        """Strides of x and y, in words."""
+        divisor = 1 if self.mode == "any" else 2
+        y = (0, 0) if self.y is None or self.is_norm else self._y().stride()[:2]
+        x = self.matrices.stride()
+        return x[0] // divisor, x[1] // divisor, x[2], y[0] // divisor, y[1] // divisor
+
+    def _y(self) -> Tensor:
+        assert self.y is not None
+        return self.y if self.is_norm else self.y.reshape(self.y.shape[:-2].numel(), *self.y.shape[-2:])
+
+
+def plain(x: Tensor) -> Source:
+    """A tensor [..., M, K] as it is."""
+    return Source("plain", x, x.shape[-1])
+
+
+WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def in_pairs(x: Tensor) -> bool:
+    """Whether every pair of neighbours along the last axis lies on a whole word."""
+    even = x.shape[-1] % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1])
+    return even and x.stride(-1) == 1 and x.data_ptr() % (2 * x.element_size()) == 0
+
+
+class Tile(NamedTuple):
+    """MQ groups of J rows by BK columns, for a program of `warps`; see `_tiles.py`. `registers`: the most a thread may
+    take, so that three programs fit on a multiprocessor."""
+
+    J: int
+    MQ: int
+    BK: int
+    warps: int
+    registers: int | None = None
+
+
+def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: Source, whole: bool) -> Tile:
+    """The tile for a cast. whole: tiles cover the source exactly, and there are no groups.
+
+    Measured on an H200, see docs/design/casts.md; the ahead-of-time tests hold every choice to zero spills.
+    """
+    plans = [plan for plan in (row, col) if plan is not None]
+    if source.name == "rmsnorm_rows":
+        assert row is not None
+        width = max(power_of_two(source.columns), 4 * row.spec.block[1])  # four scales lie together in some layouts
+        return Tile(1, max(1, 8192 // width), width, max(4, width // 2048))
+    light = source.held in ("bf16", "fp16") and all(plan.stream is None and plan.hadamard is None for plan in plans)
+    four_bits = any(plan.spec.codes_per_byte == 2 for plan in plans)
+    if col is None:
+        assert row is not None
+        if row.spec.block[0] == 128:
+            return Tile(1, 128, 128, 4 if light else 8)
+        # the widest strip that wastes least
+        width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
+        rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
+        return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
+    if row is None:
+        if source.held == "any":
+            return Tile(8, 16, 128, 8)
+        if whole and 128 not in col.spec.block and not four_bits:
+            return Tile(16, 16, 64, 4)
+        if light and not four_bits:
+            return Tile(8, 16, 128, 4)
+        return Tile(16, 8, 128, 4 if source.held != "fp32" else 8)
+    if four_bits:
+        return Tile(16, 8, 128, 4 if light else 8)
+    if not light:
+        return Tile(4, 32, 128, 8, 128) if source.held == "fp32" else Tile(4, 32, 128, 16)
+    hardware = sm >= 89 and all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
+    if not (whole and hardware):
+        return Tile(8, 16, 128, 4, 168 if source.indices is not None and sm >= 90 else None)
+    if source.name != "plain" and all(plan.spec.family == "fp8" for plan in plans):
+        return Tile(4, 32, 128, 8, 128)
+    if source.name == "swiglu" and all(plan.spec.family == "mx" for plan in plans):
+        return Tile(4, 16, 128, 4, 96)
+    return Tile(8, 16, 128, 4, 168 if source.name != "swiglu_backward" else None)
+
+
+def power_of_two(n: int) -> int:
+    """The power of two at or above n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def as_words(x: Tensor, mode: str) -> Tensor:
+    """x as the words that pairs are loaded by."""
+    return x if mode == "any" else x.view(torch.int64 if mode == "fp32" else torch.int32)
