@@ -40,6 +40,7 @@ def cases(extent: Extent) -> Iterator[Case]:
     for shape in extent.experts:
         for format in ("fp8_128x128", "mxfp8_e4m3"):
             yield both(format, shape, extent, group="expert weights")
+        yield both("mxfp8_e4m3", shape, extent, group="expert weights", layout="blocked")
     for shape in extent.large:
         for format in ("mxfp4", "nvfp4", "nvfp4_16x16"):
             for axis in (-1, -2):
