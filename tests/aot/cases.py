@@ -79,7 +79,7 @@ MAY_SPILL = (
         r"(fp8_1x128|mxfp8_e4m3) both bf16$",
         100,
         "the limit of 168 registers was measured with triton 3.6; the assembler of 3.9 needs a few more",
-        arches=(80, 89, 100),
+        arches=(80, 89, 100, 120),
         later=True,
     ),
 )
@@ -285,7 +285,7 @@ def cast(what: Cast, registers: int, per_value: float, ptx: str = "", *, everywh
 # kernel and family for every architecture, and what people run on sm_90; `make aot` has the rest.
 CASES = (
     cast(Cast("fp8_1x128", "row"), 64, 8, E4M3),
-    cast(Cast("fp8_1x128", "col"), 104, 7.6, E4M3),
+    cast(Cast("fp8_1x128", "col"), 112, 7.6, E4M3),
     cast(Cast("fp8_1x128", "both"), 168, 18, E4M3, everywhere=True),
     cast(Cast("fp8_128x128", "row"), 104, 5.9, E4M3),
     cast(Cast("fp8_128x128", "both"), 168, 11.6, E4M3),
@@ -296,7 +296,7 @@ CASES = (
     cast(Cast("mxfp6_e2m3", "row"), 72, 23),
     cast(Cast("mxfp6_e3m2", "both"), 255, 45),
     cast(Cast("mxfp4", "row"), 64, 10.2),
-    cast(Cast("mxfp4", "col"), 88, 10.3),
+    cast(Cast("mxfp4", "col"), 104, 10.3),
     cast(Cast("mxfp4", "both"), 104, 21),
     cast(Cast("nvfp4", "row"), 64, 23.5, E4M3, everywhere=True),
     cast(Cast("nvfp4", "col", given=True), 104, 16.3, E4M3),
