@@ -62,18 +62,19 @@ MAY_SPILL = (
     KnownSpill(r"mxfp6_e\dm\d both bf16$", 16, "codes made by integers, with the assembler of triton 3.9", later=True),
     KnownSpill(r"(fp8_1x128|mxfp8_e4m3) both bf16$", 8, "168 registers leave room for a third program", arches=(89,)),
     KnownSpill(r"mxfp4 both bf16$", 8, "codes made by integers for both operands", arches=(89,)),
-    KnownSpill(
-        r"\w+ both .*stochastic",
-        1300,
-        "random words of both operands beside a tile of 64 values a thread; to be tiled anew",
-    ),
-    KnownSpill(r"\w+ both .*ragged$", 550, "rows that start anywhere: an address each, beside 128 values a thread"),
+    KnownSpill(r"\w+ both .*stochastic", 400, "random words of both operands beside a tile"),
+    KnownSpill(r"\w+ both .*ragged$", 600, "rows that start anywhere: an address each, beside 128 values a thread"),
     KnownSpill(r"\w+ both .*strided$", 1700, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(
         r"\w+ both .*groups$",
         230,
         "a tile of 128 values a thread, the ends of groups and column sums in fp64",
     ),
+    KnownSpill(
+        r"mxfp6_e\dm\d both .*groups$", 960, "codes made by integers, ends of groups, column sums in fp64"
+    ),
+    KnownSpill(r"\w+ col .*strided$", 130, "values loaded one by one: the slow path, for sources contiguous nowhere"),
+    KnownSpill(r"mxfp6_e\dm\d (col .*ragged|row .*groups)$", 40, "codes made by integers"),
     KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "as above, with the assembler of triton 3.9", later=True),
     KnownSpill(
         r"(fp8_1x128|mxfp8_e4m3) both bf16$",

@@ -183,13 +183,29 @@ _LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
 _FRAME = re.compile(r"(?:@!?U?P\w+ )?\S+ R1,")  # what sets the stack pointer up
 
 
+_PRMT = re.compile(r"PRMT\S* R\d+, (\w+)(?:\.reuse)?, (0x[0-9a-f]+|\w+), (\w+)")
+
+
 def stray_reads(sass: str) -> tuple[str, ...]:
     """Instructions that read R1, the stack pointer, where no address is meant: a value that the assembler lost.
 
-    The one of CUDA 12.8 does so for halves of two conversions that it merged, once they are taken apart again.
+    The one of CUDA 12.8 does so for halves of two conversions that it merged, once they are taken apart again. It also
+    names R1 where a byte of a vector is never read; such single bytes are let pass.
     """
     reads = [line for line in _LINE.findall(sass) if not _FRAME.match(line)]
-    return tuple(line for line in reads if re.search(r",.*\bR1\b", re.sub(r"\[[^]]*\]", "", line)))
+    reads = [line for line in reads if re.search(r",.*\bR1\b", re.sub(r"\[[^]]*\]", "", line))]
+    return tuple(line for line in reads if not _takes_bytes(line))
+
+
+def _takes_bytes(line: str) -> bool:
+    """Whether a permutation of bytes takes none of R1, or none that belong together."""
+    found = _PRMT.search(line)
+    if found is None or not found[2].startswith("0x"):
+        return False
+    first, second = found[1] == "R1", found[3] == "R1"
+    picks = [int(found[2], 16) >> 4 * place & 7 for place in range(4)]
+    taken = {pick & 3 for pick in picks if (first and pick < 4) or (second and pick >= 4)}
+    return not ({0, 1} <= taken or {2, 3} <= taken)
 
 
 def _widths(codes: list[str], opcode: str) -> dict[int, int]:

@@ -121,6 +121,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
         rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
         return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
+    if any(plan.stream is not None for plan in plans):  # random words take registers, too
+        return Tile(8, 16, 128, 16)
     if row is None:
         if source.held == "any":
             return Tile(8, 16, 128, 8)
