@@ -70,9 +70,7 @@ MAY_SPILL = (
         230,
         "a tile of 128 values a thread, the ends of groups and column sums in fp64",
     ),
-    KnownSpill(
-        r"mxfp6_e\dm\d both .*groups$", 960, "codes made by integers, ends of groups, column sums in fp64"
-    ),
+    KnownSpill(r"mxfp6_e\dm\d both .*groups$", 960, "codes made by integers, ends of groups, column sums in fp64"),
     KnownSpill(r"\w+ col .*strided$", 130, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(r"mxfp6_e\dm\d (col .*ragged|row .*groups)$", 40, "codes made by integers"),
     KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "as above, with the assembler of triton 3.9", later=True),
