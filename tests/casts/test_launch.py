@@ -11,6 +11,7 @@ from blockscale.casts import ops
 triton = pytest.importorskip("triton")
 _triton = pytest.importorskip("blockscale.casts._triton")
 _dequantize = pytest.importorskip("blockscale.casts._triton_dequantize")
+_fused = pytest.importorskip("blockscale.casts._triton_fused")
 pytestmark = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compiles nothing")
 
 
@@ -99,6 +100,17 @@ def test_another_layout_is_compiled(kernel: Kernel, other) -> None:
     for name, axis in (("mxfp8_e4m3", -2), ("mxfp8_e5m2", -1)):
         cast(torch.ones(64, 128), name, axis)
     assert (len(kernel.compiled), len(kernel.raw)) == (4, 0)
+
+
+def test_another_epsilon_is_another_launch(kernel: Kernel) -> None:
+    x, weight, plan = torch.ones(64, 128), torch.ones(128), bs.CastSpec("mxfp8_e4m3").plan()
+    for eps in (1e-6, 1e-6, 1e-2):
+        _fused.rmsnorm(x, weight, eps, plan, ops.allocate(x, plan, -1, None, None), torch.empty(64))
+    assert (len(kernel.compiled), len(kernel.raw)) == (2, 1)
+    assert [
+        sum(isinstance(arg, float) and arg == eps for arg in args)
+        for args, eps in zip(kernel.compiled, (1e-6, 1e-2), strict=True)
+    ] == [1, 1]
 
 
 def test_hooks_of_triton_are_called(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

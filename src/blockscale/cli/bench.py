@@ -55,10 +55,15 @@ def run(
         return _report(console, json)
     with console.status("importing torch ..."):
         from ..bench.store import write
+        from ..errors import OptionError, message
         from ..hardware import default_device, named_device
 
     where = default_device() if device is None else named_device(device)
-    cases = [case for case in _cases(console, suite, where, quick, peers) if only in case.name]
+    every = _cases(console, suite, where, quick, peers)
+    cases = [case for case in every if only in case.name]
+    if not cases:
+        fix = f"use a part of one, such as {every[0].name!r}"
+        raise OptionError(message(f"only={only!r}", rule="a case whose name contains it is run", fix=fix))
     rows: list[Row] = []
     for row in _timed(console, cases, suite, where, quick, commit):
         rows.append(row)
