@@ -161,3 +161,8 @@ def f32(tokens: str | list[str]) -> NDArray[np.float32]:
 
 def u8(tokens: str | list[str]) -> NDArray[np.uint8]:
     return np.array(expand(tokens), np.uint8)
+
+
+def all_bf16() -> torch.Tensor:
+    """Every bf16 value, NaN and infinities among them."""
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
