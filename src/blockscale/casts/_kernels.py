@@ -186,10 +186,14 @@ def cast_kernel(
     ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, GATHER: tl.constexpr, SUMS: tl.constexpr,
     COUNT: tl.constexpr, ALIGN: tl.constexpr, FAST: tl.constexpr,
-    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
+    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
+    e = (pid // tiles_k // tiles_m).to(tl.int64)
+    if DOWN:
+        pm, pk = pid % tiles_m, pid // tiles_m % tiles_k
+    else:
+        pk, pm = pid % tiles_k, pid // tiles_k % tiles_m
     position = pm * (MQ * J)
     place = _place(offs_ptr, e, position, M, groups, GROUPS, ALIGN)
     source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, share, eps)

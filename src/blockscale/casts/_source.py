@@ -92,13 +92,15 @@ def in_pairs(x: Tensor) -> bool:
 
 class Tile(NamedTuple):
     """MQ groups of J rows by BK columns, for a program of `warps`; see `_tiles.py`. `registers`: the most a thread may
-    take, so that three programs fit on a multiprocessor."""
+    take, so that three programs fit on a multiprocessor. down: programs follow each other down the rows, so that what
+    they write of a column lies together; otherwise along the columns."""
 
     J: int
     MQ: int
     BK: int
     warps: int
     registers: int | None = None
+    down: bool = False
 
 
 def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: Source, whole: bool) -> Tile:
@@ -129,8 +131,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         if whole and 128 not in col.spec.block and not four_bits:
             return Tile(16, 16, 64, 4)
         if light and not four_bits:
-            return Tile(8, 16, 128, 4)
-        return Tile(16, 8, 128, 4 if source.held != "fp32" else 8)
+            return Tile(8, 16, 128, 4, down=128 in col.spec.block)
+        return Tile(16, 8, 128, 4 if source.held != "fp32" else 8, down=True)
     if four_bits:
         return Tile(16, 8, 128, 4 if light else 8)
     if not light:

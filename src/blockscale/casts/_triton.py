@@ -171,7 +171,7 @@ def _prepare(
     constants = (
         *sides, source.name, mode, held, sm > 0 and held in ("bf16", "fp16"), even, _group_bound(offs),
         source.indices is not None, colsum is not None, power_of_two(max(1, *scopes)), GROUP_ALIGN, sm > 0,
-        tile.J, tile.MQ, tile.BK,
+        tile.J, tile.MQ, tile.BK, tile.down,
     )  # fmt: skip
     compiled = cast_kernel[grid](
         *source.arguments(), offs, sums,

@@ -199,9 +199,36 @@ def _permute(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
     )
 
 
+def _permute_once(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
+    """Every token twice, as with two experts each: cast once, then codes and scales are read for each use.
+
+    The fewest bytes: the tokens once, and what the experts read once. (That the codes are stored and gathered anew is a
+    choice of ours, and counts against us.)
+    """
+    tokens, width = extent.main
+
+    def make(device: torch.device) -> tuple[Any, ...]:
+        return random(extent.main, device), torch.randperm(2 * tokens).remainder(tokens).to(device)
+
+    def gather(x: Tensor, indices: Tensor) -> Tensor:
+        return x[indices]
+
+    yield _case(
+        "quantize_permute",
+        FORMAT,
+        extent.main,
+        make=make,
+        run=lambda x, indices: function(x, indices, FORMAT),
+        backend=lambda x, indices: cast_backend("permute", x, FORMAT),
+        moved=2 * numel(extent.main) + 16 * tokens + stored_bytes(FORMAT, (2 * tokens, width), -1),
+        peers=_unfused(extent, gather, lambda y, *args: quantize(y, FORMAT)),
+    )
+
+
 FUSIONS: dict[str, Callable[[Callable[..., Any], Extent], Iterator[Case]]] = {
     "swiglu_quantize_both": _swiglu,
     "swiglu_backward_quantize_both": _swiglu_backward,
     "rmsnorm_quantize": _rmsnorm,
     "permute_quantize_both": _permute,
+    "quantize_permute": _permute_once,
 }
