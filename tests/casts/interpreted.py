@@ -86,7 +86,8 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     every = list(sources())
     for number, spec in enumerate(specs(form)):
         # every source with the defaults, the telling ones with the other rules and layouts: the interpreter is slow
-        for title, x in every if number == 0 else every[:1]:
+        # (the first one poisons the maximum of a tensor, and with it all of NVFP4)
+        for title, x in every if number == 0 else every[: 2 if form.family == "nvfp4" else 1]:
             for axis in (-1, -2):
                 yield x.numel(), single(x, spec, axis, title)
     for spec in drawn(form):

@@ -24,9 +24,12 @@ from blockscale.formats import FORMATS, CastSpec, Stochastic
 ENDS = torch.tensor([3, 3, 110], dtype=torch.int32)
 
 
-def gates(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+def gates(rows: int, hidden: int, dtype: torch.dtype, *, finite: bool) -> Tensor:
+    """finite: without what makes the maximum of a tensor NaN, and then all that NVFP4 writes."""
     x = torch.randn(rows, 2 * hidden) * 4
-    x[0, 0], x[1, 1], x[2, 2], x[3] = torch.nan, torch.inf, -torch.inf, 0.0
+    x[3] = 0.0
+    if not finite:
+        x[0, 0], x[1, 1], x[2, 2] = torch.nan, torch.inf, -torch.inf
     x[4, :hidden], x[5, :hidden] = -100.0, 200.0
     return x.to(dtype)
 
@@ -38,11 +41,11 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     sources = ((torch.bfloat16, 130, 256), (torch.float32, 40, 74), (torch.float16, 33, 95))
     # how a source is read does not depend on the format, and tiles of 128x128 are slow
     for dtype, rows, hidden in sources[: 1 if name == "fp8_128x128" else 3]:
-        x = gates(rows, hidden, dtype)
+        x = gates(rows, hidden, dtype, finite=form.family == "nvfp4" and dtype != torch.float16)
         yield x.numel(), compared(f"swiglu both {dtype}", ops.swiglu_quantize_both, x, text, text, *nothing, None)
         for axis in (-1, -2):
             yield x.numel(), compared(f"swiglu {axis}", ops.swiglu_quantize, x, text, axis, None, None, None)
-    x, grad = gates(130, 256, torch.bfloat16), torch.randn(130, 256).bfloat16()
+    x, grad = gates(130, 256, torch.bfloat16, finite=form.family == "nvfp4"), torch.randn(130, 256).bfloat16()
     hidden = text if name == "mxfp8_e4m3" else ""
     rest = None, None, None, None, None, None, None
     yield x.numel(), compared("swiglu backward", ops.swiglu_backward_quantize_both, grad, x, text, text, hidden, *rest)
@@ -53,7 +56,7 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
         yield 2 * y.numel(), both
     if form.is_2d:
         return
-    x = gates(130, 128, torch.bfloat16)
+    x = gates(130, 128, torch.bfloat16, finite=False)  # a maximum is given
     drawn = CastSpec(name, rounding=Stochastic(rng_state(4), "mlp"), role="wgrad_x")
     late = drawn.plan().text()
     # NVFP4's own maximum is a second pass over many small tiles, and once is enough
@@ -82,6 +85,42 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     nobody = torch.full((120,), -1, dtype=torch.int32)
     args = tokens[:0], nobody, text, text, None, None, top, top, ENDS
     yield 0, compared("no tokens", ops.permute_quantize_both, *args)
+    if name in ("mxfp8_e4m3", "nvfp4"):
+        yield from apart(text, form.family == "nvfp4")
+
+
+def spread(vector: Tensor) -> Tensor:
+    """The same vector with something else between its values."""
+    return torch.stack((vector, torch.full_like(vector, 77)), 1)[:, 0]
+
+
+def apart(text: str, has_amax: bool) -> Iterator[tuple[int, Case]]:
+    """Vectors and gradients whose values do not lie beside each other; the gradient of a sum has strides of 0."""
+    x = gates(130, 128, torch.bfloat16, finite=True)
+    rest = None, None, None, None, None, None, None
+    grads = (
+        torch.randn(130, 256).bfloat16()[:, ::2],
+        torch.randn(128, 130).bfloat16().mT,
+        torch.ones((), dtype=torch.bfloat16).expand(130, 128),
+    )
+    for grad in grads:
+        args = grad, x, text, text, "", *rest
+        yield x.numel(), compared(f"swiglu backward {grad.stride()}", ops.swiglu_backward_quantize_both, *args)
+    args = grads[0], x.mT.contiguous().mT, text, text, "", *rest
+    yield x.numel(), compared("swiglu backward, gate_up turned", ops.swiglu_backward_quantize_both, *args)
+    four = torch.randn(2, 3, 40, 256).bfloat16().transpose(0, 1)
+    args = torch.randn(3, 2, 40, 128).bfloat16(), four, text, text, "", *rest
+    yield four.numel(), compared("swiglu backward, axes turned", ops.swiglu_backward_quantize_both, *args)
+    tokens, weight = torch.randn(110, 96).bfloat16(), spread(torch.rand(96))
+    for w in (weight, weight.bfloat16().expand(96), torch.ones(()).expand(96)):
+        yield tokens.numel(), compared("rmsnorm weight", ops.rmsnorm_quantize, tokens, w, 1e-5, text, None, None)
+    args = tokens, weight, 1e-5, text, text, None, None, None, None, spread(ENDS)
+    yield tokens.numel(), compared("rmsnorm ends", ops.rmsnorm_quantize_both, *args)
+    indices = spread(torch.randint(-1, 110, (120,), dtype=torch.int32))
+    tops = (spread(torch.tensor([9.0, 8.0, 7.0])), torch.tensor(9.0).expand(3)) if has_amax else (None, None)
+    args = tokens, indices, text, text, None, None, *tops, spread(ENDS)
+    yield tokens.numel(), compared("permute indices", ops.permute_quantize_both, *args)
+    yield tokens.numel(), compared("permute once indices", ops.quantize_permute, tokens, indices, text, None)
 
 
 def main(name: str) -> int:

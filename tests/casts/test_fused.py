@@ -118,9 +118,10 @@ def test_swiglu_backward_of_groups(device: torch.device) -> None:
 
 
 def test_strides_do_not_matter(device: torch.device) -> None:
-    x = torch.randn(96, 130, device=device).bfloat16().mT
-    grad, weight = torch.randn(130, 96, device=device).bfloat16()[:, ::2], torch.randn(192, device=device)[::2]
-    assert not any(tensor.is_contiguous() for tensor in (x, grad, weight))
+    x = torch.randn(256, 130, device=device).bfloat16().mT
+    grad, weight = torch.randn(130, 256, device=device).bfloat16()[:, ::2], torch.randn(512, device=device)[::2]
+    summed = grad[:1, :1].expand(130, 128)  # the gradient of a sum
+    assert not any(tensor.is_contiguous() for tensor in (x, grad, weight, summed))
     calls: list[Callable[[Tensor, Tensor, Tensor], object]] = [
         lambda x, grad, weight: swiglu_quantize_both(x, "mxfp8_e4m3", "fp8_1x128"),
         lambda x, grad, weight: swiglu_backward_quantize_both(grad, x, "mxfp4", "nvfp4", hidden="mxfp4"),
@@ -128,7 +129,8 @@ def test_strides_do_not_matter(device: torch.device) -> None:
         lambda x, grad, weight: quantize_permute(x, torch.tensor([5, 5, 0], device=x.device), "mxfp4"),
     ]
     for call in calls:
-        assert_same_bits(call(x, grad, weight), call(x.contiguous(), grad.contiguous(), weight.contiguous()))
+        for dy in (grad, summed):
+            assert_same_bits(call(x, dy, weight), call(x.contiguous(), dy.contiguous(), weight.contiguous()))
 
 
 def test_what_is_rounded_once_differs_from_what_is_rounded_twice() -> None:

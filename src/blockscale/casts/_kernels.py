@@ -69,7 +69,7 @@ def _load_source(
     rmsnorm_rows: the same for tiles that hold whole rows; rstd is computed and stored. What is computed is rounded to
     the type of x.
     """
-    x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, share, eps = source
+    x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, y_k, share, eps = source
     x_ptr += e * stride_e
     if SOURCE == "plain":
         lo, hi = _load_tile(
@@ -108,7 +108,7 @@ def _load_source(
             return lo, hi, lo, hi
         else:
             y_ptr += e * y_e
-            a, b = _load_tile(y_ptr, index_ptr, row0, rows_end, pk, H, y_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
+            a, b = _load_tile(y_ptr, index_ptr, row0, rows_end, pk, H, y_m, y_k, MODE, EVEN, GATHER, J, MQ, BK)
             dy_lo, dy_hi = values(a, b, MODE)
             gate_lo, up_lo = swiglu_backward(dy_lo, gate_lo, up_lo)
             gate_hi, up_hi = swiglu_backward(dy_hi, gate_hi, up_hi)
@@ -179,8 +179,8 @@ _PLAIN_NUMBERS = [
 def cast_kernel(
     x_ptr, y_ptr, z_ptr, index_ptr, offs_ptr, sums_ptr,
     row_data, row_scale, row_global, row_amax, row_state, col_data, col_scale, col_global, col_amax, col_state,
-    M, K, stride_e, stride_m, stride_k, y_e, y_m, row_units, col_units, row_pitch, col_pitch, row_scales, col_scales,
-    length, tiles_m, tiles_k, groups, row_count, col_count, zero, share, eps,
+    M, K, stride_e, stride_m, stride_k, y_e, y_m, y_k, row_units, col_units, row_pitch, col_pitch, row_scales,
+    col_scales, length, tiles_m, tiles_k, groups, row_count, col_count, zero, share, eps,
     row_stream, row_group, row_first, row_origin, row_stride,
     col_stream, col_group, col_first, col_origin, col_stride,
     ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr,
@@ -196,7 +196,7 @@ def cast_kernel(
         pk, pm = pid % tiles_k, pid // tiles_k % tiles_m
     position = pm * (MQ * J)
     place = _place(offs_ptr, e, position, M, groups, GROUPS, ALIGN)
-    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, share, eps)
+    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, y_k, share, eps)
     row = (row_data, row_scale, row_global, row_amax, row_state, row_units, row_pitch, row_scales, row_count,
            row_stream, row_group, row_first, row_origin, row_stride)  # fmt: skip
     col = (col_data, col_scale, col_global, col_amax, col_state, col_units, col_pitch, col_scales, col_count,
@@ -217,7 +217,7 @@ def cast_kernel(
 
 @triton.jit(do_not_specialize=["M", "tiles_m", "tiles_k", "groups"])
 def amax_kernel(
-    x_ptr, y_ptr, z_ptr, index_ptr, offs_ptr, amax_ptr, M, K, stride_e, stride_m, stride_k, y_e, y_m,
+    x_ptr, y_ptr, z_ptr, index_ptr, offs_ptr, amax_ptr, M, K, stride_e, stride_m, stride_k, y_e, y_m, y_k,
     tiles_m, tiles_k, groups,
     PER_GROUP: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr, GATHER: tl.constexpr, ALIGN: tl.constexpr, FAST: tl.constexpr,
@@ -227,7 +227,7 @@ def amax_kernel(
     pid = tl.program_id(0)
     pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
     group, row0, _, rows_end, inside = _place(offs_ptr, e, pm * (MQ * J), M, groups, GROUPS, ALIGN)
-    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, 0.0, 0.0)
+    source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, y_k, 0.0, 0.0)
     lo, hi, next_lo, next_hi = _load_source(
         source, e, row0, rows_end, pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK
     )

@@ -67,9 +67,15 @@ class Source(NamedTuple):
     def steps(self) -> tuple[int, ...]:
         """Strides of x and y, in words."""
         divisor = 1 if self.mode == "any" else 2
-        y = (0, 0) if self.y is None or self.is_norm else self._y().stride()[:2]
+        y = (0, 0, 0) if self.y is None or self.is_norm else self._y().stride()
         x = self.matrices.stride()
-        return x[0] // divisor, x[1] // divisor, x[2], y[0] // divisor, y[1] // divisor
+        return x[0] // divisor, x[1] // divisor, x[2], y[0] // divisor, y[1] // divisor, y[2]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels read the tensors themselves; leading axes that make no single axis are copied."""
+        y = None if self.y is None or self.is_norm else self.y
+        return self.matrices.data_ptr() == self.x.data_ptr() and (y is None or self._y().data_ptr() == y.data_ptr())
 
     def _y(self) -> Tensor:
         assert self.y is not None
@@ -79,6 +85,11 @@ class Source(NamedTuple):
 def plain(x: Tensor) -> Source:
     """A tensor [..., M, K] as it is."""
     return Source("plain", x, x.shape[-1])
+
+
+def dense(vector: Tensor | None) -> Tensor | None:
+    """What kernels read without a stride: group ends, maxima, weights of a norm, indices."""
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

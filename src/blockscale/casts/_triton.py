@@ -21,7 +21,7 @@ from ..hardware import capability
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
 from ._launch import launcher
-from ._source import Source, Tile, plain, power_of_two, tile_shape
+from ._source import Source, Tile, dense, plain, power_of_two, tile_shape
 from ._tiles import side
 
 Buffers = tuple[Tensor, Tensor, Tensor | None]
@@ -57,6 +57,7 @@ def launch(
     source: Source, row: Output | None, col: Output | None, *, colsum: Tensor | None = None, offs: Tensor | None = None
 ) -> None:
     """Fill the buffers of one operand or both. What depends on shapes alone is worked out once per shape."""
+    row, col, offs = _dense(row), _dense(col), dense(offs)
     x = source.x
     address, device = x.data_ptr(), x.get_device()  # -1 for the CPU
     others: tuple[Tensor | None, ...] = (source.y, source.z, source.indices, offs)
@@ -76,6 +77,12 @@ def launch(
     known.launch(
         device, address, *addresses, None, *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]), *known.rest
     )  # fmt: skip
+
+
+def _dense(out: Output | None) -> Output | None:
+    if out is None or (out.amax is None and out.state is None):
+        return out
+    return out._replace(state=dense(out.state), amax=dense(out.amax))
 
 
 class _Known(NamedTuple):
@@ -183,7 +190,7 @@ def _prepare(
             sums, offs, colsum, rows, columns, tiles_m, groups, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
             BM=block_rows, BK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    elif colsum is None and compiled is not None and matrices.data_ptr() == source.x.data_ptr():
+    elif colsum is None and compiled is not None and source.in_place:
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
         _LAUNCHES[key] = _Known(launcher(compiled, grid), (*numbers, *constants), any(scopes))

@@ -27,6 +27,7 @@ from ..registry import Request, kernel
 from ._device import decode_e4m3, locate, power_of_two
 from ._device_decode import decode, decode_two, decode_word, rotate_pairs, rotate_rows, round_two, scaled, source
 from ._launch import launcher
+from ._source import dense
 
 # ---- loading and storing ---------------------------------------------------------------------------------------------
 
@@ -268,7 +269,8 @@ def _reject(request: Request) -> str | None:
 @kernel("dequantize", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject)
 def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> None:
     """Triton: one read, one write"""
-    data, scale, factor, device = q.data, q.scale, q.global_scale, out.get_device()
+    data, scale, device = q.data, q.scale, out.get_device()
+    factor, offs = dense(q.global_scale), dense(offs)
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):  # kernels go to the current device
             return dequantize(q, out, offs=offs)
@@ -281,7 +283,7 @@ def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> No
     )  # fmt: skip
     known = _LAUNCHES.get(key)
     if known is None:
-        return _prepare(q, out, offs, key)
+        return _prepare(q, out, factor, offs, key)
     launch, rest = known
     launch(
         device, data.data_ptr(), scale.data_ptr(), None if factor is None else factor.data_ptr(),
@@ -293,7 +295,7 @@ _LAUNCHES: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...
 _MOST_LAUNCHES = 4096
 
 
-def _prepare(q: BlockScaled, out: Tensor, offs: Tensor | None, key: tuple[object, ...]) -> None:
+def _prepare(q: BlockScaled, out: Tensor, factor: Tensor | None, offs: Tensor | None, key: tuple[object, ...]) -> None:
     """Launch through the compiler, and remember what it made."""
     if out.numel() == 0:
         return
@@ -326,7 +328,7 @@ def _prepare(q: BlockScaled, out: Tensor, offs: Tensor | None, key: tuple[object
     numbers = (
         rows, length, logical, data_units, *data_steps, *steps, rows * logical * out.element_size() // word,
         out.shape[-1] * out.element_size() // word, tiles_r, tiles_l, groups,
-        1 if q.global_scale is None or not q.global_scale.dim() else count // max(q.global_scale.shape[0], 1),
+        1 if factor is None or not factor.dim() else count // max(factor.shape[0], 1),
     )  # fmt: skip
     constants = (
         S, _OUT[out.dtype], transposed, count > 1, whole, exact and whole and paired and not padded, paired,
@@ -336,7 +338,7 @@ def _prepare(q: BlockScaled, out: Tensor, offs: Tensor | None, key: tuple[object
     grid = (count * tiles_r * tiles_l, 1, 1)
     compiled = _dequantize_kernel[grid](
         data.as_strided((unit,), (1,)).view(_UNITS[unit]) if whole else data,
-        scale, q.global_scale, offs, out.view(_UNITS[word]), *numbers, *constants,
+        scale, factor, offs, out.view(_UNITS[word]), *numbers, *constants,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     in_place = data.data_ptr() == q.data.data_ptr() and scale.data_ptr() == q.scale.data_ptr()

@@ -22,9 +22,10 @@ from ..formats.layout import CODE_ROW_BYTES, ceil_div, round_up, scale_buffer_sh
 from ..library import empty
 from ..registry import Request, kernel
 from ._device_fused import rstd as row_rstd
-from ._source import WORDS, Source, as_words, in_pairs, power_of_two
+from ._source import WORDS, Source, as_words, dense, in_pairs, power_of_two
 from ._tiles import load_pairs, values
 from ._triton import DEVICES, Buffers, Output, launch, reject
+from .ops import is_far
 
 Plans = tuple[CastPlan, CastPlan]
 Outs = tuple[Buffers, Buffers]
@@ -91,6 +92,8 @@ def swiglu_backward_both(
 ) -> None:
     """Triton: one read, both operands of both gradients"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states[:2], amaxes[:2], strict=True))
+    if is_far(grad.shape, grad.stride()):  # the table was asked about gate_up
+        grad = grad.contiguous()
     launch(Source("swiglu_backward", gate_up, gate_up.shape[-1], grad), row, col, offs=offs)
     if hidden is not None and hidden_out is not None:
         swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
@@ -109,7 +112,7 @@ def permute_both(
 ) -> None:
     """Triton: one gathered read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(Source("plain", x, x.shape[-1], indices=indices), row, col, offs=offs)
+    launch(Source("plain", x, x.shape[-1], indices=dense(indices)), row, col, offs=offs)
 
 
 # ---- one cast, then copies of rows -----------------------------------------------------------------------------------
@@ -199,7 +202,7 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
     tiles_k, scale_tiles_k = ceil_div(words.shape[1], width), ceil_div(columns, scale_width)
     code_tiles = ceil_div(positions, tile_rows) * tiles_k
     gather_kernel[(code_tiles + ceil_div(covered, 128) * scale_tiles_k,)](
-        indices, words, scales, out_words, out_scales,
+        dense(indices), words, scales, out_words, out_scales,
         positions, units, columns, covered, columns, covered if plan.layout == "mn_major" else columns,
         tiles_k, code_tiles, scale_tiles_k,
         FROM=layout, TO=plan.layout, R=tile_rows, W=width, C=scale_width, num_warps=4,
@@ -259,9 +262,9 @@ def rmsnorm(
     """Triton: one read where a block lies in a row and no maximum comes first, else two"""
     output = Output(plan, out, state, amax)
     if plan.spec.block[0] == 1 and (plan.spec.family != "nvfp4" or amax is not None):
-        return launch(Source("rmsnorm_rows", x, x.shape[-1], rstd, weight, eps=eps), output, None)
+        return launch(Source("rmsnorm_rows", x, x.shape[-1], rstd, dense(weight), eps=eps), output, None)
     _launch_rstd(_matrices(x), eps, rstd)
-    launch(Source("rmsnorm", x, x.shape[-1], rstd, weight), output, None)
+    launch(Source("rmsnorm", x, x.shape[-1], rstd, dense(weight)), output, None)
 
 
 @kernel("rmsnorm_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)
@@ -280,4 +283,4 @@ def rmsnorm_both(
     """Triton: rstd in one read, both operands in a second"""
     _launch_rstd(_matrices(x), eps, rstd)
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(Source("rmsnorm", x, x.shape[-1], rstd, weight), row, col, offs=offs)
+    launch(Source("rmsnorm", x, x.shape[-1], rstd, dense(weight)), row, col, offs=offs)
