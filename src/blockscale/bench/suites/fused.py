@@ -24,6 +24,7 @@ from .common import Extent, cast_backend, stored_bytes
 FORMAT = "mxfp8_e4m3"
 GATED_FORMATS = (FORMAT, "fp8_1x128")
 GROUPS = 8
+EXPERTS_PER_TOKEN = 8
 # each rounding to bf16 more moves one code in thirty to its neighbour
 _ROUNDED_AGAIN_DB = 30.0
 
@@ -200,15 +201,15 @@ def _permute(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
 
 
 def _permute_once(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
-    """Every token twice, as with two experts each: cast once, then codes and scales are read for each use.
+    """The tokens of a micro-batch, each to eight experts: cast once, then rows of codes and scales are copied.
 
-    The fewest bytes: the tokens once, and what the experts read once. (That the codes are stored and gathered anew is a
-    choice of ours, and counts against us.)
+    The fewest bytes: tokens once, and what the experts read once. (Codes that are stored and read again are a choice of
+    ours, and count against us.)
     """
-    tokens, width = extent.main
+    shape = tokens, width = extent.matrices[0]
 
     def make(device: torch.device) -> tuple[Any, ...]:
-        return random(extent.main, device), torch.randperm(2 * tokens).remainder(tokens).to(device)
+        return random(shape, device), torch.randperm(EXPERTS_PER_TOKEN * tokens).remainder(tokens).to(device)
 
     def gather(x: Tensor, indices: Tensor) -> Tensor:
         return x[indices]
@@ -216,11 +217,13 @@ def _permute_once(function: Callable[..., Any], extent: Extent) -> Iterator[Case
     yield _case(
         "quantize_permute",
         FORMAT,
-        extent.main,
+        shape,
         make=make,
         run=lambda x, indices: function(x, indices, FORMAT),
         backend=lambda x, indices: cast_backend("permute", x, FORMAT),
-        moved=2 * numel(extent.main) + 16 * tokens + stored_bytes(FORMAT, (2 * tokens, width), -1),
+        moved=2 * numel(shape)
+        + EXPERTS_PER_TOKEN * (8 * tokens)
+        + stored_bytes(FORMAT, (EXPERTS_PER_TOKEN * tokens, width), -1),
         peers=_unfused(extent, gather, lambda y, *args: quantize(y, FORMAT)),
     )
 
