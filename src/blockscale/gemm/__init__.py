@@ -5,6 +5,8 @@ Every legal pair of formats works on every device; which kernel serves it is the
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_sca
 from . import _reference as _reference  # registers its rows
 from . import _torch as _torch
 from . import ops
+
+with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
+    from . import _hopper as _hopper
 
 
 def scaled_mm(

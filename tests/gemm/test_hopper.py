@@ -1,0 +1,114 @@
+"""The Gluon product on a Hopper GPU: every tile, every epilogue, sizes that fill none, and nothing written outside."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import blockscale as bs
+from blockscale.formats import BlockScaled
+from blockscale.gemm import exact_mm, heuristics
+
+_hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+# The contract's gate for FP8 with Gaussian operands and an fp32 result; 16-bit results add their rounding.
+GATE_DB = {torch.float32: 77.0, torch.float16: 60.0, torch.bfloat16: 50.0}
+SENTINEL = 12345.0
+
+
+def operands(m: int, n: int, k: int, weight: str) -> tuple[BlockScaled, BlockScaled]:
+    x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+    return bs.quantize(x, "fp8_1x128"), bs.quantize(w, weight)
+
+
+def sqnr(got: Tensor, want: Tensor) -> float:
+    noise = (got.double() - want).square().sum()
+    return float(10 * torch.log10(want.square().sum() / noise)) if noise > 0 else 999.0
+
+
+def framed(m: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A buffer of sentinels and the window in it that a product writes."""
+    frame = torch.full((m + 2, n + 32), SENTINEL, dtype=dtype, device="cuda")
+    return frame, frame[1 : m + 1, 16 : n + 16]
+
+
+def check_frame(frame: Tensor, m: int, n: int) -> None:
+    frame = frame.clone()
+    frame[1 : m + 1, 16 : n + 16] = SENTINEL
+    assert bool((frame == SENTINEL).all()), "written outside the output"
+
+
+@pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
+@pytest.mark.parametrize("tile", heuristics.TILES, ids=str)
+def test_every_tile(tile: heuristics.Tile, weight: str) -> None:
+    """Tails in all three directions, all outputs, bias and accumulation; twice, for the same bytes."""
+    for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (2048, 1536, 256)):
+        a, b = operands(m, n, k, weight)
+        want = exact_mm(a, b)
+        bias = torch.randn(n, device="cuda").bfloat16()
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            problem = heuristics.Problem(m, n, k, weight == "fp8_1x128", dtype == torch.float32, 132)
+            fitted = heuristics.fitted(tile, problem)
+            for given in (None, bias):
+                frame, out = framed(m, n, dtype)
+                _hopper.launch(a, b, out, given, accumulate=False, tile=fitted)
+                exact = want if given is None else want + given.double()
+                assert sqnr(out, exact) > GATE_DB[dtype], (m, n, k, dtype)
+                check_frame(frame, m, n)
+                again = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
+                _hopper.launch(a, b, again, given, accumulate=False, tile=fitted)
+                assert torch.equal(out, again)
+        before = torch.randn(m, n, device="cuda")
+        frame, out = framed(m, n, torch.float32)
+        out.copy_(before)
+        _hopper.launch(a, b, out, None, accumulate=True, tile=fitted)
+        assert sqnr(out, want + before.double()) > GATE_DB[torch.float32]
+        check_frame(frame, m, n)
+
+
+def test_random_shapes() -> None:
+    """What the table would choose, for shapes that nobody thought of."""
+    draw = random.Random(7)
+    for _ in range(400):
+        m, n, k = draw.randint(1, 700), 16 * draw.randint(1, 60), 16 * draw.randint(1, 80)
+        a, b = operands(m, n, k, draw.choice(("fp8_128x128", "fp8_1x128")))
+        with bs.use_backend(gemm="hopper"):
+            got = bs.scaled_mm(a, b, torch.float32)
+        assert sqnr(got, exact_mm(a, b)) > GATE_DB[torch.float32], (m, n, k, b.format)
+
+
+@pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
+def test_buffers_off_alignment(weight: str) -> None:
+    """Codes, scales and a gradient buffer that start off 16 bytes, and a buffer whose columns lie apart."""
+    m, n, k = 200, 304, 528
+    a, b = operands(m, n, k, weight)
+    want = exact_mm(a, b)
+    off = torch.empty(m * n + 1, device="cuda")[1:].view(m, n).zero_()
+    apart = torch.zeros(n, m, device="cuda").mT
+    for buffer in (off, apart):
+        with bs.use_backend(gemm="hopper"):
+            bs.scaled_mm(a, b, accumulate=buffer)
+            bs.scaled_mm(a, b, accumulate=buffer)
+        assert sqnr(buffer, 2 * want) > GATE_DB[torch.float32]
+    raw = torch.empty(m * k + 1, dtype=torch.uint8, device="cuda")[1:].view(m, k)
+    raw.copy_(a.data.view(torch.uint8))
+    moved = BlockScaled(raw.view(a.data.dtype), a.scale, a.global_scale, a.format, a.axis, a.scale_layout, a.shape)
+    with bs.use_backend(gemm="hopper"):
+        assert torch.equal(bs.scaled_mm(moved, b), bs.scaled_mm(a, b))
+
+
+def test_special_values() -> None:
+    """NaN and zero blocks stay where they belong."""
+    a, b = operands(130, 144, 272, "fp8_128x128")
+    x = torch.randn(130, 272, device="cuda")
+    x[3, 5], x[7] = torch.nan, 0.0
+    a = bs.quantize(x, "fp8_1x128")
+    with bs.use_backend(gemm="hopper"):
+        got = bs.scaled_mm(a, b, torch.float32)
+    assert bool(got[3].isnan().all())
+    assert bool((got[7] == 0).all())
+    assert int(got.isnan().any(1).sum()) == 1
