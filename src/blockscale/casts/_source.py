@@ -126,6 +126,9 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         return Tile(1, max(1, 8192 // width), width, max(4, width // 2048))
     light = source.held in ("bf16", "fp16") and all(plan.stream is None and plan.hadamard is None for plan in plans)
     four_bits = any(plan.spec.codes_per_byte == 2 for plan in plans)
+    # codes that are made by integers take registers that conversions do not
+    converted = sm >= 89 and all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
+    measured = sm == 90  # limits of registers are worth what they cost where that was seen
     if col is None:
         assert row is not None
         if row.spec.block[0] == 128:
@@ -138,24 +141,26 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         return Tile(8, 16, 128, 16)
     if row is None:
         if source.held == "any":
-            return Tile(8, 16, 128, 8)
+            return Tile(8, 16, 128, 16)
         if whole and 128 not in col.spec.block and not four_bits:
             return Tile(16, 16, 64, 4)
         if light and not four_bits:
-            return Tile(8, 16, 128, 4, down=128 in col.spec.block)
-        return Tile(16, 8, 128, 4 if source.held != "fp32" else 8, down=True)
+            return Tile(8, 16, 128, 4 if converted else 8, down=128 in col.spec.block)
+        wide = source.held == "fp32" or (col.hadamard is not None and sm >= 100)
+        return Tile(16, 8, 128, 8 if wide else 4, down=True)
     if four_bits:
-        return Tile(16, 8, 128, 4 if light else 8)
-    if not light:
-        return Tile(4, 32, 128, 8, 128) if source.held == "fp32" else Tile(4, 32, 128, 16)
-    hardware = sm >= 89 and all(plan.spec.element.name in ("e4m3", "e5m2") for plan in plans)
-    if not (whole and hardware):
-        return Tile(8, 16, 128, 4, 168 if source.indices is not None and sm >= 90 else None)
+        return Tile(16, 8, 128, 16 if source.held == "any" else 4 if light else 8)
+    if not (light and converted):
+        return Tile(4, 32, 128, 16)
+    if not whole:
+        if source.columns % 8:  # rows start off 16 bytes: an address for each piece of one
+            return Tile(4, 32, 128, 8)
+        return Tile(8, 16, 128, 4, 168 if source.indices is not None and measured else None)
     if source.name != "plain" and all(plan.spec.family == "fp8" for plan in plans):
-        return Tile(4, 32, 128, 8, 128)
+        return Tile(4, 32, 128, 8, 128) if measured else Tile(4, 32, 128, 16)
     if source.name == "swiglu" and all(plan.spec.family == "mx" for plan in plans):
-        return Tile(4, 16, 128, 4, 96)
-    return Tile(8, 16, 128, 4, 168 if source.name != "swiglu_backward" else None)
+        return Tile(4, 16, 128, 4, 96 if measured else None)
+    return Tile(8, 16, 128, 4, 168 if source.name != "swiglu_backward" and measured else None)
 
 
 def power_of_two(n: int) -> int:
