@@ -12,7 +12,8 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS, BlockScaled
-from blockscale.gemm import exact_mm
+from blockscale.formats.decoding import decode_blocks
+from blockscale.gemm import _torch, exact_mm
 from blockscale.gemm.ops import gemm_request
 from products import (
     FEW,
@@ -389,3 +390,15 @@ def test_every_format_has_a_product_with_its_partner(device):
     for name in FORMATS:
         a, b = operands((name, partner(name)), 9, 10, 70, device)
         assert sqnr_db(exact_mm(a, b), bs.scaled_mm(a, b, torch.float32)).item() >= 77.0
+
+
+@pytest.mark.parametrize("form", [name for name, spec in FORMATS.items() if spec.family != "fp8"])
+def test_operands_of_the_upcast_are_exact(form: str, device: torch.device) -> None:
+    """What a GPU decodes by its own kernel is what the reference decodes; also rotated, and turned."""
+    spec = FORMATS[form]
+    x = gaussian(37, 150, device=device, seed=3) * torch.exp2(torch.randint(-20, 20, (37, 1), device=device))
+    casts = [bs.quantize(x, form), bs.quantize(x, form, axis=-2).mT]
+    if spec.hadamard and not spec.is_2d:
+        casts.append(bs.quantize(x, form, hadamard=True))
+    for operand in casts:
+        assert_same_bits(_torch.exact_bf16(operand).float(), decode_blocks(operand))

@@ -7,14 +7,18 @@ with fp32 sums. FP8 with fp32 scales is not exact in bf16 and has no such row.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..casts.ops import dequantize_request
 from ..formats.decoding import decode_blocks
 from ..formats.spec import BF16_EXACT_PAIRS, FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
-from ..registry import Request, kernel
+from ..library import empty
+from ..registry import Request, kernel, select
 from .epilogue import apply_tensor_scales, finish
 
 FP8_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family == "fp8")
@@ -116,8 +120,20 @@ def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Te
 @kernel("gemm", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10)
 def scaled_mm_upcast(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """exact upcast, then the vendor's ordinary product with fp32 sums"""
-    product = apply_tensor_scales(upcast_mm(decode_blocks(a), decode_blocks(b).mT), a, b)
+    decode = exact_bf16 if out.is_cuda else decode_blocks
+    product = apply_tensor_scales(upcast_mm(decode(a), decode(b).mT), a, b)
     finish(product, out, bias, accumulate=accumulate)
+
+
+def exact_bf16(operand: BlockScaled) -> Tensor:
+    """The values that `decode_blocks` gives, in bf16 and by the best `dequantize` here: one read and one write."""
+    # tensor scales wait for the fp32 product, and rotations of both operands cancel in it
+    one = None if operand.global_scale is None else torch.ones((), device=operand.device)
+    shape = (operand.rows, operand.length)  # a rotated tail is longer than its source
+    bare = replace(operand, global_scale=one, hadamard=None, shape=shape)
+    out = empty(shape, torch.bfloat16, operand.device)
+    select(dequantize_request(bare, torch.bfloat16)).launch(bare, out, offs=None)
+    return out
 
 
 def upcast_mm(x: Tensor, y: Tensor) -> Tensor:
