@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -166,3 +169,18 @@ def u8(tokens: str | list[str]) -> NDArray[np.uint8]:
 def all_bf16() -> torch.Tensor:
     """Every bf16 value, NaN and infinities among them."""
     return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def interpreted(program: Path, *arguments: str) -> tuple[int, int, int]:
+    """Cases, values and mismatches that a program counts in Triton's interpreter, which is chosen at import."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), *arguments],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    cases, values, wrong = map(int, result.stdout.split()[:3])
+    return cases, values, wrong

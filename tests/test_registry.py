@@ -194,7 +194,7 @@ def test_vendor_rows_refuse_sizes_with_a_reason(where, pair, shape, launcher, re
 
 def test_scales_with_foreign_strides_are_refused_by_the_vendor_row():
     request = request_for("gemm", ("fp8_1x128", "fp8_1x128"), "sm_90", options=frozenset({"strided"}))
-    assert select(request).backend == "reference"
+    assert select(request).backend == ("triton" if "triton" in registry.backends() else "reference")
     assert "strides of their layout" in str(explain_request(request))
 
 

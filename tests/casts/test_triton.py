@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import blockscale as bs
+import helpers
 from blockscale.formats import FORMATS
 from blockscale.hardware import Capability
 
@@ -24,18 +25,8 @@ pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 
 def interpreted(program: str, *arguments: str) -> tuple[int, int, int]:
-    """Cases, values and mismatches that a program beside this file counts in the interpreter."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / program), *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    cases, values, wrong = map(int, result.stdout.split()[:3])
-    return cases, values, wrong
+    """What a program beside this file counts."""
+    return helpers.interpreted(Path(__file__).parent / program, *arguments)
 
 
 @pytest.mark.slow

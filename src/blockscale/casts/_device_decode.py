@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..formats.tensor import BlockScaled
-from ._device import butterfly, flip_signs, nan_like, round_to_bf16
+from ._device import butterfly, decode_e4m3, flip_signs, nan_like, power_of_two, round_to_bf16
 
 
 class Source(NamedTuple):
@@ -152,6 +152,28 @@ def round_two(lo, hi, OUT: tl.constexpr, SM: tl.constexpr):
         else:
             word = tl.where(lo == lo, word, (word & -65536) | NAN)
             return tl.where(hi == hi, word, (word & 0xFFFF) | (NAN << 16))
+
+
+# ---- scales ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_scales(scale_ptr, tile, block, ok, stride_t, stride_b, EVEN: tl.constexpr, S: tl.constexpr):
+    """Scales at tile [T, 1] and block [1, B] as fp32. Blocked: stride_t is the 512-byte tiles beside each other."""
+    t, b = tile.to(tl.int64), block.to(tl.int64)
+    if S.layout == "blocked":
+        r = t * S.across
+        place = 512 * ((r // 128) * stride_t + b // 4) + (r % 32) * 16 + ((r % 128) // 32) * 4 + b % 4
+    else:
+        place = t * stride_t + b * stride_b
+    scale = tl.load(scale_ptr + place) if EVEN else tl.load(scale_ptr + place, mask=ok, other=0)
+    if S.family == "mx":
+        return power_of_two(scale.to(tl.int32))
+    elif S.family == "nvfp4":
+        value = decode_e4m3(scale.to(tl.int32) & 0x7F)
+        return value * tl.where(scale < 0x80, 1.0, -1.0)  # no cast writes a negative one
+    else:
+        return scale
 
 
 # ---- rotation --------------------------------------------------------------------------------------------------------

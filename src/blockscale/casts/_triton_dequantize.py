@@ -24,8 +24,18 @@ from ..formats.layout import GROUP_ALIGN, ceil_div, padded_length, round_up
 from ..formats.tensor import BlockScaled
 from ..hardware import capability
 from ..registry import Request, kernel
-from ._device import decode_e4m3, locate, power_of_two
-from ._device_decode import decode, decode_two, decode_word, rotate_pairs, rotate_rows, round_two, scaled, source
+from ._device import locate
+from ._device_decode import (
+    decode,
+    decode_two,
+    decode_word,
+    load_scales,
+    rotate_pairs,
+    rotate_rows,
+    round_two,
+    scaled,
+    source,
+)
 from ._launch import launcher
 from ._source import dense
 
@@ -52,25 +62,6 @@ def _load_codes(
             byte = tl.load(at + place.to(tl.int64) * step, mask=(r < rows) & (place < left), other=0)
             word = word | (byte.to(tl.int32) << (8 * i))
         return word
-
-
-@triton.jit
-def _load_scales(scale_ptr, tile, block, ok, stride_t, stride_b, EVEN: tl.constexpr, S: tl.constexpr):
-    """Scales at tile [T, 1] and block [1, B] as fp32. Blocked: stride_t is the 512-byte tiles beside each other."""
-    t, b = tile.to(tl.int64), block.to(tl.int64)
-    if S.layout == "blocked":
-        r = t * S.across
-        place = 512 * ((r // 128) * stride_t + b // 4) + (r % 32) * 16 + ((r % 128) // 32) * 4 + b % 4
-    else:
-        place = t * stride_t + b * stride_b
-    scale = tl.load(scale_ptr + place) if EVEN else tl.load(scale_ptr + place, mask=ok, other=0)
-    if S.family == "mx":
-        return power_of_two(scale.to(tl.int32))
-    elif S.family == "nvfp4":
-        value = decode_e4m3(scale.to(tl.int32) & 0x7F)
-        return value * tl.where(scale < 0x80, 1.0, -1.0)  # no cast writes a negative one
-    else:
-        return scale
 
 
 @triton.jit
@@ -172,7 +163,7 @@ def _dequantize_kernel(
     BLOCKS: tl.constexpr = BL // S.along
     block = pl * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     ok = (r < rows_left) & (block * S.along < length)
-    scale = _load_scales(scale_ptr + e * scale_e, (r0 + r) // S.across, block, ok, scale_t, scale_b, EVEN, S)
+    scale = load_scales(scale_ptr + e * scale_e, (r0 + r) // S.across, block, ok, scale_t, scale_b, EVEN, S)
 
     out_ptr += e * out_e
     if not TRANSPOSED:

@@ -1,0 +1,178 @@
+"""Products in plain Triton, for sm_80 and newer and every legal pair: the portable path, and the one that runs in the
+interpreter.
+
+FP8 blocks are multiplied as FP8 where the GPU can (else as bf16, which holds every code) and scaled in fp32 after every
+128 of K. A code of MX or NVFP4 times its block scale is exact in bf16 (docs/numerics.md), so those operands are decoded
+on the way in, and only sums round. Scales are read in any layout.
+"""
+
+# The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..casts._device import round_to_bf16
+from ..casts._device_decode import decode, decode_two, load_scales, source
+from ..formats.layout import ceil_div
+from ..formats.spec import LEGAL_PAIRS
+from ..formats.tensor import BlockScaled
+from ..hardware import capability
+from ..registry import Request, kernel
+
+
+class Tile(NamedTuple):
+    """bm rows by bn columns, bk of K at a time; band: rows of tiles that are walked down before going right."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    band: int = 8
+
+
+@triton.jit
+def _codes(
+    ptr, row, rows, k, K, stride,
+    S: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Values [R, BK] of codes, without scales: FP8 as they are for a product of FP8, else fp32. Zero outside."""
+    ok = row[:, None] < rows
+    first = ptr + row.to(tl.int64)[:, None] * stride
+    if S.code_bits == 4:
+        byte = k // 2 + tl.arange(0, BK // 2)[None, :]
+        if not EVEN:
+            ok &= byte < (K + 1) // 2  # behind an odd K lies a zero
+        lo, hi = decode_two(tl.load(first + byte, mask=ok, other=0), S)
+        return tl.reshape(tl.join(lo, hi), (R, BK))
+    else:
+        at = k + tl.arange(0, BK)[None, :]
+        if not EVEN:
+            ok &= at < K
+        if DOT == "fp8":
+            return tl.load(first + at, mask=ok, other=0.0)
+        else:
+            return decode(tl.load(first + at, mask=ok, other=0).to(tl.int32), S)
+
+
+@triton.jit
+def _operand(
+    ptr, scale_ptr, row, rows, k, K, stride, stride_t, stride_b,
+    S: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A tile [R, BK] as the dot takes it; scales of MX and NVFP4 are applied."""
+    value = _codes(ptr, row, rows, k, K, stride, S, R, BK, DOT, EVEN)
+    if S.family != "fp8":
+        N: tl.constexpr = BK // S.along
+        block = k // S.along + tl.arange(0, N)[None, :]
+        ok = row[:, None] < rows
+        if not EVEN:
+            ok &= block * S.along < K
+        scale = load_scales(scale_ptr, row[:, None] // S.across, block, ok, stride_t, stride_b, False, S)
+        value = tl.reshape(tl.reshape(value, (R, N, S.along)) * scale[:, :, None], (R, BK))
+    return value.to(tl.bfloat16) if DOT == "bf16" else value
+
+
+@triton.jit
+def _block_scale(scale_ptr, row, rows, k, stride_t, stride_b, S: tl.constexpr):
+    """FP8's scales [R] of one block of K."""
+    return tl.load(scale_ptr + (row // S.across).to(tl.int64) * stride_t + k * stride_b, mask=row < rows, other=0.0)
+
+
+@triton.jit
+def _scaled_mm_kernel(
+    a_ptr, b_ptr, sa_ptr, sb_ptr, ga_ptr, gb_ptr, bias_ptr, c_ptr, M, N, K,
+    a_stride, b_stride, sa_t, sa_b, sb_t, sb_b, c_m, c_n, tiles_m, tiles_n,
+    A: tl.constexpr, B: tl.constexpr, DOT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """DOT: what the tensor cores multiply, "fp8" or "bf16"; "fp32" for the interpreter, whose bf16 does not round.
+    EVEN: BK divides K."""
+    tile = tl.program_id(0)
+    band = tile // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    inside = tile % (BAND * tiles_n)
+    m = (band * BAND + inside % height) * BM + tl.arange(0, BM)
+    n = (inside // height) * BN + tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        a = _operand(a_ptr, sa_ptr, m, M, k, K, a_stride, sa_t, sa_b, A, BM, BK, DOT, EVEN)
+        b = _operand(b_ptr, sb_ptr, n, N, k, K, b_stride, sb_t, sb_b, B, BN, BK, DOT, EVEN)
+        if A.family == "fp8":
+            scale_a = _block_scale(sa_ptr, m, M, k // 128, sa_t, sa_b, A)
+            scale_b = _block_scale(sb_ptr, n, N, k // 128, sb_t, sb_b, B)
+            acc += tl.dot(a, tl.trans(b), input_precision="ieee") * (scale_a[:, None] * scale_b[None, :])
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    if A.factor == "tensor":  # one after the other: their product alone underflows for small operands
+        acc = acc * tl.load(ga_ptr) * tl.load(gb_ptr)
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at = c_ptr + m.to(tl.int64)[:, None] * c_m + n.to(tl.int64)[None, :] * c_n
+    ok = (m < M)[:, None] & (n < N)[None, :]
+    if ADD:
+        acc += tl.load(at, mask=ok, other=0.0)
+    if DOT == "fp32" and c_ptr.dtype.element_ty == tl.bfloat16:
+        acc = round_to_bf16(acc)
+    tl.store(at, acc.to(c_ptr.dtype.element_ty), mask=ok)
+
+
+INTERPRETED = not isinstance(_scaled_mm_kernel, triton.runtime.JITFunction)
+DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
+
+
+def tile_shape(m: int, *, is_fp8: bool, sm: int) -> Tile:
+    """Few rows get flat tiles. Shared memory and registers of sm_80 and sm_120 hold less."""
+    if INTERPRETED:
+        return Tile(32, 64, 128, 4, 1)
+    stages = 3 if sm in (80, 90, 100, 103) else 2
+    if m <= 32:
+        return Tile(16, 64, 128, 4, stages)
+    if m <= 64:
+        return Tile(64, 64, 128, 4, stages)
+    if not is_fp8:
+        return Tile(128, 128, 64, 8, stages)
+    return Tile(128, 128 if sm // 10 in (9, 10) else 64, 128, 8, stages)
+
+
+def _reject(request: Request) -> str | None:
+    return "takes no empty operands" if 0 in request.shape else None
+
+
+@kernel("gemm", "triton", devices=DEVICES, sm=(80, 999), formats=sorted(LEGAL_PAIRS), priority=8, reject=_reject)
+def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """Triton: FP8 dot and promotion, or exact upcast in the kernel"""
+    sm = 0 if INTERPRETED else capability(out.device).sm
+    is_fp8 = a.spec.family == "fp8"
+    sides = source(a, sm), source(b, sm)
+    dot = "fp32" if INTERPRETED else "fp8" if is_fp8 and sm >= 89 else "bf16"
+    tile = tile_shape(a.rows, is_fp8=is_fp8, sm=sm)
+    tiles_m, tiles_n = ceil_div(a.rows, tile.bm), ceil_div(b.rows, tile.bn)
+    scales = [_scale(q) for q in (a, b)]
+    _scaled_mm_kernel[(tiles_m * tiles_n,)](
+        *(_data(q, dot) for q in (a, b)), *(scale for scale, _ in scales), a.global_scale, b.global_scale,
+        None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
+        a.data.stride(0), b.data.stride(0), *scales[0][1], *scales[1][1], *out.stride(), tiles_m, tiles_n,
+        *sides, dot, bias is not None, accumulate, a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.band,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _data(operand: BlockScaled, dot: str) -> Tensor:
+    return operand.data if dot == "fp8" else operand.data.view(torch.uint8)
+
+
+def _scale(operand: BlockScaled) -> tuple[Tensor, tuple[int, int]]:
+    """Scales as bytes or fp32, and the strides that `load_scales` takes."""
+    scale = operand.scale if operand.scale.dtype == torch.float32 else operand.scale.view(torch.uint8)
+    if operand.scale_layout == "blocked":
+        return scale.contiguous(), (ceil_div(ceil_div(operand.length, operand.spec.block[1]), 4), 1)
+    return scale, (scale.stride(-2), scale.stride(-1))

@@ -1,0 +1,80 @@
+"""Triton's product in the interpreter against the exact one; a program, because the interpreter is chosen at import.
+
+    TRITON_INTERPRET=1 python tests/gemm/interpreted.py
+
+Prints `cases values mismatches` and the first mismatches. A value is right when it is within what fp32 sums of K terms
+can lose, and a 16-bit result within its rounding of that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+os.environ["BLOCKSCALE_POISON"] = "1"
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import blockscale as bs  # noqa: E402
+from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
+from blockscale.formats.spec import LEGAL_PAIRS  # noqa: E402
+from blockscale.gemm import exact_mm  # noqa: E402
+
+# tails in every direction, an odd K, whole blocks, one row
+SIZES = ((33, 70, 150), (5, 66, 257), (40, 64, 256), (1, 1, 1))
+ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def bound(a: BlockScaled, b: BlockScaled) -> Tensor:
+    magnitudes = bs.dequantize(a, torch.float32).double().abs() @ bs.dequantize(b, torch.float32).double().abs().mT
+    return magnitudes * (a.length + 4) * 2.0**-24
+
+
+def operands(pair: tuple[str, str], m: int, n: int, k: int, **options: object) -> tuple[BlockScaled, BlockScaled]:
+    x, w = torch.randn(m, k), torch.randn(n, k) * torch.exp2(torch.randint(-8, 8, (n, 1)))
+    return bs.quantize(x, pair[0], **options), bs.quantize(w, pair[1], **options)  # pyright: ignore[reportArgumentType]
+
+
+def cases() -> Iterator[tuple[str, BlockScaled, BlockScaled]]:
+    for pair in sorted(LEGAL_PAIRS):
+        same_family = pair[0] == pair[1] or FORMATS[pair[0]].family != "mx"
+        for size in SIZES if same_family else SIZES[:1]:
+            yield f"{pair} {size}", *operands(pair, *size)
+    for name in ("mxfp8_e4m3", "nvfp4"):
+        yield f"{name} blocked", *operands((name, name), 33, 70, 150, scale_layout="blocked")
+    for name in ("mxfp4", "nvfp4"):
+        yield f"{name} rotated", *operands((name, name), 33, 70, 150, hadamard=True)
+    turned = bs.quantize(torch.randn(150, 33), "fp8_1x128", axis=-2).mT
+    yield "turned", turned, bs.quantize(torch.randn(150, 70), "fp8_1x128", axis=-2).mT
+
+
+def wrong(a: BlockScaled, b: BlockScaled) -> int:
+    exact, most = exact_mm(a, b), bound(a, b)
+    bias, before = torch.randn(b.rows), torch.randn(a.rows, b.rows)
+    count = 0
+    with bs.use_backend(gemm="triton"):
+        for dtype, rounding in ROUNDING.items():
+            for given in (None, bias.to(dtype)):
+                want = exact if given is None else exact + given.double()
+                got = bs.scaled_mm(a, b, dtype, bias=given).double()
+                loss = most + want.abs() * (rounding + 2.0**-23)
+                count += int(((got - want).abs() > loss).sum()) + int(got.isnan().sum())
+        total = before.clone()
+        bs.scaled_mm(a, b, accumulate=total)
+    want = exact + before.double()
+    return count + int(((total.double() - want).abs() > most + want.abs() * 2.0**-23).sum())
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    found = [(what, 7 * a.rows * b.rows, wrong(a, b)) for what, a, b in cases()]
+    bad = [f"{what}: {count} values off" for what, _, count in found if count]
+    print(len(found), sum(values for _, values, _ in found), len(bad))
+    print("\n".join(bad[:10]))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
