@@ -56,29 +56,30 @@ class KnownSpill:
 
 
 MAY_SPILL = (
-    KnownSpill(r"swiglu backward \w+$", 40, "128 registers leave room for a second program of eight warps"),
-    KnownSpill(r"swiglu mxfp8_e4m3$", 16, "96 registers leave room for a fifth program", arches=(100,)),
-    KnownSpill(r"swiglu( backward)? \w+$", 330, "as above, with the assembler of triton 3.9", later=True),
-    KnownSpill(r"mxfp6_e\dm\d both bf16$", 16, "codes made by integers, with the assembler of triton 3.9", later=True),
-    KnownSpill(r"(fp8_1x128|mxfp8_e4m3) both bf16$", 8, "168 registers leave room for a third program", arches=(89,)),
-    KnownSpill(r"mxfp4 both bf16$", 8, "codes made by integers for both operands", arches=(89,)),
-    KnownSpill(r"\w+ both .*stochastic", 400, "random words of both operands beside a tile"),
-    KnownSpill(r"\w+ both .*ragged$", 600, "rows that start anywhere: an address each, beside 128 values a thread"),
-    KnownSpill(r"\w+ both .*strided$", 1700, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(
-        r"\w+ both .*groups$",
-        230,
-        "a tile of 128 values a thread, the ends of groups and column sums in fp64",
+        r"swiglu backward \w+$", 40, "128 registers leave room for a second program of eight warps", arches=(90,)
     ),
-    KnownSpill(r"mxfp6_e\dm\d both .*groups$", 960, "codes made by integers, ends of groups, column sums in fp64"),
-    KnownSpill(r"\w+ col .*strided$", 130, "values loaded one by one: the slow path, for sources contiguous nowhere"),
-    KnownSpill(r"mxfp6_e\dm\d (col .*ragged|row .*groups)$", 40, "codes made by integers"),
-    KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "as above, with the assembler of triton 3.9", later=True),
+    KnownSpill(
+        r"(fp8_1x128 both (bf16|fp16)( plain)?|fp8_1x128 row bf16 ragged|mxfp6_e2m3 both fp16|swiglu mxfp8_e4m3)$",
+        8,
+        "two registers in memory, for which the assembler keeps twice the warps, or a fifth program",
+        arches=(80, 89, 100, 120),
+    ),
+    KnownSpill(r"mxfp6_e2m3 row bf16 stochastic$", 8, "codes made by integers, and random words"),
+    KnownSpill(r"fp8_128x128 both fp16$", 16, "168 registers leave room for a third program", arches=(90,)),
+    KnownSpill(r"\w+ both .*stochastic", 600, "random words of both operands beside a tile"),
+    KnownSpill(r"\w+ both .*strided$", 220, "values loaded one by one: the slow path, for sources contiguous nowhere"),
+    KnownSpill(r"\w+ col .*strided$", 120, "values loaded one by one: the slow path, for sources contiguous nowhere"),
+    KnownSpill(
+        r"mxfp6_e\dm\d (both .*|row .*)groups$", 80, "codes made by integers, ends of groups, column sums in fp64"
+    ),
+    KnownSpill(r"swiglu( backward)? \w+$", 330, "limits of registers, with the assembler of triton 3.9", later=True),
+    KnownSpill(r"mxfp6_e\dm\d both bf16$", 16, "codes made by integers, with the assembler of triton 3.9", later=True),
+    KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "ends of groups, with the assembler of triton 3.9", later=True),
     KnownSpill(
         r"(fp8_1x128|mxfp8_e4m3) both bf16$",
         100,
         "the limit of 168 registers was measured with triton 3.6; the assembler of 3.9 needs a few more",
-        arches=(80, 89, 100, 120),
         later=True,
     ),
 )

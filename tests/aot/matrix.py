@@ -37,8 +37,9 @@ def matrix(*, product: bool) -> dict[str, Case]:
 
 
 def is_wide(variant: Cast) -> bool:
-    """Rows of ragged and strided sources start anywhere, and the blocked layout scatters its scales byte by byte."""
-    return variant.source == "whole" and not variant.layout
+    """Rows of ragged and strided sources start anywhere, the blocked layout scatters its scales byte by byte, and where
+    words are drawn a thread has so few values that the state and the ends of groups weigh as much."""
+    return variant.source == "whole" and not variant.layout and not variant.stochastic
 
 
 def compile_one(name: str, arch: int, product: bool) -> Result:
