@@ -65,6 +65,7 @@ MAY_SPILL = (
         "two registers in memory, for which the assembler keeps twice the warps, or a fifth program",
         arches=(80, 89, 100, 120),
     ),
+    KnownSpill(r"mxfp6_e\dm\d both fp32$", 80, "codes made by integers for both operands", arches=(100, 120)),
     KnownSpill(r"mxfp6_e2m3 row bf16 stochastic$", 8, "codes made by integers, and random words"),
     KnownSpill(r"fp8_128x128 both fp16$", 16, "168 registers leave room for a third program", arches=(90,)),
     KnownSpill(r"\w+ both .*stochastic", 600, "random words of both operands beside a tile"),

@@ -151,7 +151,7 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
     if four_bits:
         return Tile(16, 8, 128, 16 if source.held == "any" else 4 if light else 8)
     if not (light and converted):
-        return Tile(4, 32, 128, 16 if converted or source.held != "fp32" else 8)
+        return Tile(4, 32, 128, 8 if source.held == "fp32" and not converted and sm < 100 else 16)
     if not whole:
         if source.columns % 8:  # rows start off 16 bytes: an address for each piece of one
             return Tile(4, 32, 128, 8)
