@@ -74,6 +74,8 @@ MAY_SPILL = (
     KnownSpill(
         r"mxfp6_e\dm\d (both .*|row .*)groups$", 80, "codes made by integers, ends of groups, column sums in fp64"
     ),
+    KnownSpill(r"\w+ col .*stochastic", 200, "random words, with the assembler of triton 3.9", later=True),
+    KnownSpill(r"\w+ both fp16$", 40, "values twice in registers, with the assembler of triton 3.9", later=True),
     KnownSpill(r"swiglu( backward)? \w+$", 330, "limits of registers, with the assembler of triton 3.9", later=True),
     KnownSpill(r"mxfp6_e\dm\d both bf16$", 16, "codes made by integers, with the assembler of triton 3.9", later=True),
     KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "ends of groups, with the assembler of triton 3.9", later=True),
