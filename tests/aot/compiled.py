@@ -200,10 +200,11 @@ def stray_reads(sass: str) -> tuple[str, ...]:
 def _takes_bytes(line: str) -> bool:
     """Whether a permutation of bytes takes none of R1, or none that belong together."""
     found = _PRMT.search(line)
-    if found is None or not found[2].startswith("0x"):
+    if found is None or not (found[2].startswith("0x") or found[2] == "RZ"):
         return False
     first, second = found[1] == "R1", found[3] == "R1"
-    picks = [int(found[2], 16) >> 4 * place & 7 for place in range(4)]
+    selector = 0 if found[2] == "RZ" else int(found[2], 16)
+    picks = [selector >> 4 * place & 7 for place in range(4)]
     taken = {pick & 3 for pick in picks if (first and pick < 4) or (second and pick >= 4)}
     return not ({0, 1} <= taken or {2, 3} <= taken)
 

@@ -132,7 +132,12 @@ def test_everything_is_put_back() -> None:
 def test_a_lost_value_is_seen() -> None:
     line = "        /*0a10*/                   {} ;      /* 0x00007610010c7816 */\n"
     fine = "LDC R1, c[0x0][0x28]", "VIADD R1, R1, 0xffffffe8", "STL [R1+0x4], R12", "LDL R3, [R1]", "MOV R10, R11"
-    fine += "PRMT R5, R20, 0x3120, R1", "PRMT R18, R18, 0x3340, R1.reuse", "PRMT R0, R1, 0x3340, R1"
+    fine += (
+        "PRMT R5, R20, 0x3120, R1",
+        "PRMT R18, R18, 0x3340, R1.reuse",
+        "PRMT R0, R1, 0x3340, R1",
+        "PRMT R37, R46, RZ, R1",
+    )
     assert stray_reads("".join(line.format(code) for code in fine)) == ()
     for lost in ("PRMT R12, R1, 0x7610, R12", "PRMT R12, R4, 0x7610, R1", "FMUL R3, R1, R4", "PRMT R2, R3, R4, R1"):
         assert stray_reads(line.format(fine[0]) + line.format(lost)) == (lost,)
