@@ -311,7 +311,7 @@ CASES = (
     cast(Cast("nvfp4", "row", stochastic=True, given=True), 96, 117, E4M3),
     cast(Cast("nvfp4", "col", hadamard=True, given=True), 168, 38, E4M3),
     Case("swiglu fp8_1x128", swiglu("fp8_1x128"), Budget(128, 42, E4M3), (90,)),
-    Case("swiglu mxfp8_e4m3", swiglu("mxfp8_e4m3"), Budget(96, 42, E4M3), (90, 100)),
+    Case("swiglu mxfp8_e4m3", swiglu("mxfp8_e4m3"), Budget(104, 42, E4M3), (90, 100)),
     Case("swiglu backward fp8_1x128", swiglu("fp8_1x128", backward=True), Budget(128, 67, E4M3), (90,)),
     Case("rmsnorm fp8_1x128", norm("fp8_1x128"), Budget(168, 0, E4M3, wide=False), ARCHES),
     # an assembler made wrong code of this one
