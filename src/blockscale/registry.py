@@ -73,7 +73,8 @@ class Request:
 @dataclass(frozen=True)
 class Kernel:
     """A row. Empty `devices`, `formats` and `dtypes` accept everything; `layouts` maps a format to the scale layout
-    that the kernel reads (a format that is not named is read in any layout); `reject` returns a reason or None."""
+    that the kernel reads (a format that is not named is read in any layout); `reject` returns a reason or None.
+    by_demand: it serves only where it is asked for by name, because it has not run on the hardware that it is for."""
 
     op: str
     backend: str
@@ -86,6 +87,7 @@ class Kernel:
     priority: int = 0
     reject: Callable[[Request], str | None] | None = None
     summary: str = ""
+    by_demand: bool = False
 
     def misfit(self, request: Request) -> str | None:
         """Why this row was not made for such a device and such formats, or None."""
@@ -133,6 +135,7 @@ def kernel(
     layouts: dict[str, str] | None = None,
     priority: int = 0,
     reject: Callable[[Request], str | None] | None = None,
+    by_demand: bool = False,
 ) -> Callable[[F], F]:
     """Decorator: add the launcher below it to the table. Its docstring's first line is what `explain` shows."""
 
@@ -150,6 +153,7 @@ def kernel(
             priority,
             reject,
             summary,
+            by_demand,
         )
         rows = _TABLE.setdefault(op, [])
         rows.append(row)
@@ -227,7 +231,7 @@ def use_backend(backend: str | None = None, **per_operation: str) -> Generator[N
 
 @functools.lru_cache(maxsize=8192)
 def _select(request: Request, forced: str | None) -> Kernel:
-    candidates = [row for row in _TABLE[request.op] if forced is None or row.backend == forced]
+    candidates = [row for row in _TABLE[request.op] if row.backend == forced or (forced is None and not row.by_demand)]
     refused: list[tuple[Kernel, str]] = []
     for row in candidates:
         reason = row.refusal(request)
@@ -306,11 +310,12 @@ def explain_request(request: Request) -> Explanation:
     candidates: list[Candidate] = []
     for row in rows(request.op):
         reason = row.refusal(request)
-        taken = reason is None and not found and forced in (None, row.backend)
+        taken = reason is None and not found and (row.backend == forced or (forced is None and not row.by_demand))
         found = found or taken
         if reason is None:
             demanded = f"demanded: {forced}" if taken and forced else "best row that accepts"
-            reason = demanded if taken else (f"able, but {forced} is demanded" if forced else "able, lower priority")
+            passed_over = "able, but only by demand: never run here" if row.by_demand else "able, lower priority"
+            reason = demanded if taken else (f"able, but {forced} is demanded" if forced else passed_over)
         conversions = row.conversions(request) if taken else ()
         fits = row.misfit(request) is None
         candidates.append(Candidate(row.backend, row.priority, taken, reason, row.summary, conversions, fits))

@@ -16,21 +16,15 @@ from ._gluon import TensorDescriptor, gl
 from ._hopper_kernel import scaled_mm_kernel
 from .epilogue import finish
 from .heuristics import PART, Problem, Tile, choose
+from .ops import reject_fp8_of_hopper
 
 _LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def _reject(request: Request) -> str | None:
-    _, n, k = request.shape
-    if 0 in request.shape:
-        return "takes no empty operands"
-    if n % 16 or k % 16:
-        return f"wants N and K in multiples of 16, these are {n} and {k}"
-    if "strided" in request.options:
-        return "wants scales with the strides of their layout, and these are copies without"
     if "accumulate" in request.options and request.formats[1] == "fp8_1x128":
         return "is not trusted to add 1x128 @ 1x128 into a buffer: two runs of a large product differed"
-    return None
+    return reject_fp8_of_hopper(request)
 
 
 @kernel(
@@ -59,12 +53,13 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
 
 @functools.lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time."""
+    """How many programs run at a time; on a CPU, where it is only compiled, an H200's."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, tile: Tile) -> None:
     """The product by one shape of tiles."""
+    assert _can_be_described(out), "a copy of the output would be written, and lost"
     vector = not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale

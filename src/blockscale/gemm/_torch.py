@@ -20,6 +20,7 @@ from ..formats.tensor import BlockScaled
 from ..library import empty
 from ..registry import Request, kernel, select
 from .epilogue import apply_tensor_scales, finish
+from .ops import reject_fp8_of_hopper
 
 FP8_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family == "fp8")
 _MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
@@ -28,19 +29,13 @@ _BLACKWELL_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if "mxfp8_e4m3" in (a
 
 
 def _reject_hopper(request: Request) -> str | None:
-    m, n, k = request.shape
-    if 0 in request.shape:
-        return "takes no empty operands"
-    if k % 16 or n % 16:
-        return f"wants N and K in multiples of 16, these are {n} and {k}"
-    for name, rows in zip(request.formats, (m, n), strict=True):
+    refused = reject_fp8_of_hopper(request)
+    if refused is not None:
+        return refused
+    for name, rows in zip(request.formats, request.shape[:2], strict=True):
         if name == "fp8_1x128" and rows % 4:
             return f"wants 1x128 scales without padding: rows in multiples of 4, not {rows}"
-    return (
-        "wants scales with the strides of their layout, and these are copies without"
-        if "strided" in request.options
-        else None
-    )
+    return None
 
 
 @kernel(
@@ -94,9 +89,9 @@ def _reject_blackwell(request: Request) -> str | None:
     sm=(100, 103),
     formats=_BLACKWELL_PAIRS,
     layouts=dict.fromkeys((*_MXFP8, "nvfp4"), "blocked"),
-    # below the upcast: it has never run, so it serves only where it is demanded by name
     priority=5,
     reject=_reject_blackwell,
+    by_demand=True,  # it has never run
 )
 def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """F.scaled_mm: the vendor library's MXFP8 or NVFP4 product"""

@@ -147,7 +147,16 @@ def _reject(request: Request) -> str | None:
     return "takes no empty operands" if 0 in request.shape else None
 
 
-@kernel("gemm", "triton", devices=DEVICES, sm=(80, 999), formats=sorted(LEGAL_PAIRS), priority=8, reject=_reject)
+@kernel(
+    "gemm",
+    "triton",
+    devices=DEVICES,
+    sm=(80, 999),
+    formats=sorted(LEGAL_PAIRS),
+    priority=8,
+    reject=_reject,
+    by_demand=True,  # it has never run on a GPU
+)
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: FP8 dot and promotion, or exact upcast in the kernel"""
     sm = 0 if INTERPRETED else capability(out.device).sm

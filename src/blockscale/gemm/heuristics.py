@@ -1,7 +1,8 @@
 """Which tile serves a product on Hopper: a pure function of the problem, testable without a GPU.
 
 The model: a program per multiprocessor takes tiles in waves; a tile costs a fixed time and a time per block of K.
-Its constants are measured (docs/design/gemm.md).
+Its constants are estimates: this kernel has not been timed on large shapes (docs/design/gemm.md), so predictions are
+good for an order of tiles and not for a time.
 """
 
 from __future__ import annotations
@@ -68,25 +69,15 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
 
 SHARED_BYTES = 232_448  # bytes that a program may have on sm_90
 
-_CANDIDATES = {
-    False: (
-        (Tile(2, 2, 128, 3, 8), _Cost(0.906, 0.45)),
-        (Tile(3, 1, 128, 4, 8, registers=160), _Cost(0.70, 0.45)),
-        (Tile(2, 1, 128, 5, 12), _Cost(0.481, 0.36)),
-        (Tile(1, 1, 128, 8, 16), _Cost(0.45, 0.4)),
-        (Tile(1, 1, 64, 8, 16), _Cost(0.30, 0.4)),
-    ),
-    True: (
-        (Tile(2, 2, 128, 3, 8), _Cost(1.10, 0.45)),
-        (Tile(3, 1, 128, 4, 8, registers=160), _Cost(0.83, 0.45)),
-        (Tile(2, 1, 128, 5, 12), _Cost(0.593, 0.21)),
-        (Tile(1, 1, 128, 8, 16), _Cost(0.55, 0.4)),
-        (Tile(1, 1, 64, 8, 16), _Cost(0.35, 0.4)),
-    ),
-}
-
-
-TILES = tuple(dict.fromkeys(tile for table in _CANDIDATES.values() for tile, _ in table))
+# tile; costs with one scale per 128x128 of b, and with scales 1x128
+_CANDIDATES = (
+    (Tile(2, 2, 128, 3, 8), _Cost(0.906, 0.45), _Cost(1.10, 0.45)),
+    (Tile(3, 1, 128, 4, 8, registers=160), _Cost(0.70, 0.45), _Cost(0.83, 0.45)),
+    (Tile(2, 1, 128, 5, 12), _Cost(0.481, 0.36), _Cost(0.593, 0.21)),
+    (Tile(1, 1, 128, 8, 16), _Cost(0.45, 0.4), _Cost(0.55, 0.4)),
+    (Tile(1, 1, 64, 8, 16), _Cost(0.30, 0.4), _Cost(0.35, 0.4)),
+)
+TILES = tuple(tile for tile, _, _ in _CANDIDATES)
 
 
 def fitted(tile: Tile, problem: Problem) -> Tile:
@@ -112,6 +103,8 @@ def choose(problem: Problem) -> tuple[Tile, float]:
     >>> str(tile)
     '256x128, 2 groups, 3 stages'
     """
-    ranked = [(predicted_us(tile, cost, problem), tile) for tile, cost in _CANDIDATES[problem.vector]]
+    ranked = [
+        (predicted_us(tile, vector if problem.vector else block, problem), tile) for tile, block, vector in _CANDIDATES
+    ]
     us, tile = min(ranked, key=lambda pair: pair[0])
     return fitted(tile, problem), us

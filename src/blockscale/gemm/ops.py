@@ -29,6 +29,18 @@ def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bo
     return Request("gemm", capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
 
 
+def reject_fp8_of_hopper(request: Request) -> str | None:
+    """What no FP8 product of sm_90 takes, whoever wrote it: rows in memory start at multiples of 16 bytes."""
+    _, n, k = request.shape
+    if 0 in request.shape:
+        return "takes no empty operands"
+    if n % 16 or k % 16:
+        return f"wants N and K in multiples of 16, these are {n} and {k}"
+    if "strided" in request.options:
+        return "wants scales with the strides of their layout, and these are copies without"
+    return None
+
+
 def _launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
     row = select(gemm_request(a, b, out.dtype, bias=bias is not None, accumulate=accumulate))
     a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (a, b))
