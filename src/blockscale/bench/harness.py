@@ -36,10 +36,15 @@ COPY = "copy of bf16"
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many bytes differ from the reference, and what was compared."""
+    """How many bytes differ from the reference, and what was compared.
+
+    problem: what is wrong with a result that is not compared byte by byte.  sqnr_db: how far it is from the exact one.
+    """
 
     wrong_bytes: int
     how: str
+    problem: str = ""
+    sqnr_db: float | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class Case:
     """What is timed. `make` gives the arguments of one call, `run` and the peers take them.
 
     bytes: the fewest that one call must move; None where that is not the question.  copied: shape of the bf16 tensor
-    whose copy is the yardstick.  host: time the host's share of a call instead of the device's.
+    whose copy is the yardstick.  host: time the host's share of a call instead of the device's.  flops: of one call.
+    bound_us: the least time for them on this machine.  dtype: see `Row`.
     """
 
     name: str
@@ -63,6 +69,17 @@ class Case:
     copied: tuple[int, ...] | None = None
     peers: Mapping[str, Peer | str] = field(default_factory=dict[str, Peer | str])
     host: bool = False
+    flops: int | None = None
+    bound_us: float | None = None
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class _Remark:
+    """What is said about a peer beside its time."""
+
+    note: str
+    sqnr_db: float | None = None
 
 
 @dataclass(frozen=True)
@@ -171,29 +188,35 @@ def run_case(case: Case, suite: str, device: torch.device, where: Where, budget:
         format=case.format,
         axis=case.axis,
         shape=list(case.shape),
-        dtype="bfloat16",
+        dtype=case.dtype,
         backend=case.backend(*args),
         checked=verdict.how,
         wrong_bytes=verdict.wrong_bytes,
         bytes=case.bytes,
         where=dataclasses.asdict(where),
+        bound_us=None if case.bound_us is None else round(case.bound_us, 3),
+        sqnr_db=verdict.sqnr_db,
+        problem=verdict.problem,
     )
-    if verdict.wrong_bytes:
+    if row.fault:
         return row
     sets = [args, *(case.make(device) for _ in range(_set_count(case, device) - 1))]
-    slices, notes = _slices(case, sets, device, budget)
+    slices, remarks = _slices(case, sets, device, budget)
     timings = measure(slices, rounds=budget.rounds, sample=telemetry.sample)
-    return _fill(row, case, timings, notes, telemetry)
+    return _fill(row, case, timings, remarks, telemetry)
 
 
 def _set_count(case: Case, device: torch.device) -> int:
-    return 1 if case.host or case.copied is None else input_sets(2 * numel(case.copied), device)
+    if case.host or case.bytes is None:
+        return 1
+    # between two uses of a set of a product all that the others move passes through the cache
+    return input_sets(case.bytes if case.copied is None else 2 * numel(case.copied), device)
 
 
 def _slices(
     case: Case, sets: list[Args], device: torch.device, budget: Budget
-) -> tuple[dict[str, Slice], dict[str, str]]:
-    """What is timed in turns: ours, the copy, and the peers that work here, with a note on each that needs one."""
+) -> tuple[dict[str, Slice], dict[str, _Remark]]:
+    """What is timed in turns: ours, the copy, and the peers that work here, with a remark on each peer."""
 
     def ready(run: Callable[..., object], arguments: list[Args]) -> Slice:
         calls = [functools.partial(run, *one) for one in arguments]
@@ -202,17 +225,18 @@ def _slices(
     slices = {"blockscale": ready(case.run, sets)}
     if case.copied is not None:
         slices[COPY] = ready(Tensor.copy_, [_copy_arguments(case.copied, device) for _ in sets])
-    ours, notes = case.run(*sets[0]), dict[str, str]()
+    ours, remarks = case.run(*sets[0]), dict[str, _Remark]()
     for name, peer in case.peers.items():
         if isinstance(peer, str):
-            notes[name] = peer
+            remarks[name] = _Remark(peer)
             continue
         try:
-            notes[name] = _compare(case, ours, peer, sets[0])
+            remarks[name] = _compare(case, ours, peer, sets[0])
             slices[name] = ready(peer.run, sets)
         except Exception as error:  # a peer may fail in any way; that is its row's note, not our failure
-            notes[name] = f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
-    return slices, notes
+            what = str(error).strip().partition("\n")[0][:120]
+            remarks[name] = _Remark(f"fails: {type(error).__name__}: {what}")
+    return slices, remarks
 
 
 def _copy_arguments(shape: tuple[int, ...], device: torch.device) -> Args:
@@ -221,17 +245,21 @@ def _copy_arguments(shape: tuple[int, ...], device: torch.device) -> Args:
     return torch.empty_like(source), source
 
 
-def _compare(case: Case, ours: object, peer: Peer, args: Args) -> str:
-    """The peer's note, and whether it is the same cast at all."""
-    if not peer.compared:
-        return peer.note
-    close = closeness_db(ours, peer.view(peer.run(*args)))
-    gate = SAME_DB[get_format(case.format).element.bits] if peer.gate_db is None else peer.gate_db
-    differs = "" if close >= gate else f"differs: {close:.1f} dB from ours"
-    return "; ".join(text for text in (differs, peer.note) if text)
+def _compare(case: Case, ours: object, peer: Peer, args: Args) -> _Remark:
+    """The peer's note, whether it is the same cast at all, and how exact it is where that is asked."""
+    close, differs = None, ""
+    if peer.accuracy is not None:
+        close = peer.accuracy(*args)
+        if peer.gate_db is not None and not close >= peer.gate_db:
+            differs = f"differs: {close:.1f} dB from the exact product"
+    elif peer.compared:
+        distance = closeness_db(ours, peer.view(peer.run(*args)))
+        gate = SAME_DB[get_format(case.format).element.bits] if peer.gate_db is None else peer.gate_db
+        differs = "" if distance >= gate else f"differs: {distance:.1f} dB from ours"
+    return _Remark("; ".join(text for text in (differs, peer.note) if text), close)
 
 
-def _fill(row: Row, case: Case, timings: dict[str, Timing], notes: dict[str, str], telemetry: Telemetry) -> Row:
+def _fill(row: Row, case: Case, timings: dict[str, Timing], remarks: dict[str, _Remark], telemetry: Telemetry) -> Row:
     mine, copy, reading = timings["blockscale"], timings.get(COPY), telemetry.take()
     gb_s = None if case.bytes is None else case.bytes / mine.us / 1e3
     copy_gb_s = None if copy is None or case.copied is None else 4 * numel(case.copied) / copy.us / 1e3
@@ -242,16 +270,26 @@ def _fill(row: Row, case: Case, timings: dict[str, Timing], notes: dict[str, str
         gb_s=None if gb_s is None else round(gb_s, 1),
         copy_gb_s=None if copy_gb_s is None else round(copy_gb_s, 1),
         percent_of_copy=None if gb_s is None or copy_gb_s is None else round(100 * gb_s / copy_gb_s, 1),
-        peers={name: _peer_cell(timings.get(name), mine, note) for name, note in notes.items()},
+        peers={name: _peer_cell(case, timings.get(name), mine, remark) for name, remark in remarks.items()},
         method=mine.method,
         rounds=mine.rounds,
         sm_clock_mhz=None if reading is None else reading.sm_clock_mhz,
         power_w=None if reading is None else reading.power_w,
+        tflop_s=_tflop_s(case, mine),
+        percent_of_bound=None if case.bound_us is None else round(100 * case.bound_us / mine.us, 1),
     )
 
 
-def _peer_cell(theirs: Timing | None, mine: Timing, note: str) -> dict[str, Any]:
+def _tflop_s(case: Case, timing: Timing) -> float | None:
+    return None if case.flops is None else round(case.flops / timing.us / 1e6, 1)
+
+
+def _peer_cell(case: Case, theirs: Timing | None, mine: Timing, remark: _Remark) -> dict[str, Any]:
     cell: dict[str, Any] = {}
     if theirs is not None:
         cell = {"us": round(theirs.us, 3), "ratio": round(theirs.us / mine.us, 3), "method": theirs.method}
-    return cell | ({"note": note} if note else {})
+        if case.flops is not None:
+            cell["tflop_s"] = _tflop_s(case, theirs)
+        if remark.sqnr_db is not None:
+            cell["sqnr_db"] = remark.sqnr_db
+    return cell | ({"note": remark.note} if remark.note else {})

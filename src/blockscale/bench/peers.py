@@ -26,7 +26,7 @@ _FP4_MIDPOINTS = (0.25, 0.74999994, 1.25, 1.7499999, 2.5, 3.4999998, 5.0)
 _TORCHAO_MOST = 2**31
 # plain torch keeps several fp32 copies of its input
 _EAGER_MOST = 2**29
-_NOT_COMPILED = "not run: compiled at other shapes only"
+NOT_COMPILED = "not run: compiled at other shapes only"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Peer:
     """Another way to the same result. `view` turns its output into what ours returns, outside of the timing.
 
     compared: False for a yardstick that computes something else.  gate_db: how close it must come to count as the same
-    cast; None takes what the format allows.
+    cast; None takes what the format allows.  accuracy: of a product, called with the arguments: decibels of signal to
+    error against the exact product of the operands that the peer itself takes; below gate_db, if any, it differs.
     """
 
     run: Callable[..., Any]
@@ -42,6 +43,7 @@ class Peer:
     note: str = ""
     compared: bool = True
     gate_db: float | None = None
+    accuracy: Callable[..., float] | None = None
 
 
 def as_operands(format: str, parts: tuple[Parts, ...]) -> tuple[BlockScaled, ...]:
@@ -127,7 +129,7 @@ def casts(
     if "eager" in names:
         found["eager"] = Peer(plain, view) if x_numel <= _EAGER_MOST else "not run: takes too much memory"
     if "compile" in names:
-        found["compile"] = Peer(compiled(plain), view) if compiling else _NOT_COMPILED
+        found["compile"] = Peer(compiled(plain), view) if compiling else NOT_COMPILED
     if "torchao" in names:
         found["torchao"] = _torchao_peer(format, axes, x_numel, view, compiling=compiling)
     return found
@@ -139,7 +141,7 @@ def decodes(names: frozenset[str], *, compiling: bool) -> Mapping[str, Peer | st
     if "eager" in names:
         found["eager"] = Peer(plain_dequantize)
     if "compile" in names:
-        found["compile"] = Peer(compiled(plain_dequantize)) if compiling else _NOT_COMPILED
+        found["compile"] = Peer(compiled(plain_dequantize)) if compiling else NOT_COMPILED
     return found
 
 
@@ -160,7 +162,7 @@ def _torchao_peer(
     names = ", ".join(dict.fromkeys(cast.name for cast in found))
     if any(cast.compiled for cast in found):
         if not compiling:
-            return _NOT_COMPILED
+            return NOT_COMPILED
         names += ", compiled"
     return Peer(lambda x, amax=None: tuple(cast.run(x, amax) for cast in found), view, names)
 
@@ -187,13 +189,14 @@ def _torchao_cast(format: str, axis: int) -> _Cast:
     raise LookupError("has none")
 
 
-def _torchao(module: str) -> Any:
+def torchao(module: str) -> Any:
+    """A module among torchao's prototypes; ImportError where there is none."""
     return importlib.import_module(f"torchao.prototype.{module}")
 
 
 def _torchao_fp8_rows(axis: int) -> _Cast:
     name = "triton_fp8_blockwise_act_quant" + ("_lhs" if axis == -1 else "_transposed_lhs")
-    cast = getattr(_torchao("blockwise_fp8_training.kernels"), name)
+    cast = getattr(torchao("blockwise_fp8_training.kernels"), name)
     return _Cast(name, lambda x, amax: cast(x))
 
 
@@ -201,9 +204,9 @@ def _torchao_fp8_tiles(axis: int) -> _Cast:
     """Matrices go to the casts of the dense layer, whose results are column-major views; experts to DeepGEMM's."""
     side = "_transposed_rhs" if axis == -1 else "_rhs"
     name = f"triton_fp8_blockwise_weight_quant{side}"
-    cast = getattr(_torchao("blockwise_fp8_training.kernels"), name)
+    cast = getattr(torchao("blockwise_fp8_training.kernels"), name)
     grouped = f"triton_fp8_blockwise_weight_quant_grouped{side}_deepgemm"
-    cast_experts = getattr(_torchao("blockwise_fp8_training.deepgemm_quant"), grouped)
+    cast_experts = getattr(torchao("blockwise_fp8_training.deepgemm_quant"), grouped)
 
     def run(x: Tensor, amax: Tensor | None) -> Parts:
         if x.dim() == 3:
@@ -218,15 +221,15 @@ def _torchao_mxfp8(axis: int) -> _Cast:
     """Its Triton casts exist from sm_100 on; elsewhere its own layers compile `to_mx`."""
     if torch.cuda.is_available() and capability("cuda").sm >= 100:
         name = "triton_to_mxfp8_dim0" if axis == -1 else "triton_to_mxfp8_dim1"
-        cast = getattr(_torchao("mx_formats.kernels"), name)
+        cast = getattr(torchao("mx_formats.kernels"), name)
 
         def run(x: Tensor, amax: Tensor | None) -> Parts:
             codes, scale = cast(x)
             return (codes, scale) if axis == -1 else (codes.mT, scale)
 
         return _Cast(name, run)
-    to_mx = _torchao("mx_formats.mx_tensor").to_mx
-    rule = _torchao("mx_formats.config").ScaleCalculationMode.RCEIL
+    to_mx = torchao("mx_formats.mx_tensor").to_mx
+    rule = torchao("mx_formats.config").ScaleCalculationMode.RCEIL
 
     def convert(x: Tensor) -> Parts:
         scale, codes = to_mx(x if axis == -1 else x.mT.contiguous(), torch.float8_e4m3fn, 32, rule)
@@ -237,7 +240,7 @@ def _torchao_mxfp8(axis: int) -> _Cast:
 
 
 def _torchao_nvfp4() -> _Cast:
-    quantize = _torchao("mx_formats.nvfp4_tensor").nvfp4_quantize
+    quantize = torchao("mx_formats.nvfp4_tensor").nvfp4_quantize
 
     def convert(x: Tensor, amax: Tensor | None = None) -> Parts:
         top = (x.abs().amax().float() if amax is None else amax) / 2688

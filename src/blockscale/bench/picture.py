@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .report import fastest_copy, label, main_rows
+from .report import fastest_copy, main_rows
 from .shapes import text
 from .store import Row
+from .tables import label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

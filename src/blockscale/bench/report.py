@@ -7,71 +7,49 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from . import report_gemm
 from .shapes import MAIN, text
 from .store import Row, read
+from .tables import EMPTY, label, number, peer, provenance, spread, table
 
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/images/casts.svg")
 PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
 PEERS = ("eager", "compile", "torchao", "unfused")
-EMPTY = "No results are stored yet."
 GROUPS = (
-    "one operand", "both operands", "expert weights", "FP4, amax given", "NVFP4, own amax", "dequantize", "fused"
+    "one operand", "both operands", "expert weights", "FP4, amax given", "NVFP4, own amax", "dequantize", "fused",
+    *report_gemm.GROUPS,
 )  # fmt: skip
 
 
 def load(folder: Path) -> list[Row]:
     """All stored rows of the suites, file by file, in the order of the tables."""
-    files = [path for suite in ("casts", "dispatch") for path in sorted(folder.glob(f"{suite}-*.jsonl"))]
+    files = [path for suite in ("casts", "gemm", "dispatch") for path in sorted(folder.glob(f"{suite}-*.jsonl"))]
     return [row for path in files for row in in_order(read(path))]
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By group, then by shape: rows of one suite may have been measured in several runs."""
-    return sorted(rows, key=lambda row: (GROUPS.index(row.group) if row.group in GROUPS else len(GROUPS), row.shape))
+    """By group, of products by kind, then by shape: rows of one suite may have been measured in several runs."""
+
+    def place(row: Row) -> tuple[int, str, list[int]]:
+        group = GROUPS.index(row.group) if row.group in GROUPS else len(GROUPS)
+        return group, label(row) if row.suite == "gemm" else "", row.shape
+
+    return sorted(rows, key=place)
 
 
-# tables
-
-
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = ["---", *("---:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _peer(row: Row, name: str) -> str:
-    """How many times longer the peer takes; starred when it computes something else."""
-    cell = row.peers.get(name, {})
-    if "ratio" not in cell:
-        return "-"
-    return f"{cell['ratio']:.2f}x" + ("*" if "differs" in cell.get("note", "") else "")
-
-
-def _spread(row: Row) -> str:
-    """Quartiles around the median, in percent of it."""
-    if row.us is None or row.spread_us is None:
-        return "-"
-    return f"{100 * (row.spread_us[1] - row.spread_us[0]) / row.us:.1f} %"
-
-
-def label(row: Row) -> str:
-    """The case without its shape, which has a column of its own."""
-    return row.case.removesuffix(" " + text(tuple(row.shape)))
+# casts and host time
 
 
 def _cast_cells(row: Row, peers: Sequence[str]) -> list[str]:
     if row.us is None:
-        return [label(row), text(tuple(row.shape)), f"WRONG: {row.wrong_bytes} bytes", *["-"] * (4 + len(peers))]
-    bandwidths = _number(row.gb_s, 0), _number(row.copy_gb_s, 0)
-    figures = [_number(row.us), _spread(row), *bandwidths, _number(row.percent_of_copy, 0)]
-    return [label(row), text(tuple(row.shape)), *figures, *(_peer(row, name) for name in peers)]
+        return [label(row), text(tuple(row.shape)), f"WRONG: {row.fault}", *["-"] * (4 + len(peers))]
+    bandwidths = number(row.gb_s, 0), number(row.copy_gb_s, 0)
+    figures = [number(row.us), spread(row), *bandwidths, number(row.percent_of_copy, 0)]
+    return [label(row), text(tuple(row.shape)), *figures, *(peer(row, name) for name in peers)]
 
 
 def _head(peers: Sequence[str]) -> list[str]:
@@ -80,18 +58,6 @@ def _head(peers: Sequence[str]) -> list[str]:
 
 def _shown_peers(rows: Sequence[Row]) -> list[str]:
     return [name for name in PEERS if any(name in row.peers for row in rows)]
-
-
-def _provenance(rows: Sequence[Row]) -> str:
-    """Where the figures come from; a line per GPU and commit."""
-    lines: dict[str, None] = {}
-    for row in rows:
-        at = row.where
-        packages = ", ".join(f"{name} {at[name]}" for name in ("torch", "triton", "torchao") if at.get(name))
-        commit = f"commit {at['commit']}" if at.get("commit") else "no commit recorded"
-        changed = ", with local changes" if at.get("dirty") else ""
-        lines[f"{at.get('gpu')}; {packages}; {commit}{changed}; {str(at.get('utc'))[:10]}."] = None
-    return "\n".join(lines)
 
 
 def fastest_copy(rows: Sequence[Row]) -> float:
@@ -118,11 +84,11 @@ def casts_table(rows: Sequence[Row]) -> str:
     if not mine:
         return EMPTY
     picture = ["![Casts beside a copy](images/casts.svg)"] if main_rows(mine) else []  # it shows the main shape alone
-    parts = [*picture, _provenance(mine), *_slow_copies(mine)]
+    parts = [*picture, provenance(mine), *_slow_copies(mine)]
     for group in dict.fromkeys(row.group for row in mine):
         members = [row for row in mine if row.group == group]
         peers = _shown_peers(members)
-        parts.append(f"**{group}**\n\n" + _table(_head(peers), [_cast_cells(row, peers) for row in members]))
+        parts.append(f"**{group}**\n\n" + table(_head(peers), [_cast_cells(row, peers) for row in members]))
     return "\n\n".join(parts)
 
 
@@ -132,8 +98,8 @@ def summary_table(rows: Sequence[Row]) -> str:
     if not mine:
         return EMPTY
     peers = [name for name in _shown_peers(mine) if name != "eager"]
-    table = _table(_head(peers), [_cast_cells(row, peers) for row in mine])
-    parts = [f"![Casts beside a copy]({PICTURE.as_posix()})", _provenance(mine), *_slow_copies(mine), table]
+    lines = table(_head(peers), [_cast_cells(row, peers) for row in mine])
+    parts = [f"![Casts beside a copy]({PICTURE.as_posix()})", provenance(mine), *_slow_copies(mine), lines]
     return "\n\n".join(parts)
 
 
@@ -159,18 +125,20 @@ def dispatch_table(rows: Sequence[Row]) -> str:
     def cells(row: Row) -> list[str]:
         return [
             row.case,
-            _number(row.us),
-            _spread(row),
-            *(_number(row.peers.get(name, {}).get("us")) for name in floors),
+            number(row.us),
+            spread(row),
+            *(number(row.peers.get(name, {}).get("us")) for name in floors),
         ]
 
-    table = _table(["call", "µs", "spread", *(f"{name}, µs" for name in floors)], [cells(row) for row in mine])
-    return _provenance(mine) + "\n\n" + table
+    lines = table(["call", "µs", "spread", *(f"{name}, µs" for name in floors)], [cells(row) for row in mine])
+    return provenance(mine) + "\n\n" + lines
 
 
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "casts": casts_table,
     "casts-summary": summary_table,
+    "gemm": report_gemm.long_table,
+    "gemm-summary": report_gemm.summary_table,
     "dispatch": dispatch_table,
 }
 

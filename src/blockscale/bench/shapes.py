@@ -1,10 +1,12 @@
-"""The shapes that suites run on: tokens by features of models that people train."""
+"""The shapes that suites run on: tokens by features of models that people train, and the products of their layers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 Shape = tuple[int, ...]
+Product = tuple[int, int, int]  # (M, N, K) of a [M, K] @ b [N, K].mT
 
 # 4096 tokens of a micro-batch and 16384 of a step; 7168 features as in DeepSeek-V3, 8192 as in the 70B Llamas
 SMALL: Shape = (4096, 7168)
@@ -21,6 +23,38 @@ GATED: Shape = (16384, 18432)
 # large enough for every block, small enough for a CPU
 TINY: Shape = (256, 512)
 TINY_EXPERT: Shape = (256, 128)
+TINY_PRODUCT: Product = (16, 256, 256)
+
+# products that fill a GPU: square ones, DeepSeek-V3's layers, short and long K, and one with many tokens
+LARGE_PRODUCTS: tuple[Product, ...] = (
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (4096, 7168, 18432),
+    (4096, 18432, 7168),
+    (4096, 4096, 7168),
+    (4096, 24576, 1536),
+    (4096, 7168, 2048),
+    (16384, 8192, 5120),
+)
+SQUARE: Product = (8192, 8192, 8192)
+LONG: Product = (4096, 7168, 18432)
+
+# tokens of a decoding step, and (N, K) of DeepSeek-V3's weights that it reads
+FEW_ROWS = (1, 16, 64, 128)
+DECODED: tuple[tuple[int, int], ...] = (
+    (7168, 18432), (18432, 7168), (7168, 16384), (24576, 1536), (7168, 2048), (2112, 7168)
+)  # fmt: skip
+
+# (K, N) of the linear layers: attention first, then the feed-forward part
+MODELS: Mapping[str, tuple[tuple[int, int], ...]] = {
+    "DeepSeek-V3 671B": ((7168, 2112), (1536, 24576), (512, 32768), (16384, 7168), (7168, 18432), (18432, 7168)),
+    "DeepSeek 16B": ((2048, 3072), (2048, 576), (512, 4096), (2048, 2048), (2048, 10944), (10944, 2048)),
+    "Llama3 8B": ((4096, 6144), (4096, 4096), (4096, 14336), (14336, 4096)),
+    "Llama3 70B": ((8192, 10240), (8192, 8192), (8192, 28672), (28672, 8192)),
+    "Qwen3": ((2048, 5120), (4096, 2048), (4096, 9216), (8192, 4096)),
+    "gpt-oss": ((2880, 5120), (4096, 2880)),
+}
+MODEL_ROWS = (1, 16, 128, 4096, 16384)
 
 
 def numel(shape: Shape) -> int:

@@ -41,10 +41,12 @@ class Where:
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Times are microseconds per call; a wrong kernel has none, and wrong_bytes says how wrong it is.
+    """One case. Times are microseconds per call; a wrong kernel has none, and wrong_bytes or problem says how wrong it
+    is.
 
-    spread_us: quartiles over rounds.  bytes: the fewest that must move.  peers: {name: {us, ratio, note}}, the ratio
-    being theirs to ours.
+    dtype: of a cast's input, of a product's output.  spread_us: quartiles over rounds.  bytes: the fewest that must
+    move.  bound_us: the least time that this machine's own ceilings allow.  sqnr_db: of a product, against the exact
+    product of its operands.  peers: {name: {us, ratio, tflop_s, sqnr_db, note}}, the ratio being theirs to ours.
     """
 
     suite: str
@@ -69,6 +71,17 @@ class Row:
     sm_clock_mhz: float | None = None
     power_w: float | None = None
     where: dict[str, Any] = field(default_factory=dict[str, Any])
+    # what casts lack; rows that were stored before products existed have none of it
+    tflop_s: float | None = None
+    bound_us: float | None = None
+    percent_of_bound: float | None = None
+    sqnr_db: float | None = None
+    problem: str = ""
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the kernel, or nothing."""
+        return self.problem or (f"{self.wrong_bytes} bytes" if self.wrong_bytes else "")
 
     @property
     def key(self) -> tuple[str, str, str]:

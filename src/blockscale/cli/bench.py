@@ -1,4 +1,4 @@
-"""`blockscale bench`: check and time every cast here, what a call costs the host, and tables of stored results."""
+"""`blockscale bench`: check and time casts and products here, what a call costs the host, and tables of results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from ..bench.harness import Case
     from ..bench.store import Row
 
-Suite = Literal["casts", "dispatch", "report"]
-SUITES = ("casts", "dispatch", "report")
+Suite = Literal["casts", "gemm", "dispatch", "report"]
+SUITES = ("casts", "gemm", "dispatch", "report")
+# of tables that go to a file or a pipe, where nobody can widen the window
+FILE_WIDTH = 200
 
 
 def run(
@@ -27,22 +29,23 @@ def run(
     quick: bool = False,
     only: str = "",
     device: str | None = None,
-    peers: str = "eager,compile,torchao",
+    peers: str | None = None,
     commit: str | None = None,
 ) -> int:
     """Check every case against the reference, then time it beside a copy and what others would run. Exit status 1 when
     a kernel is wrong; a wrong kernel gets no figure.
 
     Args:
-        suite: casts: bandwidth of every cast. dispatch: host time per call. report: rewrite the tables and the picture
-            of the documentation from stored results.
+        suite: casts: bandwidth of every cast. gemm: speed and accuracy of products. dispatch: host time per call.
+            report: rewrite the tables and the picture of the documentation from stored results.
         json: Store the rows in this file, replacing rows of the same case and GPU (report: read this file instead of
             benchmarks/results).
         compare: Rows of an older run; shows new time over old and flags what became more than 3 % slower.
         quick: Fewer shapes and rounds.
-        only: Only cases whose name contains this.
+        only: Only cases whose name or group contains this.
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
-        peers: Whom to compare with, separated by commas.
+        peers: Whom to compare with, separated by commas: eager, compile, torchao for casts; rows, bf16, rowwise,
+            torchao for gemm. All by default.
         commit: Commit to record where the source is no git checkout.
     """
     from rich.console import Console
@@ -51,6 +54,8 @@ def run(
 
     check_name(suite, SUITES, "suite")
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, FILE_WIDTH)
     if suite == "report":
         return _report(console, json)
     with console.status("importing torch ..."):
@@ -60,7 +65,7 @@ def run(
 
     where = default_device() if device is None else named_device(device)
     every = _cases(console, suite, where, quick, peers)
-    cases = [case for case in every if only in case.name]
+    cases = [case for case in every if only in case.name or only in case.group]
     if not cases:
         fix = f"use a part of one, such as {every[0].name!r}"
         raise OptionError(message(f"only={only!r}", rule="a case whose name contains it is run", fix=fix))
@@ -73,26 +78,39 @@ def run(
     _show_notes(console, rows)
     if compare is not None:
         _show_changes(console, rows, compare)
-    wrong = [row for row in rows if row.wrong_bytes]
+    wrong = [row for row in rows if row.fault]
     for row in wrong:
-        console.print(f"[red]WRONG[/] {row.case}: {row.wrong_bytes} bytes differ from the reference")
+        console.print(f"[red]WRONG[/] {row.case}: {row.problem or f'{row.fault} differ from the reference'}")
     return 1 if wrong else 0
 
 
-def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: str) -> list[Case]:
-    from ..bench.suites import casts, common, dispatch, fused
-    from ..errors import check_name
+def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: str | None) -> list[Case]:
+    from ..bench import ceilings, product_peers
+    from ..bench.suites import casts, common, dispatch, fused, gemm
 
     if device.type != "cuda":
         console.print("no GPU: this times the reference on a CPU with tiny tensors, which says nothing about speed")
     if suite == "dispatch":
         return list(dispatch.cases(device))
-    names = [name for name in peers.split(",") if name]
-    for name in names:
-        check_name(name, sorted(common.ALL_PEERS), "peer")
+    names = _named(peers, product_peers.ALL_PEERS if suite == "gemm" else common.ALL_PEERS)
+    if suite == "gemm":
+        with console.status("measuring what this machine reaches ..."):
+            found = ceilings.find(device)
+        return list(gemm.cases(gemm.extent(device, quick=quick, peers=names), found))
     for name in fused.missing():
         console.print(f"[dim]skipped: {name} does not exist yet[/]")
-    return list(casts.cases(common.extent(device, quick=quick, peers=frozenset(names))))
+    return list(casts.cases(common.extent(device, quick=quick, peers=names)))
+
+
+def _named(peers: str | None, known: frozenset[str]) -> frozenset[str]:
+    from ..errors import check_name
+
+    if peers is None:
+        return known
+    names = frozenset(name for name in peers.split(",") if name)
+    for name in sorted(names):
+        check_name(name, sorted(known), "peer")
+    return names
 
 
 def _timed(
@@ -120,12 +138,15 @@ def _table(rows: Sequence[Row]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    peers = list(dict.fromkeys(name for row in rows for name, cell in row.peers.items() if "us" in cell))
-    host = any(row.suite == "dispatch" for row in rows)
-    title = "µs per call" if host else "µs per call; peers: how many times longer they take"
+    from ..bench.report_gemm import shown_peers
+
+    peers = shown_peers(rows)
+    suite = rows[0].suite
+    title = "µs per call" if suite == "dispatch" else "µs per call; peers: how many times longer they take"
+    middle = ("TFLOP/s", "% bound", "dB") if suite == "gemm" else ("GB/s", "% copy")
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
     table.add_column("case", no_wrap=True)
-    for heading in ("µs", "±%", "GB/s", "% copy", *peers):
+    for heading in ("µs", "±%", *middle, *peers):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("by", no_wrap=True)
     for row in rows:
@@ -134,25 +155,29 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _cells(row: Row, peers: Sequence[str]) -> list[str]:
+    from ..bench.tables import number
+
+    products = row.suite == "gemm"
     if row.us is None or row.spread_us is None:
-        return [row.case, "[red]WRONG[/]", *["-"] * (3 + len(peers)), row.backend]
+        return [row.case, "[red]WRONG[/]", *["-"] * (3 + products + len(peers)), row.backend]
     half_spread = 50 * (row.spread_us[1] - row.spread_us[0]) / row.us
-    bandwidth = "-" if row.gb_s is None else f"{row.gb_s:.0f}"
-    percent = "-" if row.percent_of_copy is None else f"{row.percent_of_copy:.0f}"
-    cells = [_peer_cell(row, row.peers.get(name, {})) for name in peers]
-    return [row.case, f"{row.us:.1f}", f"{half_spread:.1f}", bandwidth, percent, *cells, f"{row.backend}/{row.method}"]
+    casts = [number(row.gb_s, 0), number(row.percent_of_copy, 0)]
+    middle = [number(row.tflop_s), number(row.percent_of_bound, 0), number(row.sqnr_db)] if products else casts
+    cells = [_peer_cell(row, name) for name in peers]
+    return [row.case, f"{row.us:.1f}", f"{half_spread:.1f}", *middle, *cells, f"{row.backend}/{row.method}"]
 
 
-def _peer_cell(row: Row, cell: dict[str, object]) -> str:
-    if "ratio" not in cell:
-        return "-"
-    if row.suite == "dispatch":
-        return f"{cell['us']:.1f}"
-    return f"{cell['ratio']:.2f}x" + ("*" if "differs" in str(cell.get("note", "")) else "")
+def _peer_cell(row: Row, name: str) -> str:
+    from ..bench.report_gemm import beside
+    from ..bench.tables import number
+
+    return number(row.peers.get(name, {}).get("us")) if row.suite == "dispatch" else beside(row, name)
 
 
 def _show_notes(console: Console, rows: Sequence[Row]) -> None:
-    """Each note once, with the cases that it is about."""
+    """Each note once, with the cases that it is about; then clocks, and choices of the registry that were not best."""
+    from ..bench.report_gemm import best_other, misplaced
+
     notes: dict[str, list[str]] = {}
     for row in rows:
         for name, cell in row.peers.items():
@@ -163,6 +188,10 @@ def _show_notes(console: Console, rows: Sequence[Row]) -> None:
     clocks = [row.sm_clock_mhz for row in rows if row.sm_clock_mhz is not None]
     if clocks:
         console.print(f"[dim]clock of the multiprocessors: {min(clocks):.0f} to {max(clocks):.0f} MHz[/]")
+    for row in rows:
+        other = best_other(row)
+        if other is not None and misplaced(row):
+            console.print(f"[yellow]SLOWER[/] {row.case}: {other[0]} takes {other[1]:.2f}x of {row.backend}'s time")
 
 
 def _show_changes(console: Console, rows: Sequence[Row], path: Path) -> None:

@@ -13,7 +13,7 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   explain   every kernel for one call, and why it was taken or refused
   formats   the nine formats: grids, blocks, scale rules; --plot draws them
   demo      see what every format does to real-looking tensors
-  bench     check and time every cast; bench report rewrites the tables of the documentation
+  bench     check and time casts and products; bench report rewrites the tables of the documentation
 """
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "

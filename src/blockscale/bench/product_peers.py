@@ -1,0 +1,135 @@
+"""What else multiplies the same matrices: the other rows of our table, plain bf16, FP8 with a scale per row, torchao.
+
+Each is called with `Operands` and takes from them the form that it needs; casts are outside of the timing. A row of the
+table that refuses a product, or a peer that cannot be had, becomes a note that says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..gemm import scaled_mm
+from ..registry import Request, rows, select, use_backend
+from .peers import NOT_COMPILED, Peer, torchao
+from .products import Operands, gate_db
+
+ALL_PEERS = frozenset({"rows", "bf16", "rowwise", "torchao"})
+FAST = "rowwise fast"
+ROW = "row "
+
+Multiply = Callable[[Operands], Tensor]
+
+
+def multiply(operands: Operands) -> Tensor:
+    """Ours, by whom the registry selects."""
+    return scaled_mm(operands.a, operands.b, torch.bfloat16, accumulate=operands.acc)
+
+
+def peers(request: Request, names: frozenset[str], *, compiling: bool) -> Mapping[str, Peer | str]:
+    """The named peers of a product; compiling: whether torchao's, which compile for each N and K, take part."""
+    found: dict[str, Peer | str] = {}
+    if "rows" in names:
+        found |= table_rows(request)
+        if "accumulate" in request.options:
+            found["to bf16"] = _judged(lambda o: scaled_mm(o.a, o.b), gate_db(request.formats[0], torch.bfloat16))
+    if "bf16" in names:
+        found["bf16"] = Peer(plain, accuracy=lambda o: o.plain_accuracy(plain))
+    if "rowwise" in names:
+        for name, fast in ((FAST, True), ("rowwise", False)):
+            run = functools.partial(rowwise, fast=fast)
+            found[name] = Peer(run, accuracy=lambda o, run=run: o.rowwise_accuracy(run))
+    if "torchao" in names and "accumulate" not in request.options:
+        found["torchao"] = _torchao_peer(request, compiling=compiling)
+    return found
+
+
+def _judged(run: Multiply, gate: float, note: str = "") -> Peer:
+    """A peer that multiplies our operands."""
+    return Peer(run, note=note, gate_db=gate, accuracy=lambda operands: operands.accuracy(run))
+
+
+# our own table
+
+
+def table_rows(request: Request) -> dict[str, Peer | str]:
+    """Every backend but the one that is selected, or why it does not take part."""
+    taken, gate = select(request).backend, gate_db(request.formats[0], request.dtype)
+    found: dict[str, Peer | str] = {}
+    for backend in dict.fromkeys(row.backend for row in rows("gemm")):
+        if backend == taken:
+            continue
+        refused = refusal(request, backend)
+        if refused is not None:
+            found[ROW + backend] = f"refuses: {refused}"
+        elif backend == "reference" and request.capability.device == "cuda":
+            found[ROW + backend] = "not run: it is made to be exact, and takes many times longer"
+        else:
+            found[ROW + backend] = _judged(functools.partial(multiply_by, backend), gate)
+    return found
+
+
+def refusal(request: Request, backend: str) -> str | None:
+    """Why no row of a backend serves a request, or None; what was made for this device and these formats speaks first.
+
+    A backend may have several rows, each for other formats.
+    """
+    refused: list[tuple[bool, str]] = []
+    for row in rows(request.op):
+        if row.backend == backend:
+            reason = row.refusal(request)
+            if reason is None:
+                return None
+            refused.append((row.misfit(request) is not None, reason))
+    return min(refused)[1]
+
+
+def multiply_by(backend: str, operands: Operands) -> Tensor:
+    """Ours, by the row that is named."""
+    with use_backend(gemm=backend):
+        return multiply(operands)
+
+
+# torch
+
+
+def plain(operands: Operands) -> Tensor:
+    """The product of the bf16 matrices: what a layer costs without any cast."""
+    if not operands.x.is_cuda:  # many CPUs have no bf16 units, and there torch takes a slow way and warns
+        return torch.mm(operands.x.float(), operands.w.float().mT).bfloat16()
+    return torch.mm(operands.x, operands.w.mT)
+
+
+def rowwise(operands: Operands, *, fast: bool) -> Tensor:
+    """FP8 with one scale per row; fast: sums stay in the tensor core's short accumulator."""
+    x, scale_x, w, scale_w = operands.rowwise
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        x, w.mT, scale_a=scale_x, scale_b=scale_w.mT, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+# torchao
+
+
+def _torchao_peer(request: Request, *, compiling: bool) -> Peer | str:
+    if request.formats[0] != "fp8_1x128":
+        return "has none for these formats"
+    if request.shape[2] % 128:
+        return "not run: its masks are right for K in multiples of 128 only"
+    if not compiling:
+        return NOT_COMPILED
+    vector = request.formats[1] == "fp8_1x128"
+    name = "triton_fp8_gemm_1x128_128x1" if vector else "triton_fp8_gemm_1x128_128x128"
+    try:
+        product = getattr(torchao("blockwise_fp8_training.kernels"), name)
+    except ImportError as error:
+        return f"not importable: {error}"
+
+    def run(operands: Operands) -> Tensor:
+        scale_a, scale_b = operands.roomy_scales
+        return product(operands.a.data, operands.b.data.mT, scale_a, scale_b, 128, torch.bfloat16)
+
+    return _judged(run, gate_db(request.formats[0], torch.bfloat16), name)

@@ -1,0 +1,176 @@
+"""The operands of a product in every form that a variant takes, and how far a product is from the exact one.
+
+A product is judged on 256 rows spread over its output, the last one among them: an fp64 product of all rows would take
+longer than everything that is timed. That every value is written, and the same in a second run, is seen on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..casts import quantize
+from ..formats.layout import round_up
+from ..formats.tensor import BlockScaled
+from ..gemm import exact_mm
+from .harness import Args, Case, Verdict, random
+from .shapes import Product
+
+ROWS = 256
+# the widest tile that such a kernel has
+WIDEST = 256
+# the fp32 sums of docs/numerics.md, of FP8 units and of exact upcasts; a rounding to bf16 leaves 56 dB of any product
+FP8_DB, EXACT_DB, BF16_DB = 77.0, 80.0, 54.0
+# what a product without any error reads as: JSON knows no infinity
+NO_ERROR_DB = 300.0
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """x [M, K] and w [N, K] in bf16, their casts a and b, and the fp32 buffer that the product is added to, if any.
+
+    What peers take instead is made when it is first asked for, in their warm-up and outside of the timing.
+    """
+
+    x: Tensor
+    w: Tensor
+    a: BlockScaled
+    b: BlockScaled
+    acc: Tensor | None = None
+
+    def fresh(self) -> Operands:
+        """The same with a buffer of zeros: timing adds to the one that is here."""
+        return self if self.acc is None else replace(self, acc=torch.zeros_like(self.acc))
+
+    @functools.cached_property
+    def judged(self) -> Tensor:
+        """Indices of the rows that are compared with the exact product."""
+        rows = self.x.shape[0]
+        return torch.linspace(0, rows - 1, min(rows, ROWS), device=self.x.device, dtype=torch.float64).round().long()
+
+    @functools.cached_property
+    def exact(self) -> Tensor:
+        """Those rows of the product of a and b, fp64."""
+        return exact_mm(take_rows(self.a, self.judged), self.b)
+
+    @functools.cached_property
+    def rowwise(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes and scales of x and of w with one scale per row."""
+        return *cast_rows(self.x), *cast_rows(self.w)
+
+    @functools.cached_property
+    def roomy_scales(self) -> tuple[Tensor, Tensor]:
+        """FP8 scales of a [M, blocks], M contiguous, and of b: [blocks, N] for 1x128, N contiguous, else [blocks, N
+        tiles], blocks contiguous. Behind them is room for kernels that read scales without a mask."""
+        a, b = self.a.plain_scale(), self.b.plain_scale()
+        if self.b.spec.is_2d:
+            tiles = b.new_ones(b.shape[0] + WIDEST // self.b.spec.block[0], b.shape[1])
+            tiles[: b.shape[0]] = b
+            return _with_room(a), tiles[: b.shape[0]].mT
+        return _with_room(a), _with_room(b).mT
+
+    def accuracy(self, run: Callable[[Operands], Tensor]) -> float:
+        """SQNR of a way to multiply a and b."""
+        return sqnr_db(self.exact, run(self.fresh())[self.judged])
+
+    def rowwise_accuracy(self, run: Callable[[Operands], Tensor]) -> float:
+        """SQNR of a way to multiply the rowwise operands."""
+        codes_x, scale_x, codes_w, scale_w = self.rowwise
+        x = codes_x[self.judged].double() * scale_x[self.judged]
+        return sqnr_db(x @ (codes_w.double() * scale_w).mT, run(self)[self.judged])
+
+    def plain_accuracy(self, run: Callable[[Operands], Tensor]) -> float:
+        """SQNR of a way to multiply x and w."""
+        return sqnr_db(self.x[self.judged].double() @ self.w.double().mT, run(self)[self.judged])
+
+
+def make_operands(product: Product, formats: tuple[str, str], device: torch.device, *, accumulate: bool) -> Operands:
+    """Normal values, and our casts of them."""
+    m, n, k = product
+    x, w = random((m, k), device), random((n, k), device)
+    acc = torch.zeros(m, n, device=device) if accumulate else None
+    return Operands(x, w, quantize(x, formats[0]), quantize(w, formats[1]), acc)
+
+
+def _with_room(scale: Tensor) -> Tensor:
+    """The same [rows, blocks] with rows contiguous, each column as long as whole tiles."""
+    buffer = scale.new_ones(scale.shape[1], round_up(scale.shape[0], WIDEST))
+    buffer[:, : scale.shape[0]] = scale.mT
+    return buffer.mT[: scale.shape[0]]
+
+
+def take_rows(operand: BlockScaled, index: Tensor) -> BlockScaled:
+    """Some rows of an operand whose blocks lie within rows."""
+    assert not operand.spec.is_2d
+    data, scale = (_take(tensor, index) for tensor in (operand.data, operand.plain_scale()))
+    shape = (len(index), operand.shape[1])
+    return replace(operand, data=data, scale=scale, scale_layout="plain", shape=shape)
+
+
+def _take(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows of a tensor; as bytes where torch has no indexing for the dtype."""
+    return tensor.view(torch.uint8)[index].view(tensor.dtype) if tensor.element_size() == 1 else tensor[index]
+
+
+def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 codes with one fp32 scale per row: [rows, K] and [rows, 1]."""
+    scale = x.abs().amax(1, keepdim=True).float() / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def sqnr_db(exact: Tensor, found: Tensor) -> float:
+    """20 log10(|exact| / |exact - found|), to a tenth; NaN when something is.
+
+    >>> sqnr_db(torch.full((4,), 10.0), torch.full((4,), 9.0))
+    20.0
+    """
+    signal, noise = exact.double().norm().item(), (exact.double() - found.double()).norm().item()
+    if noise == 0:
+        return NO_ERROR_DB
+    return round(20 * math.log10(signal / noise), 1) if signal > 0 and math.isfinite(noise) else math.nan
+
+
+def gate_db(format: str, dtype: torch.dtype) -> float:
+    """What a product of Gaussian operands must reach."""
+    if dtype != torch.float32:
+        return BF16_DB
+    return FP8_DB if format.startswith("fp8") else EXACT_DB
+
+
+def check_product(case: Case, args: Args) -> Verdict:
+    """Two runs on poisoned memory that agree in every bit, all values written, close to the exact product."""
+    operands: Operands = args[0]
+    out = case.run(operands.fresh())
+    first = out.clone()
+    # the allocator hands this block to the second run; read as a float, FF in every byte is NaN
+    out.untyped_storage().fill_(0xFF)
+    del out
+    second = case.run(operands.fresh())
+    db = operands.accuracy(lambda _: second)
+    problems = [
+        _count(second != first, "values differ between two runs"),
+        _count(~second.isfinite(), "values are not finite, or were not written"),
+        _below(db, operands.a.format, second.dtype, "the product"),
+    ]
+    if operands.acc is not None:
+        problems.append(_count(second == 0, "values were not added to"))
+        twice = case.run(replace(operands, acc=first))[operands.judged]
+        problems.append(_below(sqnr_db(2 * operands.exact, twice), operands.a.format, twice.dtype, "a second sum"))
+    how = f"{len(operands.judged)} rows against the exact product, all values in two runs"
+    problem = "; ".join(text for text in problems if text)
+    return Verdict(0, how, problem, None if math.isnan(db) else db)
+
+
+def _count(flags: Tensor, what: str) -> str:
+    number = int(flags.sum())
+    return f"{number} {what}" if number else ""
+
+
+def _below(db: float, format: str, dtype: torch.dtype, what: str) -> str:
+    gate = gate_db(format, dtype)
+    return "" if db >= gate else f"{what} is {db:.1f} dB from the exact one, less than {gate:.0f}"
