@@ -58,7 +58,7 @@ test-gpu: ## run the tests that need a GPU, with PYTHON as it is, without .venv
 sanitize: ## run every Triton cast under compute-sanitizer, with PYTHON as it is, without .venv
 	PYTHONPATH=src $(PYTHON) tools/sanitize.py $(ARGS)
 
-bench: ## check and time every cast, with PYTHON as it is, without .venv
+bench: ## check and time every cast (ARGS=gemm: every product), with PYTHON as it is, without .venv
 	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)
 
 # Everything through $(PY): tools that come with a borrowed torch have no command in .venv/bin.

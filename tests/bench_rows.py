@@ -58,3 +58,47 @@ def suite() -> list[Row]:
         row(f"fp8_128x128 both {text(experts)}", group="expert weights", shape=list(experts), percent_of_copy=88.0),
         row("quantize nvfp4", suite="dispatch", shape=[128, 128], us=21.5, peers={"copy": {"us": 4.5, "ratio": 0.2}}),
     ]
+
+
+def product(case: str = "1x128 @ 128x128 4096x7168x18432", **fields: Any) -> Row:
+    """One row of a product; fields replace the made-up ones."""
+    given = {
+        "suite": "gemm",
+        "group": "large",
+        "format": "fp8_1x128 @ fp8_128x128",
+        "shape": [4096, 7168, 18432],
+        "backend": "hopper",
+        "checked": "256 rows against the exact product, all values in two runs",
+        "us": 900.0,
+        "tflop_s": 1202.5,
+        "bound_us": 840.0,
+        "percent_of_bound": 93.3,
+        "sqnr_db": 56.1,
+        "sm_clock_mhz": 1500.0,
+        "power_w": 690.0,
+        "peers": {
+            "row torch": {"us": 990.0, "ratio": 1.1, "tflop_s": 1093.2, "sqnr_db": 56.1},
+            "row triton": {
+                "us": 720.0,
+                "ratio": 0.8,
+                "sqnr_db": 20.0,
+                "note": "differs: 20.0 dB from the exact product",
+            },
+            "row torch_sm100": {"note": "refuses: needs sm_100 to sm_103, this is sm_90"},
+            "bf16": {"us": 1570.0, "ratio": 1.744, "tflop_s": 689.3, "sqnr_db": 56.2},
+            "rowwise fast": {"us": 830.0, "ratio": 0.922, "tflop_s": 1303.9, "sqnr_db": 31.4},
+        },
+    } | fields
+    return row(case, **given)
+
+
+def products() -> list[Row]:
+    """A small run: a good choice, a bad one, a sum into a buffer, a wrong kernel, few rows."""
+    slower = {"row torch": {"us": 800.0, "ratio": 0.9}}
+    return [
+        product(),
+        product("1x128 @ 1x128 4096x7168x18432", peers=slower),
+        product("1x128 @ 128x128 fp32 += 4096x7168x18432", dtype="float32", sqnr_db=81.0),
+        product("mxfp4 @ mxfp4 4096x7168x18432", group="MX and NVFP4", us=None, problem="3 values differ", peers={}),
+        product("few rows 1x128 @ 128x128 16x7168x18432", group="few rows", shape=[16, 7168, 18432]),
+    ]

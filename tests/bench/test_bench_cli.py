@@ -52,6 +52,26 @@ def test_scales_as_products_read_them(tmp_path: Path):
     assert blocked.bytes == plain.bytes  # nothing to pad at this size
 
 
+def test_products_on_a_cpu_are_checked_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "gemm.jsonl"
+    words = ("--device", "cpu", "--peers", "rows,bf16", "--json", str(path))
+    assert bench("gemm", *words, "--only", "MX and NVFP4", "--quick") == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("TFLOP/s", "% bound", "dB", "row hopper: refuses: runs on cuda"))
+    rows = store.read(path)
+    assert [row.case for row in rows] == [f"{name} @ {name} 16x256x256" for name in ("mxfp8_e4m3", "mxfp4", "nvfp4")]
+    assert all(row.us and row.bound_us and row.sqnr_db and row.sqnr_db > 54 for row in rows)
+    assert bench("gemm", *words, "--only", "nothing") != 0
+
+
+def test_a_wrong_product_prints_no_speed_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("blockscale.bench.products.BF16_DB", 60.0)
+    assert bench("gemm", "--device", "cpu", "--only", "mxfp4", "--peers", "") == 1
+    text = capsys.readouterr().out
+    assert "WRONG mxfp4 @ mxfp4 16x256x256: the product is 5" in text
+    assert "from the exact one, less than 60" in text
+
+
 def test_compare_flags_what_became_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, words = tmp_path / "old.jsonl", ("casts", "--device", "cpu", "--only", "mxfp4 axis", "--peers", "")
     assert bench(*words, "--json", str(path)) == 0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench_rows import suite
-from blockscale.bench import picture, report
+from bench_rows import product, products, suite
+from blockscale.bench import picture, report, report_gemm
 
 ROOT = Path(__file__).parents[2]
 PAGE = """before
@@ -78,3 +78,46 @@ def test_rows_of_several_runs_are_put_in_order() -> None:
     groups = [row.group for row in report.in_order(suite()[::-1]) if row.suite == "casts"]
     assert len(set(groups)) > 2
     assert groups == sorted(groups, key=report.GROUPS.index)
+
+
+def test_products_show_speed_and_accuracy() -> None:
+    text = report_gemm.long_table(products())
+    (line,) = [line for line in text.splitlines() if line.startswith("| 1x128 @ 128x128 | 4096x7168x18432")]
+    assert "| 900.0 | 2.0 % | 1,202 | 3,900 | 93 | 56.1 | 1,500 | 690 | hopper | 689 |" in line
+    # a peer is marked where it is wrong, and its accuracy told where fast accumulation lost it
+    assert line.endswith("| 1.10x | 0.80x*, 20 dB | 1.74x | 0.92x, 31 dB |")
+    (wrong,) = [line for line in text.splitlines() if "WRONG" in line]
+    assert "3 values differ" in wrong
+    assert not any(figure in wrong for figure in ("900", "1,202"))
+    for group in report_gemm.GROUPS:
+        assert (f"**{group}**" in text) == (group != "models")
+    heads = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+    assert len(set(heads)) <= 4  # every line has the cells of its table's head
+
+
+def test_the_choices_of_the_registry_are_judged() -> None:
+    text = report_gemm.long_table(products())
+    assert "faster by more than 3 % in 1 of 4 rows: 1x128 @ 1x128 4096x7168x18432 (torch)." in text
+    assert "In none of 1 rows" in report_gemm.long_table([product()])
+    # a wrong row is no better choice, and neither is one within the noise
+    assert report_gemm.best_other(product()) == ("torch", 1.1)
+    assert not report_gemm.misplaced(product(peers={"row torch": {"us": 880.0, "ratio": 0.978}}))
+
+
+def test_the_summary_tells_the_share_of_the_ceiling() -> None:
+    text = report_gemm.summary_table(products())
+    assert (
+        "| 1x128 @ 128x128, 4096x7168x18432 | `scaled_mm(a, b)`, hopper | 1,202 | 1,304 | 92 % | torch 1.10x |" in text
+    )
+    assert "`scaled_mm(a, b, accumulate=acc)`" in text
+    assert "few rows" not in text
+    assert report_gemm.summary_table(suite()) == report.EMPTY
+
+
+def test_products_are_put_in_order() -> None:
+    shuffled = [*products()[::-1], product("1x128 @ 128x128 8192x8192x8192", shape=[8192, 8192, 8192])]
+    assert [row.case for row in report.in_order(shuffled)][:3] == [
+        "1x128 @ 128x128 4096x7168x18432",
+        "1x128 @ 128x128 8192x8192x8192",
+        "1x128 @ 128x128 fp32 += 4096x7168x18432",
+    ]

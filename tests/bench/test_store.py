@@ -45,3 +45,12 @@ def test_where_tells_versions_and_commit(monkeypatch):
     assert json.dumps(dataclasses.asdict(found))
     monkeypatch.setenv("PATH", "")  # no git
     assert store.where(torch.device("cpu"), "0.1.0").commit is None
+
+
+def test_rows_from_before_products_still_load():
+    rows = store.read(Path(__file__).parents[2] / "benchmarks" / "results" / "casts-h200.jsonl")
+    assert rows
+    assert all(old.tflop_s is None and old.sqnr_db is None and not old.problem for old in rows)
+    assert row("a", us=None, wrong_bytes=3).fault == "3 bytes"
+    assert row("a", us=None, problem="it raises").fault == "it raises"
+    assert not row("a").fault

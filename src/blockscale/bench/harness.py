@@ -234,9 +234,13 @@ def _slices(
             remarks[name] = _compare(case, ours, peer, sets[0])
             slices[name] = ready(peer.run, sets)
         except Exception as error:  # a peer may fail in any way; that is its row's note, not our failure
-            what = str(error).strip().partition("\n")[0][:120]
-            remarks[name] = _Remark(f"fails: {type(error).__name__}: {what}")
+            remarks[name] = _Remark(failure(error))
     return slices, remarks
+
+
+def failure(error: Exception) -> str:
+    """An exception as a note: its kind and its first line."""
+    return f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
 
 
 def _copy_arguments(shape: tuple[int, ...], device: torch.device) -> Args:

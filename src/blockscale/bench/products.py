@@ -18,7 +18,7 @@ from ..casts import quantize
 from ..formats.layout import round_up
 from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm
-from .harness import Args, Case, Verdict, random
+from .harness import Args, Case, Verdict, failure, random
 from .shapes import Product
 
 ROWS = 256
@@ -143,8 +143,21 @@ def gate_db(format: str, dtype: torch.dtype) -> float:
 
 
 def check_product(case: Case, args: Args) -> Verdict:
-    """Two runs on poisoned memory that agree in every bit, all values written, close to the exact product."""
+    """Two runs on poisoned memory that agree in every bit, all values written, close to the exact product.
+
+    A kernel that raises is as wrong as any other, and the rest of a long run goes on.
+    """
     operands: Operands = args[0]
+    how = f"{len(operands.judged)} rows against the exact product, all values in two runs"
+    try:
+        problems, db = _problems(case, operands)
+    except Exception as error:
+        return Verdict(0, how, failure(error))
+    return Verdict(0, how, "; ".join(text for text in problems if text), None if math.isnan(db) else db)
+
+
+def _problems(case: Case, operands: Operands) -> tuple[list[str], float]:
+    """What is wrong, an empty text for each test that is passed, and the SQNR."""
     out = case.run(operands.fresh())
     first = out.clone()
     # the allocator hands this block to the second run; read as a float, FF in every byte is NaN
@@ -161,9 +174,7 @@ def check_product(case: Case, args: Args) -> Verdict:
         problems.append(_count(second == 0, "values were not added to"))
         twice = case.run(replace(operands, acc=first))[operands.judged]
         problems.append(_below(sqnr_db(2 * operands.exact, twice), operands.a.format, twice.dtype, "a second sum"))
-    how = f"{len(operands.judged)} rows against the exact product, all values in two runs"
-    problem = "; ".join(text for text in problems if text)
-    return Verdict(0, how, problem, None if math.isnan(db) else db)
+    return problems, db
 
 
 def _count(flags: Tensor, what: str) -> str:

@@ -1,0 +1,239 @@
+"""The suite of products: right ones get figures, wrong ones do not, and peers multiply what they claim to."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.bench import ceilings, harness, product_peers, products, shapes, store, telemetry
+from blockscale.bench.suites import gemm
+from blockscale.hardware import Capability
+from blockscale.registry import Request
+
+CPU = torch.device("cpu")
+HOPPER = Capability("cuda", 90)
+CEILINGS = ceilings.Ceilings(4000.0, {"bf16": 700.0, "fp8": 1300.0})
+WHERE = store.where(CPU, "0.1.0", "test")
+ADDED = gemm.Kind("fp8_1x128", "fp8_1x128", accumulate=True)
+
+
+def case(kind: gemm.Kind = gemm.WEIGHTS, peers: frozenset[str] = frozenset()) -> harness.Case:
+    return gemm.case(kind, shapes.TINY_PRODUCT, gemm.extent(CPU, peers=peers), CEILINGS, group="large")
+
+
+def run(case: harness.Case, device: torch.device = CPU) -> store.Row:
+    budget = harness.Budget(rounds=1, seconds=1e-4)
+    return harness.run_case(case, "gemm", device, WHERE, budget, telemetry.Telemetry())
+
+
+def request(*formats: str, product: tuple[int, int, int] = (16, 256, 256), sm: int = 90) -> Request:
+    return Request("gemm", Capability("cuda", sm), formats, product, torch.bfloat16)
+
+
+def test_every_case_is_listed_once():
+    found = list(gemm.cases(gemm.gpu_extent(HOPPER), CEILINGS))
+    names = [case.name for case in found]
+    assert len(names) == len(set(names)) == 16 + 12 + 24 + 130 + 3
+    assert list(dict.fromkeys(case.group for case in found)) == ["large", "few rows", "models", "MX and NVFP4"]
+    for name in (
+        "1x128 @ 128x128 4096x7168x18432",
+        "1x128 @ 1x128 fp32 += 8192x8192x8192",
+        "few rows 1x128 @ 128x128 1x2112x7168",
+        "gpt-oss 1x128 @ 128x128 16384x2880x4096",
+        "mxfp4 @ mxfp4 8192x8192x8192",
+    ):
+        assert name in names
+    assert not any(case.shape[2] < 4096 for case in found if "+=" in case.name)
+
+
+def test_a_quick_run_is_short():
+    quick = list(gemm.cases(gemm.gpu_extent(HOPPER, quick=True), CEILINGS))
+    assert len({case.group for case in quick}) == 4
+    assert len(quick) < 15
+
+
+@pytest.mark.parametrize("kind", [gemm.WEIGHTS, ADDED, gemm.Kind("nvfp4", "nvfp4")], ids=lambda kind: kind.label)
+def test_a_right_product_gets_figures(kind: gemm.Kind):
+    row = run(case(kind, frozenset({"bf16", "rows"})))
+    assert not row.fault
+    assert row.checked.startswith("16 rows")
+    assert row.us is not None
+    assert row.tflop_s == pytest.approx(2 * 16 * 256 * 256 / row.us / 1e6, abs=0.06)
+    assert row.bound_us is not None
+    assert row.percent_of_bound == pytest.approx(100 * row.bound_us / row.us, abs=0.06)
+    assert row.sqnr_db is not None
+    assert row.sqnr_db > (100 if kind.accumulate else 54)
+    assert row.dtype == ("float32" if kind.accumulate else "bfloat16")
+    assert 54 < row.peers["bf16"]["sqnr_db"] < 60
+    assert {"us", "ratio", "tflop_s"} <= set(row.peers["bf16"])
+    assert row.peers["row hopper"] == {"note": "refuses: runs on cuda, not on cpu"}
+
+
+def last_row_is_off(out: torch.Tensor) -> torch.Tensor:
+    out[-1] += 1
+    return out
+
+
+def one_value_is_missing(out: torch.Tensor) -> torch.Tensor:
+    out[3, 5] = torch.nan
+    return out
+
+
+class Drifts:
+    """Another last bit in every run."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, out: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out.view(torch.int16 if out.dtype == torch.bfloat16 else torch.int32)[2, 7] += self.calls
+        return out
+
+
+@pytest.mark.parametrize("kind", [gemm.WEIGHTS, ADDED], ids=lambda kind: kind.label)
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (last_row_is_off, "dB from the exact one"),
+        (one_value_is_missing, "1 values are not finite, or were not written"),
+        (Drifts(), "1 values differ between two runs"),
+    ],
+    ids=["off", "missing", "drifts"],
+)
+def test_a_wrong_product_gets_no_figure(kind: gemm.Kind, spoil, says: str):
+    good = case(kind)
+    row = run(dataclasses.replace(good, run=lambda operands: spoil(good.run(operands))))
+    assert says in row.problem
+    assert row.fault
+    assert (row.us, row.tflop_s, row.percent_of_bound, row.peers) == (None, None, None, {})
+
+
+def test_a_product_that_is_not_added_is_wrong():
+    def overwrites(operands: products.Operands) -> torch.Tensor:
+        return operands.acc.copy_(bs.scaled_mm(operands.a, operands.b, torch.float32))
+
+    assert "a second sum" in run(dataclasses.replace(case(ADDED), run=overwrites)).problem
+
+
+def test_a_kernel_that_raises_is_wrong_and_the_run_goes_on():
+    def fails(operands: products.Operands) -> torch.Tensor:
+        raise RuntimeError("no such\ninstruction")
+
+    row = run(dataclasses.replace(case(), run=fails))
+    assert row.problem == "fails: RuntimeError: no such"
+    assert row.us is None
+
+
+def test_refusals_become_notes():
+    found = product_peers.table_rows(request("fp8_1x128", "fp8_128x128", product=(1, 256, 256)))
+    assert "multiples of 4" in str(found["row torch"])
+    assert found["row torch_sm100"] == "refuses: needs sm_100 to sm_103, this is sm_90"
+    assert "not run" in str(found["row reference"])
+    taken = bs.registry.select(request("fp8_1x128", "fp8_128x128")).backend
+    assert f"row {taken}" not in product_peers.table_rows(request("fp8_1x128", "fp8_128x128"))
+
+
+def test_every_other_backend_of_the_table_is_a_peer():
+    found = product_peers.table_rows(request("mxfp4", "mxfp4"))
+    taken = bs.registry.select(request("mxfp4", "mxfp4")).backend
+    assert set(found) == {f"row {row.backend}" for row in bs.registry.rows("gemm")} - {f"row {taken}"}
+
+
+@pytest.mark.parametrize("name", ["fp8_1x128", "mxfp8_e4m3", "mxfp4", "nvfp4"])
+def test_judged_rows_are_those_of_the_whole(name: str):
+    q = bs.quantize(torch.randn(40, 256), name)
+    index = torch.tensor([0, 3, 39])
+    assert torch.equal(bs.gemm.exact_mm(products.take_rows(q, index), q), bs.gemm.exact_mm(q, q)[index])
+
+
+def test_the_last_row_is_judged():
+    operands = products.make_operands((1000, 16, 128), ("fp8_1x128", "fp8_1x128"), CPU, accumulate=False)
+    assert len(operands.judged) == len(operands.judged.unique()) == 256
+    assert operands.judged[[0, -1]].tolist() == [0, 999]
+
+
+def test_rowwise_operands_are_near_their_source():
+    operands = products.make_operands(shapes.TINY_PRODUCT, ("fp8_1x128", "fp8_128x128"), CPU, accumulate=False)
+    codes, scale, _, _ = operands.rowwise
+    assert products.sqnr_db(operands.x, codes.float() * scale) > 28
+    assert operands.rowwise_accuracy(lambda o: o.x.float() @ o.w.float().mT) < 40  # of its own operands, not of x and w
+
+
+@pytest.mark.parametrize("weights", ["fp8_128x128", "fp8_1x128"])
+@pytest.mark.parametrize("product", [(16, 256, 256), (5, 144, 384)])
+def test_torchao_gets_scales_as_it_reads_them(weights: str, product, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in with its contract: strides as it asserts them, scales read up to the end of a tile of 256."""
+
+    def multiply(a, b, a_s, b_s, block, dtype):
+        (m, k), n = a.shape, b.shape[1]
+        blocks, edge = k // block, 256
+        vector = weights == "fp8_1x128"
+        assert (a.stride(-1), b.stride(-2), a_s.stride(-2), b_s.stride(-1 if vector else -2)) == (1, 1, 1, 1)
+        rows, columns = -(-m // edge) * edge, -(-n // edge) * edge
+        a_all = a_s.as_strided((rows, blocks), a_s.stride())  # raises when this leaves the storage
+        b_all = b_s.as_strided((blocks, columns if vector else columns // block), b_s.stride())
+        out = torch.zeros(m, n)
+        for i in range(blocks):
+            span = slice(i * block, (i + 1) * block)
+            scale_b = b_all[i] if vector else b_all[i].repeat_interleave(block)
+            out += (a[:, span].float() @ b[span].float()) * a_all[:m, i, None] * scale_b[:n]
+        return out.to(dtype)
+
+    names = ("triton_fp8_gemm_1x128_128x1", "triton_fp8_gemm_1x128_128x128")
+    monkeypatch.setattr(product_peers, "torchao", lambda name: SimpleNamespace(**dict.fromkeys(names, multiply)))
+    asked = request("fp8_1x128", weights, product=product)
+    peer = product_peers.peers(asked, frozenset({"torchao"}), compiling=True)["torchao"]
+    assert isinstance(peer, product_peers.Peer)
+    assert peer.note == names[weights == "fp8_128x128"]
+    operands = products.make_operands(product, ("fp8_1x128", weights), CPU, accumulate=False)
+    assert peer.accuracy is not None
+    assert peer.accuracy(operands) > 54
+
+
+def test_torchao_takes_part_where_it_can():
+    def note(*formats: str, k: int = 256, compiling: bool = True) -> object:
+        asked = request(*formats, product=(16, 256, k))
+        return product_peers.peers(asked, frozenset({"torchao"}), compiling=compiling)["torchao"]
+
+    assert "has none" in str(note("mxfp4", "mxfp4"))
+    assert "multiples of 128" in str(note("fp8_1x128", "fp8_128x128", k=2880))
+    assert "compiled at other shapes" in str(note("fp8_1x128", "fp8_128x128", compiling=False))
+
+
+def test_the_bound_is_the_longer_floor():
+    large = gemm.case(gemm.WEIGHTS, shapes.SQUARE, gemm.gpu_extent(HOPPER), CEILINGS, group="")
+    assert large.bound_us == pytest.approx(2 * 8192**3 / 1300e6)
+    few = gemm.case(gemm.WEIGHTS, (1, 7168, 18432), gemm.gpu_extent(HOPPER), CEILINGS, group="")
+    assert few.bytes == 18432 + 144 * 4 + 7168 * 18432 + 56 * 144 * 4 + 7168 * 2
+    assert few.bound_us == pytest.approx(few.bytes / 4e6)
+    assert gemm.units(gemm.Kind("mxfp4", "mxfp4"), HOPPER) == "bf16"
+    added = gemm.case(ADDED, (4096, 4096, 4096), gemm.gpu_extent(HOPPER), CEILINGS, group="")
+    assert added.bytes == 2 * (4096 * 4096 + 4096 * 32 * 4) + 2 * 4096 * 4096 * 4
+
+
+def test_this_machine_has_ceilings():
+    found = ceilings.find(CPU, rounds=1, seconds=1e-4)
+    assert found.gb_s > 0
+    assert found.tflop_s["bf16"] > 0
+
+
+def test_no_error_is_a_number():
+    assert products.sqnr_db(torch.ones(3), torch.ones(3)) == products.NO_ERROR_DB
+    assert products.sqnr_db(torch.ones(3), torch.full((3,), torch.nan)) != products.NO_ERROR_DB
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_rows_on_hopper():
+    device = torch.device("cuda")
+    extent = gemm.gpu_extent(HOPPER, peers=product_peers.ALL_PEERS - {"torchao"})
+    for kind in (gemm.WEIGHTS, ADDED):
+        row = run(gemm.case(kind, (512, 1024, 2048), extent, CEILINGS, group="large"), device)
+        assert not row.fault
+        assert row.method == "graph"
+        assert {"rowwise fast", "rowwise", "bf16"} <= {name for name, cell in row.peers.items() if "us" in cell}
