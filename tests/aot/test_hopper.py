@@ -18,30 +18,42 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-# output, bias, accumulate: the largest tile with each of them, the others with one
-_EPILOGUES = ((torch.bfloat16, True, False), (torch.float32, False, True), (torch.float16, False, False))
+# output, bias, accumulate, shared tiles: the largest tile of each kind with all of them, the others with two
+_EPILOGUES = (
+    (torch.bfloat16, True, False, False),
+    (torch.bfloat16, False, False, True),
+    (torch.float32, False, True, False),
+    (torch.float32, False, True, True),
+    (torch.float16, False, False, False),
+)
 _CASES = [
     (tile, weight, epilogue)
     for weight in ("fp8_128x128", "fp8_1x128")
     for number, tile in enumerate(heuristics.TILES)
-    for epilogue in _EPILOGUES[: 3 if number == 0 else 1]
+    for epilogue in _EPILOGUES[: 5 if number < 2 else 2]
+    if tile.waves == 1 or not epilogue[2]
 ]
+# Indices of threads that a compiler moves out of three copies of the consumer; once for each launch.
+_MAY_SPILL = {("fp8_1x128", True): 16}
 
 
 @pytest.mark.parametrize(("tile", "weight", "epilogue"), _CASES, ids=str)
-def test_machine_code(tile: heuristics.Tile, weight: str, epilogue: tuple[torch.dtype, bool, bool]) -> None:
-    dtype, has_bias, accumulate = epilogue
-    problem = heuristics.Problem(512, 512, 512, weight == "fp8_1x128", dtype == torch.float32, 132)
-    tile = heuristics.fitted(tile, problem)
-    a, b = quantize(torch.zeros(512, 512), "fp8_1x128"), quantize(torch.zeros(512, 512), weight)
+def test_machine_code(tile: heuristics.Tile, weight: str, epilogue: tuple[torch.dtype, bool, bool, bool]) -> None:
+    dtype, has_bias, accumulate, shared = epilogue
+    problem = heuristics.Problem(512, 512, 2048, weight == "fp8_1x128", dtype == torch.float32, 132, accumulate)
+    plan = heuristics.shared_tiles(tile, problem) if shared else heuristics.whole_tiles(tile, problem)
+    assert plan is not None
+    a, b = quantize(torch.zeros(512, 2048), "fp8_1x128"), quantize(torch.zeros(512, 2048), weight)
     out, bias = torch.empty(512, 512, dtype=dtype), torch.zeros(512) if has_bias else None
     with compiled_for(90) as kernels:
-        _hopper.launch(a, b, out, bias, accumulate=accumulate, tile=tile)
+        _hopper.launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     found = report(kernels[0])
-    assert found.spilled == 0
+    assert found.spilled <= _MAY_SPILL.get((weight, shared), 0)
     # per wave of a group: 128 of K by instructions of 32
     assert found.opcodes["QGMMA"] == 4 * tile.groups * tile.waves
     assert found.opcodes["FFMA"] >= tile.groups * tile.waves * tile.bn // 2, "sums are fused multiply-adds"
+    # before a block of the ring is given back, and before each store
+    assert found.opcodes["FENCE"] >= tile.groups * (1 + tile.waves)
     assert not found.stray
-    estimate = heuristics.shared_bytes(tile, problem)
+    estimate = heuristics.shared_bytes(plan.tile, problem)
     assert estimate - 2048 <= found.shared <= estimate <= heuristics.SHARED_BYTES

@@ -6,7 +6,16 @@ import itertools
 
 import pytest
 
-from blockscale.gemm.heuristics import SHARED_BYTES, TILES, Problem, Tile, choose, fitted, shared_bytes
+from blockscale.gemm.heuristics import (
+    SHARED_BYTES,
+    TILES,
+    Problem,
+    Tile,
+    choose,
+    fitted,
+    shared_bytes,
+    shared_tiles,
+)
 
 
 def problems() -> list[Problem]:
@@ -18,10 +27,23 @@ def problems() -> list[Problem]:
 
 def test_every_choice_fits() -> None:
     for problem in problems():
-        tile, us = choose(problem)
+        plan, us = choose(problem)
         assert us > 0
-        assert tile.stages >= 2
-        assert shared_bytes(tile, problem) <= SHARED_BYTES
+        assert plan.tile.stages >= 2
+        assert shared_bytes(plan.tile, problem) <= SHARED_BYTES
+        assert 1 <= plan.programs <= problem.multiprocessors
+
+
+def test_shares_are_worth_a_program_and_counters_are_enough() -> None:
+    for problem in problems():
+        for tile in TILES:
+            plan = shared_tiles(tile, problem)
+            if plan is None:
+                continue
+            left = -(-problem.m // tile.bm) * -(-problem.n // tile.bn) - plan.rounds * plan.programs
+            assert 0 < left < plan.programs
+            assert left * problem.blocks >= plan.programs, "no program without a share"
+            assert left * tile.groups * tile.waves <= 1024, "counters"
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -31,8 +53,13 @@ def test_every_tile_can_be_made_to_fit(tile: Tile) -> None:
 
 
 def test_few_rows_get_small_tiles_and_many_get_large_ones() -> None:
-    assert choose(Problem(16, 7168, 2048, False, False, 132))[0].bm == 64
-    assert choose(Problem(8192, 8192, 8192, False, False, 132))[0].bm == 256
+    assert choose(Problem(16, 7168, 2048, False, False, 132))[0].tile.bm == 64
+    assert choose(Problem(8192, 8192, 8192, False, False, 132))[0].tile.bm >= 192
+
+
+def test_what_is_added_to_has_one_buffer_for_each_group() -> None:
+    for m, n, k in itertools.product((1, 4096), (576, 8192), (128, 8192)):
+        assert choose(Problem(m, n, k, True, True, 132, add=True))[0].tile.waves == 1
 
 
 def test_more_work_never_takes_less_time() -> None:

@@ -21,6 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+# of the threads of one partition
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 __all__ = [
     "TensorDescriptor",
@@ -28,6 +30,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "thread_barrier",
     "tma_load",
     "tma_store",
     "tma_store_wait",

@@ -11,20 +11,14 @@ from torch import Tensor
 
 from ..formats.layout import round_up
 from ..formats.tensor import BlockScaled
-from ..registry import Request, kernel
+from ..registry import kernel
 from ._gluon import TensorDescriptor, gl
-from ._hopper_kernel import scaled_mm_kernel
+from ._hopper_kernel import COUNTERS, scaled_mm_kernel
 from .epilogue import finish
-from .heuristics import PART, Problem, Tile, choose
+from .heuristics import PART, Plan, Problem, choose
 from .ops import reject_fp8_of_hopper
 
 _LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-def _reject(request: Request) -> str | None:
-    if "accumulate" in request.options and request.formats[1] == "fp8_1x128":
-        return "is not trusted to add 1x128 @ 1x128 into a buffer: two runs of a large product differed"
-    return reject_fp8_of_hopper(request)
 
 
 @kernel(
@@ -35,19 +29,19 @@ def _reject(request: Request) -> str | None:
     layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
     # below the vendor's until it is measured to be faster: it serves what the vendor refuses
     priority=15,
-    reject=_reject,
+    reject=reject_fp8_of_hopper,
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised FP8 product, promoted after every 128 of K"""
-    problem = Problem(
-        a.rows, b.rows, a.length, not b.spec.is_2d, out.dtype == torch.float32, multiprocessors(out.device)
-    )
-    tile, _ = choose(problem)
-    if _can_be_described(out):
-        return launch(a, b, out, bias, accumulate=accumulate, tile=tile)
+    direct = _can_be_described(out)
+    m, n, k = a.rows, b.rows, a.length
+    wide, add = out.dtype == torch.float32, accumulate and direct
+    plan, _ = choose(Problem(m, n, k, not b.spec.is_2d, wide, multiprocessors(out.device), add))
+    if direct:
+        return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # a buffer of the caller's that the copy engine cannot write to
     product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    launch(a, b, product, bias, accumulate=False, tile=tile)
+    launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)
 
 
@@ -57,24 +51,43 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, tile: Tile) -> None:
-    """The product by one shape of tiles."""
+def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan) -> None:
+    """The product by one plan."""
     assert _can_be_described(out), "a copy of the output would be written, and lost"
-    vector = not b.spec.is_2d
+    tile, vector = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype)
-    grid = (min(-(-m // tile.bm) * -(-n // tile.bn), multiprocessors(out.device)),)
-    scaled_mm_kernel[grid](
-        _descriptor(a.data[:, :k], (PART, 128), a_layout),
+    workspace = _workspace(plan, out.device) if plan.shared else out
+    scaled_mm_kernel[(plan.programs,)](
+        _descriptor(a.data[:, :k], (tile.rows, 128), a_layout),
         _descriptor(b.data[:, :k], (tile.bn, 128), b_layout),
-        _descriptor(a_scale, (1, PART), scale_layout),
+        _descriptor(a_scale, (1, tile.rows), scale_layout),
         _descriptor(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
         _descriptor(out, (PART, tile.bn), out_layout),
-        out, b_scale, None if bias is None else bias.contiguous(), m, n, k, b_scale.stride(0), out.stride(0),
-        tile, vector, bias is not None, accumulate, num_warps=4,
+        b_scale, None if bias is None else bias.contiguous(), workspace,
+        m, n, k, b_scale.stride(0), plan.rounds,
+        tile, vector, bias is not None, accumulate, plan.shared, num_warps=4,
         enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add
     )  # fmt: skip
+
+
+def _workspace(plan: Plan, device: torch.device) -> Tensor:
+    """Counters, one for each part of a shared tile, then room for two pieces of a tile from each program."""
+    size = COUNTERS.value + 2 * plan.programs * plan.tile.bm * plan.tile.bn
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        # a graph may run beside other work, so it has one of its own
+        space = torch.empty(size, dtype=torch.float32, device=device)
+        space[: COUNTERS.value].zero_()
+        return space
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if (found := _WORKSPACES.get((device, stream))) is None or found.numel() < size:
+        _WORKSPACES[device, stream] = found = torch.zeros(size, dtype=torch.float32, device=device)
+    return found
+
+
+# By device and stream: a launch leaves the counters at zero, and launches of one stream follow each other.
+_WORKSPACES: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _can_be_described(tensor: Tensor) -> bool:

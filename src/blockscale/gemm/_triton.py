@@ -172,6 +172,7 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
         a.data.stride(0), b.data.stride(0), *scales[0][1], *scales[1][1], *out.stride(), tiles_m, tiles_n,
         *sides, dot, bias is not None, accumulate, a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.band,
         num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=is_fp8,  # of scaled sums; a tensor scale and a bias are two roundings
     )  # fmt: skip
 
 

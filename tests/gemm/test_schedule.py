@@ -1,0 +1,66 @@
+"""How Hopper's product deals out its work: every block of every tile once, and pieces that meet."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+
+schedule = pytest.importorskip("blockscale.gemm._hopper_schedule", reason="this Triton has no Gluon for Hopper")
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions behind the kernel's, called with integers."""
+    for name in ("tile_at", "share", "owner", "count_items", "item_at", "pieces_of", "slot_of"):
+        monkeypatch.setattr(schedule, name, getattr(schedule, name).fn)
+
+
+def plans() -> list[tuple[int, int, int, int]]:
+    """Programs, tiles, rounds and blocks of K. As in `heuristics.shared_tiles`, every program has a share."""
+    draw = random.Random(3)
+    drawn = [(draw.randint(1, 140), draw.randint(0, 3), draw.randint(1, 150)) for _ in range(400)]
+    found: list[tuple[int, int, int, int]] = []
+    for programs, rounds, blocks in drawn:
+        left = draw.randint(1, max(1, programs - 1))
+        if left * blocks >= programs:
+            found.append((programs, rounds * programs + left, rounds, blocks))
+    return [*found, (132, 704, 5, 32), (132, 17, 0, 56), (132, 1, 0, 132), (1, 1, 0, 3)]
+
+
+def test_every_block_is_worked_on_once_and_pieces_are_counted() -> None:
+    for programs, tiles, rounds, blocks in plans():
+        seen: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for program in range(programs):
+            items = schedule.count_items(program, programs, tiles, rounds, blocks)
+            for item in range(items):
+                tile, start, stop = schedule.item_at(item, program, programs, tiles, rounds, blocks)
+                assert 0 <= start < stop <= blocks
+                seen[tile].append((start, stop, program))
+        assert sorted(seen) == list(range(tiles))
+        for tile, pieces in seen.items():
+            pieces.sort()
+            assert [piece[0] for piece in pieces] == [0, *(piece[1] for piece in pieces[:-1])]
+            assert pieces[-1][1] == blocks
+            if len(pieces) > 1 or tile >= rounds * programs:
+                who = schedule.pieces_of(tile, programs, tiles, rounds, blocks)
+                assert [piece[2] for piece in pieces] == list(range(*who))
+
+
+def test_no_two_pieces_share_a_slot() -> None:
+    for programs, tiles, rounds, blocks in plans():
+        slots: list[int] = []
+        for program in range(programs):
+            for item in range(rounds, schedule.count_items(program, programs, tiles, rounds, blocks)):
+                tile, start, stop = schedule.item_at(item, program, programs, tiles, rounds, blocks)
+                if stop - start < blocks:
+                    slots.append(schedule.slot_of(program, tile, programs, tiles, rounds, blocks))
+        assert len(slots) == len(set(slots))
+        assert all(0 <= slot < 2 * programs for slot in slots)
+
+
+def test_tiles_in_bands_cover_the_output() -> None:
+    for tiles_m, tiles_n, band in ((1, 1, 8), (22, 32, 8), (33, 5, 12), (7, 9, 16), (8, 3, 8)):
+        places = {schedule.tile_at(tile, tiles_m, tiles_n, band) for tile in range(tiles_m * tiles_n)}
+        assert places == {(m, n) for m in range(tiles_m) for n in range(tiles_n)}
