@@ -46,7 +46,7 @@ def test_shares_are_worth_a_program_and_counters_are_enough() -> None:
             assert left * tile.groups * tile.waves <= 1024, "counters"
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.label)
 def test_every_tile_can_be_made_to_fit(tile: Tile) -> None:
     for problem in problems()[:4]:
         assert shared_bytes(fitted(tile, problem), problem) <= SHARED_BYTES

@@ -48,7 +48,7 @@ def plans(tile: heuristics.Tile, problem: heuristics.Problem) -> list[heuristics
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-@pytest.mark.parametrize("tile", heuristics.TILES, ids=str)
+@pytest.mark.parametrize("tile", heuristics.TILES, ids=lambda tile: tile.label)
 def test_every_tile(tile: heuristics.Tile, weight: str) -> None:
     """Tails in all three directions, all outputs and bias, whole and shared tiles; twice, for the same bytes."""
     for m, n, k in ((1, 16, 16), (16, 2112, 7168), (300, 176, 400), (517, 2112, 1408), (2048, 1536, 1024)):
@@ -70,7 +70,7 @@ def test_every_tile(tile: heuristics.Tile, weight: str) -> None:
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-@pytest.mark.parametrize("tile", [tile for tile in heuristics.TILES if tile.waves == 1], ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in heuristics.TILES if tile.waves == 1], ids=lambda tile: tile.label)
 def test_every_tile_adds(tile: heuristics.Tile, weight: str) -> None:
     """Into a window of a buffer; the same bytes twice."""
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (2048, 1536, 1024)):
@@ -122,7 +122,7 @@ def test_random_shapes() -> None:
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-@pytest.mark.parametrize("tile", [tile for tile in heuristics.TILES if tile.waves == 1], ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in heuristics.TILES if tile.waves == 1], ids=lambda tile: tile.label)
 def test_large_accumulation_is_repeatable(tile: heuristics.Tile, weight: str) -> None:
     """Many tiles for each program, whose loads of the buffer hold up those of scales: this once showed that scales were
     overwritten before they had been read."""

@@ -60,9 +60,9 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype)
     workspace = _workspace(plan, out.device) if plan.shared else out
     scaled_mm_kernel[(plan.programs,)](
-        _descriptor(a.data[:, :k], (tile.rows, 128), a_layout),
+        _descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), a_layout),
         _descriptor(b.data[:, :k], (tile.bn, 128), b_layout),
-        _descriptor(a_scale, (1, tile.rows), scale_layout),
+        _descriptor(a_scale, (1, tile.span), scale_layout),
         _descriptor(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
         _descriptor(out, (PART, tile.bn), out_layout),
         b_scale, None if bias is None else bias.contiguous(), workspace,

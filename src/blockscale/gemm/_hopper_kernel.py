@@ -56,37 +56,53 @@ def _pinned(x):
 
 
 @gluon.jit
+def _ring_blocks(start, stop, TILE: gl.constexpr):
+    """How many blocks pass through the ring for blocks of K from, to: whole runs."""
+    return gl.cdiv(stop - start, TILE.run) * TILE.run
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
 def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr, SHARED: gl.constexpr):
     a_desc, b_desc, sa_desc, sb_desc = operands
     a_ring, b_ring, sa_ring, sb_ring = rings
     full, empty, _ = bars
     _, _, K, _, tiles_m, tiles_n, rounds = sizes
-    parts: gl.constexpr = TILE.groups * TILE.waves
-    part_bytes: gl.constexpr = a_desc.block_type.nbytes + sa_desc.block_type.nbytes
+    BM: gl.constexpr = TILE.groups * TILE.waves * 64
+    LOADS: gl.constexpr = TILE.loads
     sb_bytes: gl.constexpr = sb_desc.block_type.nbytes if VECTOR else 0
+    a_bytes: gl.constexpr = LOADS * a_desc.block_type.nbytes + sa_desc.block_type.nbytes
+    block_bytes: gl.constexpr = a_bytes + b_desc.block_type.nbytes + sb_bytes
     blocks = gl.cdiv(K, 128)
     stage, phase = 0, 1  # the ring starts empty
     for item in range(_items(tiles_m * tiles_n, rounds, blocks, SHARED)):
         tile, start, stop = _item(item, tiles_m * tiles_n, rounds, blocks, SHARED)
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        row, column = pm * (parts * 64), pn * TILE.bn
-        for k in range(start, stop):
+        for number in range(_ring_blocks(start, stop, TILE)):
+            k = start + number
+            if TILE.run > 1:
+                k = k if k < stop else blocks  # outside of the operands: zeros
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, parts * part_bytes + b_desc.block_type.nbytes + sb_bytes)
-            tma_load(b_desc, [column, k * 128], bar, b_ring.index(stage))
-            for part in gl.static_range(parts):
-                a_to, sa_to = a_ring.index(stage * parts + part), sa_ring.index(stage * parts + part)
-                if TILE.rows < 64:  # the rest of the part is never stored, so it need not be loaded
-                    a_to, sa_to = a_to.slice(0, TILE.rows), sa_to.slice(0, TILE.rows, 1)
-                tma_load(a_desc, [row + part * 64, k * 128], bar, a_to)
-                tma_load(sa_desc, [k, row + part * 64], bar, sa_to)
+            mbarrier.expect(bar, block_bytes)
+            tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage))
+            for load in gl.static_range(LOADS):
+                to = a_ring.index(stage * LOADS + load)
+                if a_desc.block_type.shape[0] < to.shape[0]:  # of few rows, the rest is never stored
+                    to = to.slice(0, a_desc.block_type.shape[0])
+                tma_load(a_desc, [pm * BM + load * (BM // LOADS), k * 128], bar, to)
+            tma_load(sa_desc, [k, pm * BM], bar, sa_ring.index(stage))
             if VECTOR:
-                tma_load(sb_desc, [k, column], bar, sb_ring.index(stage))
-            stage += 1
-            if stage == TILE.stages:
-                stage = 0
-                phase ^= 1
+                tma_load(sb_desc, [k, pn * TILE.bn], bar, sb_ring.index(stage))
+            stage, phase = _next(stage, phase, TILE.stages)
 
 
 @gluon.jit
@@ -139,72 +155,128 @@ def _skip(full, empty, stage, phase, count, STAGES: gl.constexpr):
     for _ in range(count):
         mbarrier.wait(full.index(stage), phase)
         mbarrier.arrive(empty.index(stage), count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = _next(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
+def _multiply(rings, partial, stage, part, never, TILE: gl.constexpr):
+    """Have 64 rows of a block of K multiplied, into the registers of an earlier partial result.
+
+    never: false, which the compiler cannot know. A product that starts from an earlier result without adding it keeps
+    one range of registers for all of them; a fresh zero tensor would be a second one.
+    """
+    a_ring, b_ring, _, _ = rings
+    PARTS: gl.constexpr = TILE.groups * TILE.waves // TILE.loads  # of one load
+    a = a_ring.index(stage * TILE.loads + part // PARTS)
+    if PARTS > 1:
+        a = a.slice(part % PARTS * 64, 64)
+    return warpgroup_mma(a, b_ring.index(stage).permute((1, 0)), partial, use_acc=never, is_async=True)
+
+
+@gluon.jit
+def _row_scales(rings, stage, part, layout: gl.constexpr):
+    """Of 64 rows of a."""
+    _, _, sa_ring, _ = rings
+    return sa_ring.index(stage).reshape((sa_ring.shape[2],)).slice(part * 64, 64).load(gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _scale(rows, sb, rings, stage, layout: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr):
+    """Of a partial result."""
+    if VECTOR:
+        _, _, _, sb_ring = rings
+        BN: gl.constexpr = TILE.bn
+        return rows[:, None] * sb_ring.index(stage).reshape((BN,)).load(gl.SliceLayout(0, layout))[None, :]
+    else:
+        return (rows * sb)[:, None]
+
+
+@gluon.jit
+def _block_scale(sb_at, k, VECTOR: gl.constexpr):
+    """Of a 128x128 block of b. Loaded before its product and used after it: a value that is carried from one block to
+    the next would be waited for at the end of each."""
+    if VECTOR:
+        return 0.0
+    else:
+        return gl.load(sb_at + k)
+
+
+@gluon.jit
 def _sums(
-    output, rings, c_tile, bars, sizes, pm, pn, start, stop, stage, phase,
-    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, ADD: gl.constexpr,
+    sb_ptr, rings, bars, sizes, pn, start, stop, stage, phase,
+    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a group's parts over blocks of K, and where the ring stands then."""
-    c_desc, sb_ptr, _ = output
-    a_ring, b_ring, sa_ring, sb_ring = rings
-    full, empty, c_full = bars
+    """The sums of a group's parts over blocks of K, and where the ring stands then.
+
+    Loads of scales may still be under way when a block of the ring is given back, and no barrier of threads waits for
+    them: the copy engine was seen to overwrite what had not been read. Hence a fence behind the last of them; scales
+    of rows are loaded before the product, so that it hides in the product's time.
+    """
+    full, empty, _ = bars
     _, _, K, sb_stride, _, _, _ = sizes
     BN: gl.constexpr = TILE.bn
+    RUN: gl.constexpr = TILE.run
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    by_row: gl.constexpr = gl.SliceLayout(1, mma)
-    by_column: gl.constexpr = gl.SliceLayout(0, mma)
-    waves: gl.constexpr = TILE.waves
-    parts: gl.constexpr = TILE.groups * waves
-    # Never true, which the compiler cannot know: a product that starts from the last partial result without adding it
-    # keeps one range of registers for all of them. A fresh zero tensor would be a second one.
+    part: gl.constexpr = GROUP * TILE.waves
     never = K < 0
-    partial = gl.zeros((64, BN), gl.float32, mma)
+    sb_at = sb_ptr + (pn * BN // 128) * sb_stride
     first = gl.zeros((64, BN), gl.float32, mma)
+    even = gl.zeros((64, BN), gl.float32, mma)
     second = first
-    if not VECTOR:  # one block ahead, so that no product waits for it
-        sb_at = sb_ptr + (pn * BN // 128) * sb_stride
-        sb_next = gl.load(sb_at + start)
-    for k in range(start, stop):
-        if not VECTOR:
-            sb = sb_next
-            sb_next = gl.load(sb_at + gl.minimum(k + 1, stop - 1))
-        mbarrier.wait(full.index(stage), phase)
-        b = b_ring.index(stage).permute((1, 0))
-        for wave in gl.static_range(waves):
-            part = stage * parts + GROUP * waves + wave
-            partial = warpgroup_mma(a_ring.index(part), b, partial, use_acc=never, is_async=True)
-            if VECTOR:  # after the wait: before it they would not fit in the registers
-                partial = warpgroup_mma_wait(0, deps=(partial,))
-                rows = sa_ring.index(part).reshape((64,)).load(by_row)
-                scale = rows[:, None] * sb_ring.index(stage).reshape((BN,)).load(by_column)[None, :]
-            else:
-                scale = (sa_ring.index(part).reshape((64,)).load(by_row) * sb)[:, None]
-                partial = warpgroup_mma_wait(0, deps=(partial,))
-            if wave == waves - 1:
-                # Loads of scales may still be under way, and no barrier of threads waits for them: without this
-                # fence the copy engine was seen to overwrite what had not been read.
+    odd = even
+    if TILE.waves == 2:
+        for k in range(start, stop):
+            sb = _block_scale(sb_at, k, VECTOR)
+            mbarrier.wait(full.index(stage), phase)
+            rows = _row_scales(rings, stage, part, mma)
+            even = _multiply(rings, even, stage, part, never, TILE)
+            even = warpgroup_mma_wait(0, deps=(even,))
+            first = _pinned(first + even * _scale(rows, sb, rings, stage, mma, TILE, VECTOR))
+            rows = _row_scales(rings, stage, part + 1, mma)
+            even = _multiply(rings, even, stage, part + 1, never, TILE)
+            if not VECTOR:
                 fence_async_shared()
-                mbarrier.arrive(empty.index(stage), count=1)
-            if wave == 0:
-                first = _pinned(first + partial * scale)
-            else:
-                second = _pinned(second + partial * scale)
-        if ADD and k == gl.minimum(start + 2, stop - 1):  # by then the last store has left the buffer
-            tma_store_wait(0)
-            thread_barrier()
-            mbarrier.expect(c_full.index(GROUP), c_desc.block_type.nbytes)
-            tma_load(c_desc, [(pm * parts + GROUP) * 64, pn * BN], c_full.index(GROUP), c_tile.index(GROUP))
-        stage += 1
-        if stage == TILE.stages:
-            stage = 0
-            phase ^= 1
+            even = warpgroup_mma_wait(0, deps=(even,))
+            scale = _scale(rows, sb, rings, stage, mma, TILE, VECTOR)
+            if VECTOR:
+                fence_async_shared()
+            mbarrier.arrive(empty.index(stage), count=1)
+            second = _pinned(second + even * scale)
+            stage, phase = _next(stage, phase, TILE.stages)
+    else:
+        # In a run of blocks one is multiplied while the one before is added. None is under way from one run to the
+        # next: the assembler does not follow it around the loop, and would wait for every product.
+        for k in range(start, stop, RUN):
+            sb = _block_scale(sb_at, k, VECTOR)
+            mbarrier.wait(full.index(stage), phase)
+            rows = _row_scales(rings, stage, part, mma)
+            even = _multiply(rings, even, stage, part, never, TILE)
+            for i in gl.static_range(RUN):
+                here, rows_here, sb_here = stage, rows, sb
+                stage, phase = _next(stage, phase, TILE.stages)
+                if i + 1 < RUN:
+                    sb = _block_scale(sb_at, gl.minimum(k + i + 1, stop - 1), VECTOR)
+                    mbarrier.wait(full.index(stage), phase)
+                    rows = _row_scales(rings, stage, part, mma)
+                    if i % 2 == 0:
+                        odd = _multiply(rings, odd, stage, part, never, TILE)
+                    else:
+                        even = _multiply(rings, even, stage, part, never, TILE)
+                if not VECTOR:
+                    fence_async_shared()
+                if i % 2 == 0:
+                    even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
+                else:
+                    odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
+                scale = _scale(rows_here, sb_here, rings, here, mma, TILE, VECTOR)
+                if VECTOR:
+                    fence_async_shared()
+                mbarrier.arrive(empty.index(here), count=1)
+                if i % 2 == 0:
+                    first = _pinned(first + even * scale)
+                else:
+                    first = _pinned(first + odd * scale)
     return first, second, stage, phase
 
 
@@ -214,27 +286,31 @@ def _consumer(
     GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
+    c_desc, sb_ptr, _ = output
     full, empty, c_full = bars
     M, N, K, _, tiles_m, tiles_n, rounds = sizes
     waves: gl.constexpr = TILE.waves
-    parts: gl.constexpr = TILE.groups * waves
     buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
     blocks = gl.cdiv(K, 128)
     stage, phase, c_phase = 0, 0, 0
     for item in range(_items(tiles_m * tiles_n, rounds, blocks, SHARED)):
         tile, start, stop = _item(item, tiles_m * tiles_n, rounds, blocks, SHARED)
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        if (pm * parts + GROUP * waves) * 64 >= M:
-            stage, phase = _skip(full, empty, stage, phase, stop - start, TILE.stages)
+        top, column = (pm * TILE.groups + GROUP) * waves * 64, pn * TILE.bn
+        if top >= M:
+            stage, phase = _skip(full, empty, stage, phase, _ring_blocks(start, stop, TILE), TILE.stages)
         else:
+            if ADD:  # while the product is made; the last store must have left the buffer
+                tma_store_wait(0)
+                thread_barrier()
+                mbarrier.expect(c_full.index(GROUP), c_desc.block_type.nbytes)
+                tma_load(c_desc, [top, column], c_full.index(GROUP), c_tile.index(GROUP))
             first, second, stage, phase = _sums(
-                output, rings, c_tile, bars, sizes, pm, pn, start, stop, stage, phase, GROUP, TILE, VECTOR, ADD
+                sb_ptr, rings, bars, sizes, pn, start, stop, stage, phase, GROUP, TILE, VECTOR
             )
             for wave in gl.static_range(waves):
-                part = GROUP * waves + wave
                 acc = first if wave == 0 else second
                 buffer = c_tile.index(GROUP * buffers + wave % buffers)
-                row, column = (pm * parts + part) * 64, pn * TILE.bn
                 if ADD:
                     mbarrier.wait(c_full.index(GROUP), c_phase)
                     c_phase ^= 1
@@ -243,11 +319,11 @@ def _consumer(
                 if SHARED:
                     ready = stop - start == blocks
                     if not ready:
-                        acc, ready = _gathered(acc, (workspace, tile), part, sizes, TILE)
+                        acc, ready = _gathered(acc, (workspace, tile), GROUP * waves + wave, sizes, TILE)
                     if ready:
-                        _store(acc, output, buffer, row, column, N, BIAS, ADD)
+                        _store(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
                 else:
-                    _store(acc, output, buffer, row, column, N, BIAS, ADD)
+                    _store(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
     tma_store_wait(0)
 
 
@@ -260,17 +336,17 @@ def scaled_mm_kernel(
     `rounds` of them for each program are shared between programs (`_hopper_schedule`)."""
     groups: gl.constexpr = TILE.groups
     stages: gl.constexpr = TILE.stages
-    parts: gl.constexpr = groups * TILE.waves
+    BM: gl.constexpr = groups * TILE.waves * 64
     gl.static_assert(TILE.waves == 1 or not ADD, "one buffer for each group, which holds one part of c")
     # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
     buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [TILE.stages * parts, 64, 128], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [TILE.stages, TILE.bn, 128], b_desc.layout)
-    sa_ring = gl.allocate_shared_memory(gl.float32, [TILE.stages * parts, 1, 64], sa_desc.layout)
-    sb_ring = gl.allocate_shared_memory(gl.float32, [TILE.stages if VECTOR else 1, 1, TILE.bn], sb_desc.layout)
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [stages * TILE.loads, BM // TILE.loads, 128], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [stages, TILE.bn, 128], b_desc.layout)
+    sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 1, sa_desc.block_type.shape[1]], sa_desc.layout)
+    sb_ring = gl.allocate_shared_memory(gl.float32, [stages if VECTOR else 1, 1, TILE.bn], sb_desc.layout)
     c_tile = gl.allocate_shared_memory(c_desc.dtype, [groups * buffers, 64, TILE.bn], c_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [TILE.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [TILE.stages, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
@@ -281,7 +357,7 @@ def scaled_mm_kernel(
     output = (c_desc, sb_ptr, bias_ptr)
     rings = (a_ring, b_ring, sa_ring, sb_ring)
     bars = (full, empty, c_full)
-    sizes = (M, N, K, sb_stride, gl.cdiv(M, parts * 64), gl.cdiv(N, TILE.bn), rounds)
+    sizes = (M, N, K, sb_stride, gl.cdiv(M, BM), gl.cdiv(N, TILE.bn), rounds)
     if groups == 1:
         gl.warp_specialize([
             (_consumer, (output, rings, c_tile, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),

@@ -19,8 +19,9 @@ class Tile(NamedTuple):
     """groups * waves * 64 rows by bn columns, and how they are worked on.
 
     groups: consumer warpgroups.  waves: parts of 64 rows that each takes one after the other.  stages: blocks of K in
-    the ring.  band: rows of tiles that are walked down before going right.  registers: of a consumer's thread.  rows:
-    those of a part that are loaded.
+    the ring.  band: rows of tiles that are walked down before going right.  run: blocks of K that a group multiplies in
+    one go, each while it adds the one before.  registers: of a consumer's thread.  rows: at most as many of a are
+    loaded.  loads: copies that fetch a block of a, whose rows are powers of two.
     """
 
     groups: int
@@ -28,14 +29,23 @@ class Tile(NamedTuple):
     bn: int
     stages: int
     band: int
+    run: int = 1
     registers: int = 232
-    rows: int = PART
+    rows: int = 256
+    loads: int = 1
 
     @property
     def bm(self) -> int:
         return self.groups * self.waves * PART
 
-    def __str__(self) -> str:
+    @property
+    def span(self) -> int:
+        """Scales of a that are fetched for a block: a power of two."""
+        return 1 << (self.bm - 1).bit_length()
+
+    @property
+    def label(self) -> str:
+        """For people. Not `__str__`: the compiler takes that for its key, so it must name every field."""
         return f"{self.bm}x{self.bn}, {self.groups} groups, {self.stages} stages"
 
 
@@ -47,9 +57,11 @@ class Plan(NamedTuple):
     rounds: int
     shared: bool
 
-    def __str__(self) -> str:
+    @property
+    def label(self) -> str:
+        """For people."""
         rest = f", then shares of {BLOCK} of K" if self.shared else ""
-        return f"{self.tile}; {self.programs} programs, {self.rounds} tiles each{rest}"
+        return f"{self.tile.label}; {self.programs} programs, {self.rounds} tiles each{rest}"
 
 
 @dataclass(frozen=True)
@@ -80,25 +92,28 @@ class _Cost:
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory that the kernel takes: the ring, the output tiles, and the barriers."""
-    parts = tile.groups * tile.waves
-    block = parts * PART * (128 + 4) + tile.bn * 128
+    block = (tile.bm + tile.bn) * 128 + tile.span * 4
     scales = tile.bn * 4 * (tile.stages if problem.vector else 1)
     output = tile.groups * PART * tile.bn * (4 if problem.wide else 2 * tile.waves)
     return tile.stages * block + scales + output + 8 * (2 * tile.stages + tile.groups) + 1024
 
 
 SHARED_BYTES = 232_448  # bytes that a program may have on sm_90
-_BYTES_PER_US = 4.0e6  # of memory
-_PIECE_BYTES_PER_US = 1.0e5  # of one program's, to and from the second-level cache
-_LEAST_SHARE = 4  # blocks of K that are worth a program of their own
 
+# Fitted to one H200 under load, with the assembler of CUDA 12.9 (docs/design/gemm.md).
+_LAUNCH_US = 2.5
+_BYTES_PER_US = 3.6e6  # of memory
+_SHARING_US = 3.0  # of shared tiles: telling each other, and
+_PIECE_BYTES_PER_US = 8e3  # a piece's way to the second-level cache and back
+_LEAST_SHARE = 4  # blocks of K that are worth a program of their own
 # tile; costs with one scale per 128x128 of b, and with scales 1x128
 _CANDIDATES = (
-    (Tile(2, 2, 128, 3, 8), _Cost(0.93, 0.35), _Cost(1.20, 0.45)),
-    (Tile(3, 1, 128, 4, 8, registers=160), _Cost(0.656, 0.24), _Cost(0.86, 0.55)),
-    (Tile(2, 1, 128, 5, 12), _Cost(0.51, 0.25), _Cost(0.60, 0.25)),
-    (Tile(1, 1, 128, 8, 16), _Cost(0.37, 0.4), _Cost(0.45, 0.4)),
-    (Tile(1, 1, 64, 8, 16), _Cost(0.29, 0.4), _Cost(0.35, 0.4)),
+    (Tile(2, 2, 128, 3, 8), _Cost(0.915, 0.6), _Cost(1.22, 0.4)),
+    (Tile(3, 1, 128, 4, 8, registers=160, loads=3), _Cost(0.652, 0.3), _Cost(0.843, 0.3)),
+    (Tile(2, 1, 128, 5, 12, run=4), _Cost(0.447, 0.35), _Cost(0.61, 0.2)),
+    (Tile(2, 1, 128, 5, 12, run=2), _Cost(0.47, 0.35), _Cost(0.594, 0.1)),
+    (Tile(1, 1, 128, 8, 16, run=4), _Cost(0.26, 0.6), _Cost(0.35, 0.6)),
+    (Tile(1, 1, 64, 8, 16, run=4), _Cost(0.235, 0.5), _Cost(0.30, 0.5)),
 )
 TILES = tuple(tile for tile, _, _ in _CANDIDATES)
 
@@ -108,7 +123,7 @@ def fitted(tile: Tile, problem: Problem) -> Tile:
     stages = tile.stages
     while stages > 2 and shared_bytes(tile._replace(stages=stages), problem) > SHARED_BYTES:
         stages -= 1
-    return tile._replace(stages=stages, rows=16 if problem.m <= 16 and tile.bm == PART else PART)
+    return tile._replace(stages=stages, rows=16 if problem.m <= 16 and tile.bm == PART else 256)
 
 
 def whole_tiles(tile: Tile, problem: Problem) -> Plan:
@@ -135,13 +150,18 @@ def _tiles(tile: Tile, problem: Problem) -> int:
 
 def _predicted_us(plan: Plan, cost: _Cost, problem: Problem) -> float:
     tile, blocks = plan.tile, problem.blocks
-    us = plan.rounds * (cost.block * blocks + cost.tile)
+    work, sharing = plan.rounds * (cost.block * blocks + cost.tile), 0.0
     if plan.shared:
         left = _tiles(tile, problem) - plan.rounds * plan.programs
-        piece_us = 4 * tile.bm * tile.bn / _PIECE_BYTES_PER_US
-        us += cost.block * -(-left * blocks // plan.programs) + cost.tile + 1 + piece_us * (1 + plan.programs / left)
-    moved = (problem.m + problem.n) * problem.k + problem.m * problem.n * (4 if problem.wide else 2)
-    return max(us, moved / _BYTES_PER_US)
+        work += cost.block * -(-left * blocks // plan.programs) + cost.tile
+        sharing = _SHARING_US + 4 * tile.bm * tile.bn / _PIECE_BYTES_PER_US
+    return _LAUNCH_US + max(work, moved_bytes(problem) / _BYTES_PER_US) + sharing
+
+
+def moved_bytes(problem: Problem) -> int:
+    """The fewest: operands once, the output once, and what it is added to."""
+    m, n, k = problem.m, problem.n, problem.k
+    return (m + n) * k + m * n * ((8 if problem.add else 4) if problem.wide else 2)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -149,7 +169,7 @@ def choose(problem: Problem) -> tuple[Plan, float]:
     """The quickest plan by the model, and its predicted microseconds.
 
     >>> plan, us = choose(Problem(8192, 8192, 8192, vector=False, wide=False, multiprocessors=132))
-    >>> str(plan.tile)
+    >>> plan.tile.label
     '192x128, 3 groups, 4 stages'
     """
     ranked: list[tuple[float, Plan]] = []
