@@ -12,6 +12,7 @@ from torch import Tensor
 from ..formats.layout import round_up
 from ..formats.tensor import BlockScaled
 from ..registry import Request, kernel
+from . import _assembly
 from ._gluon import TensorDescriptor, gl
 from ._hopper_kernel import scaled_mm_kernel
 from .epilogue import finish
@@ -65,7 +66,8 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype)
     grid = (min(-(-m // tile.bm) * -(-n // tile.bn), multiprocessors(out.device)),)
-    scaled_mm_kernel[grid](
+    _assembly.launch(functools.partial(
+        scaled_mm_kernel[grid],
         _descriptor(a.data[:, :k], (PART, 128), a_layout),
         _descriptor(b.data[:, :k], (tile.bn, 128), b_layout),
         _descriptor(a_scale, (1, PART), scale_layout),
@@ -74,7 +76,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
         out, b_scale, None if bias is None else bias.contiguous(), m, n, k, b_scale.stride(0), out.stride(0),
         tile, vector, bias is not None, accumulate, num_warps=4,
         enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _can_be_described(tensor: Tensor) -> bool:
