@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
-from aot.compiled import CAN_COMPILE, compiled_for, report
+from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
 from blockscale import quantize
 from blockscale.gemm import heuristics
 
@@ -29,7 +29,25 @@ _CASES = [
 
 
 @pytest.mark.parametrize(("tile", "weight", "epilogue"), _CASES, ids=str)
-def test_machine_code(tile: heuristics.Tile, weight: str, epilogue: tuple[torch.dtype, bool, bool]) -> None:
+def test_machine_code(
+    tile: heuristics.Tile, weight: str, epilogue: tuple[torch.dtype, bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
+    check(tile, weight, epilogue)
+
+
+# those with the fewest registers to spare
+@pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
+@pytest.mark.parametrize("tile", heuristics.TILES[:3], ids=str)
+def test_machine_code_by_the_other_assembler(
+    tile: heuristics.Tile, weight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of CUDA 12.9, which the library takes for Triton 3.6."""
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
+    check(tile, weight, _EPILOGUES[1])
+
+
+def check(tile: heuristics.Tile, weight: str, epilogue: tuple[torch.dtype, bool, bool]) -> None:
     dtype, has_bias, accumulate = epilogue
     problem = heuristics.Problem(512, 512, 512, weight == "fp8_1x128", dtype == torch.float32, 132)
     tile = heuristics.fitted(tile, problem)

@@ -1,9 +1,9 @@
 """How launches of Hopper's product, and no others, are assembled by what `_assembler` chose.
 
-A launch carries `options()`, and a hook of Triton's replaces the last stage of its compilation. The assembler's version
+A launch carries `options()`, and while it lasts a hook of Triton's replaces the last stage of compilation. The version
 travels in the option `ptx_options`, a part of Triton's cache key in memory and on disk, so that two assemblers, or one
 and Triton's default, never answer for each other. The word is no option of any `ptxas`: if the hook is lost, the launch
-fails instead of storing the default's code under another's name. Cost: about a microsecond a launch.
+fails instead of storing the default's code under another's name. Cost: about two microseconds a launch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +60,9 @@ def launch(run: Callable[..., object]) -> None:
     if not carried:
         run()
         return
-    _install()
     try:
-        run(**carried)
+        with _hooked:
+            run(**carried)
     except AssemblyError as error:
         if env.get(SETTING):
             raise
@@ -71,21 +72,10 @@ def launch(run: Callable[..., object]) -> None:
         run()
 
 
-def _install() -> None:
-    """Put the hook in front of what is there: at the first launch, and again if somebody replaced it."""
-    from triton import knobs
-
-    earlier = knobs.runtime.add_stages_inspection_hook
-    if not isinstance(earlier, _Hook):
-        # declared as a method would be, and called without a name for any argument
-        knobs.runtime.add_stages_inspection_hook = _Hook(earlier)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @dataclass(frozen=True)
 class _Hook:
-    """Replaces the last stage for marked launches. From Triton 3.7 on it is also called without arguments, for every
-    launch of any kernel, and returns what to add to the keys: nothing of ours, since marked launches have keys of their
-    own."""
+    """Replaces the last stage for marked launches. From Triton 3.7 on it is also called without arguments, for what to
+    add to keys: nothing of ours, since marked launches have keys of their own."""
 
     earlier: Callable[..., Any] | None
 
@@ -98,6 +88,38 @@ class _Hook:
                 arch = f"sm_{backend.target.arch}a"
                 stages["cubin"] = lambda ptx, metadata: assemble(assembler, ptx, _flags(assembler, carried), arch)
         return theirs
+
+
+class _Hooked:
+    """Within it the hook stands in front of what was there. Not longer: from Triton 3.7 on the keys of all kernels
+    depend on whether there is any hook, so others would be compiled again."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0  # threads that launch now
+        self.hook: _Hook | None = None
+
+    def __enter__(self) -> None:
+        from triton import knobs
+
+        with self.lock:
+            self.users += 1
+            current: Any = knobs.runtime.add_stages_inspection_hook
+            if current is None or current is not self.hook:
+                self.hook = _Hook(current)
+                # declared with names for its arguments, and called without
+                knobs.runtime.add_stages_inspection_hook = self.hook  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __exit__(self, *_: object) -> None:
+        from triton import knobs
+
+        with self.lock:
+            self.users -= 1
+            if not self.users and self.hook is not None and knobs.runtime.add_stages_inspection_hook is self.hook:
+                knobs.runtime.add_stages_inspection_hook = self.hook.earlier
+
+
+_hooked = _Hooked()
 
 
 def _flags(assembler: Assembler, carried: Any) -> list[str]:
