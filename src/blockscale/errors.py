@@ -60,8 +60,8 @@ class BackendError(BlockscaleError, NotImplementedError):
     """No kernel in the table can serve this request."""
 
 
-class AssemblyError(BlockscaleError, RuntimeError):
-    """An assembler that did not take a kernel's code."""
+class AssemblyError(BackendError):
+    """A kernel whose code the assembler did not take."""
 
 
 def _nearest(name: str, choices: list[str]) -> list[str]:

@@ -232,7 +232,7 @@ def _self_checks(name: str, samples: _Samples) -> list[Check]:
             title, gate = f"{operation} {str(dtype)[6:]}, {name}", _gate(row, dtype)
             try:
                 figure = sqnr_db(exact.to(dtype), call(dtype)).item()
-            except BackendError as error:  # a backend was demanded that cannot
+            except (BackendError, OptionError) as error:  # a backend or an assembler was demanded that cannot
                 checks.append(Check(title, False, str(error)))
                 continue
             checks.append(Check(title, figure >= gate, f"{figure:.1f} dB of at least {gate:.0f}"))
