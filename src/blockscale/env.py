@@ -26,6 +26,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("BLOCKSCALE_BACKEND", "force this backend for every operation that it implements, as use_backend() does"),
     Variable("BLOCKSCALE_LOG", "print messages of this level and above: debug, info, warning or error"),
     Variable("BLOCKSCALE_POISON", "1: fill outputs with NaN bytes before a kernel writes them (debugging, tests)", "0"),
+    Variable("BLOCKSCALE_PTXAS", "assembler of Hopper's product: default for Triton's own, or the path of a ptxas"),
     Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail instead of skipping when there is no GPU", "0"),
 )
 _DECLARED = {variable.name: variable for variable in VARIABLES}
@@ -44,6 +45,11 @@ def get(name: str) -> str:
 def flag(name: str) -> bool:
     """Whether a declared on/off variable is on."""
     return get(name).lower() in {"1", "true", "yes", "on"}
+
+
+def of_others(name: str) -> str:
+    """The value of a variable that belongs to another program and that this library respects; empty when unset."""
+    return os.environ.get(name, "").strip()
 
 
 def current() -> dict[str, str]:

@@ -60,6 +60,10 @@ class BackendError(BlockscaleError, NotImplementedError):
     """No kernel in the table can serve this request."""
 
 
+class AssemblyError(BackendError):
+    """A kernel whose code the assembler did not take."""
+
+
 def _nearest(name: str, choices: list[str]) -> list[str]:
     """The most similar names, best first. By hand, since torch.compile cannot trace difflib's search."""
 

@@ -73,6 +73,14 @@ def default_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def cuda_driver() -> int | None:
+    """The major version of CUDA up to which the driver loads machine code; None without an NVIDIA GPU."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    version: int = torch._C._cuda_getDriverVersion()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    return version // 1000
+
+
 def has_cpp_compiler() -> bool:
     """Whether torch.compile's inductor can build CPU code here."""
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))

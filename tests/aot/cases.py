@@ -75,6 +75,15 @@ MAY_SPILL = (
         r"mxfp6_e\dm\d (both .*|row .*)groups$", 80, "codes made by integers, ends of groups, column sums in fp64"
     ),
     KnownSpill(r"\w+ col .*stochastic", 200, "random words, with the assembler of triton 3.9", later=True),
+    KnownSpill(r"\w+ row bf16 stochastic$", 350, "random words, with the assembler of triton 3.9", (80,), later=True),
+    KnownSpill(r"\w+ col fp32$", 140, "codes made by integers, with the assembler of triton 3.9", (80,), later=True),
+    KnownSpill(
+        r"\w+ (row|col|both) bf16( plain)?( groups)?$",
+        8,
+        "two registers in memory, with the assembler of triton 3.9",
+        arches=(89, 120),
+        later=True,
+    ),
     KnownSpill(r"\w+ both fp16$", 40, "values twice in registers, with the assembler of triton 3.9", later=True),
     KnownSpill(r"swiglu( backward)? \w+$", 330, "limits of registers, with the assembler of triton 3.9", later=True),
     KnownSpill(r"mxfp6_e\dm\d both bf16$", 16, "codes made by integers, with the assembler of triton 3.9", later=True),

@@ -25,6 +25,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
@@ -32,7 +33,10 @@ from blockscale import hardware, use_backend
 from blockscale.casts import _triton
 from blockscale.hardware import Capability
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CUOBJDUMP = BINARIES / "cuobjdump"
+# The wheel's assembler that Hopper does not get by default; until 3.8 it is the one for Blackwell.
+OTHER_PTXAS = str(BINARIES / ("ptxas-blackwell" if get_ptxas(90).path == str(BINARIES / "ptxas") else "ptxas"))
 # Under TRITON_INTERPRET=1 there is nothing to compile, and the choice was made when blockscale was imported.
 CAN_COMPILE = not _triton.INTERPRETED and CUOBJDUMP.exists()
 

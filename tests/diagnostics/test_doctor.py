@@ -105,6 +105,15 @@ def test_text(sound):
     assert all(name in text for name in FORMATS)
 
 
+def test_the_assembler_of_hopper_is_named(sound, monkeypatch, tmp_path):
+    assert sound.device["Hopper's assembler"].startswith("Triton's default: ")
+    monkeypatch.setattr(importlib.import_module("blockscale.diagnostics.doctor"), "FORMATS", {})
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", str(tmp_path / "none"))
+    report = doctor("cpu")
+    assert failed(report) == {"Hopper's"}
+    assert "none' does not answer" in str(report)
+
+
 def test_settings_are_shown_and_unknown_ones_are_told(monkeypatch):
     monkeypatch.setenv("BLOCKSCALE_LOG", "info")
     assert doctor("cpu").settings["BLOCKSCALE_LOG"] == "info"

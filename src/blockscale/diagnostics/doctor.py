@@ -27,10 +27,10 @@ from ..casts.fused import (
     swiglu_quantize,
     swiglu_quantize_both,
 )
-from ..errors import BackendError
+from ..errors import BackendError, OptionError
 from ..formats.spec import FORMATS, get_format
 from ..formats.tensor import BlockScaled
-from ..gemm import exact_mm, scaled_mm
+from ..gemm import _assembler, exact_mm, scaled_mm
 from ..grouped import scaled_grouped_mm
 from ..grouped._reference import exact_grouped
 from ..hardware import capability, default_device, describe, named_device
@@ -105,8 +105,13 @@ def doctor(device: torch.device | str | None = None) -> DoctorReport:
     checks = _known_bytes(where) + [check for name in FORMATS for check in _self_checks(name, samples)]
     for name in env.undeclared():
         checks.append(Check(f"setting {name}", False, "is not a setting of this library: a typo?"))
+    facts = describe(where)
+    try:
+        facts["Hopper's assembler"] = str(_assembler.choice())
+    except OptionError as error:  # one was demanded that cannot
+        checks.append(Check("Hopper's assembler", False, str(error)))
     seconds = time.perf_counter() - started
-    return DoctorReport(_versions(), describe(where), env.current(), env.undeclared(), choices, checks, seconds)
+    return DoctorReport(_versions(), facts, env.current(), env.undeclared(), choices, checks, seconds)
 
 
 def _versions() -> dict[str, str]:
@@ -227,7 +232,7 @@ def _self_checks(name: str, samples: _Samples) -> list[Check]:
             title, gate = f"{operation} {str(dtype)[6:]}, {name}", _gate(row, dtype)
             try:
                 figure = sqnr_db(exact.to(dtype), call(dtype)).item()
-            except BackendError as error:  # a backend was demanded that cannot
+            except (BackendError, OptionError) as error:  # a backend or an assembler was demanded that cannot
                 checks.append(Check(title, False, str(error)))
                 continue
             checks.append(Check(title, figure >= gate, f"{figure:.1f} dB of at least {gate:.0f}"))

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..formats.layout import round_up
 from ..formats.tensor import BlockScaled
 from ..registry import kernel
+from . import _assembly
 from ._gluon import TensorDescriptor, gl
 from ._hopper_kernel import COUNTERS, scaled_mm_kernel
 from .epilogue import finish
@@ -59,7 +60,8 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype)
     workspace = _workspace(plan, out.device) if plan.shared else out
-    scaled_mm_kernel[(plan.programs,)](
+    _assembly.launch(functools.partial(
+        scaled_mm_kernel[(plan.programs,)],
         _descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), a_layout),
         _descriptor(b.data[:, :k], (tile.bn, 128), b_layout),
         _descriptor(a_scale, (1, tile.span), scale_layout),
@@ -69,7 +71,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
         m, n, k, b_scale.stride(0), plan.rounds,
         tile, vector, bias is not None, accumulate, plan.shared, num_warps=4,
         enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _workspace(plan: Plan, device: torch.device) -> Tensor:

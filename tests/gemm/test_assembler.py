@@ -1,0 +1,163 @@
+"""Which assembler: the order, what speaks against one, what the user says, and binaries that do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blockscale.errors import OptionError
+from blockscale.gemm import _assembler
+from blockscale.gemm._assembler import ALLOWED, Assembler, answering, choose, version_of
+
+OLD = Assembler("/wheel/ptxas", (12, 8, 93), "own")
+OTHER = Assembler("/wheel/ptxas-blackwell", (12, 9, 86), "other")
+TOOLKIT = Assembler("/cuda/bin/ptxas", (13, 0, 88), "toolkit")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing set, nothing remembered."""
+    for name in (_assembler.SETTING, *_assembler.FOREIGN, "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(_assembler, "_failures", [])
+    for cache in (_assembler.decided, version_of):
+        cache.cache_clear()
+    yield
+    for cache in (_assembler.decided, version_of):
+        cache.cache_clear()
+
+
+def fake(path: Path, version: str) -> str:
+    """A program that answers as an assembler of that version does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version[:4]}, V{version}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_first_that_nothing_speaks_against() -> None:
+    found = choose([OLD, OTHER, TOOLKIT], OLD.path, (3, 6), driver=13)
+    assert found.assembler is OTHER
+    assert found.refused == ("ptxas 12.8.93 (own) is older than 12.9",)
+    assert ALLOWED[(3, 6), OTHER.version] in found.reason
+    assert choose([OLD, TOOLKIT, OTHER], OLD.path, (3, 6), driver=13).assembler is TOOLKIT
+
+
+def test_tritons_own_needs_no_choosing() -> None:
+    own = Assembler("/wheel/ptxas-blackwell", (13, 4, 59), "own")
+    found = choose([own, TOOLKIT], own.path, (3, 9), driver=13)
+    assert found.assembler is None
+    assert "13.4.59" in found.reason
+
+
+def test_the_driver_limits_the_major_version() -> None:
+    assert choose([OLD, TOOLKIT, OTHER], OLD.path, (3, 6), driver=12).assembler is OTHER
+    found = choose([OLD, TOOLKIT], OLD.path, (3, 6), driver=12)
+    assert found.assembler is None
+    assert "CUDA 13, and this one is of CUDA 12" in str(found)
+
+
+def test_without_a_driver_nothing_is_chosen() -> None:
+    found = choose([OLD, OTHER, TOOLKIT], OLD.path, (3, 6), driver=None)
+    assert found.assembler is None
+    assert "none to ask" in str(found)
+
+
+def test_only_listed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = choose([OLD, OTHER], OLD.path, (3, 7), driver=13)
+    assert found.assembler is None
+    assert f"{_assembler.UNLISTED} 3.7" in str(found)
+    near = Assembler(OTHER.path, (12, 9, 41))
+    assert choose([near], OLD.path, (3, 6), driver=13).assembler is None, "a build counts"
+    monkeypatch.setitem(ALLOWED, ((3, 7), OTHER.version), "by hand")
+    assert choose([OLD, OTHER], OLD.path, (3, 7), driver=13).assembler is OTHER
+
+
+def test_what_does_not_answer_is_dropped(tmp_path: Path) -> None:
+    silent, broken, text = tmp_path / "silent", tmp_path / "broken", tmp_path / "text"
+    silent.write_text("#!/bin/sh\necho hello\n")
+    broken.write_text("#!/bin/sh\necho V12.9.86; exit 3\n")
+    for path in (silent, broken):
+        path.chmod(0o755)
+    text.write_text("not a program")
+    good, twin = fake(tmp_path / "good", "12.9.86"), fake(tmp_path / "twin", "12.9.86")
+    places = [("none", str(tmp_path / "none")), ("silent", str(silent)), ("broken", str(broken)), ("text", str(text))]
+    found = answering([*places, ("good", good), ("twin", twin), ("new", fake(tmp_path / "new", "13.0.88"))])
+    assert [(one.origin, one.version) for one in found] == [("good", (12, 9, 86)), ("new", (13, 0, 88))]
+
+
+def test_an_answer_is_asked_for_once(tmp_path: Path) -> None:
+    path = Path(fake(tmp_path / "ptxas", "12.9.86"))
+    assert version_of(str(path)) == (12, 9, 86)
+    path.unlink()
+    assert version_of(str(path)) == (12, 9, 86)
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own, the other of its wheel, the toolkit by its variable, the one on the path."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    on_path = fake(tmp_path / "bin" / "ptxas", "13.1.80")
+    monkeypatch.setattr(_assembler, "_package_folders", lambda name: [str(tmp_path / name)])
+    wheel = tmp_path / "wheel"
+    for own, other in (("ptxas", "ptxas-blackwell"), ("ptxas-blackwell", "ptxas")):
+        assert [path for _, path in _assembler._places(str(wheel / own), wheel)] == [
+            str(wheel / own),
+            str(wheel / other),
+            str(tmp_path / "cuda" / "bin" / "ptxas"),
+            str(tmp_path / "nvidia.cu13" / "bin" / "ptxas"),
+            str(tmp_path / "nvidia.cuda_nvcc" / "bin" / "ptxas"),
+            on_path,
+        ]
+
+
+def test_packages_are_found_by_name_and_not_imported() -> None:
+    assert _assembler._package_folders("no_such_package.inside") == []
+    assert _assembler._package_folders("blockscale.no_such_part") == []
+    (folder,) = _assembler._package_folders("blockscale.gemm")
+    assert Path(folder).name == "gemm"
+
+
+@pytest.mark.parametrize("name", _assembler.FOREIGN)
+def test_tritons_variables_are_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_assembler, "cuda_driver", lambda: 13)
+    monkeypatch.setenv(name, "/somewhere/ptxas")
+    found = _assembler.choice()
+    assert found.assembler is None
+    assert f"{name}=/somewhere/ptxas is set" in found.reason
+
+
+def test_the_setting_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over Triton's variables and the list; `default` is the way back."""
+    path = fake(tmp_path / "ptxas", "12.9.1")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/somewhere/ptxas")
+    monkeypatch.setenv(_assembler.SETTING, path)
+    found = _assembler.choice()
+    assert found.assembler == Assembler(path, (12, 9, 1), _assembler.SETTING)
+    monkeypatch.setenv(_assembler.SETTING, "default")
+    assert _assembler.choice().assembler is None
+    assert _assembler.SETTING in _assembler.choice().reason
+
+
+def test_a_path_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "ptxas")
+    monkeypatch.setenv(_assembler.SETTING, path)
+    with pytest.raises(OptionError, match=r"Rule: it is 'default' or the path .* Fix: correct the path") as raised:
+        _assembler.choice()
+    assert f"BLOCKSCALE_PTXAS={path!r}" in str(raised.value)
+
+
+def test_a_demand_that_the_driver_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_assembler, "cuda_driver", lambda: 12)
+    monkeypatch.setenv(_assembler.SETTING, fake(tmp_path / "ptxas", "13.0.88"))
+    with pytest.raises(OptionError, match="is of CUDA 13, and the driver is of CUDA 12"):
+        _assembler.choice()
+
+
+def test_after_a_failure_tritons_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _assembler.give_up("it broke")
+    assert str(_assembler.choice()) == "Triton's default: it broke"
+    monkeypatch.setenv(_assembler.SETTING, fake(tmp_path / "ptxas", "12.9.86"))
+    assert _assembler.choice().assembler is not None, "a demand still counts"
