@@ -143,7 +143,13 @@ def test_a_request_reads_like_a_sentence():
 
 # ---- which row, on machines that are not here ----------------------------------------------------------------------
 
-UPCAST, HOPPER, REFERENCE = "scaled_mm_upcast", "scaled_mm_hopper", "scaled_mm"
+UPCAST, VENDOR = "torch.scaled_mm_upcast", "torch.scaled_mm_hopper"
+GLUON, REFERENCE = "hopper.scaled_mm", "reference.scaled_mm"
+
+
+def row_for(request: Request) -> str:
+    taken = select(request)
+    return f"{taken.backend}.{taken.launch.__name__}"
 
 
 @pytest.mark.parametrize(
@@ -155,9 +161,9 @@ UPCAST, HOPPER, REFERENCE = "scaled_mm_upcast", "scaled_mm_hopper", "scaled_mm"
         ("sm_80", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
         ("sm_80", ("nvfp4", "nvfp4"), UPCAST),
         ("sm_80", ("fp8_1x128", "fp8_1x128"), REFERENCE),
-        ("sm_90", ("fp8_1x128", "fp8_1x128"), HOPPER),
-        ("sm_90", ("fp8_1x128", "fp8_128x128"), HOPPER),
-        ("sm_90", ("fp8_128x128", "fp8_1x128"), HOPPER),
+        ("sm_90", ("fp8_1x128", "fp8_1x128"), GLUON),
+        ("sm_90", ("fp8_1x128", "fp8_128x128"), GLUON),
+        ("sm_90", ("fp8_128x128", "fp8_1x128"), VENDOR),
         ("sm_90", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
         ("sm_100", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
         ("sm_100", ("mxfp8_e5m2", "mxfp8_e4m3"), UPCAST),
@@ -171,15 +177,15 @@ UPCAST, HOPPER, REFERENCE = "scaled_mm_upcast", "scaled_mm_hopper", "scaled_mm"
     ],
 )
 def test_gemm_rows_by_machine(where, pair, launcher):
-    assert select(request_for("gemm", pair, where)).launch.__name__ == launcher
+    assert row_for(request_for("gemm", pair, where)) == launcher
 
 
 @pytest.mark.parametrize(
     ("where", "pair", "shape", "launcher", "reason"),
     [
         ("sm_90", ("fp8_1x128", "fp8_1x128"), (128, 60, 256), REFERENCE, "multiples of 16, these are 60 and 256"),
-        ("sm_90", ("fp8_1x128", "fp8_1x128"), (130, 64, 256), REFERENCE, "rows in multiples of 4, not 130"),
-        ("sm_90", ("fp8_128x128", "fp8_1x128"), (130, 64, 256), HOPPER, None),
+        ("sm_90", ("fp8_1x128", "fp8_1x128"), (130, 64, 256), GLUON, "rows in multiples of 4, not 130"),
+        ("sm_90", ("fp8_128x128", "fp8_1x128"), (130, 64, 256), VENDOR, None),
         ("sm_90", ("fp8_1x128", "fp8_1x128"), (0, 64, 256), REFERENCE, "no empty operands"),
         ("sm_100", ("mxfp8_e4m3", "mxfp8_e4m3"), (128, 64, 272), UPCAST, "these are 64 and 272"),
         ("sm_100", ("nvfp4", "nvfp4"), (128, 0, 256), UPCAST, "no empty operands"),
@@ -187,7 +193,7 @@ def test_gemm_rows_by_machine(where, pair, launcher):
 )
 def test_vendor_rows_refuse_sizes_with_a_reason(where, pair, shape, launcher, reason):
     request = request_for("gemm", pair, where, shape)
-    assert select(request).launch.__name__ == launcher
+    assert row_for(request) == launcher
     if reason is not None:
         assert reason in str(explain_request(request))
 
@@ -249,7 +255,7 @@ def test_explain_and_select_agree(where):
         (
             "hopper",
             request_for("gemm", ("fp8_1x128", "fp8_1x128"), "sm_90", options=frozenset({"accumulate"})),
-            "is not trusted to add 1x128 @ 1x128 into a buffer: two runs of a large product differed",
+            None,
         ),
         ("hopper", request_for("gemm", ("fp8_1x128", "fp8_128x128"), "sm_90", options=frozenset({"accumulate"})), None),
     ],

@@ -7,7 +7,7 @@ on the sizes alone, and so does the order in which the pieces of a tile are adde
 Plain arithmetic, so that tests call the same functions with integers.
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false
 
 from ._gluon import gluon
 
