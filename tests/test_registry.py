@@ -217,7 +217,7 @@ def test_grouped_rows_by_machine(op):
 def test_conversions_are_shown():
     request = request_for("gemm", ("mxfp8_e4m3", "mxfp8_e5m2"), "sm_100")
     # never run, so the vendor's product serves only on demand
-    assert select(request).launch.__name__ == UPCAST
+    assert row_for(request) == UPCAST
     with use_backend(gemm="torch_sm100"):
         taken = explain_request(request).taken
         assert taken is not None
