@@ -32,7 +32,7 @@ def test_sets_exceed_the_cache():
 
 def test_variants_take_turns_and_the_first_round_does_not_count():
     order: list[str] = []
-    times = {"a": iter([100.0, 1.0, 2.0, 3.0]), "b": iter([100.0, 4.0, 5.0, 6.0])}
+    times = {name: iter([100.0, *(first + step for step in range(15))]) for name, first in (("a", 1.0), ("b", 21.0))}
 
     def slice(name: str) -> Slice:
         def start():
@@ -42,10 +42,11 @@ def test_variants_take_turns_and_the_first_round_does_not_count():
         return Slice(start, "fake")
 
     samples: list[int] = []
-    found = measure({name: slice(name) for name in times}, rounds=3, sample=lambda: samples.append(1))
-    assert order == ["a", "b"] * 4
-    assert (found["a"].us, found["b"].us) == (2.0, 5.0)
-    assert len(samples) == 3
+    found = measure({name: slice(name) for name in times}, rounds=15, sample=lambda: samples.append(1))
+    turns = [tuple(order[at : at + 2]) for at in range(0, 32, 2)]
+    assert set(turns) == {("a", "b"), ("b", "a")}, "each once a round, and not always in the same order"
+    assert (found["a"].us, found["b"].us) == (8.0, 28.0)
+    assert len(samples) == 15
 
 
 def test_the_samples_are_taken_while_the_device_works():

@@ -9,6 +9,7 @@ a CPU torch.utils.benchmark times it.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 import warnings
@@ -78,10 +79,15 @@ def sets_for(bytes_per_set: int, cache: int) -> int:
 def measure(
     slices: Mapping[str, Slice], *, rounds: int, sample: Callable[[], None] = lambda: None
 ) -> dict[str, Timing]:
-    """Time all slices in turns. `sample` is called once a round, while the device is busy; round 0 is not counted."""
+    """Time all slices in turns. `sample` is called once a round, while the device is busy; round 0 is not counted.
+
+    Every round has its own order: what follows a slice that draws little power finds a higher clock.
+    """
     found: dict[str, list[float]] = {name: [] for name in slices}
+    order, shuffle = list(slices), random.Random(0).shuffle
     for number in range(rounds + 1):
-        waiting = {name: slice.start() for name, slice in slices.items()}
+        shuffle(order)
+        waiting = {name: slices[name].start() for name in order}
         if number:
             sample()
         for name, wait in waiting.items():
