@@ -6,6 +6,7 @@ Nothing here starts CUDA unless a CUDA device is asked about.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -74,11 +75,13 @@ def default_device() -> torch.device:
 
 
 def cuda_driver() -> int | None:
-    """The major version of CUDA up to which the driver loads machine code; None without an NVIDIA GPU."""
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    """The major version of CUDA up to which the driver loads machine code; None where there is none to ask."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")  # torch does not tell; a process that has used a GPU has it loaded
+        version = ctypes.c_int()
+        return version.value // 1000 if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+    except (OSError, AttributeError):
         return None
-    version: int = torch._C._cuda_getDriverVersion()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    return version // 1000
 
 
 def has_cpp_compiler() -> bool:

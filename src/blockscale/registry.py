@@ -74,7 +74,7 @@ class Request:
 class Kernel:
     """A row. Empty `devices`, `formats` and `dtypes` accept everything; `layouts` maps a format to the scale layout
     that the kernel reads (a format that is not named is read in any layout); `reject` returns a reason or None.
-    by_demand: it serves only where it is asked for by name, because it has not run on the hardware that it is for."""
+    by_demand: it serves only where it is asked for by name, because too little is known of it."""
 
     op: str
     backend: str
@@ -314,7 +314,7 @@ def explain_request(request: Request) -> Explanation:
         found = found or taken
         if reason is None:
             demanded = f"demanded: {forced}" if taken and forced else "best row that accepts"
-            passed_over = "able, but only by demand: never run here" if row.by_demand else "able, lower priority"
+            passed_over = "able, but only by demand" if row.by_demand else "able, lower priority"
             reason = demanded if taken else (f"able, but {forced} is demanded" if forced else passed_over)
         conversions = row.conversions(request) if taken else ()
         fits = row.misfit(request) is None

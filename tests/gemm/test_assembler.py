@@ -42,6 +42,10 @@ def test_the_first_that_nothing_speaks_against() -> None:
     assert found.assembler is OTHER
     assert found.refused == ("ptxas 12.8.93 (own) is older than 12.9",)
     assert ALLOWED[(3, 6), OTHER.version] in found.reason
+
+
+def test_the_order_of_candidates_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALLOWED, ((3, 6), TOOLKIT.version), "by hand")
     assert choose([OLD, TOOLKIT, OTHER], OLD.path, (3, 6), driver=13).assembler is TOOLKIT
 
 

@@ -29,14 +29,10 @@ FOREIGN = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 # the first that lets the two warps of a scheduler alternate between their sums (docs/design/gemm.md)
 WORTH_IT: Version = (12, 9, 0)
 
-# (Triton, assembler): what was run. A pair enters only after tests/gemm/test_hopper.py passed with it on a GPU, and
-# leaves when anything fails: assemblers miscompile, and each Triton gives them other code. "Provisional" pairs have yet
-# to be confirmed by those tests, or removed.
+# (Triton, assembler) beside Triton's own: what was run. A pair enters only after tests/gemm/test_hopper.py passed with
+# it on a GPU, and leaves when anything fails: assemblers miscompile, and each Triton gives them other code.
 ALLOWED: dict[tuple[tuple[int, int], Version], str] = {
-    ((3, 6), (12, 8, 93)): "the GPU tests passed on an H200",
-    ((3, 6), (12, 9, 86)): "provisional: run by a scratch script on an H200, not yet by the GPU tests",
-    ((3, 6), (13, 0, 88)): "provisional: run by a scratch script on an H200, not yet by the GPU tests",
-    ((3, 9), (13, 4, 59)): "provisional: Triton's own, compiled only",
+    ((3, 6), (12, 9, 86)): "tests/gemm/test_hopper.py passed on an H200",
 }
 
 
@@ -95,10 +91,12 @@ def choose(candidates: Iterable[Assembler], own: str, triton: tuple[int, int], d
     """The first candidate that nothing speaks against. own: the path of Triton's, which needs no choosing."""
     refused: list[str] = []
     for candidate in candidates:
+        if candidate.path == own and candidate.version >= WORTH_IT:
+            return Choice(None, f"{candidate} is new enough", tuple(refused))
         against = _against(candidate, triton, driver)
         if against is None:
             why = f"the first that is new enough, loads and is allowed ({ALLOWED[triton, candidate.version]})"
-            return Choice(None if candidate.path == own else candidate, f"{candidate} is {why}", tuple(refused))
+            return Choice(candidate, f"{candidate} is {why}", tuple(refused))
         refused.append(f"{candidate} {against}")
     return Choice(None, "nothing better can be used", tuple(refused))
 

@@ -105,6 +105,11 @@ _LAUNCH_US = 2.5
 _BYTES_PER_US = 3.6e6  # of memory
 _SHARING_US = 3.0  # of shared tiles: telling each other, and
 _PIECE_BYTES_PER_US = 8e3  # a piece's way to the second-level cache and back
+_SHARING_MARGIN = 1.03  # what it must win by: with idle multiprocessors the others run at a higher clock
+_LONG, _LAST_ROUND = (
+    4,
+    0.25,
+)  # after so many rounds power is short, and a round with no programs would be shorter by this
 _LEAST_SHARE = 4  # blocks of K that are worth a program of their own
 # tile; costs with one scale per 128x128 of b, and with scales 1x128
 _CANDIDATES = (
@@ -151,8 +156,10 @@ def _tiles(tile: Tile, problem: Problem) -> int:
 def _predicted_us(plan: Plan, cost: _Cost, problem: Problem) -> float:
     tile, blocks = plan.tile, problem.blocks
     work, sharing = plan.rounds * (cost.block * blocks + cost.tile), 0.0
+    left = _tiles(tile, problem) - plan.rounds * plan.programs
+    if not plan.shared and plan.rounds >= _LONG:  # the last round has -left programs less
+        work *= 1 + _LAST_ROUND * left / plan.programs / plan.rounds
     if plan.shared:
-        left = _tiles(tile, problem) - plan.rounds * plan.programs
         work += cost.block * -(-left * blocks // plan.programs) + cost.tile
         sharing = _SHARING_US + 4 * tile.bm * tile.bn / _PIECE_BYTES_PER_US
     return _LAUNCH_US + max(work, moved_bytes(problem) / _BYTES_PER_US) + sharing
@@ -172,12 +179,13 @@ def choose(problem: Problem) -> tuple[Plan, float]:
     >>> plan.tile.label
     '192x128, 3 groups, 4 stages'
     """
-    ranked: list[tuple[float, Plan]] = []
+    ranked: list[tuple[float, float, Plan]] = []
     for tile, block, vector in _CANDIDATES:
         if problem.add and tile.waves > 1:
             continue  # a group's buffer holds one part of what is added to
         for plan in (whole_tiles(tile, problem), shared_tiles(tile, problem)):
             if plan is not None:
-                ranked.append((_predicted_us(plan, vector if problem.vector else block, problem), plan))
-    us, plan = min(ranked, key=lambda pair: pair[0])
+                us = _predicted_us(plan, vector if problem.vector else block, problem)
+                ranked.append((us * (_SHARING_MARGIN if plan.shared else 1.0), us, plan))
+    _, us, plan = min(ranked, key=lambda row: row[0])
     return plan, us
