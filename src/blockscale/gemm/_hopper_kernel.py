@@ -150,6 +150,16 @@ def _store(acc, output, buffer, row, column, N, BIAS: gl.constexpr, ADD: gl.cons
 
 
 @gluon.jit
+def _fetch(output, buffer, bar, row, column):
+    """What the product is added to, into the buffer that its sum will leave from."""
+    c_desc, _, _ = output
+    tma_store_wait(0)
+    thread_barrier()  # of all threads that have stored from it
+    mbarrier.expect(bar, c_desc.block_type.nbytes)
+    tma_load(c_desc, [row, column], bar, buffer)
+
+
+@gluon.jit
 def _skip(full, empty, stage, phase, count, STAGES: gl.constexpr):
     """A group whose rows all lie below the operand gives its blocks back."""
     for _ in range(count):
@@ -204,8 +214,8 @@ def _block_scale(sb_at, k, VECTOR: gl.constexpr):
 
 @gluon.jit
 def _sums(
-    sb_ptr, rings, bars, sizes, pn, start, stop, stage, phase,
-    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr,
+    output, rings, c_tile, bars, sizes, top, pn, start, stop, stage, phase,
+    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The sums of a group's parts over blocks of K, and where the ring stands then.
 
@@ -213,7 +223,8 @@ def _sums(
     them: the copy engine was seen to overwrite what had not been read. Hence a fence behind the last of them; scales
     of rows are loaded before the product, so that it hides in the product's time.
     """
-    full, empty, _ = bars
+    _, sb_ptr, _ = output
+    full, empty, c_full = bars
     _, _, K, sb_stride, _, _, _ = sizes
     BN: gl.constexpr = TILE.bn
     RUN: gl.constexpr = TILE.run
@@ -247,7 +258,11 @@ def _sums(
     else:
         # In a run of blocks one is multiplied while the one before is added. None is under way from one run to the
         # next: the assembler does not follow it around the loop, and would wait for every product.
+        later: gl.constexpr = 2 if RUN == 1 else 1
+        fetch_at = start + gl.minimum(later, gl.cdiv(stop - start, RUN) - 1) * RUN
         for k in range(start, stop, RUN):
+            if ADD and k == fetch_at:  # not at once: by now the last store has left the buffer
+                _fetch(output, c_tile.index(GROUP), c_full.index(GROUP), top, pn * BN)
             sb = _block_scale(sb_at, k, VECTOR)
             mbarrier.wait(full.index(stage), phase)
             rows = _row_scales(rings, stage, part, mma)
@@ -286,7 +301,6 @@ def _consumer(
     GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
-    c_desc, sb_ptr, _ = output
     full, empty, c_full = bars
     M, N, K, _, tiles_m, tiles_n, rounds = sizes
     waves: gl.constexpr = TILE.waves
@@ -300,13 +314,8 @@ def _consumer(
         if top >= M:
             stage, phase = _skip(full, empty, stage, phase, _ring_blocks(start, stop, TILE), TILE.stages)
         else:
-            if ADD:  # while the product is made; the last store must have left the buffer
-                tma_store_wait(0)
-                thread_barrier()
-                mbarrier.expect(c_full.index(GROUP), c_desc.block_type.nbytes)
-                tma_load(c_desc, [top, column], c_full.index(GROUP), c_tile.index(GROUP))
             first, second, stage, phase = _sums(
-                sb_ptr, rings, bars, sizes, pn, start, stop, stage, phase, GROUP, TILE, VECTOR
+                output, rings, c_tile, bars, sizes, top, pn, start, stop, stage, phase, GROUP, TILE, VECTOR, ADD
             )
             for wave in gl.static_range(waves):
                 acc = first if wave == 0 else second
