@@ -124,7 +124,7 @@ def test_rows_returns_a_copy():
 
 
 def test_backends():
-    assert set(registry.backends()) - {"triton", "hopper"} == {"reference", "torch", "torch_sm100"}
+    assert set(registry.backends()) - {"triton", "hopper", "hopper_rows"} == {"reference", "torch", "torch_sm100"}
 
 
 def test_requests_and_rows_are_hashable():
@@ -453,7 +453,7 @@ def test_what_never_ran_serves_by_demand_only(toy):
     with use_backend(toy="untried"):
         assert select(toy_request(2)).backend == "untried"
         assert explain_request(toy_request(2)).taken.backend == "untried"
-    assert {row.backend for row in registry.rows("gemm") if row.by_demand} <= {"triton", "torch_sm100"}
+    assert {row.backend for row in registry.rows("gemm") if row.by_demand} <= {"triton", "torch_sm100", "hopper_rows"}
 
 
 def test_nothing_left_is_an_error_with_every_reason(toy):

@@ -12,6 +12,7 @@ from blockscale.gemm.heuristics import (
     Problem,
     Tile,
     choose,
+    choose_few_rows,
     fitted,
     shared_bytes,
     shared_tiles,
@@ -60,6 +61,18 @@ def test_few_rows_get_small_tiles_and_many_get_large_ones() -> None:
 def test_what_is_added_to_has_one_buffer_for_each_group() -> None:
     for m, n, k in itertools.product((1, 4096), (576, 8192), (128, 8192)):
         assert choose(Problem(m, n, k, True, True, 132, add=True))[0].tile.waves == 1
+
+
+def test_few_rows_fit_and_fill_the_machine() -> None:
+    for m, n, k in itertools.product((1, 16, 33, 64), (16, 2112, 18432), (16, 2048, 18432)):
+        plan, us = choose_few_rows(Problem(m, n, k, False, False, 132))
+        assert plan.tile.bn >= m
+        assert plan.tile.stages > plan.tile.run, "a run and more"
+        assert us > 0
+    assert choose_few_rows(Problem(16, 18432, 7168, False, False, 132))[0].programs == 96, (
+        "one round, not two and a bit"
+    )
+    assert choose_few_rows(Problem(16, 2112, 7168, False, False, 132))[0].shared
 
 
 def test_more_work_never_takes_less_time() -> None:

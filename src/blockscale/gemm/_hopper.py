@@ -58,14 +58,14 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype)
-    workspace = _workspace(plan, out.device) if plan.shared else out
+    workspace = workspace_for(plan, out.device) if plan.shared else out
     _assembly.launch(functools.partial(
         scaled_mm_kernel[(plan.programs,)],
-        _descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), a_layout),
-        _descriptor(b.data[:, :k], (tile.bn, 128), b_layout),
-        _descriptor(a_scale, (1, tile.span), scale_layout),
-        _descriptor(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
-        _descriptor(out, (PART, tile.bn), out_layout),
+        descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), a_layout),
+        descriptor(b.data[:, :k], (tile.bn, 128), b_layout),
+        descriptor(a_scale, (1, tile.span), scale_layout),
+        descriptor(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
+        descriptor(out, (PART, tile.bn), out_layout),
         b_scale, None if bias is None else bias.contiguous(), workspace,
         m, n, k, b_scale.stride(0), plan.rounds,
         tile, vector, bias is not None, accumulate, plan.shared, num_warps=4,
@@ -73,7 +73,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     ))  # fmt: skip
 
 
-def _workspace(plan: Plan, device: torch.device) -> Tensor:
+def workspace_for(plan: Plan, device: torch.device) -> Tensor:
     """Counters, one for each part of a shared tile, then room for two pieces of a tile from each program."""
     size = COUNTERS.value + 2 * plan.programs * plan.tile.bm * plan.tile.bn
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -97,7 +97,7 @@ def _can_be_described(tensor: Tensor) -> bool:
     return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
-def _descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> TensorDescriptor:
+def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> TensorDescriptor:
     if not _can_be_described(tensor):
         rows, columns = tensor.shape
         aligned = torch.empty_strided(

@@ -8,7 +8,7 @@ has to come from memory takes its time in any case.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 PART = 64  # rows of one warpgroup instruction
@@ -189,3 +189,55 @@ def choose(problem: Problem) -> tuple[Plan, float]:
                 ranked.append((us * (_SHARING_MARGIN if plan.shared else 1.0), us, plan))
     _, us, plan = min(ranked, key=lambda row: row[0])
     return plan, us
+
+
+# ---- few rows: weights by tokens -------------------------------------------------------------------------------------
+
+MOST_ROWS = 64
+# Estimates, as this kernel has not run: a group's block of weights as one program can draw it, or a product's wait.
+_GROUP_BLOCK_US, _LEAST_BLOCK_US, _FEW_TILE_US = 0.15, 0.12, 0.5
+_MOST_STAGES = 16
+
+
+def few_rows_tiles(rows: int) -> list[Tile]:
+    """Of weights by tokens, for at most `MOST_ROWS` tokens, with as many stages as fit; three groups where they do not
+    spill."""
+    tokens = max(16, 1 << (rows - 1).bit_length())
+    tiles: list[Tile] = []
+    for groups, registers, loads in ((1, 232, 1), (2, 232, 1), (3, 160, 3))[: 3 if tokens <= 32 else 2]:
+        tile = Tile(groups, 1, tokens, 1, 1, run=4, registers=registers, loads=loads)
+        block = (tile.bm + tokens) * 128 + (tile.span + tokens) * 4 + 16  # the last: two barriers
+        tiles.append(tile._replace(stages=min(_MOST_STAGES, (SHARED_BYTES - 2048) // block)))
+    return tiles
+
+
+@functools.lru_cache(maxsize=8192)
+def choose_few_rows(problem: Problem) -> tuple[Plan, float]:
+    """As `choose`, for a kernel that takes the weights for rows.
+
+    >>> plan, us = choose_few_rows(Problem(16, 7168, 18432, vector=False, wide=False, multiprocessors=132))
+    >>> plan.label
+    '64x16, 1 groups, 16 stages; 112 programs, 1 tiles each'
+    """
+    turned = replace(problem, m=problem.n, n=problem.m)
+    ranked: list[tuple[float, Plan]] = []
+    for tile in few_rows_tiles(problem.m):
+        for plan in (whole_tiles(tile, turned), shared_tiles(tile, turned)):
+            if plan is not None:
+                plan = plan._replace(tile=tile)  # there is no output tile that would take stages
+                ranked.append((_few_rows_us(plan, turned), plan))
+    us, plan = min(ranked, key=lambda pair: pair[0])
+    return plan, us
+
+
+def _few_rows_us(plan: Plan, turned: Problem) -> float:
+    """Whole rounds draw all the bandwidth there is; what is left takes as long as one program needs, or its bytes."""
+    tile, tiles = plan.tile, _tiles(plan.tile, turned)
+    block = max(_LEAST_BLOCK_US, _GROUP_BLOCK_US * tile.groups)
+    one, memory = block * turned.blocks + _FEW_TILE_US, moved_bytes(turned) / _BYTES_PER_US
+    if plan.shared:
+        work = plan.rounds * one + block * -(-(tiles - plan.rounds * plan.programs) * turned.blocks // plan.programs)
+        return _LAUNCH_US + max(work, memory) + _SHARING_US + 4 * tile.bm * tile.bn / _PIECE_BYTES_PER_US
+    rounds, left = divmod(tiles, turned.multiprocessors)
+    us = max(rounds * one, memory * (tiles - left) / tiles)
+    return _LAUNCH_US + us + (max(one, memory * left / tiles) if left else 0.0)

@@ -1,0 +1,209 @@
+"""The FP8 product of Hopper for few rows of a: weights fill the tensor cores' side of 64, tokens are the narrow one.
+
+    out[m, n] = sum over blocks k of (w[n, k] @ x[m, k].mT) * sw[n or n/128, k] * sx[k, m]
+
+With few tokens a product is a read of the weights. Here every byte that a copy brings is used, sums take 8 to 32
+registers a thread, and the result, which is small, goes to memory from registers, transposed. The rest is as in
+`_hopper_kernel`: a warp fills a ring, groups of 64 rows of weights multiply, tiles may be shared between programs.
+"""
+
+# The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false, reportPrivateUsage=false
+
+from ._gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ._hopper_kernel import _gathered, _item, _items, _next, _pinned, _ring_blocks, _skip
+
+
+@gluon.jit
+def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr, SHARED: gl.constexpr):
+    w_desc, x_desc, sw_desc, sx_desc = operands
+    w_ring, x_ring, sw_ring, sx_ring = rings
+    full, empty = bars
+    _, _, K, _, tiles, _, rounds = sizes
+    BM: gl.constexpr = TILE.groups * 64
+    LOADS: gl.constexpr = TILE.loads
+    sw_bytes: gl.constexpr = sw_desc.block_type.nbytes if VECTOR else 0
+    x_bytes: gl.constexpr = x_desc.block_type.nbytes + sx_desc.block_type.nbytes
+    block_bytes: gl.constexpr = LOADS * w_desc.block_type.nbytes + x_bytes + sw_bytes
+    blocks = gl.cdiv(K, 128)
+    stage, phase = 0, 1  # the ring starts empty
+    for item in range(_items(tiles, rounds, blocks, SHARED)):
+        tile, start, stop = _item(item, tiles, rounds, blocks, SHARED)
+        for number in range(_ring_blocks(start, stop, TILE)):
+            k = start + number
+            k = k if k < stop else blocks  # outside of the operands: zeros
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            mbarrier.expect(bar, block_bytes)
+            for load in gl.static_range(LOADS):
+                row = tile * BM + load * (BM // LOADS)
+                tma_load(w_desc, [row, k * 128], bar, w_ring.index(stage * LOADS + load))
+            tma_load(x_desc, [0, k * 128], bar, x_ring.index(stage))
+            tma_load(sx_desc, [k, 0], bar, sx_ring.index(stage))
+            if VECTOR:
+                tma_load(sw_desc, [k, tile * BM], bar, sw_ring.index(stage))
+            stage, phase = _next(stage, phase, TILE.stages)
+
+
+@gluon.jit
+def _multiply(rings, partial, stage, never, GROUP: gl.constexpr, TILE: gl.constexpr):
+    """As in `_hopper_kernel`: into the registers of an earlier partial result."""
+    w_ring, x_ring, _, _ = rings
+    PARTS: gl.constexpr = TILE.groups // TILE.loads  # of one load
+    w = w_ring.index(stage * TILE.loads + GROUP // PARTS)
+    if PARTS > 1:
+        w = w.slice(GROUP % PARTS * 64, 64)
+    return warpgroup_mma(w, x_ring.index(stage).permute((1, 0)), partial, use_acc=never, is_async=True)
+
+
+@gluon.jit
+def _scale(rings, sw_at, k, stage, layout: gl.constexpr, GROUP: gl.constexpr, VECTOR: gl.constexpr):
+    """Of a partial result: by rows of weights, or one for all 64 of them, and by tokens."""
+    _, _, sw_ring, sx_ring = rings
+    TOKENS: gl.constexpr = sx_ring.shape[2]
+    SPAN: gl.constexpr = sw_ring.shape[2]
+    tokens = sx_ring.index(stage).reshape((TOKENS,)).load(gl.SliceLayout(0, layout))
+    if VECTOR:
+        rows = sw_ring.index(stage).reshape((SPAN,)).slice(GROUP * 64, 64).load(gl.SliceLayout(1, layout))
+        return rows[:, None] * tokens[None, :]
+    else:
+        return (tokens * gl.load(sw_at + k))[None, :]
+
+
+@gluon.jit
+def _sums(
+    sw_ptr, rings, bars, sizes, row, start, stop, stage, phase,
+    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr,
+):  # fmt: skip
+    """The sums of 64 rows of weights with all tokens, and where the ring stands then. Scales are loaded before their
+    product is waited for, and a fence makes sure that they have arrived before the block is given back."""
+    full, empty = bars
+    _, _, K, sw_stride, _, _, _ = sizes
+    BN: gl.constexpr = TILE.bn
+    RUN: gl.constexpr = TILE.run
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
+    never = K < 0
+    sw_at = sw_ptr + row // 128 * sw_stride
+    acc = gl.zeros((64, BN), gl.float32, mma)
+    even = gl.zeros((64, BN), gl.float32, mma)
+    odd = even
+    for k in range(start, stop, RUN):
+        mbarrier.wait(full.index(stage), phase)
+        even = _multiply(rings, even, stage, never, GROUP, TILE)
+        for i in gl.static_range(RUN):
+            here = stage
+            stage, phase = _next(stage, phase, TILE.stages)
+            if i + 1 < RUN:
+                mbarrier.wait(full.index(stage), phase)
+                if i % 2 == 0:
+                    odd = _multiply(rings, odd, stage, never, GROUP, TILE)
+                else:
+                    even = _multiply(rings, even, stage, never, GROUP, TILE)
+            scale = _scale(rings, sw_at, gl.minimum(k + i, stop - 1), here, mma, GROUP, VECTOR)
+            fence_async_shared()
+            if i % 2 == 0:
+                even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
+                mbarrier.arrive(empty.index(here), count=1)
+                acc = _pinned(acc + even * scale)
+            else:
+                odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
+                mbarrier.arrive(empty.index(here), count=1)
+                acc = _pinned(acc + odd * scale)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _store(acc, output, row, M, N, BIAS: gl.constexpr, ADD: gl.constexpr):
+    """Transposed, with a bias or added to what is there, in fp32."""
+    out_ptr, bias_ptr, m_stride, n_stride = output
+    n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    m = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    at = out_ptr + m.to(gl.int64)[None, :] * m_stride + n.to(gl.int64)[:, None] * n_stride
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    if BIAS:
+        acc = acc + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    if ADD:
+        acc = acc + gl.load(at, mask=inside, other=0.0)
+    gl.store(at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _consumer(
+    output, sw_ptr, rings, bars, workspace, sizes,
+    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    full, empty = bars
+    M, N, K, _, tiles, _, rounds = sizes
+    blocks = gl.cdiv(K, 128)
+    stage, phase = 0, 0
+    for item in range(_items(tiles, rounds, blocks, SHARED)):
+        tile, start, stop = _item(item, tiles, rounds, blocks, SHARED)
+        row = (tile * TILE.groups + GROUP) * 64
+        if row >= N:
+            stage, phase = _skip(full, empty, stage, phase, _ring_blocks(start, stop, TILE), TILE.stages)
+        else:
+            acc, stage, phase = _sums(sw_ptr, rings, bars, sizes, row, start, stop, stage, phase, GROUP, TILE, VECTOR)
+            if SHARED:
+                ready = stop - start == blocks
+                if not ready:
+                    acc, ready = _gathered(acc, (workspace, tile), GROUP, sizes, TILE)
+                if ready:
+                    _store(acc, output, row, M, N, BIAS, ADD)
+            else:
+                _store(acc, output, row, M, N, BIAS, ADD)
+
+
+@gluon.jit
+def few_rows_kernel(
+    w_desc, x_desc, sw_desc, sx_desc, out_ptr, sw_ptr, bias_ptr, workspace,
+    M, N, K, sw_stride, m_stride, n_stride, rounds,
+    TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """TILE: a `heuristics.Tile` of weights by tokens.  VECTOR: weights have scales 1x128, not 128x128."""
+    groups: gl.constexpr = TILE.groups
+    stages: gl.constexpr = TILE.stages
+    BM: gl.constexpr = groups * 64
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [stages * TILE.loads, BM // TILE.loads, 128], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [stages, TILE.bn, 128], x_desc.layout)
+    sw_shape: gl.constexpr = sw_desc.block_type.shape[1]
+    sw_ring = gl.allocate_shared_memory(gl.float32, [stages if VECTOR else 1, 1, sw_shape], sw_desc.layout)
+    sx_ring = gl.allocate_shared_memory(gl.float32, [stages, 1, TILE.bn], sx_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=groups)
+    operands = (w_desc, x_desc, sw_desc, sx_desc)
+    output = (out_ptr, bias_ptr, m_stride, n_stride)
+    rings = (w_ring, x_ring, sw_ring, sx_ring)
+    bars = (full, empty)
+    sizes = (M, N, K, sw_stride, gl.cdiv(N, BM), 1, rounds)
+    if groups == 1:
+        gl.warp_specialize([
+            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
+        ], [1], [40])  # fmt: skip
+    elif groups == 2:
+        gl.warp_specialize([
+            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 1, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
+        ], [4, 1], [TILE.registers, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 1, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 2, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
+        ], [4, 4, 1], [TILE.registers, TILE.registers, 32])  # fmt: skip
