@@ -19,7 +19,7 @@ from blockscale import registry
 from blockscale.errors import BackendError, UnknownNameError
 from blockscale.formats import FORMATS
 from blockscale.formats.spec import LEGAL_PAIRS
-from blockscale.registry import Request, explain_request, kernel, select, use_backend
+from blockscale.registry import Forecast, Request, explain_request, kernel, select, use_backend
 from products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
 
 SRC = Path(__file__).parents[1] / "src"
@@ -268,6 +268,23 @@ def test_refusals(backend, request_, reason):
 def test_a_row_without_the_dtype_refuses():
     row = replace(registry.rows("gemm")[-1], dtypes=frozenset({torch.bfloat16}))
     assert row.refusal(request_for("gemm", ("mxfp4", "mxfp4"), dtype=torch.float32)) == "has no float32"
+
+
+def test_a_row_may_tell_how_it_would_serve(toy):
+    def forecast(request: Request) -> Forecast:
+        return Forecast(f"{request.shape[0]} rows", 4.0, 8_000_000, 1.0, "memory", "guessed")
+
+    @kernel("toy", "telling", devices=(), priority=7, forecast=forecast, reject=lambda request: None)
+    def telling() -> None:
+        """the one that tells"""
+
+    explanation = explain_request(toy_request(2))
+    assert explanation.taken.forecast == forecast(toy_request(2))
+    assert [row.forecast is not None for row in explanation.candidates].count(True) == 1
+    assert str(explanation).splitlines()[3:4] == [
+        "   2 rows; predicted 4.0 µs, 2 TFLOP/s; "
+        "bound 1.0 µs by memory, of which the prediction reaches 25% (guessed)"
+    ]  # fmt: skip
 
 
 # ---- demanding a backend -------------------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ Nothing here starts CUDA unless a CUDA device is asked about.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
 import shutil
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +57,46 @@ def capability(device: torch.device | str) -> Capability:
     if device == torch.device("cuda"):
         return capability(torch.device("cuda", torch.cuda.current_device()))
     return _KNOWN.setdefault(device, _cuda_capability(device.index))
+
+
+# of an H200, and of every H100 with SXM
+USUAL_MULTIPROCESSORS = 132
+_META = torch.device("meta")
+_COUNTS: dict[torch.device, int] = {}
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time; where none do, on a CPU, as many as on an H200.
+
+    >>> multiprocessors(torch.device("cpu"))
+    132
+    """
+    known = _COUNTS.get(device)
+    if known is not None:
+        return known
+    if device.type != "cuda":
+        return USUAL_MULTIPROCESSORS
+    if device == torch.device("cuda"):  # without a number, it is another one tomorrow
+        return multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    return _COUNTS.setdefault(device, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@contextlib.contextmanager
+def compiling_for(where: Capability, count: int = USUAL_MULTIPROCESSORS) -> Generator[None]:
+    """Within it, operands on the meta device stand for operands on such a GPU of `count` multiprocessors.
+
+    Kernels that can be compiled ahead (`Kernel.ahead`) are launched with them, and no GPU is asked.
+
+    >>> with compiling_for(Capability("cuda", 90)):
+    ...     capability("meta")
+    Capability(device='cuda', sm=90)
+    """
+    before = _KNOWN.get(_META, Capability("meta")), _COUNTS.get(_META, USUAL_MULTIPROCESSORS)
+    _KNOWN[_META], _COUNTS[_META] = where, count
+    try:
+        yield
+    finally:
+        _KNOWN[_META], _COUNTS[_META] = before
 
 
 def named_device(name: torch.device | str) -> torch.device:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -71,10 +71,48 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What a row expects of itself: how it would cut the problem up, the microseconds that its model predicts, and the
+    fewest that a machine allows, with what sets them. note: what the figures take for granted."""
+
+    configuration: str
+    us: float
+    flops: int
+    bound_us: float
+    bound_by: str
+    note: str = ""
+
+    @property
+    def tflop_s(self) -> float:
+        return self.flops / self.us / 1e6
+
+    @property
+    def predicted(self) -> str:
+        """The model's figures, for people."""
+        return f"{self.us:,.1f} µs, {self.tflop_s:,.0f} TFLOP/s"
+
+    @property
+    def bound(self) -> str:
+        """What no kernel can pass, and how near the prediction comes, for people."""
+        return f"{self.bound_us:,.1f} µs by {self.bound_by}, of which the prediction reaches {self.share:.0%}"
+
+    @property
+    def share(self) -> float:
+        """Of the bound's rate, at the predicted time."""
+        return self.bound_us / self.us
+
+    def __str__(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.configuration}; predicted {self.predicted}; bound {self.bound}{note}"
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A row. Empty `devices`, `formats` and `dtypes` accept everything; `layouts` maps a format to the scale layout
     that the kernel reads (a format that is not named is read in any layout); `reject` returns a reason or None.
-    by_demand: it serves only where it is asked for by name, because too little is known of it."""
+    by_demand: it serves only where it is asked for by name, because too little is known of it.  forecast: how it would
+    serve a request that it accepts.  ahead: it can be compiled without being run, by a launch with operands on the meta
+    device (`hardware.compiling_for`); requests with equal answers are served by one compiled kernel."""
 
     op: str
     backend: str
@@ -88,6 +126,8 @@ class Kernel:
     reject: Callable[[Request], str | None] | None = None
     summary: str = ""
     by_demand: bool = False
+    forecast: Callable[[Request], Forecast] | None = None
+    ahead: Callable[[Request], Hashable] | None = None
 
     def misfit(self, request: Request) -> str | None:
         """Why this row was not made for such a device and such formats, or None."""
@@ -136,6 +176,8 @@ def kernel(
     priority: int = 0,
     reject: Callable[[Request], str | None] | None = None,
     by_demand: bool = False,
+    forecast: Callable[[Request], Forecast] | None = None,
+    ahead: Callable[[Request], Hashable] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: add the launcher below it to the table. Its docstring's first line is what `explain` shows."""
 
@@ -154,6 +196,8 @@ def kernel(
             reject,
             summary,
             by_demand,
+            forecast,
+            ahead,
         )
         rows = _TABLE.setdefault(op, [])
         rows.append(row)
@@ -272,7 +316,7 @@ def select(request: Request) -> Kernel:
 @dataclass(frozen=True)
 class Candidate:
     """A row as `explain` shows it: refused with a reason, or able; at most one is taken. `fits`: made for this device
-    and these formats, whether it accepts this call or not."""
+    and these formats, whether it accepts this call or not.  forecast: of a row that is able and can tell."""
 
     backend: str
     priority: int
@@ -281,6 +325,7 @@ class Candidate:
     summary: str
     conversions: tuple[str, ...]
     fits: bool
+    forecast: Forecast | None = None
 
 
 @dataclass(frozen=True)
@@ -300,6 +345,8 @@ class Explanation:
             mark, what = "->" if row.taken else "  ", f" ({row.summary})" if row.summary else ""
             converts = "".join(f"; converts {text}" for text in row.conversions)
             lines.append(f"{mark} {row.backend}{what}: {row.reason}{converts}")
+            if row.forecast is not None:
+                lines.append(f"   {row.forecast}")
         return "\n".join(lines)
 
 
@@ -310,6 +357,7 @@ def explain_request(request: Request) -> Explanation:
     candidates: list[Candidate] = []
     for row in rows(request.op):
         reason = row.refusal(request)
+        forecast = row.forecast(request) if row.forecast is not None and reason is None else None
         taken = reason is None and not found and (row.backend == forced or (forced is None and not row.by_demand))
         found = found or taken
         if reason is None:
@@ -318,5 +366,6 @@ def explain_request(request: Request) -> Explanation:
             reason = demanded if taken else (f"able, but {forced} is demanded" if forced else passed_over)
         conversions = row.conversions(request) if taken else ()
         fits = row.misfit(request) is None
-        candidates.append(Candidate(row.backend, row.priority, taken, reason, row.summary, conversions, fits))
+        told = (row.backend, row.priority, taken, reason, row.summary, conversions, fits, forecast)
+        candidates.append(Candidate(*told))
     return Explanation(request, tuple(candidates))

@@ -96,6 +96,17 @@ def test_explain_answers_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixtur
         assert backend in taken
 
 
+def test_explain_shows_configuration_prediction_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
+    assert main(["explain", "gemm", "--a", "fp8_1x128", "--m", "8192", "--n", "8192", "--device", "sm_90"]) == 0
+    words = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert "192x128, 3 groups" in words["configuration"]
+    assert "TFLOP/s" in words["predicted"]
+    assert "by FP8 units at" in words["bound"]
+    assert main(["explain", "gemm", "--device", "cpu"]) == 0
+    assert "predicted" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "operation",
     ["swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both"],

@@ -174,3 +174,35 @@ def test_it_obeys_a_demand():
     with bs.use_backend("reference"):
         assert bs.explain("gemm", q, q).taken.backend == "reference"
     assert bs.explain("gemm", q, q).taken.backend == "torch"
+
+
+def forecast_of(shape: tuple[int, int, int], weight: str = "fp8_128x128", **named: bool):
+    m, n, k = shape
+    a, b = (torch.empty(rows, k, device="meta") for rows in (m, n))
+    operands = bs.quantize(a, "fp8_1x128"), bs.quantize(b, weight)
+    return bs.explain("gemm", *operands, on=Capability("cuda", 90), **named)
+
+
+def test_hopper_says_how_it_would_multiply():
+    pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
+    explanation = forecast_of((8192, 8192, 8192))
+    forecast = explanation.taken.forecast
+    assert forecast.configuration.startswith("192x128, 3 groups, 4 stages; 132 programs, ")
+    assert 1000 < forecast.tflop_s < 1450
+    assert forecast.bound_by.startswith("FP8 units")
+    assert 0.5 < forecast.share < 1
+    assert f"   {forecast}" in str(explanation).splitlines()
+    few = forecast_of((16, 2112, 7168)).taken.forecast
+    assert "shares of 128 of K" in few.configuration
+    assert few.bound_by.startswith("memory")
+    assert few.us < 20
+    assert "132 multiprocessors" in few.note or torch.cuda.is_available()
+    gradient = forecast_of((4096, 4096, 4096), "fp8_1x128", accumulate=True).taken.forecast
+    assert gradient.us > forecast_of((4096, 4096, 4096), accumulate=True).taken.forecast.us
+    assert "added" in gradient.note
+
+
+def test_rows_that_refuse_or_cannot_tell_have_no_forecast():
+    explanation = forecast_of((64, 60, 256))
+    assert [row.forecast for row in explanation.candidates] == [None] * len(explanation.candidates)
+    assert "predicted" not in str(explanation)

@@ -11,6 +11,7 @@ from blockscale.gemm.heuristics import (
     TILES,
     Problem,
     Tile,
+    bound,
     choose,
     choose_few_rows,
     fitted,
@@ -80,3 +81,18 @@ def test_more_work_never_takes_less_time() -> None:
         us = choose(Problem(m, n, k, False, False, 132))[1]
         for bigger in ((2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k)):
             assert choose(Problem(*bigger, False, False, 132))[1] >= us
+
+
+def test_no_prediction_passes_the_bound() -> None:
+    for problem in problems():
+        us, by = bound(problem)
+        assert 0 < us <= choose(problem)[1], str(problem)
+        assert by.startswith(("FP8 units at", "memory at"))
+
+
+def test_what_binds() -> None:
+    assert bound(Problem(16, 7168, 18432, False, False, 132))[1] == "memory at 4.2 TB/s"
+    us, by = bound(Problem(8192, 8192, 8192, False, False, 132))
+    assert by == "FP8 units at 1,450 TFLOP/s"
+    assert us == pytest.approx(2 * 8192**3 / 1.45e9)
+    assert bound(Problem(8192, 8192, 8192, False, False, 66))[0] == pytest.approx(2 * us)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..errors import check_name
+
 Shape = tuple[int, ...]
 Product = tuple[int, int, int]  # (M, N, K) of a [M, K] @ b [N, K].mT
 
@@ -55,6 +57,23 @@ MODELS: Mapping[str, tuple[tuple[int, int], ...]] = {
     "gpt-oss": ((2880, 5120), (4096, 2880)),
 }
 MODEL_ROWS = (1, 16, 128, 4096, 16384)
+
+
+def model_name(text: str) -> str:
+    """A model as people type it.
+
+    >>> model_name("llama3-8b")
+    'Llama3 8B'
+    """
+
+    def plain(name: str) -> str:
+        return "".join(letter for letter in name.lower() if letter.isalnum())
+
+    known = {plain(name): name for name in MODELS}
+    found = known.get(plain(text))
+    if found is None:
+        check_name(text, tuple(MODELS), "model")
+    return found or text
 
 
 def numel(shape: Shape) -> int:

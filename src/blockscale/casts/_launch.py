@@ -1,13 +1,21 @@
-"""The shortest way to launch a compiled Triton kernel again."""
+"""How Triton kernels start: compiled only, where operands have no memory, and the shortest way to launch one again."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import triton
+from torch import Tensor
+
+
+def start(kernel: Any, grid: tuple[int, ...], operand: Tensor) -> Callable[..., Any]:
+    """What to call with a kernel's arguments. With operands of the meta device it compiles and runs nothing: sizes,
+    strides and dtypes are all that a compiler asks (`hardware.compiling_for` says for which GPU)."""
+    return functools.partial(kernel.warmup, grid=grid) if operand.is_meta else kernel[grid]
 
 
 def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:

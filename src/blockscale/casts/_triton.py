@@ -20,7 +20,7 @@ from ..formats.layout import GROUP_ALIGN, ceil_div, code_row_bytes, padded_lengt
 from ..hardware import capability
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
-from ._launch import launcher
+from ._launch import launcher, start
 from ._source import Source, Tile, dense, plain, power_of_two, tile_shape
 from ._tiles import side
 
@@ -180,17 +180,17 @@ def _prepare(
         source.indices is not None, colsum is not None, power_of_two(max(1, *scopes)), GROUP_ALIGN, sm > 0,
         tile.J, tile.MQ, tile.BK, tile.down,
     )  # fmt: skip
-    compiled = cast_kernel[grid](
+    compiled = start(cast_kernel, grid, source.x)(
         *source.arguments(), offs, sums,
         *_pointers(row, amaxes[0], transposed=False), *_pointers(col, amaxes[1], transposed=True),
         *numbers, *constants, num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     if colsum is not None and colsum.numel():
-        colsum_kernel[(ceil_div(columns, 256), groups if offs is not None else count)](
+        start(colsum_kernel, (ceil_div(columns, 256), groups if offs is not None else count), source.x)(
             sums, offs, colsum, rows, columns, tiles_m, groups, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
             BM=block_rows, BK=256, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    elif colsum is None and compiled is not None and source.in_place:
+    elif colsum is None and compiled is not None and source.in_place and not source.x.is_meta:
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
         _LAUNCHES[key] = _Known(launcher(compiled, grid), (*numbers, *constants), any(scopes))
@@ -261,7 +261,7 @@ def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, tra
     tiles_m = ceil_div(rows if offs is None else rows + (GROUP_ALIGN - 1) * (groups + 1), block_rows)
     tiles_k = ceil_div(source.walked, tile.BK)
     even = rows % block_rows == 0 and source.walked % tile.BK == 0 and offs is None and source.indices is None
-    amax_kernel[(count * tiles_m * tiles_k,)](
+    start(amax_kernel, (count * tiles_m * tiles_k,), source.x)(
         *source.arguments(), offs, top, rows, columns, *source.steps(), tiles_m, tiles_k, groups,
         PER_GROUP=out.plan.grouped_amax, SOURCE=source.name, MODE=source.mode, HELD=source.held, EVEN=even,
         FAST=not INTERPRETED, GATHER=source.indices is not None, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
@@ -287,7 +287,12 @@ def reject(request: Request) -> str | None:
     return None
 
 
-@kernel("cast", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
+def itself(request: Request) -> Request:
+    """Which kernel serves a cast is the compiler's to say: it tells kinds of sizes apart (1, multiples of 16)."""
+    return request
+
+
+@kernel("cast", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, ahead=itself)
 def quantize(
     x: Tensor,
     plan: CastPlan,
@@ -305,7 +310,7 @@ def quantize(
     launch(plain(x), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
 
 
-@kernel("cast_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
+@kernel("cast_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, ahead=itself)
 def quantize_both(
     x: Tensor,
     plans: tuple[CastPlan, CastPlan],

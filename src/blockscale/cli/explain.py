@@ -33,7 +33,8 @@ def run(
     bias: bool = False,
     accumulate: bool = False,
 ) -> int:
-    """Show every kernel for one call: which is taken, and why the others are refused.
+    """Show every kernel for one call: which is taken, and why the others are refused; of a product that can tell, also
+    how it is cut up, the predicted time, and the bound.
 
     Args:
         operation: What is called. A cast takes M x K, a product M x K with N x K, SwiGLU gates and ups of M x K each, a
@@ -125,3 +126,13 @@ def _show(console: object, explanation: Explanation) -> None:
         style = "bold green" if row.taken else "dim"
         table.add_row("->" if row.taken else "", row.backend, row.summary, row.reason + converts, style=style)
     console.print(table)
+    taken = explanation.taken
+    if taken is not None and taken.forecast is not None:
+        forecast = taken.forecast
+        figures = Table.grid(padding=(0, 2))
+        figures.add_row("configuration", forecast.configuration)
+        figures.add_row("predicted", forecast.predicted)
+        figures.add_row("bound", forecast.bound)
+        if forecast.note:
+            figures.add_row("", forecast.note, style="dim")
+        console.print(figures)

@@ -14,12 +14,13 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   formats   the nine formats: grids, blocks, scale rules; --plot draws them
   demo      see what every format does to real-looking tensors
   bench     check and time casts and products; bench report rewrites the tables of the documentation
+  warmup    compile ahead what a model's linear layers need
 """
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
 )
-COMMANDS = ("doctor", "explain", "formats", "demo", "bench")
+COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,25 +1,52 @@
-"""The Gluon product of Hopper as a row of the table: descriptors, the choice of a tile, the launch."""
+"""The Gluon product of Hopper as a row of the table: descriptors, the choice of a tile, the launch, the forecast."""
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
+from ..casts._launch import start
 from ..formats.layout import round_up
 from ..formats.tensor import BlockScaled
-from ..registry import kernel
+from ..hardware import USUAL_MULTIPROCESSORS, capability, multiprocessors
+from ..registry import Forecast, Request, kernel
 from . import _assembly
 from ._gluon import TensorDescriptor, gl
 from ._hopper_kernel import COUNTERS, scaled_mm_kernel
 from .epilogue import finish
-from .heuristics import PART, Plan, Problem, choose
+from .heuristics import PART, Plan, Problem, bound, choose
 from .ops import reject_fp8_of_hopper
 
 _LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def _problem(request: Request, count: int) -> Problem:
+    m, n, k = request.shape
+    add = "accumulate" in request.options
+    return Problem(m, n, k, request.formats[1] == "fp8_1x128", add or request.dtype == torch.float32, count, add)
+
+
+def forecast(request: Request) -> Forecast:
+    """The plan that `scaled_mm` would take, on this GPU if it is such a one."""
+    here = torch.cuda.is_available() and capability("cuda") == request.capability
+    count = multiprocessors(torch.device("cuda")) if here else USUAL_MULTIPROCESSORS
+    note = "the model is fitted to one H200" if here else f"for {count} multiprocessors, an H200's: none is here"
+    problem = _problem(request, count)
+    if problem.add:
+        note += "; that it is added to something costs more than the model knows"
+    plan, us = choose(problem)
+    return Forecast(plan.label, us, 2 * problem.m * problem.n * problem.k, *bound(problem), note)
+
+
+def ahead(request: Request) -> Hashable:
+    """All that the compiled kernel depends on."""
+    plan, _ = choose(_problem(request, multiprocessors(torch.device("meta"))))
+    return plan.tile, plan.shared, request.formats, request.dtype, request.options
 
 
 @kernel(
@@ -30,6 +57,8 @@ _LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float
     layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
     priority=25,  # above the vendor's: docs/design/gemm.md has both
     reject=reject_fp8_of_hopper,
+    forecast=forecast,
+    ahead=ahead,
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised FP8 product, promoted after every 128 of K"""
@@ -45,12 +74,6 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     finish(product, out, None, accumulate=accumulate)
 
 
-@functools.lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time; on a CPU, where it is only compiled, an H200's."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan) -> None:
     """The product by one plan."""
     assert _can_be_described(out), "a copy of the output would be written, and lost"
@@ -60,7 +83,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype)
     workspace = workspace_for(plan, out.device) if plan.shared else out
     _assembly.launch(functools.partial(
-        scaled_mm_kernel[(plan.programs,)],
+        start(scaled_mm_kernel, (plan.programs,), out),
         descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), a_layout),
         descriptor(b.data[:, :k], (tile.bn, 128), b_layout),
         descriptor(a_scale, (1, tile.span), scale_layout),

@@ -336,7 +336,13 @@ def _consumer(
     tma_store_wait(0)
 
 
-@gluon.jit
+# Numbers that follow the tokens (M, rounds of tiles, K of a weight's gradient) or the layer. The compiler would make a
+# kernel for each of their kinds: 1, multiples of 16, others. N is a multiple of 16 in every call, and loads of a bias
+# are wider for it.
+_ANY_NUMBER = ["M", "K", "sb_stride", "rounds"]
+
+
+@gluon.jit(do_not_specialize=_ANY_NUMBER)
 def scaled_mm_kernel(
     a_desc, b_desc, sa_desc, sb_desc, c_desc, sb_ptr, bias_ptr, workspace, M, N, K, sb_stride, rounds,
     TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, SHARED: gl.constexpr,

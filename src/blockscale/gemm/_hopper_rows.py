@@ -9,11 +9,13 @@ import functools
 import torch
 from torch import Tensor
 
+from ..casts._launch import start
 from ..formats.tensor import BlockScaled
+from ..hardware import multiprocessors
 from ..registry import Request, kernel
 from . import _assembly
 from ._gluon import gl
-from ._hopper import descriptor, multiprocessors, workspace_for
+from ._hopper import descriptor, workspace_for
 from ._hopper_rows_kernel import few_rows_kernel
 from .heuristics import MOST_ROWS, Plan, Problem, choose_few_rows
 from .ops import reject_fp8_of_hopper
@@ -51,7 +53,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     rows = tile.bm // tile.loads
     weights, tokens, scales = _layouts(rows, tile.bn)
     _assembly.launch(functools.partial(
-        few_rows_kernel[(plan.programs,)],
+        start(few_rows_kernel, (plan.programs,), out),
         descriptor(b.data[:, :k], (rows, 128), weights),
         descriptor(a.data[:, :k], (tile.bn, 128), tokens),
         descriptor(b_scale if vector else a_scale, (1, tile.span), scales),

@@ -164,7 +164,8 @@ def _consumer(
                 _store(acc, output, row, M, N, BIAS, ADD)
 
 
-@gluon.jit
+# as in `_hopper_kernel`: one compiled kernel for all sizes; strides stay special, a stride of 1 above all
+@gluon.jit(do_not_specialize=["M", "K", "sw_stride", "rounds"])
 def few_rows_kernel(
     w_desc, x_desc, sw_desc, sx_desc, out_ptr, sw_ptr, bias_ptr, workspace,
     M, N, K, sw_stride, m_stride, n_stride, rounds,

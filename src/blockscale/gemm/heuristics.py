@@ -171,6 +171,25 @@ def moved_bytes(problem: Problem) -> int:
     return (m + n) * k + m * n * ((8 if problem.add else 4) if problem.wide else 2)
 
 
+# What the vendor's plain products reached on the same H200, whose multiprocessors are this many: rowwise FP8 with fast
+# accumulation 1,308 to 1,448 TFLOP/s, as power allowed, and a sum of a large tensor 4.2 TB/s.
+_MOST_FLOPS_PER_US, _OF_MULTIPROCESSORS = 1.45e9, 132
+_MOST_BYTES_PER_US = 4.2e6
+
+
+def bound(problem: Problem) -> tuple[float, str]:
+    """The fewest microseconds that any kernel could take, and what sets them.
+
+    >>> bound(Problem(16, 7168, 18432, vector=False, wide=False, multiprocessors=132))[1]
+    'memory at 4.2 TB/s'
+    """
+    rate = _MOST_FLOPS_PER_US * problem.multiprocessors / _OF_MULTIPROCESSORS
+    units, memory = 2 * problem.m * problem.n * problem.k / rate, moved_bytes(problem) / _MOST_BYTES_PER_US
+    if units >= memory:
+        return units, f"FP8 units at {rate / 1e6:,.0f} TFLOP/s"
+    return memory, f"memory at {_MOST_BYTES_PER_US / 1e6:.1f} TB/s"
+
+
 @functools.lru_cache(maxsize=8192)
 def choose(problem: Problem) -> tuple[Plan, float]:
     """The quickest plan by the model, and its predicted microseconds.

@@ -1,0 +1,231 @@
+"""What a model needs compiled: complete, each kernel once, and the same that a launch would look for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+from triton import knobs
+
+from aot.compiled import CAN_COMPILE, compiled_for
+from blockscale import quantize, quantize_both
+from blockscale.bench.shapes import MODELS
+from blockscale.casts._kernels import cast_kernel
+from blockscale.diagnostics import ahead
+from blockscale.hardware import CPU, Capability, capability, compiling_for, multiprocessors
+from blockscale.registry import Request
+
+_hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
+pytestmark = pytest.mark.skipif(
+    not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"
+)
+
+HOPPER = ahead.Target(Capability("cuda", 90))
+LLAMA = [(n, k) for k, n in MODELS["Llama3 8B"]]
+SMALL = Request("cast", HOPPER.capability, ("fp8_1x128",), (16, 256), torch.bfloat16, ("mn_major",))
+
+
+@contextmanager
+def keys() -> Iterator[set[tuple[str, str]]]:
+    """Names and keys of the kernels that launches within it would compile."""
+    seen: set[tuple[str, str]] = set()
+
+    def note(*, key: str, fn: object, **_: object) -> bool:
+        seen.add((fn.name, key))  # type: ignore[attr-defined]
+        return True
+
+    with compiled_for(90), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        yield seen
+
+
+@contextmanager
+def fresh() -> Iterator[Path]:
+    """A process that has compiled nothing, with a cache of its own."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        forget()
+        yield Path(folder)
+        forget()
+
+
+def forget() -> None:
+    cast_kernel.device_caches.clear()
+    _hopper.scaled_mm_kernel.device_caches.clear()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_needs_few_kernels(model: str) -> None:
+    layers = [(n, k) for k, n in MODELS[model]]
+    calls = ahead.needed(ahead.layer_requests(layers, HOPPER), HOPPER)
+    assert {call.backend for call in calls} == {"triton", "hopper"}
+    assert all(call.kernels for call in calls)
+    products = [call for call in calls if call.request.op == "gemm"]
+    assert 5 <= len(products) <= 20
+    assert len(calls) <= 60
+    again = ahead.needed([call.request for call in calls], HOPPER)
+    assert again == calls, "each is there for a kernel of its own"
+
+
+def test_inference_needs_less_and_given_tokens_fewer() -> None:
+    every = ahead.needed(ahead.layer_requests(LLAMA, HOPPER), HOPPER)
+    forward = ahead.needed(ahead.layer_requests(LLAMA, HOPPER, training=False), HOPPER)
+    assert {call.request.op for call in every} == {"cast", "cast_both", "gemm"}
+    assert {call.request.op for call in forward} == {"cast", "gemm"}
+    assert len(forward) < len(every)
+    one = ahead.layer_requests(LLAMA, HOPPER, tokens=[4096], training=False)
+    assert {request.shape[0] for request in one if request.formats == ("fp8_1x128", "fp8_128x128")} == {4096}
+
+
+def test_no_count_of_tokens_meets_a_kernel_that_was_not_compiled() -> None:
+    """The product, over every count up to 2048 and some above; casts of both kinds, up to 1024 and some above."""
+    n, k = 4096, 1024
+    calls = ahead.needed(ahead.layer_requests([(n, k)], HOPPER), HOPPER)
+    with compiling_for(HOPPER.capability):
+        made = {_hopper.ahead(call.request) for call in calls if call.request.op == "gemm"}
+        for m in (*range(1, 2049), 4095, 4096, 6001, 12345, 16384):
+            for request in ahead.layer_requests([(n, k)], HOPPER, tokens=[m]):
+                if request.op == "gemm" and request.shape[2] % 16 == 0:
+                    assert _hopper.ahead(request) in made, str(request)
+    with keys() as seen:
+        for call in calls:
+            if call.request.op != "gemm":
+                with compiling_for(HOPPER.capability):
+                    ahead._launch(call.request, ahead.select(call.request))
+        compiled = set(seen)
+        for m in (*range(1, 1025), 1500, 2047, 2048, 3000, 4095, 4096, 6000):
+            x = torch.empty(m, k, dtype=torch.bfloat16)
+            quantize(x, "fp8_1x128")
+            quantize_both(x, "fp8_1x128", "fp8_1x128")
+            assert seen == compiled, f"{m} tokens"
+
+
+def step(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, multiply: Callable[..., None]) -> None:
+    """A linear layer forward and backward, its weight's gradient added to a buffer."""
+    x_row, x_col = quantize_both(x, "fp8_1x128", "fp8_1x128")
+    dy_row, dy_col = quantize_both(dy, "fp8_1x128", "fp8_1x128")
+    w_row, w_col = quantize_both(w, "fp8_128x128", "fp8_128x128")
+    multiply(x_row, w_row, torch.empty_like(dy), bias=None, accumulate=False)
+    multiply(dy_row, w_col.mT, torch.empty_like(x), bias=None, accumulate=False)
+    buffer = torch.zeros(w.shape, device=w.device)
+    multiply(dy_col.mT, x_col.mT, buffer, bias=None, accumulate=True)
+
+
+@pytest.mark.parametrize("tokens", [16, 48, 1040])
+def test_a_step_asks_for_nothing_else(tokens: int) -> None:
+    """With the operands that casts really give, transposed ones too."""
+    n, k = 640, 384
+    compiled: set[tuple[str, str]] = set()
+    with compiling_for(HOPPER.capability), ahead._compiler(HOPPER) as keys_of:
+        for request in ahead.layer_requests([(n, k)], HOPPER):
+            compiled |= keys_of(request, ahead.select(request))
+    with keys() as seen:
+        x, w, dy = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((tokens, k), (n, k), (tokens, n)))
+        step(x, w, dy, _hopper.scaled_mm)
+        assert len(seen) >= 4
+        assert seen <= compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_on_a_gpu_the_first_step_compiles_nothing() -> None:
+    n, k, tokens = 640, 384, 48
+    gpu = torch.device("cuda", 0)
+    target = ahead.Target(capability(gpu), multiprocessors(gpu))
+    with fresh():
+        for call in ahead.needed(ahead.layer_requests([(n, k)], target, tokens=[tokens]), target):
+            ahead.compile_call(call.request, target)
+        forget()
+        hits: list[bool] = []
+        with knobs.compilation.scope():
+            knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+            x, w, dy = (
+                torch.zeros(shape, dtype=torch.bfloat16, device=gpu) for shape in ((tokens, k), (n, k), (tokens, n))
+            )
+            step(x, w, dy, _hopper.scaled_mm)
+            torch.cuda.synchronize()
+        assert hits
+        assert all(hits)
+
+
+def test_other_formats_compile_their_casts_and_tell_who_multiplies() -> None:
+    requests = ahead.layer_requests([(512, 256)], HOPPER, tokens=[64], formats=("nvfp4", "nvfp4_16x16"))
+    calls = ahead.needed(requests, HOPPER)
+    names = {name for call in calls for name in call.kernels}
+    assert names == {"amax_kernel", "cast_kernel"}
+    assert {call.backend for call in calls if not call.kernels} == {"torch"}
+
+
+def test_another_gpu_has_other_kernels() -> None:
+    ampere = ahead.Target(Capability("cuda", 80))
+    calls = ahead.needed(ahead.layer_requests([(512, 256)], ampere, tokens=[64]), ampere)
+    assert {call.request.op for call in calls if call.kernels} == {"cast", "cast_both"}
+    assert {call.backend for call in calls if not call.kernels} == {"reference"}
+
+
+def test_operands_without_memory_stand_for_a_gpu_only_within() -> None:
+    meta = torch.device("meta")
+    assert capability(meta) == Capability("meta")
+    with compiling_for(HOPPER.capability, 78):
+        assert (capability(meta), multiprocessors(meta)) == (HOPPER.capability, 78)
+        with compiling_for(Capability("cuda", 100), 148):
+            assert multiprocessors(meta) == 148
+        assert (capability(meta), multiprocessors(meta)) == (HOPPER.capability, 78)
+        assert capability("cpu") == CPU
+    assert (capability(meta), multiprocessors(meta)) == (Capability("meta"), 132)
+
+
+def test_listing_compiles_nothing() -> None:
+    with fresh() as folder:
+        ahead.needed([SMALL], HOPPER)
+        assert list(folder.rglob("*")) == []
+
+
+@pytest.mark.slow
+def test_a_launch_finds_what_was_compiled_ahead() -> None:
+    with fresh() as folder:
+        first = ahead.compile_call(SMALL, HOPPER)
+        assert (first.kernels, first.found) == (1, 0)
+        forget()
+        second = ahead.compile_call(SMALL, HOPPER)
+        assert (second.kernels, second.found) == (1, 1)
+        forget()
+        hits: list[bool] = []
+        with compiled_for(90), knobs.compilation.scope():
+            knobs.cache.dir = str(folder)
+            knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+            quantize(torch.zeros(48, 256, dtype=torch.bfloat16), "fp8_1x128")
+        assert hits == [True]
+
+
+@pytest.mark.slow
+def test_processes_compile_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    gemm = ahead.layer_requests([(256, 128)], HOPPER, tokens=[16], training=False)[-1]
+    assert gemm.op == "gemm"
+    done = list(ahead.compile_all([SMALL, gemm], HOPPER, 2))
+    assert {item.request.op for item in done} == {"cast", "gemm"}
+    assert all((item.kernels, item.found) == (1, 0) for item in done)
+    assert len(list(tmp_path.rglob("*.cubin"))) == 2
+
+
+def test_what_cannot_be_compiled_ahead_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ahead.obstacle() is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert ahead.obstacle() == "triton is not installed"
+
+
+def test_a_layer_without_a_plan_of_hopper() -> None:
+    """K in no multiple of 16: its row refuses, and the list says who serves."""
+    odd = replace(SMALL, op="gemm", formats=("fp8_1x128",) * 2, shape=(64, 64, 24), layouts=("mn_major",) * 2)
+    (call,) = ahead.needed([odd], HOPPER)
+    assert (call.backend, call.kernels) == ("reference", ())
