@@ -1,5 +1,5 @@
-"""The machine code of Hopper's MXFP8 product, compiled without a GPU: no spills, one instruction of the tensor cores for
-each 32 of K, sums that are fused and nothing beside them, memory that fits."""
+"""The machine code of Hopper's MXFP8 product, compiled without a GPU: no spills, an instruction of the tensor cores for
+each 32 of K, sums that are fused and little beside them, memory that fits."""
 
 from __future__ import annotations
 

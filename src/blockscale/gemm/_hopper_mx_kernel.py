@@ -1,11 +1,11 @@
-"""The MXFP8 product of Hopper: E4M3 or E5M2 codes, a power of two for each 1x32, fp32 sums promoted after every 32 of K.
+"""The MXFP8 product of Hopper: codes of 8 bits, a power of two for each 1x32, fp32 sums promoted after every 32 of K.
 
     c[M, N] = sum over steps k of (a[M, k] @ b[N, k].mT) * sa[M, k] * sb[N, k]
 
-A step of 32 is one instruction of the tensor cores and one block of the format, so what each returns is scaled and
-added in fp32: as many multiply-adds as the tensor cores' time has room for, and no room for more. So two warps beside
-the producer, the scalers, do everything else: they read scale bytes, turn them into fp32 and leave them in the ring, and
-a consumer only loads two factors for each step. See docs/design/gemm.md; the rest is as in `_hopper_kernel`.
+A step of 32 is one instruction of the tensor cores and one block of the format. What it returns is scaled and added in
+fp32, which takes the other units as long as the instruction takes the tensor cores: there is no time for anything else.
+So two warps beside the producer, the scalers, read scale bytes and leave fp32 factors in the ring.
+The rest is as in `_hopper_kernel`; docs/design/gemm.md says why.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -251,8 +251,8 @@ def scaled_mm_mx_kernel(
     a_desc, b_desc, c_desc, sa_ptr, sb_ptr, bias_ptr, M, N, K,
     TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """sa_ptr, sb_ptr: int32 [rows, K / 128], four scale bytes each.  TILE: of `heuristics_mx`.  VECTOR: each row of b has its scales, not 128 rows together.  ADD: to what c
-    holds."""
+    """sa_ptr, sb_ptr: int32 [rows, K / 128], four scale bytes each.  TILE: of `heuristics_mx`.  VECTOR: each row of b
+    has its scales, not 128 rows together.  ADD: to what c holds."""
     groups: gl.constexpr = TILE.groups
     stages: gl.constexpr = TILE.stages
     BM: gl.constexpr = groups * TILE.waves * 64

@@ -60,12 +60,13 @@ def plan_for(tile: Tile, problem: Problem) -> Plan:
 
 @functools.lru_cache(maxsize=8192)
 def choose(problem: Problem) -> Plan:
-    """128x128, or a smaller tile where that leaves multiprocessors idle.
+    """128x128, or a smaller tile where that would leave its rows empty or multiprocessors idle.
 
     >>> choose(Problem(4096, 4096, 4096, vector=True, wide=False, multiprocessors=132)).tile.label
     '128x128, 2 groups, 5 stages'
     """
     large, middle, small = (plan_for(TILES[i], problem) for i in (0, 4, 5))
-    if large.rounds > 1 or large.programs > problem.multiprocessors // 2:
+    half = problem.multiprocessors // 2
+    if problem.m > PART and large.programs > half:
         return large
-    return middle if middle.programs > problem.multiprocessors // 2 else small
+    return middle if middle.programs > half else small
