@@ -135,15 +135,15 @@ def _row_factors(rings, stage, part, layout: gl.constexpr, STEP: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(partial, rows, rings, stage, layout: gl.constexpr, STEP: gl.constexpr, VECTOR: gl.constexpr):
+def _scale(rows, rings, stage, layout: gl.constexpr, STEP: gl.constexpr, VECTOR: gl.constexpr):
     """The scales of a step for all outputs; of columns they are loaded here, where registers are free."""
     if VECTOR:
         _, _, _, sb_ring = rings
         BN: gl.constexpr = sb_ring.shape[1] // 4
         columns = sb_ring.index(stage).slice(STEP * BN, BN).load(gl.SliceLayout(0, layout))
-        return partial, rows[:, None] * columns[None, :]
+        return rows[:, None] * columns[None, :]
     else:
-        return partial, rows[:, None]
+        return rows[:, None]
 
 
 @gluon.jit
@@ -178,13 +178,13 @@ def _sums(
                     rows = _row_factors(rings, stage, part + wave, mma, step)
                     even = _multiply(rings, even, stage, part + wave, never, step, TILE)
                     even = warpgroup_mma_wait(0, deps=(even,))
-                    partial, scale = _scaled(even, rows, rings, stage, mma, step, VECTOR)
+                    scale = _scale(rows, rings, stage, mma, step, VECTOR)
                     if step == 3 and wave + 1 == WAVES:
                         mbarrier.arrive(empty.index(stage), count=1)
                     if wave == 0:
-                        first = _pinned(first + partial * scale)
+                        first = _pinned(first + even * scale)
                     else:
-                        second = _pinned(second + partial * scale)
+                        second = _pinned(second + even * scale)
             stage, phase = _next(stage, phase, TILE.stages)
         else:
             # One step is multiplied while the one before is added. None is under way from one run to the next: the
@@ -205,10 +205,11 @@ def _sums(
                         even = _multiply(rings, even, stage, part, never, (i + 1) % 4, TILE)
                 if i % 2 == 0:
                     even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
-                    partial, scale = _scaled(even, rows_here, rings, here, mma, i % 4, VECTOR)
+                    partial = even
                 else:
                     odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
-                    partial, scale = _scaled(odd, rows_here, rings, here, mma, i % 4, VECTOR)
+                    partial = odd
+                scale = _scale(rows_here, rings, here, mma, i % 4, VECTOR)
                 if i % 4 == 3:
                     mbarrier.arrive(empty.index(here), count=1)
                 first = _pinned(first + partial * scale)
