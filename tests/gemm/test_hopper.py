@@ -11,13 +11,13 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.formats import BlockScaled
 from blockscale.gemm import exact_mm, heuristics
+from products import check_frame, framed
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 # The contract's gate for FP8 with Gaussian operands and an fp32 result; 16-bit results add their rounding.
 GATE_DB = {torch.float32: 77.0, torch.float16: 60.0, torch.bfloat16: 50.0}
-SENTINEL = 12345.0
 
 
 def operands(m: int, n: int, k: int, weight: str) -> tuple[BlockScaled, BlockScaled]:
@@ -28,18 +28,6 @@ def operands(m: int, n: int, k: int, weight: str) -> tuple[BlockScaled, BlockSca
 def sqnr(got: Tensor, want: Tensor) -> float:
     noise = (got.double() - want).square().sum()
     return float(10 * torch.log10(want.square().sum() / noise)) if noise > 0 else 999.0
-
-
-def framed(m: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A buffer of sentinels and the window in it that a product writes."""
-    frame = torch.full((m + 2, n + 32), SENTINEL, dtype=dtype, device="cuda")
-    return frame, frame[1 : m + 1, 16 : n + 16]
-
-
-def check_frame(frame: Tensor, m: int, n: int) -> None:
-    frame = frame.clone()
-    frame[1 : m + 1, 16 : n + 16] = SENTINEL
-    assert bool((frame == SENTINEL).all()), "written outside the output"
 
 
 def plans(tile: heuristics.Tile, problem: heuristics.Problem) -> list[heuristics.Plan]:

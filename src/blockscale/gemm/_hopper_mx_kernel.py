@@ -1,0 +1,307 @@
+"""The MXFP8 product of Hopper: codes of 8 bits, a power of two for each 1x32, fp32 sums promoted after every 32 of K.
+
+    c[M, N] = sum over steps k of (a[M, k] @ b[N, k].mT) * sa[M, k] * sb[N, k]
+
+A step of 32 is one instruction of the tensor cores and one block of the format. What it returns is scaled and added in
+fp32, which takes the other units as long as the instruction takes the tensor cores: there is no time for anything else.
+So two warps beside the producer, the scalers, read scale bytes and leave fp32 factors in the ring.
+The rest is as in `_hopper_kernel`; docs/design/gemm.md says why.
+"""
+
+# The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false, reportPrivateUsage=false
+
+from ._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
+from ._hopper_kernel import _fetch, _next, _pinned, _skip, _store
+from ._hopper_schedule import tile_at
+
+SCALERS: gl.constexpr = gl.constexpr(2)  # warps; with the producer they fill a warpgroup
+# of factors [4, R] among the scalers: a thread has all four of a row
+_QUADS: gl.constexpr = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, SCALERS.value], [1, 0]))
+
+
+@gluon.jit
+def factor_bits(byte):
+    """The fp32 pattern of a scale byte: 2^(byte - 127), a subnormal for 0, NaN for 255. Plain arithmetic, for tests."""
+    return (byte << 23) + (((byte + 1) & 254) == 0) * 0x400000
+
+
+@gluon.jit
+def byte_of(word, number):
+    """Of the four in an int32."""
+    return (word >> (8 * number)) & 255
+
+
+@gluon.jit
+def _factors(words):
+    """fp32 [4, R] of words [R]."""
+    step = gl.arange(0, 4, gl.SliceLayout(1, _QUADS))
+    return factor_bits(byte_of(words[None, :], step[:, None])).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _ring_blocks(K, TILE: gl.constexpr):
+    """How many blocks of 128 pass through the ring for a tile: whole runs, which are steps of 32."""
+    per_run: gl.constexpr = (TILE.run + 3) // 4
+    return gl.cdiv(gl.cdiv(K, 128), per_run) * per_run
+
+
+@gluon.jit
+def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
+    """Codes, by TMA; zeros outside of the operands."""
+    a_desc, b_desc = operands
+    a_ring, b_ring, _, _ = rings
+    full, empty, _ = bars
+    _, _, K, tiles_m, tiles_n = sizes
+    LOADS: gl.constexpr = TILE.loads
+    ROWS: gl.constexpr = TILE.groups * TILE.waves * 64 // LOADS
+    block_bytes: gl.constexpr = LOADS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    stage, phase = 0, 1  # the ring starts empty
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
+        for k in range(_ring_blocks(K, TILE)):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            mbarrier.expect(bar, block_bytes)
+            tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage))
+            for load in gl.static_range(LOADS):
+                to = a_ring.index(stage * LOADS + load)
+                if a_desc.block_type.shape[0] < to.shape[0]:  # of few rows, the rest is never stored
+                    to = to.slice(0, a_desc.block_type.shape[0])
+                tma_load(a_desc, [(pm * LOADS + load) * ROWS, k * 128], bar, to)
+            stage, phase = _next(stage, phase, TILE.stages)
+
+
+@gluon.jit
+def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr):
+    """Factors of rows, and of columns; or, of a weight with one scale for all columns of a tile, their product.
+
+    Stored by threads and loaded by threads, so the barriers of the ring order them without a fence.
+    """
+    sa_ptr, sb_ptr = scales
+    _, _, sa_ring, sb_ring = rings
+    full, empty, _ = bars
+    M, N, K, tiles_m, tiles_n = sizes
+    BM: gl.constexpr = TILE.groups * TILE.waves * 64
+    BN: gl.constexpr = TILE.bn
+    SPAN: gl.constexpr = sa_ring.shape[1] // 4
+    blocks = gl.cdiv(K, 128)  # and words in a row of scales
+    m = gl.arange(0, SPAN, gl.SliceLayout(0, _QUADS))
+    n = gl.arange(0, BN, gl.SliceLayout(0, _QUADS))
+    stage, phase = 0, 1
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
+        top, left = pm * BM, pn * BN
+        a_at, b_at = sa_ptr + top.to(gl.int64) * blocks, sb_ptr + left.to(gl.int64) * blocks
+        for k in range(_ring_blocks(K, TILE)):
+            # under way while the ring is full; outside of the operands codes are zero, and so are these
+            rows = gl.load(a_at + m * blocks + k, mask=(m < M - top) & (k < blocks), other=0)
+            if VECTOR:
+                columns = gl.load(b_at + n * blocks + k, mask=(n < N - left) & (k < blocks), other=0)
+            else:
+                columns = gl.load(b_at + k, mask=k < blocks, other=0)
+            mbarrier.wait(empty.index(stage), phase)
+            factors = _factors(rows)
+            if VECTOR:
+                sb_ring.index(stage).reshape((4, BN)).store(_factors(columns))
+            else:
+                step = gl.arange(0, 4, gl.SliceLayout(1, _QUADS))
+                factors = factors * factor_bits(byte_of(columns, step)).to(gl.float32, bitcast=True)[:, None]
+            sa_ring.index(stage).reshape((4, SPAN)).store(factors)
+            mbarrier.arrive(full.index(stage), count=1)
+            stage, phase = _next(stage, phase, TILE.stages)
+
+
+@gluon.jit
+def _multiply(rings, partial, stage, part, never, STEP: gl.constexpr, TILE: gl.constexpr):
+    """Have 64 rows of a step of K multiplied, into the registers of an earlier partial result (`_hopper_kernel`)."""
+    a_ring, b_ring, _, _ = rings
+    PARTS: gl.constexpr = TILE.groups * TILE.waves // TILE.loads  # of one load
+    a = a_ring.index(stage * TILE.loads + part // PARTS)
+    if PARTS > 1:
+        a = a.slice(part % PARTS * 64, 64)
+    b = b_ring.index(stage).slice(STEP * 32, 32, 1).permute((1, 0))
+    return warpgroup_mma(a.slice(STEP * 32, 32, 1), b, partial, use_acc=never, is_async=True)
+
+
+@gluon.jit
+def _row_factors(rings, stage, part, layout: gl.constexpr, STEP: gl.constexpr):
+    """Of 64 rows of a, with the weight's where it has one for all columns."""
+    _, _, sa_ring, _ = rings
+    at: gl.constexpr = STEP * (sa_ring.shape[1] // 4)
+    return sa_ring.index(stage).slice(at + part * 64, 64).load(gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _scale(rows, rings, stage, layout: gl.constexpr, STEP: gl.constexpr, VECTOR: gl.constexpr):
+    """The scales of a step for all outputs; of columns they are loaded here, where registers are free."""
+    if VECTOR:
+        _, _, _, sb_ring = rings
+        BN: gl.constexpr = sb_ring.shape[1] // 4
+        columns = sb_ring.index(stage).slice(STEP * BN, BN).load(gl.SliceLayout(0, layout))
+        return rows[:, None] * columns[None, :]
+    else:
+        return rows[:, None]
+
+
+@gluon.jit
+def _sums(
+    output, rings, c_tile, bars, sizes, top, pn, stage, phase,
+    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """The sums of a group's parts over K, and where the ring stands then."""
+    full, empty, c_full = bars
+    _, _, K, _, _ = sizes
+    BN: gl.constexpr = TILE.bn
+    RUN: gl.constexpr = TILE.run
+    WAVES: gl.constexpr = TILE.waves
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
+    part: gl.constexpr = GROUP * WAVES
+    per_run: gl.constexpr = (RUN + 3) // 4
+    runs = _ring_blocks(K, TILE) // per_run
+    fetch_at = gl.minimum(2, runs) - 1
+    never = K < 0
+    first = gl.zeros((64, BN), gl.float32, mma)
+    even = gl.zeros((64, BN), gl.float32, mma)
+    second = first
+    odd = even
+    for run in range(runs):
+        if ADD and run == fetch_at:  # not at once: by now the last store has left the buffer
+            _fetch(output, c_tile.index(GROUP), c_full.index(GROUP), top, pn * BN)
+        mbarrier.wait(full.index(stage), phase)
+        if RUN == 1:
+            # every step is waited for, and the other groups' products are made meanwhile
+            for step in gl.static_range(4):
+                for wave in gl.static_range(WAVES):
+                    rows = _row_factors(rings, stage, part + wave, mma, step)
+                    even = _multiply(rings, even, stage, part + wave, never, step, TILE)
+                    even = warpgroup_mma_wait(0, deps=(even,))
+                    scale = _scale(rows, rings, stage, mma, step, VECTOR)
+                    if step == 3 and wave + 1 == WAVES:
+                        mbarrier.arrive(empty.index(stage), count=1)
+                    if wave == 0:
+                        first = _pinned(first + even * scale)
+                    else:
+                        second = _pinned(second + even * scale)
+            stage, phase = _next(stage, phase, TILE.stages)
+        else:
+            # One step is multiplied while the one before is added. None is under way from one run to the next: the
+            # assembler does not follow it around the loop, and would wait for every product.
+            rows = _row_factors(rings, stage, part, mma, 0)
+            even = _multiply(rings, even, stage, part, never, 0, TILE)
+            for i in gl.static_range(RUN):
+                here, rows_here = stage, rows
+                if i % 4 == 3:
+                    stage, phase = _next(stage, phase, TILE.stages)
+                if i + 1 < RUN:
+                    if i % 4 == 3:
+                        mbarrier.wait(full.index(stage), phase)
+                    rows = _row_factors(rings, stage, part, mma, (i + 1) % 4)
+                    if i % 2 == 0:
+                        odd = _multiply(rings, odd, stage, part, never, (i + 1) % 4, TILE)
+                    else:
+                        even = _multiply(rings, even, stage, part, never, (i + 1) % 4, TILE)
+                if i % 2 == 0:
+                    even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
+                    partial = even
+                else:
+                    odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
+                    partial = odd
+                scale = _scale(rows_here, rings, here, mma, i % 4, VECTOR)
+                if i % 4 == 3:
+                    mbarrier.arrive(empty.index(here), count=1)
+                first = _pinned(first + partial * scale)
+    return first, second, stage, phase
+
+
+@gluon.jit
+def _consumer(
+    output, rings, c_tile, bars, sizes,
+    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    full, empty, c_full = bars
+    M, N, K, tiles_m, tiles_n = sizes
+    waves: gl.constexpr = TILE.waves
+    buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
+    stage, phase, c_phase = 0, 0, 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
+        top, column = (pm * TILE.groups + GROUP) * waves * 64, pn * TILE.bn
+        if top >= M:
+            stage, phase = _skip(full, empty, stage, phase, _ring_blocks(K, TILE), TILE.stages)
+        else:
+            first, second, stage, phase = _sums(
+                output, rings, c_tile, bars, sizes, top, pn, stage, phase, GROUP, TILE, VECTOR, ADD
+            )
+            for wave in gl.static_range(waves):
+                acc = first if wave == 0 else second
+                buffer = c_tile.index(GROUP * buffers + wave % buffers)
+                if ADD:
+                    mbarrier.wait(c_full.index(GROUP), c_phase)
+                    c_phase ^= 1
+                else:
+                    tma_store_wait(buffers - 1)  # an earlier store has read the buffer that is filled now
+                _store(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def scaled_mm_mx_kernel(
+    a_desc, b_desc, c_desc, sa_ptr, sb_ptr, bias_ptr, M, N, K,
+    TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """sa_ptr, sb_ptr: int32 [rows, K / 128], four scale bytes each.  TILE: of `heuristics_mx`.  VECTOR: each row of b
+    has its scales, not 128 rows together.  ADD: to what c holds."""
+    groups: gl.constexpr = TILE.groups
+    stages: gl.constexpr = TILE.stages
+    BM: gl.constexpr = groups * TILE.waves * 64
+    SPAN: gl.constexpr = 64 if BM == 64 else 128 if BM == 128 else 256  # BM, or the next power of two
+    gl.static_assert(TILE.waves == 1 or not ADD, "one buffer for each group, which holds one part of c")
+    gl.static_assert(TILE.run == 1 or (TILE.waves == 1 and TILE.run % 4 == 0), "runs are of whole blocks")
+    gl.static_assert(VECTOR or 128 % TILE.bn == 0, "a tile lies in one block of 128 rows of b")
+    # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
+    buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [stages * TILE.loads, BM // TILE.loads, 128], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [stages, TILE.bn, 128], b_desc.layout)
+    sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 4 * SPAN], flat)
+    sb_ring = gl.allocate_shared_memory(gl.float32, [stages if VECTOR else 1, 4 * TILE.bn], flat)
+    c_tile = gl.allocate_shared_memory(c_desc.dtype, [groups * buffers, 64, TILE.bn], c_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    c_full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=2)  # the producer with its bytes, and the scalers
+        mbarrier.init(empty.index(i), count=groups)
+    for i in gl.static_range(groups):
+        mbarrier.init(c_full.index(i), count=1)
+    REST: gl.constexpr = (512 if groups == 3 else 504) - groups * TILE.registers  # registers of the other warps
+    operands = (a_desc, b_desc)
+    scales = (sa_ptr, sb_ptr)
+    output = (c_desc, sb_ptr, bias_ptr)
+    rings = (a_ring, b_ring, sa_ring, sb_ring)
+    bars = (full, empty, c_full)
+    sizes = (M, N, K, gl.cdiv(M, BM), gl.cdiv(N, TILE.bn))
+    if groups == 1:
+        gl.warp_specialize([
+            (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, VECTOR, BIAS, ADD)),
+            (_producer, (operands, rings, bars, sizes, TILE)),
+            (_scaler, (scales, rings, bars, sizes, TILE, VECTOR)),
+        ], [1, SCALERS], [40, 40])  # fmt: skip
+    elif groups == 2:
+        gl.warp_specialize([
+            (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, VECTOR, BIAS, ADD)),
+            (_consumer, (output, rings, c_tile, bars, sizes, 1, TILE, VECTOR, BIAS, ADD)),
+            (_producer, (operands, rings, bars, sizes, TILE)),
+            (_scaler, (scales, rings, bars, sizes, TILE, VECTOR)),
+        ], [4, 1, SCALERS], [TILE.registers, REST, REST])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, VECTOR, BIAS, ADD)),
+            (_consumer, (output, rings, c_tile, bars, sizes, 1, TILE, VECTOR, BIAS, ADD)),
+            (_consumer, (output, rings, c_tile, bars, sizes, 2, TILE, VECTOR, BIAS, ADD)),
+            (_producer, (operands, rings, bars, sizes, TILE)),
+            (_scaler, (scales, rings, bars, sizes, TILE, VECTOR)),
+        ], [4, 4, 1, SCALERS], [TILE.registers, TILE.registers, REST, REST])  # fmt: skip

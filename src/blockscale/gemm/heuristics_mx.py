@@ -1,0 +1,72 @@
+"""How Hopper's MXFP8 product is cut up: a pure function of the problem, testable without a GPU.
+
+As in `heuristics`, without shared tiles. The costs are counts of instructions, not measurements: nothing here has run.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from .heuristics import PART, SHARED_BYTES, Plan, Tile
+
+BLOCK = 128  # of K, in the ring
+STEP = 32  # of K: a scale's reach, and one instruction
+
+# `run` counts steps: four are a block. One: each is waited for before the next.
+TILES = (
+    Tile(2, 1, 128, 5, 12, run=4),
+    Tile(2, 1, 128, 5, 12, run=8),
+    Tile(3, 1, 128, 4, 8, registers=152, loads=3),
+    Tile(2, 2, 128, 3, 8, registers=224),
+    Tile(1, 1, 128, 8, 16, run=4),
+    Tile(1, 1, 64, 8, 16, run=4),
+)
+VECTOR_TILES = tuple(tile for tile in TILES if tile.run > 1)  # the others spill where each row of b has its scales
+
+
+@dataclass(frozen=True)
+class Problem:
+    """vector: each row of b has its scales, not 128 rows together.  wide: the output is fp32.  add: to what it
+    holds."""
+
+    m: int
+    n: int
+    k: int
+    vector: bool
+    wide: bool
+    multiprocessors: int
+    add: bool = False
+
+
+def shared_bytes(tile: Tile, problem: Problem) -> int:
+    """Shared memory that the kernel takes: the ring, the output tiles, and the barriers."""
+    factors = 4 * BLOCK // STEP
+    block = (tile.bm + tile.bn) * BLOCK + tile.span * factors
+    scales = tile.bn * factors * tile.stages if problem.vector else 0
+    output = tile.groups * PART * tile.bn * (4 if problem.wide else 2 * tile.waves)
+    return tile.stages * block + scales + output + 8 * (2 * tile.stages + tile.groups) + 1024
+
+
+def plan_for(tile: Tile, problem: Problem) -> Plan:
+    """With as many stages as fit, and no rows loaded that a small operand does not have."""
+    stages = tile.stages
+    while stages > 2 and shared_bytes(tile._replace(stages=stages), problem) > SHARED_BYTES:
+        stages -= 1
+    tile = tile._replace(stages=stages, rows=16 if problem.m <= 16 and tile.bm == PART else 256)
+    tiles = -(-problem.m // tile.bm) * -(-problem.n // tile.bn)
+    return Plan(tile, min(tiles, problem.multiprocessors), -(-tiles // problem.multiprocessors), shared=False)
+
+
+@functools.lru_cache(maxsize=8192)
+def choose(problem: Problem) -> Plan:
+    """128x128, or a smaller tile where that would leave its rows empty or multiprocessors idle.
+
+    >>> choose(Problem(4096, 4096, 4096, vector=True, wide=False, multiprocessors=132)).tile.label
+    '128x128, 2 groups, 5 stages'
+    """
+    large, middle, small = (plan_for(TILES[i], problem) for i in (0, 4, 5))
+    half = problem.multiprocessors // 2
+    if problem.m > PART and large.programs > half:
+        return large
+    return middle if middle.programs > half else small

@@ -1,0 +1,134 @@
+"""What of Hopper's MXFP8 product needs no GPU: scale bytes as fp32 factors, how they are handed over, the choice of a
+tile, and what the table says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.formats import BlockScaled
+from blockscale.formats.decoding import decode_codes, e8m0_decode
+from blockscale.gemm import heuristics, heuristics_mx
+from blockscale.gemm._reference import block_product
+from blockscale.hardware import Capability
+from blockscale.registry import Request, rows
+from products import assert_same_bits, gaussian
+
+_hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
+_kernel = pytest.importorskip("blockscale.gemm._hopper_mx_kernel")
+factor_bits, byte_of = _kernel.factor_bits.fn, _kernel.byte_of.fn
+
+
+def factors(words: torch.Tensor) -> torch.Tensor:
+    """As the scalers make them: fp32 [4, ...] of words."""
+    return torch.stack([factor_bits(byte_of(words, step)).to(torch.int32) for step in range(4)]).view(torch.float32)
+
+
+def test_every_byte_is_its_factor() -> None:
+    byte = torch.arange(256, dtype=torch.int32)
+    got = factor_bits(byte).to(torch.int32)
+    want = e8m0_decode(byte.to(torch.uint8))
+    assert torch.equal(got, want.view(torch.int32))
+    assert [factor_bits(b) for b in (0, 1, 127, 254, 255)] == [0x400000, 0x800000, 0x3F800000, 0x7F000000, 0x7FC00000]
+
+
+def test_words_hold_four_bytes_in_order() -> None:
+    assert [byte_of(-0x7F8E9DAC, step) for step in range(4)] == [0x54, 0x62, 0x71, 0x80]
+    q = bs.quantize(gaussian(5, 300), "mxfp8_e4m3")
+    words = _hopper_mx._scale_words(q)
+    assert words.shape == (5, 3)
+    got = factors(words).permute(1, 2, 0).reshape(5, 12)
+    assert torch.equal(got[:, :10], e8m0_decode(q.scale.view(torch.uint8)))
+    assert (got[:, 10:] == 2.0**-127).all(), "bytes of zero: finite, so that nothing times nothing is nothing"
+
+
+def test_scales_are_copied_only_where_rows_start_elsewhere() -> None:
+    q = bs.quantize(gaussian(6, 256), "mxfp8_e5m2")
+    assert _hopper_mx._scale_words(q).data_ptr() == q.scale.data_ptr()
+    raw = torch.zeros(49, dtype=torch.uint8)[1:].view(6, 8).copy_(q.scale.view(torch.uint8))
+    moved = replace(q, scale=raw.view(q.scale.dtype))
+    assert torch.equal(_hopper_mx._scale_words(moved), _hopper_mx._scale_words(q))
+    apart = replace(q, scale=q.scale.view(torch.uint8).mT.contiguous().mT.view(q.scale.dtype))
+    assert torch.equal(_hopper_mx._scale_words(apart), _hopper_mx._scale_words(q))
+
+
+def emulated(a: BlockScaled, b: BlockScaled) -> torch.Tensor:
+    """The kernel's arithmetic, but for what the tensor cores round within a step."""
+    scales = [factors(_hopper_mx._scale_words(q)) for q in (a, b)]  # [4, rows, blocks of 128]
+    codes = [torch.nn.functional.pad(decode_codes(q).double(), (0, -q.length % 128)) for q in (a, b)]
+    acc = torch.zeros(a.rows, b.rows)
+    for k in range(codes[0].shape[1] // 32):
+        x, w = (code[:, k * 32 : (k + 1) * 32] for code in codes)
+        factor = scales[0][k % 4, :, k // 4][:, None] * scales[1][k % 4, :, k // 4][None, :]  # in fp32
+        acc = torch.addcmul(acc.double(), (x @ w.mT).float().double(), factor.double()).float()
+    return acc
+
+
+@pytest.mark.parametrize("k", [16, 96, 400, 512])
+def test_the_arithmetic_is_the_references(k: int) -> None:
+    spread = torch.exp2(torch.randint(-30, 30, (20, 1), generator=torch.Generator().manual_seed(1)))
+    a, b = bs.quantize(gaussian(20, k) * spread, "mxfp8_e4m3"), bs.quantize(gaussian(30, k, seed=1), "mxfp8_e5m2")
+    assert_same_bits(emulated(a, b), block_product(a, b))
+
+
+def test_scales_meet_in_fp32() -> None:
+    """Exact while the bytes add up to 105 to 381, as docs/numerics.md allows."""
+    byte = torch.arange(255, dtype=torch.int32)
+    factor = factor_bits(byte).to(torch.int32).view(torch.float32)
+    product = factor[:, None] * factor[None, :]
+    exponent = (byte[:, None] + byte[None, :] - 254).double()
+    exact = (exponent >= 105 - 254) & (exponent <= 381 - 254)
+    assert torch.equal(product.double()[exact], torch.exp2(exponent)[exact])
+    assert (product[exponent < 105 - 254] == 0).all()
+    assert product[exponent > 381 - 254].isinf().all()
+
+
+def test_weights_with_fewer_scales_are_recognised() -> None:
+    scale = torch.randint(100, 140, (3, 8), dtype=torch.uint8)
+    q = bs.quantize(gaussian(300, 256), "mxfp8_e4m3")
+    q = replace(q, scale=scale.repeat_interleave(128, dim=0)[:300].contiguous().view(q.scale.dtype))
+    assert _hopper_mx.repeats_over_rows(q)
+    assert _hopper_mx.repeats_over_rows(q.with_layout("blocked"))
+    for row in (127, 128, 299):
+        other = q.scale.view(torch.uint8).clone()
+        other[row, 5] += 1
+        assert not _hopper_mx.repeats_over_rows(replace(q, scale=other.view(q.scale.dtype)))
+    assert _hopper_mx.repeats_over_rows(bs.quantize(gaussian(300, 256), "mxfp8_e4m3"), rows=1)
+
+
+def test_every_tile_fits() -> None:
+    for tile in heuristics_mx.TILES:
+        for vector in (False, True):
+            for wide in (False, True):
+                problem = heuristics_mx.Problem(1000, 1000, 1000, vector, wide, 132)
+                plan = heuristics_mx.plan_for(tile, problem)
+                assert plan.tile.stages >= max(2, tile.run // 4), "a run's blocks are in the ring together"
+                assert heuristics_mx.shared_bytes(plan.tile, problem) <= heuristics.SHARED_BYTES
+                assert plan.programs <= 132
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "bm", "bn"),
+    [(4096, 4096, 128, 128), (16, 7168, 64, 64), (16, 18432, 64, 128), (128, 8000, 64, 128), (1, 16, 64, 64)],
+)
+def test_small_products_get_small_tiles(m: int, n: int, bm: int, bn: int) -> None:
+    for add in (False, True):
+        tile = heuristics_mx.choose(heuristics_mx.Problem(m, n, 4096, True, add, 132, add)).tile
+        assert (tile.bm, tile.bn) == (bm, bn)
+        assert tile.waves == 1
+        assert tile._replace(stages=0, rows=0) in [t._replace(stages=0, rows=0) for t in heuristics_mx.VECTOR_TILES]
+
+
+def test_the_row_serves_by_demand() -> None:
+    pair = ("mxfp8_e4m3", "mxfp8_e5m2")
+    row = next(row for row in rows("gemm") if row.backend == "hopper" and pair in row.formats)
+    assert row.by_demand
+    request = Request("gemm", Capability("cuda", 90), pair, (100, 48, 80), torch.bfloat16, ("plain", "blocked"))
+    assert row.refusal(request) is None
+    assert row.conversions(request) == ("mxfp8_e5m2 scales blocked -> plain",)
+    assert "multiples of 16, these are 40 and 80" in str(row.refusal(replace(request, shape=(100, 40, 80))))
+    assert "strides" in str(row.refusal(replace(request, options=frozenset({"strided"}))))
+    assert "sm_90" in str(row.refusal(replace(request, capability=Capability("cuda", 100))))
