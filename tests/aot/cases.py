@@ -95,14 +95,14 @@ MAY_SPILL = (
         later=True,
     ),
 )
-_PINNED = (3, 6)
+# whether this triton is newer than the one that constraints.txt names
+LATER = tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6)
 
 
 def known_spill(name: str, arch: int) -> KnownSpill | None:
     """The exception with the widest bound that covers a variant, if there is one."""
-    later = tuple(int(part) for part in triton.__version__.split(".")[:2]) > _PINNED
     found = [known for known in MAY_SPILL if re.match(known.pattern, name) and arch in known.arches]
-    return max((known for known in found if later or not known.later), key=lambda known: known.spilled, default=None)
+    return max((known for known in found if LATER or not known.later), key=lambda known: known.spilled, default=None)
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
