@@ -214,8 +214,8 @@ def _block_scale(sb_at, k, VECTOR: gl.constexpr):
 
 @gluon.jit
 def _sums(
-    output, rings, c_tile, bars, sizes, top, pn, start, stop, stage, phase,
-    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, ADD: gl.constexpr,
+    output, rings, bars, sizes, pn, start, stop, stage, phase,
+    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
     """The sums of a group's parts over blocks of K, and where the ring stands then.
 
@@ -224,7 +224,7 @@ def _sums(
     of rows are loaded before the product, so that it hides in the product's time.
     """
     _, sb_ptr, _ = output
-    full, empty, c_full = bars
+    full, empty, _ = bars
     _, _, K, sb_stride, _, _, _ = sizes
     BN: gl.constexpr = TILE.bn
     RUN: gl.constexpr = TILE.run
@@ -258,11 +258,7 @@ def _sums(
     else:
         # In a run of blocks one is multiplied while the one before is added. None is under way from one run to the
         # next: the assembler does not follow it around the loop, and would wait for every product.
-        later: gl.constexpr = 2 if RUN == 1 else 1
-        fetch_at = start + gl.minimum(later, gl.cdiv(stop - start, RUN) - 1) * RUN
         for k in range(start, stop, RUN):
-            if ADD and k == fetch_at:  # not at once: by now the last store has left the buffer
-                _fetch(output, c_tile.index(GROUP), c_full.index(GROUP), top, pn * BN)
             sb = _block_scale(sb_at, k, VECTOR)
             mbarrier.wait(full.index(stage), phase)
             rows = _row_scales(rings, stage, part, mma)
@@ -314,8 +310,10 @@ def _consumer(
         if top >= M:
             stage, phase = _skip(full, empty, stage, phase, _ring_blocks(start, stop, TILE), TILE.stages)
         else:
+            if ADD:
+                _fetch(output, c_tile.index(GROUP), c_full.index(GROUP), top, column)
             first, second, stage, phase = _sums(
-                output, rings, c_tile, bars, sizes, top, pn, start, stop, stage, phase, GROUP, TILE, VECTOR, ADD
+                output, rings, bars, sizes, pn, start, stop, stage, phase, GROUP, TILE, VECTOR
             )
             for wave in gl.static_range(waves):
                 acc = first if wave == 0 else second
