@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from blockscale import diagnostics as diagnostics  # imported so that every row is in the table
-from blockscale import registry
-from blockscale.formats import FORMATS
+from blockscale import quantize, registry
+from blockscale.formats import FORMATS, BlockScaled
 from blockscale.formats.spec import LEGAL_PAIRS
 from blockscale.hardware import Capability
 from blockscale.registry import Kernel, Request, use_backend
@@ -125,6 +125,16 @@ def step(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance between neighbours of `dtype` around each value."""
     smallest, digits = {torch.bfloat16: (-133, 8), torch.float16: (-24, 11)}[dtype]
     return torch.exp2((torch.frexp(value).exponent - digits).clamp(min=smallest).double())
+
+
+# The contract's gate for FP8 units with Gaussian operands and an fp32 result; 16-bit results add their rounding.
+HOPPER_DB = {torch.float32: 77.0, torch.float16: 60.0, torch.bfloat16: 50.0}
+
+
+def fp8_operands(m: int, n: int, k: int, weight: str) -> tuple[BlockScaled, BlockScaled]:
+    """Gaussian tokens and weights on a GPU."""
+    x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+    return quantize(x, "fp8_1x128"), quantize(w, weight)
 
 
 SENTINEL = 12345.0

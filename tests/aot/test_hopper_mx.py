@@ -68,7 +68,7 @@ def test_machine_code_by_the_other_assembler(case: Case, monkeypatch: pytest.Mon
 
 def check(case: Case) -> None:
     tile, k = case.tile, 2048
-    problem = heuristics_mx.Problem(512, 512, k, case.weight_block == 1, case.dtype == torch.float32, 132)
+    problem = heuristics.Problem(512, 512, k, case.weight_block == 1, case.dtype == torch.float32, 132)
     plan = heuristics_mx.plan_for(tile, problem)
     a, b = (quantize(torch.zeros(512, k), name) for name in case.formats)
     out, bias = torch.empty(512, 512, dtype=case.dtype), torch.zeros(512) if case.bias else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blockscale.errors import OptionError
 from blockscale.gemm import _assembler
 from blockscale.gemm._assembler import ALLOWED, Assembler, answering, choose, version_of
+from blockscale.hardware import cuda_driver
 
 OLD = Assembler("/wheel/ptxas", (12, 8, 93), "own")
 OTHER = Assembler("/wheel/ptxas-blackwell", (12, 9, 86), "other")
@@ -165,3 +167,32 @@ def test_after_a_failure_tritons_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(_assembler.choice()) == "Triton's default: it broke"
     monkeypatch.setenv(_assembler.SETTING, fake(tmp_path / "ptxas", "12.9.86"))
     assert _assembler.choice().assembler is not None, "a demand still counts"
+
+
+def test_the_driver_is_asked_by_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where there is none, or it does not answer, nothing is known."""
+
+    class Driver:
+        status = 0
+
+        def cuDriverGetVersion(self, version: Any) -> int:
+            version._obj.value = 13020
+            return self.status
+
+    asked: list[str] = []
+
+    def load(name: str) -> Driver:
+        asked.append(name)
+        return Driver()
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert cuda_driver() == 13
+    assert asked == ["libcuda.so.1"]
+    monkeypatch.setattr(Driver, "status", 100)
+    assert cuda_driver() is None
+
+    def missing(name: str) -> Driver:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert cuda_driver() is None

@@ -54,6 +54,13 @@ def test_every_tile_can_be_made_to_fit(tile: Tile) -> None:
         assert shared_bytes(fitted(tile, problem), problem) <= SHARED_BYTES
 
 
+def test_every_field_of_a_tile_is_in_its_text() -> None:
+    """The compiler takes the text of a constant for its key: tiles with the same text would share machine code."""
+    tile = TILES[0]
+    others = [tile._replace(**{name: getattr(tile, name) + 1}) for name in tile._fields]
+    assert len({str(tile), *map(str, others)}) == 1 + len(others)
+
+
 def test_few_rows_get_small_tiles_and_many_get_large_ones() -> None:
     assert choose(Problem(16, 7168, 2048, False, False, 132))[0].tile.bm == 64
     assert choose(Problem(8192, 8192, 8192, False, False, 132))[0].tile.bm >= 192

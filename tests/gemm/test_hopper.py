@@ -9,25 +9,13 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
+from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import exact_mm, heuristics
-from products import check_frame, framed
+from products import HOPPER_DB, check_frame, fp8_operands, framed
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
-
-# The contract's gate for FP8 with Gaussian operands and an fp32 result; 16-bit results add their rounding.
-GATE_DB = {torch.float32: 77.0, torch.float16: 60.0, torch.bfloat16: 50.0}
-
-
-def operands(m: int, n: int, k: int, weight: str) -> tuple[BlockScaled, BlockScaled]:
-    x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
-    return bs.quantize(x, "fp8_1x128"), bs.quantize(w, weight)
-
-
-def sqnr(got: Tensor, want: Tensor) -> float:
-    noise = (got.double() - want).square().sum()
-    return float(10 * torch.log10(want.square().sum() / noise)) if noise > 0 else 999.0
 
 
 def plans(tile: heuristics.Tile, problem: heuristics.Problem) -> list[heuristics.Plan]:
@@ -40,7 +28,7 @@ def plans(tile: heuristics.Tile, problem: heuristics.Problem) -> list[heuristics
 def test_every_tile(tile: heuristics.Tile, weight: str) -> None:
     """Tails in all three directions, all outputs and bias, whole and shared tiles; twice, for the same bytes."""
     for m, n, k in ((1, 16, 16), (16, 2112, 7168), (300, 176, 400), (517, 2112, 1408), (2048, 1536, 1024)):
-        a, b = operands(m, n, k, weight)
+        a, b = fp8_operands(m, n, k, weight)
         want = exact_mm(a, b)
         bias = torch.randn(n, device="cuda").bfloat16()
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -50,7 +38,7 @@ def test_every_tile(tile: heuristics.Tile, weight: str) -> None:
                     frame, out = framed(m, n, dtype)
                     _hopper.launch(a, b, out, given, accumulate=False, plan=plan)
                     exact = want if given is None else want + given.double()
-                    assert sqnr(out, exact) > GATE_DB[dtype], (m, n, k, dtype, plan)
+                    assert sqnr_db(exact, out) > HOPPER_DB[dtype], (m, n, k, dtype, plan)
                     check_frame(frame, m, n)
                     again = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
                     _hopper.launch(a, b, again, given, accumulate=False, plan=plan)
@@ -62,7 +50,7 @@ def test_every_tile(tile: heuristics.Tile, weight: str) -> None:
 def test_every_tile_adds(tile: heuristics.Tile, weight: str) -> None:
     """Into a window of a buffer; the same bytes twice."""
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (2048, 1536, 1024)):
-        a, b = operands(m, n, k, weight)
+        a, b = fp8_operands(m, n, k, weight)
         want, before = exact_mm(a, b), torch.randn(m, n, device="cuda")
         for plan in plans(tile, heuristics.Problem(m, n, k, weight == "fp8_1x128", True, 132, add=True)):
             results: list[Tensor] = []
@@ -70,7 +58,7 @@ def test_every_tile_adds(tile: heuristics.Tile, weight: str) -> None:
                 frame, out = framed(m, n, torch.float32)
                 out.copy_(before)
                 _hopper.launch(a, b, out, None, accumulate=True, plan=plan)
-                assert sqnr(out, want + before.double()) > GATE_DB[torch.float32], (m, n, k, plan)
+                assert sqnr_db(want + before.double(), out) > HOPPER_DB[torch.float32], (m, n, k, plan)
                 check_frame(frame, m, n)
                 results.append(out)
             assert torch.equal(*results)
@@ -78,7 +66,7 @@ def test_every_tile_adds(tile: heuristics.Tile, weight: str) -> None:
 
 def test_graphs_and_streams_do_not_share_counters() -> None:
     """The same shared product in two streams at once, and from a graph beside both."""
-    a, b = operands(64, 2112, 7168, "fp8_128x128")
+    a, b = fp8_operands(64, 2112, 7168, "fp8_128x128")
     plan = heuristics.shared_tiles(heuristics.TILES[-1], heuristics.Problem(64, 2112, 7168, False, True, 132))
     assert plan is not None
     want = torch.empty(64, 2112, device="cuda")
@@ -103,10 +91,10 @@ def test_random_shapes() -> None:
     draw = random.Random(7)
     for _ in range(400):
         m, n, k = draw.randint(1, 700), 16 * draw.randint(1, 60), 16 * draw.randint(1, 80)
-        a, b = operands(m, n, k, draw.choice(("fp8_128x128", "fp8_1x128")))
+        a, b = fp8_operands(m, n, k, draw.choice(("fp8_128x128", "fp8_1x128")))
         with bs.use_backend(gemm="hopper"):
             got = bs.scaled_mm(a, b, torch.float32)
-        assert sqnr(got, exact_mm(a, b)) > GATE_DB[torch.float32], (m, n, k, b.format)
+        assert sqnr_db(exact_mm(a, b), got) > HOPPER_DB[torch.float32], (m, n, k, b.format)
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
@@ -114,7 +102,7 @@ def test_random_shapes() -> None:
 def test_large_accumulation_is_repeatable(tile: heuristics.Tile, weight: str) -> None:
     """Many tiles for each program, whose loads of the buffer hold up those of scales: this once showed that scales were
     overwritten before they had been read."""
-    a, b = operands(4096, 4096, 4096, weight)
+    a, b = fp8_operands(4096, 4096, 4096, weight)
     want = exact_mm(a, b)
     for plan in plans(tile, heuristics.Problem(4096, 4096, 4096, weight == "fp8_1x128", True, 132, add=True)):
         for _ in range(4):
@@ -127,7 +115,7 @@ def test_large_accumulation_is_repeatable(tile: heuristics.Tile, weight: str) ->
 def test_buffers_off_alignment() -> None:
     """Codes, scales and a gradient buffer that start off 16 bytes, and a buffer whose columns lie apart."""
     m, n, k = 200, 304, 528
-    a, b = operands(m, n, k, "fp8_128x128")
+    a, b = fp8_operands(m, n, k, "fp8_128x128")
     want = exact_mm(a, b)
     off = torch.empty(m * n + 1, device="cuda")[1:].view(m, n).zero_()
     apart = torch.zeros(n, m, device="cuda").mT
@@ -135,7 +123,7 @@ def test_buffers_off_alignment() -> None:
         with bs.use_backend(gemm="hopper"):
             bs.scaled_mm(a, b, accumulate=buffer)
             bs.scaled_mm(a, b, accumulate=buffer)
-        assert sqnr(buffer, 2 * want) > GATE_DB[torch.float32]
+        assert sqnr_db(2 * want, buffer) > HOPPER_DB[torch.float32]
     raw = torch.empty(m * k + 1, dtype=torch.uint8, device="cuda")[1:].view(m, k)
     raw.copy_(a.data.view(torch.uint8))
     moved = BlockScaled(raw.view(a.data.dtype), a.scale, a.global_scale, a.format, a.axis, a.scale_layout, a.shape)
@@ -145,7 +133,7 @@ def test_buffers_off_alignment() -> None:
 
 def test_special_values() -> None:
     """NaN and zero blocks stay where they belong."""
-    a, b = operands(130, 144, 272, "fp8_128x128")
+    a, b = fp8_operands(130, 144, 272, "fp8_128x128")
     x = torch.randn(130, 272, device="cuda")
     x[3, 5], x[7] = torch.nan, 0.0
     a = bs.quantize(x, "fp8_1x128")

@@ -103,7 +103,7 @@ def test_every_tile_fits() -> None:
     for tile in heuristics_mx.TILES:
         for vector in (False, True):
             for wide in (False, True):
-                problem = heuristics_mx.Problem(1000, 1000, 1000, vector, wide, 132)
+                problem = heuristics.Problem(1000, 1000, 1000, vector, wide, 132)
                 plan = heuristics_mx.plan_for(tile, problem)
                 assert plan.tile.stages >= max(2, tile.run // 4), "a run's blocks are in the ring together"
                 assert heuristics_mx.shared_bytes(plan.tile, problem) <= heuristics.SHARED_BYTES
@@ -116,7 +116,7 @@ def test_every_tile_fits() -> None:
 )
 def test_small_products_get_small_tiles(m: int, n: int, bm: int, bn: int) -> None:
     for add in (False, True):
-        tile = heuristics_mx.choose(heuristics_mx.Problem(m, n, 4096, True, add, 132, add)).tile
+        tile = heuristics_mx.choose(heuristics.Problem(m, n, 4096, True, add, 132, add)).tile
         assert (tile.bm, tile.bn) == (bm, bn)
         assert tile.waves == 1
         assert tile._replace(stages=0, rows=0) in [t._replace(stages=0, rows=0) for t in heuristics_mx.VECTOR_TILES]

@@ -17,12 +17,13 @@ from ..hardware import USUAL_MULTIPROCESSORS, capability, multiprocessors
 from ..registry import Forecast, Request, kernel
 from . import _assembly
 from ._gluon import TensorDescriptor, gl
-from ._hopper_kernel import COUNTERS, scaled_mm_kernel
+from ._hopper_common import COUNTERS
+from ._hopper_kernel import scaled_mm_kernel
 from .epilogue import finish
 from .heuristics import PART, Plan, Problem, bound, choose
 from .ops import reject_fp8_of_hopper
 
-_LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def _problem(request: Request, count: int) -> Problem:
@@ -62,7 +63,7 @@ def ahead(request: Request) -> Hashable:
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised FP8 product, promoted after every 128 of K"""
-    direct = _can_be_described(out)
+    direct = can_be_described(out)
     m, n, k = a.rows, b.rows, a.length
     wide, add = out.dtype == torch.float32, accumulate and direct
     plan, _ = choose(Problem(m, n, k, not b.spec.is_2d, wide, multiprocessors(out.device), add))
@@ -76,7 +77,7 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
 
 def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan) -> None:
     """The product by one plan."""
-    assert _can_be_described(out), "a copy of the output would be written, and lost"
+    assert can_be_described(out), "a copy of the output would be written, and lost"
     tile, vector = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
@@ -114,14 +115,14 @@ def workspace_for(plan: Plan, device: torch.device) -> Tensor:
 _WORKSPACES: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _can_be_described(tensor: Tensor) -> bool:
+def can_be_described(tensor: Tensor) -> bool:
     """Whether the copy engine can address it: rows dense, and starting at multiples of 16 bytes."""
     size = tensor.element_size()
     return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
 def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> TensorDescriptor:
-    if not _can_be_described(tensor):
+    if not can_be_described(tensor):
         rows, columns = tensor.shape
         aligned = torch.empty_strided(
             (rows, columns), (round_up(columns, 16), 1), dtype=tensor.dtype, device=tensor.device
@@ -138,5 +139,5 @@ def _layouts(bn: int, dtype: torch.dtype) -> tuple[object, ...]:
         shared.get_default_for([PART, 128], gl.float8e4nv),
         shared.get_default_for([bn, 128], gl.float8e4nv),
         shared(swizzle_byte_width=0, element_bitwidth=32, rank=2),
-        shared.get_default_for([PART, bn], _LANGUAGE[dtype]),
+        shared.get_default_for([PART, bn], LANGUAGE[dtype]),
     )

@@ -13,61 +13,20 @@ scaled and added to fp32 registers block by block: that is the format's arithmet
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 # pyright: reportAssignmentType=false
 
-from ._gluon import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    thread_barrier,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from ._gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
+from ._hopper_common import (
+    count_work,
+    fetch_tile,
+    gathered,
+    load_rows,
+    next_stage,
+    pinned,
+    ring_blocks,
+    skip_blocks,
+    store_tile,
+    work_at,
 )
-from ._hopper_schedule import count_items, item_at, pieces_of, slot_of, tile_at
-
-COUNTERS: gl.constexpr = gl.constexpr(1024)  # parts of shared tiles: four for each of fewer than two rounds of tiles
-
-
-@gluon.jit
-def _items(tiles, rounds, blocks, SHARED: gl.constexpr):
-    """How many tiles, or pieces of tiles, this program works on."""
-    if SHARED:
-        return count_items(gl.program_id(0), gl.num_programs(0), tiles, rounds, blocks)
-    else:
-        return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
-
-
-@gluon.jit
-def _item(item, tiles, rounds, blocks, SHARED: gl.constexpr):
-    """A tile, and its blocks of K from, to."""
-    if SHARED:
-        return item_at(item, gl.program_id(0), gl.num_programs(0), tiles, rounds, blocks)
-    else:
-        return gl.program_id(0) + item * gl.num_programs(0), 0, blocks
-
-
-@gluon.jit
-def _pinned(x):
-    """x, in a way that the compiler cannot look through. It would move the sums of the first part below the next
-    product, and the partial results of two parts do not fit in the registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _ring_blocks(start, stop, TILE: gl.constexpr):
-    """How many blocks pass through the ring for blocks of K from, to: whole runs."""
-    return gl.cdiv(stop - start, TILE.run) * TILE.run
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
+from ._hopper_schedule import tile_at
 
 
 @gluon.jit
@@ -83,10 +42,10 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
     block_bytes: gl.constexpr = a_bytes + b_desc.block_type.nbytes + sb_bytes
     blocks = gl.cdiv(K, 128)
     stage, phase = 0, 1  # the ring starts empty
-    for item in range(_items(tiles_m * tiles_n, rounds, blocks, SHARED)):
-        tile, start, stop = _item(item, tiles_m * tiles_n, rounds, blocks, SHARED)
+    for item in range(count_work(tiles_m * tiles_n, rounds, blocks, SHARED)):
+        tile, start, stop = work_at(item, tiles_m * tiles_n, rounds, blocks, SHARED)
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        for number in range(_ring_blocks(start, stop, TILE)):
+        for number in range(ring_blocks(start, stop, TILE)):
             k = start + number
             if TILE.run > 1:
                 k = k if k < stop else blocks  # outside of the operands: zeros
@@ -94,79 +53,11 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
             bar = full.index(stage)
             mbarrier.expect(bar, block_bytes)
             tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage))
-            for load in gl.static_range(LOADS):
-                to = a_ring.index(stage * LOADS + load)
-                if a_desc.block_type.shape[0] < to.shape[0]:  # of few rows, the rest is never stored
-                    to = to.slice(0, a_desc.block_type.shape[0])
-                tma_load(a_desc, [pm * BM + load * (BM // LOADS), k * 128], bar, to)
+            load_rows(a_desc, a_ring, bar, pm * BM, k * 128, stage, TILE)
             tma_load(sa_desc, [k, pm * BM], bar, sa_ring.index(stage))
             if VECTOR:
                 tma_load(sb_desc, [k, pn * TILE.bn], bar, sb_ring.index(stage))
-            stage, phase = _next(stage, phase, TILE.stages)
-
-
-@gluon.jit
-def _gathered(acc, place, part, sizes, TILE: gl.constexpr):
-    """A piece of a shared tile: leave it in the workspace, and whoever is last adds all pieces, in their order.
-
-    Returns the sum, and whether this program was the last.
-    """
-    workspace, tile = place
-    _, _, K, _, tiles_m, tiles_n, rounds = sizes
-    parts: gl.constexpr = TILE.groups * TILE.waves
-    program, programs, tiles, blocks = gl.program_id(0), gl.num_programs(0), tiles_m * tiles_n, gl.cdiv(K, 128)
-    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    # counters lie in front of the pieces
-    counter = workspace.to(gl.pointer_type(gl.int32)) + (tile - rounds * programs) * parts + part
-    inside = workspace + COUNTERS + part * (64 * TILE.bn) + m[:, None] * TILE.bn + n[None, :]
-    begin, end = pieces_of(tile, programs, tiles, rounds, blocks)
-    mine = slot_of(program, tile, programs, tiles, rounds, blocks)
-    gl.store(inside + mine.to(gl.int64) * (parts * 64 * TILE.bn), acc)
-    thread_barrier()  # all threads have stored before one tells
-    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == end - begin - 1
-    if last:
-        gl.store(counter, 0)  # for the next launch
-        acc = gl.zeros_like(acc)
-        for other in range(begin, end):
-            slot = slot_of(other, tile, programs, tiles, rounds, blocks)
-            # past the first-level cache, which does not see what other multiprocessors write
-            acc = acc + gl.load(inside + slot.to(gl.int64) * (parts * 64 * TILE.bn), cache_modifier=".cg")
-    return acc, last
-
-
-@gluon.jit
-def _store(acc, output, buffer, row, column, N, BIAS: gl.constexpr, ADD: gl.constexpr):
-    """Bias, or what the buffer was filled with, added in fp32; then to memory."""
-    c_desc, _, bias_ptr = output
-    if BIAS:
-        n = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        acc = acc + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
-    if ADD:
-        acc = acc + buffer.load(acc.type.layout)
-    buffer.store(acc.to(c_desc.dtype))
-    fence_async_shared()
-    tma_store(c_desc, [row, column], buffer)
-
-
-@gluon.jit
-def _fetch(output, buffer, bar, row, column):
-    """What the product is added to, into the buffer that its sum will leave from."""
-    c_desc, _, _ = output
-    tma_store_wait(0)
-    thread_barrier()  # of all threads that have stored from it
-    mbarrier.expect(bar, c_desc.block_type.nbytes)
-    tma_load(c_desc, [row, column], bar, buffer)
-
-
-@gluon.jit
-def _skip(full, empty, stage, phase, count, STAGES: gl.constexpr):
-    """A group whose rows all lie below the operand gives its blocks back."""
-    for _ in range(count):
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = _next(stage, phase, STAGES)
-    return stage, phase
+            stage, phase = next_stage(stage, phase, TILE.stages)
 
 
 @gluon.jit
@@ -243,7 +134,7 @@ def _sums(
             rows = _row_scales(rings, stage, part, mma)
             even = _multiply(rings, even, stage, part, never, TILE)
             even = warpgroup_mma_wait(0, deps=(even,))
-            first = _pinned(first + even * _scale(rows, sb, rings, stage, mma, TILE, VECTOR))
+            first = pinned(first + even * _scale(rows, sb, rings, stage, mma, TILE, VECTOR))
             rows = _row_scales(rings, stage, part + 1, mma)
             even = _multiply(rings, even, stage, part + 1, never, TILE)
             if not VECTOR:
@@ -253,8 +144,8 @@ def _sums(
             if VECTOR:
                 fence_async_shared()
             mbarrier.arrive(empty.index(stage), count=1)
-            second = _pinned(second + even * scale)
-            stage, phase = _next(stage, phase, TILE.stages)
+            second = pinned(second + even * scale)
+            stage, phase = next_stage(stage, phase, TILE.stages)
     else:
         # In a run of blocks one is multiplied while the one before is added. None is under way from one run to the
         # next: the assembler does not follow it around the loop, and would wait for every product.
@@ -265,7 +156,7 @@ def _sums(
             even = _multiply(rings, even, stage, part, never, TILE)
             for i in gl.static_range(RUN):
                 here, rows_here, sb_here = stage, rows, sb
-                stage, phase = _next(stage, phase, TILE.stages)
+                stage, phase = next_stage(stage, phase, TILE.stages)
                 if i + 1 < RUN:
                     sb = _block_scale(sb_at, gl.minimum(k + i + 1, stop - 1), VECTOR)
                     mbarrier.wait(full.index(stage), phase)
@@ -285,9 +176,9 @@ def _sums(
                     fence_async_shared()
                 mbarrier.arrive(empty.index(here), count=1)
                 if i % 2 == 0:
-                    first = _pinned(first + even * scale)
+                    first = pinned(first + even * scale)
                 else:
-                    first = _pinned(first + odd * scale)
+                    first = pinned(first + odd * scale)
     return first, second, stage, phase
 
 
@@ -303,15 +194,15 @@ def _consumer(
     buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
     blocks = gl.cdiv(K, 128)
     stage, phase, c_phase = 0, 0, 0
-    for item in range(_items(tiles_m * tiles_n, rounds, blocks, SHARED)):
-        tile, start, stop = _item(item, tiles_m * tiles_n, rounds, blocks, SHARED)
+    for item in range(count_work(tiles_m * tiles_n, rounds, blocks, SHARED)):
+        tile, start, stop = work_at(item, tiles_m * tiles_n, rounds, blocks, SHARED)
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
         top, column = (pm * TILE.groups + GROUP) * waves * 64, pn * TILE.bn
         if top >= M:
-            stage, phase = _skip(full, empty, stage, phase, _ring_blocks(start, stop, TILE), TILE.stages)
+            stage, phase = skip_blocks(full, empty, stage, phase, ring_blocks(start, stop, TILE), TILE.stages)
         else:
             if ADD:
-                _fetch(output, c_tile.index(GROUP), c_full.index(GROUP), top, column)
+                fetch_tile(output, c_tile.index(GROUP), c_full.index(GROUP), top, column)
             first, second, stage, phase = _sums(
                 output, rings, bars, sizes, pn, start, stop, stage, phase, GROUP, TILE, VECTOR
             )
@@ -326,11 +217,11 @@ def _consumer(
                 if SHARED:
                     ready = stop - start == blocks
                     if not ready:
-                        acc, ready = _gathered(acc, (workspace, tile), GROUP * waves + wave, sizes, TILE)
+                        acc, ready = gathered(acc, (workspace, tile), GROUP * waves + wave, sizes, TILE)
                     if ready:
-                        _store(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
+                        store_tile(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
                 else:
-                    _store(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
+                    store_tile(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
     tma_store_wait(0)
 
 

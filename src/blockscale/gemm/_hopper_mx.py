@@ -1,6 +1,6 @@
 """Hopper's MXFP8 product in Gluon as a row of the table: descriptors, the launch, and weights with fewer scales."""
 
-# pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false, reportPrivateUsage=false
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..formats.tensor import BlockScaled
+from ..hardware import multiprocessors
 from ..registry import kernel
 from . import _assembly
 from ._gluon import gl
-from ._hopper import _LANGUAGE, _can_be_described, descriptor, multiprocessors
+from ._hopper import LANGUAGE, can_be_described, descriptor
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .epilogue import finish
-from .heuristics import PART, Plan
-from .heuristics_mx import Problem, choose
+from .heuristics import PART, Plan, Problem
+from .heuristics_mx import choose
 from .ops import reject_fp8_of_hopper
 
 _CODES = {"mxfp8_e4m3": gl.float8e4nv, "mxfp8_e5m2": gl.float8e5}
@@ -37,7 +38,7 @@ WEIGHT_BLOCK = 128  # rows of b that `launch` can take to have the same scales
 )
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised MXFP8 product, promoted after every 32 of K"""
-    direct = _can_be_described(out)
+    direct = can_be_described(out)
     wide, add = out.dtype == torch.float32, accumulate and direct
     plan = choose(Problem(a.rows, b.rows, a.length, True, wide, multiprocessors(out.device), add))
     if direct:
@@ -63,7 +64,7 @@ def launch(
     weight_block: 128 where the caller knows that scales of b repeat over blocks of so many rows (`repeats_over_rows`
     looks); the result is the same, with half the multiplications outside of the tensor cores.
     """
-    assert _can_be_described(out), "a copy of the output would be written, and lost"
+    assert can_be_described(out), "a copy of the output would be written, and lost"
     assert weight_block in (1, WEIGHT_BLOCK)
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     tile, k = plan.tile, a.length
@@ -71,7 +72,7 @@ def launch(
         scaled_mm_mx_kernel[(plan.programs,)],
         descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), _layout(PART, 128, _CODES[a.format])),
         descriptor(b.data[:, :k], (tile.bn, 128), _layout(tile.bn, 128, _CODES[b.format])),
-        descriptor(out, (PART, tile.bn), _layout(PART, tile.bn, _LANGUAGE[out.dtype])),
+        descriptor(out, (PART, tile.bn), _layout(PART, tile.bn, LANGUAGE[out.dtype])),
         _scale_words(a), _scale_words(b), None if bias is None else bias.contiguous(), a.rows, b.rows, k,
         tile, weight_block == 1, bias is not None, accumulate, num_warps=4,
         enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add

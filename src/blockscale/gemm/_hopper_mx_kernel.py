@@ -11,10 +11,10 @@ The rest is as in `_hopper_kernel`; docs/design/gemm.md says why.
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
-# pyright: reportAssignmentType=false, reportPrivateUsage=false
+# pyright: reportAssignmentType=false
 
 from ._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from ._hopper_kernel import _fetch, _next, _pinned, _skip, _store
+from ._hopper_common import fetch_tile, load_rows, next_stage, pinned, skip_blocks, store_tile
 from ._hopper_schedule import tile_at
 
 SCALERS: gl.constexpr = gl.constexpr(2)  # warps; with the producer they fill a warpgroup
@@ -55,9 +55,8 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
     a_ring, b_ring, _, _ = rings
     full, empty, _ = bars
     _, _, K, tiles_m, tiles_n = sizes
-    LOADS: gl.constexpr = TILE.loads
-    ROWS: gl.constexpr = TILE.groups * TILE.waves * 64 // LOADS
-    block_bytes: gl.constexpr = LOADS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    BM: gl.constexpr = TILE.groups * TILE.waves * 64
+    block_bytes: gl.constexpr = TILE.loads * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     stage, phase = 0, 1  # the ring starts empty
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
@@ -66,12 +65,8 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
             bar = full.index(stage)
             mbarrier.expect(bar, block_bytes)
             tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage))
-            for load in gl.static_range(LOADS):
-                to = a_ring.index(stage * LOADS + load)
-                if a_desc.block_type.shape[0] < to.shape[0]:  # of few rows, the rest is never stored
-                    to = to.slice(0, a_desc.block_type.shape[0])
-                tma_load(a_desc, [(pm * LOADS + load) * ROWS, k * 128], bar, to)
-            stage, phase = _next(stage, phase, TILE.stages)
+            load_rows(a_desc, a_ring, bar, pm * BM, k * 128, stage, TILE)
+            stage, phase = next_stage(stage, phase, TILE.stages)
 
 
 @gluon.jit
@@ -111,7 +106,7 @@ def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr
                 factors = factors * factor_bits(byte_of(columns, step)).to(gl.float32, bitcast=True)[:, None]
             sa_ring.index(stage).reshape((4, SPAN)).store(factors)
             mbarrier.arrive(full.index(stage), count=1)
-            stage, phase = _next(stage, phase, TILE.stages)
+            stage, phase = next_stage(stage, phase, TILE.stages)
 
 
 @gluon.jit
@@ -169,7 +164,7 @@ def _sums(
     odd = even
     for run in range(runs):
         if ADD and run == fetch_at:  # not at once: by now the last store has left the buffer
-            _fetch(output, c_tile.index(GROUP), c_full.index(GROUP), top, pn * BN)
+            fetch_tile(output, c_tile.index(GROUP), c_full.index(GROUP), top, pn * BN)
         mbarrier.wait(full.index(stage), phase)
         if RUN == 1:
             # every step is waited for, and the other groups' products are made meanwhile
@@ -182,10 +177,10 @@ def _sums(
                     if step == 3 and wave + 1 == WAVES:
                         mbarrier.arrive(empty.index(stage), count=1)
                     if wave == 0:
-                        first = _pinned(first + even * scale)
+                        first = pinned(first + even * scale)
                     else:
-                        second = _pinned(second + even * scale)
-            stage, phase = _next(stage, phase, TILE.stages)
+                        second = pinned(second + even * scale)
+            stage, phase = next_stage(stage, phase, TILE.stages)
         else:
             # One step is multiplied while the one before is added. None is under way from one run to the next: the
             # assembler does not follow it around the loop, and would wait for every product.
@@ -194,7 +189,7 @@ def _sums(
             for i in gl.static_range(RUN):
                 here, rows_here = stage, rows
                 if i % 4 == 3:
-                    stage, phase = _next(stage, phase, TILE.stages)
+                    stage, phase = next_stage(stage, phase, TILE.stages)
                 if i + 1 < RUN:
                     if i % 4 == 3:
                         mbarrier.wait(full.index(stage), phase)
@@ -212,7 +207,7 @@ def _sums(
                 scale = _scale(rows_here, rings, here, mma, i % 4, VECTOR)
                 if i % 4 == 3:
                     mbarrier.arrive(empty.index(here), count=1)
-                first = _pinned(first + partial * scale)
+                first = pinned(first + partial * scale)
     return first, second, stage, phase
 
 
@@ -230,7 +225,7 @@ def _consumer(
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
         top, column = (pm * TILE.groups + GROUP) * waves * 64, pn * TILE.bn
         if top >= M:
-            stage, phase = _skip(full, empty, stage, phase, _ring_blocks(K, TILE), TILE.stages)
+            stage, phase = skip_blocks(full, empty, stage, phase, _ring_blocks(K, TILE), TILE.stages)
         else:
             first, second, stage, phase = _sums(
                 output, rings, c_tile, bars, sizes, top, pn, stage, phase, GROUP, TILE, VECTOR, ADD
@@ -243,7 +238,7 @@ def _consumer(
                     c_phase ^= 1
                 else:
                     tma_store_wait(buffers - 1)  # an earlier store has read the buffer that is filled now
-                _store(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
+                store_tile(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
     tma_store_wait(0)
 
 

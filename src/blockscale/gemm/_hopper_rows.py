@@ -1,6 +1,6 @@
 """The Gluon product for few rows as a row of the table, for few tokens by large weights: descriptors and the launch."""
 
-# pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false, reportPrivateUsage=false
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 

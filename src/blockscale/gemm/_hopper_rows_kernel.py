@@ -10,7 +10,7 @@ registers a thread, and the result, which is small, goes to memory from register
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
-# pyright: reportAssignmentType=false, reportPrivateUsage=false
+# pyright: reportAssignmentType=false
 
 from ._gluon import (
     fence_async_shared,
@@ -21,7 +21,16 @@ from ._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ._hopper_kernel import _gathered, _item, _items, _next, _pinned, _ring_blocks, _skip
+from ._hopper_common import (
+    count_work,
+    gathered,
+    load_rows,
+    next_stage,
+    pinned,
+    ring_blocks,
+    skip_blocks,
+    work_at,
+)
 
 
 @gluon.jit
@@ -37,22 +46,20 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
     block_bytes: gl.constexpr = LOADS * w_desc.block_type.nbytes + x_bytes + sw_bytes
     blocks = gl.cdiv(K, 128)
     stage, phase = 0, 1  # the ring starts empty
-    for item in range(_items(tiles, rounds, blocks, SHARED)):
-        tile, start, stop = _item(item, tiles, rounds, blocks, SHARED)
-        for number in range(_ring_blocks(start, stop, TILE)):
+    for item in range(count_work(tiles, rounds, blocks, SHARED)):
+        tile, start, stop = work_at(item, tiles, rounds, blocks, SHARED)
+        for number in range(ring_blocks(start, stop, TILE)):
             k = start + number
             k = k if k < stop else blocks  # outside of the operands: zeros
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, block_bytes)
-            for load in gl.static_range(LOADS):
-                row = tile * BM + load * (BM // LOADS)
-                tma_load(w_desc, [row, k * 128], bar, w_ring.index(stage * LOADS + load))
+            load_rows(w_desc, w_ring, bar, tile * BM, k * 128, stage, TILE)
             tma_load(x_desc, [0, k * 128], bar, x_ring.index(stage))
             tma_load(sx_desc, [k, 0], bar, sx_ring.index(stage))
             if VECTOR:
                 tma_load(sw_desc, [k, tile * BM], bar, sw_ring.index(stage))
-            stage, phase = _next(stage, phase, TILE.stages)
+            stage, phase = next_stage(stage, phase, TILE.stages)
 
 
 @gluon.jit
@@ -102,7 +109,7 @@ def _sums(
         even = _multiply(rings, even, stage, never, GROUP, TILE)
         for i in gl.static_range(RUN):
             here = stage
-            stage, phase = _next(stage, phase, TILE.stages)
+            stage, phase = next_stage(stage, phase, TILE.stages)
             if i + 1 < RUN:
                 mbarrier.wait(full.index(stage), phase)
                 if i % 2 == 0:
@@ -114,11 +121,11 @@ def _sums(
             if i % 2 == 0:
                 even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
                 mbarrier.arrive(empty.index(here), count=1)
-                acc = _pinned(acc + even * scale)
+                acc = pinned(acc + even * scale)
             else:
                 odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
                 mbarrier.arrive(empty.index(here), count=1)
-                acc = _pinned(acc + odd * scale)
+                acc = pinned(acc + odd * scale)
     return acc, stage, phase
 
 
@@ -147,17 +154,17 @@ def _consumer(
     M, N, K, _, tiles, _, rounds = sizes
     blocks = gl.cdiv(K, 128)
     stage, phase = 0, 0
-    for item in range(_items(tiles, rounds, blocks, SHARED)):
-        tile, start, stop = _item(item, tiles, rounds, blocks, SHARED)
+    for item in range(count_work(tiles, rounds, blocks, SHARED)):
+        tile, start, stop = work_at(item, tiles, rounds, blocks, SHARED)
         row = (tile * TILE.groups + GROUP) * 64
         if row >= N:
-            stage, phase = _skip(full, empty, stage, phase, _ring_blocks(start, stop, TILE), TILE.stages)
+            stage, phase = skip_blocks(full, empty, stage, phase, ring_blocks(start, stop, TILE), TILE.stages)
         else:
             acc, stage, phase = _sums(sw_ptr, rings, bars, sizes, row, start, stop, stage, phase, GROUP, TILE, VECTOR)
             if SHARED:
                 ready = stop - start == blocks
                 if not ready:
-                    acc, ready = _gathered(acc, (workspace, tile), GROUP, sizes, TILE)
+                    acc, ready = gathered(acc, (workspace, tile), GROUP, sizes, TILE)
                 if ready:
                     _store(acc, output, row, M, N, BIAS, ADD)
             else:

@@ -8,6 +8,7 @@ has to come from memory takes its time in any case.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -123,10 +124,10 @@ _CANDIDATES = (
 TILES = tuple(tile for tile, _, _ in _CANDIDATES)
 
 
-def fitted(tile: Tile, problem: Problem) -> Tile:
-    """With as many stages as fit, and no rows loaded that a small operand does not have."""
+def fitted(tile: Tile, problem: Problem, size: Callable[[Tile, Problem], int] = shared_bytes) -> Tile:
+    """With as many stages as fit, and no rows loaded that a small operand does not have.  size: bytes of a kernel."""
     stages = tile.stages
-    while stages > 2 and shared_bytes(tile._replace(stages=stages), problem) > SHARED_BYTES:
+    while stages > 2 and size(tile._replace(stages=stages), problem) > SHARED_BYTES:
         stages -= 1
     return tile._replace(stages=stages, rows=16 if problem.m <= 16 and tile.bm == PART else 256)
 

@@ -1,14 +1,14 @@
 """How Hopper's MXFP8 product is cut up: a pure function of the problem, testable without a GPU.
 
-As in `heuristics`, without shared tiles. The costs are counts of instructions, not measurements: nothing here has run.
+As in `heuristics`, without shared tiles; a problem is `vector` where each row of b has its scales, not 128 together.
+The costs are counts of instructions, not measurements: nothing here has run.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
-from .heuristics import PART, SHARED_BYTES, Plan, Tile
+from .heuristics import PART, Plan, Problem, Tile, fitted, whole_tiles
 
 BLOCK = 128  # of K, in the ring
 STEP = 32  # of K: a scale's reach, and one instruction
@@ -25,20 +25,6 @@ TILES = (
 VECTOR_TILES = tuple(tile for tile in TILES if tile.run > 1)  # the others spill where each row of b has its scales
 
 
-@dataclass(frozen=True)
-class Problem:
-    """vector: each row of b has its scales, not 128 rows together.  wide: the output is fp32.  add: to what it
-    holds."""
-
-    m: int
-    n: int
-    k: int
-    vector: bool
-    wide: bool
-    multiprocessors: int
-    add: bool = False
-
-
 def shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory that the kernel takes: the ring, the output tiles, and the barriers."""
     factors = 4 * BLOCK // STEP
@@ -49,13 +35,8 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
 
 
 def plan_for(tile: Tile, problem: Problem) -> Plan:
-    """With as many stages as fit, and no rows loaded that a small operand does not have."""
-    stages = tile.stages
-    while stages > 2 and shared_bytes(tile._replace(stages=stages), problem) > SHARED_BYTES:
-        stages -= 1
-    tile = tile._replace(stages=stages, rows=16 if problem.m <= 16 and tile.bm == PART else 256)
-    tiles = -(-problem.m // tile.bm) * -(-problem.n // tile.bn)
-    return Plan(tile, min(tiles, problem.multiprocessors), -(-tiles // problem.multiprocessors), shared=False)
+    """Every tile is one program's."""
+    return whole_tiles(tile, problem)._replace(tile=fitted(tile, problem, shared_bytes))
 
 
 @functools.lru_cache(maxsize=8192)

@@ -1,0 +1,136 @@
+"""What the Gluon kernels of Hopper share: a program's work, the ring, output tiles, and the pieces of shared tiles."""
+
+# The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false
+
+from ._gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from ._hopper_schedule import count_items, item_at, pieces_of, slot_of
+
+COUNTERS: gl.constexpr = gl.constexpr(1024)  # parts of shared tiles: four for each of fewer than two rounds of tiles
+
+
+@gluon.jit
+def count_work(tiles, rounds, blocks, SHARED: gl.constexpr):
+    """How many tiles, or pieces of tiles, this program works on."""
+    if SHARED:
+        return count_items(gl.program_id(0), gl.num_programs(0), tiles, rounds, blocks)
+    else:
+        return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def work_at(item, tiles, rounds, blocks, SHARED: gl.constexpr):
+    """A tile, and its blocks of K from, to."""
+    if SHARED:
+        return item_at(item, gl.program_id(0), gl.num_programs(0), tiles, rounds, blocks)
+    else:
+        return gl.program_id(0) + item * gl.num_programs(0), 0, blocks
+
+
+@gluon.jit
+def ring_blocks(start, stop, TILE: gl.constexpr):
+    """How many blocks pass through the ring for blocks of K from, to: whole runs."""
+    return gl.cdiv(stop - start, TILE.run) * TILE.run
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def load_rows(a_desc, a_ring, bar, row, column, stage, TILE: gl.constexpr):
+    """A tile's rows of codes, in as few copies as their number allows."""
+    LOADS: gl.constexpr = TILE.loads
+    ROWS: gl.constexpr = a_ring.shape[1]
+    for load in gl.static_range(LOADS):
+        to = a_ring.index(stage * LOADS + load)
+        if a_desc.block_type.shape[0] < ROWS:  # of few rows, the rest is never stored
+            to = to.slice(0, a_desc.block_type.shape[0])
+        tma_load(a_desc, [row + load * ROWS, column], bar, to)
+
+
+@gluon.jit
+def skip_blocks(full, empty, stage, phase, count, STAGES: gl.constexpr):
+    """A group whose rows all lie below the operand gives its blocks back."""
+    for _ in range(count):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def pinned(x):
+    """x, in a way that the compiler cannot look through. It would move the sums of the first part below the next
+    product, and the partial results of two parts do not fit in the registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fetch_tile(output, buffer, bar, row, column):
+    """What the product is added to, into the buffer that its sum will leave from."""
+    c_desc, _, _ = output
+    tma_store_wait(0)
+    thread_barrier()  # of all threads that have stored from it
+    mbarrier.expect(bar, c_desc.block_type.nbytes)
+    tma_load(c_desc, [row, column], bar, buffer)
+
+
+@gluon.jit
+def store_tile(acc, output, buffer, row, column, N, BIAS: gl.constexpr, ADD: gl.constexpr):
+    """Bias, or what the buffer was filled with, added in fp32; then to memory."""
+    c_desc, _, bias_ptr = output
+    if BIAS:
+        n = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        acc = acc + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+    if ADD:
+        acc = acc + buffer.load(acc.type.layout)
+    buffer.store(acc.to(c_desc.dtype))
+    fence_async_shared()
+    tma_store(c_desc, [row, column], buffer)
+
+
+@gluon.jit
+def gathered(acc, place, part, sizes, TILE: gl.constexpr):
+    """A piece of a shared tile: leave it in the workspace, and whoever is last adds all pieces, in their order.
+
+    Returns the sum, and whether this program was the last.
+    """
+    workspace, tile = place
+    _, _, K, _, tiles_m, tiles_n, rounds = sizes
+    parts: gl.constexpr = TILE.groups * TILE.waves
+    program, programs, tiles, blocks = gl.program_id(0), gl.num_programs(0), tiles_m * tiles_n, gl.cdiv(K, 128)
+    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    # counters lie in front of the pieces
+    counter = workspace.to(gl.pointer_type(gl.int32)) + (tile - rounds * programs) * parts + part
+    inside = workspace + COUNTERS + part * (64 * TILE.bn) + m[:, None] * TILE.bn + n[None, :]
+    begin, end = pieces_of(tile, programs, tiles, rounds, blocks)
+    mine = slot_of(program, tile, programs, tiles, rounds, blocks)
+    gl.store(inside + mine.to(gl.int64) * (parts * 64 * TILE.bn), acc)
+    thread_barrier()  # all threads have stored before one tells
+    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == end - begin - 1
+    if last:
+        gl.store(counter, 0)  # for the next launch
+        acc = gl.zeros_like(acc)
+        for other in range(begin, end):
+            slot = slot_of(other, tile, programs, tiles, rounds, blocks)
+            # past the first-level cache, which does not see what other multiprocessors write
+            acc = acc + gl.load(inside + slot.to(gl.int64) * (parts * 64 * TILE.bn), cache_modifier=".cg")
+    return acc, last
