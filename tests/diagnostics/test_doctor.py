@@ -197,7 +197,8 @@ def test_a_decode_that_is_one_bit_off(device, broken):
         out.view(-1)[0] = torch.nextafter(out.view(-1)[0], torch.tensor(9e9, device=out.device, dtype=out.dtype))
 
     broken("dequantize", launch)
-    assert failed(doctor(device)) == {"cast"}
+    # on a GPU the exact upcast of MX products decodes by that row too
+    assert failed(doctor(device)) == ({"cast", "gemm"} if device.type == "cuda" else {"cast"})
 
 
 FUSED = {

@@ -1,4 +1,5 @@
-"""Triton's product in the interpreter against the exact one; a program, because the interpreter is chosen at import.
+"""Triton's product in the interpreter against the exact one, and what finishes the vendor's products against torch; a
+program, because the interpreter is chosen at import.
 
     TRITON_INTERPRET=1 python tests/gemm/interpreted.py
 
@@ -21,6 +22,8 @@ import blockscale as bs  # noqa: E402
 from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
 from blockscale.formats.spec import LEGAL_PAIRS  # noqa: E402
 from blockscale.gemm import exact_mm  # noqa: E402
+from blockscale.gemm._finish import finish_at_once  # noqa: E402
+from blockscale.gemm.epilogue import finish  # noqa: E402
 
 # tails in every direction, an odd K, whole blocks, one row
 SIZES = ((33, 70, 150), (5, 66, 257), (40, 64, 256), (1, 1, 1))
@@ -67,9 +70,25 @@ def wrong(a: BlockScaled, b: BlockScaled) -> int:
     return count + int(((total.double() - want).abs() > most + want.abs() * 2.0**-23).sum())
 
 
+def finished() -> Iterator[tuple[str, int, int]]:
+    """What was done, values, and how many are not torch's, bit for bit; outputs with gaps between rows and values."""
+    scales = torch.tensor(0.3), torch.tensor(1.7)
+    for rows, columns in ((7, 1030), (1, 1), (4, 1024)):
+        product, bias = torch.randn(rows, columns) * 1e3, torch.randn(columns)
+        for dtype in ROUNDING:
+            for given in (None, bias, bias.to(dtype)):
+                for factors in (None, scales):
+                    for accumulate in (False, True) if dtype == torch.float32 and given is None else (False,):
+                        scaled = product if factors is None else product * factors[0] * factors[1]
+                        got, want = (torch.ones(2 * rows, 3 * columns).to(dtype) for _ in range(2))
+                        finish(scaled, want[::2, ::3], given, accumulate=accumulate)
+                        finish_at_once(product, got[::2, ::3], given, accumulate=accumulate, scales=factors)
+                        yield f"finish {rows}x{columns} {dtype}", got.numel(), int((got != want).sum())
+
+
 def main() -> int:
     torch.manual_seed(0)
-    found = [(what, 7 * a.rows * b.rows, wrong(a, b)) for what, a, b in cases()]
+    found = [(what, 7 * a.rows * b.rows, wrong(a, b)) for what, a, b in cases()] + list(finished())
     bad = [f"{what}: {count} values off" for what, _, count in found if count]
     print(len(found), sum(values for _, values, _ in found), len(bad))
     print("\n".join(bad[:10]))

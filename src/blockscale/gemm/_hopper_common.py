@@ -39,6 +39,15 @@ def work_at(item, tiles, rounds, blocks, SHARED: gl.constexpr):
 
 
 @gluon.jit
+def allocate_blocks(desc, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """Room for blocks of a descriptor's type and width. Each begins at a multiple of 128 bytes: elsewhere the copy
+    engine cannot write, and says so only when it runs."""
+    WIDTH: gl.constexpr = desc.block_type.shape[1]
+    gl.static_assert(ROWS * WIDTH * desc.dtype.primitive_bitwidth % 1024 == 0, "blocks of whole 128 bytes")
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, ROWS, WIDTH], desc.layout)
+
+
+@gluon.jit
 def ring_blocks(start, stop, TILE: gl.constexpr):
     """How many blocks pass through the ring for blocks of K from, to: whole runs."""
     return gl.cdiv(stop - start, TILE.run) * TILE.run

@@ -15,6 +15,7 @@ scaled and added to fp32 registers block by block: that is the format's arithmet
 
 from ._gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
 from ._hopper_common import (
+    allocate_blocks,
     count_work,
     fetch_tile,
     gathered,
@@ -244,11 +245,11 @@ def scaled_mm_kernel(
     gl.static_assert(TILE.waves == 1 or not ADD, "one buffer for each group, which holds one part of c")
     # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
     buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [stages * TILE.loads, BM // TILE.loads, 128], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [stages, TILE.bn, 128], b_desc.layout)
-    sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 1, sa_desc.block_type.shape[1]], sa_desc.layout)
-    sb_ring = gl.allocate_shared_memory(gl.float32, [stages if VECTOR else 1, 1, TILE.bn], sb_desc.layout)
-    c_tile = gl.allocate_shared_memory(c_desc.dtype, [groups * buffers, 64, TILE.bn], c_desc.layout)
+    a_ring = allocate_blocks(a_desc, stages * TILE.loads, BM // TILE.loads)
+    b_ring = allocate_blocks(b_desc, stages, TILE.bn)
+    sa_ring = allocate_blocks(sa_desc, stages, 1)
+    sb_ring = allocate_blocks(sb_desc, stages if VECTOR else 1, 1)
+    c_tile = allocate_blocks(c_desc, groups * buffers, 64)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())

@@ -14,7 +14,7 @@ The rest is as in `_hopper_kernel`; docs/design/gemm.md says why.
 # pyright: reportAssignmentType=false
 
 from ._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from ._hopper_common import fetch_tile, load_rows, next_stage, pinned, skip_blocks, store_tile
+from ._hopper_common import allocate_blocks, fetch_tile, load_rows, next_stage, pinned, skip_blocks, store_tile
 from ._hopper_schedule import tile_at
 
 SCALERS: gl.constexpr = gl.constexpr(2)  # warps; with the producer they fill a warpgroup
@@ -259,11 +259,11 @@ def scaled_mm_mx_kernel(
     # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
     buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [stages * TILE.loads, BM // TILE.loads, 128], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [stages, TILE.bn, 128], b_desc.layout)
+    a_ring = allocate_blocks(a_desc, stages * TILE.loads, BM // TILE.loads)
+    b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 4 * SPAN], flat)
     sb_ring = gl.allocate_shared_memory(gl.float32, [stages if VECTOR else 1, 4 * TILE.bn], flat)
-    c_tile = gl.allocate_shared_memory(c_desc.dtype, [groups * buffers, 64, TILE.bn], c_desc.layout)
+    c_tile = allocate_blocks(c_desc, groups * buffers, 64)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())

@@ -17,7 +17,7 @@ from . import _assembly
 from ._gluon import gl
 from ._hopper import descriptor, workspace_for
 from ._hopper_rows_kernel import few_rows_kernel
-from .heuristics import MOST_ROWS, Plan, Problem, choose_few_rows
+from .heuristics import MOST_ROWS, Plan, Problem, choose_few_rows, scales_of
 from .ops import reject_fp8_of_hopper
 
 
@@ -57,7 +57,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
         descriptor(b.data[:, :k], (rows, 128), weights),
         descriptor(a.data[:, :k], (tile.bn, 128), tokens),
         descriptor(b_scale if vector else a_scale, (1, tile.span), scales),
-        descriptor(a_scale, (1, tile.bn), scales),
+        descriptor(a_scale, (1, scales_of(tile.bn)), scales),
         out, b_scale, None if bias is None else bias.contiguous(),
         workspace_for(plan, out.device) if plan.shared else out,
         m, n, k, b_scale.stride(0), *out.stride(), plan.rounds,

@@ -22,6 +22,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from ._hopper_common import (
+    allocate_blocks,
     count_work,
     gathered,
     load_rows,
@@ -74,12 +75,12 @@ def _multiply(rings, partial, stage, never, GROUP: gl.constexpr, TILE: gl.conste
 
 
 @gluon.jit
-def _scale(rings, sw_at, k, stage, layout: gl.constexpr, GROUP: gl.constexpr, VECTOR: gl.constexpr):
+def _scale(rings, sw_at, k, stage, layout: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, VECTOR: gl.constexpr):
     """Of a partial result: by rows of weights, or one for all 64 of them, and by tokens."""
     _, _, sw_ring, sx_ring = rings
     TOKENS: gl.constexpr = sx_ring.shape[2]
     SPAN: gl.constexpr = sw_ring.shape[2]
-    tokens = sx_ring.index(stage).reshape((TOKENS,)).load(gl.SliceLayout(0, layout))
+    tokens = sx_ring.index(stage).reshape((TOKENS,)).slice(0, BN).load(gl.SliceLayout(0, layout))
     if VECTOR:
         rows = sw_ring.index(stage).reshape((SPAN,)).slice(GROUP * 64, 64).load(gl.SliceLayout(1, layout))
         return rows[:, None] * tokens[None, :]
@@ -116,7 +117,7 @@ def _sums(
                     odd = _multiply(rings, odd, stage, never, GROUP, TILE)
                 else:
                     even = _multiply(rings, even, stage, never, GROUP, TILE)
-            scale = _scale(rings, sw_at, gl.minimum(k + i, stop - 1), here, mma, GROUP, VECTOR)
+            scale = _scale(rings, sw_at, gl.minimum(k + i, stop - 1), here, mma, BN, GROUP, VECTOR)
             fence_async_shared()
             if i % 2 == 0:
                 even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
@@ -182,11 +183,10 @@ def few_rows_kernel(
     groups: gl.constexpr = TILE.groups
     stages: gl.constexpr = TILE.stages
     BM: gl.constexpr = groups * 64
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [stages * TILE.loads, BM // TILE.loads, 128], w_desc.layout)
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [stages, TILE.bn, 128], x_desc.layout)
-    sw_shape: gl.constexpr = sw_desc.block_type.shape[1]
-    sw_ring = gl.allocate_shared_memory(gl.float32, [stages if VECTOR else 1, 1, sw_shape], sw_desc.layout)
-    sx_ring = gl.allocate_shared_memory(gl.float32, [stages, 1, TILE.bn], sx_desc.layout)
+    w_ring = allocate_blocks(w_desc, stages * TILE.loads, BM // TILE.loads)
+    x_ring = allocate_blocks(x_desc, stages, TILE.bn)
+    sw_ring = allocate_blocks(sw_desc, stages if VECTOR else 1, 1)
+    sx_ring = allocate_blocks(sx_desc, stages, 1)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):

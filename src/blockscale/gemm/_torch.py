@@ -7,6 +7,7 @@ with fp32 sums. FP8 with fp32 scales is not exact in bf16 and has no such row.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,11 @@ from ..library import empty
 from ..registry import Request, kernel, select
 from .epilogue import apply_tensor_scales, finish
 from .ops import reject_fp8_of_hopper
+
+try:
+    from ._finish import finish_at_once
+except ImportError:  # builds of torch without triton
+    finish_at_once = None
 
 FP8_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family == "fp8")
 _MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
@@ -55,7 +61,7 @@ def scaled_mm_hopper(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tenso
     else:
         product = empty((a.rows, b.rows), torch.float32, out.device)
         _vendor_mm(a, b, product)
-        finish(product, out, bias, accumulate=accumulate)
+        _finish(product, a, b, out, bias, accumulate=accumulate)
 
 
 def _vendor_mm(a: BlockScaled, b: BlockScaled, out: Tensor) -> None:
@@ -111,15 +117,49 @@ def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Te
         swizzle_b=swizzle.SWIZZLE_32_4_4,
         output_dtype=torch.float32,
     )
-    finish(apply_tensor_scales(product, a, b), out, bias, accumulate=accumulate)
+    _finish(product, a, b, out, bias, accumulate=accumulate)
 
 
 @kernel("gemm", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10)
 def scaled_mm_upcast(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """exact upcast, then the vendor's ordinary product with fp32 sums"""
-    decode = exact_bf16 if out.is_cuda else decode_blocks
-    product = apply_tensor_scales(upcast_mm(decode(a), decode(b).mT), a, b)
-    finish(product, out, bias, accumulate=accumulate)
+    if not out.is_cuda:
+        product = apply_tensor_scales(decode_blocks(a) @ decode_blocks(b).mT, a, b)
+        return finish(product, out, bias, accumulate=accumulate)
+    x, y = exact_bf16(a), exact_bf16(b).mT
+    if not accumulate and bias is None and a.global_scale is None and out.is_contiguous():
+        if out.dtype == torch.float32:
+            torch.ops.aten.mm.dtype_out(x, y, torch.float32, out=out)
+            return None
+        if out.dtype == torch.bfloat16:
+            return _rounded_mm(x, y, out)
+    return _finish(torch.mm(x, y, out_dtype=torch.float32), a, b, out, bias, accumulate=accumulate)
+
+
+def _finish(
+    product: Tensor, a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool
+) -> None:
+    """Tensor scales, bias, and the rounding or the sum: in one pass where there is Triton."""
+    if finish_at_once is None or not out.is_cuda:
+        return finish(apply_tensor_scales(product, a, b), out, bias, accumulate=accumulate)
+    scales = None if a.global_scale is None or b.global_scale is None else (a.global_scale, b.global_scale)
+    return finish_at_once(product, out, bias, accumulate=accumulate, scales=scales)
+
+
+_SETTING = threading.Lock()
+
+
+def _rounded_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """fp32 sums, one rounding to bf16. By default the vendor's library may add parts of long sums in bf16: that is
+    switched off for this call, and the lock keeps two threads from restoring what the other has set."""
+    matmul, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
+    with _SETTING:
+        before, parts = getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)  # older torch has one setting
+        setattr(matmul, name, False if parts is None else (False, parts))
+        try:
+            torch.mm(x, y, out=out)
+        finally:
+            setattr(matmul, name, before if parts is None else (before, parts))
 
 
 def exact_bf16(operand: BlockScaled) -> Tensor:
@@ -131,10 +171,3 @@ def exact_bf16(operand: BlockScaled) -> Tensor:
     out = empty(shape, torch.bfloat16, operand.device)
     select(dequantize_request(bare, torch.bfloat16)).launch(bare, out, offs=None)
     return out
-
-
-def upcast_mm(x: Tensor, y: Tensor) -> Tensor:
-    """fp32 product of operands that are exact in bf16: bf16 matrix units on CUDA, fp32 on the CPU."""
-    if x.is_cuda:
-        return torch.mm(x.bfloat16(), y.bfloat16(), out_dtype=torch.float32)
-    return x @ y

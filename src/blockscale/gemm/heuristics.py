@@ -107,10 +107,8 @@ _BYTES_PER_US = 3.6e6  # of memory
 _SHARING_US = 3.0  # of shared tiles: telling each other, and
 _PIECE_BYTES_PER_US = 8e3  # a piece's way to the second-level cache and back
 _SHARING_MARGIN = 1.03  # what it must win by: with idle multiprocessors the others run at a higher clock
-_LONG, _LAST_ROUND = (
-    4,
-    0.25,
-)  # after so many rounds power is short, and a round with no programs would be shorter by this
+# a guess: after so many rounds power is short, and a round with no programs would be shorter by this share
+_LONG, _LAST_ROUND = 4, 0.25
 _LEAST_SHARE = 4  # blocks of K that are worth a program of their own
 # tile; costs with one scale per 128x128 of b, and with scales 1x128
 _CANDIDATES = (
@@ -219,6 +217,11 @@ _GROUP_BLOCK_US, _LEAST_BLOCK_US, _FEW_TILE_US = 0.15, 0.12, 0.5
 _MOST_STAGES = 16
 
 
+def scales_of(tokens: int) -> int:
+    """Scales that are fetched for a block: the copy engine writes at multiples of 128 bytes."""
+    return max(tokens, 32)
+
+
 def few_rows_tiles(rows: int) -> list[Tile]:
     """Of weights by tokens, for at most `MOST_ROWS` tokens, with as many stages as fit; three groups where they do not
     spill."""
@@ -226,7 +229,7 @@ def few_rows_tiles(rows: int) -> list[Tile]:
     tiles: list[Tile] = []
     for groups, registers, loads in ((1, 232, 1), (2, 232, 1), (3, 160, 3))[: 3 if tokens <= 32 else 2]:
         tile = Tile(groups, 1, tokens, 1, 1, run=4, registers=registers, loads=loads)
-        block = (tile.bm + tokens) * 128 + (tile.span + tokens) * 4 + 16  # the last: two barriers
+        block = (tile.bm + tokens) * 128 + (tile.span + scales_of(tokens)) * 4 + 16  # the last: two barriers
         tiles.append(tile._replace(stages=min(_MOST_STAGES, (SHARED_BYTES - 2048) // block)))
     return tiles
 
