@@ -63,6 +63,7 @@ def capability(device: torch.device | str) -> Capability:
 USUAL_MULTIPROCESSORS = 132
 _META = torch.device("meta")
 _COUNTS: dict[torch.device, int] = {}
+_NAMES: dict[torch.device, str] = {}
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -81,9 +82,25 @@ def multiprocessors(device: torch.device) -> int:
     return _COUNTS.setdefault(device, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def gpu_name(device: torch.device) -> str:
+    """What the driver calls a GPU; empty for what is none.
+
+    >>> gpu_name(torch.device("cpu"))
+    ''
+    """
+    known = _NAMES.get(device)
+    if known is not None:
+        return known
+    if device.type != "cuda":
+        return ""
+    if device == torch.device("cuda"):  # without a number, it is another one tomorrow
+        return gpu_name(torch.device("cuda", torch.cuda.current_device()))
+    return _NAMES.setdefault(device, torch.cuda.get_device_properties(device).name)
+
+
 @contextlib.contextmanager
-def compiling_for(where: Capability, count: int = USUAL_MULTIPROCESSORS) -> Generator[None]:
-    """Within it, operands on the meta device stand for operands on such a GPU of `count` multiprocessors.
+def compiling_for(where: Capability, count: int = USUAL_MULTIPROCESSORS, name: str = "") -> Generator[None]:
+    """Within it, operands on the meta device stand for operands on such a GPU of `count` multiprocessors, by that name.
 
     Kernels that can be compiled ahead (`Kernel.ahead`) are launched with them, and no GPU is asked.
 
@@ -91,12 +108,12 @@ def compiling_for(where: Capability, count: int = USUAL_MULTIPROCESSORS) -> Gene
     ...     capability("meta")
     Capability(device='cuda', sm=90)
     """
-    before = _KNOWN.get(_META, Capability("meta")), _COUNTS.get(_META, USUAL_MULTIPROCESSORS)
-    _KNOWN[_META], _COUNTS[_META] = where, count
+    before = _KNOWN.get(_META, Capability("meta")), _COUNTS.get(_META, USUAL_MULTIPROCESSORS), _NAMES.get(_META, "")
+    _KNOWN[_META], _COUNTS[_META], _NAMES[_META] = where, count, name
     try:
         yield
     finally:
-        _KNOWN[_META], _COUNTS[_META] = before
+        _KNOWN[_META], _COUNTS[_META], _NAMES[_META] = before
 
 
 def named_device(name: torch.device | str) -> torch.device:

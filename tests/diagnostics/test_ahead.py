@@ -19,6 +19,7 @@ from blockscale import quantize, quantize_both
 from blockscale.bench.shapes import MODELS
 from blockscale.casts._kernels import cast_kernel
 from blockscale.diagnostics import ahead
+from blockscale.gemm.heuristics import TILES, Problem, candidates, choose, shared_tiles
 from blockscale.hardware import CPU, Capability, capability, compiling_for, multiprocessors
 from blockscale.registry import Request
 
@@ -184,6 +185,19 @@ def test_operands_without_memory_stand_for_a_gpu_only_within() -> None:
     assert (capability(meta), multiprocessors(meta)) == (Capability("meta"), 132)
 
 
+def test_a_plan_can_be_asked_for() -> None:
+    """Each plan of a product has a kernel of its own, and the model's has that of the ordinary call."""
+    problem = Problem(300, 512, 1024, False, False, HOPPER.multiprocessors)
+    request = ahead.product_request(problem, HOPPER)
+    with HOPPER.compiling(), ahead._compiler(HOPPER) as keys_of:
+        usual = keys_of(request, ahead.select(request))
+        found = {plan: keys_of(request, ahead._by_plan(plan)) for plan, _ in candidates(problem)}
+    assert found[choose(problem)[0]] == usual
+    assert len(set(map(frozenset, found.values()))) == len(found) > 6
+    added = ahead.product_request(replace(problem, vector=True, wide=True, add=True), HOPPER)
+    assert added in ahead.layer_requests([(300, 512)], HOPPER, tokens=[1024])
+
+
 def test_listing_compiles_nothing() -> None:
     with fresh() as folder:
         ahead.needed([SMALL], HOPPER)
@@ -212,7 +226,9 @@ def test_processes_compile_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     gemm = ahead.layer_requests([(256, 128)], HOPPER, tokens=[16], training=False)[-1]
     assert gemm.op == "gemm"
-    done = list(ahead.compile_all([SMALL, gemm], HOPPER, 2))
+    plan = shared_tiles(TILES[-1], Problem(16, 256, 1024, False, False, HOPPER.multiprocessors))
+    assert plan is not None
+    done = list(ahead.compile_all([SMALL, gemm], HOPPER, 2, [None, plan]))
     assert {item.request.op for item in done} == {"cast", "gemm"}
     assert all((item.kernels, item.found) == (1, 0) for item in done)
     assert len(list(tmp_path.rglob("*.cubin"))) == 2

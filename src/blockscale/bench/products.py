@@ -143,27 +143,31 @@ def gate_db(format: str, dtype: torch.dtype) -> float:
 
 
 def check_product(case: Case, args: Args) -> Verdict:
+    """Whether a case multiplies its operands."""
+    return judge(case.run, args[0])
+
+
+def judge(run: Callable[[Operands], Tensor], operands: Operands) -> Verdict:
     """Two runs on poisoned memory that agree in every bit, all values written, close to the exact product.
 
     A kernel that raises is as wrong as any other, and the rest of a long run goes on.
     """
-    operands: Operands = args[0]
     how = f"{len(operands.judged)} rows against the exact product, all values in two runs"
     try:
-        problems, db = _problems(case, operands)
+        problems, db = _problems(run, operands)
     except Exception as error:
         return Verdict(0, how, failure(error))
     return Verdict(0, how, "; ".join(text for text in problems if text), None if math.isnan(db) else db)
 
 
-def _problems(case: Case, operands: Operands) -> tuple[list[str], float]:
+def _problems(run: Callable[[Operands], Tensor], operands: Operands) -> tuple[list[str], float]:
     """What is wrong, an empty text for each test that is passed, and the SQNR."""
-    out = case.run(operands.fresh())
+    out = run(operands.fresh())
     first = out.clone()
     # the allocator hands this block to the second run; read as a float, FF in every byte is NaN
-    out.untyped_storage().fill_(0xFF)
+    out.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
     del out
-    second = case.run(operands.fresh())
+    second = run(operands.fresh())
     db = operands.accuracy(lambda _: second)
     problems = [
         _count(second != first, "values differ between two runs"),
@@ -172,7 +176,7 @@ def _problems(case: Case, operands: Operands) -> tuple[list[str], float]:
     ]
     if operands.acc is not None:
         problems.append(_count(second == 0, "values were not added to"))
-        twice = case.run(replace(operands, acc=first))[operands.judged]
+        twice = run(replace(operands, acc=first))[operands.judged]
         problems.append(_below(sqnr_db(2 * operands.exact, twice), operands.a.format, twice.dtype, "a second sum"))
     return problems, db
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 
@@ -15,12 +16,13 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   demo      see what every format does to real-looking tensors
   bench     check and time casts and products; bench report rewrites the tables of the documentation
   warmup    compile ahead what a model's linear layers need
+  tune      time other plans for a model's products on this GPU, and keep those that win
 """
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
 )
-COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup")
+COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup", "tune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +63,9 @@ def _run(command: str, arguments: list[str]) -> int:
         return module.run(*arguments)
     import tyro
 
-    return tyro.cli(module.run, prog=f"blockscale {command}", args=arguments)
+    # tyro gives every option two dashes, and people write -m
+    words = [f"-{word}" if re.fullmatch("-[a-gi-z]", word) else word for word in arguments]
+    return tyro.cli(module.run, prog=f"blockscale {command}", args=words)
 
 
 def _fail(message: str, status: int = 2) -> int:

@@ -11,11 +11,12 @@ Triton is imported late: where there is none, nothing is compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -26,9 +27,10 @@ from ..casts import plan_cast, quantize
 from ..casts.ops import allocate, allocate_both, cast_request
 from ..formats.cast_spec import as_cast_spec
 from ..formats.spec import FORMATS, get_format
+from ..gemm.heuristics import Plan, Problem
 from ..gemm.ops import gemm_request
 from ..hardware import USUAL_MULTIPROCESSORS, Capability, compiling_for
-from ..registry import Kernel, Request, select
+from ..registry import Kernel, Request, rows, select
 
 Layer = tuple[int, int]  # (N, K) of a weight
 
@@ -42,10 +44,15 @@ EVERY_TOKENS = (16, *range(64, MOST_TOKENS + 1, 64))
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU that kernels are compiled for."""
+    """The GPU that kernels are compiled for. name: the driver's, which tuned plans go by."""
 
     capability: Capability
     multiprocessors: int = USUAL_MULTIPROCESSORS
+    name: str = ""
+
+    def compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, operands on the meta device stand for operands there."""
+        return compiling_for(self.capability, self.multiprocessors, self.name)
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def obstacle() -> str | None:
 def needed(requests: Iterable[Request], target: Target) -> list[Needed]:
     """One call for each kernel that has to be compiled, and one for each row that compiles nothing ahead."""
     calls: list[Needed] = []
-    with compiling_for(target.capability, target.multiprocessors), _compiler(target) as keys_of:
+    with target.compiling(), _compiler(target) as keys_of:
         asked: set[Hashable] = set()
         named: set[tuple[str, str]] = set()
         for request in requests:
@@ -135,8 +142,8 @@ class Compiled:
     found: int
 
 
-def compile_call(request: Request, target: Target) -> Compiled:
-    """Compile, or find on disk, the kernels of one call."""
+def compile_call(request: Request, target: Target, plan: Plan | None = None) -> Compiled:
+    """Compile, or find on disk, the kernels of one call. plan: Hopper's product by that plan, not by the best."""
     from triton import knobs
 
     hits: list[bool] = []
@@ -145,24 +152,40 @@ def compile_call(request: Request, target: Target) -> Compiled:
         hits.append(cache_hit)
 
     started = time.perf_counter()
-    with compiling_for(target.capability, target.multiprocessors), _standing_in(target), knobs.compilation.scope():
+    with target.compiling(), _standing_in(target), knobs.compilation.scope():
         knobs.compilation.listener = listen
-        _launch(request, select(request))
+        _launch(request, select(request) if plan is None else _by_plan(plan))
     return Compiled(request, time.perf_counter() - started, len(hits), sum(hits))
 
 
-def compile_all(requests: Sequence[Request], target: Target, workers: int) -> Iterator[Compiled]:
-    """The calls as they are done, by that many processes. Each loads torch first, which takes seconds."""
-    if workers < 2 or len(requests) < 2:
-        for request in requests:
-            yield compile_call(request, target)
+def compile_all(
+    requests: Sequence[Request], target: Target, workers: int, plans: Sequence[Plan | None] | None = None
+) -> Iterator[Compiled]:
+    """The calls as they are done, by that many processes. Each loads torch first, which takes seconds.
+
+    plans: of each request, as `compile_call` takes it.
+    """
+    calls = list(zip(requests, plans or [None] * len(requests), strict=True))
+    if workers < 2 or len(calls) < 2:
+        for request, plan in calls:
+            yield compile_call(request, target, plan)
         return
     # products take longest, so they come first
-    longest_first = sorted(requests, key=lambda request: request.op != "gemm")
+    longest_first = sorted(calls, key=lambda call: call[0].op != "gemm")
     # not forked: this process may have threads of torch's, and a CUDA context that a fork would break
     with ProcessPoolExecutor(min(workers, len(requests)), mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(compile_call, request, target) for request in longest_first]):
+        submitted = [pool.submit(compile_call, request, target, plan) for request, plan in longest_first]
+        for done in as_completed(submitted):
             yield done.result()
+
+
+def product_request(problem: Problem, target: Target) -> Request:
+    """What Hopper's product of that problem asks the table for."""
+    formats = ("fp8_1x128", "fp8_1x128" if problem.vector else "fp8_128x128")
+    layouts = tuple(FORMATS[name].default_layout for name in formats)
+    dtype = torch.float32 if problem.wide else torch.bfloat16
+    options = frozenset({"accumulate"} if problem.add else ())
+    return Request("gemm", target.capability, formats, (problem.m, problem.n, problem.k), dtype, layouts, options)
 
 
 def cache_folder() -> str:
@@ -170,6 +193,14 @@ def cache_folder() -> str:
     from triton import knobs
 
     return str(knobs.cache.dir)
+
+
+def _by_plan(plan: Plan) -> Kernel:
+    """Hopper's row, made to follow a plan."""
+    from ..gemm import _hopper
+
+    row = next(row for row in rows("gemm") if row.launch is _hopper.scaled_mm)
+    return replace(row, launch=functools.partial(_hopper.launch, plan=plan))
 
 
 def _launch(request: Request, row: Kernel) -> None:

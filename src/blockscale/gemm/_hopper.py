@@ -13,14 +13,14 @@ from torch import Tensor
 from ..casts._launch import start
 from ..formats.layout import round_up
 from ..formats.tensor import BlockScaled
-from ..hardware import USUAL_MULTIPROCESSORS, capability, multiprocessors
+from ..hardware import USUAL_MULTIPROCESSORS, capability, gpu_name, multiprocessors
 from ..registry import Forecast, Request, kernel
-from . import _assembly
+from . import _assembly, tuned
 from ._gluon import TensorDescriptor, gl
 from ._hopper_common import COUNTERS
 from ._hopper_kernel import scaled_mm_kernel
 from .epilogue import finish
-from .heuristics import PART, Plan, Problem, bound, choose
+from .heuristics import PART, Plan, Problem, bound
 from .ops import reject_fp8_of_hopper
 
 LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -36,17 +36,18 @@ def forecast(request: Request) -> Forecast:
     """The plan that `scaled_mm` would take, on this GPU if it is such a one."""
     here = torch.cuda.is_available() and capability("cuda") == request.capability
     count = multiprocessors(torch.device("cuda")) if here else USUAL_MULTIPROCESSORS
-    note = "the model is fitted to one H200" if here else f"for {count} multiprocessors, an H200's: none is here"
     problem = _problem(request, count)
-    if problem.add:
+    chosen = tuned.choose(problem, gpu_name(torch.device("cuda")) if here else "")
+    note = chosen.origin if here else f"{chosen.origin}, for {count} multiprocessors, an H200's: none is here"
+    if problem.add and chosen.entry is None:
         note += "; that it is added to something costs more than the model knows"
-    plan, us = choose(problem)
-    return Forecast(plan.label, us, 2 * problem.m * problem.n * problem.k, *bound(problem), note)
+    return Forecast(chosen.plan.label, chosen.us, 2 * problem.m * problem.n * problem.k, *bound(problem), note)
 
 
 def ahead(request: Request) -> Hashable:
     """All that the compiled kernel depends on."""
-    plan, _ = choose(_problem(request, multiprocessors(torch.device("meta"))))
+    meta = torch.device("meta")
+    plan = tuned.choose(_problem(request, multiprocessors(meta)), gpu_name(meta)).plan
     return plan.tile, plan.shared, request.formats, request.dtype, request.options
 
 
@@ -66,7 +67,8 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     direct = can_be_described(out)
     m, n, k = a.rows, b.rows, a.length
     wide, add = out.dtype == torch.float32, accumulate and direct
-    plan, _ = choose(Problem(m, n, k, not b.spec.is_2d, wide, multiprocessors(out.device), add))
+    problem = Problem(m, n, k, not b.spec.is_2d, wide, multiprocessors(out.device), add)
+    plan = tuned.choose(problem, gpu_name(out.device)).plan
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # a buffer of the caller's that the copy engine cannot write to

@@ -197,16 +197,19 @@ def choose(problem: Problem) -> tuple[Plan, float]:
     >>> plan.tile.label
     '192x128, 3 groups, 4 stages'
     """
-    ranked: list[tuple[float, float, Plan]] = []
+    return min(candidates(problem), key=lambda pair: pair[1] * (_SHARING_MARGIN if pair[0].shared else 1.0))
+
+
+def candidates(problem: Problem) -> list[tuple[Plan, float]]:
+    """Every plan that the kernel can run, each with its predicted microseconds."""
+    found: list[tuple[Plan, float]] = []
     for tile, block, vector in _CANDIDATES:
         if problem.add and tile.waves > 1:
             continue  # a group's buffer holds one part of what is added to
         for plan in (whole_tiles(tile, problem), shared_tiles(tile, problem)):
             if plan is not None:
-                us = _predicted_us(plan, vector if problem.vector else block, problem)
-                ranked.append((us * (_SHARING_MARGIN if plan.shared else 1.0), us, plan))
-    _, us, plan = min(ranked, key=lambda row: row[0])
-    return plan, us
+                found.append((plan, _predicted_us(plan, vector if problem.vector else block, problem)))
+    return found
 
 
 # ---- few rows: weights by tokens -------------------------------------------------------------------------------------

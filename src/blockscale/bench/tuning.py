@@ -1,0 +1,176 @@
+"""Which plans to try for a product of Hopper's, and which one to keep: `blockscale tune` without the GPU.
+
+How a plan is timed is given from outside (`candidates.measure` does it), so everything here runs on a CPU.
+
+A plan is kept if it beats the model's by more than `MARGIN`, and by more than the rounds differ: three quarters of its
+rounds took less time than three quarters of the model's. Where a plan is stored already, the outcome replaces it, be it
+the model's own plan: what was tuned once can be untuned by measuring again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..gemm import heuristics, tuned
+from ..gemm.heuristics import Plan, Problem
+from .store import Where
+from .timing import Timing
+
+MARGIN = 0.02
+# A plan whose predicted time is more than so many times the best is not tried: the model is not that wrong.
+WORTH_TRYING = 2.0
+
+# Times of plans for a problem; of a plan that is wrong, what is wrong with it.
+Measure = Callable[[Problem, Sequence[Plan]], Mapping[Plan, Timing | str]]
+
+
+def problems_of(
+    layers: Iterable[tuple[int, int]],
+    tokens: Iterable[int],
+    multiprocessors: int,
+    *,
+    vector: bool = False,
+    training: bool = True,
+) -> list[Problem]:
+    """The products of linear layers with weights (N, K), as far as Hopper's kernel takes them: fprop; with training
+    also dgrad, and wgrad into fp32.  vector: weights have scales 1x128.
+
+    Of problems that share a plan (`tuned.same_plans`) the one with the most tokens stands for the others.
+    """
+    every: list[Problem] = []
+    for n, k in layers:
+        for m in sorted(tokens):
+            every.append(Problem(m, n, k, vector, False, multiprocessors))
+            if training:
+                every.append(Problem(m, k, n, vector, False, multiprocessors))
+                every.append(Problem(n, k, m, True, True, multiprocessors, add=True))
+    accepted = [problem for problem in every if problem.n % 16 == 0 and problem.k % 16 == 0]
+    return list({tuned.same_plans(problem): problem for problem in accepted}.values())
+
+
+def plans_for(problem: Problem) -> list[tuple[Plan, float]]:
+    """What is worth trying, each with its predicted microseconds, best first; the model's choice among them."""
+    chosen, _ = heuristics.choose(problem)
+    ranked = sorted(heuristics.candidates(problem), key=lambda pair: pair[1])
+    most = WORTH_TRYING * ranked[0][1]
+    return [(plan, us) for plan, us in ranked if us <= most or plan == chosen]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured for a problem: the model's plan, times of plans, and what is wrong with others."""
+
+    problem: Problem
+    model: Plan
+    times: Mapping[Plan, Timing]
+    faults: Mapping[Plan, str]
+
+    @property
+    def best(self) -> Plan | None:
+        """The quickest; None if none is right."""
+        return min(self.times, key=lambda plan: self.times[plan].us, default=None)
+
+    @property
+    def taken(self) -> Plan | None:
+        """The quickest if it beats the model's plan, else that; None if the model's is wrong, which is no matter of
+        tuning."""
+        if self.best is None or self.model not in self.times:
+            return None
+        ours, models = self.times[self.best], self.times[self.model]
+        beaten = ours.us < (1 - MARGIN) * models.us and ours.high < models.low
+        return self.best if beaten else self.model
+
+    @property
+    def gain(self) -> float:
+        """Of the model's time, what the plan that is taken saves."""
+        return 0.0 if self.taken is None else 1 - self.times[self.taken].us / self.times[self.model].us
+
+
+def tune(
+    problems: Sequence[Problem],
+    measure: Measure,
+    *,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Outcome]:
+    """Measure problem by problem. seconds: none is begun after so many."""
+    started = clock()
+    for problem in problems:
+        if seconds is not None and clock() - started >= seconds:
+            return
+        found = measure(problem, [plan for plan, _ in plans_for(problem)])
+        times = {plan: timing for plan, timing in found.items() if isinstance(timing, Timing)}
+        faults = {plan: fault for plan, fault in found.items() if isinstance(fault, str)}
+        yield Outcome(problem, heuristics.choose(problem)[0], times, faults)
+
+
+def entry_of(outcome: Outcome, where: Where, assembler: str) -> tuned.Entry | None:
+    """What to store: a plan that beats the model's, or whichever is best where one is stored already."""
+    plan, problem = outcome.taken, outcome.problem
+    if plan is None or (plan == outcome.model and tuned.choose(problem, where.gpu).entry is None):
+        return None
+    timing = outcome.times[plan]
+    return tuned.Entry(
+        problem=problem,
+        plan=plan,
+        us=round(timing.us, 3),
+        spread_us=(round(timing.low, 3), round(timing.high, 3)),
+        model_us=round(outcome.times[outcome.model].us, 3),
+        gpu=where.gpu,
+        triton=where.triton or "none",
+        assembler=assembler,
+        blockscale=where.blockscale,
+        commit=where.commit and where.commit + (" with changes" if where.dirty else ""),
+        utc=where.utc,
+    )
+
+
+def append_record(path: Path, outcome: Outcome, where: Where) -> None:
+    """Add all that was measured to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record_of(outcome, where)) + "\n")
+
+
+def record_of(outcome: Outcome, where: Where) -> dict[str, Any]:
+    """All that was measured, for JSON: what a better model can be fitted to."""
+    problem = outcome.problem
+    predicted = dict(heuristics.candidates(problem))
+    rows: list[dict[str, Any]] = []
+    for plan in (*outcome.times, *outcome.faults):
+        timing = outcome.times.get(plan)
+        row: dict[str, Any] = {"plan": plan_text(plan), "predicted_us": round(predicted[plan], 3)}
+        if timing is None:
+            row["fault"] = outcome.faults[plan]
+        else:
+            row |= {"us": round(timing.us, 3), "spread_us": [round(timing.low, 3), round(timing.high, 3)]}
+        rows.append(row)
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "vector": problem.vector, "add": problem.add}
+    return {**sizes, "model": plan_text(outcome.model), "plans": rows, "where": asdict(where)}
+
+
+def problem_text(problem: Problem) -> str:
+    """For people.
+
+    >>> problem_text(Problem(16, 512, 4096, vector=False, wide=False, multiprocessors=132))
+    '16x512x4096 1x128 @ 128x128'
+    """
+    weights = "1x128" if problem.vector else "128x128"
+    result = " fp32 +=" if problem.add else " fp32" if problem.wide else ""
+    return f"{problem.m}x{problem.n}x{problem.k} 1x128 @ {weights}{result}"
+
+
+def plan_text(plan: Plan) -> str:
+    """Short, and no two candidates of a problem have the same.
+
+    >>> plan_text(heuristics.choose(Problem(8192, 8192, 8192, vector=False, wide=False, multiprocessors=132))[0])
+    '192x128'
+    """
+    tile = plan.tile
+    run = f" run {tile.run}" if tile.run > 1 else ""
+    return f"{tile.bm}x{tile.bn}{run}{' shared' if plan.shared else ''}"

@@ -1,0 +1,235 @@
+"""`blockscale tune`: time the plans that Hopper's product has for a model's layers, and keep what beats the model's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import arguments
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..bench.store import Where
+    from ..bench.tuning import Outcome
+    from ..diagnostics.ahead import Target
+    from ..gemm.heuristics import Plan, Problem
+
+TUNABLE = ("fp8_1x128@fp8_128x128", "fp8_1x128@fp8_1x128")
+
+
+def run(
+    model: str | None = None,
+    /,
+    shapes: str | None = None,
+    m: str = "1,16,128,4096,16384",
+    formats: str = TUNABLE[0],
+    device: str | None = None,
+    inference: bool = False,
+    dry_run: bool = False,
+    budget: float | None = None,
+    out: Path | None = None,
+    json: Path | None = None,
+    workers: int | None = None,
+    commit: str | None = None,
+) -> int:
+    """Time the plans that are worth trying for the products of a model's linear layers, each after it was held against
+    the exact product, and store those that beat the plan of the library's model by more than 2 % and by more than the
+    rounds differ. Later products on such a GPU use them, and explain says so. Exit status 1 where there is no Hopper
+    GPU, or when a plan gives a wrong product.
+
+    Args:
+        model: A model by name, such as llama3-8b.
+        shapes: The layers instead of a model: "N,K;N,K", out and in features of each weight.
+        m: Token counts, separated by commas.
+        formats: Of activations and weights: fp8_1x128@fp8_128x128 or fp8_1x128@fp8_1x128.
+        device: The GPU, such as cuda:0.
+        inference: Only the products of a forward pass.
+        dry_run: List the plans and what the model predicts of them; needs no GPU.
+        budget: Seconds after which no other product is begun, compiling not counted.
+        out: Store the plans in this file instead of the user's.
+        json: Append every time that was measured to this file, as JSON lines.
+        workers: Processes that compile; by default one for each core, at most 16.
+        commit: Commit to record where the source is no git checkout.
+    """
+    console = arguments.wide_console()
+    with console.status("importing torch ..."):
+        from .. import __version__
+        from ..bench.store import where
+        from ..gemm import tuned
+
+    if budget is not None and not budget > 0:
+        arguments.refuse(f"budget={budget}", "it is a time in seconds", "leave it out, or pass more than 0")
+    layers, processes = arguments.layers(model, shapes, "tune"), arguments.worker_count(workers)
+    target, place = _gpu(device)
+    problems = _problems(layers, arguments.numbers(m, "m"), formats, target.multiprocessors, training=not inference)
+    if dry_run:
+        return _list(console, problems, target)
+    against = _obstacle(target, place)
+    if place is None or against is not None:
+        rule = "plans are compiled by Triton and timed on the Hopper GPU (sm_90) that will run them"
+        return arguments.nothing("tuned", str(against), rule, "run it there, or list the plans with --dry-run")
+    path = out or tuned.own_file(target.name, target.multiprocessors)
+    _compile(console, problems, target, processes)
+    facts = where(place, __version__, commit)
+    outcomes: list[Outcome] = []
+    for outcome in _timed(console, problems, place, budget):
+        _keep(outcome, facts, path, json)  # at once, so that a run that is cut off is not lost
+        outcomes.append(outcome)
+    return _report(console, outcomes, len(problems), path)
+
+
+def _problems(
+    layers: Sequence[arguments.Layer], tokens: Sequence[int], formats: str, multiprocessors: int, *, training: bool
+) -> list[Problem]:
+    """What is tuned, or an error if that is nothing."""
+    from ..bench import tuning
+
+    pair = arguments.format_pair(formats)
+    if "@".join(pair) not in TUNABLE:
+        rule = "Hopper's FP8 product has plans to choose from"
+        arguments.refuse(f"formats={formats!r}", rule, f"write {' or '.join(TUNABLE)}")
+    vector = pair[1] == "fp8_1x128"
+    found = tuning.problems_of(layers, tokens, multiprocessors, vector=vector, training=training)
+    if not found:
+        rule = "Hopper's product takes N and K in multiples of 16"
+        arguments.refuse(f"layers {list(layers)}", rule, "pass other sizes: they are multiplied by the reference")
+    return found
+
+
+def _gpu(device: str | None) -> tuple[Target, torch.device | None]:
+    """The GPU to tune on; without one, an H200 for lists, and None."""
+    import torch
+
+    from ..diagnostics.ahead import Target
+    from ..hardware import Capability, capability, gpu_name, multiprocessors, named_device
+
+    place = named_device(device or "cuda:0") if torch.cuda.is_available() else None
+    if place is None or place.type != "cuda":
+        return Target(Capability("cuda", 90)), None
+    return Target(capability(place), multiprocessors(place), gpu_name(place)), place
+
+
+def _obstacle(target: Target, place: torch.device | None) -> str | None:
+    """Why nothing can be tuned here, or None."""
+    from ..diagnostics import ahead
+
+    if place is None:
+        return "torch sees no GPU here, or another device was named"
+    if target.capability.sm != 90:
+        return f"{target.name} is {target.capability}"
+    return ahead.obstacle()
+
+
+def _compile(console: Console, problems: Sequence[Problem], target: Target, workers: int) -> None:
+    """Every kernel that a plan needs, each once, in processes: one by one they would take most of the time."""
+    from ..bench import tuning
+    from ..diagnostics import ahead
+
+    kernels: dict[object, tuple[Problem, Plan]] = {}
+    for problem in problems:
+        for plan, _ in tuning.plans_for(problem):
+            kernel = (plan.tile, plan.shared, problem.vector, problem.wide, problem.add)
+            kernels.setdefault(kernel, (problem, plan))
+    requests = [ahead.product_request(problem, target) for problem, _ in kernels.values()]
+    plans = [plan for _, plan in kernels.values()]
+    with arguments.progress(console, len(plans), "starting processes that compile") as advance:
+        for done in ahead.compile_all(requests, target, workers, plans):
+            advance(f"compiling, the last in {done.seconds:.1f} s")
+
+
+def _timed(
+    console: Console, problems: Sequence[Problem], place: torch.device, budget: float | None
+) -> Iterator[Outcome]:
+    """Outcomes as they come, with a bar that names the product at work."""
+    from ..bench import candidates, tuning
+
+    texts = [tuning.problem_text(problem) for problem in problems]
+    measure = functools.partial(candidates.measure_plans, device=place)
+    with arguments.progress(console, len(problems), texts[0]) as advance:
+        for number, outcome in enumerate(tuning.tune(problems, measure, seconds=budget), 1):
+            yield outcome
+            advance(texts[number] if number < len(texts) else "")
+
+
+def _keep(outcome: Outcome, facts: Where, path: Path, record: Path | None) -> None:
+    from ..bench import tuning
+    from ..gemm import _assembler, tuned
+
+    chosen = _assembler.choice().assembler
+    entry = tuning.entry_of(outcome, facts, f"ptxas {chosen.name}" if chosen else "Triton's ptxas")
+    if entry is not None:
+        tuned.store(path, [entry])
+    if record is not None:
+        tuning.append_record(record, outcome, facts)
+
+
+def _report(console: Console, outcomes: Sequence[Outcome], total: int, path: Path) -> int:
+    """What was found; the exit status."""
+    from ..bench.tuning import plan_text, problem_text
+
+    console.print(_table(outcomes))
+    won = sum(outcome.taken not in (None, outcome.model) for outcome in outcomes)
+    console.print(f"{won} of {len(outcomes)} products have a plan that beats the model's")
+    if won:
+        console.print(f"they are in {path}", soft_wrap=True)
+    if len(outcomes) < total:
+        console.print(f"{total - len(outcomes)} were not begun within the budget")
+    wrong = [(outcome.problem, *fault) for outcome in outcomes for fault in outcome.faults.items()]
+    for problem, plan, fault in wrong:
+        console.print(f"[red]WRONG[/] {problem_text(problem)} by {plan_text(plan)}: {fault}")
+    return 1 if wrong else 0
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from ..bench.tuning import plan_text, problem_text
+
+    table = Table(title="µs per product", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for heading in ("product", "by the model", "µs", "best", "µs", "±%", "gain", ""):
+        table.add_column(heading, no_wrap=True, justify="right" if heading in ("µs", "±%", "gain") else "left")
+    for outcome in outcomes:
+        models, best = outcome.times.get(outcome.model), outcome.best
+        cells = [
+            problem_text(outcome.problem),
+            plan_text(outcome.model),
+            f"{models.us:.1f}" if models else "[red]WRONG[/]",
+        ]
+        if best is not None and models is not None:
+            ours = outcome.times[best]
+            spread, gain = 50 * (ours.high - ours.low) / ours.us, 100 * (1 - ours.us / models.us)
+            kept = "kept" if outcome.taken not in (None, outcome.model) else ""
+            cells += [plan_text(best), f"{ours.us:.1f}", f"{spread:.1f}", f"{gain:.1f} %", kept]
+        table.add_row(*cells)
+    return table
+
+
+def _list(console: Console, problems: Sequence[Problem], target: Target) -> int:
+    """The plans of each product, and what the model predicts of them."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from ..bench.tuning import plan_text, plans_for, problem_text
+    from ..gemm import heuristics
+
+    title = f"plans that would be timed; {target.multiprocessors} multiprocessors"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for heading in ("product", "", "plan", "predicted µs", "stages", "programs", "tiles each"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("product", "", "plan") else "right")
+    count = 0
+    for problem in problems:
+        chosen, name = heuristics.choose(problem)[0], problem_text(problem)
+        for plan, us in plans_for(problem):
+            mark, style = ("->", "bold green") if plan == chosen else ("", None)
+            sizes = (plan.tile.stages, plan.programs, plan.rounds)
+            table.add_row(name, mark, plan_text(plan), f"{us:.1f}", *map(str, sizes), style=style)
+            name, count = "", count + 1
+    console.print(table)
+    console.print(f"{count} plans of {len(problems)} products; -> is the model's choice; none was timed")
+    return 0

@@ -1,0 +1,235 @@
+"""Plans that were timed on a GPU and beat the model's: Hopper's product takes them before it asks the model.
+
+`blockscale tune` writes them, a file of JSON lines for each kind of GPU (name and multiprocessors): those shipped with
+the library in `plans/`, and the user's own, which come first. A file is read once, at the first product on such a GPU.
+
+A line counts only on the GPU that it names, and only if its plan is among those that `heuristics` considers for its
+problem today: nothing else is ever launched. Of lines that do not count the log tells once.
+
+A plan serves every problem with the same candidates as the one that was timed (`same_plans`): M up to 16, or up to the
+same multiple of 64, and K up to the same multiple of 128. Between tuned problems the model chooses.
+
+Cost: one lookup of the problem, as in the model, and one of the setting: 0.25 us more a call on a slow CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import env
+from ..errors import OptionError, message
+from ..formats.layout import round_up
+from ..registry import log
+from .heuristics import BLOCK, PART, Plan, Problem, Tile, candidates
+from .heuristics import choose as by_model
+
+SETTING = "BLOCKSCALE_TUNED"
+OFF = "off"
+SHIPPED = Path(__file__).with_name("plans")
+_FEW = 16  # rows of a that are loaded where there are no more (`heuristics.fitted`)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A plan that was timed, and what one needs to believe or repeat it.
+
+    us, model_us: medians of this plan and of the model's, timed in turns.  spread_us: quartiles of the first.
+    """
+
+    problem: Problem
+    plan: Plan
+    us: float
+    spread_us: tuple[float, float]
+    model_us: float
+    gpu: str
+    triton: str
+    assembler: str
+    blockscale: str
+    commit: str | None
+    utc: str
+
+    @property
+    def line(self) -> str:
+        """As it is stored."""
+        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plan = self.plan._asdict() | {"tile": self.plan.tile._asdict()}
+        return json.dumps(rest | {"problem": dataclasses.asdict(self.problem), "plan": plan})
+
+
+class Choice(NamedTuple):
+    """A plan, its microseconds, and the entry that it is from; None: the model's."""
+
+    plan: Plan
+    us: float
+    entry: Entry | None
+
+    @property
+    def origin(self) -> str:
+        """Who chose, for people."""
+        entry = self.entry
+        if entry is None:
+            return "by the model, which is fitted to one H200"
+        times = f"{entry.us:,.1f} µs at M = {entry.problem.m}, the model's plan {entry.model_us:,.1f}"
+        return f"tuned on this GPU ({entry.utc[:10]}, triton {entry.triton}, {entry.assembler}: {times})"
+
+
+def choose(problem: Problem, gpu: str) -> Choice:
+    """The plan to launch on a GPU of that name: the tuned one, else the model's.
+
+    >>> choose(Problem(16, 7168, 2048, vector=False, wide=False, multiprocessors=132), "").origin
+    'by the model, which is fitted to one H200'
+    """
+    return _choose(problem, gpu, env.get(SETTING))
+
+
+@functools.lru_cache(maxsize=8192)
+def _choose(problem: Problem, gpu: str, setting: str) -> Choice:
+    entry = entries(gpu, problem.multiprocessors, setting).get(same_plans(problem)) if gpu else None
+    return Choice(*by_model(problem), None) if entry is None else Choice(entry.plan, entry.us, entry)
+
+
+def same_plans(problem: Problem) -> Problem:
+    """The largest problem that has the same candidates: it stands for all of them.
+
+    >>> same_plans(Problem(100, 512, 4000, vector=False, wide=False, multiprocessors=132))
+    Problem(m=128, n=512, k=4096, vector=False, wide=False, multiprocessors=132, add=False)
+    """
+    m = _FEW if problem.m <= _FEW else round_up(problem.m, PART)
+    return dataclasses.replace(problem, m=m, k=round_up(problem.k, BLOCK))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def file_name(gpu: str, multiprocessors: int) -> str:
+    """Of a kind of GPU.
+
+    >>> file_name("NVIDIA H200", 132)
+    'nvidia-h200-132.jsonl'
+    """
+    return f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{multiprocessors}.jsonl"
+
+
+def own_file(gpu: str, multiprocessors: int) -> Path:
+    """Where the plans that this user tuned are kept."""
+    setting = env.get(SETTING)
+    if setting == OFF:
+        rule = "it names the folder of tuned plans, and off is none"
+        raise OptionError(message(f"{SETTING}={OFF}", rule=rule, fix="unset it, or name a file to write"))
+    return _own_folder(setting) / file_name(gpu, multiprocessors)
+
+
+def _own_folder(setting: str) -> Path:
+    if setting:
+        return Path(setting).expanduser()
+    cache = env.of_others("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return Path(os.path.expanduser(cache), "blockscale", "tuned")
+
+
+@functools.lru_cache(maxsize=64)
+def entries(gpu: str, multiprocessors: int, setting: str) -> Mapping[Problem, Entry]:
+    """What counts on such a GPU, by `same_plans`; the user's own before what is shipped."""
+    found: dict[Problem, Entry] = {}
+    if setting != OFF:
+        for folder in (SHIPPED, _own_folder(setting)):
+            found |= read(folder / file_name(gpu, multiprocessors), gpu, multiprocessors)
+    return found
+
+
+def forget() -> None:
+    """Read the files again at the next product."""
+    entries.cache_clear()
+    _choose.cache_clear()
+
+
+def read(path: Path, gpu: str, multiprocessors: int) -> dict[Problem, Entry]:
+    """The entries of a file that count on such a GPU; of the others the log tells, once."""
+    found: dict[Problem, Entry] = {}
+    ignored: list[str] = []
+    for number, line in _lines(path, ignored):
+        try:
+            entry = _checked(_parse(line), gpu, multiprocessors)
+        except ValueError as error:
+            ignored.append(f"line {number} {error}")
+        else:
+            found[same_plans(entry.problem)] = entry
+    if ignored:
+        rule = "a tuned plan is of this GPU, and among those that the library considers for its problem"
+        fix = f"delete what is named, tune again (blockscale tune), or set {SETTING}={OFF}"
+        more = f" and {len(ignored) - 1} more" if len(ignored) > 1 else ""
+        log.warning("ignored: %s", message(f"{path}: {ignored[0]}{more}", rule=rule, fix=fix))
+    return found
+
+
+def store(path: Path, fresh: Iterable[Entry]) -> None:
+    """Put entries into a file, each in the place of what is there for the same problem and GPU. All other lines stay,
+    whatever they are, and the file changes all at once."""
+    added = {(entry.gpu, same_plans(entry.problem)): entry.line for entry in fresh}
+    kept = [line for _, line in _lines(path, []) if _key(line) not in added]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.write_text("".join(f"{line}\n" for line in (*kept, *added.values())))
+    os.replace(new, path)
+    forget()
+
+
+def _lines(path: Path, ignored: list[str]) -> list[tuple[int, str]]:
+    """Numbered, blank ones left out; none where there is no file."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        ignored.append(f"cannot be read ({error})")
+        return []
+    return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _key(line: str) -> tuple[str, Problem] | None:
+    """What an entry is about, or None for a line that is none."""
+    try:
+        entry = _parse(line)
+    except ValueError:
+        return None
+    return entry.gpu, same_plans(entry.problem)
+
+
+def _parse(line: str) -> Entry:
+    """The entry of a line; ValueError with the reason if it is none."""
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        problem, plan = Problem(**fields["problem"]), fields["plan"]
+        plan = Plan(**plan | {"tile": Tile(**plan["tile"])})
+        us, low, high, model_us = map(float, (fields["us"], *fields["spread_us"], fields["model_us"]))
+        gpu, triton, assembler, version, utc = (
+            str(fields[name]) for name in ("gpu", "triton", "assembler", "blockscale", "utc")
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"is no entry ({type(error).__name__}: {error})") from None
+    sizes = (problem.m, problem.n, problem.k, problem.multiprocessors)
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"is about sizes {sizes}, which are not all positive integers")
+    if not all(0 < time < math.inf for time in (us, model_us)):
+        raise ValueError(f"has times {us} and {model_us}, which are not both positive")
+    return Entry(problem, plan, us, (low, high), model_us, gpu, triton, assembler, version, fields.get("commit"), utc)
+
+
+def _checked(entry: Entry, gpu: str, multiprocessors: int) -> Entry:
+    """The entry if it counts on such a GPU, with the library's own plan in the place of the file's; else ValueError."""
+    count = entry.problem.multiprocessors
+    if (entry.gpu, count) != (gpu, multiprocessors):
+        this = f"this is {gpu} with {multiprocessors}"
+        raise ValueError(f"is of {entry.gpu} with {count} multiprocessors, and {this}")
+    for plan, _ in candidates(entry.problem):
+        if plan == entry.plan:
+            return dataclasses.replace(entry, plan=plan)
+    raise ValueError(f"has {entry.plan}, which is not considered for {entry.problem}")
