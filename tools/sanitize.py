@@ -1,9 +1,9 @@
-"""Run every Triton kernel of the casts once, on small odd shapes, under compute-sanitizer. Usage: `make sanitize`.
+"""Run every kernel of ours once, on small odd shapes, under compute-sanitizer. Usage: `make sanitize`.
 
 make sanitize ARGS="--tool racecheck --only nvfp4"
 
-Every result is compared with the reference on the CPU, so that torch's own kernels stay out of the picture. Without
-compute-sanitizer on the PATH the results are still compared, and the last line says that accesses were not watched.
+Every cast is compared with the reference on the CPU, byte for byte, and every product with the exact one, so that
+torch's own kernels stay out of the picture. Without compute-sanitizer on the PATH the results are still compared, and the last line says that accesses were not watched.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from torch.utils import _pytree as pytree
 import blockscale as bs
 from blockscale import registry
 from blockscale.bench.harness import count_wrong
+from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS
+from blockscale.gemm import exact_mm
 
 NAMES = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp4", "nvfp4")
 ROWS, COLUMNS, HIDDEN = 200, 264, 256  # rows and columns fill no tile; a backward of SwiGLU takes multiples of 128
 WATCHED = "BLOCKSCALE_SANITIZED_BY"
+LEAST_DB = 63.0  # of any fp32 product
 FOUND = 9  # exit status of compute-sanitizer when it found something
 
 
@@ -88,6 +91,39 @@ def cases(name: str) -> Iterator[tuple[str, str, Call]]:
     yield "rmsnorm_both", "", lambda i: bs.rmsnorm_quantize_both(i.x, i.weight, name, name)
 
 
+# (row, formats, M, N, K): every kind of tile of Hopper's products, shared ones among them, with tails in all directions
+PRODUCTS = [
+    (row, "fp8_1x128", b, *size)
+    for row, sizes in {
+        "hopper": ((5, 48, 272), (70, 208, 1040), (330, 400, 400), (700, 4112, 528), (130, 2112, 2064)),
+        "hopper_rows": ((1, 208, 272), (17, 400, 528)),
+        "triton": ((70, 208, 400),),
+    }.items()
+    for b in ("fp8_128x128", "fp8_1x128")
+    for size in sizes
+] + [
+    (row, name, name, 130, 208, 400)
+    for row, name in (("hopper", "mxfp8_e4m3"), ("triton", "mxfp8_e4m3"), ("triton", "nvfp4"))
+]  # fmt: skip
+
+
+def products(device: str, only: str) -> Iterator[tuple[str, float]]:
+    """(what, dB from the exact product of the same operands on the CPU), with a bias, and added to a buffer."""
+    for row, a_format, b_format, m, n, k in PRODUCTS:
+        title = f"gemm {row} {a_format} @ {b_format} {m}x{n}x{k}"
+        if only not in title:
+            continue
+        x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+        with bs.use_backend("reference"):
+            a, b = bs.quantize(x, a_format), bs.quantize(w, b_format)
+        exact, total = exact_mm(a, b), torch.ones(m, n).to(device)
+        a, b = a.to(device), b.to(device)
+        with bs.use_backend(gemm=row):
+            got = bs.scaled_mm(a, b, torch.float32, bias=bias.to(device))
+            bs.scaled_mm(a, b, accumulate=total)
+        yield title, min(sqnr_db(exact + bias, got.cpu()), sqnr_db(exact + 1, total.cpu()))
+
+
 def on_the_cpu(result: object) -> list[Tensor]:
     """All tensors of a result; bytes as bytes, since torch moves no FP4 that is not dense."""
     leaves = pytree.tree_leaves(result)
@@ -135,8 +171,11 @@ def main() -> int:
                 differ = count_wrong(got, on_the_cpu(call(here)))
             count, wrong = count + 1, wrong + (differ > 0)
             print(f"WRONG {title}: {differ} bytes differ" if differ else f"ok    {title}", flush=True)
+    for title, db in () if interpreted else products("cuda", options.only):
+        count, wrong = count + 1, wrong + (not db > LEAST_DB)
+        print(f"{'ok   ' if db > LEAST_DB else 'WRONG'} {title}: {db:.0f} dB", flush=True)
     ours = {op for op in registry.operations() if any(row.backend == "triton" for row in registry.rows(op))}
-    ours -= {"gemm"}  # sums have no bytes to compare
+    ours -= {"gemm"}  # it has no bytes to compare
     assert seen >= ours, f"no case runs {sorted(ours - seen)}"
     by = f"under {os.environ[WATCHED]}" if WATCHED in os.environ else "accesses not watched: no compute-sanitizer"
     print(f"{count} cases, {wrong} wrong, {by}")

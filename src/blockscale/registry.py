@@ -110,9 +110,10 @@ class Forecast:
 class Kernel:
     """A row. Empty `devices`, `formats` and `dtypes` accept everything; `layouts` maps a format to the scale layout
     that the kernel reads (a format that is not named is read in any layout); `reject` returns a reason or None.
-    by_demand: it serves only where it is asked for by name, because too little is known of it.  forecast: how it would
-    serve a request that it accepts.  ahead: it can be compiled without being run, by a launch with operands on the meta
-    device (`hardware.compiling_for`); requests with equal answers are served by one compiled kernel."""
+    by_demand: it serves only where it is asked for by name, because too little is known of it.  leave: why a request
+    that it could serve is better left to the rows below, or None.  forecast: how it would serve a request that it
+    accepts.  ahead: it can be compiled without being run, by a launch with operands on the meta device
+    (`hardware.compiling_for`); requests with equal answers are served by one compiled kernel."""
 
     op: str
     backend: str
@@ -128,6 +129,7 @@ class Kernel:
     by_demand: bool = False
     forecast: Callable[[Request], Forecast] | None = None
     ahead: Callable[[Request], Hashable] | None = None
+    leave: Callable[[Request], str | None] | None = None
 
     def misfit(self, request: Request) -> str | None:
         """Why this row was not made for such a device and such formats, or None."""
@@ -149,6 +151,12 @@ class Kernel:
         if self.dtypes and request.dtype not in self.dtypes:
             return f"has no {str(request.dtype)[6:]}"
         return self.reject(request) if self.reject else None
+
+    def reserve(self, request: Request) -> str | None:
+        """Why it serves a request that it accepts only if it is demanded, or None."""
+        if self.by_demand:
+            return "only by demand"
+        return self.leave(request) if self.leave else None
 
     def conversions(self, request: Request) -> tuple[str, ...]:
         """Scale layouts that must be changed before this row runs, as text."""
@@ -178,6 +186,7 @@ def kernel(
     by_demand: bool = False,
     forecast: Callable[[Request], Forecast] | None = None,
     ahead: Callable[[Request], Hashable] | None = None,
+    leave: Callable[[Request], str | None] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: add the launcher below it to the table. Its docstring's first line is what `explain` shows."""
 
@@ -198,6 +207,7 @@ def kernel(
             by_demand,
             forecast,
             ahead,
+            leave,
         )
         rows = _TABLE.setdefault(op, [])
         rows.append(row)
@@ -279,11 +289,13 @@ def _select(request: Request, forced: str | None) -> Kernel:
     refused: list[tuple[Kernel, str]] = []
     for row in candidates:
         reason = row.refusal(request)
-        if reason is None:
-            if forced is None:
-                _tell_once(request, row, refused)
+        if reason is not None:
+            refused.append((row, reason))
+        elif forced is not None:
             return row
-        refused.append((row, reason))
+        elif row.reserve(request) is None:
+            _tell_once(request, row, refused)
+            return row
     known = dict.fromkeys(row.backend for row in _TABLE[request.op])
     raise BackendError(
         message(
@@ -358,11 +370,12 @@ def explain_request(request: Request) -> Explanation:
     for row in rows(request.op):
         reason = row.refusal(request)
         forecast = row.forecast(request) if row.forecast is not None and reason is None else None
-        taken = reason is None and not found and (row.backend == forced or (forced is None and not row.by_demand))
+        reserve = row.reserve(request) if reason is None else None
+        taken = reason is None and not found and (row.backend == forced or (forced is None and reserve is None))
         found = found or taken
         if reason is None:
             demanded = f"demanded: {forced}" if taken and forced else "best row that accepts"
-            passed_over = "able, but only by demand" if row.by_demand else "able, lower priority"
+            passed_over = f"able, but {reserve}" if reserve else "able, lower priority"
             reason = demanded if taken else (f"able, but {forced} is demanded" if forced else passed_over)
         conversions = row.conversions(request) if taken else ()
         fits = row.misfit(request) is None

@@ -68,7 +68,7 @@ def forget() -> None:
 def test_every_model_needs_few_kernels(model: str) -> None:
     layers = [(n, k) for k, n in MODELS[model]]
     calls = ahead.needed(ahead.layer_requests(layers, HOPPER), HOPPER)
-    assert {call.backend for call in calls} == {"triton", "hopper"}
+    assert {"triton", "hopper"} <= {call.backend for call in calls} <= {"triton", "hopper", "hopper_rows"}
     assert all(call.kernels for call in calls)
     products = [call for call in calls if call.request.op == "gemm"]
     assert 5 <= len(products) <= 20

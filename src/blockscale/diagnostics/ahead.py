@@ -37,9 +37,9 @@ Layer = tuple[int, int]  # (N, K) of a weight
 # Token counts of every kind that the casts tell apart: one row; rows, and their scales in fours, that are multiples of
 # 16 or not; whole tiles and half ones. A test holds them against all counts up to 1024 and some above.
 CAST_TOKENS = (1, 2, 15, 16, 64, 127, 128, 256, 500, 1000)
-# A product's plan follows tiles, whose rows are multiples of 64, and whether there are more than 16 rows.
+# A product's plan follows tiles, whose rows are multiples of 64, and whether there are more than 16 rows, or 32.
 MOST_TOKENS = 16384
-EVERY_TOKENS = (16, *range(64, MOST_TOKENS + 1, 64))
+EVERY_TOKENS = (16, 32, *range(64, MOST_TOKENS + 1, 64))
 
 
 @dataclass(frozen=True)

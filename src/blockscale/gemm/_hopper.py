@@ -32,13 +32,19 @@ def _problem(request: Request, count: int) -> Problem:
     return Problem(m, n, k, request.formats[1] == "fp8_1x128", add or request.dtype == torch.float32, count, add)
 
 
+def problem_of(request: Request) -> tuple[Problem, str]:
+    """What a request asks of this GPU, or of an H200 where no such one is here: then the second says so."""
+    if torch.cuda.is_available() and capability("cuda") == request.capability:
+        return _problem(request, multiprocessors(torch.device("cuda"))), ""
+    elsewhere = f", for {USUAL_MULTIPROCESSORS} multiprocessors, an H200's: none is here"
+    return _problem(request, USUAL_MULTIPROCESSORS), elsewhere
+
+
 def forecast(request: Request) -> Forecast:
     """The plan that `scaled_mm` would take, on this GPU if it is such a one."""
-    here = torch.cuda.is_available() and capability("cuda") == request.capability
-    count = multiprocessors(torch.device("cuda")) if here else USUAL_MULTIPROCESSORS
-    problem = _problem(request, count)
-    chosen = tuned.choose(problem, gpu_name(torch.device("cuda")) if here else "")
-    note = chosen.origin if here else f"{chosen.origin}, for {count} multiprocessors, an H200's: none is here"
+    problem, elsewhere = problem_of(request)
+    chosen = tuned.choose(problem, "" if elsewhere else gpu_name(torch.device("cuda")))
+    note = chosen.origin + elsewhere
     if problem.add and chosen.entry is None:
         note += "; that it is added to something costs more than the model knows"
     return Forecast(chosen.plan.label, chosen.us, 2 * problem.m * problem.n * problem.k, *bound(problem), note)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -12,12 +13,22 @@ from torch import Tensor
 from ..casts._launch import start
 from ..formats.tensor import BlockScaled
 from ..hardware import multiprocessors
-from ..registry import Request, kernel
+from ..registry import Forecast, Request, kernel
 from . import _assembly
 from ._gluon import gl
-from ._hopper import descriptor, workspace_for
+from ._hopper import descriptor, problem_of
 from ._hopper_rows_kernel import few_rows_kernel
-from .heuristics import MOST_ROWS, Plan, Problem, choose_few_rows, scales_of
+from .heuristics import (
+    MOST_ROWS,
+    Plan,
+    Problem,
+    bound,
+    choose,
+    choose_few_rows,
+    few_rows_pay,
+    few_rows_tile,
+    scales_of,
+)
 from .ops import reject_fp8_of_hopper
 
 
@@ -25,6 +36,26 @@ def _reject(request: Request) -> str | None:
     if request.shape[0] > MOST_ROWS:
         return f"takes at most {MOST_ROWS} rows, these are {request.shape[0]}"
     return reject_fp8_of_hopper(request)
+
+
+def _leave(request: Request) -> str | None:
+    problem, _ = problem_of(request)
+    if few_rows_pay(problem):
+        return None
+    return f"would take {choose_few_rows(problem)[1]:.0f} us by the model, the row below {choose(problem)[1]:.0f}"
+
+
+def forecast(request: Request) -> Forecast:
+    """The plan that `scaled_mm` would take."""
+    problem, where = problem_of(request)
+    plan, us = choose_few_rows(problem)
+    note = "by the model, which is fitted to one H200" + where
+    return Forecast(plan.label, us, 2 * problem.m * problem.n * problem.k, *bound(problem), note)
+
+
+def ahead(request: Request) -> Hashable:
+    """All that the compiled kernel depends on."""
+    return few_rows_tile(request.shape[0]), request.formats, request.dtype, request.options
 
 
 @kernel(
@@ -35,7 +66,9 @@ def _reject(request: Request) -> str | None:
     layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
     priority=26,
     reject=_reject,
-    by_demand=True,  # it has never run
+    leave=_leave,
+    forecast=forecast,
+    ahead=ahead,
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: FP8 product of few rows, weights as the tall side"""
@@ -59,9 +92,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
         descriptor(b_scale if vector else a_scale, (1, tile.span), scales),
         descriptor(a_scale, (1, scales_of(tile.bn)), scales),
         out, b_scale, None if bias is None else bias.contiguous(),
-        workspace_for(plan, out.device) if plan.shared else out,
-        m, n, k, b_scale.stride(0), *out.stride(), plan.rounds,
-        tile, vector, bias is not None, accumulate, plan.shared, num_warps=4,
+        m, n, k, b_scale.stride(0), *out.stride(), tile, vector, bias is not None, accumulate, num_warps=4,
         enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add
     ))  # fmt: skip
 

@@ -2,9 +2,9 @@
 
     out[m, n] = sum over blocks k of (w[n, k] @ x[m, k].mT) * sw[n or n/128, k] * sx[k, m]
 
-With few tokens a product is a read of the weights. Here every byte that a copy brings is used, sums take 8 to 32
+With few tokens a product is a read of the weights. Here every byte that a copy brings is used, sums take 8 or 16
 registers a thread, and the result, which is small, goes to memory from registers, transposed. The rest is as in
-`_hopper_kernel`: a warp fills a ring, groups of 64 rows of weights multiply, tiles may be shared between programs.
+`_hopper_kernel`: a warp fills a ring, and three groups multiply 64 rows of weights each.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -23,23 +23,20 @@ from ._gluon import (
 )
 from ._hopper_common import (
     allocate_blocks,
-    count_work,
-    gathered,
     load_rows,
     next_stage,
     pinned,
     ring_blocks,
     skip_blocks,
-    work_at,
 )
 
 
 @gluon.jit
-def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr, SHARED: gl.constexpr):
+def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr):
     w_desc, x_desc, sw_desc, sx_desc = operands
     w_ring, x_ring, sw_ring, sx_ring = rings
     full, empty = bars
-    _, _, K, _, tiles, _, rounds = sizes
+    _, _, K, _, tiles = sizes
     BM: gl.constexpr = TILE.groups * 64
     LOADS: gl.constexpr = TILE.loads
     sw_bytes: gl.constexpr = sw_desc.block_type.nbytes if VECTOR else 0
@@ -47,11 +44,8 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
     block_bytes: gl.constexpr = LOADS * w_desc.block_type.nbytes + x_bytes + sw_bytes
     blocks = gl.cdiv(K, 128)
     stage, phase = 0, 1  # the ring starts empty
-    for item in range(count_work(tiles, rounds, blocks, SHARED)):
-        tile, start, stop = work_at(item, tiles, rounds, blocks, SHARED)
-        for number in range(ring_blocks(start, stop, TILE)):
-            k = start + number
-            k = k if k < stop else blocks  # outside of the operands: zeros
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        for k in range(ring_blocks(0, blocks, TILE)):  # those past the end are zeros
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, block_bytes)
@@ -90,22 +84,23 @@ def _scale(rings, sw_at, k, stage, layout: gl.constexpr, BN: gl.constexpr, GROUP
 
 @gluon.jit
 def _sums(
-    sw_ptr, rings, bars, sizes, row, start, stop, stage, phase,
+    sw_ptr, rings, bars, sizes, row, stage, phase,
     GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
     """The sums of 64 rows of weights with all tokens, and where the ring stands then. Scales are loaded before their
     product is waited for, and a fence makes sure that they have arrived before the block is given back."""
     full, empty = bars
-    _, _, K, sw_stride, _, _, _ = sizes
+    _, _, K, sw_stride, _ = sizes
     BN: gl.constexpr = TILE.bn
     RUN: gl.constexpr = TILE.run
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
+    blocks = gl.cdiv(K, 128)
     never = K < 0
     sw_at = sw_ptr + row // 128 * sw_stride
     acc = gl.zeros((64, BN), gl.float32, mma)
     even = gl.zeros((64, BN), gl.float32, mma)
     odd = even
-    for k in range(start, stop, RUN):
+    for k in range(0, blocks, RUN):
         mbarrier.wait(full.index(stage), phase)
         even = _multiply(rings, even, stage, never, GROUP, TILE)
         for i in gl.static_range(RUN):
@@ -117,7 +112,7 @@ def _sums(
                     odd = _multiply(rings, odd, stage, never, GROUP, TILE)
                 else:
                     even = _multiply(rings, even, stage, never, GROUP, TILE)
-            scale = _scale(rings, sw_at, gl.minimum(k + i, stop - 1), here, mma, BN, GROUP, VECTOR)
+            scale = _scale(rings, sw_at, gl.minimum(k + i, blocks - 1), here, mma, BN, GROUP, VECTOR)
             fence_async_shared()
             if i % 2 == 0:
                 even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
@@ -147,42 +142,32 @@ def _store(acc, output, row, M, N, BIAS: gl.constexpr, ADD: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    output, sw_ptr, rings, bars, workspace, sizes,
+    output, sw_ptr, rings, bars, sizes,
     GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
-    SHARED: gl.constexpr,
 ):  # fmt: skip
     full, empty = bars
-    M, N, K, _, tiles, _, rounds = sizes
-    blocks = gl.cdiv(K, 128)
+    M, N, K, _, tiles = sizes
     stage, phase = 0, 0
-    for item in range(count_work(tiles, rounds, blocks, SHARED)):
-        tile, start, stop = work_at(item, tiles, rounds, blocks, SHARED)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row = (tile * TILE.groups + GROUP) * 64
         if row >= N:
-            stage, phase = skip_blocks(full, empty, stage, phase, ring_blocks(start, stop, TILE), TILE.stages)
+            count = ring_blocks(0, gl.cdiv(K, 128), TILE)
+            stage, phase = skip_blocks(full, empty, stage, phase, count, TILE.stages)
         else:
-            acc, stage, phase = _sums(sw_ptr, rings, bars, sizes, row, start, stop, stage, phase, GROUP, TILE, VECTOR)
-            if SHARED:
-                ready = stop - start == blocks
-                if not ready:
-                    acc, ready = gathered(acc, (workspace, tile), GROUP, sizes, TILE)
-                if ready:
-                    _store(acc, output, row, M, N, BIAS, ADD)
-            else:
-                _store(acc, output, row, M, N, BIAS, ADD)
+            acc, stage, phase = _sums(sw_ptr, rings, bars, sizes, row, stage, phase, GROUP, TILE, VECTOR)
+            _store(acc, output, row, M, N, BIAS, ADD)
 
 
 # as in `_hopper_kernel`: one compiled kernel for all sizes; strides stay special, a stride of 1 above all
-@gluon.jit(do_not_specialize=["M", "K", "sw_stride", "rounds"])
+@gluon.jit(do_not_specialize=["M", "K", "sw_stride"])
 def few_rows_kernel(
-    w_desc, x_desc, sw_desc, sx_desc, out_ptr, sw_ptr, bias_ptr, workspace,
-    M, N, K, sw_stride, m_stride, n_stride, rounds,
-    TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, SHARED: gl.constexpr,
+    w_desc, x_desc, sw_desc, sx_desc, out_ptr, sw_ptr, bias_ptr, M, N, K, sw_stride, m_stride, n_stride,
+    TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """TILE: a `heuristics.Tile` of weights by tokens.  VECTOR: weights have scales 1x128, not 128x128."""
-    groups: gl.constexpr = TILE.groups
+    """TILE: `heuristics.few_rows_tile`, weights by tokens.  VECTOR: weights have scales 1x128, not 128x128."""
     stages: gl.constexpr = TILE.stages
-    BM: gl.constexpr = groups * 64
+    BM: gl.constexpr = TILE.groups * 64
+    gl.static_assert(TILE.groups == 3)
     w_ring = allocate_blocks(w_desc, stages * TILE.loads, BM // TILE.loads)
     x_ring = allocate_blocks(x_desc, stages, TILE.bn)
     sw_ring = allocate_blocks(sw_desc, stages if VECTOR else 1, 1)
@@ -191,27 +176,15 @@ def few_rows_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=groups)
+        mbarrier.init(empty.index(i), count=TILE.groups)
     operands = (w_desc, x_desc, sw_desc, sx_desc)
     output = (out_ptr, bias_ptr, m_stride, n_stride)
     rings = (w_ring, x_ring, sw_ring, sx_ring)
     bars = (full, empty)
-    sizes = (M, N, K, sw_stride, gl.cdiv(N, BM), 1, rounds)
-    if groups == 1:
-        gl.warp_specialize([
-            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
-        ], [1], [40])  # fmt: skip
-    elif groups == 2:
-        gl.warp_specialize([
-            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 1, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
-        ], [4, 1], [TILE.registers, 40])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 1, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_consumer, (output, sw_ptr, rings, bars, workspace, sizes, 2, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
-        ], [4, 4, 1], [TILE.registers, TILE.registers, 32])  # fmt: skip
+    sizes = (M, N, K, sw_stride, gl.cdiv(N, BM))
+    gl.warp_specialize([
+        (_consumer, (output, sw_ptr, rings, bars, sizes, 0, TILE, VECTOR, BIAS, ADD)),
+        (_consumer, (output, sw_ptr, rings, bars, sizes, 1, TILE, VECTOR, BIAS, ADD)),
+        (_consumer, (output, sw_ptr, rings, bars, sizes, 2, TILE, VECTOR, BIAS, ADD)),
+        (_producer, (operands, rings, bars, sizes, TILE, VECTOR)),
+    ], [4, 4, 1], [TILE.registers, TILE.registers, 32])  # fmt: skip

@@ -103,9 +103,8 @@ SHARED_BYTES = 232_448  # bytes that a program may have on sm_90
 
 # Fitted to one H200 under load, with the assembler of CUDA 12.9 (docs/design/gemm.md).
 _LAUNCH_US = 2.5
-_BYTES_PER_US = 3.6e6  # of memory
-_SHARING_US = 3.0  # of shared tiles: telling each other, and
-_PIECE_BYTES_PER_US = 8e3  # a piece's way to the second-level cache and back
+_BYTES_PER_US = 4.1e6  # of memory
+_PIECE_BYTES_PER_US = 2.3e3  # a piece of a shared tile, on its way to the second-level cache and back
 _SHARING_MARGIN = 1.03  # what it must win by: with idle multiprocessors the others run at a higher clock
 # a guess: after so many rounds power is short, and a round with no programs would be shorter by this share
 _LONG, _LAST_ROUND = 4, 0.25
@@ -116,8 +115,8 @@ _CANDIDATES = (
     (Tile(3, 1, 128, 4, 8, registers=160, loads=3), _Cost(0.652, 0.3), _Cost(0.843, 0.3)),
     (Tile(2, 1, 128, 5, 12, run=4), _Cost(0.447, 0.35), _Cost(0.61, 0.2)),
     (Tile(2, 1, 128, 5, 12, run=2), _Cost(0.47, 0.35), _Cost(0.594, 0.1)),
-    (Tile(1, 1, 128, 8, 16, run=4), _Cost(0.26, 0.6), _Cost(0.35, 0.6)),
-    (Tile(1, 1, 64, 8, 16, run=4), _Cost(0.235, 0.5), _Cost(0.30, 0.5)),
+    (Tile(1, 1, 128, 8, 16, run=4), _Cost(0.25, 0.6), _Cost(0.35, 0.6)),
+    (Tile(1, 1, 64, 8, 16, run=4), _Cost(0.222, 0.5), _Cost(0.30, 0.5)),
 )
 TILES = tuple(tile for tile, _, _ in _CANDIDATES)
 
@@ -153,15 +152,21 @@ def _tiles(tile: Tile, problem: Problem) -> int:
 
 
 def _predicted_us(plan: Plan, cost: _Cost, problem: Problem) -> float:
-    tile, blocks = plan.tile, problem.blocks
-    work, sharing = plan.rounds * (cost.block * blocks + cost.tile), 0.0
-    left = _tiles(tile, problem) - plan.rounds * plan.programs
-    if not plan.shared and plan.rounds >= _LONG:  # the last round has -left programs less
-        work *= 1 + _LAST_ROUND * left / plan.programs / plan.rounds
+    """Whole rounds draw all the bandwidth there is; those that are left over take a tile's time, or that of their
+    bytes."""
+    tiles, one = _tiles(plan.tile, problem), cost.block * problem.blocks + cost.tile
+    memory = moved_bytes(problem) / _BYTES_PER_US
     if plan.shared:
-        work += cost.block * -(-left * blocks // plan.programs) + cost.tile
-        sharing = _SHARING_US + 4 * tile.bm * tile.bn / _PIECE_BYTES_PER_US
-    return _LAUNCH_US + max(work, moved_bytes(problem) / _BYTES_PER_US) + sharing
+        share = -(-(tiles - plan.rounds * plan.programs) * problem.blocks // plan.programs)
+        work = plan.rounds * one + cost.block * share + cost.tile
+        piece = 4 * PART * plan.tile.waves * plan.tile.bn
+        return _LAUNCH_US + max(work, memory) + piece / _PIECE_BYTES_PER_US
+    rounds, left = divmod(tiles, plan.programs)
+    us = max(rounds * one, memory * (tiles - left) / tiles)
+    if left:
+        idle = 1 - left / plan.programs if plan.rounds >= _LONG else 0.0
+        us += max(one * (1 - _LAST_ROUND * idle), memory * left / tiles)
+    return _LAUNCH_US + us
 
 
 def moved_bytes(problem: Problem) -> int:
@@ -214,9 +219,9 @@ def candidates(problem: Problem) -> list[tuple[Plan, float]]:
 
 # ---- few rows: weights by tokens -------------------------------------------------------------------------------------
 
-MOST_ROWS = 64
-# Estimates, as this kernel has not run: a group's block of weights as one program can draw it, or a product's wait.
-_GROUP_BLOCK_US, _LEAST_BLOCK_US, _FEW_TILE_US = 0.15, 0.12, 0.5
+MOST_ROWS = 32
+_FEW_ROWS = _Cost(0.29, 0.5)
+_FEW_ROWS_MARGIN = 0.97
 _MOST_STAGES = 16
 
 
@@ -225,45 +230,29 @@ def scales_of(tokens: int) -> int:
     return max(tokens, 32)
 
 
-def few_rows_tiles(rows: int) -> list[Tile]:
-    """Of weights by tokens, for at most `MOST_ROWS` tokens, with as many stages as fit; three groups where they do not
-    spill."""
-    tokens = max(16, 1 << (rows - 1).bit_length())
-    tiles: list[Tile] = []
-    for groups, registers, loads in ((1, 232, 1), (2, 232, 1), (3, 160, 3))[: 3 if tokens <= 32 else 2]:
-        tile = Tile(groups, 1, tokens, 1, 1, run=4, registers=registers, loads=loads)
-        block = (tile.bm + tokens) * 128 + (tile.span + scales_of(tokens)) * 4 + 16  # the last: two barriers
-        tiles.append(tile._replace(stages=min(_MOST_STAGES, (SHARED_BYTES - 2048) // block)))
-    return tiles
+def few_rows_tile(rows: int) -> Tile:
+    """192 rows of weights by 16 or 32 tokens, with as many stages as fit."""
+    tokens = 16 if rows <= 16 else MOST_ROWS
+    tile = Tile(3, 1, tokens, 1, 1, run=4, registers=160, loads=3)
+    block = (tile.bm + tokens) * 128 + (tile.span + scales_of(tokens)) * 4 + 16  # the last: two barriers
+    return tile._replace(stages=min(_MOST_STAGES, (SHARED_BYTES - 2048) // block))
 
 
 @functools.lru_cache(maxsize=8192)
 def choose_few_rows(problem: Problem) -> tuple[Plan, float]:
-    """As `choose`, for a kernel that takes the weights for rows.
+    """The plan of a kernel that takes the weights for rows, and its predicted microseconds.
 
-    >>> plan, us = choose_few_rows(Problem(16, 7168, 18432, vector=False, wide=False, multiprocessors=132))
+    >>> plan, us = choose_few_rows(Problem(16, 18432, 7168, vector=False, wide=False, multiprocessors=132))
     >>> plan.label
-    '64x16, 1 groups, 16 stages; 112 programs, 1 tiles each'
+    '192x16, 3 groups, 8 stages; 96 programs, 1 tiles each'
     """
     turned = replace(problem, m=problem.n, n=problem.m)
-    ranked: list[tuple[float, Plan]] = []
-    for tile in few_rows_tiles(problem.m):
-        for plan in (whole_tiles(tile, turned), shared_tiles(tile, turned)):
-            if plan is not None:
-                plan = plan._replace(tile=tile)  # there is no output tile that would take stages
-                ranked.append((_few_rows_us(plan, turned), plan))
-    us, plan = min(ranked, key=lambda pair: pair[0])
-    return plan, us
+    tile = few_rows_tile(problem.m)
+    plan = whole_tiles(tile, turned)._replace(tile=tile)  # there is no output tile that would take stages
+    return plan, _predicted_us(plan, _FEW_ROWS, turned)
 
 
-def _few_rows_us(plan: Plan, turned: Problem) -> float:
-    """Whole rounds draw all the bandwidth there is; what is left takes as long as one program needs, or its bytes."""
-    tile, tiles = plan.tile, _tiles(plan.tile, turned)
-    block = max(_LEAST_BLOCK_US, _GROUP_BLOCK_US * tile.groups)
-    one, memory = block * turned.blocks + _FEW_TILE_US, moved_bytes(turned) / _BYTES_PER_US
-    if plan.shared:
-        work = plan.rounds * one + block * -(-(tiles - plan.rounds * plan.programs) * turned.blocks // plan.programs)
-        return _LAUNCH_US + max(work, memory) + _SHARING_US + 4 * tile.bm * tile.bn / _PIECE_BYTES_PER_US
-    rounds, left = divmod(tiles, turned.multiprocessors)
-    us = max(rounds * one, memory * (tiles - left) / tiles)
-    return _LAUNCH_US + us + (max(one, memory * left / tiles) if left else 0.0)
+def few_rows_pay(problem: Problem) -> bool:
+    """Whether the kernel for few rows is the quicker one: where weights fill one round of its tiles, and more than one
+    of the other's."""
+    return choose_few_rows(problem)[1] < _FEW_ROWS_MARGIN * choose(problem)[1]
