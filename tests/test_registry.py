@@ -124,7 +124,8 @@ def test_rows_returns_a_copy():
 
 
 def test_backends():
-    assert set(registry.backends()) - {"triton", "hopper", "hopper_rows"} == {"reference", "torch", "torch_sm100"}
+    of_triton = {"triton", "hopper", "hopper_rows", "blackwell"}
+    assert set(registry.backends()) - of_triton == {"reference", "torch", "torch_sm100"}
 
 
 def test_requests_and_rows_are_hashable():
@@ -474,6 +475,9 @@ def test_what_never_ran_serves_by_demand_only(toy):
     assert untried <= {
         "triton.scaled_mm",
         "torch_sm100.scaled_mm_blackwell",
+        "torch_sm100.scaled_mm_mxfp4",
+        "blackwell.scaled_mm_sm100",
+        "blackwell.scaled_mm_sm120",
         "hopper.scaled_mm_mx",
         "hopper_rows.scaled_mm",
     }
