@@ -37,9 +37,9 @@ ROW = next(row for row in rows("gemm") if row.launch is _blackwell.scaled_mm_sm1
     "gemm", "interpreted", devices=("cpu",), formats=ROW.formats, layouts=ROW.layouts, reject=ROW.reject, by_demand=True
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """Wide tiles, and narrow ones where something is added to, as sm_120 always has them."""
-    tile = _blackwell.tile_for_sm100(a, b, accumulate=accumulate, programs=1)
-    assert (tile.bn == 128) == accumulate
+    """Wide tiles, and for fp32 narrow ones, as sm_120 always has them."""
+    tile = _blackwell.tile_for_sm100(a, b, out.dtype, 1)
+    assert (tile.bn == 128) == (out.dtype == torch.float32)
     _blackwell.launch(a, b, out, bias, accumulate=accumulate, tile=tile)
 
 

@@ -82,12 +82,12 @@ def test_sizes_that_nothing_divides_are_taken() -> None:
 
 
 def test_tiles() -> None:
-    """Wide ones where they fill the GPU and nothing is added to."""
+    """Wide ones where they fill the GPU and leave in 16 bits; deep ones for FP4 alone."""
     a, b = operands(("mxfp8_e4m3", "mxfp8_e4m3"), (4096, 4096, 512))
-    assert _blackwell.tile_for_sm100(a, b, accumulate=False, programs=148).bn == 256
-    assert _blackwell.tile_for_sm100(a, b, accumulate=True, programs=148).bn == 128
-    assert _blackwell.tile_for_sm100(*operands(("mxfp4", "mxfp4")), accumulate=False, programs=148)[1:3] == (128, 256)
-    assert _blackwell.tile_for_sm100(*operands(("mxfp4", "mxfp8_e4m3")), accumulate=False, programs=1).bk == 128
+    assert _blackwell.tile_for_sm100(a, b, torch.bfloat16, 148)[:3] == (128, 256, 128)
+    assert _blackwell.tile_for_sm100(a, b, torch.float32, 148)[:3] == (128, 128, 128)
+    assert _blackwell.tile_for_sm100(*operands(("mxfp4", "mxfp4")), torch.bfloat16, 148)[:3] == (128, 128, 256)
+    assert _blackwell.tile_for_sm100(*operands(("mxfp4", "mxfp8_e4m3")), torch.bfloat16, 1).bk == 128
 
 
 # ---- the vendor's MXFP4 product ------------------------------------------------------------------------------------

@@ -78,9 +78,9 @@ def _reject(request: Request) -> str | None:
     return None
 
 
-def tile_for_sm100(a: BlockScaled, b: BlockScaled, *, accumulate: bool, programs: int) -> Tile:
-    """Wide tiles where they fill the GPU. What is added to takes registers that 256 columns do not leave."""
-    if not accumulate and ceil_div(a.rows, 128) * ceil_div(b.rows, 256) >= programs:
+def tile_for_sm100(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, programs: int) -> Tile:
+    """Wide tiles where they fill the GPU; on their way out 256 columns of fp32 do not fit in the registers."""
+    if dtype != torch.float32 and ceil_div(a.rows, 128) * ceil_div(b.rows, 256) >= programs:
         return Tile(128, 256, _depth(a, b), 8, 4)
     return Tile(128, 128, _depth(a, b), 8, 3)  # leaves room for two programs: one multiplies while the other stores
 
@@ -107,7 +107,7 @@ def _depth(a: BlockScaled, b: BlockScaled) -> int:
 )
 def scaled_mm_sm100(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: block-scaled product of sm_100's tensor cores (tcgen05), sums in tensor memory"""
-    tile = tile_for_sm100(a, b, accumulate=accumulate, programs=multiprocessors(out.device))
+    tile = tile_for_sm100(a, b, out.dtype, multiprocessors(out.device))
     launch(a, b, out, bias, accumulate=accumulate, tile=tile)
 
 
