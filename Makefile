@@ -42,7 +42,8 @@ setup-next: # make .venv-next: the same torch, the newest triton
 	@SYSTEM_TORCH=0 $(PYTHON) tools/setup_venv.py next
 
 INTERPRETED = tests/casts/test_triton.py::test_interpreted_casts_equal_the_reference
-NEXT_TESTS = tests/aot $(foreach name,mxfp8_e4m3 nvfp4 fp8_1x128,"$(INTERPRETED)[$(name)]")
+BLACKWELL = tests/gemm/test_blackwell.py::test_interpreted_products_are_exact
+NEXT_TESTS = tests/aot $(BLACKWELL) $(foreach name,mxfp8_e4m3 nvfp4 fp8_1x128,"$(INTERPRETED)[$(name)]")
 test-next: setup-next ## compile and interpret the kernels with the newest triton
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(NEXT) -m pytest -n auto --dist worksteal $(NEXT_TESTS) $(ARGS)
 

@@ -124,7 +124,8 @@ def test_rows_returns_a_copy():
 
 
 def test_backends():
-    assert set(registry.backends()) - {"triton", "hopper", "hopper_rows"} == {"reference", "torch", "torch_sm100"}
+    of_triton = {"triton", "hopper", "hopper_rows", "blackwell"}
+    assert set(registry.backends()) - of_triton == {"reference", "torch", "torch_sm100"}
 
 
 def test_requests_and_rows_are_hashable():
@@ -462,6 +463,26 @@ def test_a_new_row_counts_at_once(toy):
     assert select(toy_request(2)).backend == "faster"
 
 
+def test_a_specialist_leaves_the_rest_to_others(toy, caplog):
+    def leave(request):
+        return None if request.shape[0] < 10 else "would take longer"
+
+    def reject(request):
+        return "has no room" if request.shape[0] > 99 else None
+
+    kernel(toy, "special", devices=("cpu",), priority=6, leave=leave, reject=reject)(lambda: "special")
+    small, middle, large = (toy_request(rows) for rows in (4, 50, 500))
+    assert [select(request).backend for request in (small, middle, large)] == ["special", "fast", "fast"]
+    assert not caplog.records, "that a specialist does not serve is no news"
+    with use_backend(toy="special"):
+        assert select(middle).backend == "special"
+        with pytest.raises(bs.BackendError, match="has no room"):
+            select(large)
+    told = str(explain_request(middle))
+    assert "special: able, but would take longer" in told
+    assert "-> fast" in told
+
+
 def test_what_never_ran_serves_by_demand_only(toy):
     kernel(toy, "untried", devices=("cpu",), priority=99, by_demand=True)(lambda: "untried")
     assert select(toy_request(2)).backend == "fast"
@@ -474,8 +495,10 @@ def test_what_never_ran_serves_by_demand_only(toy):
     assert untried <= {
         "triton.scaled_mm",
         "torch_sm100.scaled_mm_blackwell",
+        "torch_sm100.scaled_mm_mxfp4",
+        "blackwell.scaled_mm_sm100",
+        "blackwell.scaled_mm_sm120",
         "hopper.scaled_mm_mx",
-        "hopper_rows.scaled_mm",
     }
 
 

@@ -3,7 +3,8 @@
 make sanitize ARGS="--tool racecheck --only nvfp4"
 
 Every cast is compared with the reference on the CPU, byte for byte, and every product with the exact one, so that
-torch's own kernels stay out of the picture. Without compute-sanitizer on the PATH the results are still compared, and the last line says that accesses were not watched.
+torch's own kernels stay out of the picture. Without compute-sanitizer on the PATH the results are still compared, and
+the last line says that accesses were not watched.
 """
 
 from __future__ import annotations

@@ -310,8 +310,9 @@ _told: set[str] = set()
 
 
 def _tell_once(request: Request, taken: Kernel, refused: list[tuple[Kernel, str]]) -> None:
-    """Say that a faster row made for this device and these formats was passed over; other rows are no news."""
-    here = [f"{row.backend} {reason}" for row, reason in refused if row.misfit(request) is None]
+    """Say that a faster row made for this device and these formats was passed over. Other rows are no news, nor is one
+    that leaves most requests to others anyway."""
+    here = [f"{row.backend} {reason}" for row, reason in refused if row.misfit(request) is None and row.leave is None]
     text = f"{request.op} {' @ '.join(request.formats)} on {request.capability} uses {taken.backend}"
     if here and text not in _told:
         _told.add(text)

@@ -65,8 +65,9 @@ def test_it_covers_everything(sound):
         wanted = everywhere if spec.is_2d else everywhere | one_d
         assert {operation for operation, form in cells if form == name} == wanted
         checked = {check.name.split(",")[0].split(" ")[0] for check in report.checks if check.name.endswith(name)}
-        casts = {"cast", "swiglu", "swiglu_backward", "rmsnorm"} | ({"permute"} if not spec.is_2d else set())
-        assert checked >= casts | {"gemm"}
+        some = importlib.import_module("blockscale.diagnostics.doctor").FUSED_FORMATS
+        fused = {"swiglu", "swiglu_backward", "rmsnorm", "permute"} if name in some else set()
+        assert checked >= {"cast", "gemm"} | fused
     assert everywhere | one_d == set(registry.operations()), "an operation that doctor does not know"
     assert {c.name for c in report.checks if c.name.startswith("known bytes")} == {
         f"known bytes, {name}" for name in ("mxfp8_e4m3", "fp8_1x128", "mxfp4", "nvfp4")

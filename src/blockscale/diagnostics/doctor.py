@@ -221,7 +221,7 @@ def _self_checks(name: str, samples: _Samples) -> list[Check]:
     same = same and _same_bytes(quantize(samples.x, name), want_row)
     same = same and torch.equal(dequantize(row, torch.float32), want_values)
     checks = [_equality("cast", name, same)]
-    for operation, call in _fused_casts(name, samples).items():
+    for operation, call in _fused_casts(name, samples).items() if name in FUSED_FORMATS else ():
         got = call()
         with use_backend("reference"):
             want = call()
@@ -237,6 +237,10 @@ def _self_checks(name: str, samples: _Samples) -> list[Check]:
                 continue
             checks.append(Check(title, figure >= gate, f"{figure:.1f} dB of at least {gate:.0f}"))
     return checks
+
+
+# Fused casts share their code, and a compiler needs seconds for each: one format of every family is checked.
+FUSED_FORMATS = ("fp8_1x128", "mxfp8_e4m3", "nvfp4")
 
 
 def _equality(operation: str, name: str, same: bool) -> Check:

@@ -19,6 +19,7 @@ from . import _torch as _torch
 from . import ops
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
+    from . import _blackwell as _blackwell
     from . import _hopper as _hopper
     from . import _hopper_mx as _hopper_mx
     from . import _hopper_rows as _hopper_rows

@@ -9,37 +9,28 @@ The twin of `epilogue.finish` for products of the vendor's library on a GPU, whe
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..casts._device import round_to_bf16
+from ._tiles import store_tile
 
 ROWS, COLUMNS, WARPS = 4, 1024, 8
 
 
 @triton.jit
 def _finish_kernel(
-    product_ptr, first_ptr, second_ptr, bias_ptr, out_ptr, M, N, m_stride, n_stride,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
+    product_ptr, ga_ptr, gb_ptr, bias_ptr, out_ptr, M, N, m_stride, n_stride,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, INTERPRETED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """ROUND: by integers, for the interpreter, whose bf16 does not round."""
-    m = (tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM))[:, None]
-    n = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
-    inside = (m < M) & (n < N)
-    value = tl.load(product_ptr + m * N + n, mask=inside, other=0.0)
-    if SCALED:  # one after the other: their product alone underflows for small operands
-        value = value * tl.load(first_ptr) * tl.load(second_ptr)
-    if BIAS:
-        value += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    at = out_ptr + m * m_stride + n * n_stride
-    if ADD:
-        value += tl.load(at, mask=inside, other=0.0)
-    if ROUND:
-        value = round_to_bf16(value)
-    tl.store(at, value.to(out_ptr.dtype.element_ty), mask=inside)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    product = tl.load(product_ptr + m.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0)
+    store_tile(
+        product, out_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, m_stride, n_stride, SCALED, BIAS, ADD, INTERPRETED
+    )
 
 
 INTERPRETED = not isinstance(_finish_kernel, triton.runtime.JITFunction)
@@ -60,8 +51,7 @@ def finish_at_once(
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
     _finish_kernel[grid](
         product, *(scales or (None, None)), None if bias is None else bias.contiguous(), out,
-        rows, columns, *out.stride(), scales is not None, bias is not None, accumulate,
-        INTERPRETED and out.dtype == torch.bfloat16,
+        rows, columns, *out.stride(), scales is not None, bias is not None, accumulate, INTERPRETED,
         ROWS, COLUMNS, num_warps=WARPS,
         enable_fp_fusion=False,  # scales, bias and buffer are a rounding each
     )  # fmt: skip

@@ -1,12 +1,13 @@
 """Products through PyTorch: the vendor's block-scaled matrix product where there is one, else an exact upcast.
 
-FP8 blockwise on sm_90 and MXFP8 and NVFP4 on sm_100 call `F.scaled_mm`. Everywhere else a code times its block scale is
-exact in bf16 (scale bytes 0A to EF; see docs/numerics.md), so MX and NVFP4 are an ordinary product of exact operands
-with fp32 sums. FP8 with fp32 scales is not exact in bf16 and has no such row.
+FP8 blockwise on sm_90 and MXFP8, MXFP4 and NVFP4 on sm_100 call `F.scaled_mm`. Everywhere else a code times its block
+scale is exact in bf16 (scale bytes 0A to EF; see docs/numerics.md), so MX and NVFP4 are an ordinary product of exact
+operands with fp32 sums. FP8 with fp32 scales is not exact in bf16 and has no such row.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import replace
 
@@ -30,8 +31,11 @@ except ImportError:  # builds of torch without triton
 
 FP8_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family == "fp8")
 _MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
-# E5M2 by E5M2 is refused by the vendor; MXFP4 depends on an optional library of the torch build
-_BLACKWELL_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if "mxfp8_e4m3" in (a, b)] + [("nvfp4", "nvfp4")]
+# in the blocked layout 16x16 scales are repeated in their rows, which makes them 1x16
+_NVFP4 = ("nvfp4", "nvfp4_16x16")
+# E5M2 by E5M2 is refused by the vendor
+_MXFP8_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if "mxfp8_e4m3" in (a, b)]
+_BLACKWELL_PAIRS = [*_MXFP8_PAIRS, *((a, b) for a in _NVFP4 for b in _NVFP4)]
 
 
 def _reject_hopper(request: Request) -> str | None:
@@ -96,28 +100,65 @@ def _reject_blackwell(request: Request) -> str | None:
     "torch_sm100",
     sm=(100, 103),
     formats=_BLACKWELL_PAIRS,
-    layouts=dict.fromkeys((*_MXFP8, "nvfp4"), "blocked"),
+    layouts=dict.fromkeys((*_MXFP8, *_NVFP4), "blocked"),
     priority=5,
     reject=_reject_blackwell,
     by_demand=True,  # it has never run
 )
 def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """F.scaled_mm: the vendor library's MXFP8 or NVFP4 product"""
-    scaling, swizzle = functional.ScalingType, functional.SwizzleType
     # NVFP4's tensor scales are applied here, one after the other: their product alone could underflow
+    _finish(_blocked_mm(a, b, torch.float32), a, b, out, bias, accumulate=accumulate)
+
+
+def _reject_mxfp4(request: Request) -> str | None:
+    if "bias" in request.options:
+        return "gives bf16, and adding a bias would round a second time"
+    if not _has_mxfp4():
+        return "needs a torch that was built with its optional library of FP4 products (MSLK)"
+    return _reject_blackwell(request)
+
+
+@functools.cache
+def _has_mxfp4() -> bool:
+    """Whether this torch was built with the library behind its MXFP4 product, under either of its names."""
+    built_with = torch.__config__.show()
+    return "USE_MSLK" in built_with or "USE_FBGEMM_GENAI" in built_with
+
+
+@kernel(
+    "gemm",
+    "torch_sm100",
+    sm=(100, 103),
+    formats=[("mxfp4", "mxfp4")],
+    dtypes=(torch.bfloat16,),
+    layouts={"mxfp4": "blocked"},
+    priority=5,
+    reject=_reject_mxfp4,
+    by_demand=True,  # it has never run
+)
+def scaled_mm_mxfp4(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """F.scaled_mm: the MXFP4 product that torch has where it was built with MSLK"""
+    assert bias is None
+    assert not accumulate
+    out.copy_(_blocked_mm(a, b, torch.bfloat16))
+
+
+def _blocked_mm(a: BlockScaled, b: BlockScaled, dtype: torch.dtype) -> Tensor:
+    """The vendor's product of operands with blocked scales, without tensor scales."""
+    scaling, swizzle = functional.ScalingType, functional.SwizzleType.SWIZZLE_32_4_4
     recipe = scaling.BlockWise1x32 if a.global_scale is None else scaling.BlockWise1x16
-    product = functional.scaled_mm(
+    return functional.scaled_mm(
         a.data,
         b.data.mT,
         scale_a=a.scale,
         scale_recipe_a=recipe,
         scale_b=b.scale,
         scale_recipe_b=recipe,
-        swizzle_a=swizzle.SWIZZLE_32_4_4,
-        swizzle_b=swizzle.SWIZZLE_32_4_4,
-        output_dtype=torch.float32,
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        output_dtype=dtype,
     )
-    _finish(product, a, b, out, bias, accumulate=accumulate)
 
 
 @kernel("gemm", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10)

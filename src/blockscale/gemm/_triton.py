@@ -12,31 +12,18 @@ on the way in, and only sums round. Scales are read in any layout.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..casts._device import round_to_bf16
 from ..casts._device_decode import decode, decode_two, load_scales, source
 from ..formats.layout import ceil_div
 from ..formats.spec import LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
 from ..hardware import capability
 from ..registry import Request, kernel
-
-
-class Tile(NamedTuple):
-    """bm rows by bn columns, bk of K at a time; band: rows of tiles that are walked down before going right."""
-
-    bm: int
-    bn: int
-    bk: int
-    warps: int
-    stages: int
-    band: int = 8
+from ._tiles import Tile, store_tile, tile_at
 
 
 @triton.jit
@@ -96,12 +83,8 @@ def _scaled_mm_kernel(
 ):  # fmt: skip
     """DOT: what the tensor cores multiply, "fp8" or "bf16"; "fp32" for the interpreter, whose bf16 does not round.
     EVEN: BK divides K."""
-    tile = tl.program_id(0)
-    band = tile // (BAND * tiles_n)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
-    inside = tile % (BAND * tiles_n)
-    m = (band * BAND + inside % height) * BM + tl.arange(0, BM)
-    n = (inside // height) * BN + tl.arange(0, BN)
+    tile_m, tile_n = tile_at(tl.program_id(0), tiles_m, tiles_n, BAND)
+    m, n = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         a = _operand(a_ptr, sa_ptr, m, M, k, K, a_stride, sa_t, sa_b, A, BM, BK, DOT, EVEN)
@@ -112,17 +95,9 @@ def _scaled_mm_kernel(
             acc += tl.dot(a, tl.trans(b), input_precision="ieee") * (scale_a[:, None] * scale_b[None, :])
         else:
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-    if A.factor == "tensor":  # one after the other: their product alone underflows for small operands
-        acc = acc * tl.load(ga_ptr) * tl.load(gb_ptr)
-    if BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at = c_ptr + m.to(tl.int64)[:, None] * c_m + n.to(tl.int64)[None, :] * c_n
-    ok = (m < M)[:, None] & (n < N)[None, :]
-    if ADD:
-        acc += tl.load(at, mask=ok, other=0.0)
-    if DOT == "fp32" and c_ptr.dtype.element_ty == tl.bfloat16:
-        acc = round_to_bf16(acc)
-    tl.store(at, acc.to(c_ptr.dtype.element_ty), mask=ok)
+    store_tile(
+        acc, c_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, c_m, c_n, A.factor == "tensor", BIAS, ADD, DOT == "fp32"
+    )  # fmt: skip
 
 
 INTERPRETED = not isinstance(_scaled_mm_kernel, triton.runtime.JITFunction)

@@ -1,0 +1,162 @@
+"""Products by Blackwell's block-scaled tensor cores, in plain Triton: `tl.dot_scaled` on codes as they are stored.
+
+The tensor cores multiply FP8 and FP4 codes, apply the block scales and sum in fp32; nothing is decoded. Codes and
+scales come by TMA, which gives zeros outside an operand, so tails need no code. Scales are read in the `blocked`
+layout: its tiles of 128 rows by 4 blocks are what sm_100 copies to its tensor memory. Triton has no FP6 here.
+
+Compiled for sm_100 and sm_120 and run in the interpreter; it has never run on a GPU (docs/design/gemm.md).
+"""
+
+# The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
+# pyright: basic, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..formats.layout import ceil_div, round_up
+from ..formats.spec import get_format
+from ..formats.tensor import BlockScaled
+from ..hardware import multiprocessors
+from ..registry import Request, kernel
+from ._tiles import Tile, store_tile, tile_at
+
+
+@triton.jit
+def _blocked_scales(desc, row, block, R: tl.constexpr, C: tl.constexpr):
+    """Scales [R, C] out of tiles of 512 bytes, where (r, c) lies at (r % 32) * 16 + (r // 32) * 4 + c. On sm_100 the
+    compiler sees through it and copies whole tiles from shared to tensor memory."""
+    tiles = desc.load([row // 128, block // 4, 0, 0])
+    tiles = tl.reshape(tiles, (R // 128, C // 4, 32, 4, 4))
+    return tl.reshape(tl.permute(tiles, (0, 3, 2, 1, 4)), (R, C))
+
+
+@triton.jit(do_not_specialize=["M", "K"])
+def _scaled_mm_kernel(
+    a_desc, b_desc, sa_desc, sb_desc, ga_ptr, gb_ptr, bias_ptr, c_ptr, M, N, K, c_m, c_n,
+    A: tl.constexpr, B: tl.constexpr, ALONG: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A, B: names of the elements.  ALONG: codes under one scale.  SCALED: operands have tensor scales."""
+    PACK_A: tl.constexpr = 2 if A == "e2m1" else 1
+    PACK_B: tl.constexpr = 2 if B == "e2m1" else 1
+    tile_m, tile_n = tile_at(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), BAND)
+    row, column = tile_m * BM, tile_n * BN
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        a = a_desc.load([row, k // PACK_A])
+        b = b_desc.load([column, k // PACK_B])
+        scale_a = _blocked_scales(sa_desc, row, k // ALONG, BM, BK // ALONG)
+        scale_b = _blocked_scales(sb_desc, column, k // ALONG, BN, BK // ALONG)
+        acc = tl.dot_scaled(a, scale_a, A, tl.trans(b), scale_b, B, acc)
+    m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
+    store_tile(acc, c_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, c_m, c_n, SCALED, BIAS, ADD, INTERPRETED)
+
+
+INTERPRETED = not isinstance(_scaled_mm_kernel, triton.runtime.JITFunction)
+_MX, _NVFP4 = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"), ("nvfp4", "nvfp4_16x16")
+PAIRS = [(a, b) for names in (_MX, _NVFP4) for a in names for b in names]
+
+
+def _mixed(pair: tuple[str, ...]) -> bool:
+    """Whether FP8 meets FP4."""
+    return len({get_format(name).codes_per_byte for name in pair}) == 2
+
+
+def _reject(request: Request) -> str | None:
+    *_, k = request.shape
+    if 0 in request.shape:
+        return "takes no empty operands"
+    if _mixed(request.formats) and k % 128:
+        # TMA spreads FP4 codes over bytes only where rows are made of whole pieces of 128
+        return f"wants K in multiples of 128 where FP8 meets FP4, this is {k}"
+    return None
+
+
+def tile_for_sm100(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, programs: int) -> Tile:
+    """Wide tiles where they fill the GPU; on their way out 256 columns of fp32 do not fit in the registers."""
+    if dtype != torch.float32 and ceil_div(a.rows, 128) * ceil_div(b.rows, 256) >= programs:
+        return Tile(128, 256, _depth(a, b), 8, 4)
+    return Tile(128, 128, _depth(a, b), 8, 3)  # leaves room for two programs: one multiplies while the other stores
+
+
+def tile_for_sm120(a: BlockScaled, b: BlockScaled) -> Tile:
+    """Sums are in registers, and shared memory holds 99 KiB."""
+    return Tile(128, 128, _depth(a, b), 8, 3)
+
+
+def _depth(a: BlockScaled, b: BlockScaled) -> int:
+    """Rows of 128 bytes, as wide as TMA swizzles; FP4 beside FP8 lies in shared memory one code a byte."""
+    return 256 if a.spec.codes_per_byte == b.spec.codes_per_byte == 2 else 128
+
+
+@kernel(
+    "gemm",
+    "blackwell",
+    sm=(100, 103),
+    formats=PAIRS,
+    layouts=dict.fromkeys((*_MX, *_NVFP4), "blocked"),
+    priority=4,  # below the vendor's until both have been timed
+    reject=_reject,
+    by_demand=True,  # it has never run
+)
+def scaled_mm_sm100(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """Triton: block-scaled product of sm_100's tensor cores (tcgen05), sums in tensor memory"""
+    tile = tile_for_sm100(a, b, out.dtype, multiprocessors(out.device))
+    launch(a, b, out, bias, accumulate=accumulate, tile=tile)
+
+
+@kernel(
+    "gemm",
+    "blackwell",
+    sm=(120, 121),
+    formats=[pair for pair in PAIRS if not _mixed(pair)],  # Triton widens the others to bf16 here
+    layouts=dict.fromkeys((*_MX, *_NVFP4), "blocked"),
+    priority=4,
+    reject=_reject,
+    by_demand=True,  # it has never run
+)
+def scaled_mm_sm120(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """Triton: block-scaled product of sm_120's tensor cores (mma.sync), sums in registers"""
+    launch(a, b, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b))
+
+
+def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, tile: Tile) -> None:
+    """The product by tiles of one shape; scales are blocked."""
+    assert {a.scale_layout, b.scale_layout} == {"blocked"}
+    grid = (ceil_div(a.rows, tile.bm) * ceil_div(b.rows, tile.bn),)
+    align = 32 if _mixed((a.format, b.format)) else 16  # what TMA asks of rows; 32 where it spreads FP4
+    scaled = a.global_scale is not None
+    _scaled_mm_kernel[grid](
+        _codes(a, tile.bm, tile.bk, align), _codes(b, tile.bn, tile.bk, align),
+        _scales(a, tile.bm, tile.bk), _scales(b, tile.bn, tile.bk),
+        a.global_scale, b.global_scale, None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
+        *out.stride(), a.spec.element.name, b.spec.element.name, a.spec.block[1],
+        scaled, bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.band, INTERPRETED,
+        num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=False,  # a tensor scale and a bias are two roundings
+    )  # fmt: skip
+
+
+def _codes(operand: BlockScaled, rows: int, length: int, align: int) -> TensorDescriptor:
+    """Tiles of codes, FP4 two to a byte; of a copy where rows start where TMA cannot."""
+    pack = operand.spec.codes_per_byte
+    codes = operand.data.view(torch.uint8) if pack == 2 else operand.data
+    if codes.stride(1) != 1 or codes.stride(0) % align or codes.data_ptr() % align:
+        size, stride = codes.shape, (round_up(codes.shape[1], align), 1)
+        codes = torch.empty_strided(size, stride, dtype=codes.dtype, device=codes.device).copy_(codes)
+    return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [rows, length // pack])
+
+
+def _scales(operand: BlockScaled, rows: int, length: int) -> TensorDescriptor:
+    """Tiles of scales, each as two rows of 256 bytes, the most that TMA takes. Their type tells what they are."""
+    along = operand.spec.block[1]
+    scale = operand.scale if operand.spec.family == "nvfp4" else operand.scale.view(torch.uint8)
+    tiles = ceil_div(operand.rows, 128), ceil_div(ceil_div(operand.length, along), 4)
+    scale = scale.contiguous().view(*tiles, 2, 256)
+    return TensorDescriptor.from_tensor(scale, [rows // 128, length // along // 4, 2, 256])

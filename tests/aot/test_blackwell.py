@@ -1,0 +1,153 @@
+"""The machine code of Blackwell's products, compiled without a GPU: block-scaled instructions of the tensor cores on
+codes as they are stored, scales that reach them by copies alone, no spills, memory that fits.
+
+With Triton 3.6 and 3.9 alike; only the ends of the instructions' names differ (`scale_vec::1X`, `block32`).
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+from aot.cases import LATER, SHARED
+from aot.compiled import CAN_COMPILE, Report, compiled_for, report
+from blockscale import quantize
+from blockscale.formats import BlockScaled
+from blockscale.gemm import _blackwell
+from blockscale.gemm._tiles import Tile
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
+    pytest.mark.slow,
+]
+# what multiplies, as PTX and as machine code name it: 8-bit units, 4-bit units with scales of either kind
+_MXFP8, _MXFP4, _NVFP4 = ("mxf8f6f4", "UTCQMMA"), ("mxf4", "UTCOMMA"), ("mxf4nvf4", "UTCOMMA")
+_SM100 = {
+    ("mxfp8_e4m3", "mxfp8_e4m3"): _MXFP8,
+    ("mxfp8_e5m2", "mxfp8_e4m3"): _MXFP8,
+    ("mxfp8_e4m3", "mxfp4"): _MXFP8,
+    ("mxfp4", "mxfp4"): _MXFP4,
+    ("nvfp4", "nvfp4_16x16"): _NVFP4,
+}
+_SM120 = {
+    ("mxfp8_e4m3", "mxfp8_e5m2"): ("mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e5m2.f32.ue8m0", "QMMA"),
+    ("mxfp4", "mxfp4"): ("mxf4nvf4.block_scale.scale_vec::2X.f32.e2m1.e2m1.f32.ue8m0", "OMMA"),
+    ("nvfp4", "nvfp4"): ("mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3", "OMMA"),
+}
+M, N, K = 512, 512, 1024
+# output, bias, accumulate
+_EPILOGUES = ((torch.bfloat16, False, False), (torch.float16, True, False), (torch.float32, False, True))
+
+
+def operands(pair: tuple[str, str], rows: int = M, k: int = K) -> tuple[BlockScaled, BlockScaled]:
+    a, b = torch.zeros(rows, k), torch.zeros(N, k)
+    return quantize(a, pair[0], scale_layout="blocked"), quantize(b, pair[1], scale_layout="blocked")
+
+
+def compiled(
+    arch: int, pair: tuple[str, str], epilogue: tuple[torch.dtype, bool, bool], tile: Tile
+) -> tuple[Report, int]:
+    """What the assembler made of it, and the columns of tensor memory that it takes."""
+    dtype, bias, accumulate = epilogue
+    (a, b), out = operands(pair), torch.empty(M, N, dtype=dtype)
+    with compiled_for(arch) as kernels:
+        _blackwell.launch(a, b, out, torch.zeros(N) if bias else None, accumulate=accumulate, tile=tile)
+    return report(kernels[0]), kernels[0].metadata.tmem_size
+
+
+@pytest.mark.parametrize("epilogue", _EPILOGUES, ids=str)
+@pytest.mark.parametrize(("pair", "names"), _SM100.items(), ids=str)
+def test_sm100(pair: tuple[str, str], names: tuple[str, str], epilogue: tuple[torch.dtype, bool, bool]) -> None:
+    dtype, bias, accumulate = epilogue
+    tile = _blackwell.tile_for_sm100(*operands(pair), dtype, 8)
+    assert tile.bn == (128 if accumulate else 256)
+    found, columns = compiled(100, pair, epilogue, tile)
+    kind, code = names
+    assert kinds(found.ptx) == {f"{kind}.block_scale"}
+    assert found.opcodes[code] > 0
+    assert not {op for op in found.opcodes if op.endswith("MMA")} - {code}
+    # scales go from shared to tensor memory as they lie: what threads store there is the zero that sums start from
+    assert found.opcodes["UTCCP"] > 0
+    assert found.opcodes["STTM"] == 1
+    assert found.opcodes["UTMALDG"] > 0
+    assert found.spilled == 0
+    assert not found.stray
+    assert set(found.stores) == {128}
+    if not bias and not accumulate:
+        assert set(found.loads) <= {32}, "tensor scales; everything else comes by TMA"
+    assert found.shared <= SHARED[100]
+    assert columns <= 512
+
+
+def test_sm103() -> None:
+    """It assembles; the disassembler in Triton 3.6's wheel does not know the architecture."""
+    (a, b), tile = operands(("nvfp4", "nvfp4")), Tile(128, 256, 256, 8, 4)
+    with compiled_for(103) as kernels:
+        _blackwell.launch(a, b, torch.empty(M, N, dtype=torch.bfloat16), None, accumulate=False, tile=tile)
+    assert "sm_103a" in kernels[0].asm["ptx"]
+    assert kinds(kernels[0].asm["ptx"]) == {"mxf4nvf4.block_scale"}
+    assert kernels[0].asm["cubin"]
+
+
+def kinds(ptx: str) -> set[str]:
+    """Of all products by tensor memory; what follows differs from one Triton to the next."""
+    return {re.sub(r".*kind::|\.(scale_vec::|block)\d.*", "", name) for name in re.findall(r"tcgen05\.mma\.\S+", ptx)}
+
+
+def test_fp4_beside_fp8_is_spread_by_tma() -> None:
+    """Why K is then in multiples of 128 and rows start at multiples of 32 bytes."""
+    (a, b), tile = operands(("mxfp8_e4m3", "mxfp4")), Tile(128, 128, 128, 8, 3)
+    with compiled_for(100) as kernels:
+        _blackwell.launch(a, b, torch.empty(M, N), None, accumulate=False, tile=tile)
+    descriptors = kernels[0].metadata.tensordesc_meta
+    assert [described["fp4_padded"] for described in descriptors] == [False, True, False, False]
+
+
+def test_two_programs_share_a_multiprocessor_of_sm100() -> None:
+    """By narrow tiles: one stores while the other multiplies."""
+    for pair in (("mxfp8_e4m3", "mxfp8_e4m3"), ("nvfp4", "nvfp4")):
+        tile = _blackwell.tile_for_sm100(*operands(pair), torch.bfloat16, 148)
+        found, columns = compiled(100, pair, (torch.bfloat16, False, False), tile)
+        assert tile.bn == 128
+        assert found.spilled == 0
+        assert found.resident_warps >= 2 * tile.warps
+        assert 2 * (found.shared + 1024) <= SHARED[100] + 1024  # of each program 1 KiB is taken by the driver
+        assert 2 * columns <= 512
+
+
+@pytest.mark.parametrize("epilogue", _EPILOGUES[1:], ids=str)
+@pytest.mark.parametrize(("pair", "names"), _SM120.items(), ids=str)
+def test_sm120(pair: tuple[str, str], names: tuple[str, str], epilogue: tuple[torch.dtype, bool, bool]) -> None:
+    found, _ = compiled(120, pair, epilogue, _blackwell.tile_for_sm120(*operands(pair)))
+    kind, code = names
+    assert {name.split("kind::")[-1] for name in re.findall(r"mma\.sync\S+", found.ptx)} == {kind}
+    assert found.opcodes[code] > 0
+    assert not {op for op in found.opcodes if op.endswith("MMA")} - {code}
+    # the assembler of CUDA 12.9 leaves a word on the stack for each copy by TMA, and never reads it
+    assert found.opcodes["LDL"] == 0
+    assert found.opcodes["STL"] <= (0 if LATER else found.opcodes["UTMALDG"])
+    assert found.opcodes["UTMALDG"] > 0
+    assert not found.stray
+    assert set(found.stores) == {128}
+    assert found.shared <= SHARED[120]
+
+
+def test_sm120_has_no_mixed_pairs() -> None:
+    """Why its row does not list them: Triton multiplies them as bf16. Once this fails, it may."""
+    pair = ("mxfp8_e4m3", "mxfp4")
+    found, _ = compiled(120, pair, (torch.bfloat16, False, False), _blackwell.tile_for_sm120(*operands(pair)))
+    assert set(re.findall(r"mma\.sync\S+", found.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+
+
+def test_neither_m_nor_k_makes_another_kernel() -> None:
+    tile = Tile(128, 128, 128, 8, 3)
+    cases = [operands(("mxfp8_e4m3", "mxfp8_e4m3"), rows, k) for rows in (1, 16, 17) for k in (K, 90)]
+    with compiled_for(100) as kernels:
+        for a, b in cases:
+            _blackwell.launch(a, b, torch.empty(a.rows, N), None, accumulate=False, tile=tile)
+    assert len(kernels) == len(cases)
+    assert len({kernel.hash for kernel in kernels}) == 1

@@ -1,0 +1,70 @@
+"""Blackwell's product in the interpreter against the exact one; a program, because the interpreter is chosen at import.
+
+    TRITON_INTERPRET=1 python tests/gemm/interpreted_blackwell.py
+
+Prints what `interpreted.py` prints, by its bounds. `tests/interpreter.py` supplies `tl.dot_scaled`; the rest is
+Triton's own: copies with zeros outside an operand, scales taken out of their tiles, the order of tiles, the epilogue.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from interpreted import main, operands, poisoned  # before blockscale: it has outputs poisoned
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+
+import blockscale as bs
+import interpreter
+from blockscale.formats import BlockScaled
+from blockscale.gemm import _blackwell
+from blockscale.registry import kernel, rows
+
+# tails in every direction, an odd K, one value, several tiles each way with a tail, whole tiles
+SIZES = ((33, 70, 150), (5, 66, 257), (1, 1, 1), (140, 300, 330), (128, 256, 512))
+# FP4 beside FP8: whole pieces of 128
+MIXED = ((33, 70, 128), (140, 130, 384))
+ROW = next(row for row in rows("gemm") if row.launch is _blackwell.scaled_mm_sm100)
+
+
+@kernel(
+    "gemm", "interpreted", devices=("cpu",), formats=ROW.formats, layouts=ROW.layouts, reject=ROW.reject, by_demand=True
+)
+def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """Wide tiles, and for fp32 narrow ones, as sm_120 always has them."""
+    tile = _blackwell.tile_for_sm100(a, b, out.dtype, 1)
+    assert (tile.bn == 128) == (out.dtype == torch.float32)
+    _blackwell.launch(a, b, out, bias, accumulate=accumulate, tile=tile)
+
+
+def unaligned(q: BlockScaled) -> BlockScaled:
+    """Codes whose rows start anywhere, as copies made by others have them."""
+    codes = q.data.view(torch.uint8).clone(memory_format=torch.contiguous_format)
+    assert codes.stride(0) % 16
+    return replace(q, data=codes.view(q.data.dtype))
+
+
+def cases() -> Iterator[tuple[str, BlockScaled, BlockScaled]]:
+    for pair in sorted(ROW.formats):
+        for size in MIXED if "mxfp4" in pair and pair[0] != pair[1] else SIZES:
+            yield f"{pair} {size}", *operands(pair, *size)
+    for name in ("mxfp8_e4m3", "mxfp4", "nvfp4", "nvfp4_16x16"):
+        yield f"{name} blocked", *operands((name, name), 140, 130, 330, scale_layout="blocked")
+        yield f"{name} unaligned", *map(unaligned, operands((name, name), 33, 70, 150))
+    for name in ("mxfp4", "nvfp4"):
+        yield f"{name} rotated", *operands((name, name), 33, 70, 150, hadamard=True)
+    for name in ("mxfp8_e5m2", "mxfp4"):
+        yield f"{name} with a NaN", *poisoned(name)
+        x, w = (bs.quantize(torch.randn(150, size), name, axis=-2).mT for size in (33, 70))
+        yield f"{name} turned", x, w
+
+
+if __name__ == "__main__":
+    interpreter.install()
+    raise SystemExit(main(cases(), "interpreted"))
