@@ -476,7 +476,7 @@ def test_a_specialist_leaves_the_rest_to_others(toy, caplog):
     assert not caplog.records, "that a specialist does not serve is no news"
     with use_backend(toy="special"):
         assert select(middle).backend == "special"
-        with pytest.raises(bs.BackendError, match="has no room"):
+        with pytest.raises(bs.errors.BackendError, match="has no room"):
             select(large)
     told = str(explain_request(middle))
     assert "special: able, but would take longer" in told
