@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench_rows import product, products, suite
-from blockscale.bench import picture, report, report_gemm
+from blockscale.bench import picture, report, report_bars, report_gemm
+from blockscale.bench.store import Row
 
 ROOT = Path(__file__).parents[2]
 PAGE = """before
@@ -121,3 +122,33 @@ def test_products_are_put_in_order() -> None:
         "1x128 @ 128x128 8192x8192x8192",
         "1x128 @ 128x128 fp32 += 4096x7168x18432",
     ]
+
+
+def bar_lines(*rows: Row) -> dict[str, list[str]]:
+    lines = [line.strip("| ").split(" | ") for line in report_bars.bars_table(rows).splitlines()[2:]]
+    return {cells[0].split(",")[0]: cells[1:] for cells in lines}
+
+
+def test_goals_are_judged_by_their_rows() -> None:
+    def beside(ratio: float, name: str = "row torch") -> dict[str, dict[str, float]]:
+        return {name: {"us": 1.0, "ratio": ratio}}
+
+    good = [product(f"1x128 @ 128x128 {size}x1x1", peers=beside(ratio)) for size, ratio in ((1, 1.0), (2, 1.2))]
+    found, met, by = bar_lines(*good)["1x128 @ 128x128"]
+    assert (found, met) == ("1.00 to 1.20x, mean 1.095x", "yes")
+    assert by.startswith("`--only 'large'`")
+    assert bar_lines(*good, product(peers=beside(0.999)))["1x128 @ 128x128"][1] == "no", "one shape below is enough"
+    added = product("1x128 @ 1x128 fp32 += 4096x4096x4096", peers=beside(0.93, "to bf16"))
+    assert bar_lines(added) == {"1x128 @ 1x128": ["0.93 to 0.93x, mean 0.930x", "yes", by]}
+    slower = product(peers=beside(0.96))
+    assert bar_lines(slower)["all rows"][1] == "no"
+    assert report_bars.bars_table([]) == report.EMPTY
+
+
+def test_only_weights_from_memory_count_for_decoding() -> None:
+    def few(m: int, n: int, k: int) -> dict[str, list[str]]:
+        case = f"few rows 1x128 @ 128x128 {m}x{n}x{k}"
+        return bar_lines(product(case, group="few rows", shape=[m, n, k], peers={}))
+
+    assert few(16, 7168, 18432) == {"1 to 16 rows": ["93 to 93 %", "yes", "`--only 'few rows'`, abc1234"]}
+    assert few(16, 7168, 2048) == few(17, 7168, 18432) == {}

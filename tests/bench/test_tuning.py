@@ -21,7 +21,19 @@ from blockscale.hardware import Capability
 from blockscale.registry import Request, rows
 
 PROBLEM = Problem(128, 4096, 7168, vector=False, wide=False, multiprocessors=132)
-WHERE = Where("NVIDIA H200", "2.11", "3.6.0", "3.12", "0.1.0", None, "abc1234", True, "blockscale tune", "2026-11-20")
+WHERE = Where(
+    "NVIDIA H200",
+    "2.11",
+    "3.6.0",
+    "3.12",
+    "0.1.0",
+    None,
+    "ptxas 12.9.86",
+    "abc1234",
+    True,
+    "blockscale tune",
+    "2026-11-20",
+)
 LLAMA = [(n, k) for k, n in MODELS["Llama3 8B"]]
 
 
@@ -105,7 +117,7 @@ def test_a_winner_passes_margin_and_spread(times: dict[int, Timing | str], wins:
     outcome = outcome_of(times)
     assert (outcome.taken != outcome.model) is wins
     assert (outcome.gain > 0.02) is wins
-    kept = tuning.entry_of(outcome, WHERE, "ptxas 12.9.86")
+    kept = tuning.entry_of(outcome, WHERE)
     assert (kept is not None) is wins
     if kept is not None:
         assert kept.plan == outcome.best
@@ -118,7 +130,7 @@ def test_where_the_models_plan_has_no_time_nothing_is_stored(times: dict[int, Ti
     outcome = outcome_of(times)
     assert outcome.taken is None
     assert outcome.gain == 0
-    assert tuning.entry_of(outcome, WHERE, "") is None
+    assert tuning.entry_of(outcome, WHERE) is None
 
 
 def test_what_was_tuned_can_be_untuned(folder: Path) -> None:
@@ -129,7 +141,7 @@ def test_what_was_tuned_can_be_untuned(folder: Path) -> None:
         ({0: timing(80), 1: timing(90)}, 0),
     ):
         outcome = outcome_of(times)
-        kept = tuning.entry_of(outcome, WHERE, "")
+        kept = tuning.entry_of(outcome, WHERE)
         if kept is not None:
             tuned.store(path, [kept])
         entry = tuned.choose(PROBLEM, WHERE.gpu).entry

@@ -196,3 +196,9 @@ def test_the_driver_is_asked_by_its_own_library(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("ctypes.CDLL", missing)
     assert cuda_driver() is None
+
+
+def test_results_name_it_without_folders() -> None:
+    assert _assembler.Choice(None, "why").label == "Triton's ptxas"
+    one = _assembler.Assembler("/somewhere/ptxas", (12, 9, 86))
+    assert _assembler.Choice(one, "why").label == "ptxas 12.9.86"

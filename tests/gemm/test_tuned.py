@@ -345,7 +345,7 @@ def test_tuned_for_real_it_is_used(folder: Path, launched: list[Plan]) -> None:
     other = next(plan for plan in outcome.times if plan != outcome.model)
     slow = replace(outcome.times[outcome.model], us=1e6, low=1e6, high=1e6)
     kept = tuning.entry_of(
-        replace(outcome, times={outcome.model: slow, other: outcome.times[other]}), where(gpu, "test"), "ptxas"
+        replace(outcome, times={outcome.model: slow, other: outcome.times[other]}), where(gpu, "test")
     )
     assert kept is not None
     assert kept.plan == other

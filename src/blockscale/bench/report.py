@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import report_gemm
+from . import report_bars, report_gemm
 from .shapes import MAIN, text
 from .store import Row, read
 from .tables import EMPTY, label, number, peer, provenance, spread, table
@@ -139,6 +139,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "casts-summary": summary_table,
     "gemm": report_gemm.long_table,
     "gemm-summary": report_gemm.summary_table,
+    "gemm-bars": report_bars.bars_table,
     "dispatch": dispatch_table,
 }
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ..errors import OptionError
+from ..gemm import _assembler
 from ..hardware import describe
 
 REGRESSION = 0.03
@@ -33,6 +35,7 @@ class Where:
     python: str
     blockscale: str
     torchao: str | None
+    assembler: str | None
     commit: str | None
     dirty: bool | None
     command: str
@@ -144,11 +147,20 @@ def where(device: torch.device, version: str, commit: str | None = None) -> Wher
         python=platform.python_version(),
         blockscale=version,
         torchao=_version("torchao"),
+        assembler=_assembler_of(device),
         commit=found,
         dirty=dirty,
         command=command_line(sys.argv),
         utc=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
+
+
+def _assembler_of(device: torch.device) -> str | None:
+    """What makes machine code of Hopper's products here."""
+    try:
+        return _assembler.choice().label if device.type == "cuda" else None
+    except OptionError:  # one is demanded that cannot: the products will say so
+        return None
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -109,7 +109,7 @@ def tune(
         yield Outcome(problem, heuristics.choose(problem)[0], times, faults)
 
 
-def entry_of(outcome: Outcome, where: Where, assembler: str) -> tuned.Entry | None:
+def entry_of(outcome: Outcome, where: Where) -> tuned.Entry | None:
     """What to store: a plan that beats the model's, or whichever is best where one is stored already."""
     plan, problem = outcome.taken, outcome.problem
     if plan is None or (plan == outcome.model and tuned.choose(problem, where.gpu).entry is None):
@@ -123,7 +123,7 @@ def entry_of(outcome: Outcome, where: Where, assembler: str) -> tuned.Entry | No
         model_us=round(outcome.times[outcome.model].us, 3),
         gpu=where.gpu,
         triton=where.triton or "none",
-        assembler=assembler,
+        assembler=where.assembler or "unknown",
         blockscale=where.blockscale,
         commit=where.commit and where.commit + (" with changes" if where.dirty else ""),
         utc=where.utc,

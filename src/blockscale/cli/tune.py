@@ -158,10 +158,9 @@ def _timed(
 
 def _keep(outcome: Outcome, facts: Where, path: Path, record: Path | None) -> None:
     from ..bench import tuning
-    from ..gemm import _assembler, tuned
+    from ..gemm import tuned
 
-    chosen = _assembler.choice().assembler
-    entry = tuning.entry_of(outcome, facts, f"ptxas {chosen.name}" if chosen else "Triton's ptxas")
+    entry = tuning.entry_of(outcome, facts)
     if entry is not None:
         tuned.store(path, [entry])
     if record is not None:

@@ -60,6 +60,11 @@ class Choice:
     reason: str
     refused: tuple[str, ...] = ()
 
+    @property
+    def label(self) -> str:
+        """Its name alone, for results: no folders of somebody's machine."""
+        return f"ptxas {self.assembler.name}" if self.assembler else "Triton's ptxas"
+
     def __str__(self) -> str:
         taken = str(self.assembler) if self.assembler else "Triton's default"
         return "; ".join((f"{taken}: {self.reason}", *self.refused))

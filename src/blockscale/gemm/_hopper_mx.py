@@ -34,7 +34,7 @@ WEIGHT_BLOCK = 128  # rows of b that `launch` can take to have the same scales
     layouts=dict.fromkeys(_CODES, "plain"),
     priority=12,
     reject=reject_fp8_of_hopper,
-    by_demand=True,  # it has never run
+    by_demand=True,  # right on an H200, but the exact upcast is as fast or faster (docs/design/gemm.md)
 )
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised MXFP8 product, promoted after every 32 of K"""

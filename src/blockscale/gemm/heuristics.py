@@ -105,6 +105,7 @@ SHARED_BYTES = 232_448  # bytes that a program may have on sm_90
 _LAUNCH_US = 2.5
 _BYTES_PER_US = 4.1e6  # of memory
 _PIECE_BYTES_PER_US = 2.3e3  # a piece of a shared tile, on its way to the second-level cache and back
+_ADDING_US_PER_ROW = 0.02  # of a tile whose sums are added to memory: fetched and stored in fp32
 _SHARING_MARGIN = 1.03  # what it must win by: with idle multiprocessors the others run at a higher clock
 # a guess: after so many rounds power is short, and a round with no programs would be shorter by this share
 _LONG, _LAST_ROUND = 4, 0.25
@@ -154,11 +155,12 @@ def _tiles(tile: Tile, problem: Problem) -> int:
 def _predicted_us(plan: Plan, cost: _Cost, problem: Problem) -> float:
     """Whole rounds draw all the bandwidth there is; those that are left over take a tile's time, or that of their
     bytes."""
-    tiles, one = _tiles(plan.tile, problem), cost.block * problem.blocks + cost.tile
+    tiles, end = _tiles(plan.tile, problem), cost.tile + (_ADDING_US_PER_ROW * plan.tile.bm if problem.add else 0.0)
+    one = cost.block * problem.blocks + end
     memory = moved_bytes(problem) / _BYTES_PER_US
     if plan.shared:
         share = -(-(tiles - plan.rounds * plan.programs) * problem.blocks // plan.programs)
-        work = plan.rounds * one + cost.block * share + cost.tile
+        work = plan.rounds * one + cost.block * share + end
         piece = 4 * PART * plan.tile.waves * plan.tile.bn
         return _LAUNCH_US + max(work, memory) + piece / _PIECE_BYTES_PER_US
     rounds, left = divmod(tiles, plan.programs)
