@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import blockscale as bs
-from blockscale.bench import ceilings, harness, product_peers, products, shapes, store, telemetry
+from blockscale.bench import ceilings, harness, product_peers, products, report_gemm, shapes, store, telemetry
 from blockscale.bench.suites import gemm
 from blockscale.hardware import Capability
 from blockscale.registry import Request
@@ -37,8 +37,8 @@ def request(*formats: str, product: tuple[int, int, int] = (16, 256, 256), sm: i
 def test_every_case_is_listed_once():
     found = list(gemm.cases(gemm.gpu_extent(HOPPER), CEILINGS))
     names = [case.name for case in found]
-    assert len(names) == len(set(names)) == 16 + 12 + 24 + 130 + 3
-    assert list(dict.fromkeys(case.group for case in found)) == ["large", "few rows", "models", "MX and NVFP4"]
+    assert len(names) == len(set(names)) == 16 + 12 + 24 + 130 + 3 + 8
+    assert list(dict.fromkeys(case.group for case in found)) == list(report_gemm.GROUPS)
     for name in (
         "1x128 @ 128x128 4096x7168x18432",
         "1x128 @ 1x128 fp32 += 8192x8192x8192",
@@ -50,9 +50,20 @@ def test_every_case_is_listed_once():
     assert not any(case.shape[2] < 4096 for case in found if "+=" in case.name)
 
 
+def test_shared_scales_are_the_largest_and_repeat() -> None:
+    w = torch.randn(256, 64) * torch.exp2(torch.randint(-3, 3, (256, 1)))
+    alone = bs.quantize(w, "mxfp8_e4m3")
+    shared = products.with_shared_scales(alone, w, 128)
+    rows = shared.scale.view(torch.uint8).view(2, 128, 2)
+    assert torch.equal(rows, alone.scale.view(torch.uint8).view(2, 128, 2).amax(1, keepdim=True).expand_as(rows))
+    # a larger power of two rounds nothing differently within E4M3's binades
+    close = (bs.dequantize(shared, torch.float32) - w).abs() <= w.abs() * 2.0**-4 + 2.0**-9 * w.abs().max()
+    assert close.all()
+
+
 def test_a_quick_run_is_short():
     quick = list(gemm.cases(gemm.gpu_extent(HOPPER, quick=True), CEILINGS))
-    assert len({case.group for case in quick}) == 4
+    assert len({case.group for case in quick}) == 5
     assert len(quick) < 15
 
 

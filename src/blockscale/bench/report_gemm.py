@@ -10,7 +10,7 @@ from .shapes import text
 from .store import REGRESSION, Row
 from .tables import EMPTY, label, number, peer, provenance, spread, table
 
-GROUPS = ("large", "few rows", "models", "MX and NVFP4")
+GROUPS = ("large", "few rows", "models", "MX and NVFP4", "MXFP8 natively")
 # those of the summary; the others are many, and bounded by bytes
 MAIN_GROUPS = ("large", "MX and NVFP4")
 

@@ -79,6 +79,14 @@ def launch(
     ))  # fmt: skip
 
 
+def product_of_shared_scales(a: BlockScaled, b: BlockScaled) -> Tensor:
+    """To bf16, for a weight whose scales repeat over `WEIGHT_BLOCK` rows, which nobody checks here."""
+    out = torch.empty(a.rows, b.rows, dtype=torch.bfloat16, device=a.device)
+    plan = choose(Problem(a.rows, b.rows, a.length, False, False, multiprocessors(out.device)))
+    launch(a, b, out, None, accumulate=False, plan=plan, weight_block=WEIGHT_BLOCK)
+    return out
+
+
 def _layout(rows: int, columns: int, dtype: object) -> object:
     """Of a tile of codes or of the output in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)

@@ -46,7 +46,8 @@ def choose(problem: Problem) -> Plan:
     >>> choose(Problem(4096, 4096, 4096, vector=True, wide=False, multiprocessors=132)).tile.label
     '128x128, 2 groups, 5 stages'
     """
-    large, middle, small = (plan_for(TILES[i], problem) for i in (0, 4, 5))
+    # a scale for each row takes registers that longer runs need
+    large, middle, small = (plan_for(TILES[i], problem) for i in (0 if problem.vector else 1, 4, 5))
     half = problem.multiprocessors // 2
     if problem.m > PART and large.programs > half:
         return large

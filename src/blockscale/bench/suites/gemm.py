@@ -1,4 +1,5 @@
-"""Products: large ones, few rows as in decoding, the layers of real models, and MX and NVFP4 without such units.
+"""Products: large ones, few rows as in decoding, the layers of real models, MX and NVFP4 without such units, and MXFP8
+by the FP8 units of Hopper.
 
 A row of the suite is what the registry selects; the other rows of its table stand beside it as peers, so that a wrong
 choice shows. The bytes of a row are the operands once and the output once, or twice where it is added to.
@@ -6,8 +7,9 @@ choice shows. The bytes of a row are the operands once and the output once, or t
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,8 +20,9 @@ from ...registry import Request, select
 from .. import shapes
 from ..ceilings import Ceilings
 from ..harness import Case
-from ..product_peers import ALL_PEERS, multiply, peers
-from ..products import Operands, check_product, make_operands
+from ..peers import Peer
+from ..product_peers import ALL_PEERS, ROW, multiply, peers
+from ..products import BF16_DB, Operands, check_product, make_operands, with_shared_scales
 from ..shapes import Product, numel, text
 from .common import stored_bytes
 
@@ -57,6 +60,7 @@ class Extent:
     few_rows: tuple[Product, ...]
     models: Mapping[str, tuple[Product, ...]]
     emulated: Mapping[str, Product]
+    native: tuple[Product, ...]
     compiled: frozenset[Product]
     peers: frozenset[str]
 
@@ -67,7 +71,7 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
         return gpu_extent(capability(device), quick=quick, peers=peers)
     tiny = (shapes.TINY_PRODUCT,)
     emulated = dict.fromkeys(EMULATED, shapes.TINY_PRODUCT)
-    return Extent(capability(device), tiny, tiny, tiny, {"tiny": tiny}, emulated, frozenset(tiny), peers)
+    return Extent(capability(device), tiny, tiny, tiny, {"tiny": tiny}, emulated, (), frozenset(tiny), peers)
 
 
 def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
@@ -79,7 +83,8 @@ def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str]
     models = {name: tuple((m, n, k) for k, n in shapes.MODELS[name] for m in counts) for name in names}
     emulated = dict.fromkeys(EMULATED[:1] if quick else EMULATED, shapes.SQUARE)
     accumulated = tuple(product for product in large if product[2] >= ACCUMULATED_FROM)
-    return Extent(device, large, accumulated, few, models, emulated, compiled, peers)
+    native = large if device.sm == 90 and importlib.util.find_spec("triton") is not None else ()
+    return Extent(device, large, accumulated, few, models, emulated, native, compiled, peers)
 
 
 def _decoding() -> tuple[Product, ...]:
@@ -100,6 +105,8 @@ def cases(extent: Extent, ceilings: Ceilings) -> Iterator[Case]:
             yield case(WEIGHTS, product, extent, ceilings, group="models", prefix=f"{name} ")
     for format, product in extent.emulated.items():
         yield case(Kind(format, format), product, extent, ceilings, group="MX and NVFP4")
+    for product in extent.native:
+        yield native_case(product, extent, ceilings)
 
 
 def case(kind: Kind, product: Product, extent: Extent, ceilings: Ceilings, *, group: str, prefix: str = "") -> Case:
@@ -125,6 +132,28 @@ def case(kind: Kind, product: Product, extent: Extent, ceilings: Ceilings, *, gr
         flops=2 * numel(product),
         bound_us=ceilings.bound_us(2 * numel(product), moved, units(kind, extent.device)),
         dtype=str(dtype)[6:],
+    )
+
+
+def native_case(product: Product, extent: Extent, ceilings: Ceilings) -> Case:
+    """MXFP8 by FP8 units, its weight with one scale for each 128 rows, which no row of the table can know of a tensor."""
+    from ...gemm import _hopper_mx  # needs Gluon
+
+    def make(device: torch.device) -> tuple[Operands]:
+        made = make_operands(product, ("mxfp8_e4m3", "mxfp8_e4m3"), device, accumulate=False)
+        return (replace(made, b=with_shared_scales(made.b, made.w, _hopper_mx.WEIGHT_BLOCK)),)
+
+    usual = case(Kind("mxfp8_e4m3", "mxfp8_e4m3"), product, extent, ceilings, group="MXFP8 natively")
+    ours = {name: peer for name, peer in usual.peers.items() if not name.startswith(ROW)}
+    if "rows" in extent.peers:
+        ours = {"upcast": Peer(multiply, gate_db=BF16_DB, accuracy=lambda o: o.accuracy(multiply)), **ours}
+    return replace(
+        usual,
+        name=f"mxfp8_e4m3 natively, 128 rows of b alike {text(product)}",
+        make=make,
+        run=lambda operands: _hopper_mx.product_of_shared_scales(operands.a, operands.b),
+        backend=lambda _: "hopper",
+        peers=ours,
     )
 
 
