@@ -136,7 +136,7 @@ def case(kind: Kind, product: Product, extent: Extent, ceilings: Ceilings, *, gr
 
 
 def native_case(product: Product, extent: Extent, ceilings: Ceilings) -> Case:
-    """MXFP8 by FP8 units, its weight with one scale for each 128 rows, which no row of the table can know of a tensor."""
+    """MXFP8 by FP8 units, its weight with one scale for each 128 rows: no row of the table can know that of it."""
     from ...gemm import _hopper_mx  # needs Gluon
 
     def make(device: torch.device) -> tuple[Operands]:
