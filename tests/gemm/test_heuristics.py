@@ -67,6 +67,15 @@ def test_few_rows_get_small_tiles_and_many_get_large_ones() -> None:
     assert choose(Problem(8192, 8192, 8192, False, False, 132))[0].tile.bm >= 192
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "us"),
+    [(4096, 4096, 4096, 152.8), (8192, 8192, 8192, 1006.8), (4096, 7168, 18432, 970.6), (4096, 4096, 7168, 239.3)],
+)
+def test_what_adding_costs_is_known(m: int, n: int, k: int, us: float) -> None:
+    """Within 10 % of what benchmarks/results/gemm-h200.jsonl has."""
+    assert choose(Problem(m, n, k, False, True, 132, add=True))[1] == pytest.approx(us, rel=0.1)
+
+
 def test_what_is_added_to_has_one_buffer_for_each_group() -> None:
     for m, n, k in itertools.product((1, 4096), (576, 8192), (128, 8192)):
         assert choose(Problem(m, n, k, True, True, 132, add=True))[0].tile.waves == 1

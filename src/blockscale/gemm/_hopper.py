@@ -44,10 +44,8 @@ def forecast(request: Request) -> Forecast:
     """The plan that `scaled_mm` would take, on this GPU if it is such a one."""
     problem, elsewhere = problem_of(request)
     chosen = tuned.choose(problem, "" if elsewhere else gpu_name(torch.device("cuda")))
-    note = chosen.origin + elsewhere
-    if problem.add and chosen.entry is None:
-        note += "; that it is added to something costs more than the model knows"
-    return Forecast(chosen.plan.label, chosen.us, 2 * problem.m * problem.n * problem.k, *bound(problem), note)
+    flops = 2 * problem.m * problem.n * problem.k
+    return Forecast(chosen.plan.label, chosen.us, flops, *bound(problem), chosen.origin + elsewhere)
 
 
 def ahead(request: Request) -> Hashable:
