@@ -283,6 +283,16 @@ def use_backend(backend: str | None = None, **per_operation: str) -> Generator[N
         _demands[:] = [other for other in _demands if other is not demand]
 
 
+def current_demands() -> tuple[tuple[str | None, dict[str, str]], ...]:
+    """What `use_backend` demands now, for processes that are to choose alike."""
+    return tuple(_demands)
+
+
+def adopt_demands(demands: tuple[tuple[str | None, dict[str, str]], ...]) -> None:
+    """Demand in this process, until it ends, what another demanded."""
+    _demands.extend(demands)
+
+
 @functools.lru_cache(maxsize=8192)
 def _select(request: Request, forced: str | None) -> Kernel:
     candidates = [row for row in _TABLE[request.op] if row.backend == forced or (forced is None and not row.by_demand)]

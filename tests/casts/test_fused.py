@@ -46,20 +46,25 @@ def specs(device: torch.device) -> dict[str, CastSpec]:
     return {name: CastSpec(name) for name in FORMATS} | options
 
 
+KINDS = list(specs(torch.device("cpu")))
+
+
 # ---- SwiGLU --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(150, 280), (5, 66), (2, 40, 50), (1, 2), (0, 64), (4, 0)])
-def test_swiglu_is_the_cast_of_the_activation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    gate_up = torch.randn(shape, device=device).to(dtype)
+def test_swiglu_is_the_cast_of_the_activation(
+    shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: torch.device
+) -> None:
+    gate_up, spec = torch.randn(shape, device=device).to(dtype), specs(device)[kind]
     before, h = bits(gate_up).copy(), activation.swiglu(gate_up)
-    for spec in specs(device).values():
-        row, col = swiglu_quantize_both(gate_up, spec, spec)
-        same_operand(row, quantize(h, spec))
-        same_operand(col, quantize(h, spec, axis=-2))
-        same_operand(swiglu_quantize(gate_up, spec), row)
-        same_operand(swiglu_quantize(gate_up, spec, axis=-2), col)
+    row, col = swiglu_quantize_both(gate_up, spec, spec)
+    same_operand(row, quantize(h, spec))
+    same_operand(col, quantize(h, spec, axis=-2))
+    same_operand(swiglu_quantize(gate_up, spec), row)
+    same_operand(swiglu_quantize(gate_up, spec, axis=-2), col)
     same_bits(bits(gate_up), before)
 
 
@@ -90,20 +95,21 @@ def test_swiglu_of_groups(form: str, device: torch.device) -> None:
     assert bs.dequantize(col, offs=offs)[: sum(SIZES)].isfinite().all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(150, 280), (5, 66), (2, 40, 50), (0, 64)])
-def test_swiglu_backward_is_the_cast_of_the_gradients(shape: tuple[int, ...], device: torch.device) -> None:
+def test_swiglu_backward_is_the_cast_of_the_gradients(shape: tuple[int, ...], kind: str, device: torch.device) -> None:
+    spec = specs(device)[kind]
     for dtype in DTYPES:
         gate_up = torch.randn(shape, device=device).to(dtype)
         grad = torch.randn(*shape[:-1], shape[-1] // 2, device=device).to(dtype)
         want, h = activation.swiglu_backward(grad, gate_up), activation.swiglu(gate_up)
-        for spec in specs(device).values():
-            row, col = swiglu_backward_quantize_both(grad, gate_up, spec, spec)
-            same_operand(row, quantize(want, spec))
-            same_operand(col, quantize(want, spec, axis=-2))
-            again = swiglu_backward_quantize_both(grad, gate_up, spec, "mxfp4", hidden=spec)
-            same_operand(again[0], row)
-            same_operand(again[1], quantize(want, "mxfp4", axis=-2))
-            same_operand(again[2], quantize(h, spec, axis=-2))
+        row, col = swiglu_backward_quantize_both(grad, gate_up, spec, spec)
+        same_operand(row, quantize(want, spec))
+        same_operand(col, quantize(want, spec, axis=-2))
+        again = swiglu_backward_quantize_both(grad, gate_up, spec, "mxfp4", hidden=spec)
+        same_operand(again[0], row)
+        same_operand(again[1], quantize(want, "mxfp4", axis=-2))
+        same_operand(again[2], quantize(h, spec, axis=-2))
 
 
 def test_swiglu_backward_of_groups(device: torch.device) -> None:
@@ -145,20 +151,23 @@ def test_what_is_rounded_once_differs_from_what_is_rounded_twice() -> None:
 # ---- RMSNorm -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(150, 280), (5, 33), (2, 40, 50), (3, 1), (0, 64)])
-def test_rmsnorm_is_the_cast_of_the_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def test_rmsnorm_is_the_cast_of_the_norm(
+    shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: torch.device
+) -> None:
     x, weight = torch.randn(shape, device=device).to(dtype), torch.randn(shape[-1], device=device).bfloat16()
     want, want_rstd = activation.rmsnorm(x, weight, 1e-5)
-    for spec in specs(device).values():
-        row, rstd = rmsnorm_quantize(x, weight, spec, eps=1e-5)
-        same_operand(row, quantize(want, spec))
-        same_bits(bits(rstd), bits(want_rstd))
-        assert rstd.shape == shape[:-1]
-        again, col, rstd = rmsnorm_quantize_both(x, weight, spec, spec, eps=1e-5)
-        same_operand(again, row)
-        same_operand(col, quantize(want, spec, axis=-2))
-        same_bits(bits(rstd), bits(want_rstd))
+    spec = specs(device)[kind]
+    row, rstd = rmsnorm_quantize(x, weight, spec, eps=1e-5)
+    same_operand(row, quantize(want, spec))
+    same_bits(bits(rstd), bits(want_rstd))
+    assert rstd.shape == shape[:-1]
+    again, col, rstd = rmsnorm_quantize_both(x, weight, spec, spec, eps=1e-5)
+    same_operand(again, row)
+    same_operand(col, quantize(want, spec, axis=-2))
+    same_bits(bits(rstd), bits(want_rstd))
 
 
 def test_rmsnorm_of_groups_and_bad_rows(device: torch.device) -> None:

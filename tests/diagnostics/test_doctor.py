@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -49,10 +50,35 @@ def failed(report: DoctorReport) -> set[str]:
 
 
 def test_a_sound_machine(device):
-    report = doctor(device)
+    """As the command looks at it: on a GPU by several processes, since kernels may have to be compiled."""
+    report = doctor(device, workers=16 if device.type == "cuda" else 1)
     assert report.ok, str(report)
     assert report.to_dict()["ok"] is True
     assert report.seconds < 60
+
+
+def test_processes_find_what_one_finds(monkeypatch):
+    """Also under a demand, which they have to be told."""
+    module = importlib.import_module("blockscale.diagnostics.doctor")
+    monkeypatch.setattr(module, "FORMATS", {name: FORMATS[name] for name in ("mxfp4", "fp8_1x128")})
+    seen: list[str] = []
+    with bs.use_backend("reference"):
+        alone, together = doctor("cpu"), doctor("cpu", workers=2, on_look=seen.append)
+    assert together.choices == alone.choices
+    assert [check.name for check in together.checks] == [check.name for check in alone.checks]
+    assert together.ok
+    assert len(seen) == module.look_count()
+    assert "products of mxfp4" in seen
+
+
+def test_a_process_that_dies_is_a_failed_check(monkeypatch):
+    module = importlib.import_module("blockscale.diagnostics.doctor")
+    monkeypatch.setattr(module, "FORMATS", {"mxfp4": FORMATS["mxfp4"]})
+    monkeypatch.setattr(module, "adopt_demands", os._exit)
+    report = doctor("cpu", workers=2)
+    assert not report.ok
+    assert {check.name for check in report.checks if not check.passed} == {f"{part} of mxfp4" for part in module._PARTS}
+    assert "died before it answered" in str(report)
 
 
 def test_it_covers_everything(sound):

@@ -5,27 +5,35 @@ from __future__ import annotations
 import json as json_module
 from typing import TYPE_CHECKING
 
+from . import arguments
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..diagnostics import DoctorReport
 
 
-def run(device: str | None = None, json: bool = False) -> int:
+def run(device: str | None = None, json: bool = False, workers: int | None = None) -> int:
     """Look at this machine: versions, device, which backend serves each operation in each format and why, and a
     self-check against the reference. Exit status 1 when a check fails.
 
     Args:
         device: Device to look at, such as cpu or cuda:0; the first GPU if there is one.
         json: Print machine-readable JSON instead of tables.
+        workers: Processes that check side by side; by default one on a CPU, and one for each core on a GPU, where the
+            first look compiles kernels for all of them.
     """
     from rich.console import Console
 
     console = Console(stderr=json)
-    with console.status("importing torch and checking every backend ..."):
-        from ..diagnostics import doctor
+    with console.status("importing torch ..."):
+        from ..diagnostics.doctor import doctor, look_count
+        from ..hardware import default_device, named_device
 
-        report = doctor(device)
+        where = default_device() if device is None else named_device(device)
+    processes = 1 if where.type == "cpu" and workers is None else arguments.worker_count(workers)
+    with arguments.progress(console, look_count(), "checking every backend") as advance:
+        report = doctor(where, workers=processes, on_look=lambda look: advance(f"{look}: done"))
     if json:
         print(json_module.dumps(report.to_dict(), indent=2))
     else:

@@ -2,7 +2,8 @@
 
 Facts (versions, device, settings), the matrix of operation x format with the backend that serves it and why, and a
 self-check: the reference against bytes worked out by hand, every other chosen backend against the reference. About two
-seconds on a laptop.
+seconds on a laptop. On a GPU the first look compiles some two hundred kernels, so formats are looked at by several
+processes; one that dies, as after a wrong address, costs its format and not the report.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -34,7 +38,7 @@ from ..gemm import _assembler, exact_mm, scaled_mm
 from ..grouped import scaled_grouped_mm
 from ..grouped._reference import exact_grouped
 from ..hardware import capability, default_device, describe, named_device
-from ..registry import Explanation, use_backend
+from ..registry import Explanation, adopt_demands, current_demands, use_backend
 from .explain import explain
 from .quality import sqnr_db
 
@@ -92,17 +96,31 @@ class DoctorReport:
         return "\n".join(lines)
 
 
-def doctor(device: torch.device | str | None = None) -> DoctorReport:
+def doctor(
+    device: torch.device | str | None = None,
+    *,
+    workers: int = 1,
+    on_look: Callable[[str], None] | None = None,
+) -> DoctorReport:
     """Look at this machine and check it against the reference.
+
+    workers: processes that look side by side. More than one needs a program that can be imported again, which a script
+    is if it starts under `if __name__ == "__main__"`.  on_look: told what was looked at, each time.
 
     >>> doctor("cpu").ok
     True
     """
     where = default_device() if device is None else named_device(device)
     started = time.perf_counter()
-    samples = _Samples(where)
-    choices = [choice for name in FORMATS for choice in _choices(name, samples)]
-    checks = _known_bytes(where) + [check for name in FORMATS for check in _self_checks(name, samples)]
+    found = dict[_Look, Sequence[Choice | Check]]()
+    looks = [_Look(part, name) for name in FORMATS for part in _PARTS]
+    for look, results in _answers(looks, where, workers):
+        found[look] = results
+        if on_look is not None:
+            on_look(str(look))
+    results = [result for look in looks for result in found[look]]
+    choices = [result for result in results if isinstance(result, Choice)]
+    checks = _known_bytes(where) + [result for result in results if isinstance(result, Check)]
     for name in env.undeclared():
         checks.append(Check(f"setting {name}", False, "is not a setting of this library: a typo?"))
     facts = describe(where)
@@ -112,6 +130,47 @@ def doctor(device: torch.device | str | None = None) -> DoctorReport:
         checks.append(Check("Hopper's assembler", False, str(error)))
     seconds = time.perf_counter() - started
     return DoctorReport(_versions(), facts, env.current(), env.undeclared(), choices, checks, seconds)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One part of the work: what is looked at in one format."""
+
+    part: str
+    format: str
+
+    def __str__(self) -> str:
+        return f"{self.part} of {self.format}"
+
+
+def look_count() -> int:
+    """How often `doctor` calls `on_look`."""
+    return len(FORMATS) * len(_PARTS)
+
+
+def _answers(
+    looks: Sequence[_Look], device: torch.device, workers: int
+) -> Iterator[tuple[_Look, Sequence[Choice | Check]]]:
+    """Each look and what it found, as they are done."""
+    if workers < 2:
+        samples = _Samples(device)
+        for look in looks:
+            yield look, _PARTS[look.part](look.format, samples)
+        return
+    # not forked: a fork would break a CUDA context, and threads of torch's
+    context, demands = get_context("spawn"), current_demands()
+    with ProcessPoolExecutor(min(workers, len(looks)), context, adopt_demands, (demands,)) as pool:
+        pending = {pool.submit(_look_alone, look, str(device)): look for look in looks}
+        for done in as_completed(pending):
+            look = pending[done]
+            try:
+                yield look, done.result()
+            except BrokenProcessPool as error:
+                yield look, [Check(str(look), False, f"the process died before it answered: {error}")]
+
+
+def _look_alone(look: _Look, device: str) -> Sequence[Choice | Check]:
+    return _PARTS[look.part](look.format, _Samples(torch.device(device)))
 
 
 def _versions() -> dict[str, str]:
@@ -211,8 +270,8 @@ def _hex(tensor: Tensor) -> str:
     return bytes(_raw(tensor).cpu().tolist()).hex()
 
 
-def _self_checks(name: str, samples: _Samples) -> list[Check]:
-    """Chosen backends against the reference (casts, byte for byte) and against the exact product."""
+def _cast_checks(name: str, samples: _Samples) -> list[Check]:
+    """Chosen casts against the reference, byte for byte."""
     row, col = quantize_both(samples.x, name, name)[:2]
     with use_backend("reference"):
         want_row, want_col = quantize(samples.x, name), quantize(samples.x, name, axis=-2)
@@ -220,13 +279,25 @@ def _self_checks(name: str, samples: _Samples) -> list[Check]:
     same = _same_bytes(row, want_row) and _same_bytes(col, want_col)
     same = same and _same_bytes(quantize(samples.x, name), want_row)
     same = same and torch.equal(dequantize(row, torch.float32), want_values)
-    checks = [_equality("cast", name, same)]
+    return [_equality("cast", name, same)]
+
+
+def _fused_checks(name: str, samples: _Samples) -> list[Check]:
+    """The same of casts that are fused with what comes before them."""
+    checks: list[Check] = []
     for operation, call in _fused_casts(name, samples).items() if name in FUSED_FORMATS else ():
         got = call()
         with use_backend("reference"):
             want = call()
         same = all(_same_result(a, b) for a, b in zip(got, want, strict=True))
         checks.append(_equality(operation, name, same))
+    return checks
+
+
+def _product_checks(name: str, samples: _Samples) -> list[Check]:
+    """Chosen products against the exact ones."""
+    row = quantize(samples.x, name)
+    checks: list[Check] = []
     for operation, (call, exact) in _products(name, row, samples).items():
         for dtype in (torch.float32, torch.bfloat16):
             title, gate = f"{operation} {str(dtype)[6:]}, {name}", _gate(row, dtype)
@@ -299,3 +370,11 @@ def _same_result(a: BlockScaled | Tensor, b: BlockScaled | Tensor) -> bool:
 def _same_bytes(a: BlockScaled, b: BlockScaled) -> bool:
     pairs = ((a.data, b.data), (a.scale, b.scale), (a.global_scale, b.global_scale))
     return all(x is y or (x is not None and y is not None and torch.equal(_raw(x), _raw(y))) for x, y in pairs)
+
+
+_PARTS: dict[str, Callable[[str, _Samples], Sequence[Choice | Check]]] = {
+    "backends": _choices,
+    "casts": _cast_checks,
+    "fused casts": _fused_checks,
+    "products": _product_checks,
+}
