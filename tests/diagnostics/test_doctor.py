@@ -51,7 +51,7 @@ def failed(report: DoctorReport) -> set[str]:
 
 def test_a_sound_machine(device):
     """As the command looks at it: on a GPU by several processes, since kernels may have to be compiled."""
-    report = doctor(device, workers=16 if device.type == "cuda" else 1)
+    report = doctor(device, workers=8 if device.type == "cuda" else 1)
     assert report.ok, str(report)
     assert report.to_dict()["ok"] is True
     assert report.seconds < 60

@@ -137,9 +137,7 @@ def test_gate_a(kind: str, gate: float, record_property: pytest.RecordProperty) 
     assert found > gate
 
 
-@pytest.mark.parametrize(
-    ("tile", "block"), [(tile, block) for tile, block in KINDS if tile.waves == 1], ids=lambda v: getattr(v, "label", v)
-)
+@every_kind
 def test_every_tile_adds(tile: heuristics.Tile, block: int) -> None:
     """Into a window of a buffer; the same bytes twice."""
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (4096, 4096, 1024)):

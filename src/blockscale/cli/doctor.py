@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from ..diagnostics import DoctorReport
 
+MOST_PROCESSES = 8  # each opens a CUDA context, and they wait for each other there
+
 
 def run(device: str | None = None, json: bool = False, workers: int | None = None) -> int:
     """Look at this machine: versions, device, which backend serves each operation in each format and why, and a
@@ -20,7 +22,7 @@ def run(device: str | None = None, json: bool = False, workers: int | None = Non
     Args:
         device: Device to look at, such as cpu or cuda:0; the first GPU if there is one.
         json: Print machine-readable JSON instead of tables.
-        workers: Processes that check side by side; by default one on a CPU, and one for each core on a GPU, where the
+        workers: Processes that check side by side; by default one on a CPU, and up to eight on a GPU, where the
             first look compiles kernels for all of them.
     """
     from rich.console import Console
@@ -31,7 +33,9 @@ def run(device: str | None = None, json: bool = False, workers: int | None = Non
         from ..hardware import default_device, named_device
 
         where = default_device() if device is None else named_device(device)
-    processes = 1 if where.type == "cpu" and workers is None else arguments.worker_count(workers)
+    processes = arguments.worker_count(workers)
+    if workers is None:
+        processes = min(processes, MOST_PROCESSES) if where.type == "cuda" else 1
     with arguments.progress(console, look_count(), "checking every backend") as advance:
         report = doctor(where, workers=processes, on_look=lambda look: advance(f"{look}: done"))
     if json:

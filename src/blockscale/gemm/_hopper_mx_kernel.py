@@ -4,7 +4,7 @@
 
 A step of 32 is one instruction of the tensor cores and one block of the format. What it returns is scaled and added in
 fp32, which takes the other units as long as the instruction takes the tensor cores: there is no time for anything else.
-So two warps beside the producer, the scalers, read scale bytes and leave fp32 factors in the ring.
+So four warps beside the producer, the scalers, read scale bytes and leave fp32 factors in the ring.
 The rest is as in `_hopper_kernel`; docs/design/gemm.md says why.
 """
 
@@ -17,9 +17,20 @@ from ._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma
 from ._hopper_common import allocate_blocks, fetch_tile, load_rows, next_stage, pinned, skip_blocks, store_tile
 from ._hopper_schedule import tile_at
 
-SCALERS: gl.constexpr = gl.constexpr(2)  # warps; with the producer they fill a warpgroup
-# of factors [4, R] among the scalers: a thread has all four of a row
-_QUADS: gl.constexpr = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, SCALERS.value], [1, 0]))
+SCALERS: gl.constexpr = gl.constexpr(4)  # warps: one on each scheduler, or two of these would be late
+# of factors among the scalers: a thread has all four of a row, [R, 4], or of a column, [4, N]
+_QUADS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [SCALERS.value, 1], [1, 0]))
+_COLUMNS: gl.constexpr = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, SCALERS.value], [1, 0]))
+# of factors [64, 4] among a group: those of a thread's two rows, which are those of its sums
+_PART: gl.constexpr = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
 
 
 @gluon.jit
@@ -35,16 +46,15 @@ def byte_of(word, number):
 
 
 @gluon.jit
-def _factors(words):
-    """fp32 [4, R] of words [R]."""
-    step = gl.arange(0, 4, gl.SliceLayout(1, _QUADS))
-    return factor_bits(byte_of(words[None, :], step[:, None])).to(gl.float32, bitcast=True)
+def _factors(words, steps):
+    """fp32 of some steps in words."""
+    return factor_bits(byte_of(words, steps)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _ring_blocks(K, TILE: gl.constexpr):
     """How many blocks of 128 pass through the ring for a tile: whole runs, which are steps of 32."""
-    per_run: gl.constexpr = (TILE.run + 3) // 4
+    per_run: gl.constexpr = TILE.run // 4
     return gl.cdiv(gl.cdiv(K, 128), per_run) * per_run
 
 
@@ -55,8 +65,8 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
     a_ring, b_ring, _, _ = rings
     full, empty, _ = bars
     _, _, K, tiles_m, tiles_n = sizes
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64
-    block_bytes: gl.constexpr = TILE.loads * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    BM: gl.constexpr = TILE.groups * 64
+    block_bytes: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
     stage, phase = 0, 1  # the ring starts empty
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
@@ -79,12 +89,12 @@ def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr
     _, _, sa_ring, sb_ring = rings
     full, empty, _ = bars
     M, N, K, tiles_m, tiles_n = sizes
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64
+    BM: gl.constexpr = TILE.groups * 64
     BN: gl.constexpr = TILE.bn
-    SPAN: gl.constexpr = sa_ring.shape[1] // 4
     blocks = gl.cdiv(K, 128)  # and words in a row of scales
-    m = gl.arange(0, SPAN, gl.SliceLayout(0, _QUADS))
-    n = gl.arange(0, BN, gl.SliceLayout(0, _QUADS))
+    m = gl.arange(0, BM, gl.SliceLayout(1, _QUADS))
+    n = gl.arange(0, BN, gl.SliceLayout(0, _COLUMNS))
+    steps = gl.arange(0, 4, gl.SliceLayout(0, _QUADS))[None, :]
     stage, phase = 0, 1
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
@@ -98,13 +108,13 @@ def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr
             else:
                 columns = gl.load(b_at + k, mask=k < blocks, other=0)
             mbarrier.wait(empty.index(stage), phase)
-            factors = _factors(rows)
+            factors = _factors(rows[:, None], steps)
             if VECTOR:
-                sb_ring.index(stage).reshape((4, BN)).store(_factors(columns))
+                by_column = gl.arange(0, 4, gl.SliceLayout(1, _COLUMNS))[:, None]
+                sb_ring.index(stage).reshape((4, BN)).store(_factors(columns[None, :], by_column))
             else:
-                step = gl.arange(0, 4, gl.SliceLayout(1, _QUADS))
-                factors = factors * factor_bits(byte_of(columns, step)).to(gl.float32, bitcast=True)[:, None]
-            sa_ring.index(stage).reshape((4, SPAN)).store(factors)
+                factors = factors * _factors(columns, steps)
+            sa_ring.index(stage).reshape((BM, 4)).store(factors)
             mbarrier.arrive(full.index(stage), count=1)
             stage, phase = next_stage(stage, phase, TILE.stages)
 
@@ -113,20 +123,28 @@ def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr
 def _multiply(rings, partial, stage, part, never, STEP: gl.constexpr, TILE: gl.constexpr):
     """Have 64 rows of a step of K multiplied, into the registers of an earlier partial result (`_hopper_kernel`)."""
     a_ring, b_ring, _, _ = rings
-    PARTS: gl.constexpr = TILE.groups * TILE.waves // TILE.loads  # of one load
-    a = a_ring.index(stage * TILE.loads + part // PARTS)
-    if PARTS > 1:
-        a = a.slice(part % PARTS * 64, 64)
+    a = a_ring.index(stage)
+    if TILE.groups > 1:
+        a = a.slice(part * 64, 64)
     b = b_ring.index(stage).slice(STEP * 32, 32, 1).permute((1, 0))
     return warpgroup_mma(a.slice(STEP * 32, 32, 1), b, partial, use_acc=never, is_async=True)
 
 
 @gluon.jit
-def _row_factors(rings, stage, part, layout: gl.constexpr, STEP: gl.constexpr):
-    """Of 64 rows of a, with the weight's where it has one for all columns."""
+def _row_factors(rings, stage, part, layout: gl.constexpr):
+    """Of 64 rows of a for the four steps of a block, with the weight's where it has one for all columns."""
     _, _, sa_ring, _ = rings
-    at: gl.constexpr = STEP * (sa_ring.shape[1] // 4)
-    return sa_ring.index(stage).slice(at + part * 64, 64).load(gl.SliceLayout(1, layout))
+    quads = sa_ring.index(stage).reshape((sa_ring.shape[1] // 4, 4)).slice(part * 64, 64, 0).load(_PART)
+    even, odd = gl.split(quads.reshape((64, 2, 2)))
+    f0, f2 = gl.split(even)
+    f1, f3 = gl.split(odd)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    return (
+        gl.convert_layout(f0, rows, assert_trivial=True),
+        gl.convert_layout(f1, rows, assert_trivial=True),
+        gl.convert_layout(f2, rows, assert_trivial=True),
+        gl.convert_layout(f3, rows, assert_trivial=True),
+    )
 
 
 @gluon.jit
@@ -146,69 +164,49 @@ def _sums(
     output, rings, c_tile, bars, sizes, top, pn, stage, phase,
     GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a group's parts over K, and where the ring stands then."""
+    """The sums of a group's 64 rows over K, and where the ring stands then."""
     full, empty, c_full = bars
     _, _, K, _, _ = sizes
     BN: gl.constexpr = TILE.bn
     RUN: gl.constexpr = TILE.run
-    WAVES: gl.constexpr = TILE.waves
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    part: gl.constexpr = GROUP * WAVES
-    per_run: gl.constexpr = (RUN + 3) // 4
-    runs = _ring_blocks(K, TILE) // per_run
+    runs = _ring_blocks(K, TILE) // (RUN // 4)
     fetch_at = gl.minimum(2, runs) - 1
     never = K < 0
-    first = gl.zeros((64, BN), gl.float32, mma)
+    sums = gl.zeros((64, BN), gl.float32, mma)
     even = gl.zeros((64, BN), gl.float32, mma)
-    second = first
     odd = even
     for run in range(runs):
         if ADD and run == fetch_at:  # not at once: by now the last store has left the buffer
             fetch_tile(output, c_tile.index(GROUP), c_full.index(GROUP), top, pn * BN)
+        # One step is multiplied while the one before is added. None is under way from one run to the next: the
+        # assembler does not follow it around the loop, and would wait for every product.
         mbarrier.wait(full.index(stage), phase)
-        if RUN == 1:
-            # every step is waited for, and the other groups' products are made meanwhile
-            for step in gl.static_range(4):
-                for wave in gl.static_range(WAVES):
-                    rows = _row_factors(rings, stage, part + wave, mma, step)
-                    even = _multiply(rings, even, stage, part + wave, never, step, TILE)
-                    even = warpgroup_mma_wait(0, deps=(even,))
-                    scale = _scale(rows, rings, stage, mma, step, VECTOR)
-                    if step == 3 and wave + 1 == WAVES:
-                        mbarrier.arrive(empty.index(stage), count=1)
-                    if wave == 0:
-                        first = pinned(first + even * scale)
-                    else:
-                        second = pinned(second + even * scale)
-            stage, phase = next_stage(stage, phase, TILE.stages)
-        else:
-            # One step is multiplied while the one before is added. None is under way from one run to the next: the
-            # assembler does not follow it around the loop, and would wait for every product.
-            rows = _row_factors(rings, stage, part, mma, 0)
-            even = _multiply(rings, even, stage, part, never, 0, TILE)
-            for i in gl.static_range(RUN):
-                here, rows_here = stage, rows
+        rows = _row_factors(rings, stage, GROUP, mma)
+        even = _multiply(rings, even, stage, GROUP, never, 0, TILE)
+        for i in gl.static_range(RUN):
+            here, rows_here = stage, rows
+            if i % 4 == 3:
+                stage, phase = next_stage(stage, phase, TILE.stages)
+            if i + 1 < RUN:
                 if i % 4 == 3:
-                    stage, phase = next_stage(stage, phase, TILE.stages)
-                if i + 1 < RUN:
-                    if i % 4 == 3:
-                        mbarrier.wait(full.index(stage), phase)
-                    rows = _row_factors(rings, stage, part, mma, (i + 1) % 4)
-                    if i % 2 == 0:
-                        odd = _multiply(rings, odd, stage, part, never, (i + 1) % 4, TILE)
-                    else:
-                        even = _multiply(rings, even, stage, part, never, (i + 1) % 4, TILE)
+                    mbarrier.wait(full.index(stage), phase)
+                    rows = _row_factors(rings, stage, GROUP, mma)
                 if i % 2 == 0:
-                    even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
-                    partial = even
+                    odd = _multiply(rings, odd, stage, GROUP, never, (i + 1) % 4, TILE)
                 else:
-                    odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
-                    partial = odd
-                scale = _scale(rows_here, rings, here, mma, i % 4, VECTOR)
-                if i % 4 == 3:
-                    mbarrier.arrive(empty.index(here), count=1)
-                first = pinned(first + partial * scale)
-    return first, second, stage, phase
+                    even = _multiply(rings, even, stage, GROUP, never, (i + 1) % 4, TILE)
+            if i % 2 == 0:
+                even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
+                partial = even
+            else:
+                odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
+                partial = odd
+            scale = _scale(rows_here[i % 4], rings, here, mma, i % 4, VECTOR)
+            if i % 4 == 3:
+                mbarrier.arrive(empty.index(here), count=1)
+            sums = pinned(sums + partial * scale)
+    return sums, stage, phase
 
 
 @gluon.jit
@@ -218,27 +216,22 @@ def _consumer(
 ):  # fmt: skip
     full, empty, c_full = bars
     M, N, K, tiles_m, tiles_n = sizes
-    waves: gl.constexpr = TILE.waves
-    buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
     stage, phase, c_phase = 0, 0, 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        top, column = (pm * TILE.groups + GROUP) * waves * 64, pn * TILE.bn
+        top, column = (pm * TILE.groups + GROUP) * 64, pn * TILE.bn
         if top >= M:
             stage, phase = skip_blocks(full, empty, stage, phase, _ring_blocks(K, TILE), TILE.stages)
         else:
-            first, second, stage, phase = _sums(
+            sums, stage, phase = _sums(
                 output, rings, c_tile, bars, sizes, top, pn, stage, phase, GROUP, TILE, VECTOR, ADD
             )
-            for wave in gl.static_range(waves):
-                acc = first if wave == 0 else second
-                buffer = c_tile.index(GROUP * buffers + wave % buffers)
-                if ADD:
-                    mbarrier.wait(c_full.index(GROUP), c_phase)
-                    c_phase ^= 1
-                else:
-                    tma_store_wait(buffers - 1)  # an earlier store has read the buffer that is filled now
-                store_tile(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
+            if ADD:
+                mbarrier.wait(c_full.index(GROUP), c_phase)
+                c_phase ^= 1
+            else:
+                tma_store_wait(0)  # the store before has read the buffer
+            store_tile(sums, output, c_tile.index(GROUP), top, column, N, BIAS, ADD)
     tma_store_wait(0)
 
 
@@ -251,19 +244,16 @@ def scaled_mm_mx_kernel(
     has its scales, not 128 rows together.  ADD: to what c holds."""
     groups: gl.constexpr = TILE.groups
     stages: gl.constexpr = TILE.stages
-    BM: gl.constexpr = groups * TILE.waves * 64
-    SPAN: gl.constexpr = 64 if BM == 64 else 128 if BM == 128 else 256  # BM, or the next power of two
-    gl.static_assert(TILE.waves == 1 or not ADD, "one buffer for each group, which holds one part of c")
-    gl.static_assert(TILE.run == 1 or (TILE.waves == 1 and TILE.run % 4 == 0), "runs are of whole blocks")
+    BM: gl.constexpr = groups * 64
+    gl.static_assert(TILE.waves == 1 and TILE.loads == 1, "a group has 64 rows, and all are fetched at once")
+    gl.static_assert(TILE.run % 4 == 0, "runs are of whole blocks")
     gl.static_assert(VECTOR or 128 % TILE.bn == 0, "a tile lies in one block of 128 rows of b")
-    # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
-    buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a_ring = allocate_blocks(a_desc, stages * TILE.loads, BM // TILE.loads)
+    a_ring = allocate_blocks(a_desc, stages, BM)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
-    sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 4 * SPAN], flat)
+    sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 4 * BM], flat)
     sb_ring = gl.allocate_shared_memory(gl.float32, [stages if VECTOR else 1, 4 * TILE.bn], flat)
-    c_tile = allocate_blocks(c_desc, groups * buffers, 64)
+    c_tile = allocate_blocks(c_desc, groups, 64)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     c_full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
@@ -272,7 +262,7 @@ def scaled_mm_mx_kernel(
         mbarrier.init(empty.index(i), count=groups)
     for i in gl.static_range(groups):
         mbarrier.init(c_full.index(i), count=1)
-    REST: gl.constexpr = (512 if groups == 3 else 504) - groups * TILE.registers  # registers of the other warps
+    REST: gl.constexpr = (512 - groups * TILE.registers) // 16 * 8  # registers of the other warps, which are 5 of 8
     operands = (a_desc, b_desc)
     scales = (sa_ptr, sb_ptr)
     output = (c_desc, sb_ptr, bias_ptr)
@@ -285,18 +275,10 @@ def scaled_mm_mx_kernel(
             (_producer, (operands, rings, bars, sizes, TILE)),
             (_scaler, (scales, rings, bars, sizes, TILE, VECTOR)),
         ], [1, SCALERS], [40, 40])  # fmt: skip
-    elif groups == 2:
+    else:
         gl.warp_specialize([
             (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, VECTOR, BIAS, ADD)),
             (_consumer, (output, rings, c_tile, bars, sizes, 1, TILE, VECTOR, BIAS, ADD)),
             (_producer, (operands, rings, bars, sizes, TILE)),
             (_scaler, (scales, rings, bars, sizes, TILE, VECTOR)),
         ], [4, 1, SCALERS], [TILE.registers, REST, REST])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, VECTOR, BIAS, ADD)),
-            (_consumer, (output, rings, c_tile, bars, sizes, 1, TILE, VECTOR, BIAS, ADD)),
-            (_consumer, (output, rings, c_tile, bars, sizes, 2, TILE, VECTOR, BIAS, ADD)),
-            (_producer, (operands, rings, bars, sizes, TILE)),
-            (_scaler, (scales, rings, bars, sizes, TILE, VECTOR)),
-        ], [4, 4, 1, SCALERS], [TILE.registers, TILE.registers, REST, REST])  # fmt: skip

@@ -13,24 +13,22 @@ from .heuristics import PART, Plan, Problem, Tile, fitted, whole_tiles
 BLOCK = 128  # of K, in the ring
 STEP = 32  # of K: a scale's reach, and one instruction
 
-# `run` counts steps: four are a block. One: each is waited for before the next.
+# `run` counts steps: four are a block.
 TILES = (
     Tile(2, 1, 128, 5, 12, run=4),
-    Tile(2, 1, 128, 5, 12, run=8),
-    Tile(3, 1, 128, 4, 8, registers=152, loads=3),
-    Tile(2, 2, 128, 3, 8, registers=224),
+    Tile(2, 1, 128, 5, 12, run=8, registers=216),
     Tile(1, 1, 128, 8, 16, run=4),
     Tile(1, 1, 64, 8, 16, run=4),
 )
-VECTOR_TILES = tuple(tile for tile in TILES if tile.run > 1)  # the others spill where each row of b has its scales
+VECTOR_TILES = tuple(tile for tile in TILES if tile.run == 4)  # with a scale for each row of b longer runs spill
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory that the kernel takes: the ring, the output tiles, and the barriers."""
     factors = 4 * BLOCK // STEP
-    block = (tile.bm + tile.bn) * BLOCK + tile.span * factors
+    block = (tile.bm + tile.bn) * BLOCK + tile.bm * factors
     scales = tile.bn * factors * tile.stages if problem.vector else 0
-    output = tile.groups * PART * tile.bn * (4 if problem.wide else 2 * tile.waves)
+    output = tile.bm * tile.bn * (4 if problem.wide else 2)
     return tile.stages * block + scales + output + 8 * (2 * tile.stages + tile.groups) + 1024
 
 
@@ -47,7 +45,7 @@ def choose(problem: Problem) -> Plan:
     '128x128, 2 groups, 5 stages'
     """
     # a scale for each row takes registers that longer runs need
-    large, middle, small = (plan_for(TILES[i], problem) for i in (0 if problem.vector else 1, 4, 5))
+    large, middle, small = (plan_for(TILES[i], problem) for i in (0 if problem.vector else 1, 2, 3))
     half = problem.multiprocessors // 2
     if problem.m > PART and large.programs > half:
         return large
