@@ -22,8 +22,8 @@ def run(device: str | None = None, json: bool = False, workers: int | None = Non
     Args:
         device: Device to look at, such as cpu or cuda:0; the first GPU if there is one.
         json: Print machine-readable JSON instead of tables.
-        workers: Processes that check side by side; by default one on a CPU, and up to eight on a GPU, where the
-            first look compiles kernels for all of them.
+        workers: Processes that check side by side where kernels have to be compiled; by default one on a CPU, and up to
+            eight on a GPU.
     """
     from rich.console import Console
 

@@ -2,8 +2,8 @@
 
 Facts (versions, device, settings), the matrix of operation x format with the backend that serves it and why, and a
 self-check: the reference against bytes worked out by hand, every other chosen backend against the reference. About two
-seconds on a laptop. On a GPU the first look compiles some two hundred kernels, so formats are looked at by several
-processes; one that dies, as after a wrong address, costs its format and not the report.
+seconds on a laptop. On a GPU whose kernels are not compiled yet there are some two hundred to compile, so several
+processes share the work then; one that dies, as after a wrong address, costs its look and not the report.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from .quality import sqnr_db
 # accumulate, which moves some bf16 results by one unit in the last place
 _GATE_DB = 80.0
 _GATE_FP8_CUDA_DB = {torch.float32: 77.0, torch.bfloat16: 57.0}
+# what a look takes at most whose kernels are compiled: on an H200 all of them took 1.5 s, and 33 with an empty cache
+_COMPILING_SECONDS = 2.5
 PACKAGES = ("torch", "triton", "numpy", "rich", "tyro", "matplotlib", "safetensors")
 
 
@@ -104,8 +106,9 @@ def doctor(
 ) -> DoctorReport:
     """Look at this machine and check it against the reference.
 
-    workers: processes that look side by side. More than one needs a program that can be imported again, which a script
-    is if it starts under `if __name__ == "__main__"`.  on_look: told what was looked at, each time.
+    workers: processes that look side by side where kernels have to be compiled. More than one needs a program that can
+    be imported again, which a script is if it starts under `if __name__ == "__main__"`.  on_look: told what was looked
+    at, each time.
 
     >>> doctor("cpu").ok
     True
@@ -151,12 +154,20 @@ def look_count() -> int:
 def _answers(
     looks: Sequence[_Look], device: torch.device, workers: int
 ) -> Iterator[tuple[_Look, Sequence[Choice | Check]]]:
-    """Each look and what it found, as they are done."""
-    if workers < 2:
-        samples = _Samples(device)
-        for look in looks:
-            yield look, _PARTS[look.part](look.format, samples)
-        return
+    """Each look and what it found, as they are done: here, or by processes once a look took long."""
+    samples, slow, waiting = _Samples(device), False, list(looks)
+    while waiting and not (slow and workers > 1):
+        look = waiting.pop(0)
+        started = time.perf_counter()
+        yield look, _PARTS[look.part](look.format, samples)
+        slow = time.perf_counter() - started > _COMPILING_SECONDS
+    if waiting:
+        yield from _answers_of_processes(waiting, device, workers)
+
+
+def _answers_of_processes(
+    looks: Sequence[_Look], device: torch.device, workers: int
+) -> Iterator[tuple[_Look, Sequence[Choice | Check]]]:
     # not forked: a fork would break a CUDA context, and threads of torch's
     context, demands = get_context("spawn"), current_demands()
     with ProcessPoolExecutor(min(workers, len(looks)), context, adopt_demands, (demands,)) as pool:
