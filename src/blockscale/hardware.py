@@ -116,6 +116,16 @@ def compiling_for(where: Capability, count: int = USUAL_MULTIPROCESSORS, name: s
         _KNOWN[_META], _COUNTS[_META], _NAMES[_META] = before
 
 
+_HERE = contextlib.nullcontext()
+
+
+def made_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Within it a CUDA device is the current one, which Triton's kernels go to. Next to nothing where it is already."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _HERE
+    return torch.cuda.device(device)
+
+
 def named_device(name: torch.device | str) -> torch.device:
     """A device by name, if this machine has it."""
     try:

@@ -51,25 +51,29 @@ def _options(setting: str) -> dict[str, Any]:
     return {"ptx_version": version, "ptx_options": " ".join(filter(None, (mark, CUDAOptions.ptx_options)))}
 
 
-def launch(run: Callable[..., object]) -> None:
+def mark() -> str:
+    """What tells launches by one assembler from those by another."""
+    return options().get("ptx_options", "")
+
+
+def launch(run: Callable[..., Any]) -> Any:
     """Call `run` with the options of the chosen assembler; if that fails, tell, and from then on use Triton's own.
 
     An assembler that the user demanded does not fall back.
     """
     carried = options()
     if not carried:
-        run()
-        return
+        return run()
     try:
         with _hooked:
-            run(**carried)
+            return run(**carried)
     except AssemblyError as error:
         if env.get(SETTING):
             raise
         log.warning("Hopper's product falls back to Triton's default assembler: %s", error)
         _assembler.give_up(str(error))
         _options.cache_clear()
-        run()
+        return run()
 
 
 @dataclass(frozen=True)

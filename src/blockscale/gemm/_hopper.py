@@ -1,4 +1,4 @@
-"""The Gluon product of Hopper as a row of the table: descriptors, the choice of a tile, the launch, the forecast."""
+"""The Gluon product of Hopper as a row of the table: the choice of a tile, the launch, the forecast."""
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
@@ -10,15 +10,15 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ..casts._launch import start
-from ..formats.layout import round_up
 from ..formats.tensor import BlockScaled
 from ..hardware import USUAL_MULTIPROCESSORS, capability, gpu_name, multiprocessors
 from ..registry import Forecast, Request, kernel
-from . import _assembly, tuned
-from ._gluon import TensorDescriptor, gl
+from . import tuned
+from ._gluon import gl
 from ._hopper_common import COUNTERS
 from ._hopper_kernel import scaled_mm_kernel
+from ._hopper_launch import Described, can_be_described, whole
+from ._hopper_launch import launch as start
 from .epilogue import finish
 from .heuristics import PART, Plan, Problem, bound
 from .ops import reject_fp8_of_hopper
@@ -89,18 +89,20 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype)
     workspace = workspace_for(plan, out.device) if plan.shared else out
-    _assembly.launch(functools.partial(
-        start(scaled_mm_kernel, (plan.programs,), out),
-        descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), a_layout),
-        descriptor(b.data[:, :k], (tile.bn, 128), b_layout),
-        descriptor(a_scale, (1, tile.span), scale_layout),
-        descriptor(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
-        descriptor(out, (PART, tile.bn), out_layout),
-        b_scale, None if bias is None else bias.contiguous(), workspace,
-        m, n, k, b_scale.stride(0), plan.rounds,
-        tile, vector, bias is not None, accumulate, plan.shared, num_warps=4,
-        enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add
-    ))  # fmt: skip
+    start(
+        scaled_mm_kernel,
+        plan.programs,
+        (
+            Described(whole(a.data, k), (min(tile.rows, tile.bm // tile.loads), 128), a_layout),
+            Described(whole(b.data, k), (tile.bn, 128), b_layout),
+            Described(a_scale, (1, tile.span), scale_layout),
+            Described(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
+            Described(out, (PART, tile.bn), out_layout),
+        ),
+        (b_scale, None if bias is None else bias.contiguous(), workspace),
+        (m, n, k, b_scale.stride(0), plan.rounds),
+        (tile, vector, bias is not None, accumulate, plan.shared),
+    )
 
 
 def workspace_for(plan: Plan, device: torch.device) -> Tensor:
@@ -119,22 +121,6 @@ def workspace_for(plan: Plan, device: torch.device) -> Tensor:
 
 # By device and stream: a launch leaves the counters at zero, and launches of one stream follow each other.
 _WORKSPACES: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def can_be_described(tensor: Tensor) -> bool:
-    """Whether the copy engine can address it: rows dense, and starting at multiples of 16 bytes."""
-    size = tensor.element_size()
-    return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
-
-
-def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> TensorDescriptor:
-    if not can_be_described(tensor):
-        rows, columns = tensor.shape
-        aligned = torch.empty_strided(
-            (rows, columns), (round_up(columns, 16), 1), dtype=tensor.dtype, device=tensor.device
-        )
-        tensor = aligned.copy_(tensor)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
 
 
 @functools.lru_cache(maxsize=64)

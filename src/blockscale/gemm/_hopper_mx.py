@@ -15,7 +15,8 @@ from ..hardware import multiprocessors
 from ..registry import kernel
 from . import _assembly
 from ._gluon import gl
-from ._hopper import LANGUAGE, can_be_described, descriptor
+from ._hopper import LANGUAGE
+from ._hopper_launch import can_be_described, descriptor
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .epilogue import finish
 from .heuristics import PART, Plan, Problem

@@ -1,4 +1,4 @@
-"""The Gluon product for few rows as a row of the table, for few tokens by large weights: descriptors and the launch."""
+"""The Gluon product for few rows as a row of the table, for few tokens by large weights: the choice and the launch."""
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
@@ -10,13 +10,13 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ..casts._launch import start
 from ..formats.tensor import BlockScaled
 from ..hardware import multiprocessors
 from ..registry import Forecast, Request, kernel
-from . import _assembly
 from ._gluon import gl
-from ._hopper import descriptor, problem_of
+from ._hopper import problem_of
+from ._hopper_launch import Described, whole
+from ._hopper_launch import launch as start
 from ._hopper_rows_kernel import few_rows_kernel
 from .heuristics import (
     MOST_ROWS,
@@ -85,16 +85,19 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     rows = tile.bm // tile.loads
     weights, tokens, scales = _layouts(rows, tile.bn)
-    _assembly.launch(functools.partial(
-        start(few_rows_kernel, (plan.programs,), out),
-        descriptor(b.data[:, :k], (rows, 128), weights),
-        descriptor(a.data[:, :k], (tile.bn, 128), tokens),
-        descriptor(b_scale if vector else a_scale, (1, tile.span), scales),
-        descriptor(a_scale, (1, scales_of(tile.bn)), scales),
-        out, b_scale, None if bias is None else bias.contiguous(),
-        m, n, k, b_scale.stride(0), *out.stride(), tile, vector, bias is not None, accumulate, num_warps=4,
-        enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add
-    ))  # fmt: skip
+    start(
+        few_rows_kernel,
+        plan.programs,
+        (
+            Described(whole(b.data, k), (rows, 128), weights),
+            Described(whole(a.data, k), (tile.bn, 128), tokens),
+            Described(b_scale if vector else a_scale, (1, tile.span), scales),
+            Described(a_scale, (1, scales_of(tile.bn)), scales),
+        ),
+        (out, b_scale, None if bias is None else bias.contiguous()),
+        (m, n, k, b_scale.stride(0), *out.stride()),
+        (tile, vector, bias is not None, accumulate),
+    )
 
 
 @functools.lru_cache(maxsize=16)

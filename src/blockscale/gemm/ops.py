@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats.tensor import BlockScaled, has_canonical_strides, operand_from_parts, stored_length
-from ..hardware import capability
+from ..hardware import capability, made_current
 from ..library import define_op, empty
 from ..registry import Request, select
 from . import sharding
@@ -44,7 +44,8 @@ def reject_fp8_of_hopper(request: Request) -> str | None:
 def _launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
     row = select(gemm_request(a, b, out.dtype, bias=bias is not None, accumulate=accumulate))
     a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (a, b))
-    row.launch(a, b, out, bias=bias, accumulate=accumulate)
+    with made_current(out.device):  # kernels go to the current device
+        row.launch(a, b, out, bias=bias, accumulate=accumulate)
 
 
 def product_flops(

@@ -1,0 +1,111 @@
+"""How Hopper's Gluon kernels start: through Triton's compiler the first time, then from a dictionary to the driver.
+
+Triton looks at every argument of every launch, and a descriptor checks what it is made of. All that this finds depends
+on sizes, strides, dtypes and whether addresses are multiples of 16, so it is found once; a later launch puts addresses
+into what is known (docs/design/gemm.md has times).
+"""
+
+# pyright: basic, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..casts._launch import launcher, start
+from ..formats.layout import round_up
+from . import _assembly
+from ._gluon import TensorDescriptor
+
+_MOST_KNOWN = 4096
+
+
+class Described(NamedTuple):
+    """A matrix that the copy engine reads or writes: block by block, in that layout of shared memory."""
+
+    tensor: Tensor
+    block: tuple[int, int]
+    layout: object
+
+
+class _Known(NamedTuple):
+    """A compiled kernel on its grid, its descriptors but for their matrices, and its arguments but for addresses."""
+
+    launch: Callable[..., None]
+    descriptors: tuple[dict[str, Any], ...]
+    rest: tuple[object, ...]
+
+
+_KNOWN: dict[tuple[object, ...], _Known] = {}
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    described: tuple[Described, ...],
+    pointers: tuple[Tensor | None, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[object, ...],
+) -> None:
+    """A kernel whose arguments are descriptors, pointers, numbers and constants, in that order.
+
+    numbers and constants: with the dtypes and strides of the operands they decide everything but addresses.
+    """
+    addresses = [None if pointer is None else pointer.data_ptr() for pointer in pointers]
+    matrices = [one.tensor for one in described]
+    device = matrices[0].get_device()  # -1 where there is no GPU: then nothing is launched, and nothing known
+    direct = device >= 0 and not any(matrix.data_ptr() % 16 for matrix in matrices)
+    key = (
+        id(kernel), programs, numbers, constants, _assembly.mark(), device,
+        *((matrix.stride(), matrix.dtype) for matrix in matrices),
+        *(None if address is None else address % 16 for address in addresses),
+        *(None if pointer is None else pointer.dtype for pointer in pointers),
+    )  # fmt: skip
+    known = _KNOWN.get(key) if direct else None
+    if known is not None:
+        filled = (_filled(fields, matrix) for fields, matrix in zip(known.descriptors, matrices, strict=True))
+        return known.launch(device, *filled, *addresses, *known.rest)
+    descriptors = [descriptor(*one) for one in described]
+    compiled = _assembly.launch(functools.partial(
+        start(kernel, (programs,), matrices[0]), *descriptors, *pointers, *numbers, *constants, num_warps=4,
+        enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add
+    ))  # fmt: skip
+    if direct and all(made.base is matrix for made, matrix in zip(descriptors, matrices, strict=True)):
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        fields = tuple(dict(vars(made)) for made in descriptors)
+        _KNOWN[key] = _Known(launcher(compiled, (programs, 1, 1)), fields, (*numbers, *constants))
+
+
+def can_be_described(tensor: Tensor) -> bool:
+    """Whether the copy engine can address it: rows dense, and starting at multiples of 16 bytes."""
+    size = tensor.element_size()
+    return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
+
+
+def whole(codes: Tensor, length: int) -> Tensor:
+    """Codes without the pad of their rows."""
+    return codes if codes.shape[1] == length else codes[:, :length]
+
+
+def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> TensorDescriptor:
+    """Of the tensor, or of a copy where the copy engine cannot address it."""
+    if not can_be_described(tensor):
+        rows, columns = tensor.shape
+        aligned = torch.empty_strided(
+            (rows, columns), (round_up(columns, 16), 1), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = aligned.copy_(tensor)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
+
+
+def _filled(fields: dict[str, Any], matrix: Tensor) -> TensorDescriptor:
+    """A descriptor whose other fields have been checked: its class would check them again. Not changed in place, since
+    a backward launches from another thread."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__ = {**fields, "base": matrix}
+    return made
