@@ -122,6 +122,7 @@ class Report:
     shared: int  # bytes of a program
     loads: dict[int, int]  # from global memory: bits -> instructions
     stores: dict[int, int]
+    multicasts: int  # copies that each multiprocessor of a cluster receives
     opcodes: Counter[str]
     stray: tuple[str, ...]  # instructions that take the stack pointer for a value
     values: int  # that a thread takes in; 0 if the kernel's tile is not known
@@ -176,6 +177,7 @@ def report(compiled: Any) -> Report:
         shared=compiled.metadata.shared,
         loads=_widths(codes, "LDG"),
         stores=_widths(codes, "STG"),
+        multicasts=sum(code.startswith("UTMALDG") and "MULTICAST" in code for code in codes),
         opcodes=opcodes,
         stray=stray_reads(text),
         values=_tile_values(compiled, name) // (32 * warps),

@@ -11,9 +11,12 @@ import torch
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 from aot.cases import LATER
-from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
+from aot.compiled import CAN_COMPILE, OTHER_PTXAS, Report, compiled_for, report
 from blockscale import quantize
+from blockscale.errors import OptionError
 from blockscale.gemm import heuristics
+from blockscale.hardware import Capability
+from blockscale.registry import Request
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 _rows = pytest.importorskip("blockscale.gemm._hopper_rows", reason="this Triton has no Gluon for Hopper")
@@ -79,11 +82,61 @@ def given_back(ptx: str) -> list[str]:
     return found
 
 
-def check(tile: heuristics.Tile, weight: str, epilogue: _Epilogue) -> None:
+# the epilogue with the most in each tile's memory and registers, and one of 16 bits without anything
+_CLUSTERS = [
+    (tile, weight, _EPILOGUES[number])
+    for weight in ("fp8_128x128", "fp8_1x128")
+    for tile, number in zip(heuristics.TILES, (0, 2, 2, 0, 2, 4), strict=True)
+]
+
+
+@pytest.mark.skipif(not _hopper.HAS_MULTICAST, reason="clusters need Triton 3.9")
+@pytest.mark.parametrize(("tile", "weight", "epilogue"), _CLUSTERS, ids=str)
+def test_clusters(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rules, and a block of b is fetched for both multiprocessors when both have given it back."""
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
+    found = check(tile, weight, epilogue, clusters=True)
+    ptx = found.ptx
+    assert found.multicasts == 1
+    # the producer: its own consumers, those of both, then what it expects
+    assert re.findall(r"try_wait|expect_tx|multicast::", ptx[: ptx.index("multicast::") + 11])[-4:] == [
+        "try_wait", "try_wait", "expect_tx", "multicast::",
+    ]  # fmt: skip
+    # what a multiprocessor receives: 64 rows of each part, all of b, the scales of both; and what is added to
+    scales = 4 * (tile._replace(cluster=2).span + (tile.bn if weight == "fp8_1x128" else 0))
+    expected = {(tile.bm + tile.bn) * 128 + scales} | ({4 * 64 * tile.bn} if epilogue[2] else set())
+    assert set(map(int, re.findall(r"expect_tx\S+ _, \[%\w+\], (\d+);", ptx))) == expected
+    # the consumers: to the first multiprocessor and to their own, after each product and where there is none
+    assert re.findall(r"mbarrier\.arrive\.shared::(\w+)", ptx) == ["cluster", "cta"] * tile.groups * (tile.run + 1)
+    arrivals = re.findall(r"mbarrier\.init\S+ \[%\w+\], (\d+);", ptx)
+    stages = (len(arrivals) - tile.groups) // 3  # three barriers each, and one of each group for what is added to
+    assert arrivals.count(str(2 * tile.groups)) == stages, "those of both are waited for"
+    # both are set up before one tells the other, and neither ends before it has been told
+    begin = [ptx.rindex("mbarrier.init"), ptx.index("fence.mbarrier_init"), ptx.index("barrier.cluster.wait")]
+    end = [ptx.rindex("mbarrier.arrive"), ptx.rindex("cluster.arrive.aligned"), ptx.rindex("barrier.cluster.wait")]
+    steps = [*begin, ptx.index("mbarrier.try_wait"), *end]
+    assert steps == sorted(steps)
+
+
+def test_clusters_are_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("gemm", Capability("cuda", 90), ("fp8_1x128", "fp8_128x128"), (4096, 4096, 4096), torch.bfloat16)
+    assert "on 2 multiprocessors" not in _hopper.forecast(request).configuration
+    monkeypatch.setenv("BLOCKSCALE_MULTICAST", "1")
+    if _hopper.HAS_MULTICAST:
+        found = _hopper.forecast(request)
+        assert "on 2 multiprocessors" in found.configuration
+        assert "have not been timed" in found.note
+    else:
+        with pytest.raises(OptionError, match="BLOCKSCALE_MULTICAST=1"):
+            _hopper.forecast(request)
+
+
+def check(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, *, clusters: bool = False) -> Report:
     dtype, has_bias, accumulate, shared = epilogue
     problem = heuristics.Problem(512, 512, 2048, weight == "fp8_1x128", dtype == torch.float32, 132, accumulate)
     plan = heuristics.shared_tiles(tile, problem) if shared else heuristics.whole_tiles(tile, problem)
     assert plan is not None
+    plan = heuristics.in_clusters(plan, problem) if clusters else plan
     a, b = quantize(torch.zeros(512, 2048), "fp8_1x128"), quantize(torch.zeros(512, 2048), weight)
     out, bias = torch.empty(512, 512, dtype=dtype), torch.zeros(512) if has_bias else None
     with compiled_for(90) as kernels:
@@ -100,6 +153,7 @@ def check(tile: heuristics.Tile, weight: str, epilogue: _Epilogue) -> None:
     assert not found.stray
     estimate = heuristics.shared_bytes(plan.tile, problem)
     assert estimate - 2048 <= found.shared <= estimate <= heuristics.SHARED_BYTES
+    return found
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])

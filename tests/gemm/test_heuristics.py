@@ -12,10 +12,12 @@ from blockscale.gemm.heuristics import (
     Problem,
     Tile,
     bound,
+    candidates,
     choose,
     choose_few_rows,
     few_rows_pay,
     fitted,
+    in_clusters,
     shared_bytes,
     shared_tiles,
 )
@@ -35,6 +37,17 @@ def test_every_choice_fits() -> None:
         assert plan.tile.stages >= 2
         assert shared_bytes(plan.tile, problem) <= SHARED_BYTES
         assert 1 <= plan.programs <= problem.multiprocessors
+
+
+def test_clusters_fit_and_are_never_chosen() -> None:
+    for problem in problems():
+        for plan, _ in candidates(problem):
+            assert plan.tile.cluster == 1
+            pair = in_clusters(plan, problem)
+            assert pair == plan if problem.m <= plan.tile.bm else not pair.shared
+            assert pair.programs * pair.tile.cluster <= problem.multiprocessors
+            assert pair.tile.stages >= 2
+            assert shared_bytes(pair.tile, problem) <= SHARED_BYTES
 
 
 def test_shares_are_worth_a_program_and_counters_are_enough() -> None:

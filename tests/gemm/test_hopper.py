@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
+from blockscale import env
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import exact_mm, heuristics
@@ -19,8 +20,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 
 def plans(tile: heuristics.Tile, problem: heuristics.Problem) -> list[heuristics.Plan]:
-    shared = heuristics.shared_tiles(tile, problem)
-    return [heuristics.whole_tiles(tile, problem), *([] if shared is None else [shared])]
+    whole, shared = heuristics.whole_tiles(tile, problem), heuristics.shared_tiles(tile, problem)
+    clusters = [heuristics.in_clusters(whole, problem)] if env.flag(_hopper.SETTING) else []
+    return [whole, *([] if shared is None else [shared]), *clusters]
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])

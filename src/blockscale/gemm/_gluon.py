@@ -6,6 +6,8 @@ whoever needs it registers no row then.
 
 # pyright: basic, reportAttributeAccessIssue=false
 
+import inspect
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,7 +26,12 @@ tma_store_wait = tma.store_wait
 # of the threads of one partition
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
+# Whether multiprocessors can share what one of them fetches. 3.8 can, but compiles nothing that keeps one of them from
+# ending while another still arrives at its barriers; so what is asked for is a word that came with 3.9.
+HAS_MULTICAST = "from_cta" in inspect.signature(mbarrier.arrive).parameters
+
 __all__ = [
+    "HAS_MULTICAST",
     "TensorDescriptor",
     "fence_async_shared",
     "gl",

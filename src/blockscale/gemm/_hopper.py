@@ -10,19 +10,22 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from .. import env
+from ..errors import OptionError, message
 from ..formats.tensor import BlockScaled
 from ..hardware import USUAL_MULTIPROCESSORS, capability, gpu_name, multiprocessors
 from ..registry import Forecast, Request, kernel
 from . import tuned
-from ._gluon import gl
+from ._gluon import HAS_MULTICAST, gl
 from ._hopper_common import COUNTERS
 from ._hopper_kernel import scaled_mm_kernel
 from ._hopper_launch import Described, can_be_described, whole
 from ._hopper_launch import launch as start
 from .epilogue import finish
-from .heuristics import PART, Plan, Problem, bound
+from .heuristics import PART, Plan, Problem, bound, in_clusters
 from .ops import reject_fp8_of_hopper
 
+SETTING = "BLOCKSCALE_MULTICAST"
 LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -40,18 +43,30 @@ def problem_of(request: Request) -> tuple[Problem, str]:
     return _problem(request, USUAL_MULTIPROCESSORS), elsewhere
 
 
+def _choose(problem: Problem, gpu: str) -> tuned.Choice:
+    """The plan to launch on a GPU of that name, in clusters where these are demanded."""
+    chosen = tuned.choose(problem, gpu)
+    if not env.flag(SETTING):
+        return chosen
+    if not HAS_MULTICAST:
+        rule = "clusters need Triton 3.9 or newer"
+        raise OptionError(message(f"{SETTING}=1", rule=rule, fix="unset it, or install a newer Triton"))
+    return chosen._replace(plan=in_clusters(chosen.plan, problem))
+
+
 def forecast(request: Request) -> Forecast:
     """The plan that `scaled_mm` would take, on this GPU if it is such a one."""
     problem, elsewhere = problem_of(request)
-    chosen = tuned.choose(problem, "" if elsewhere else gpu_name(torch.device("cuda")))
+    chosen = _choose(problem, "" if elsewhere else gpu_name(torch.device("cuda")))
+    apart = ", the time without clusters: they have not been timed" if chosen.plan.tile.cluster > 1 else ""
     flops = 2 * problem.m * problem.n * problem.k
-    return Forecast(chosen.plan.label, chosen.us, flops, *bound(problem), chosen.origin + elsewhere)
+    return Forecast(chosen.plan.label, chosen.us, flops, *bound(problem), chosen.origin + apart + elsewhere)
 
 
 def ahead(request: Request) -> Hashable:
     """All that the compiled kernel depends on."""
     meta = torch.device("meta")
-    plan = tuned.choose(_problem(request, multiprocessors(meta)), gpu_name(meta)).plan
+    plan = _choose(_problem(request, multiprocessors(meta)), gpu_name(meta)).plan
     return plan.tile, plan.shared, request.formats, request.dtype, request.options
 
 
@@ -72,7 +87,7 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     m, n, k = a.rows, b.rows, a.length
     wide, add = out.dtype == torch.float32, accumulate and direct
     problem = Problem(m, n, k, not b.spec.is_2d, wide, multiprocessors(out.device), add)
-    plan = tuned.choose(problem, gpu_name(out.device)).plan
+    plan = _choose(problem, gpu_name(out.device)).plan
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # a buffer of the caller's that the copy engine cannot write to
@@ -87,7 +102,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     tile, vector = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
-    a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype)
+    a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype, tile.cluster)
     workspace = workspace_for(plan, out.device) if plan.shared else out
     start(
         scaled_mm_kernel,
@@ -97,11 +112,12 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
             Described(whole(b.data, k), (tile.bn, 128), b_layout),
             Described(a_scale, (1, tile.span), scale_layout),
             Described(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
-            Described(out, (PART, tile.bn), out_layout),
+            Described(out, (PART * tile.cluster, tile.bn), out_layout),
         ),
         (b_scale, None if bias is None else bias.contiguous(), workspace),
         (m, n, k, b_scale.stride(0), plan.rounds),
         (tile, vector, bias is not None, accumulate, plan.shared),
+        cluster=tile.cluster,
     )
 
 
@@ -124,12 +140,14 @@ _WORKSPACES: dict[tuple[torch.device, int], Tensor] = {}
 
 
 @functools.lru_cache(maxsize=64)
-def _layouts(bn: int, dtype: torch.dtype) -> tuple[object, ...]:
+def _layouts(bn: int, dtype: torch.dtype, cluster: int) -> tuple[object, ...]:
     """Of tiles of a, b, scales and the output in shared memory."""
     shared = gl.NVMMASharedLayout
+    # of two multiprocessors one has the upper half of the rows, or both have all
+    split, same = ([[1, 0]], [[0, 0]]) if cluster == 2 else ([], [])
     return (
-        shared.get_default_for([PART, 128], gl.float8e4nv),
-        shared.get_default_for([bn, 128], gl.float8e4nv),
-        shared(swizzle_byte_width=0, element_bitwidth=32, rank=2),
-        shared.get_default_for([PART, bn], LANGUAGE[dtype]),
+        shared.get_default_for([PART * cluster, 128], gl.float8e4nv, cga_layout=split),
+        shared.get_default_for([bn, 128], gl.float8e4nv, cga_layout=same),
+        shared(swizzle_byte_width=0, element_bitwidth=32, rank=2, cga_layout=same),
+        shared.get_default_for([PART * cluster, bn], LANGUAGE[dtype], cga_layout=split),
     )

@@ -48,6 +48,13 @@ def allocate_blocks(desc, COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def allocate_barriers(COUNT: gl.constexpr, CLUSTER: gl.constexpr):
+    """For each multiprocessor of a cluster its own."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout([[1]] if CLUSTER == 2 else [])
+    return gl.allocate_shared_memory(gl.int64, [COUNT, CLUSTER], layout)
+
+
+@gluon.jit
 def ring_blocks(start, stop, TILE: gl.constexpr):
     """How many blocks pass through the ring for blocks of K from, to: whole runs."""
     return gl.cdiv(stop - start, TILE.run) * TILE.run
@@ -75,11 +82,18 @@ def load_rows(a_desc, a_ring, bar, row, column, stage, TILE: gl.constexpr):
 
 
 @gluon.jit
+def give_back(empty, stage):
+    """A block of the ring, to each producer that fills it."""
+    for who in gl.static_range(len(empty)):
+        mbarrier.arrive(empty[who].index(stage), count=1)
+
+
+@gluon.jit
 def skip_blocks(full, empty, stage, phase, count, STAGES: gl.constexpr):
     """A group whose rows all lie below the operand gives its blocks back."""
     for _ in range(count):
         mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage), count=1)
+        give_back(empty, stage)
         stage, phase = next_stage(stage, phase, STAGES)
     return stage, phase
 
@@ -97,7 +111,7 @@ def fetch_tile(output, buffer, bar, row, column):
     c_desc, _, _ = output
     tma_store_wait(0)
     thread_barrier()  # of all threads that have stored from it
-    mbarrier.expect(bar, c_desc.block_type.nbytes)
+    mbarrier.expect(bar, c_desc.block_type.nbytes // gl.num_ctas())
     tma_load(c_desc, [row, column], bar, buffer)
 
 

@@ -6,6 +6,8 @@ One program per multiprocessor walks over tiles. A producer warp fills a ring of
 warpgroup owns one or two parts of 64 rows. The tensor cores sum a block of 128 with few bits, so what they return is
 scaled and added to fp32 registers block by block: that is the format's arithmetic, and the reason for the speed limit
 (docs/design/gemm.md). What lies outside the operands is loaded as zero and not stored, so no size needs padding.
+
+A program may be a cluster of two multiprocessors: then a part has 128 rows, 64 on each, and b is fetched once for both.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -15,10 +17,12 @@ scaled and added to fp32 registers block by block: that is the format's arithmet
 
 from ._gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
 from ._hopper_common import (
+    allocate_barriers,
     allocate_blocks,
     count_work,
     fetch_tile,
     gathered,
+    give_back,
     load_rows,
     next_stage,
     pinned,
@@ -36,10 +40,10 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
     a_ring, b_ring, sa_ring, sb_ring = rings
     full, empty, _ = bars
     _, _, K, _, tiles_m, tiles_n, rounds = sizes
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64
+    BM: gl.constexpr = TILE.groups * TILE.waves * 64 * TILE.cluster
     LOADS: gl.constexpr = TILE.loads
     sb_bytes: gl.constexpr = sb_desc.block_type.nbytes if VECTOR else 0
-    a_bytes: gl.constexpr = LOADS * a_desc.block_type.nbytes + sa_desc.block_type.nbytes
+    a_bytes: gl.constexpr = LOADS * a_desc.block_type.nbytes // TILE.cluster + sa_desc.block_type.nbytes
     block_bytes: gl.constexpr = a_bytes + b_desc.block_type.nbytes + sb_bytes
     blocks = gl.cdiv(K, 128)
     stage, phase = 0, 1  # the ring starts empty
@@ -50,10 +54,14 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
             k = start + number
             if TILE.run > 1:
                 k = k if k < stop else blocks  # outside of the operands: zeros
-            mbarrier.wait(empty.index(stage), phase)
+            for who in gl.static_range(len(empty)):
+                mbarrier.wait(empty[who].index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, block_bytes)
-            tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage))
+            if TILE.cluster == 1:
+                tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage))
+            else:
+                tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage), multicast=True)
             load_rows(a_desc, a_ring, bar, pm * BM, k * 128, stage, TILE)
             tma_load(sa_desc, [k, pm * BM], bar, sa_ring.index(stage))
             if VECTOR:
@@ -77,10 +85,11 @@ def _multiply(rings, partial, stage, part, never, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _row_scales(rings, stage, part, layout: gl.constexpr):
-    """Of 64 rows of a."""
+def _row_scales(rings, stage, part, layout: gl.constexpr, TILE: gl.constexpr):
+    """Of a part's rows of a."""
     _, _, sa_ring, _ = rings
-    return sa_ring.index(stage).reshape((sa_ring.shape[2],)).slice(part * 64, 64).load(gl.SliceLayout(1, layout))
+    ROWS: gl.constexpr = 64 * TILE.cluster
+    return sa_ring.index(stage).reshape((sa_ring.shape[2],)).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
 
 
 @gluon.jit
@@ -115,28 +124,30 @@ def _sums(
     them: the copy engine was seen to overwrite what had not been read. Hence a fence behind the last of them; scales
     of rows are loaded before the product, so that it hides in the product's time.
     """
-    _, sb_ptr, _ = output
+    c_desc, sb_ptr, _ = output
     full, empty, _ = bars
     _, _, K, sb_stride, _, _, _ = sizes
     BN: gl.constexpr = TILE.bn
     RUN: gl.constexpr = TILE.run
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32], cga_layout=c_desc.layout.cga_layout
+    )
     part: gl.constexpr = GROUP * TILE.waves
     never = K < 0
     sb_at = sb_ptr + (pn * BN // 128) * sb_stride
-    first = gl.zeros((64, BN), gl.float32, mma)
-    even = gl.zeros((64, BN), gl.float32, mma)
+    first = gl.zeros((64 * TILE.cluster, BN), gl.float32, mma)
+    even = gl.zeros((64 * TILE.cluster, BN), gl.float32, mma)
     second = first
     odd = even
     if TILE.waves == 2:
         for k in range(start, stop):
             sb = _block_scale(sb_at, k, VECTOR)
             mbarrier.wait(full.index(stage), phase)
-            rows = _row_scales(rings, stage, part, mma)
+            rows = _row_scales(rings, stage, part, mma, TILE)
             even = _multiply(rings, even, stage, part, never, TILE)
             even = warpgroup_mma_wait(0, deps=(even,))
             first = pinned(first + even * _scale(rows, sb, rings, stage, mma, TILE, VECTOR))
-            rows = _row_scales(rings, stage, part + 1, mma)
+            rows = _row_scales(rings, stage, part + 1, mma, TILE)
             even = _multiply(rings, even, stage, part + 1, never, TILE)
             if not VECTOR:
                 fence_async_shared()
@@ -144,7 +155,7 @@ def _sums(
             scale = _scale(rows, sb, rings, stage, mma, TILE, VECTOR)
             if VECTOR:
                 fence_async_shared()
-            mbarrier.arrive(empty.index(stage), count=1)
+            give_back(empty, stage)
             second = pinned(second + even * scale)
             stage, phase = next_stage(stage, phase, TILE.stages)
     else:
@@ -153,7 +164,7 @@ def _sums(
         for k in range(start, stop, RUN):
             sb = _block_scale(sb_at, k, VECTOR)
             mbarrier.wait(full.index(stage), phase)
-            rows = _row_scales(rings, stage, part, mma)
+            rows = _row_scales(rings, stage, part, mma, TILE)
             even = _multiply(rings, even, stage, part, never, TILE)
             for i in gl.static_range(RUN):
                 here, rows_here, sb_here = stage, rows, sb
@@ -161,7 +172,7 @@ def _sums(
                 if i + 1 < RUN:
                     sb = _block_scale(sb_at, gl.minimum(k + i + 1, stop - 1), VECTOR)
                     mbarrier.wait(full.index(stage), phase)
-                    rows = _row_scales(rings, stage, part, mma)
+                    rows = _row_scales(rings, stage, part, mma, TILE)
                     if i % 2 == 0:
                         odd = _multiply(rings, odd, stage, part, never, TILE)
                     else:
@@ -175,7 +186,7 @@ def _sums(
                 scale = _scale(rows_here, sb_here, rings, here, mma, TILE, VECTOR)
                 if VECTOR:
                     fence_async_shared()
-                mbarrier.arrive(empty.index(here), count=1)
+                give_back(empty, here)
                 if i % 2 == 0:
                     first = pinned(first + even * scale)
                 else:
@@ -192,13 +203,14 @@ def _consumer(
     full, empty, c_full = bars
     M, N, K, _, tiles_m, tiles_n, rounds = sizes
     waves: gl.constexpr = TILE.waves
+    ROWS: gl.constexpr = 64 * TILE.cluster
     buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
     blocks = gl.cdiv(K, 128)
     stage, phase, c_phase = 0, 0, 0
     for item in range(count_work(tiles_m * tiles_n, rounds, blocks, SHARED)):
         tile, start, stop = work_at(item, tiles_m * tiles_n, rounds, blocks, SHARED)
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        top, column = (pm * TILE.groups + GROUP) * waves * 64, pn * TILE.bn
+        top, column = (pm * TILE.groups + GROUP) * waves * ROWS, pn * TILE.bn
         if top >= M:
             stage, phase = skip_blocks(full, empty, stage, phase, ring_blocks(start, stop, TILE), TILE.stages)
         else:
@@ -220,9 +232,9 @@ def _consumer(
                     if not ready:
                         acc, ready = gathered(acc, (workspace, tile), GROUP * waves + wave, sizes, TILE)
                     if ready:
-                        store_tile(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
+                        store_tile(acc, output, buffer, top + wave * ROWS, column, N, BIAS, ADD)
                 else:
-                    store_tile(acc, output, buffer, top + wave * 64, column, N, BIAS, ADD)
+                    store_tile(acc, output, buffer, top + wave * ROWS, column, N, BIAS, ADD)
     tma_store_wait(0)
 
 
@@ -241,21 +253,30 @@ def scaled_mm_kernel(
     `rounds` of them for each program are shared between programs (`_hopper_schedule`)."""
     groups: gl.constexpr = TILE.groups
     stages: gl.constexpr = TILE.stages
-    BM: gl.constexpr = groups * TILE.waves * 64
+    ROWS: gl.constexpr = 64 * TILE.cluster
+    BM: gl.constexpr = groups * TILE.waves * ROWS
     gl.static_assert(TILE.waves == 1 or not ADD, "one buffer for each group, which holds one part of c")
+    gl.static_assert(TILE.cluster == 1 or TILE.loads == BM // ROWS, "a part is loaded by itself, half on each")
+    gl.static_assert(TILE.cluster == 1 or not SHARED, "one multiprocessor takes a tile's number, not two")
     # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
     buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
     a_ring = allocate_blocks(a_desc, stages * TILE.loads, BM // TILE.loads)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     sa_ring = allocate_blocks(sa_desc, stages, 1)
     sb_ring = allocate_blocks(sb_desc, stages if VECTOR else 1, 1)
-    c_tile = allocate_blocks(c_desc, groups * buffers, 64)
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    c_full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
+    c_tile = allocate_blocks(c_desc, groups * buffers, ROWS)
+    full = allocate_barriers(stages, TILE.cluster)
+    empty = (allocate_barriers(stages, TILE.cluster),)
+    if TILE.cluster == 2:
+        # The first multiprocessor fills b's block on both, so the consumers of both arrive there (the compiler doubles
+        # the count), and it alone waits.
+        at_first = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout([[0]]))
+        empty = (at_first, empty[0])
+    c_full = allocate_barriers(groups, TILE.cluster)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=groups)
+        for who in gl.static_range(len(empty)):
+            mbarrier.init(empty[who].index(i), count=groups)
     for i in gl.static_range(groups):
         mbarrier.init(c_full.index(i), count=1)
     operands = (a_desc, b_desc, sa_desc, sb_desc)

@@ -50,10 +50,13 @@ def launch(
     pointers: tuple[Tensor | None, ...],
     numbers: tuple[int, ...],
     constants: tuple[object, ...],
+    *,
+    cluster: int = 1,
 ) -> None:
     """A kernel whose arguments are descriptors, pointers, numbers and constants, in that order.
 
-    numbers and constants: with the dtypes and strides of the operands they decide everything but addresses.
+    numbers and constants: with the dtypes and strides of the operands they decide everything but addresses.  cluster:
+    multiprocessors that work on a program together; the constants tell it.
     """
     addresses = [None if pointer is None else pointer.data_ptr() for pointer in pointers]
     matrices = [one.tensor for one in described]
@@ -72,6 +75,7 @@ def launch(
     descriptors = [descriptor(*one) for one in described]
     compiled = _assembly.launch(functools.partial(
         start(kernel, (programs,), matrices[0]), *descriptors, *pointers, *numbers, *constants, num_warps=4,
+        num_ctas=cluster,
         enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add
     ))  # fmt: skip
     if direct and all(made.base is matrix for made, matrix in zip(descriptors, matrices, strict=True)):

@@ -221,7 +221,7 @@ def _consumer(
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
         top, column = (pm * TILE.groups + GROUP) * 64, pn * TILE.bn
         if top >= M:
-            stage, phase = skip_blocks(full, empty, stage, phase, _ring_blocks(K, TILE), TILE.stages)
+            stage, phase = skip_blocks(full, (empty,), stage, phase, _ring_blocks(K, TILE), TILE.stages)
         else:
             sums, stage, phase = _sums(
                 output, rings, c_tile, bars, sizes, top, pn, stage, phase, GROUP, TILE, VECTOR, ADD

@@ -152,7 +152,7 @@ def _consumer(
         row = (tile * TILE.groups + GROUP) * 64
         if row >= N:
             count = ring_blocks(0, gl.cdiv(K, 128), TILE)
-            stage, phase = skip_blocks(full, empty, stage, phase, count, TILE.stages)
+            stage, phase = skip_blocks(full, (empty,), stage, phase, count, TILE.stages)
         else:
             acc, stage, phase = _sums(sw_ptr, rings, bars, sizes, row, stage, phase, GROUP, TILE, VECTOR)
             _store(acc, output, row, M, N, BIAS, ADD)

@@ -22,7 +22,8 @@ class Tile(NamedTuple):
     groups: consumer warpgroups.  waves: parts of 64 rows that each takes one after the other.  stages: blocks of K in
     the ring.  band: rows of tiles that are walked down before going right.  run: blocks of K that a group multiplies in
     one go, each while it adds the one before.  registers: of a consumer's thread.  rows: at most as many of a are
-    loaded.  loads: copies that fetch a block of a, whose rows are powers of two.
+    loaded.  loads: copies that fetch a block of a, whose rows are powers of two.  cluster: multiprocessors that share a
+    tile, 64 rows of each part on every one; a block of b is fetched once for all.
     """
 
     groups: int
@@ -34,10 +35,11 @@ class Tile(NamedTuple):
     registers: int = 232
     rows: int = 256
     loads: int = 1
+    cluster: int = 1
 
     @property
     def bm(self) -> int:
-        return self.groups * self.waves * PART
+        return self.groups * self.waves * PART * self.cluster
 
     @property
     def span(self) -> int:
@@ -47,7 +49,8 @@ class Tile(NamedTuple):
     @property
     def label(self) -> str:
         """For people. Not `__str__`: the compiler takes that for its key, so it must name every field."""
-        return f"{self.bm}x{self.bn}, {self.groups} groups, {self.stages} stages"
+        on_two = " on 2 multiprocessors" if self.cluster == 2 else ""
+        return f"{self.bm}x{self.bn}{on_two}, {self.groups} groups, {self.stages} stages"
 
 
 class Plan(NamedTuple):
@@ -92,11 +95,11 @@ class _Cost:
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
-    """Shared memory that the kernel takes: the ring, the output tiles, and the barriers."""
-    block = (tile.bm + tile.bn) * 128 + tile.span * 4
+    """Shared memory of a multiprocessor that the kernel takes: the ring, the output tiles, and the barriers."""
+    block = (tile.bm // tile.cluster + tile.bn) * 128 + tile.span * 4 + 8 * (1 + tile.cluster)
     scales = tile.bn * 4 * (tile.stages if problem.vector else 1)
     output = tile.groups * PART * tile.bn * (4 if problem.wide else 2 * tile.waves)
-    return tile.stages * block + scales + output + 8 * (2 * tile.stages + tile.groups) + 1024
+    return tile.stages * block + scales + output + 8 * tile.groups + 1024
 
 
 SHARED_BYTES = 232_448  # bytes that a program may have on sm_90
@@ -132,8 +135,8 @@ def fitted(tile: Tile, problem: Problem, size: Callable[[Tile, Problem], int] = 
 
 def whole_tiles(tile: Tile, problem: Problem) -> Plan:
     """Every tile is one program's."""
-    tiles = _tiles(tile, problem)
-    return Plan(fitted(tile, problem), min(tiles, problem.multiprocessors), -(-tiles // problem.multiprocessors), False)
+    tiles, programs = _tiles(tile, problem), problem.multiprocessors // tile.cluster
+    return Plan(fitted(tile, problem), min(tiles, programs), -(-tiles // programs), False)
 
 
 def shared_tiles(tile: Tile, problem: Problem) -> Plan | None:
@@ -146,6 +149,20 @@ def shared_tiles(tile: Tile, problem: Problem) -> Plan | None:
     if left == 0 or most < programs or programs <= left:
         return None
     return Plan(fitted(tile, problem), programs, rounds, True)
+
+
+def in_clusters(plan: Plan, problem: Problem) -> Plan:
+    """The plan's tile on each of two multiprocessors, which fetch b once. The plan itself where one tile has all rows.
+
+    >>> problem = Problem(8192, 8192, 8192, vector=False, wide=False, multiprocessors=132)
+    >>> in_clusters(whole_tiles(TILES[2], problem), problem).label
+    '256x128 on 2 multiprocessors, 2 groups, 5 stages; 66 programs, 32 tiles each'
+    """
+    tile = plan.tile
+    if problem.m <= tile.bm:
+        return plan
+    doubled = tile._replace(cluster=2, loads=tile.groups * tile.waves, band=-(-tile.band // 2))
+    return whole_tiles(doubled, problem)
 
 
 def _tiles(tile: Tile, problem: Problem) -> int:
