@@ -248,7 +248,7 @@ def test_no_groups_at_all(form: str, axis: int, device: torch.device) -> None:
 
 def test_groups_of_tokens_are_not_for_tiles(device: torch.device) -> None:
     x, offs = torch.randn(8, 32, device=device), ends_of([8], device)
-    for form in ("nvfp4_16x16", "fp8_128x128"):
+    for form in ("nvfp4_16x16", "fp8_128x128", "mxfp8_e4m3_128x128"):
         with pytest.raises(ValueError, match="2-D block"):
             quantize(x, form, offs=offs)
 
