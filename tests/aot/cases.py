@@ -304,6 +304,8 @@ CASES = (
     cast(Cast("mxfp8_e4m3", "row"), 64, 7, E4M3),
     cast(Cast("mxfp8_e4m3", "col"), 88, 7, E4M3),
     cast(Cast("mxfp8_e4m3", "both"), 168, 17, E4M3, everywhere=True),
+    cast(Cast("mxfp8_e4m3_128x128", "row"), 104, 5.9, E4M3),
+    cast(Cast("mxfp8_e4m3_128x128", "both", layout="blocked"), 168, 12.2, E4M3),
     cast(Cast("mxfp8_e5m2", "both"), 168, 12.2, E5M2),
     cast(Cast("mxfp6_e2m3", "row"), 72, 23),
     cast(Cast("mxfp6_e3m2", "both"), 80, 58),

@@ -54,7 +54,7 @@ def test_every_layout_round_trips(form: str, layout: str, rows: int, length: int
 @pytest.mark.parametrize(("rows", "length"), SIZES[1:])
 @pytest.mark.parametrize("form", [name for name, layout in ALL_LAYOUTS if layout == "blocked"])
 def test_blocked_offsets(form: str, rows: int, length: int, device: torch.device) -> None:
-    """Each scale at the offset of the formula, zeros everywhere else; of 2-D blocks repeated, as 1-D ones store them."""
+    """Each scale at the offset of the formula, zeros elsewhere; of 2-D blocks repeated, as 1-D ones store them."""
     spec = FORMATS[form]
     plain = random_scales(form, rows, length, device)
     got = bits(pack_scale(spec, plain, rows, length, "blocked"))

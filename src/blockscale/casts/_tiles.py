@@ -58,7 +58,8 @@ def side(plan: CastPlan, sm: int, *, grouped: bool) -> Side:
     return Side(
         spec.family, plan.rule, plan.layout, plan.satfinite,
         element.ebits, element.mbits, element.bias, element.emax, element.max_bits, element.nan_code,
-        8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, *spec.block, spec.block[1] // spec.granule, hardware, sm > 0, sm >= 89,
+        8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, *spec.block, spec.block[1] // spec.granule,
+        hardware, sm > 0, sm >= 89,
         0 if plan.hadamard is None else spec.hadamard, _signed(plan.hadamard or 0), plan.stream is not None, grouped,
     )  # fmt: skip
 

@@ -70,10 +70,11 @@ def launch(
     assert weight_block in (1, WEIGHT_BLOCK)
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     tile, k = plan.tile, a.length
+    a_codes, b_codes = _CODES[a.data.dtype], _CODES[b.data.dtype]
     _assembly.launch(functools.partial(
         scaled_mm_mx_kernel[(plan.programs,)],
-        descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), _layout(PART, 128, _CODES[a.data.dtype])),
-        descriptor(b.data[:, :k], (tile.bn, 128), _layout(tile.bn, 128, _CODES[b.data.dtype])),
+        descriptor(a.data[:, :k], (min(tile.rows, tile.bm // tile.loads), 128), _layout(PART, 128, a_codes)),
+        descriptor(b.data[:, :k], (tile.bn, 128), _layout(tile.bn, 128, b_codes)),
         descriptor(out, (PART, tile.bn), _layout(PART, tile.bn, LANGUAGE[out.dtype])),
         _scale_words(a), _scale_words(b), None if bias is None else bias.contiguous(), a.rows, b.rows, k,
         tile, weight_block == 1, bias is not None, accumulate, num_warps=4,
