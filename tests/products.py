@@ -22,6 +22,8 @@ PAIRS: list[Pair] = sorted(LEGAL_PAIRS)
 # one of each kind, for what does not depend on the element: every width of code, both block shapes on either side
 FEW: list[Pair] = [
     ("mxfp8_e4m3", "mxfp8_e4m3"),
+    ("mxfp8_e4m3", "mxfp8_e4m3_128x128"),
+    ("mxfp8_e4m3_128x128", "mxfp8_e5m2"),
     ("mxfp6_e3m2", "mxfp4"),
     ("mxfp4", "mxfp8_e5m2"),
     ("nvfp4", "nvfp4"),

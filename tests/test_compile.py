@@ -178,6 +178,7 @@ def layer_args(rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 LAYERS = {
     "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "mxfp8 by 128x128": ("mxfp8_e4m3", "mxfp8_e4m3_128x128"),
     "mxfp4": ("mxfp4", "mxfp4"),
     "nvfp4": ("nvfp4", "nvfp4_16x16"),
     "fp8": ("fp8_1x128", "fp8_128x128"),

@@ -116,6 +116,7 @@ CASTS: list[Case] = [
     ("offs device", lambda: q(offs=OFFS.to("meta")), ShapeError, "on meta"),
     ("offs for rank 3", lambda: q(x=X3, offs=OFFS), ShapeError, "offs given for a rank-3 tensor"),
     ("offs for 2-D blocks", lambda: q("nvfp4_16x16", offs=OFFS), OptionError, "offs given for nvfp4_16x16"),
+    ("offs for MX 128x128", lambda: tokens("mxfp8_e4m3_128x128"), OptionError, "offs given for mxfp8_e4m3_128x128"),
     ("offs for 128x128", lambda: tokens("fp8_128x128"), OptionError, "offs given for fp8_128x128"),
     ("plan", lambda: CastSpec("mxfp4", "even", hadamard=1 << 40).plan(), OptionError, "sign mask"),
     ("decode dtype", lambda: bs.dequantize(q(), torch.float64), DtypeError, "dtype=torch.float64"),
@@ -354,8 +355,8 @@ def test_illegal_pairs(pair):
 
 
 def test_the_number_of_illegal_pairs():
-    """81 pairs: 25 MX, 4 NVFP4 and 3 FP8 ones are legal."""
-    assert len(LEGAL_PAIRS) == 32
+    """100 pairs: 36 MX, 4 NVFP4 and 3 FP8 ones are legal."""
+    assert len(LEGAL_PAIRS) == 43
     assert ("fp8_128x128", "fp8_128x128") not in LEGAL_PAIRS
 
 

@@ -17,6 +17,7 @@ GOLDEN = Path(__file__).parent / "golden"
 ELEMENT_OF = {
     "mxfp8_e4m3": "e4m3",
     "mxfp8_e5m2": "e5m2",
+    "mxfp8_e4m3_128x128": "e4m3",
     "mxfp6_e2m3": "e2m3",
     "mxfp6_e3m2": "e3m2",
     "mxfp4": "e2m1",
@@ -71,6 +72,13 @@ def padded(values: np.ndarray, n: int) -> np.ndarray:
     return np.concatenate((values, np.zeros(n - len(values), values.dtype)))
 
 
+def mx_tile(case: dict) -> tuple[int, int]:
+    """The block of a case: without a shape it is all there is."""
+    if "shape" not in case:
+        return 1, case["block"]
+    return (128, 128) if case["format"].endswith("128x128") else (1, 32)
+
+
 def run_quantize(case: dict) -> dict[str, list[str]]:
     fmt, rule, x = case["format"], case["rule"], f32(case["x"])
     if fmt.startswith("nvfp4"):
@@ -88,8 +96,10 @@ def run_quantize(case: dict) -> dict[str, list[str]]:
         assert texts(dec) == texts(scale)
         got = {"scale": texts(scale), "enc": texts(enc), "scale_byte": [f"{int(scale.view(np.uint32)) >> 23:02X}"]}
     else:
-        element = ELEMENT_OF[fmt]
-        scale, codes = oracles.mx_quantize(padded(x, case["block"]), element, rule, case.get("satfinite", False))
+        element, shape, tile = ELEMENT_OF[fmt], case.get("shape", [1, case.get("block")]), mx_tile(case)
+        blocks = oracles.to_blocks(padded(x, int(np.prod(shape))).reshape(shape), tile)
+        scale, codes = oracles.mx_quantize(blocks, element, rule, case.get("satfinite", False))
+        codes = oracles.from_blocks(codes, tile, shape)
         got = {"scale": texts(scale)}
         if fmt.startswith(("mxfp6", "mxfp4")):
             packed = texts((oracles.pack_fp6 if fmt.startswith("mxfp6") else oracles.pack_fp4)(codes))
@@ -107,6 +117,11 @@ def run_dequantize(case: dict) -> dict[str, list[str]]:
         values = oracles.nvfp4_dequantize(S_dec, s_b, codes.reshape(rows, cols), tile)
     elif fmt.startswith("fp8"):
         values = oracles.fp8_dequantize(f32([case["scale"]])[0], codes)
+    elif "shape" in case:
+        (rows, cols), tile = case["shape"], mx_tile(case)
+        byte = u8(case["scale"]).reshape(-(-rows // tile[0]), -(-cols // tile[1]))
+        blocks = oracles.to_blocks(codes.reshape(rows, cols), tile)
+        values = oracles.from_blocks(oracles.mx_dequantize(byte, blocks, ELEMENT_OF[fmt]), tile, (rows, cols))
     else:
         values = oracles.mx_dequantize(int(case["scale"], 16), codes, ELEMENT_OF[fmt])
     return {"values": texts(values), "bf16": texts(oracles.to_bf16(values))}

@@ -71,6 +71,9 @@ CUT = [
     ("mxfp4", "plain", (8, 128), -1, 1, "S1 S1"),
     ("nvfp4", "plain", (8, 128), -1, 1, "S1 S1"),
     ("nvfp4_16x16", "plain", (64, 16), -1, 0, "S0 S0"),
+    ("mxfp8_e4m3_128x128", "plain", (512, 32), -1, 0, "S0 S0"),
+    ("mxfp8_e4m3_128x128", "plain", (32, 512), -1, 1, "S1 S1"),
+    ("mxfp8_e4m3_128x128", "blocked", (512, 32), -1, 0, "S0 S0"),
     ("fp8_1x128", "mn_major", (16, 128), -1, 0, "S0 S0"),
     ("fp8_1x128", "mn_major", (16, 512), -1, 1, "S1 S1"),
     ("fp8_1x128", "plain", (4, 128), -1, 0, "S0 S0"),
@@ -90,6 +93,8 @@ REFUSED = [
     ("mxfp8_e4m3", "blocked", (64, 512), -1, 1),  # scales of a piece do not lie together
     ("nvfp4", "plain", (8, 64), -1, 1),  # 16 codes are half of a row of 16 bytes
     ("nvfp4_16x16", "plain", (32, 16), -1, 0),  # 8 rows of a tile of 16
+    ("mxfp8_e4m3_128x128", "plain", (256, 32), -1, 0),  # 64 rows of a tile of 128
+    ("mxfp8_e4m3_128x128", "plain", (64, 256), -1, 1),  # 64 columns of one
     ("fp8_1x128", "mn_major", (8, 128), -1, 0),  # each piece would pad its 2 rows to 4
     ("fp8_128x128", "grid", (256, 128), -1, 0),  # 64 rows of a tile of 128
     ("fp8_128x128", "grid", (128, 512), -1, 1),  # each piece would pad its block to 4

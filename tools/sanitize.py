@@ -30,7 +30,7 @@ from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS
 from blockscale.gemm import exact_mm
 
-NAMES = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp4", "nvfp4")
+NAMES = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp8_e4m3_128x128", "mxfp4", "nvfp4")
 ROWS, COLUMNS, HIDDEN = 200, 264, 256  # rows and columns fill no tile; a backward of SwiGLU takes multiples of 128
 WATCHED = "BLOCKSCALE_SANITIZED_BY"
 LEAST_DB = 63.0  # of any fp32 product
@@ -103,8 +103,13 @@ PRODUCTS = [
     for b in ("fp8_128x128", "fp8_1x128")
     for size in sizes
 ] + [
-    (row, name, name, 130, 208, 400)
-    for row, name in (("hopper", "mxfp8_e4m3"), ("triton", "mxfp8_e4m3"), ("triton", "nvfp4"))
+    (row, a, b, 130, 208, 400)
+    for row, a, b in (
+        ("hopper", "mxfp8_e4m3", "mxfp8_e4m3"),
+        ("hopper", "mxfp8_e4m3", "mxfp8_e4m3_128x128"),
+        ("triton", "mxfp8_e4m3", "mxfp8_e4m3"),
+        ("triton", "nvfp4", "nvfp4"),
+    )
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ _MXFP8, _MXFP4, _NVFP4 = ("mxf8f6f4", "UTCQMMA"), ("mxf4", "UTCOMMA"), ("mxf4nvf
 _SM100 = {
     ("mxfp8_e4m3", "mxfp8_e4m3"): _MXFP8,
     ("mxfp8_e5m2", "mxfp8_e4m3"): _MXFP8,
+    ("mxfp8_e4m3", "mxfp8_e4m3_128x128"): _MXFP8,
     ("mxfp8_e4m3", "mxfp4"): _MXFP8,
     ("mxfp4", "mxfp4"): _MXFP4,
     ("nvfp4", "nvfp4_16x16"): _NVFP4,

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
 from blockscale import quantize
+from blockscale.formats import get_format
 from blockscale.gemm import heuristics, heuristics_mx
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
@@ -49,6 +50,7 @@ _OTHERS = [
     Case(_LAST, 1, formats=("mxfp8_e5m2", "mxfp8_e4m3")),
     Case(_LAST, 1, formats=("mxfp8_e4m3", "mxfp8_e5m2")),
     Case(_LAST, 128, formats=("mxfp8_e5m2", "mxfp8_e5m2")),
+    Case(_LAST, 128, formats=("mxfp8_e5m2", "mxfp8_e4m3_128x128")),
 ]
 
 
@@ -88,7 +90,7 @@ def check(case: Case) -> None:
     scalings = outputs if case.weight_block == 1 else 4 * tile.bm // 64
     assert found.opcodes["FMUL"] <= scalings + 8, "scales are multiplied once, by the scalers where they can"
     assert ".ftz" not in found.ptx, "scales may be subnormal"
-    names = ".".join(name.removeprefix("mxfp8_") for name in case.formats)
+    names = ".".join(get_format(name).element.name for name in case.formats)
     assert f"f32.{names}" in found.ptx
     assert not found.stray
     estimate = heuristics_mx.shared_bytes(plan.tile, problem)

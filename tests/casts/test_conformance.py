@@ -80,7 +80,8 @@ def matrix(values: F32, block: int) -> F32:
 
 # ---- formats with 1-D blocks and no tensor scale -------------------------------------------------------------------
 
-ONE_D = [(form, rule) for form, rule in FORMAT_RULES if form in MX or form == "fp8_1x128"]
+MX_1D = [form for form in MX if not FORMATS[form].is_2d]
+ONE_D = [(form, rule) for form, rule in FORMAT_RULES if form in MX_1D or form == "fp8_1x128"]
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -102,7 +103,10 @@ def test_blocks(form: str, rule: str, dtype: str, axis: int, device: torch.devic
 @pytest.mark.parametrize("rule", oracles.MX_RULES)
 @pytest.mark.parametrize("form", MX)
 def test_satfinite(form: str, rule: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
-    x = matrix(np.concatenate([p.reshape(-1) for p in oracles.edge_blocks(FORMATS[form].element.name).values()]), 32)
+    edges = oracles.edge_blocks(FORMATS[form].element.name).values()
+    x = matrix(np.concatenate([p.reshape(-1) for p in edges]), 32)
+    if FORMATS[form].is_2d:
+        x = tiles(oracles.edge_blocks("e4m3", 128)["nonfinite"], 128, 4)
     for dtype in ("bf16", "fp32"):
         q, exact = cast(x, dtype, device, form, axis, scale_rule=rule, satfinite=True)
         compared[f"ml_dtypes cast {form}"] += same_cast(q, expect(exact, form, rule, satfinite=True))
@@ -110,7 +114,7 @@ def test_satfinite(form: str, rule: str, axis: int, device: torch.device, compar
 
 
 @pytest.mark.parametrize("rule", oracles.MX_RULES)
-@pytest.mark.parametrize("form", MX)
+@pytest.mark.parametrize("form", MX_1D)
 def test_blocks_equal_gfloat(form: str, rule: str, device: torch.device, compared: Counter[str]) -> None:
     """The public cast against the specification itself, block by block."""
     pytest.importorskip("gfloat", reason="the specification oracle is gfloat")
@@ -122,6 +126,23 @@ def test_blocks_equal_gfloat(form: str, rule: str, device: torch.device, compare
         want_byte, want_codes = oracles.gfloat_mx_block(row, element, rule)
         assert byte == want_byte, row
         compared[f"gfloat cast {form}"] += same_bits(codes, want_codes, row)
+
+
+@pytest.mark.parametrize("rule", oracles.MX_RULES)
+def test_tiles_equal_gfloat(rule: str, device: torch.device, compared: Counter[str]) -> None:
+    """A whole tile and short ones to its right and below it, each a block to the specification."""
+    pytest.importorskip("gfloat", reason="the specification oracle is gfloat")
+    form = "mxfp8_e4m3_128x128"
+    x = oracles.random_blocks(130, 131, seed=9)
+    x *= 2.0 ** -np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True)))  # or one row would be all that is left
+    x[128:] *= 448
+    q, _ = cast(x, "fp32", device, form, -1, scale_rule=rule)
+    for i, rows in enumerate((slice(0, 128), slice(128, 130))):
+        for j, columns in enumerate((slice(0, 128), slice(128, 131))):
+            byte, codes = oracles.gfloat_mx_block(x[rows, columns].reshape(-1), "e4m3", rule)
+            assert scales_of(q)[i, j] == byte
+            got = np.ascontiguousarray(codes_of(q)[rows, columns]).reshape(-1)
+            compared[f"gfloat cast {form}"] += same_bits(got, codes, (i, j))
 
 
 # ---- tiles of 128 x 128 --------------------------------------------------------------------------------------------
@@ -144,15 +165,15 @@ def tiles(blocks: F32, side: int, per_row: int) -> F32:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", FORMATS["fp8_128x128"].rules)
-def test_fp8_tiles(rule: str, dtype: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
+@pytest.mark.parametrize(("form", "rule"), [(form, rule) for form, rule in FORMAT_RULES if form.endswith("128x128")])
+def test_tiles(form: str, rule: str, dtype: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
     """Edge maxima, random magnitudes and non-finite values in tiles, cut so that edge tiles are short both ways."""
-    groups = oracles.fp8_edge_blocks(128).items()
+    groups = (oracles.fp8_edge_blocks(128) if form in FP8 else oracles.edge_blocks("e4m3", 128)).items()
     edges = [group[:: max(1, len(group) // (12 if name == "nonfinite" else 4))] for name, group in groups]
     blocks = np.concatenate((*edges, wide_random(24, 128, dtype, seed=3)))
     x = tiles(blocks, 128, 8)[:-39, :-53]
-    q, exact = cast(x, dtype, device, "fp8_128x128", axis, scale_rule=rule)
-    compared["ml_dtypes cast fp8_128x128"] += same_cast(q, expect(exact, "fp8_128x128", rule))
+    q, exact = cast(x, dtype, device, form, axis, scale_rule=rule)
+    compared[f"ml_dtypes cast {form}"] += same_cast(q, expect(exact, form, rule))
 
 
 # ---- NVFP4 ---------------------------------------------------------------------------------------------------------
@@ -261,7 +282,7 @@ def test_tails(form: str, rule: str, axis: int, device: torch.device, compared: 
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("form", ["nvfp4_16x16", "fp8_128x128", "mxfp8_e4m3"])
+@pytest.mark.parametrize("form", ["nvfp4_16x16", "fp8_128x128", "mxfp8_e4m3_128x128", "mxfp8_e4m3"])
 def test_edge_tiles(form: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
     """Awkward sizes in both directions at once."""
     rng = np.random.default_rng(7)
@@ -319,10 +340,11 @@ def check_decode(q: BlockScaled) -> int:
 def test_decode_every_scale_byte_and_code(form: str, device: torch.device, compared: Counter[str]) -> None:
     """All 256 scale bytes, 00 01 7E 7F FD FE FF among them, times all codes of the element, specials included."""
     codes = np.arange(256, dtype=np.uint8) & ((1 << FORMATS[form].element.bits) - 1)
-    scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
-    compared[f"ml_dtypes dequantize {form}"] += check_decode(
-        operand(form, np.tile(codes, (256, 1)), scale, None, device)
-    )
+    if FORMATS[form].is_2d:  # two rows of a tile have them all
+        codes, scale = np.tile(codes.reshape(2, 128), (1, 256)), np.arange(256, dtype=np.uint8)[None, :]
+    else:
+        codes, scale = np.tile(codes, (256, 1)), np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    compared[f"ml_dtypes dequantize {form}"] += check_decode(operand(form, codes, scale, None, device))
 
 
 @pytest.mark.parametrize("form", FP8)

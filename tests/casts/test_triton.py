@@ -38,9 +38,9 @@ def test_interpreted_casts_equal_the_reference(name: str, compared: Counter[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4", "fp8_1x128", "fp8_128x128"])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e4m3_128x128", "nvfp4", "fp8_1x128", "fp8_128x128"])
 def test_interpreted_fused_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
-    """One format of each family: fusions end in the same writes."""
+    """One format of each family and shape of block: fusions end in the same writes."""
     cases, values, wrong = interpreted("interpreted_kernels_fused.py", name)
     assert (cases >= (8 if FORMATS[name].is_2d else 22), wrong) == (True, 0)
     compared["the reference, Triton fused casts in the interpreter"] += values

@@ -158,11 +158,19 @@ def test_on_a_gpu_the_first_step_compiles_nothing() -> None:
         assert all(hits)
 
 
-def test_other_formats_compile_their_casts_and_tell_who_multiplies() -> None:
-    requests = ahead.layer_requests([(512, 256)], HOPPER, tokens=[64], formats=("nvfp4", "nvfp4_16x16"))
+@pytest.mark.parametrize(
+    ("formats", "kernels"),
+    [
+        (("nvfp4", "nvfp4_16x16"), {"amax_kernel", "cast_kernel"}),
+        (("mxfp8_e4m3", "mxfp8_e4m3_128x128"), {"cast_kernel"}),
+    ],
+    ids=["nvfp4", "mxfp8"],
+)
+def test_other_formats_compile_their_casts_and_tell_who_multiplies(formats: tuple[str, str], kernels: set[str]) -> None:
+    requests = ahead.layer_requests([(512, 256)], HOPPER, tokens=[64], formats=formats)
     calls = ahead.needed(requests, HOPPER)
     names = {name for call in calls for name in call.kernels}
-    assert names == {"amax_kernel", "cast_kernel"}
+    assert names == kernels
     assert {call.backend for call in calls if not call.kernels} == {"torch"}
 
 

@@ -122,6 +122,7 @@ def test_a_scale_per_leading_index(device):
     [
         ("mxfp8_e4m3", "rceil", 31.5),
         ("mxfp8_e4m3", "floor", 30.6),
+        ("mxfp8_e4m3_128x128", "rceil", 31.5),
         ("mxfp4", "floor", 18.8),
         ("mxfp4", "rceil", 18.8),
         ("mxfp4", "ceil", 16.8),

@@ -14,6 +14,7 @@ from blockscale.formats import FORMATS, CastPlan, as_cast_spec, stream_id
 DEFAULTS = {
     "mxfp8_e4m3": ("rceil", "plain"),
     "mxfp8_e5m2": ("rceil", "plain"),
+    "mxfp8_e4m3_128x128": ("rceil", "plain"),
     "mxfp6_e2m3": ("rceil", "plain"),
     "mxfp6_e3m2": ("rceil", "plain"),
     "mxfp4": ("even", "plain"),
@@ -29,7 +30,7 @@ def drawing(**options: object) -> Stochastic:
     return Stochastic(rng_state(7), "layers.0.mlp.down_proj", **options)
 
 
-def test_there_are_nine_formats() -> None:
+def test_there_are_ten_formats() -> None:
     assert set(FORMATS) == set(DEFAULTS)
 
 

@@ -54,11 +54,13 @@ def test_every_layout_round_trips(form: str, layout: str, rows: int, length: int
 @pytest.mark.parametrize(("rows", "length"), SIZES[1:])
 @pytest.mark.parametrize("form", [name for name, layout in ALL_LAYOUTS if layout == "blocked"])
 def test_blocked_offsets(form: str, rows: int, length: int, device: torch.device) -> None:
-    """Each scale at the offset of the formula, zeros everywhere else; a 16x16 grid repeated in its 16 rows."""
+    """Each scale at the offset of the formula, zeros elsewhere; of 2-D blocks repeated, as 1-D ones store them."""
     spec = FORMATS[form]
     plain = random_scales(form, rows, length, device)
     got = bits(pack_scale(spec, plain, rows, length, "blocked"))
-    want = np.repeat(bits(plain), spec.block[0], axis=0)[:rows]
+    granule = 32 if spec.family == "mx" else 16
+    want = np.repeat(np.repeat(bits(plain), spec.block[0], axis=0), spec.block[1] // granule, axis=1)
+    want = want[:rows, : -(-length // granule)]
     same_bits(got, oracles.swizzle_32_4_4(want))
     r, c = np.indices(want.shape)
     same_bits(got[oracles.blocked_offset(r, c, want.shape[1])], want)

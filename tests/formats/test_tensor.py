@@ -54,7 +54,7 @@ def test_rows_of_codes_end_with_zero_codes(form: str, shape: tuple[int, ...], ax
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_plain_scales_are_row_major(axis: int, device: torch.device) -> None:
-    for form, shape in (("mxfp4", (5, 2)), ("nvfp4", (5, 3)), ("nvfp4_16x16", (1, 3))):
+    for form, shape in (("mxfp4", (5, 2)), ("nvfp4", (5, 3)), ("nvfp4_16x16", (1, 3)), ("mxfp8_e4m3_128x128", (1, 1))):
         x = source(5, 40, device=device) if axis == -1 else source(40, 5, device=device)
         q = blockscale.quantize(x, form, axis=axis)
         scale = q.scale if axis == -1 else q.scale.mT
@@ -90,9 +90,8 @@ def test_grid_rows_are_padded_to_four_blocks(axis: int, device: torch.device) ->
 
 
 def test_blocked_scales_are_flat_and_padded(device: torch.device) -> None:
-    for form in ("mxfp8_e4m3", "nvfp4", "nvfp4_16x16"):
+    for form, columns in (("mxfp8_e4m3", 3), ("mxfp8_e4m3_128x128", 3), ("nvfp4", 6), ("nvfp4_16x16", 6)):
         q = blockscale.quantize(source(2, 130, 96, device=device), form, scale_layout="blocked")
-        columns = -(-96 // FORMATS[form].block[1])
         assert q.scale.shape == (2, 256 * (-(-columns // 4) * 4))
         assert q.scale.is_contiguous()
 
@@ -101,6 +100,7 @@ def test_nbytes(device: torch.device) -> None:
     x = source(32, 256, device=device)
     sizes = {form: blockscale.quantize(x, form).nbytes for form in FORMATS}
     assert sizes["mxfp8_e4m3"] == 32 * 256 + 32 * 8
+    assert sizes["mxfp8_e4m3_128x128"] == 32 * 256 + 2
     assert sizes["mxfp6_e2m3"] == 32 * 256 + 32 * 8
     assert sizes["mxfp4"] == 32 * 128 + 32 * 8
     assert sizes["nvfp4"] == 32 * 128 + 32 * 16 + 4
@@ -153,8 +153,9 @@ def test_with_layout_equals_casting_to_it(
 def test_with_layout_of_a_transposed_operand(device: torch.device) -> None:
     q = blockscale.quantize(source(37, 300, device=device), "fp8_1x128")
     same_operand(q.mT.with_layout("plain"), q.with_layout("plain").mT)
-    q = blockscale.quantize(source(37, 300, device=device), "nvfp4_16x16")
-    same_operand(q.mT.with_layout("blocked"), q.with_layout("blocked").mT)
+    for form in ("nvfp4_16x16", "mxfp8_e4m3_128x128"):
+        q = blockscale.quantize(source(37, 300, device=device), form)
+        same_operand(q.mT.with_layout("blocked"), q.with_layout("blocked").mT)
 
 
 def test_operand_with_k_groups(device: torch.device) -> None:

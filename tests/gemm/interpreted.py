@@ -52,7 +52,7 @@ def cases() -> Iterator[tuple[str, BlockScaled, BlockScaled]]:
         same_family = pair[0] == pair[1] or FORMATS[pair[0]].family != "mx"
         for size in SIZES if same_family else SIZES[:1]:
             yield f"{pair} {size}", *operands(pair, *size)
-    for name in ("mxfp8_e4m3", "nvfp4"):
+    for name in ("mxfp8_e4m3", "mxfp8_e4m3_128x128", "nvfp4"):
         yield f"{name} blocked", *operands((name, name), 33, 70, 150, scale_layout="blocked")
     for name in ("mxfp4", "nvfp4"):
         yield f"{name} rotated", *operands((name, name), 33, 70, 150, hadamard=True)

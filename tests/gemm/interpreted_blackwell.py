@@ -54,7 +54,7 @@ def cases() -> Iterator[tuple[str, BlockScaled, BlockScaled]]:
     for pair in sorted(ROW.formats):
         for size in MIXED if "mxfp4" in pair and pair[0] != pair[1] else SIZES:
             yield f"{pair} {size}", *operands(pair, *size)
-    for name in ("mxfp8_e4m3", "mxfp4", "nvfp4", "nvfp4_16x16"):
+    for name in ("mxfp8_e4m3", "mxfp8_e4m3_128x128", "mxfp4", "nvfp4", "nvfp4_16x16"):
         yield f"{name} blocked", *operands((name, name), 140, 130, 330, scale_layout="blocked")
         yield f"{name} unaligned", *map(unaligned, operands((name, name), 33, 70, 150))
     for name in ("mxfp4", "nvfp4"):

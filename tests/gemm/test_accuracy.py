@@ -44,6 +44,7 @@ TABLE: dict[str, tuple[float, float, tuple[Cast, Cast]]] = {
     "fp8 1x128 by 1x128": (28.8, 28.3, both("fp8_1x128")),
     "fp8 1x128 by 1x128 pow2": (28.5, 28.0, both("fp8_1x128", "pow2")),
     "mxfp8_e4m3": (28.5, 28.0, both("mxfp8_e4m3")),
+    "mxfp8_e4m3 by 128x128": (28.5, 28.0, (Cast("mxfp8_e4m3"), Cast("mxfp8_e4m3_128x128"))),
     "mxfp8_e5m2": (22.5, 22.0, both("mxfp8_e5m2")),
     "mxfp6_e3m2": (22.5, 22.0, both("mxfp6_e3m2")),
     "mxfp6_e2m3": (27.9, 27.4, both("mxfp6_e2m3")),

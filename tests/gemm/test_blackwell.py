@@ -75,7 +75,12 @@ def test_what_it_refuses(asked: Request, reason: str) -> None:
 
 
 def test_sizes_that_nothing_divides_are_taken() -> None:
-    for pair in (("mxfp8_e5m2", "mxfp8_e5m2"), ("mxfp4", "mxfp4"), ("nvfp4_16x16", "nvfp4")):
+    for pair in (
+        ("mxfp8_e5m2", "mxfp8_e5m2"),
+        ("mxfp4", "mxfp4"),
+        ("nvfp4_16x16", "nvfp4"),
+        ("mxfp8_e4m3", "mxfp8_e4m3_128x128"),
+    ):
         with use_backend(gemm="blackwell"):
             for sm in (100, 120):
                 assert select(request(pair, sm, (1, 3, 33))).backend == "blackwell"

@@ -269,6 +269,7 @@ CPU_OR_REFERENCE = [
 
 
 def with_scale_bytes(q: BlockScaled, byte_of_row: tuple[int, ...]) -> BlockScaled:
+    """Rows are blocks of them where blocks are 2-D."""
     scale = torch.tensor(byte_of_row, dtype=torch.uint8, device=q.device)[:, None].expand(q.scale.shape).contiguous()
     return replace(q, scale=scale.view(q.scale.dtype))
 
@@ -276,12 +277,15 @@ def with_scale_bytes(q: BlockScaled, byte_of_row: tuple[int, ...]) -> BlockScale
 @pytest.mark.parametrize(("row", "device", "pair"), CPU_OR_REFERENCE)
 def test_edge_scale_bytes(row, device, pair):
     """Codes of 1 under every pair of edge bytes: subnormal scales are not flushed, overflow is Inf, FF is NaN."""
-    ones = with_scale_bytes(bs.quantize(torch.ones(7, 40, device=device), pair[0]), EDGE_BYTES)
+    across = FORMATS[pair[0]].block[0]
+    ones = with_scale_bytes(bs.quantize(torch.ones(7 * across, 40, device=device), pair[0]), EDGE_BYTES)
     one = bs.formats.encode(torch.ones(()), ones.spec.element).item()
     filler = one | one << 4 if ones.spec.codes_per_byte == 2 else one
     ones = replace(ones, data=torch.full_like(ones.data.view(torch.uint8), filler).view(ones.data.dtype))
     with only(row):
-        product = bs.scaled_mm(ones, ones, torch.float32)
+        every = bs.scaled_mm(ones, ones, torch.float32)
+    product = every[::across, ::across]
+    assert_same_bits(every, product.repeat_interleave(across, 0).repeat_interleave(across, 1))
     exponents = torch.tensor(EDGE_BYTES[:-1], dtype=torch.float64, device=device) - 127
     want = torch.full((7, 7), torch.nan, device=device)
     want[:6, :6] = (40 * torch.exp2(exponents[:, None] + exponents[None, :])).float()
@@ -291,7 +295,7 @@ def test_edge_scale_bytes(row, device, pair):
     assert want[0, 5] == 40
     assert torch.equal(product.isnan(), want.isnan())
     assert torch.equal(product.nan_to_num(nan=-1), want.nan_to_num(nan=-1))
-    assert torch.equal(exact_mm(ones, ones)[:6, :6].float(), want[:6, :6])
+    assert torch.equal(exact_mm(ones, ones)[::across, ::across][:6, :6].float(), want[:6, :6])
 
 
 @pytest.mark.parametrize("name", MX)
@@ -371,6 +375,59 @@ def test_a_bad_value_poisons_an_nvfp4_tensor(row, device, pair):
     skip_refused(row, request(a, b))
     with only(row):
         assert bs.scaled_mm(a, b).isnan().all()
+
+
+# ---- 128x128 blocks of MX ------------------------------------------------------------------------------------------
+
+
+def one_dimensional(q: BlockScaled) -> BlockScaled:
+    """The same numbers as ordinary MXFP8: the byte of each 128x128 in each 1x32."""
+    byte = q.plain_scale().view(torch.uint8).repeat_interleave(128, 0).repeat_interleave(4, 1)
+    scale = byte[: q.rows, : -(-q.length // 32)].contiguous().view(q.scale.dtype)
+    return replace(q, format="mxfp8_e4m3", scale=scale, scale_layout="plain")
+
+
+WEIGHT = "mxfp8_e4m3_128x128"
+
+
+@pytest.mark.parametrize(
+    ("row", "device", "pair"), cases("gemm", [("mxfp8_e4m3", WEIGHT), (WEIGHT, "mxfp4"), (WEIGHT, WEIGHT)])
+)
+def test_a_product_sees_the_repeated_byte(row, device, pair):
+    """Bit for bit the product of the MXFP8 operand that it stands for, by every row that takes both."""
+    spread = torch.exp2(torch.randint(-9, 9, (300, 1), generator=torch.Generator().manual_seed(3))).to(device)
+    x, w = gaussian(300, 400, device=device, seed=1) * spread, gaussian(272, 400, device=device, seed=2)
+    w[:, 128:] *= 16
+    a, b = bs.quantize(x, pair[0]), bs.quantize(w, pair[1])
+    plain = [one_dimensional(q) if q.format == WEIGHT else q for q in (a, b)]
+    skip_refused(row, request(a, b))
+    skip_refused(row, request(*plain))
+    with only(row):
+        for layout in ("plain", "blocked"):
+            got = bs.scaled_mm(*(q.with_layout(layout) for q in (a, b)), torch.float32)
+            assert_same_bits(got, bs.scaled_mm(*(q.with_layout(layout) for q in plain), torch.float32))
+    assert torch.equal(exact_mm(a, b), exact_mm(*plain))
+
+
+def test_its_blocked_scales_are_those_of_mxfp8(device):
+    """So hardware that multiplies MXFP8 reads them as they are."""
+    for n, k in ((1, 1), (130, 33), (272, 400), (128, 512), (300, 96)):
+        w = gaussian(n, k, device=device) * torch.exp2(torch.arange(n, device=device) // 128 * 5.0)[:, None]
+        q = bs.quantize(w, WEIGHT)
+        plain = one_dimensional(q)
+        assert_same_bits(bs.dequantize(q), bs.dequantize(plain))
+        for blocked in (q.with_layout("blocked"), bs.quantize(w, WEIGHT, scale_layout="blocked")):
+            assert_same_bits(blocked.scale, plain.with_layout("blocked").scale)
+
+
+def test_fprop_and_dgrad_share_one_cast(device):
+    """Both operands of a weight have the same codes and scales, so both products see the same weight."""
+    w, dy = gaussian(300, 272, device=device), bs.quantize(gaussian(40, 300, device=device, seed=1), "mxfp8_e5m2")
+    row, col = bs.quantize_both(w, WEIGHT, WEIGHT)
+    assert_same_bits(row.data.contiguous(), col.data.contiguous())
+    assert_same_bits(row.scale.contiguous(), col.scale.contiguous())
+    want = bs.dequantize(dy, torch.float32).double() @ bs.dequantize(row, torch.float32).double()
+    assert torch.equal(exact_mm(dy, col.mT), want)
 
 
 # ---- repeatability -------------------------------------------------------------------------------------------------

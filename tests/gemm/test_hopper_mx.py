@@ -178,6 +178,21 @@ def test_random_shapes() -> None:
         assert db(exact_mm(a, b), got) > HOPPER_DB[torch.float32], (m, n, k, a.format, b.format)
 
 
+@pytest.mark.parametrize("name", [E4M3, E5M2])
+def test_weights_of_128x128_blocks(name: str) -> None:
+    """What the table gives: products of the format, bit for bit those of the bytes repeated."""
+    for m, n, k in ((1, 16, 16), (300, 400, 1408), (517, 2112, 400), (2048, 1536, 1024)):
+        w = torch.randn(n, k, device="cuda") * torch.exp2(torch.arange(n, device="cuda") // 128 * 3.0)[:, None]
+        a, b = activations(m, k, name), bs.quantize(w.bfloat16(), "mxfp8_e4m3_128x128")
+        byte = b.scale.view(torch.uint8).repeat_interleave(128, 0).repeat_interleave(4, 1)[:n, : -(-k // 32)]
+        plain = replace(b, format=E4M3, scale=byte.contiguous().view(b.scale.dtype))
+        tile = heuristics_mx.choose(heuristics.Problem(m, n, k, False, True, 132)).tile
+        with bs.use_backend(gemm="hopper"):
+            got = bs.scaled_mm(a, b, torch.float32)
+        assert db(exact_mm(a, b), got) > HOPPER_DB[torch.float32], (m, n, k)
+        assert torch.equal(got, product(a, plain, tile, 128))
+
+
 @pytest.mark.parametrize("block", [1, 128])
 def test_edge_scale_bytes(block: int) -> None:
     """Codes of 1 under pairs of edge bytes: subnormal scales are not flushed, overflow is Inf, FF is NaN."""

@@ -19,6 +19,7 @@ from products import assert_same_bits, gaussian
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
 _kernel = pytest.importorskip("blockscale.gemm._hopper_mx_kernel")
+WEIGHT = "mxfp8_e4m3_128x128"
 factor_bits, byte_of = _kernel.factor_bits.fn, _kernel.byte_of.fn
 
 
@@ -55,9 +56,21 @@ def test_scales_are_copied_only_where_rows_start_elsewhere() -> None:
     assert torch.equal(_hopper_mx._scale_words(apart), _hopper_mx._scale_words(q))
 
 
+def test_a_weight_of_128x128_blocks_has_a_word_for_each_row() -> None:
+    q = bs.quantize(gaussian(300, 400) * torch.exp2(torch.arange(300) // 128 * 5.0)[:, None], WEIGHT)
+    words = _hopper_mx._scale_words(q)
+    assert words.is_contiguous()
+    assert words.shape == (384, 4), "whole blocks of rows, so that a tile's first row is always there"
+    got = factors(words)[:, :300]
+    want = e8m0_decode(q.scale.view(torch.uint8)).repeat_interleave(128, 0)[:300]
+    assert len(want.unique()) > 2
+    for step in range(4):
+        assert torch.equal(got[step], want)
+
+
 def emulated(a: BlockScaled, b: BlockScaled) -> torch.Tensor:
     """The kernel's arithmetic, but for what the tensor cores round within a step."""
-    scales = [factors(_hopper_mx._scale_words(q)) for q in (a, b)]  # [4, rows, blocks of 128]
+    scales = [factors(_hopper_mx._scale_words(q)[: q.rows]) for q in (a, b)]  # [4, rows, blocks of 128]
     codes = [torch.nn.functional.pad(decode_codes(q).double(), (0, -q.length % 128)) for q in (a, b)]
     acc = torch.zeros(a.rows, b.rows)
     for k in range(codes[0].shape[1] // 32):
@@ -67,10 +80,11 @@ def emulated(a: BlockScaled, b: BlockScaled) -> torch.Tensor:
     return acc
 
 
+@pytest.mark.parametrize("weight", ["mxfp8_e5m2", WEIGHT])
 @pytest.mark.parametrize("k", [16, 96, 400, 512])
-def test_the_arithmetic_is_the_references(k: int) -> None:
+def test_the_arithmetic_is_the_references(k: int, weight: str) -> None:
     spread = torch.exp2(torch.randint(-30, 30, (20, 1), generator=torch.Generator().manual_seed(1)))
-    a, b = bs.quantize(gaussian(20, k) * spread, "mxfp8_e4m3"), bs.quantize(gaussian(30, k, seed=1), "mxfp8_e5m2")
+    a, b = bs.quantize(gaussian(20, k) * spread, "mxfp8_e4m3"), bs.quantize(gaussian(150, k, seed=1), weight)
     assert_same_bits(emulated(a, b), block_product(a, b))
 
 
@@ -132,3 +146,13 @@ def test_the_row_serves_by_demand() -> None:
     assert "multiples of 16, these are 40 and 80" in str(row.refusal(replace(request, shape=(100, 40, 80))))
     assert "strides" in str(row.refusal(replace(request, options=frozenset({"strided"}))))
     assert "sm_90" in str(row.refusal(replace(request, capability=Capability("cuda", 100))))
+
+
+def test_blocks_of_128x128_are_for_weights() -> None:
+    row = next(row for row in rows("gemm") if row.launch is _hopper_mx.scaled_mm_mx)
+    request = Request("gemm", Capability("cuda", 90), (), (100, 48, 80), torch.bfloat16, ("plain", "blocked"))
+    for pair in (("mxfp8_e4m3", WEIGHT), ("mxfp8_e5m2", WEIGHT)):
+        assert row.refusal(replace(request, formats=pair)) is None
+        assert row.conversions(replace(request, formats=pair)) == (f"{WEIGHT} scales blocked -> plain",)
+    for pair in ((WEIGHT, "mxfp8_e4m3"), (WEIGHT, WEIGHT), ("mxfp4", WEIGHT)):
+        assert "does not serve" in str(row.refusal(replace(request, formats=pair)))

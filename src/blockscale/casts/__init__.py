@@ -238,7 +238,7 @@ def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
             message(
                 f"offs given for {plan.format}",
                 rule="a 2-D block would span groups; groups of tokens take formats with 1-D blocks",
-                fix="use nvfp4 or fp8_1x128 for grouped activations",
+                fix="use mxfp8_e4m3, nvfp4 or fp8_1x128 for grouped activations",
             )
         )
     groups = 0 if amax is None else amax.dim()

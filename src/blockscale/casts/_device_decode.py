@@ -30,6 +30,7 @@ class Source(NamedTuple):
     code_bits: int  # distance from one code to the next: 4 or 8
     across: int  # rows of a block
     along: int  # length of a block
+    repeats: int  # how often its scale stands beside itself in the blocked layout
     hadamard: int  # size of a rotated group, or 0
     mask: int
     factor: str  # whose NVFP4's second scale is: "tensor", "matrix", "row" or "group"; "" for other formats
@@ -44,7 +45,7 @@ def source(q: BlockScaled, sm: int) -> Source:
         factor = "matrix" if len(q.shape) > 2 else "group" if q.group_align else "row"
     return Source(
         spec.family, q.scale_layout, element.name, element.ebits, element.mbits, element.bias,
-        8 // spec.codes_per_byte, spec.block[0], spec.block[1],
+        8 // spec.codes_per_byte, *spec.block, spec.block[1] // spec.granule,
         0 if q.hadamard is None else spec.hadamard, mask - (1 << 32) if mask >> 31 else mask, factor, sm,
     )  # fmt: skip
 
@@ -162,7 +163,7 @@ def load_scales(scale_ptr, tile, block, ok, stride_t, stride_b, EVEN: tl.constex
     """Scales at tile [T, 1] and block [1, B] as fp32. Blocked: stride_t is the 512-byte tiles beside each other."""
     t, b = tile.to(tl.int64), block.to(tl.int64)
     if S.layout == "blocked":
-        r = t * S.across
+        r, b = t * S.across, b * S.repeats
         place = 512 * ((r // 128) * stride_t + b // 4) + (r % 32) * 16 + ((r % 128) // 32) * 4 + b % 4
     else:
         place = t * stride_t + b * stride_b

@@ -158,7 +158,7 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         return Tile(8, 16, 128, 4, 168 if source.indices is not None and measured else None)
     if source.name != "plain" and all(plan.spec.family == "fp8" for plan in plans):
         return Tile(4, 32, 128, 8, 128) if measured else Tile(4, 32, 128, 16)
-    if source.name == "swiglu" and all(plan.spec.family == "mx" for plan in plans):
+    if source.name == "swiglu" and all(plan.spec.family == "mx" and not plan.spec.is_2d for plan in plans):
         return Tile(4, 16, 128, 4, 96 if measured else None)
     return Tile(8, 16, 128, 4, 168 if source.name != "swiglu_backward" and sm >= 90 else None)
 

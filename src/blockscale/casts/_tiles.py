@@ -40,6 +40,7 @@ class Side(NamedTuple):
     scale_bytes: bool
     across: int  # rows of a block
     along: int  # length of a block
+    repeats: int  # how often its scale stands beside itself in the blocked layout
     hardware: str  # the element, where the GPU has a shorter way to its codes
     fast: bool  # inline PTX may be used
     sm_89: bool  # and has conversions to E4M3, and maxima of magnitudes
@@ -57,7 +58,8 @@ def side(plan: CastPlan, sm: int, *, grouped: bool) -> Side:
     return Side(
         spec.family, plan.rule, plan.layout, plan.satfinite,
         element.ebits, element.mbits, element.bias, element.emax, element.max_bits, element.nan_code,
-        8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, *spec.block, hardware, sm > 0, sm >= 89,
+        8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, *spec.block, spec.block[1] // spec.granule,
+        hardware, sm > 0, sm >= 89,
         0 if plan.hadamard is None else spec.hadamard, _signed(plan.hadamard or 0), plan.stream is not None, grouped,
     )  # fmt: skip
 

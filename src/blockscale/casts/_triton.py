@@ -16,7 +16,15 @@ import triton
 from torch import Tensor
 
 from ..formats.cast_spec import CastPlan
-from ..formats.layout import GROUP_ALIGN, ceil_div, code_row_bytes, padded_length, round_up, scale_counts
+from ..formats.layout import (
+    GROUP_ALIGN,
+    blocked_columns,
+    ceil_div,
+    code_row_bytes,
+    padded_length,
+    round_up,
+    scale_counts,
+)
 from ..hardware import capability
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
@@ -40,7 +48,7 @@ def _covered(plan: CastPlan, rows: int, length: int) -> tuple[int, int]:
     if plan.layout == "grid":
         return rows, max(length, round_up(blocks, 4) * along)
     if plan.layout == "blocked":
-        return round_up(rows, 128), max(length, round_up(blocks, 4) * along)
+        return round_up(rows, 128), max(length, round_up(blocks * along, 4 * plan.spec.granule))
     return rows, length
 
 
@@ -217,7 +225,7 @@ def _pitch(out: Output | None, length: int) -> int:
     if out is None:
         return 0
     if out.plan.layout == "blocked":
-        return ceil_div(ceil_div(out.plan.stored_length(length), out.plan.spec.block[1]), 4)
+        return ceil_div(blocked_columns(out.plan.spec, out.plan.stored_length(length)), 4)
     return out.buffers[1].shape[-1]
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.layout import GROUP_ALIGN, ceil_div, padded_length, round_up
+from ..formats.layout import GROUP_ALIGN, blocked_columns, ceil_div, padded_length, round_up
 from ..formats.tensor import BlockScaled
 from ..hardware import capability
 from ..registry import Request, kernel
@@ -298,7 +298,7 @@ def _prepare(q: BlockScaled, out: Tensor, factor: Tensor | None, offs: Tensor | 
     scale = operand.scale if operand.scale.element_size() == 4 else operand.scale.view(torch.uint8)
     if q.scale_layout == "blocked":
         scale = scale.reshape(count, -1).contiguous()
-        steps = scale.stride(0), ceil_div(ceil_div(length, q.spec.block[1]), 4), 1
+        steps = scale.stride(0), ceil_div(blocked_columns(q.spec, length), 4), 1
     else:
         scale = scale.reshape(count, *scale.shape[-2:])
         steps = scale.stride()

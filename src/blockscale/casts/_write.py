@@ -32,7 +32,16 @@ def _store_scales(scale_ptr, scale, tile, block, rows, length, pitch, S: tl.cons
     t, b = tile.to(tl.int64), block.to(tl.int64)
     if S.scale_bytes:
         scale = scale.to(tl.uint8)
-    if S.layout == "blocked":
+    if S.layout == "blocked" and S.repeats == 4:
+        # a block is 128 rows of four scales: 512 bytes that lie together, all of them its scale but for the pads
+        tl.static_assert(S.across == 128)
+        i = tl.arange(0, 512)[None, None, :]
+        r = tile[:, :, None] * S.across + i % 16 // 4 * 32 + i // 16
+        c = block[:, :, None] * 4 + i % 4
+        value = tl.where((r < rows) & (c < tl.cdiv(length, S.along // 4)), scale[:, :, None], 0).to(tl.uint8)
+        mask = (tile < tl.cdiv(rows, 128)) & (block < pitch)
+        tl.store(scale_ptr + (512 * (t * pitch + b))[:, :, None] + i, value, mask=mask[:, :, None])
+    elif S.layout == "blocked":
         # a tile's scale stands in each of its rows; 128 rows by 4 blocks are 512 bytes
         ROWS: tl.constexpr = S.across
         for i in tl.static_range(ROWS):

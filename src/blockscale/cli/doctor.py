@@ -78,9 +78,11 @@ def _matrices(report: DoctorReport) -> list[Table]:
     operations = list(dict.fromkeys(choice.operation for choice in report.choices))
     swiglu = [name for name in operations if name.startswith("swiglu")]
     others = [name for name in operations if name.startswith(("rmsnorm", "permute"))]
-    rest = [name for name in operations if name not in swiglu + others]
+    products = [name for name in operations if name.startswith("gemm") or name.endswith("grouped")]
+    casts = [name for name in operations if name not in swiglu + others + products]
     return [
-        _matrix(report, "which backend serves what (numbers: why)", rest),
+        _matrix(report, "which backend serves which casts (numbers: why)", casts),
+        _matrix(report, "products", products),
         _matrix(report, "casts fused with SwiGLU", swiglu),
         _matrix(report, "casts fused with RMSNorm and with a permutation", others),
     ]

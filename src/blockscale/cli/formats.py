@@ -1,4 +1,4 @@
-"""`blockscale formats`: the nine formats as a table, with their value grids, and as a picture."""
+"""`blockscale formats`: the ten formats as tables, with their value grids, and as a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run(plot: Path | None = None) -> int:
-    """Show the nine formats: element grid, block, scale, rules and storage.
+    """Show the ten formats: element grid, block, scale, rules and storage.
 
     Args:
         plot: Also draw the value grids to this file (.png, .svg or .pdf).
@@ -21,6 +21,7 @@ def run(plot: Path | None = None) -> int:
 
     console = Console()
     console.print(_formats_table())
+    console.print(_options_table())
     console.print(_grid_table())
     if plot is not None:
         check_picture(plot)
@@ -32,20 +33,21 @@ def run(plot: Path | None = None) -> int:
 def _formats_table() -> Table:
     from ..formats import FORMATS
 
-    headings = ("format", "elem", "block", "scale", "bits", "scale rules", "scale layouts")
-    table = _table("formats (first rule and layout: the defaults; bits per value, with scales)", headings)
+    table = _table("formats (bits per value, with scales)", ("format", "element", "block", "scale", "bits"))
     for spec in FORMATS.values():
-        scale = {"mx": "E8M0", "nvfp4": "E4M3+fp32", "fp8": "fp32"}[spec.family]
+        scale = {"mx": "E8M0", "nvfp4": "E4M3 and fp32", "fp8": "fp32"}[spec.family]
+        block = f"{spec.block[0]}x{spec.block[1]}"
+        table.add_row(spec.name, spec.element.name.upper(), block, scale, f"{spec.bits_per_value:.4g}")
+    return table
+
+
+def _options_table() -> Table:
+    from ..formats import FORMATS
+
+    table = _table("their scales (defaults first)", ("format", "scale rules", "scale layouts"))
+    for spec in FORMATS.values():
         rules = [spec.default_rule(), *(rule for rule in spec.rules if rule != spec.default_rule())]
-        table.add_row(
-            spec.name,
-            spec.element.name.upper(),
-            f"{spec.block[0]}x{spec.block[1]}",
-            scale,
-            f"{spec.bits_per_value:.4g}",
-            " ".join(rules),
-            " ".join(spec.layouts),
-        )
+        table.add_row(spec.name, " ".join(rules), " ".join(spec.layouts))
     return table
 
 

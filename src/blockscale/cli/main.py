@@ -12,7 +12,7 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
 
   doctor    versions, device, which backend serves what and why, and a self-check
   explain   every kernel for one call, and why it was taken or refused
-  formats   the nine formats: grids, blocks, scale rules; --plot draws them
+  formats   the ten formats: grids, blocks, scale rules; --plot draws them
   demo      see what every format does to real-looking tensors
   bench     check and time casts and products; bench report rewrites the tables of the documentation
   warmup    compile ahead what a model's linear layers need

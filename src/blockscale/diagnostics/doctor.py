@@ -93,7 +93,7 @@ class DoctorReport:
     def __str__(self) -> str:
         lines = [f"{name} {version}" for name, version in self.versions.items()]
         lines += [f"{name}: {fact}" for name, fact in self.device.items()]
-        lines += [f"{c.operation:20s} {c.format:12s} {c.backend:10s} {c.reason}" for c in self.choices]
+        lines += [f"{c.operation:20s} {c.format:18s} {c.backend:10s} {c.reason}" for c in self.choices]
         lines += [f"{'ok  ' if c.passed else 'FAIL'} {c.name}: {c.detail}" for c in self.checks]
         return "\n".join(lines)
 
@@ -213,7 +213,8 @@ class _Samples:
 
 def partner(name: str) -> str:
     """The format that a layer's weights have beside activations in `name`."""
-    return {"fp8_1x128": "fp8_128x128", "fp8_128x128": "fp8_1x128"}.get(name, name)
+    beside = {"fp8_1x128": "fp8_128x128", "fp8_128x128": "fp8_1x128", "mxfp8_e4m3_128x128": "mxfp8_e4m3"}
+    return beside.get(name, name)
 
 
 def _reason(explanation: Explanation) -> str:

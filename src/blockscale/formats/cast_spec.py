@@ -22,7 +22,7 @@ from .stochastic import Stochastic, stream_id
 class CastSpec:
     """One operand's recipe.
 
-    format: one of the nine names.  scale_rule, scale_layout: None takes the format's default.
+    format: one of the ten names.  scale_rule, scale_layout: None takes the format's default.
     rounding: "nearest", or `Stochastic(state, name)`, which also needs `role`.
     hadamard: True (the default sign mask) or a sign mask; FP4 formats with 1-D blocks only.
     role: the operand's place in a layer, such as "dgrad_dy".

@@ -7,8 +7,8 @@ An operand is [..., rows, K] with its scales along K, the last axis. Scale layou
     grid      128x128 tiles [row tiles, blocks], each row padded to 4 blocks
     blocked   the vendor library's 32x4x4 swizzle: 512-byte tiles of 128 rows x 4 blocks; flat
 
-Pads are zero bytes. Every layout converts to plain and back without loss, except that `blocked` repeats a 16x16 tile's
-scale in its 16 rows.
+Pads are zero bytes. Every layout converts to plain and back without loss. `blocked` repeats the scale of a 2-D block in
+its rows, and in each 32 of its K where it is longer, so that it holds what a format with 1-D blocks would store.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def scale_counts(spec: Format, rows: int, length: int) -> tuple[int, int]:
     return ceil_div(rows, spec.block[0]), ceil_div(length, spec.block[1])
 
 
+def blocked_columns(spec: Format, length: int) -> int:
+    """Scales of a row in the blocked layout, without its pad."""
+    return ceil_div(length, spec.granule)
+
+
 def scale_buffer_shape(spec: Format, rows: int, length: int, layout: str) -> tuple[int, ...]:
     """Shape of the contiguous buffer behind the scales of one [rows, length] operand."""
     tiles, blocks = scale_counts(spec, rows, length)
@@ -64,7 +69,7 @@ def scale_buffer_shape(spec: Format, rows: int, length: int, layout: str) -> tup
     if layout == "grid":
         return (tiles, round_up(blocks, 4))
     if layout == "blocked":
-        return (round_up(rows, _BLOCKED_ROWS) * round_up(blocks, _BLOCKED_COLS),)
+        return (round_up(rows, _BLOCKED_ROWS) * round_up(blocked_columns(spec, length), _BLOCKED_COLS),)
     return (tiles, blocks)
 
 
@@ -107,7 +112,7 @@ def pack_scale(spec: Format, plain: Tensor, rows: int, length: int, layout: str)
     elif layout == "grid":
         raw = pad(raw, (0, -blocks % 4))
     elif layout == "blocked":
-        raw = _swizzle(raw.repeat_interleave(spec.block[0], dim=-2)[..., :rows, :] if spec.is_2d else raw)
+        raw = _swizzle(_repeated(spec, raw, rows, blocked_columns(spec, length)) if spec.is_2d else raw)
     # not contiguous(): that keeps the odd strides of an axis of size 1
     return raw.clone(memory_format=torch.contiguous_format).view(plain.dtype)
 
@@ -116,8 +121,14 @@ def unpack_scale(spec: Format, scale: Tensor, rows: int, length: int, layout: st
     """The scale tensor of an operand in any layout -> plain [..., row tiles, blocks]."""
     if layout != "blocked":
         return scale
-    per_row = _unswizzle(scale.view(torch.uint8), rows, scale_counts(spec, rows, length)[1]).view(scale.dtype)
-    return per_row[..., :: spec.block[0], :]
+    every = _unswizzle(scale.view(torch.uint8), rows, blocked_columns(spec, length)).view(scale.dtype)
+    return every[..., :: spec.block[0], :: spec.block[1] // spec.granule]
+
+
+def _repeated(spec: Format, plain: Tensor, rows: int, columns: int) -> Tensor:
+    """The scales of 2-D blocks as a format with 1-D blocks would have them: [..., rows, columns]."""
+    per_row = plain.repeat_interleave(spec.block[0], dim=-2)[..., :rows, :]
+    return per_row.repeat_interleave(spec.block[1] // spec.granule, dim=-1)[..., :columns]
 
 
 def _swizzle(plain: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The nine formats: element grid, block shape, scale type, scale rules and storage, as plain data.
+"""The ten formats: element grid, block shape, scale type, scale rules and storage, as plain data.
 
 Everything else in the library asks this table by name; a format is added here and nowhere else. Sizes: a format stores
 `element bits + scale bits / block size` per value (mxfp8: 8.25, nvfp4: 4.5, fp8_1x128: 8.25 bits).
@@ -94,6 +94,14 @@ class Format:
         return self.block[0] > 1
 
     @property
+    def granule(self) -> int:
+        """Values along the scaled axis under one scale of the family's 1-D formats: what hardware reads a scale for.
+
+        Where a 2-D block is longer, the blocked layout and products see its scale repeated.
+        """
+        return {"mx": 32, "nvfp4": 16, "fp8": 128}[self.family]
+
+    @property
     def codes_per_byte(self) -> int:
         return 2 if self.element.bits == 4 else 1
 
@@ -114,9 +122,11 @@ class Format:
         return self.layouts[0]
 
 
-def _mx(name: str, element: Element, dtype: torch.dtype, hadamard: int = 0) -> Format:
+def _mx(
+    name: str, element: Element, dtype: torch.dtype, *, block: tuple[int, int] = (1, 32), hadamard: int = 0
+) -> Format:
     layouts = ("plain", "blocked")
-    return Format(name, "mx", element, (1, 32), torch.float8_e8m0fnu, dtype, MX_RULES, layouts, hadamard)
+    return Format(name, "mx", element, block, torch.float8_e8m0fnu, dtype, MX_RULES, layouts, hadamard)
 
 
 def _nvfp4(name: str, rows: int) -> Format:
@@ -134,6 +144,7 @@ FORMATS: dict[str, Format] = {
     for spec in (
         _mx("mxfp8_e4m3", E4M3, torch.float8_e4m3fn),
         _mx("mxfp8_e5m2", E5M2, torch.float8_e5m2),
+        _mx("mxfp8_e4m3_128x128", E4M3, torch.float8_e4m3fn, block=(128, 128)),
         _mx("mxfp6_e2m3", E2M3, torch.uint8),
         _mx("mxfp6_e3m2", E3M2, torch.uint8),
         _mx("mxfp4", E2M1, torch.float4_e2m1fn_x2, hadamard=32),

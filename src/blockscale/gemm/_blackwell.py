@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..formats.layout import ceil_div, round_up
+from ..formats.layout import blocked_columns, ceil_div, round_up
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..hardware import multiprocessors
@@ -59,7 +59,8 @@ def _scaled_mm_kernel(
 
 
 INTERPRETED = not isinstance(_scaled_mm_kernel, triton.runtime.JITFunction)
-_MX, _NVFP4 = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"), ("nvfp4", "nvfp4_16x16")
+# in the blocked layout 2-D blocks look like those of their 1-D formats
+_MX, _NVFP4 = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128", "mxfp4"), ("nvfp4", "nvfp4_16x16")
 PAIRS = [(a, b) for names in (_MX, _NVFP4) for a in names for b in names]
 
 
@@ -136,7 +137,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
         _codes(a, tile.bm, tile.bk, align), _codes(b, tile.bn, tile.bk, align),
         _scales(a, tile.bm, tile.bk), _scales(b, tile.bn, tile.bk),
         a.global_scale, b.global_scale, None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
-        *out.stride(), a.spec.element.name, b.spec.element.name, a.spec.block[1],
+        *out.stride(), a.spec.element.name, b.spec.element.name, a.spec.granule,
         scaled, bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.band, INTERPRETED,
         num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False,  # a tensor scale and a bias are two roundings
@@ -155,8 +156,7 @@ def _codes(operand: BlockScaled, rows: int, length: int, align: int) -> TensorDe
 
 def _scales(operand: BlockScaled, rows: int, length: int) -> TensorDescriptor:
     """Tiles of scales, each as two rows of 256 bytes, the most that TMA takes. Their type tells what they are."""
-    along = operand.spec.block[1]
     scale = operand.scale if operand.spec.family == "nvfp4" else operand.scale.view(torch.uint8)
-    tiles = ceil_div(operand.rows, 128), ceil_div(ceil_div(operand.length, along), 4)
+    tiles = ceil_div(operand.rows, 128), ceil_div(blocked_columns(operand.spec, operand.length), 4)
     scale = scale.contiguous().view(*tiles, 2, 256)
-    return TensorDescriptor.from_tensor(scale, [rows // 128, length // along // 4, 2, 256])
+    return TensorDescriptor.from_tensor(scale, [rows // 128, length // operand.spec.granule // 4, 2, 256])

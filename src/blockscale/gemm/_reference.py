@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats.decoding import decode_codes, decode_scale
+from ..formats.decoding import decode_codes, decode_scale, spread
 from ..formats.tensor import BlockScaled
 from ..registry import kernel
 from .epilogue import apply_tensor_scales, finish
@@ -25,8 +25,8 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
 def block_product(a: BlockScaled, b: BlockScaled) -> Tensor:
     """a [M, K] @ b [N, K].mT -> fp32 [M, N], promoted block by block, tensor scales applied last."""
     codes_a, codes_b = decode_codes(a).double(), decode_codes(b).double()
-    scales_a, scales_b = _row_scales(a), _row_scales(b)
-    step = a.spec.block[1]
+    step = a.spec.granule
+    scales_a, scales_b = _every_scale(a)[:, ::step], _every_scale(b)[:, ::step]
     acc = torch.zeros(a.rows, b.rows, dtype=torch.float32, device=a.device)
     for block in range(scales_a.shape[1]):
         span = slice(block * step, (block + 1) * step)
@@ -40,16 +40,15 @@ def exact_product(a: BlockScaled, b: BlockScaled) -> Tensor:
     """The same sum with no rounding but fp64's: fp64 [M, N]. NaN scales give NaN."""
     values: list[Tensor] = []
     for operand in (a, b):
-        scale = _row_scales(operand).double().repeat_interleave(operand.spec.block[1], dim=1)[:, : operand.length]
+        scale = _every_scale(operand).double()
         value = torch.where(scale.isnan(), torch.nan, decode_codes(operand).double() * scale)
         values.append(value if operand.global_scale is None else value * operand.global_scale.double())
     return values[0] @ values[1].mT
 
 
-def _row_scales(operand: BlockScaled) -> Tensor:
-    """fp32 [rows, blocks]: a 2-D block's scale stands in each of its rows."""
-    scale = decode_scale(operand)
-    return scale.repeat_interleave(operand.spec.block[0], dim=0)[: operand.rows] if operand.spec.is_2d else scale
+def _every_scale(operand: BlockScaled) -> Tensor:
+    """fp32 [rows, K]: a block's scale at each of its codes."""
+    return spread(decode_scale(operand), operand.spec, operand.rows, operand.length)
 
 
 def _factor(scale_a: Tensor, scale_b: Tensor, *, rounded: bool) -> Tensor:

@@ -30,11 +30,11 @@ except ImportError:  # builds of torch without triton
     finish_at_once = None
 
 FP8_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family == "fp8")
-_MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
-# in the blocked layout 16x16 scales are repeated in their rows, which makes them 1x16
+# in the blocked layout scales of 2-D blocks are repeated, which makes them 1x32 and 1x16
+_MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128")
 _NVFP4 = ("nvfp4", "nvfp4_16x16")
 # E5M2 by E5M2 is refused by the vendor
-_MXFP8_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if "mxfp8_e4m3" in (a, b)]
+_MXFP8_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if {a, b} != {"mxfp8_e5m2"}]
 _BLACKWELL_PAIRS = [*_MXFP8_PAIRS, *((a, b) for a in _NVFP4 for b in _NVFP4)]
 
 

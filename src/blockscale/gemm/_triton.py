@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..casts._device_decode import decode, decode_two, load_scales, source
-from ..formats.layout import ceil_div
+from ..formats.layout import blocked_columns, ceil_div
 from ..formats.spec import LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
 from ..hardware import capability
@@ -58,13 +58,13 @@ def _operand(
     """A tile [R, BK] as the dot takes it; scales of MX and NVFP4 are applied."""
     value = _codes(ptr, row, rows, k, K, stride, S, R, BK, DOT, EVEN)
     if S.family != "fp8":
-        N: tl.constexpr = BK // S.along
+        N: tl.constexpr = (BK + S.along - 1) // S.along  # a block may be longer than the tile
         block = k // S.along + tl.arange(0, N)[None, :]
         ok = row[:, None] < rows
         if not EVEN:
             ok &= block * S.along < K
         scale = load_scales(scale_ptr, row[:, None] // S.across, block, ok, stride_t, stride_b, False, S)
-        value = tl.reshape(tl.reshape(value, (R, N, S.along)) * scale[:, :, None], (R, BK))
+        value = tl.reshape(tl.reshape(value, (R, N, BK // N)) * scale[:, :, None], (R, BK))
     return value.to(tl.bfloat16) if DOT == "bf16" else value
 
 
@@ -159,5 +159,5 @@ def _scale(operand: BlockScaled) -> tuple[Tensor, tuple[int, int]]:
     """Scales as bytes or fp32, and the strides that `load_scales` takes."""
     scale = operand.scale if operand.scale.dtype == torch.float32 else operand.scale.view(torch.uint8)
     if operand.scale_layout == "blocked":
-        return scale.contiguous(), (ceil_div(ceil_div(operand.length, operand.spec.block[1]), 4), 1)
+        return scale.contiguous(), (ceil_div(blocked_columns(operand.spec, operand.length), 4), 1)
     return scale, (scale.stride(-2), scale.stride(-1))

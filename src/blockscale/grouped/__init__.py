@@ -81,7 +81,7 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
             message(
                 f"a is {a}",
                 rule="a 2-D block of rows would span groups",
-                fix="cast a with 1-D blocks: fp8_1x128 or nvfp4",
+                fix="cast a with 1-D blocks: fp8_1x128, mxfp8_e4m3 or nvfp4",
             )
         )
     if a.group_align:

@@ -1,0 +1,42 @@
+"""The tiles of Triton's casts hold whole blocks on every GPU, whether it is here or not, for every source and dtype.
+
+A tile that cuts a block would take the maximum of a part of it, and only the GPU that it was chosen for would show it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from blockscale import CastSpec
+from blockscale.casts._source import Source, tile_shape
+from blockscale.formats import FORMATS
+
+SMS = (0, 80, 89, 90, 100, 120)
+SOURCES = ("plain", "swiglu", "swiglu_backward", "rmsnorm")
+
+
+def source(name: str, dtype: torch.dtype, rows: int, columns: int) -> Source:
+    x = torch.empty(rows, 2 * columns if name == "swiglu" else columns, dtype=dtype, device="meta")
+    return Source(name, x, columns)
+
+
+@pytest.mark.parametrize("col", [None, *FORMATS])
+@pytest.mark.parametrize("row", [None, *FORMATS])
+def test_tiles_hold_whole_blocks(row: str | None, col: str | None) -> None:
+    if row is None and col is None:
+        pytest.skip("nothing to cast")
+    plans = [None if name is None else CastSpec(name).plan() for name in (row, col)]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for sm, name, dtype, whole in itertools.product(SMS, SOURCES, dtypes, (False, True)):
+        rows, columns = (512, 1024) if whole else (500, 1004)
+        tile = tile_shape(plans[0], plans[1], sm=sm, source=source(name, dtype, rows, columns), whole=whole)
+        if plans[0] is not None:
+            across, along = plans[0].spec.block
+            assert (tile.J * tile.MQ % across, tile.BK % along) == (0, 0), (tile, sm, name, dtype, whole)
+        if plans[1] is not None:
+            across, along = plans[1].spec.block
+            assert (tile.J * tile.MQ % along, tile.BK % across) == (0, 0), (tile, sm, name, dtype, whole)
+            assert tile.MQ % (tile.J * tile.MQ // along) == 0, "blocks along M hold whole groups of rows"
