@@ -1,5 +1,5 @@
-"""The MXFP8 product on a Hopper GPU: every tile and epilogue, both kinds of weight scales, sizes that fill no tile, the
-edges of scale bytes, and nothing written outside."""
+"""The MXFP8 product on a Hopper GPU: every tile and epilogue, sizes that fill no tile, the edges of scale bytes, and
+nothing written outside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
-from blockscale.formats.decoding import e8m0_decode
 from blockscale.gemm import exact_mm, heuristics, heuristics_mx
 from blockscale.gemm._reference import block_product
 from products import HOPPER_DB, check_frame, framed
@@ -21,44 +20,30 @@ from products import HOPPER_DB, check_frame, framed
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
-KINDS = [(tile, 128) for tile in heuristics_mx.TILES] + [(tile, 1) for tile in heuristics_mx.VECTOR_TILES]
-every_kind = pytest.mark.parametrize(
-    ("tile", "block"),
-    KINDS,
-    ids=lambda value: f"{value.label}, run {value.run}" if value != 1 and value != 128 else value,
-)
+E4M3, E5M2, WEIGHT = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128"
+every_tile = pytest.mark.parametrize("tile", heuristics_mx.TILES, ids=lambda tile: tile.label)
 
 
 def activations(m: int, k: int, name: str = E4M3) -> BlockScaled:
     return bs.quantize(torch.randn(m, k, device="cuda").bfloat16(), name)
 
 
-def weights(n: int, k: int, block: int, name: str = E4M3) -> BlockScaled:
-    """With scales for each row, or the largest of 128 rows in each of them."""
-    w = torch.randn(n, k, device="cuda").bfloat16()
-    q = bs.quantize(w, name)
-    if block == 1:
-        return q
-    scale = q.scale.view(torch.uint8).clone()
-    for top in range(0, n, block):
-        scale[top : top + block] = scale[top : top + block].amax(0, keepdim=True)
-    factors = e8m0_decode(scale).repeat_interleave(32, dim=1)[:, :k]
-    # nothing clips under a larger scale
-    return replace(q, data=(w.float() / factors).to(q.data.dtype), scale=scale.view(q.scale.dtype))
+def weights(n: int, k: int) -> BlockScaled:
+    """Blocks of rows and of K whose scales differ."""
+    rows, columns = torch.arange(n, device="cuda") // 128 % 3 * 3.0, torch.arange(k, device="cuda") // 128 % 2 * 2.0
+    w = torch.randn(n, k, device="cuda") * torch.exp2(rows[:, None] - columns)
+    return bs.quantize(w.bfloat16(), WEIGHT)
 
 
-def plan_for(tile: heuristics.Tile, m: int, n: int, k: int, block: int, dtype: torch.dtype) -> heuristics.Plan:
-    return heuristics_mx.plan_for(tile, heuristics.Problem(m, n, k, block == 1, dtype == torch.float32, 132))
+def plan_for(tile: heuristics.Tile, m: int, n: int, k: int, dtype: torch.dtype) -> heuristics.Plan:
+    return heuristics_mx.plan_for(tile, heuristics.Problem(m, n, k, False, dtype == torch.float32, 132))
 
 
-def product(
-    a: BlockScaled, b: BlockScaled, tile: heuristics.Tile, block: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def product(a: BlockScaled, b: BlockScaled, tile: heuristics.Tile, dtype: torch.dtype = torch.float32) -> Tensor:
     """Into a buffer of NaN."""
-    plan = plan_for(tile, a.rows, b.rows, a.length, block, dtype)
+    plan = plan_for(tile, a.rows, b.rows, a.length, dtype)
     out = torch.full((a.rows, b.rows), torch.nan, dtype=dtype, device="cuda")
-    _hopper_mx.launch(a, b, out, None, accumulate=False, plan=plan, weight_block=block)
+    _hopper_mx.launch(a, b, out, None, accumulate=False, plan=plan)
     return out
 
 
@@ -66,57 +51,45 @@ def db(want: Tensor, got: Tensor) -> float:
     return sqnr_db(want, got).item()
 
 
-@every_kind
-def test_products_that_are_exact(tile: heuristics.Tile, block: int) -> None:
+@every_tile
+def test_products_that_are_exact(tile: heuristics.Tile) -> None:
     """Codes of -1, 0 and 1 and scales near 1 leave nothing to round: one wrong scale anywhere is another number."""
     for m, n, k in ((64, 64, 128), (1, 16, 16), (300, 176, 400), (517, 2112, 1408)):
-        a, b = activations(m, k), weights(n, k, block)
         exact: list[BlockScaled] = []
-        for q, rows in ((a, 1), (b, block)):
+        for q in (activations(m, k), weights(n, k)):
             code = torch.randint(-1, 2, q.shape, device="cuda").float().to(q.data.dtype)
             scale = torch.randint(125, 130, q.scale.shape, device="cuda").to(torch.uint8)
-            scale = scale[::rows].repeat_interleave(rows, dim=0)[: q.rows].contiguous()
             exact.append(replace(q, data=code, scale=scale.view(q.scale.dtype)))
         want = exact_mm(*exact)
-        got = product(*exact, tile, block)
+        got = product(*exact, tile)
         wrong = got.double() != want
         assert not wrong.any(), (m, n, k, int(wrong.sum()), wrong.nonzero()[:8].tolist())
         assert torch.equal(block_product(*exact), got)
 
 
-@every_kind
-def test_every_tile(tile: heuristics.Tile, block: int) -> None:
+@every_tile
+def test_every_tile(tile: heuristics.Tile) -> None:
     """Tails in all three directions, all outputs and bias; twice, for the same bytes."""
     for m, n, k in ((1, 16, 16), (16, 2112, 7168), (300, 176, 400), (517, 2112, 1408), (2048, 1536, 1024)):
-        a, b = activations(m, k), weights(n, k, block)
-        assert block == 1 or _hopper_mx.repeats_over_rows(b)
+        a, b = activations(m, k), weights(n, k)
         want, bias = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            plan = plan_for(tile, m, n, k, block, dtype)
+            plan = plan_for(tile, m, n, k, dtype)
             for given in (None, bias):
                 frame, out = framed(m, n, dtype)
-                _hopper_mx.launch(a, b, out, given, accumulate=False, plan=plan, weight_block=block)
+                _hopper_mx.launch(a, b, out, given, accumulate=False, plan=plan)
                 exact = want if given is None else want + given.double()
                 assert db(exact, out) > HOPPER_DB[dtype], (m, n, k, dtype)
                 check_frame(frame, m, n)
                 again = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
-                _hopper_mx.launch(a, b, again, given, accumulate=False, plan=plan, weight_block=block)
+                _hopper_mx.launch(a, b, again, given, accumulate=False, plan=plan)
                 assert torch.equal(out, again), (m, n, k, dtype)
 
 
-@pytest.mark.parametrize("tile", heuristics_mx.VECTOR_TILES, ids=lambda tile: f"{tile.label}, run {tile.run}")
-def test_scales_of_128_rows_are_a_shortcut(tile: heuristics.Tile) -> None:
-    """The same bytes as with a scale for each row."""
-    a, b = activations(300, 1408), weights(400, 1408, 128)
-    assert torch.equal(product(a, b, tile, 128), product(a, b, tile, 1))
-
-
-@pytest.mark.parametrize(("first", "second"), [(E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
-@pytest.mark.parametrize("block", [1, 128])
-def test_elements(first: str, second: str, block: int) -> None:
-    a, b = activations(300, 1408, first), weights(400, 1408, block, second)
-    for tile in (heuristics_mx.TILES[0], heuristics_mx.TILES[-1]):
-        assert db(exact_mm(a, b), product(a, b, tile, block)) > HOPPER_DB[torch.float32]
+@every_tile
+def test_elements(tile: heuristics.Tile) -> None:
+    a, b = activations(300, 1408, E5M2), weights(400, 1408)
+    assert db(exact_mm(a, b), product(a, b, tile)) > HOPPER_DB[torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -131,40 +104,40 @@ def test_gate_a(kind: str, gate: float, record_property: pytest.RecordProperty) 
         x[:, :16] *= torch.linspace(20, 60, 16, device="cuda")
     if kind == "positive":
         x, w = x.abs(), w.abs()
-    a, b = bs.quantize(x.bfloat16(), E4M3), bs.quantize(w.bfloat16(), E4M3)
-    found = db(exact_mm(a, b), product(a, b, heuristics_mx.TILES[0], 1))
+    a, b = bs.quantize(x.bfloat16(), E4M3), bs.quantize(w.bfloat16(), WEIGHT)
+    found = db(exact_mm(a, b), product(a, b, heuristics_mx.TILES[0]))
     record_property("sqnr_db", round(found, 2))
     assert found > gate
 
 
-@every_kind
-def test_every_tile_adds(tile: heuristics.Tile, block: int) -> None:
+@every_tile
+def test_every_tile_adds(tile: heuristics.Tile) -> None:
     """Into a window of a buffer; the same bytes twice."""
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (4096, 4096, 1024)):
-        a, b = activations(m, k), weights(n, k, block)
+        a, b = activations(m, k), weights(n, k)
         want, before = exact_mm(a, b), torch.randn(m, n, device="cuda")
         results: list[Tensor] = []
         for _ in range(2):
             frame, out = framed(m, n, torch.float32)
             out.copy_(before)
-            plan = plan_for(tile, m, n, k, block, torch.float32)
-            _hopper_mx.launch(a, b, out, None, accumulate=True, plan=plan, weight_block=block)
+            plan = plan_for(tile, m, n, k, torch.float32)
+            _hopper_mx.launch(a, b, out, None, accumulate=True, plan=plan)
             assert db(want + before.double(), out) > HOPPER_DB[torch.float32], (m, n, k)
             check_frame(frame, m, n)
             results.append(out)
         assert torch.equal(*results)
 
 
-@every_kind
-def test_large_products_are_repeatable(tile: heuristics.Tile, block: int) -> None:
+@every_tile
+def test_large_products_are_repeatable(tile: heuristics.Tile) -> None:
     """Many tiles for each program and a ring that turns often: a factor that is overwritten too early shows here."""
-    a, b = activations(4096, 4096), weights(4096, 4096, block)
+    a, b = activations(4096, 4096), bs.quantize(torch.randn(4096, 4096, device="cuda").bfloat16(), WEIGHT)
     want = exact_mm(a, b)
-    first = product(a, b, tile, block)
+    first = product(a, b, tile)
     # one wrong scale in one of 128 steps shifts sums by more
     assert float((first - want).abs().max()) < 0.1
     for _ in range(8):
-        assert torch.equal(product(a, b, tile, block), first)
+        assert torch.equal(product(a, b, tile), first)
 
 
 def test_random_shapes() -> None:
@@ -172,48 +145,33 @@ def test_random_shapes() -> None:
     draw = random.Random(7)
     for _ in range(400):
         m, n, k = draw.randint(1, 700), 16 * draw.randint(1, 60), 16 * draw.randint(1, 80)
-        a, b = activations(m, k, draw.choice((E4M3, E5M2))), weights(n, k, 1, draw.choice((E4M3, E5M2)))
+        a, b = activations(m, k, draw.choice((E4M3, E5M2))), weights(n, k)
         with bs.use_backend(gemm="hopper"):
             got = bs.scaled_mm(a, b, torch.float32)
         assert db(exact_mm(a, b), got) > HOPPER_DB[torch.float32], (m, n, k, a.format, b.format)
 
 
-@pytest.mark.parametrize("name", [E4M3, E5M2])
-def test_weights_of_128x128_blocks(name: str) -> None:
-    """What the table gives: products of the format, bit for bit those of the bytes repeated."""
-    for m, n, k in ((1, 16, 16), (300, 400, 1408), (517, 2112, 400), (2048, 1536, 1024)):
-        w = torch.randn(n, k, device="cuda") * torch.exp2(torch.arange(n, device="cuda") // 128 * 3.0)[:, None]
-        a, b = activations(m, k, name), bs.quantize(w.bfloat16(), "mxfp8_e4m3_128x128")
-        byte = b.scale.view(torch.uint8).repeat_interleave(128, 0).repeat_interleave(4, 1)[:n, : -(-k // 32)]
-        plain = replace(b, format=E4M3, scale=byte.contiguous().view(b.scale.dtype))
-        tile = heuristics_mx.choose(heuristics.Problem(m, n, k, False, True, 132)).tile
-        with bs.use_backend(gemm="hopper"):
-            got = bs.scaled_mm(a, b, torch.float32)
-        assert db(exact_mm(a, b), got) > HOPPER_DB[torch.float32], (m, n, k)
-        assert torch.equal(got, product(a, plain, tile, 128))
-
-
-@pytest.mark.parametrize("block", [1, 128])
-def test_edge_scale_bytes(block: int) -> None:
+def test_edge_scale_bytes() -> None:
     """Codes of 1 under pairs of edge bytes: subnormal scales are not flushed, overflow is Inf, FF is NaN."""
     edges = (0x00, 0x01, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)
     for byte in edges:
         x, w = torch.ones(16, 48, device="cuda"), torch.ones(16, 48, device="cuda")
-        a, b = bs.quantize(x, E4M3), bs.quantize(w, E4M3)
+        a, b = bs.quantize(x, E4M3), bs.quantize(w, WEIGHT)
         ones = torch.ones(16, 48, device="cuda").to(a.data.dtype)
         rows = torch.tensor([*edges, *edges, 0x7F, 0x7F], dtype=torch.uint8, device="cuda")
         a = replace(a, data=ones, scale=rows[:, None].expand(a.scale.shape).contiguous().view(a.scale.dtype))
         b = replace(b, data=ones, scale=torch.full_like(b.scale.view(torch.uint8), byte).view(b.scale.dtype))
-        got, want = product(a, b, heuristics_mx.TILES[0], block), block_product(a, b)
-        assert torch.equal(got.isnan(), want.isnan())
-        assert torch.equal(got.nan_to_num(nan=-1), want.nan_to_num(nan=-1))
+        for tile in heuristics_mx.TILES:
+            got, want = product(a, b, tile), block_product(a, b)
+            assert torch.equal(got.isnan(), want.isnan())
+            assert torch.equal(got.nan_to_num(nan=-1), want.nan_to_num(nan=-1))
 
 
 def test_special_values() -> None:
     """NaN and zero blocks stay where they belong."""
     x = torch.randn(130, 272, device="cuda")
     x[3, 5], x[7] = torch.nan, 0.0
-    a, b = bs.quantize(x, E4M3), weights(144, 272, 1)
+    a, b = bs.quantize(x, E4M3), weights(144, 272)
     with bs.use_backend(gemm="hopper"):
         got = bs.scaled_mm(a, b, torch.float32)
     assert bool(got[3].isnan().all())
@@ -224,7 +182,7 @@ def test_special_values() -> None:
 def test_operands_and_buffers_off_alignment() -> None:
     """Codes, scales and a gradient buffer that start off 16 bytes, and a buffer whose columns lie apart."""
     m, n, k = 200, 304, 512
-    a, b = activations(m, k), weights(n, k, 1)
+    a, b = activations(m, k), weights(n, k)
     want = exact_mm(a, b)
     off = torch.empty(m * n + 1, device="cuda")[1:].view(m, n).zero_()
     apart = torch.zeros(n, m, device="cuda").mT

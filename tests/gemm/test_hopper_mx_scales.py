@@ -56,35 +56,24 @@ def test_scales_are_copied_only_where_rows_start_elsewhere() -> None:
     assert torch.equal(_hopper_mx._scale_words(apart), _hopper_mx._scale_words(q))
 
 
-def test_a_weight_of_128x128_blocks_has_a_word_for_each_row() -> None:
-    q = bs.quantize(gaussian(300, 400) * torch.exp2(torch.arange(300) // 128 * 5.0)[:, None], WEIGHT)
-    words = _hopper_mx._scale_words(q)
-    assert words.is_contiguous()
-    assert words.shape == (384, 4), "whole blocks of rows, so that a tile's first row is always there"
-    got = factors(words)[:, :300]
-    want = e8m0_decode(q.scale.view(torch.uint8)).repeat_interleave(128, 0)[:300]
-    assert len(want.unique()) > 2
-    for step in range(4):
-        assert torch.equal(got[step], want)
-
-
 def emulated(a: BlockScaled, b: BlockScaled) -> torch.Tensor:
     """The kernel's arithmetic, but for what the tensor cores round within a step."""
-    scales = [factors(_hopper_mx._scale_words(q)[: q.rows]) for q in (a, b)]  # [4, rows, blocks of 128]
+    rows = factors(_hopper_mx._scale_words(a))  # [4, M, blocks of 128]
+    weight = factor_bits(b.scale.view(torch.uint8).int()).to(torch.int32).view(torch.float32)
+    weight = weight.repeat_interleave(128, dim=0)[: b.rows]
     codes = [torch.nn.functional.pad(decode_codes(q).double(), (0, -q.length % 128)) for q in (a, b)]
     acc = torch.zeros(a.rows, b.rows)
     for k in range(codes[0].shape[1] // 32):
         x, w = (code[:, k * 32 : (k + 1) * 32] for code in codes)
-        factor = scales[0][k % 4, :, k // 4][:, None] * scales[1][k % 4, :, k // 4][None, :]  # in fp32
+        factor = rows[k % 4, :, k // 4][:, None] * weight[:, k // 4][None, :]  # in fp32
         acc = torch.addcmul(acc.double(), (x @ w.mT).float().double(), factor.double()).float()
     return acc
 
 
-@pytest.mark.parametrize("weight", ["mxfp8_e5m2", WEIGHT])
 @pytest.mark.parametrize("k", [16, 96, 400, 512])
-def test_the_arithmetic_is_the_references(k: int, weight: str) -> None:
+def test_the_arithmetic_is_the_references(k: int) -> None:
     spread = torch.exp2(torch.randint(-30, 30, (20, 1), generator=torch.Generator().manual_seed(1)))
-    a, b = bs.quantize(gaussian(20, k) * spread, "mxfp8_e4m3"), bs.quantize(gaussian(150, k, seed=1), weight)
+    a, b = bs.quantize(gaussian(20, k) * spread, "mxfp8_e4m3"), bs.quantize(gaussian(150, k, seed=1), WEIGHT)
     assert_same_bits(emulated(a, b), block_product(a, b))
 
 
@@ -100,28 +89,14 @@ def test_scales_meet_in_fp32() -> None:
     assert product[exponent > 381 - 254].isinf().all()
 
 
-def test_weights_with_fewer_scales_are_recognised() -> None:
-    scale = torch.randint(100, 140, (3, 8), dtype=torch.uint8)
-    q = bs.quantize(gaussian(300, 256), "mxfp8_e4m3")
-    q = replace(q, scale=scale.repeat_interleave(128, dim=0)[:300].contiguous().view(q.scale.dtype))
-    assert _hopper_mx.repeats_over_rows(q)
-    assert _hopper_mx.repeats_over_rows(q.with_layout("blocked"))
-    for row in (127, 128, 299):
-        other = q.scale.view(torch.uint8).clone()
-        other[row, 5] += 1
-        assert not _hopper_mx.repeats_over_rows(replace(q, scale=other.view(q.scale.dtype)))
-    assert _hopper_mx.repeats_over_rows(bs.quantize(gaussian(300, 256), "mxfp8_e4m3"), rows=1)
-
-
 def test_every_tile_fits() -> None:
     for tile in heuristics_mx.TILES:
-        for vector in (False, True):
-            for wide in (False, True):
-                problem = heuristics.Problem(1000, 1000, 1000, vector, wide, 132)
-                plan = heuristics_mx.plan_for(tile, problem)
-                assert plan.tile.stages >= max(2, tile.run // 4), "a run's blocks are in the ring together"
-                assert heuristics_mx.shared_bytes(plan.tile, problem) <= heuristics.SHARED_BYTES
-                assert plan.programs <= 132
+        for wide in (False, True):
+            problem = heuristics.Problem(1000, 1000, 1000, False, wide, 132)
+            plan = heuristics_mx.plan_for(tile, problem)
+            assert plan.tile.stages >= max(2, tile.run // 4), "a run's blocks are in the ring together"
+            assert heuristics_mx.shared_bytes(plan.tile, problem) <= heuristics.SHARED_BYTES
+            assert plan.programs <= 132
 
 
 @pytest.mark.parametrize(
@@ -130,17 +105,15 @@ def test_every_tile_fits() -> None:
 )
 def test_small_products_get_small_tiles(m: int, n: int, bm: int, bn: int) -> None:
     for add in (False, True):
-        tile = heuristics_mx.choose(heuristics.Problem(m, n, 4096, True, add, 132, add)).tile
+        tile = heuristics_mx.choose(heuristics.Problem(m, n, 4096, False, add, 132, add)).tile
         assert (tile.bm, tile.bn) == (bm, bn)
-        assert tile.waves == 1
-        assert tile._replace(stages=0, rows=0) in [t._replace(stages=0, rows=0) for t in heuristics_mx.VECTOR_TILES]
 
 
 def test_the_row_serves_by_demand() -> None:
-    pair = ("mxfp8_e4m3", "mxfp8_e5m2")
-    row = next(row for row in rows("gemm") if row.backend == "hopper" and pair in row.formats)
+    row = next(row for row in rows("gemm") if row.launch is _hopper_mx.scaled_mm_mx)
     assert row.by_demand
-    request = Request("gemm", Capability("cuda", 90), pair, (100, 48, 80), torch.bfloat16, ("plain", "blocked"))
+    pair = ("mxfp8_e5m2", WEIGHT)
+    request = Request("gemm", Capability("cuda", 90), pair, (100, 48, 80), torch.bfloat16, ("blocked", "plain"))
     assert row.refusal(request) is None
     assert row.conversions(request) == ("mxfp8_e5m2 scales blocked -> plain",)
     assert "multiples of 16, these are 40 and 80" in str(row.refusal(replace(request, shape=(100, 40, 80))))
@@ -154,5 +127,5 @@ def test_blocks_of_128x128_are_for_weights() -> None:
     for pair in (("mxfp8_e4m3", WEIGHT), ("mxfp8_e5m2", WEIGHT)):
         assert row.refusal(replace(request, formats=pair)) is None
         assert row.conversions(replace(request, formats=pair)) == (f"{WEIGHT} scales blocked -> plain",)
-    for pair in ((WEIGHT, "mxfp8_e4m3"), (WEIGHT, WEIGHT), ("mxfp4", WEIGHT)):
+    for pair in (("mxfp8_e4m3", "mxfp8_e4m3"), (WEIGHT, "mxfp8_e4m3"), (WEIGHT, WEIGHT), ("mxfp4", WEIGHT)):
         assert "does not serve" in str(row.refusal(replace(request, formats=pair)))

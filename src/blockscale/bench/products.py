@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..casts import quantize
 from ..formats.layout import round_up
-from ..formats.scales import e8m0_decode
 from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm
 from .harness import Args, Case, Verdict, failure, random
@@ -96,15 +95,6 @@ def make_operands(product: Product, formats: tuple[str, str], device: torch.devi
     x, w = random((m, k), device), random((n, k), device)
     acc = torch.zeros(m, n, device=device) if accumulate else None
     return Operands(x, w, quantize(x, formats[0]), quantize(w, formats[1]), acc)
-
-
-def with_shared_scales(operand: BlockScaled, source: Tensor, rows: int) -> BlockScaled:
-    """The cast of a weight [N, K] to MXFP8 again, with one scale for each `rows` of N: the largest of theirs."""
-    byte = operand.plain_scale().view(torch.uint8)
-    shared = byte.view(-1, rows, byte.shape[1]).amax(1).repeat_interleave(rows, dim=0)
-    factor = e8m0_decode(shared).repeat_interleave(operand.spec.block[1], dim=1)
-    scale = shared.contiguous().view(operand.scale.dtype)
-    return replace(operand, data=(source.float() / factor).to(operand.data.dtype), scale=scale, scale_layout="plain")
 
 
 def _with_room(scale: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""The MXFP8 product of Hopper: codes of 8 bits, a power of two for each 1x32, fp32 sums promoted after every 32 of K.
+"""The MXFP8 product of Hopper by weights of 128x128 blocks: codes of 8 bits, a power of two for each 1x32 of a and each
+128x128 of b, fp32 sums promoted after every 32 of K.
 
-    c[M, N] = sum over steps k of (a[M, k] @ b[N, k].mT) * sa[M, k] * sb[N, k]
+    c[M, N] = sum over steps k of (a[M, k] @ b[N, k].mT) * sa[M, k] * sb[N / 128, k / 4]
 
-A step of 32 is one instruction of the tensor cores and one block of the format. What it returns is scaled and added in
+A step of 32 is one instruction of the tensor cores and one block of a's format. What it returns is scaled and added in
 fp32, which takes the other units as long as the instruction takes the tensor cores: there is no time for anything else.
 So four warps beside the producer, the scalers, read scale bytes and leave fp32 factors in the ring.
-The rest is as in `_hopper_kernel`; docs/design/gemm.md says why.
+The rest is as in `_hopper_kernel`; docs/design/gemm.md says why, and why b has no scale for each row.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -18,9 +19,8 @@ from ._hopper_common import allocate_blocks, fetch_tile, load_rows, next_stage, 
 from ._hopper_schedule import tile_at
 
 SCALERS: gl.constexpr = gl.constexpr(4)  # warps: one on each scheduler, or two of these would be late
-# of factors among the scalers: a thread has all four of a row, [R, 4], or of a column, [4, N]
+# of factors [rows, 4] among the scalers: a thread has all four of a row
 _QUADS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [SCALERS.value, 1], [1, 0]))
-_COLUMNS: gl.constexpr = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, SCALERS.value], [1, 0]))
 # of factors [64, 4] among a group: those of a thread's two rows, which are those of its sums
 _PART: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -46,9 +46,8 @@ def byte_of(word, number):
 
 
 @gluon.jit
-def _factors(words, steps):
-    """fp32 of some steps in words."""
-    return factor_bits(byte_of(words, steps)).to(gl.float32, bitcast=True)
+def _factors(bytes):
+    return factor_bits(bytes).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -62,7 +61,7 @@ def _ring_blocks(K, TILE: gl.constexpr):
 def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
     """Codes, by TMA; zeros outside of the operands."""
     a_desc, b_desc = operands
-    a_ring, b_ring, _, _ = rings
+    a_ring, b_ring, _ = rings
     full, empty, _ = bars
     _, _, K, tiles_m, tiles_n = sizes
     BM: gl.constexpr = TILE.groups * 64
@@ -80,40 +79,30 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr):
-    """Factors of rows, and of columns; or, of a weight with one scale for all columns of a tile, their product.
+def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr):
+    """The factors of each row and step: of a, times that of the weight, which is one for all columns of a tile.
 
     Stored by threads and loaded by threads, so the barriers of the ring order them without a fence.
     """
-    sa_ptr, sb_ptr = scales
-    _, _, sa_ring, sb_ring = rings
+    sa_ptr, sb_ptr, sb_stride = scales
+    _, _, sa_ring = rings
     full, empty, _ = bars
-    M, N, K, tiles_m, tiles_n = sizes
+    M, _, K, tiles_m, tiles_n = sizes
     BM: gl.constexpr = TILE.groups * 64
-    BN: gl.constexpr = TILE.bn
-    blocks = gl.cdiv(K, 128)  # and words in a row of scales
+    blocks = gl.cdiv(K, 128)  # and words in a row of a's scales
     m = gl.arange(0, BM, gl.SliceLayout(1, _QUADS))
-    n = gl.arange(0, BN, gl.SliceLayout(0, _COLUMNS))
     steps = gl.arange(0, 4, gl.SliceLayout(0, _QUADS))[None, :]
     stage, phase = 0, 1
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        top, left = pm * BM, pn * BN
-        a_at, b_at = sa_ptr + top.to(gl.int64) * blocks, sb_ptr + left.to(gl.int64) * blocks
+        top = pm * BM
+        a_at, b_at = sa_ptr + top.to(gl.int64) * blocks, sb_ptr + (pn * TILE.bn // 128) * sb_stride
         for k in range(_ring_blocks(K, TILE)):
             # under way while the ring is full; outside of the operands codes are zero, and so are these
             rows = gl.load(a_at + m * blocks + k, mask=(m < M - top) & (k < blocks), other=0)
-            if VECTOR:
-                columns = gl.load(b_at + n * blocks + k, mask=(n < N - left) & (k < blocks), other=0)
-            else:
-                columns = gl.load(b_at + k, mask=k < blocks, other=0)
+            weight = gl.load(b_at + k, mask=k < blocks, other=0).to(gl.int32)
             mbarrier.wait(empty.index(stage), phase)
-            factors = _factors(rows[:, None], steps)
-            if VECTOR:
-                by_column = gl.arange(0, 4, gl.SliceLayout(1, _COLUMNS))[:, None]
-                sb_ring.index(stage).reshape((4, BN)).store(_factors(columns[None, :], by_column))
-            else:
-                factors = factors * _factors(columns, steps)
+            factors = _factors(byte_of(rows[:, None], steps)) * _factors(weight)
             sa_ring.index(stage).reshape((BM, 4)).store(factors)
             mbarrier.arrive(full.index(stage), count=1)
             stage, phase = next_stage(stage, phase, TILE.stages)
@@ -122,7 +111,7 @@ def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.constexpr
 @gluon.jit
 def _multiply(rings, partial, stage, part, never, STEP: gl.constexpr, TILE: gl.constexpr):
     """Have 64 rows of a step of K multiplied, into the registers of an earlier partial result (`_hopper_kernel`)."""
-    a_ring, b_ring, _, _ = rings
+    a_ring, b_ring, _ = rings
     a = a_ring.index(stage)
     if TILE.groups > 1:
         a = a.slice(part * 64, 64)
@@ -132,8 +121,8 @@ def _multiply(rings, partial, stage, part, never, STEP: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def _row_factors(rings, stage, part, layout: gl.constexpr):
-    """Of 64 rows of a for the four steps of a block, with the weight's where it has one for all columns."""
-    _, _, sa_ring, _ = rings
+    """Of 64 rows for the four steps of a block."""
+    _, _, sa_ring = rings
     quads = sa_ring.index(stage).reshape((sa_ring.shape[1] // 4, 4)).slice(part * 64, 64, 0).load(_PART)
     even, odd = gl.split(quads.reshape((64, 2, 2)))
     f0, f2 = gl.split(even)
@@ -148,21 +137,9 @@ def _row_factors(rings, stage, part, layout: gl.constexpr):
 
 
 @gluon.jit
-def _scale(rows, rings, stage, layout: gl.constexpr, STEP: gl.constexpr, VECTOR: gl.constexpr):
-    """The scales of a step for all outputs; of columns they are loaded here, where registers are free."""
-    if VECTOR:
-        _, _, _, sb_ring = rings
-        BN: gl.constexpr = sb_ring.shape[1] // 4
-        columns = sb_ring.index(stage).slice(STEP * BN, BN).load(gl.SliceLayout(0, layout))
-        return rows[:, None] * columns[None, :]
-    else:
-        return rows[:, None]
-
-
-@gluon.jit
 def _sums(
     output, rings, c_tile, bars, sizes, top, pn, stage, phase,
-    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, ADD: gl.constexpr,
+    GROUP: gl.constexpr, TILE: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The sums of a group's 64 rows over K, and where the ring stands then."""
     full, empty, c_full = bars
@@ -202,17 +179,16 @@ def _sums(
             else:
                 odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
                 partial = odd
-            scale = _scale(rows_here[i % 4], rings, here, mma, i % 4, VECTOR)
             if i % 4 == 3:
                 mbarrier.arrive(empty.index(here), count=1)
-            sums = pinned(sums + partial * scale)
+            sums = pinned(sums + partial * rows_here[i % 4][:, None])
     return sums, stage, phase
 
 
 @gluon.jit
 def _consumer(
     output, rings, c_tile, bars, sizes,
-    GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+    GROUP: gl.constexpr, TILE: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     full, empty, c_full = bars
     M, N, K, tiles_m, tiles_n = sizes
@@ -224,8 +200,8 @@ def _consumer(
             stage, phase = skip_blocks(full, (empty,), stage, phase, _ring_blocks(K, TILE), TILE.stages)
         else:
             sums, stage, phase = _sums(
-                output, rings, c_tile, bars, sizes, top, pn, stage, phase, GROUP, TILE, VECTOR, ADD
-            )
+                output, rings, c_tile, bars, sizes, top, pn, stage, phase, GROUP, TILE, ADD
+            )  # fmt: skip
             if ADD:
                 mbarrier.wait(c_full.index(GROUP), c_phase)
                 c_phase ^= 1
@@ -235,24 +211,24 @@ def _consumer(
     tma_store_wait(0)
 
 
-@gluon.jit
+# what follows the tokens or the layer makes no kernels of its own, see `_hopper_kernel`
+@gluon.jit(do_not_specialize=["M", "K", "sb_stride"])
 def scaled_mm_mx_kernel(
-    a_desc, b_desc, c_desc, sa_ptr, sb_ptr, bias_ptr, M, N, K,
-    TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+    a_desc, b_desc, c_desc, sa_ptr, sb_ptr, bias_ptr, M, N, K, sb_stride,
+    TILE: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """sa_ptr, sb_ptr: int32 [rows, K / 128], four scale bytes each.  TILE: of `heuristics_mx`.  VECTOR: each row of b
-    has its scales, not 128 rows together.  ADD: to what c holds."""
+    """sa_ptr: int32 [M, K / 128], four scale bytes each.  sb_ptr: bytes [N / 128, K / 128].  TILE: of `heuristics_mx`.
+    ADD: to what c holds."""
     groups: gl.constexpr = TILE.groups
     stages: gl.constexpr = TILE.stages
     BM: gl.constexpr = groups * 64
     gl.static_assert(TILE.waves == 1 and TILE.loads == 1, "a group has 64 rows, and all are fetched at once")
     gl.static_assert(TILE.run % 4 == 0, "runs are of whole blocks")
-    gl.static_assert(VECTOR or 128 % TILE.bn == 0, "a tile lies in one block of 128 rows of b")
+    gl.static_assert(128 % TILE.bn == 0, "a tile lies in one block of 128 rows of b")
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a_ring = allocate_blocks(a_desc, stages, BM)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 4 * BM], flat)
-    sb_ring = gl.allocate_shared_memory(gl.float32, [stages if VECTOR else 1, 4 * TILE.bn], flat)
     c_tile = allocate_blocks(c_desc, groups, 64)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
@@ -264,21 +240,21 @@ def scaled_mm_mx_kernel(
         mbarrier.init(c_full.index(i), count=1)
     REST: gl.constexpr = (512 - groups * TILE.registers) // 16 * 8  # registers of the other warps, which are 5 of 8
     operands = (a_desc, b_desc)
-    scales = (sa_ptr, sb_ptr)
+    scales = (sa_ptr, sb_ptr, sb_stride)
     output = (c_desc, sb_ptr, bias_ptr)
-    rings = (a_ring, b_ring, sa_ring, sb_ring)
+    rings = (a_ring, b_ring, sa_ring)
     bars = (full, empty, c_full)
     sizes = (M, N, K, gl.cdiv(M, BM), gl.cdiv(N, TILE.bn))
     if groups == 1:
         gl.warp_specialize([
-            (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, VECTOR, BIAS, ADD)),
+            (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, BIAS, ADD)),
             (_producer, (operands, rings, bars, sizes, TILE)),
-            (_scaler, (scales, rings, bars, sizes, TILE, VECTOR)),
+            (_scaler, (scales, rings, bars, sizes, TILE)),
         ], [1, SCALERS], [40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, VECTOR, BIAS, ADD)),
-            (_consumer, (output, rings, c_tile, bars, sizes, 1, TILE, VECTOR, BIAS, ADD)),
+            (_consumer, (output, rings, c_tile, bars, sizes, 0, TILE, BIAS, ADD)),
+            (_consumer, (output, rings, c_tile, bars, sizes, 1, TILE, BIAS, ADD)),
             (_producer, (operands, rings, bars, sizes, TILE)),
-            (_scaler, (scales, rings, bars, sizes, TILE, VECTOR)),
+            (_scaler, (scales, rings, bars, sizes, TILE)),
         ], [4, 1, SCALERS], [TILE.registers, REST, REST])  # fmt: skip

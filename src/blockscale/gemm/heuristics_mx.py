@@ -1,7 +1,6 @@
 """How Hopper's MXFP8 product is cut up: a pure function of the problem, testable without a GPU.
 
-As in `heuristics`, without shared tiles; a problem is `vector` where each row of b has its scales, not 128 together.
-docs/design/gemm.md has measurements.
+As in `heuristics`, without shared tiles and costs. docs/design/gemm.md has measurements.
 """
 
 from __future__ import annotations
@@ -13,23 +12,20 @@ from .heuristics import PART, Plan, Problem, Tile, fitted, whole_tiles
 BLOCK = 128  # of K, in the ring
 STEP = 32  # of K: a scale's reach, and one instruction
 
-# `run` counts steps: four are a block.
+# `run` counts steps: four are a block. Consumers leave registers to five warps that fetch and scale.
 TILES = (
-    Tile(2, 1, 128, 5, 12, run=4),
     Tile(2, 1, 128, 5, 12, run=8, registers=216),
     Tile(1, 1, 128, 8, 16, run=4),
     Tile(1, 1, 64, 8, 16, run=4),
 )
-VECTOR_TILES = tuple(tile for tile in TILES if tile.run == 4)  # with a scale for each row of b longer runs spill
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory that the kernel takes: the ring, the output tiles, and the barriers."""
     factors = 4 * BLOCK // STEP
     block = (tile.bm + tile.bn) * BLOCK + tile.bm * factors
-    scales = tile.bn * factors * tile.stages if problem.vector else 0
     output = tile.bm * tile.bn * (4 if problem.wide else 2)
-    return tile.stages * block + scales + output + 8 * (2 * tile.stages + tile.groups) + 1024
+    return tile.stages * block + output + 8 * (2 * tile.stages + tile.groups) + 1024
 
 
 def plan_for(tile: Tile, problem: Problem) -> Plan:
@@ -41,11 +37,10 @@ def plan_for(tile: Tile, problem: Problem) -> Plan:
 def choose(problem: Problem) -> Plan:
     """128x128, or a smaller tile where that would leave its rows empty or multiprocessors idle.
 
-    >>> choose(Problem(4096, 4096, 4096, vector=True, wide=False, multiprocessors=132)).tile.label
+    >>> choose(Problem(4096, 4096, 4096, vector=False, wide=False, multiprocessors=132)).tile.label
     '128x128, 2 groups, 5 stages'
     """
-    # a scale for each row takes registers that longer runs need
-    large, middle, small = (plan_for(TILES[i], problem) for i in (0 if problem.vector else 1, 2, 3))
+    large, middle, small = (plan_for(tile, problem) for tile in TILES)
     half = problem.multiprocessors // 2
     if problem.m > PART and large.programs > half:
         return large

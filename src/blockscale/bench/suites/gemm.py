@@ -7,6 +7,7 @@ choice shows. The bytes of a row are the operands once and the output once, or t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from .. import shapes
 from ..ceilings import Ceilings
 from ..harness import Case
 from ..peers import Peer
-from ..product_peers import ALL_PEERS, ROW, multiply, peers
-from ..products import BF16_DB, Operands, check_product, make_operands, with_shared_scales
+from ..product_peers import ALL_PEERS, ROW, multiply, multiply_by, peers
+from ..products import BF16_DB, Operands, check_product, make_operands
 from ..shapes import Product, numel, text
 from .common import stored_bytes
 
@@ -47,6 +48,7 @@ class Kind:
 
 WEIGHTS = Kind("fp8_1x128", "fp8_128x128")
 VECTORS = Kind("fp8_1x128", "fp8_1x128")
+NATIVE = Kind("mxfp8_e4m3", "mxfp8_e4m3_128x128")
 EMULATED: tuple[str, ...] = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 
 
@@ -136,22 +138,15 @@ def case(kind: Kind, product: Product, extent: Extent, ceilings: Ceilings, *, gr
 
 
 def native_case(product: Product, extent: Extent, ceilings: Ceilings) -> Case:
-    """MXFP8 by FP8 units, its weight with one scale for each 128 rows: no row of the table can know that of it."""
-    from ...gemm import _hopper_mx  # needs Gluon
-
-    def make(device: torch.device) -> tuple[Operands]:
-        made = make_operands(product, ("mxfp8_e4m3", "mxfp8_e4m3"), device, accumulate=False)
-        return (replace(made, b=with_shared_scales(made.b, made.w, _hopper_mx.WEIGHT_BLOCK)),)
-
-    usual = case(Kind("mxfp8_e4m3", "mxfp8_e4m3"), product, extent, ceilings, group="MXFP8 natively")
+    """MXFP8 by FP8 units, beside what serves undemanded."""
+    usual = case(NATIVE, product, extent, ceilings, group="MXFP8 natively")
     ours = {name: peer for name, peer in usual.peers.items() if not name.startswith(ROW)}
     if "rows" in extent.peers:
         ours = {"upcast": Peer(multiply, gate_db=BF16_DB, accuracy=lambda o: o.accuracy(multiply)), **ours}
     return replace(
         usual,
-        name=f"mxfp8_e4m3 natively, 128 rows of b alike {text(product)}",
-        make=make,
-        run=lambda operands: _hopper_mx.product_of_shared_scales(operands.a, operands.b),
+        name=f"natively {NATIVE.label} {text(product)}",
+        run=functools.partial(multiply_by, "hopper"),
         backend=lambda _: "hopper",
         peers=ours,
     )
