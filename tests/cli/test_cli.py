@@ -79,9 +79,9 @@ def test_doctor_shows_every_operation(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_doctor_fails_when_a_check_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    doctor_module = importlib.import_module("blockscale.diagnostics.doctor")
+    checks = importlib.import_module("blockscale.diagnostics.selfcheck")
 
-    monkeypatch.setattr(doctor_module, "_GATE_DB", 1000.0)
+    monkeypatch.setattr(checks, "_GATE_DB", 1000.0)
     assert main(["doctor", "--device", "cpu"]) == 1
     assert "FAIL" in capsys.readouterr().out
 

@@ -81,7 +81,7 @@ def test_a_process_that_dies_is_a_failed_check(monkeypatch):
     monkeypatch.setattr(module, "_COMPILING_SECONDS", 0.0)
     report = doctor("cpu", workers=2)
     assert not report.ok
-    first, *others = (f"{part} of mxfp4" for part in module._PARTS)
+    first, *others = (f"{part} of mxfp4" for part in module.PARTS)
     assert {check.name for check in report.checks if not check.passed} == set(others), first
     assert "died before it answered" in str(report)
 
@@ -96,7 +96,7 @@ def test_it_covers_everything(sound):
         wanted = everywhere if spec.is_2d else everywhere | one_d
         assert {operation for operation, form in cells if form == name} == wanted
         checked = {check.name.split(",")[0].split(" ")[0] for check in report.checks if check.name.endswith(name)}
-        some = importlib.import_module("blockscale.diagnostics.doctor").FUSED_FORMATS
+        some = importlib.import_module("blockscale.diagnostics.selfcheck").FUSED_FORMATS
         fused = {"swiglu", "swiglu_backward", "rmsnorm", "permute"} if name in some else set()
         assert checked >= {"cast", "gemm"} | fused
     assert everywhere | one_d == set(registry.operations()), "an operation that doctor does not know"

@@ -70,7 +70,7 @@ def _operands(
     import torch
 
     from .. import quantize
-    from ..diagnostics.doctor import partner
+    from ..diagnostics.selfcheck import partner
     from ..errors import ShapeError, message
 
     m, n, k, groups = size
