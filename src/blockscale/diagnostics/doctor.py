@@ -25,7 +25,7 @@ from ..formats.spec import FORMATS
 from ..gemm import _assembler
 from ..hardware import default_device, describe, named_device
 from ..registry import adopt_demands, current_demands
-from .selfcheck import PARTS, Check, Choice, Samples, known_bytes
+from .selfcheck import PARTS, Check, Choice, Samples, compiles_a_cast, known_bytes
 
 # what a look takes at most whose kernels are compiled: on an H200 all of them took 1.5 s, and 33 with an empty cache
 _COMPILING_SECONDS = 2.5
@@ -116,8 +116,9 @@ def look_count() -> int:
 def _answers(
     looks: Sequence[_Look], device: torch.device, workers: int
 ) -> Iterator[tuple[_Look, Sequence[Choice | Check]]]:
-    """Each look and what it found, as they are done: here, or by processes once a look took long."""
-    samples, slow, waiting = Samples(device), False, list(looks)
+    """Each look and what it found, as they are done: here, or by processes where kernels have to be compiled."""
+    samples, waiting = Samples(device), list(looks)
+    slow = workers > 1 and compiles_a_cast(samples)
     while waiting and not (slow and workers > 1):
         look = waiting.pop(0)
         started = time.perf_counter()

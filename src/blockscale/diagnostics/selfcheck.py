@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,23 @@ class Samples:
         self.offs = torch.tensor([5, 5, 140], dtype=torch.int32, device=device)
         self.gate_up, self.grad, self.weight = draw(140, 512), draw(140, 256), draw(272)
         self.indices = torch.randint(-1, 140, (140,), generator=generator, dtype=torch.int32).to(device)
+
+
+def compiles_a_cast(samples: Samples) -> bool:
+    """Whether a first kernel had to be compiled, since it lay neither in memory nor on disk."""
+    if samples.x.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    missing: list[bool] = []
+
+    def listen(*, cache_hit: bool, **_: object) -> None:
+        missing.append(not cache_hit)
+
+    with knobs.compilation.scope():
+        knobs.compilation.listener = listen
+        quantize(samples.x, "mxfp8_e4m3")
+    return any(missing)
 
 
 def partner(name: str) -> str:
