@@ -166,7 +166,7 @@ def row_for(request: Request) -> str:
         ("sm_90", ("fp8_1x128", "fp8_128x128"), GLUON),
         ("sm_90", ("fp8_128x128", "fp8_1x128"), VENDOR),
         ("sm_90", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
-        ("sm_90", ("mxfp8_e4m3", "mxfp8_e4m3_128x128"), UPCAST),
+        ("sm_90", ("mxfp8_e4m3", "mxfp8_e4m3_128x128"), "hopper.scaled_mm_mx"),
         ("sm_100", ("mxfp8_e4m3", "mxfp8_e4m3"), UPCAST),
         ("sm_100", ("mxfp8_e4m3_128x128", "mxfp8_e5m2"), UPCAST),
         ("sm_100", ("mxfp8_e5m2", "mxfp8_e4m3"), UPCAST),

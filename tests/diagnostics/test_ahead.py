@@ -162,7 +162,7 @@ def test_on_a_gpu_the_first_step_compiles_nothing() -> None:
     ("formats", "kernels"),
     [
         (("nvfp4", "nvfp4_16x16"), {"amax_kernel", "cast_kernel"}),
-        (("mxfp8_e4m3", "mxfp8_e4m3_128x128"), {"cast_kernel"}),
+        (("mxfp8_e4m3", "mxfp8_e4m3_128x128"), {"cast_kernel", "scaled_mm_mx_kernel"}),
     ],
     ids=["nvfp4", "mxfp8"],
 )

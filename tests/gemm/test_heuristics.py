@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
+import torch
 
 from blockscale.gemm.heuristics import (
     SHARED_BYTES,
@@ -21,6 +23,8 @@ from blockscale.gemm.heuristics import (
     shared_bytes,
     shared_tiles,
 )
+from blockscale.hardware import Capability
+from blockscale.registry import Request, select, use_backend
 
 
 def problems() -> list[Problem]:
@@ -131,3 +135,20 @@ def test_what_binds() -> None:
     assert by == "FP8 units at 1,450 TFLOP/s"
     assert us == pytest.approx(2 * 8192**3 / 1.45e9)
     assert bound(Problem(8192, 8192, 8192, False, False, 66))[0] == pytest.approx(2 * us)
+
+
+@pytest.mark.parametrize(
+    ("shape", "backend"),
+    [((128, 14336, 4096), "torch"), ((100, 10240, 8192), "torch"), ((64, 14336, 4096), "hopper"),
+     ((128, 7168, 18432), "hopper"), ((129, 14336, 4096), "hopper"), ((102, 10240, 8192), "hopper")],
+)  # fmt: skip
+def test_what_the_vendor_does_better_is_left_to_it(shape: tuple[int, int, int], backend: str) -> None:
+    """65 to 128 rows in tiles of 128x128, and rows in fours, without which it refuses."""
+    pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
+    pair, layouts = ("fp8_1x128", "fp8_128x128"), ("mn_major", "grid")
+    request = Request("gemm", Capability("cuda", 90), pair, shape, torch.bfloat16, layouts)
+    assert select(request).backend == backend
+    for other in (replace(request, dtype=torch.float16), replace(request, options=frozenset({"bias"}))):
+        assert select(other).backend == "hopper"
+    with use_backend(gemm="hopper"):
+        assert select(request).backend == "hopper"

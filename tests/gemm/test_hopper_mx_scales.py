@@ -14,7 +14,7 @@ from blockscale.formats.decoding import decode_codes, e8m0_decode
 from blockscale.gemm import heuristics, heuristics_mx
 from blockscale.gemm._reference import block_product
 from blockscale.hardware import Capability
-from blockscale.registry import Request, rows
+from blockscale.registry import Request, rows, select
 from products import assert_same_bits, gaussian
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
@@ -109,12 +109,12 @@ def test_small_products_get_small_tiles(m: int, n: int, bm: int, bn: int) -> Non
         assert (tile.bm, tile.bn) == (bm, bn)
 
 
-def test_the_row_serves_by_demand() -> None:
+def test_the_row_serves() -> None:
     row = next(row for row in rows("gemm") if row.launch is _hopper_mx.scaled_mm_mx)
-    assert row.by_demand
     pair = ("mxfp8_e5m2", WEIGHT)
     request = Request("gemm", Capability("cuda", 90), pair, (100, 48, 80), torch.bfloat16, ("blocked", "plain"))
-    assert row.refusal(request) is None
+    assert select(request) is row
+    assert select(replace(request, formats=("mxfp8_e5m2", "mxfp8_e4m3"))).backend == "torch"
     assert row.conversions(request) == ("mxfp8_e5m2 scales blocked -> plain",)
     assert "multiples of 16, these are 40 and 80" in str(row.refusal(replace(request, shape=(100, 40, 80))))
     assert "strides" in str(row.refusal(replace(request, options=frozenset({"strided"}))))

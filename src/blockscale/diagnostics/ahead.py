@@ -26,6 +26,7 @@ from torch import Tensor
 from ..casts import plan_cast, quantize
 from ..casts.ops import allocate, allocate_both, cast_request
 from ..formats.cast_spec import as_cast_spec
+from ..formats.layout import round_up
 from ..formats.spec import FORMATS, get_format
 from ..gemm.heuristics import Plan, Problem
 from ..gemm.ops import gemm_request
@@ -37,9 +38,10 @@ Layer = tuple[int, int]  # (N, K) of a weight
 # Token counts of every kind that the casts tell apart: one row; rows, and their scales in fours, that are multiples of
 # 16 or not; whole tiles and half ones. A test holds them against all counts up to 1024 and some above.
 CAST_TOKENS = (1, 2, 15, 16, 64, 127, 128, 256, 500, 1000)
-# A product's plan follows tiles, whose rows are multiples of 64, and whether there are more than 16 rows, or 32.
+# A product's plan follows tiles, whose rows are multiples of 64, and whether there are more than 16 rows, or 32. With
+# 128 rows some are left to the vendor, who takes no 127.
 MOST_TOKENS = 16384
-EVERY_TOKENS = (16, 32, *range(64, MOST_TOKENS + 1, 64))
+EVERY_TOKENS = (16, 32, 64, 127, *range(192, MOST_TOKENS + 1, 64))
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def layer_requests(
             ask("gemm", (a, b), (m, n, k), dtype)
             if training:
                 ask("gemm", (a, b), (m, k, n), dtype)
-                ask("gemm", (a, a), (n, k, m), torch.float32, "accumulate")
+                # its K is the tokens, and Hopper's kernels take multiples of 16
+                ask("gemm", (a, a), (n, k, round_up(m, 16)), torch.float32, "accumulate")
     return list(found)
 
 

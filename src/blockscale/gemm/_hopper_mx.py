@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 
 from ..formats.tensor import BlockScaled
 from ..hardware import multiprocessors
-from ..registry import kernel
+from ..registry import Request, kernel
 from ._gluon import gl
 from ._hopper import LANGUAGE
 from ._hopper_launch import Described, can_be_described, whole
@@ -27,6 +28,16 @@ _CODES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 _ROWWISE, WEIGHT = ("mxfp8_e4m3", "mxfp8_e5m2"), "mxfp8_e4m3_128x128"
 
 
+def _plan(m: int, n: int, k: int, dtype: torch.dtype, count: int, *, add: bool) -> Plan:
+    return choose(Problem(m, n, k, False, add or dtype == torch.float32, count, add))
+
+
+def ahead(request: Request) -> Hashable:
+    """All that the compiled kernel depends on."""
+    add, count = "accumulate" in request.options, multiprocessors(torch.device("meta"))
+    return _plan(*request.shape, request.dtype, count, add=add).tile, request.formats, request.dtype, request.options
+
+
 @kernel(
     "gemm",
     "hopper",
@@ -35,13 +46,12 @@ _ROWWISE, WEIGHT = ("mxfp8_e4m3", "mxfp8_e5m2"), "mxfp8_e4m3_128x128"
     layouts=dict.fromkeys((*_ROWWISE, WEIGHT), "plain"),
     priority=12,
     reject=reject_fp8_of_hopper,
-    by_demand=True,  # right on an H200, but the exact upcast is as fast or faster (docs/design/gemm.md)
+    ahead=ahead,
 )
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised MXFP8 product, promoted after every 32 of K"""
     direct = can_be_described(out)
-    wide, add = out.dtype == torch.float32, accumulate and direct
-    plan = choose(Problem(a.rows, b.rows, a.length, False, wide, multiprocessors(out.device), add))
+    plan = _plan(a.rows, b.rows, a.length, out.dtype, multiprocessors(out.device), add=accumulate and direct)
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # a buffer of the caller's that the copy engine cannot write to

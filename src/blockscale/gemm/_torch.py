@@ -22,7 +22,7 @@ from ..formats.tensor import BlockScaled
 from ..library import empty
 from ..registry import Request, kernel, select
 from .epilogue import apply_tensor_scales, finish
-from .ops import reject_fp8_of_hopper
+from .ops import reject_fp8_of_vendor
 
 try:
     from ._finish import finish_at_once
@@ -38,16 +38,6 @@ _MXFP8_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if {a, b} != {"mxfp8_e5m2
 _BLACKWELL_PAIRS = [*_MXFP8_PAIRS, *((a, b) for a in _NVFP4 for b in _NVFP4)]
 
 
-def _reject_hopper(request: Request) -> str | None:
-    refused = reject_fp8_of_hopper(request)
-    if refused is not None:
-        return refused
-    for name, rows in zip(request.formats, request.shape[:2], strict=True):
-        if name == "fp8_1x128" and rows % 4:
-            return f"wants 1x128 scales without padding: rows in multiples of 4, not {rows}"
-    return None
-
-
 @kernel(
     "gemm",
     "torch",
@@ -55,7 +45,7 @@ def _reject_hopper(request: Request) -> str | None:
     formats=FP8_PAIRS,
     layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
     priority=20,
-    reject=_reject_hopper,
+    reject=reject_fp8_of_vendor,
 )
 def scaled_mm_hopper(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """F.scaled_mm: the vendor library's FP8 blockwise product"""
