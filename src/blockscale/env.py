@@ -25,7 +25,7 @@ class Variable:
 VARIABLES: tuple[Variable, ...] = (
     Variable("BLOCKSCALE_BACKEND", "force this backend for every operation that it implements, as use_backend() does"),
     Variable("BLOCKSCALE_LOG", "print messages of this level and above: debug, info, warning or error"),
-    Variable("BLOCKSCALE_MULTICAST", "1: Hopper's FP8 product in clusters of two (Triton 3.9; never run)", "0"),
+    Variable("BLOCKSCALE_MULTICAST", "1: Hopper's FP8 product in clusters of two (Triton 3.9; gains little)", "0"),
     Variable("BLOCKSCALE_POISON", "1: fill outputs with NaN bytes before a kernel writes them (debugging, tests)", "0"),
     Variable("BLOCKSCALE_PTXAS", "assembler of Hopper's product: default for Triton's own, or the path of a ptxas"),
     Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail instead of skipping when there is no GPU", "0"),

@@ -125,7 +125,7 @@ def test_clusters_are_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
     if _hopper.HAS_MULTICAST:
         found = _hopper.forecast(request)
         assert "on 2 multiprocessors" in found.configuration
-        assert "have not been timed" in found.note
+        assert "the time without clusters" in found.note
     else:
         with pytest.raises(OptionError, match="BLOCKSCALE_MULTICAST=1"):
             _hopper.forecast(request)
