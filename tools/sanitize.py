@@ -105,8 +105,8 @@ PRODUCTS = [
 ] + [
     (row, a, b, 130, 208, 400)
     for row, a, b in (
-        ("hopper", "mxfp8_e4m3", "mxfp8_e4m3"),
         ("hopper", "mxfp8_e4m3", "mxfp8_e4m3_128x128"),
+        ("hopper", "mxfp8_e5m2", "mxfp8_e4m3_128x128"),
         ("triton", "mxfp8_e4m3", "mxfp8_e4m3"),
         ("triton", "nvfp4", "nvfp4"),
     )
