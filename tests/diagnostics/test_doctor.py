@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def test_a_sound_machine(device):
 def test_processes_find_what_one_finds(monkeypatch):
     """Also under a demand, which they have to be told."""
     module = importlib.import_module("blockscale.diagnostics.doctor")
-    monkeypatch.setattr(module, "FORMATS", {name: FORMATS[name] for name in ("mxfp4", "fp8_1x128")})
+    # the first look is not left to them; mxfp4's products are another backend's without the demand
+    monkeypatch.setattr(module, "FORMATS", {name: FORMATS[name] for name in ("fp8_1x128", "mxfp4")})
     seen: list[str] = []
     with bs.use_backend("reference"):
         alone = doctor("cpu")
@@ -265,3 +267,21 @@ def test_an_rstd_that_is_one_bit_off(device, broken):
 
     broken("rmsnorm", launch)
     assert failed(doctor(device)) == {"rmsnorm"}
+
+
+@pytest.mark.parametrize(("found_on_disk", "compiles"), [((), False), ((True,), False), ((True, False), True)])
+def test_it_notices_that_kernels_have_to_be_compiled(monkeypatch, found_on_disk, compiles):
+    """Triton tells a listener of each kernel that is not in memory; the earlier listener is there again afterwards."""
+    knobs = pytest.importorskip("triton.knobs", reason="needs triton, which is not installed")
+    module = importlib.import_module("blockscale.diagnostics.selfcheck")
+    before = knobs.compilation.listener
+
+    def cast(x: object, name: str) -> None:
+        for hit in found_on_disk:
+            knobs.compilation.listener(cache_hit=hit, src=None, metadata={})
+
+    monkeypatch.setattr(module, "quantize", cast)
+    on_a_gpu, here = (SimpleNamespace(x=SimpleNamespace(device=torch.device(name))) for name in ("cuda:0", "cpu"))
+    assert module.compiles_a_cast(on_a_gpu) is compiles
+    assert module.compiles_a_cast(here) is False
+    assert knobs.compilation.listener is before
