@@ -19,8 +19,7 @@ from . import tuned
 from ._gluon import HAS_MULTICAST, gl
 from ._hopper_common import COUNTERS
 from ._hopper_kernel import scaled_mm_kernel
-from ._hopper_launch import Described, can_be_described, whole
-from ._hopper_launch import launch as start
+from ._hopper_launch import Described, can_be_described, start_kernel, whole
 from .epilogue import finish
 from .heuristics import PART, Plan, Problem, bound, in_clusters
 from .ops import reject_fp8_of_hopper, reject_fp8_of_vendor
@@ -118,7 +117,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype, tile.cluster)
     workspace = workspace_for(plan, out.device) if plan.shared else out
-    start(
+    start_kernel(
         scaled_mm_kernel,
         plan.programs,
         (

@@ -43,7 +43,7 @@ class _Known(NamedTuple):
 _KNOWN: dict[tuple[object, ...], _Known] = {}
 
 
-def launch(
+def start_kernel(
     kernel: Any,
     programs: int,
     described: tuple[Described, ...],

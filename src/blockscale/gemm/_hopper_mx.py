@@ -16,8 +16,7 @@ from ..hardware import multiprocessors
 from ..registry import Request, kernel
 from ._gluon import gl
 from ._hopper import LANGUAGE
-from ._hopper_launch import Described, can_be_described, whole
-from ._hopper_launch import launch as start
+from ._hopper_launch import Described, can_be_described, start_kernel, whole
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .epilogue import finish
 from .heuristics import PART, Plan, Problem
@@ -66,7 +65,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     tile, k = plan.tile, a.length
     b_scale = b.scale.view(torch.uint8)
-    start(
+    start_kernel(
         scaled_mm_mx_kernel,
         plan.programs,
         (

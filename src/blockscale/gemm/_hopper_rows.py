@@ -15,8 +15,7 @@ from ..hardware import multiprocessors
 from ..registry import Forecast, Request, kernel
 from ._gluon import gl
 from ._hopper import problem_of
-from ._hopper_launch import Described, whole
-from ._hopper_launch import launch as start
+from ._hopper_launch import Described, start_kernel, whole
 from ._hopper_rows_kernel import few_rows_kernel
 from .heuristics import (
     MOST_ROWS,
@@ -85,7 +84,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     rows = tile.bm // tile.loads
     weights, tokens, scales = _layouts(rows, tile.bn)
-    start(
+    start_kernel(
         few_rows_kernel,
         plan.programs,
         (
