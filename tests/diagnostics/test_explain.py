@@ -203,6 +203,16 @@ def test_hopper_says_how_it_would_multiply():
     assert gradient.us > 1.1 * plain.us, "adding has its price"
 
 
+def test_mxfp8_says_how_it_would_multiply():
+    pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
+    a, b = (torch.empty(4096, 4096, device="meta") for _ in range(2))
+    operands = bs.quantize(a, "mxfp8_e4m3"), bs.quantize(b, "mxfp8_e4m3_128x128")
+    taken = bs.explain("gemm", *operands, on=Capability("cuda", 90)).taken
+    assert taken.backend == "hopper"
+    assert taken.forecast.configuration.startswith("128x128, 2 groups, 5 stages; 132 programs")
+    assert 600 < taken.forecast.tflop_s < 800
+
+
 def test_rows_that_refuse_or_cannot_tell_have_no_forecast():
     explanation = forecast_of((64, 60, 256))
     assert [row.forecast for row in explanation.candidates] == [None] * len(explanation.candidates)

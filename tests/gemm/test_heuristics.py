@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from blockscale.gemm import heuristics_mx
 from blockscale.gemm.heuristics import (
     SHARED_BYTES,
     TILES,
@@ -152,3 +153,36 @@ def test_what_the_vendor_does_better_is_left_to_it(shape: tuple[int, int, int], 
         assert select(other).backend == "hopper"
     with use_backend(gemm="hopper"):
         assert select(request).backend == "hopper"
+
+
+# MXFP8 by tiles of 128x128, 64x128 and 64x64: microseconds on one H200
+_MX_MEASURED = {
+    (1, 7168, 2048): (10.3, 10.4, 8.1),
+    (128, 7168, 2048): (14.6, 11.0, 13.0),
+    (512, 7168, 2048): (25.3, 32.8, 36.7),
+    (64, 18432, 7168): (67.6, 58.9, 51.2),
+    (128, 18432, 7168): (78.7, 77.5, 80.2),
+    (512, 18432, 7168): (181.6, 220.5, 275.8),
+    (256, 2112, 7168): (38.1, 27.0, 18.4),
+    (512, 2112, 7168): (38.3, 51.1, 33.4),
+    (256, 4096, 4096): (24.8, 18.4, 21.7),
+    (512, 4096, 4096): (25.5, 33.2, 40.0),
+}
+
+
+@pytest.mark.parametrize("shape", _MX_MEASURED, ids=lambda shape: "x".join(map(str, shape)))
+def test_mxfp8_takes_the_tile_that_was_quickest(shape: tuple[int, int, int]) -> None:
+    plan, us = heuristics_mx.choose(Problem(*shape, False, False, 132))
+    times = {(tile.bm, tile.bn): time for tile, time in zip(heuristics_mx.TILES, _MX_MEASURED[shape], strict=True)}
+    taken = times[plan.tile.bm, plan.tile.bn]
+    assert taken == min(times.values())
+    assert us == pytest.approx(taken, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "us"),
+    [(4096, 4096, 4096, 193.4), (8192, 8192, 8192, 1538.1), (4096, 7168, 18432, 1481.9), (4096, 24576, 1536, 438.4)],
+)
+def test_mxfp8_is_predicted_under_load(m: int, n: int, k: int, us: float) -> None:
+    """Within 12 % of what benchmarks/results/gemm-h200.jsonl has."""
+    assert heuristics_mx.choose(Problem(m, n, k, False, False, 132))[1] == pytest.approx(us, rel=0.12)

@@ -1,4 +1,4 @@
-"""Hopper's MXFP8 product in Gluon as a row of the table: the choice of a tile, and the launch."""
+"""Hopper's MXFP8 product in Gluon as a row of the table: the choice of a tile, the launch, the forecast."""
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
@@ -13,22 +13,31 @@ from torch.nn.functional import pad
 
 from ..formats.tensor import BlockScaled
 from ..hardware import multiprocessors
-from ..registry import Request, kernel
+from ..registry import Forecast, Request, kernel
 from ._gluon import gl
-from ._hopper import LANGUAGE
+from ._hopper import LANGUAGE, problem_of
 from ._hopper_launch import Described, can_be_described, start_kernel, whole
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .epilogue import finish
-from .heuristics import PART, Plan, Problem
+from .heuristics import PART, Plan, Problem, bound
 from .heuristics_mx import choose
 from .ops import reject_fp8_of_hopper
+from .tuned import Choice
 
 _CODES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 _ROWWISE, WEIGHT = ("mxfp8_e4m3", "mxfp8_e5m2"), "mxfp8_e4m3_128x128"
 
 
 def _plan(m: int, n: int, k: int, dtype: torch.dtype, count: int, *, add: bool) -> Plan:
-    return choose(Problem(m, n, k, False, add or dtype == torch.float32, count, add))
+    return choose(Problem(m, n, k, False, add or dtype == torch.float32, count, add))[0]
+
+
+def forecast(request: Request) -> Forecast:
+    """The plan that `scaled_mm_mx` would take, on this GPU if it is such a one."""
+    problem, elsewhere = problem_of(request)
+    chosen = Choice(*choose(problem), entry=None)
+    flops = 2 * problem.m * problem.n * problem.k
+    return Forecast(chosen.plan.label, chosen.us, flops, *bound(problem), chosen.origin + elsewhere)
 
 
 def ahead(request: Request) -> Hashable:
@@ -45,6 +54,7 @@ def ahead(request: Request) -> Hashable:
     layouts=dict.fromkeys((*_ROWWISE, WEIGHT), "plain"),
     priority=12,
     reject=reject_fp8_of_hopper,
+    forecast=forecast,
     ahead=ahead,
 )
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:

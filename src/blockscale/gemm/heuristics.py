@@ -87,7 +87,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class _Cost:
+class Cost:
     """Microseconds of a tile: for each block of K, and once."""
 
     block: float
@@ -115,12 +115,12 @@ _LONG, _LAST_ROUND = 4, 0.25
 _LEAST_SHARE = 4  # blocks of K that are worth a program of their own
 # tile; costs with one scale per 128x128 of b, and with scales 1x128
 _CANDIDATES = (
-    (Tile(2, 2, 128, 3, 8), _Cost(0.915, 0.6), _Cost(1.22, 0.4)),
-    (Tile(3, 1, 128, 4, 8, registers=160, loads=3), _Cost(0.652, 0.3), _Cost(0.843, 0.3)),
-    (Tile(2, 1, 128, 5, 12, run=4), _Cost(0.447, 0.35), _Cost(0.61, 0.2)),
-    (Tile(2, 1, 128, 5, 12, run=2), _Cost(0.47, 0.35), _Cost(0.594, 0.1)),
-    (Tile(1, 1, 128, 8, 16, run=4), _Cost(0.25, 0.6), _Cost(0.35, 0.6)),
-    (Tile(1, 1, 64, 8, 16, run=4), _Cost(0.222, 0.5), _Cost(0.30, 0.5)),
+    (Tile(2, 2, 128, 3, 8), Cost(0.915, 0.6), Cost(1.22, 0.4)),
+    (Tile(3, 1, 128, 4, 8, registers=160, loads=3), Cost(0.652, 0.3), Cost(0.843, 0.3)),
+    (Tile(2, 1, 128, 5, 12, run=4), Cost(0.447, 0.35), Cost(0.61, 0.2)),
+    (Tile(2, 1, 128, 5, 12, run=2), Cost(0.47, 0.35), Cost(0.594, 0.1)),
+    (Tile(1, 1, 128, 8, 16, run=4), Cost(0.25, 0.6), Cost(0.35, 0.6)),
+    (Tile(1, 1, 64, 8, 16, run=4), Cost(0.222, 0.5), Cost(0.30, 0.5)),
 )
 TILES = tuple(tile for tile, _, _ in _CANDIDATES)
 
@@ -169,7 +169,7 @@ def _tiles(tile: Tile, problem: Problem) -> int:
     return -(-problem.m // tile.bm) * -(-problem.n // tile.bn)
 
 
-def _predicted_us(plan: Plan, cost: _Cost, problem: Problem) -> float:
+def predicted_us(plan: Plan, cost: Cost, problem: Problem) -> float:
     """Whole rounds draw all the bandwidth there is; those that are left over take a tile's time, or that of their
     bytes."""
     tiles, end = _tiles(plan.tile, problem), cost.tile + (_ADDING_US_PER_ROW * plan.tile.bm if problem.add else 0.0)
@@ -232,14 +232,14 @@ def candidates(problem: Problem) -> list[tuple[Plan, float]]:
             continue  # a group's buffer holds one part of what is added to
         for plan in (whole_tiles(tile, problem), shared_tiles(tile, problem)):
             if plan is not None:
-                found.append((plan, _predicted_us(plan, vector if problem.vector else block, problem)))
+                found.append((plan, predicted_us(plan, vector if problem.vector else block, problem)))
     return found
 
 
 # ---- few rows: weights by tokens -------------------------------------------------------------------------------------
 
 MOST_ROWS = 32
-_FEW_ROWS = _Cost(0.29, 0.5)
+_FEW_ROWS = Cost(0.29, 0.5)
 _FEW_ROWS_MARGIN = 0.97
 _MOST_STAGES = 16
 
@@ -268,7 +268,7 @@ def choose_few_rows(problem: Problem) -> tuple[Plan, float]:
     turned = replace(problem, m=problem.n, n=problem.m)
     tile = few_rows_tile(problem.m)
     plan = whole_tiles(tile, turned)._replace(tile=tile)  # there is no output tile that would take stages
-    return plan, _predicted_us(plan, _FEW_ROWS, turned)
+    return plan, predicted_us(plan, _FEW_ROWS, turned)
 
 
 def few_rows_pay(problem: Problem) -> bool:
