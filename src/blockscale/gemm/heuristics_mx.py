@@ -12,8 +12,8 @@ from .heuristics import Cost, Plan, Problem, Tile, fitted, predicted_us, whole_t
 BLOCK = 128  # of K, in the ring
 STEP = 32  # of K: a scale's reach, and one instruction
 
-# `run` counts steps: four are a block. Consumers leave registers to five warps that fetch and scale. Costs are fitted to
-# one H200: small tiles at 1 to 512 rows, the large one between these and the shapes of training, within 12 %.
+# `run` counts steps: four are a block. Consumers leave registers to five warps that fetch and scale. Costs are fitted
+# to one H200: small tiles at 1 to 512 rows, the large one between these and the shapes of training, within 12 %.
 _CANDIDATES = (
     (Tile(2, 1, 128, 5, 12, run=8, registers=216), Cost(0.70, 0.6)),
     (Tile(1, 1, 128, 8, 16, run=4), Cost(0.40, 2.0)),

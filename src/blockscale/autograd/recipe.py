@@ -1,0 +1,245 @@
+"""Recipes: which format each operand of a layer's three products has, as plain data.
+
+    fprop  Y  = X  @ W.mT   contracts input features
+    dgrad  dX = dY @ W      contracts output features
+    wgrad  dW = dY.mT @ X   contracts tokens
+
+A product that is None stays in high precision. Named recipes are in `RECIPES`; `Recipe.replace` makes others. What the
+choices are founded on is in docs/recipes.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import OptionError, check_name, message
+from ..formats.cast_spec import CastSpec
+from ..formats.spec import check_pair, get_format
+from ..formats.stochastic import ROLES, Stochastic
+
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+WeightCast = Literal["forward", "twice", "step"]
+WEIGHT_CASTS: tuple[WeightCast, ...] = ("forward", "twice", "step")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand is cast.
+
+    format: one of the ten names.  scale_rule: None takes the format's default.  stochastic: codes are drawn, so that
+    rounding is right on average; gradients only.  hadamard: True or a sign mask, the same on both sides of a product.
+    """
+
+    format: str
+    scale_rule: str | None = None
+    stochastic: bool = False
+    hadamard: bool | int = False
+
+    def spec(self, role: str, rounding: Stochastic | None, layout: str | None = None) -> CastSpec:
+        """The cast of this operand in a layer's place `role`; rounding: of a layer that draws."""
+        drawn = rounding if self.stochastic and rounding is not None else "nearest"
+        return CastSpec(self.format, self.scale_rule, drawn, self.hadamard, role, scale_layout=layout)
+
+    def __str__(self) -> str:
+        words = [self.format, self.scale_rule or get_format(self.format).default_rule(stochastic=self.stochastic)]
+        words += ["hadamard"] if self.hadamard is not False else []
+        words += ["stochastic"] if self.stochastic else []
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The two operands of a product, the gradient or activation that is a's rows first."""
+
+    a: Operand
+    b: Operand
+
+    def __str__(self) -> str:
+        return f"{self.a} @ {self.b}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a layer does in low precision.
+
+    fprop, dgrad, wgrad: None stays in high precision.  until: a step from which on a product stays in high precision
+    too, such as {"fprop": 8000}; see `at`.  keeps: what of an input waits for the backward: "operand" (its 8-bit or
+    4-bit copy, made in the forward from one read) or "source" (the input itself, cast in the backward: for inputs that
+    somebody else keeps anyway).  weight_cast: "forward" (both operands of the weight are made in the forward and wait
+    for the backward), "twice" (one in the forward, one in the backward: nothing waits) or "step" (once per optimizer
+    step, see docs/weights.md).
+
+    >>> print(get_recipe("fp8_blockwise").fprop)
+    fp8_1x128 fp32 @ fp8_128x128 fp32
+    """
+
+    name: str
+    fprop: Product | None = None
+    dgrad: Product | None = None
+    wgrad: Product | None = None
+    until: Mapping[str, int] = field(default_factory=dict)
+    keeps: Literal["operand", "source"] = "operand"
+    weight_cast: WeightCast = "forward"
+
+    def __post_init__(self) -> None:
+        for name in PRODUCTS:
+            product = getattr(self, name)
+            if product is not None:
+                _check_product(name, product)
+        for name, step in self.until.items():
+            check_name(name, PRODUCTS, "product")
+            if step < 0:
+                rule = "a product changes at a step, counted from 0"
+                raise OptionError(message(f"until={{{name!r}: {step}}}", rule=rule, fix="pass 0 or more"))
+        check_name(self.keeps, ("operand", "source"), "kept input")
+        check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
+
+    def __hash__(self) -> int:
+        products = (self.fprop, self.dgrad, self.wgrad)
+        return hash((self.name, *products, tuple(sorted(self.until.items())), self.keeps, self.weight_cast))
+
+    def operand(self, role: str) -> Operand | None:
+        """The operand of a role, such as "dgrad_dy"; None where its product stays in high precision."""
+        check_name(role, ROLES, "role")
+        product: Product | None = getattr(self, role[:5])
+        if product is None:
+            return None
+        # a weight and an activation are the second operand of the product that they are in
+        second = role in ("fprop_w", "dgrad_w", "wgrad_x")
+        return product.b if second else product.a
+
+    def formats(self) -> dict[str, str | None]:
+        """The format of each role, None for high precision: all that a roofline asks for.
+
+        >>> get_recipe("mxfp8_wgrad_bf16").formats()["wgrad_x"] is None
+        True
+        """
+        operands = ((role, self.operand(role)) for role in ROLES)
+        return {role: None if operand is None else operand.format for role, operand in operands}
+
+    @property
+    def is_low(self) -> bool:
+        """Whether any product is in low precision."""
+        return not (self.fprop is None and self.dgrad is None and self.wgrad is None)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a cast is stochastic, so that a layer needs a name and a state."""
+        return any(operand.stochastic for operand in map(self.operand, ROLES) if operand is not None)
+
+    def at(self, step: int) -> Recipe:
+        """The recipe as it is at an optimizer step: itself, or without the products whose time is over.
+
+        >>> recipe = get_recipe("nvfp4").replace(until={"fprop": 100})
+        >>> recipe.at(99).fprop is None, recipe.at(100).fprop is None
+        (False, True)
+        """
+        over = {name: None for name, end in self.until.items() if step >= end and getattr(self, name) is not None}
+        return dataclasses.replace(self, **over) if over else self
+
+    def replace(self, **changes: Any) -> Recipe:
+        """The same recipe with other fields; a name is made from what changed unless one is given."""
+        known = {each.name for each in dataclasses.fields(self)}
+        for name in changes:
+            check_name(name, known, "field of a recipe")
+        return dataclasses.replace(self, **({"name": f"{self.name}*"} | changes))
+
+    def with_weights(self, format: str) -> Recipe:
+        """The same recipe with weights in another format, such as mxfp8_e4m3_128x128, which Hopper multiplies natively.
+
+        >>> get_recipe("mxfp8").with_weights("mxfp8_e4m3_128x128").name
+        'mxfp8, weights mxfp8_e4m3_128x128'
+        """
+        get_format(format)
+        changed = {
+            name: Product(product.a, Operand(format))
+            for name, product in (("fprop", self.fprop), ("dgrad", self.dgrad))
+            if product is not None
+        }
+        return self.replace(name=f"{self.name}, weights {format}", **changed)
+
+    def __str__(self) -> str:
+        products = (f"{name} {getattr(self, name) or 'in high precision'}" for name in PRODUCTS)
+        return f"{self.name}: {'; '.join(products)}"
+
+
+def _check_product(name: str, product: Product) -> None:
+    a, b = product.a, product.b
+    check_pair(a.format, b.format)
+    if a.hadamard != b.hadamard:
+        raise OptionError(
+            message(
+                f"{name} with hadamard={a.hadamard} and {b.hadamard}",
+                rule="a rotation cancels only when both operands have the same one",
+                fix="give both operands the same hadamard option",
+            )
+        )
+    roles = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}[name]
+    for operand, what in zip((a, b), roles, strict=True):
+        if operand.stochastic and what != "dy":
+            raise OptionError(
+                message(
+                    f"stochastic rounding of {name}'s {what}",
+                    rule="drawn codes belong on gradients: on activations and weights they make training diverge",
+                    fix="round gradients stochastically, and activations and weights to nearest",
+                )
+            )
+        if get_format(operand.format).is_2d and what != "w":
+            raise OptionError(
+                message(
+                    f"{operand.format} for {name}'s {what}",
+                    rule="2-D blocks are for weights: a block of tokens would mix what different tokens need",
+                    fix="use the format with 1-D blocks",
+                )
+            )
+        operand.spec("fprop_x", None).plan()  # raises for options that the format does not have
+
+
+def _alike(fprop: Product, wgrad: Product | None) -> dict[str, Product | None]:
+    """dgrad as fprop: the gradient in the place of the activation, the weight along its other axis."""
+    return {"fprop": fprop, "dgrad": fprop, "wgrad": wgrad}
+
+
+_FP8, _FP8_WEIGHT = Operand("fp8_1x128"), Operand("fp8_128x128")
+_MXFP8, _MXFP6 = Operand("mxfp8_e4m3"), Operand("mxfp6_e2m3")
+_MXFP4 = Operand("mxfp4")
+_NVFP4, _NVFP4_WEIGHT = Operand("nvfp4"), Operand("nvfp4_16x16")
+
+RECIPES: Mapping[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("bf16"),
+        Recipe("fp8_blockwise", **_alike(Product(_FP8, _FP8_WEIGHT), Product(_FP8, _FP8))),
+        Recipe("mxfp8", **_alike(Product(_MXFP8, _MXFP8), Product(_MXFP8, _MXFP8))),
+        Recipe("mxfp8_wgrad_bf16", **_alike(Product(_MXFP8, _MXFP8), None)),
+        Recipe("mxfp6", **_alike(Product(_MXFP6, _MXFP6), Product(_MXFP6, _MXFP6))),
+        Recipe(
+            "mxfp4",
+            fprop=Product(_MXFP4, _MXFP4),
+            dgrad=Product(Operand("mxfp4", stochastic=True), _MXFP4),
+            wgrad=Product(Operand("mxfp4", stochastic=True, hadamard=True), Operand("mxfp4", hadamard=True)),
+        ),
+        Recipe(
+            "nvfp4",
+            fprop=Product(_NVFP4, _NVFP4_WEIGHT),
+            dgrad=Product(Operand("nvfp4", "up", stochastic=True), _NVFP4_WEIGHT),
+            wgrad=Product(Operand("nvfp4", "up", stochastic=True, hadamard=True), Operand("nvfp4", hadamard=True)),
+        ),
+    )
+}
+
+
+def get_recipe(recipe: str | Recipe) -> Recipe:
+    """A recipe by name; a recipe is returned as it is.
+
+    >>> get_recipe("nvfp4").draws
+    True
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str) or recipe not in RECIPES:  # pyright: ignore[reportUnnecessaryIsInstance]
+        check_name(recipe, RECIPES, "recipe")
+    return RECIPES[recipe]
