@@ -198,9 +198,9 @@ def _check_product(name: str, product: Product) -> None:
         operand.spec("fprop_x", None).plan()  # raises for options that the format does not have
 
 
-def _alike(fprop: Product, wgrad: Product | None) -> dict[str, Product | None]:
+def _alike(name: str, fprop: Product, wgrad: Product | None) -> Recipe:
     """dgrad as fprop: the gradient in the place of the activation, the weight along its other axis."""
-    return {"fprop": fprop, "dgrad": fprop, "wgrad": wgrad}
+    return Recipe(name, fprop, fprop, wgrad)
 
 
 _FP8, _FP8_WEIGHT = Operand("fp8_1x128"), Operand("fp8_128x128")
@@ -212,10 +212,10 @@ RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe("bf16"),
-        Recipe("fp8_blockwise", **_alike(Product(_FP8, _FP8_WEIGHT), Product(_FP8, _FP8))),
-        Recipe("mxfp8", **_alike(Product(_MXFP8, _MXFP8), Product(_MXFP8, _MXFP8))),
-        Recipe("mxfp8_wgrad_bf16", **_alike(Product(_MXFP8, _MXFP8), None)),
-        Recipe("mxfp6", **_alike(Product(_MXFP6, _MXFP6), Product(_MXFP6, _MXFP6))),
+        _alike("fp8_blockwise", Product(_FP8, _FP8_WEIGHT), Product(_FP8, _FP8)),
+        _alike("mxfp8", Product(_MXFP8, _MXFP8), Product(_MXFP8, _MXFP8)),
+        _alike("mxfp8_wgrad_bf16", Product(_MXFP8, _MXFP8), None),
+        _alike("mxfp6", Product(_MXFP6, _MXFP6), Product(_MXFP6, _MXFP6)),
         Recipe(
             "mxfp4",
             fprop=Product(_MXFP4, _MXFP4),
