@@ -24,6 +24,12 @@ _PUBLIC = {
     "quantize_permute": "casts.fused",
     "scaled_mm": "gemm",
     "scaled_grouped_mm": "grouped",
+    "Recipe": "autograd",
+    "activation": "autograd",
+    "attach": "autograd",
+    "get_recipe": "autograd",
+    "invalidate": "autograd",
+    "refresh_weights_": "autograd",
     "BlockScaled": "formats",
     "CastSpec": "formats",
     "Stochastic": "formats",
@@ -33,20 +39,28 @@ _PUBLIC = {
     "doctor": "diagnostics",
 }
 _ROOMS = ("casts", "gemm", "grouped")
-_SUBMODULES = ("casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "registry")
+_SUBMODULES = (
+    "autograd", "casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "nn", "registry"
+)  # fmt: skip
 
 __all__ = [
     "__version__",
     "BlockScaled",
     "CastSpec",
+    "Recipe",
     "Stochastic",
+    "activation",
+    "attach",
     "dequantize",
     "doctor",
     "explain",
+    "get_recipe",
+    "invalidate",
     "permute_quantize_both",
     "quantize",
     "quantize_both",
     "quantize_permute",
+    "refresh_weights_",
     "rmsnorm_quantize",
     "rmsnorm_quantize_both",
     "rng_state",
@@ -59,6 +73,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .autograd import Recipe as Recipe
+    from .autograd import activation as activation
+    from .autograd import attach as attach
+    from .autograd import get_recipe as get_recipe
+    from .autograd import invalidate as invalidate
+    from .autograd import refresh_weights_ as refresh_weights_
     from .casts import dequantize as dequantize
     from .casts import quantize as quantize
     from .casts import quantize_both as quantize_both

@@ -52,6 +52,10 @@ class DeviceError(BlockscaleError, ValueError):
     """Operands that live on different devices."""
 
 
+class StaleWeightError(BlockscaleError, ValueError):
+    """A shared cast of a weight that has changed since."""
+
+
 class PairError(BlockscaleError, NotImplementedError):
     """Two formats that no product combines."""
 

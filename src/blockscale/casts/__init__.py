@@ -64,7 +64,11 @@ def quantize(
         spec = _with_options(format, (scale_rule, rounding, hadamard, role, amax, satfinite, scale_layout))
     check_axis(axis)
     check_source(x, "x")
-    plan = plan_cast(x, spec, offs)
+    return cast(x, spec, plan_cast(x, spec, offs), axis, offs)
+
+
+def cast(x: Tensor, spec: CastSpec, plan: CastPlan, axis: int = -1, offs: Tensor | None = None) -> BlockScaled:
+    """`quantize` for those who have checked: plan is the spec's."""
     buffers = ops.quantize(x, plan.text(), axis, spec.state, spec.amax_tensor, offs)
     return assemble(plan, buffers, x.shape, axis, groups=offs.shape[0] if offs is not None and axis == -2 else None)
 
@@ -95,20 +99,25 @@ def quantize_both(
     check_source(x, "x")
     row_spec, col_spec = as_cast_spec(row), as_cast_spec(col)
     plans = (plan_cast(x, row_spec, offs), plan_cast(x, col_spec, offs))
-    results = ops.quantize_both(
-        x,
-        plans[0].text(),
-        plans[1].text(),
-        row_spec.state,
-        col_spec.state,
-        row_spec.amax_tensor,
-        col_spec.amax_tensor,
-        offs,
-        colsum,
-    )
-    row_operand = assemble(plans[0], results[0:3], x.shape, -1)
-    col_operand = assemble(plans[1], results[3:6], x.shape, -2, groups=None if offs is None else offs.shape[0])
-    return (row_operand, col_operand, results[6]) if colsum else (row_operand, col_operand)
+    row_operand, col_operand, total = cast_both(x, (row_spec, col_spec), plans, offs, colsum=colsum)
+    return (row_operand, col_operand, total) if colsum else (row_operand, col_operand)
+
+
+def cast_both(
+    x: Tensor,
+    specs: tuple[CastSpec, CastSpec],
+    plans: tuple[CastPlan, CastPlan],
+    offs: Tensor | None = None,
+    *,
+    colsum: bool = False,
+) -> tuple[BlockScaled, BlockScaled, Tensor]:
+    """`quantize_both` for those who have checked: plans are those of the specs. Sums mean nothing unless asked for."""
+    (row, col), (row_plan, col_plan) = specs, plans
+    states, maxima = (row.state, col.state), (row.amax_tensor, col.amax_tensor)
+    results = ops.quantize_both(x, row_plan.text(), col_plan.text(), *states, *maxima, offs, colsum)
+    row_operand = assemble(row_plan, results[0:3], x.shape, -1)
+    col_operand = assemble(col_plan, results[3:6], x.shape, -2, groups=None if offs is None else offs.shape[0])
+    return row_operand, col_operand, results[6]
 
 
 def dequantize(

@@ -163,6 +163,59 @@ def quantize_both(
     return *outs[0], *outs[1], total
 
 
+def _fake_requantize_(data: Tensor, scale: Tensor, factor: Tensor | None, x: Tensor, plan: str, axis: int) -> None:
+    return None
+
+
+@define_op(fake=_fake_requantize_, sharding=sharding.whole, mutates=("data", "scale", "factor"))
+def requantize_(data: Tensor, scale: Tensor, factor: Tensor | None, x: Tensor, plan: str, axis: int) -> None:
+    """Cast x again into the buffers that `quantize` made of a tensor like it."""
+    resolved = CastPlan.parse(plan)
+    row = select(cast_request("cast", x, (resolved,), None))
+    row.launch(x, resolved, axis, _typed(resolved, data, scale, factor), state=None, amax=None, offs=None)
+
+
+def _fake_requantize_both_(
+    row_data: Tensor,
+    row_scale: Tensor,
+    row_factor: Tensor | None,
+    col_data: Tensor,
+    col_scale: Tensor,
+    col_factor: Tensor | None,
+    x: Tensor,
+    row: str,
+    col: str,
+) -> None:
+    return None
+
+
+_WRITTEN = ("row_data", "row_scale", "row_factor", "col_data", "col_scale", "col_factor")
+
+
+@define_op(fake=_fake_requantize_both_, sharding=sharding.whole, mutates=_WRITTEN)
+def requantize_both_(
+    row_data: Tensor,
+    row_scale: Tensor,
+    row_factor: Tensor | None,
+    col_data: Tensor,
+    col_scale: Tensor,
+    col_factor: Tensor | None,
+    x: Tensor,
+    row: str,
+    col: str,
+) -> None:
+    """Cast x again into the buffers that `quantize_both` made of a tensor like it."""
+    plans = (CastPlan.parse(row), CastPlan.parse(col))
+    outs = _typed(plans[0], row_data, row_scale, row_factor), _typed(plans[1], col_data, col_scale, col_factor)
+    chosen = select(cast_request("cast_both", x, plans, None))
+    chosen.launch(x, plans, outs, None, states=(None, None), amaxes=(None, None), offs=None)
+
+
+def _typed(plan: CastPlan, data: Tensor, scale: Tensor, factor: Tensor | None) -> Buffers:
+    """Buffers that may have come as bytes, by the dtypes of the format."""
+    return data.view(plan.spec.data_dtype), scale.view(plan.spec.scale_dtype), factor
+
+
 def _decoded_shape(data: Tensor, axis: int, length: int) -> tuple[int, ...]:
     return (*data.shape[:-1], length) if axis == -1 else (*data.shape[:-2], length, data.shape[-1])
 

@@ -308,7 +308,8 @@ def from_parts(
     hadamard: int | None = None,
 ) -> BlockScaled:
     """The inverse of `to_parts`, given what it leaves out."""
-    spec, layout = parse_kind(kind)
+    name, layout = kind.split(" ")  # not parse_kind: a backward is traced, and there caches are looked through
+    spec = get_format(name)
     data, scale = _viewed(data, spec.data_dtype), _viewed(scale, spec.scale_dtype)
     return BlockScaled(data, scale, global_scale, spec.name, axis, layout, shape, group_align, hadamard)
 

@@ -47,14 +47,22 @@ def scaled_mm(
             [128., 128., 128.]], dtype=torch.bfloat16)
     """
     check_dense(a, b)
-    shape = (a.rows, b.rows)
     if accumulate is not None:
-        check_accumulator(accumulate, bias, shape, a.device)
-        ops.scaled_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length)
-        return accumulate
-    check_output(out_dtype)
-    check_bias(bias, (b.rows,), a.device)
-    return ops.scaled_mm(*to_parts(a), *to_parts(b), a.length, bias, out_dtype)
+        check_accumulator(accumulate, bias, (a.rows, b.rows), a.device)
+    else:
+        check_output(out_dtype)
+        check_bias(bias, (b.rows,), a.device)
+    return multiply(a, b, out_dtype, bias, accumulate)
+
+
+def multiply(
+    a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None
+) -> Tensor:
+    """`scaled_mm` for those who have checked."""
+    if accumulate is None:
+        return ops.scaled_mm(*to_parts(a), *to_parts(b), a.length, bias, out_dtype)
+    ops.scaled_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length)
+    return accumulate
 
 
 def exact_mm(a: BlockScaled, b: BlockScaled) -> Tensor:

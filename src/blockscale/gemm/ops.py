@@ -4,6 +4,7 @@
 bodies select a row, convert scale layouts where the row reads another one, and launch.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bo
     options = product_options(a, b, bias=bias, accumulate=accumulate)
     shape, layouts = (a.rows, b.rows, a.length), (a.scale_layout, b.scale_layout)
     return Request("gemm", capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
+
+
+@torch.compiler.assume_constant_result
+def wanted_layouts(a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
+    """The scale layouts that the row for large products of these formats on this device reads: a cast that writes them
+    saves a conversion. None: any."""
+    layouts = select(_large_request(a, b, device)).layouts
+    return layouts.get(a), layouts.get(b)
+
+
+@functools.lru_cache(maxsize=1024)
+def _large_request(a: str, b: str, device: torch.device) -> Request:
+    return Request("gemm", capability(device), (a, b), (4096, 4096, 4096), torch.bfloat16)
 
 
 def reject_fp8_of_hopper(request: Request) -> str | None:

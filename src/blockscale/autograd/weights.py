@@ -1,0 +1,252 @@
+"""Weights that are cast once per optimizer step, and shared by all microbatches until the next one.
+
+A stale weight would train a model on numbers that it no longer has, so sharing begins only when somebody says who keeps
+it fresh: `attach(optimizer, model)` casts again after every step of that optimizer, fused or not, `refresh_weights_`
+does it by hand. Version counters alone cannot be trusted (fused optimizers, `.data` and replayed graphs do not count),
+but where they do count they are heeded: a weight that is seen to have changed is cast again. So is one that another
+optimizer has stepped, that was loaded, moved or replaced. What nobody can see is a write to `weight.data` outside of an
+optimizer: then call `invalidate` or `refresh_weights_`. BLOCKSCALE_CHECK_WEIGHTS=1 compares all bytes in every forward.
+
+Operands keep their storage, which is refreshed in place: compiled graphs and CUDA graphs go on reading what is fresh,
+and a refresh between a forward and its backward is an error. Cost: 2 bytes for each element of an 8-bit weight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from .. import env
+from ..casts import ops
+from ..errors import OptionError, StaleWeightError, message
+from ..formats.tensor import assemble
+from .operands import Casts, Pair, Resolved
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+_CHECK = "BLOCKSCALE_CHECK_WEIGHTS"
+_SHARED: weakref.WeakSet[SharedWeight] = weakref.WeakSet()
+# models that an optimizer keeps fresh; both may go away
+_ATTACHED: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Module]]] = weakref.WeakKeyDictionary()
+
+
+class SharedWeight:
+    """The operands of one weight, and whether they are those of its present values.
+
+    Not part of a module's state: copies and pickles of it start closed, that is, sharing nothing.
+    """
+
+    def __init__(self) -> None:
+        self._weight: weakref.ref[Tensor] | None = None
+        self._version = 0
+        # asked by compiled code, so not to be told from what changes with every step
+        self.is_open = False
+        self._is_valid = False
+        self._recipe: Recipe | None = None
+        self._specs: tuple[Resolved | None, Resolved | None] = (None, None)
+        self._buffers: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._pair: Pair = (None, None)
+        self.casts = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedWeight:
+        return SharedWeight()
+
+    def __reduce__(self) -> tuple[type[SharedWeight], tuple[()]]:
+        return SharedWeight, ()
+
+    def operands(self, weight: Tensor, recipe: Recipe) -> Pair | None:
+        """What a forward takes; None: it casts by itself, as long as nobody keeps operands fresh."""
+        if not self.is_open:
+            return None
+        if torch.compiler.is_compiling():  # the owner refreshes in place what a graph reads
+            return self._pair if self._is_valid and self._recipe == recipe else None
+        if not self._is_fresh(weight, recipe):
+            self.refresh(weight, recipe)
+        elif env.flag(_CHECK):
+            self._compare(weight)
+        return self._pair
+
+    def _is_fresh(self, weight: Tensor, recipe: Recipe) -> bool:
+        same = self._is_valid and self._weight is not None and self._weight() is weight and self._recipe == recipe
+        return same and self._version == _version(weight)
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor, recipe: Recipe) -> None:
+        """Cast the weight again, into the same storage where it still fits. Opens the sharing."""
+        check_can_be_shared(weight)
+        casts = Casts(recipe)
+        specs = casts.spec("fprop_w", weight.device), casts.spec("dgrad_w", weight.device)
+        known = self._weight is not None and self._weight() is weight and self._buffers
+        device = self._buffers[0][0].device if self._buffers else None
+        if not known or recipe != self._recipe or device != weight.device:
+            self._allocate(weight, specs)
+        else:
+            self._rewrite(weight)
+        self._weight, self._version, self._recipe = weakref.ref(weight), _version(weight), recipe
+        self.is_open = self._is_valid = True
+        self.casts += 1
+        _SHARED.add(self)
+
+    def _allocate(self, weight: Tensor, specs: tuple[Resolved | None, Resolved | None]) -> None:
+        self._specs = specs
+        made: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        row, col = specs
+        if row is not None and col is not None:
+            texts, nothing = (row[1].text(), col[1].text()), (None,) * 4
+            results = ops.quantize_both(weight, *texts, *nothing, None, False)
+            made = [results[0:3], results[3:6]]
+        else:
+            for spec, axis in ((row, -1), (col, -2)):
+                if spec is not None:
+                    made.append(ops.quantize(weight, spec[1].text(), axis, None, None, None))
+        self._buffers = made
+        filled = iter(made)
+        pair = [
+            None if spec is None else assemble(spec[1], next(filled), weight.shape, axis)
+            for spec, axis in ((row, -1), (col, -2))
+        ]
+        self._pair = (pair[0], pair[1])
+
+    def _rewrite(self, weight: Tensor) -> None:
+        row, col = self._specs
+        if row is not None and col is not None:
+            first, second = self._buffers
+            ops.requantize_both_(*_given(first), *_given(second), weight, row[1].text(), col[1].text())
+        elif row is not None:
+            ops.requantize_(*_given(self._buffers[0]), weight, row[1].text(), -1)
+        elif col is not None:
+            ops.requantize_(*_given(self._buffers[0]), weight, col[1].text(), -2)
+
+    def invalidate(self) -> None:
+        """The operands are no longer those of the weight: the next forward casts again."""
+        self._is_valid = False
+
+    def steps_with(self, params: set[int]) -> bool:
+        """Whether its weight is among these."""
+        weight = None if self._weight is None else self._weight()
+        return weight is not None and id(weight) in params
+
+    def _compare(self, weight: Tensor) -> None:
+        fresh = SharedWeight()
+        fresh._allocate(weight.detach(), self._specs)
+        for mine, new in zip(self._buffers, fresh._buffers, strict=True):
+            for kept, made in zip(mine, new, strict=True):
+                if kept is not None and made is not None and not torch.equal(_bytes(kept), _bytes(made)):
+                    raise StaleWeightError(
+                        message(
+                            f"a shared cast of a weight {tuple(weight.shape)} is not that of its values",
+                            rule="whoever writes to weight.data outside of an attached optimizer has to say so",
+                            fix="call blockscale.refresh_weights_(model) after the write",
+                        )
+                    )
+
+
+def _given(buffers: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Buffers as an operator that writes them takes them: bytes, since not every pass of a compiler knows FP4."""
+    data, scale, factor = buffers
+    return _bytes(data), _bytes(scale) if scale.element_size() == 1 else scale, _none_if_empty(factor)
+
+
+def _none_if_empty(factor: Tensor | None) -> Tensor | None:
+    return None if factor is None or factor.numel() == 0 else factor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _version(weight: Tensor) -> int:
+    """The count of changes that are counted; tensors made in inference mode count none."""
+    return 0 if weight.is_inference() else weight._version
+
+
+def check_can_be_shared(weight: Tensor) -> None:
+    """Raise for weights whose whole is not here."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(weight, DTensor):
+        raise OptionError(
+            message(
+                f"a shared cast of a sharded weight {tuple(weight.shape)}",
+                rule="only a shard of it is here between steps, and what a forward gathers is gone after it",
+                fix="use weight_cast='twice' under FSDP: nothing is kept that it would free",
+            )
+        )
+
+
+# ---- who keeps weights fresh -----------------------------------------------------------------------------------------
+
+
+def shared_weights(model: Module) -> list[tuple[str, Module, SharedWeight]]:
+    """The layers of a model whose recipe shares its weight's cast, with their names."""
+    found: list[tuple[str, Module, SharedWeight]] = []
+    for name, module in model.named_modules():
+        shared = getattr(module, "shared_weight", None)
+        if isinstance(shared, SharedWeight):
+            found.append((name, module, shared))
+    return found
+
+
+def refresh_weights_(model: Module) -> int:
+    """Cast every weight of a model again whose recipe says weight_cast="step"; how many there were.
+
+    Call it after the optimizer, or let `attach` do so. Before the first call nothing is shared.
+    """
+    found = shared_weights(model)
+    for _, module, shared in found:
+        shared.refresh(module.weight, module.recipe_now)  # pyright: ignore[reportArgumentType]
+    return len(found)
+
+
+def invalidate(model: Module) -> None:
+    """Say that weights were written to behind everybody's back: the next forward casts them again."""
+    for _, _, shared in shared_weights(model):
+        shared.invalidate()
+
+
+def attach(optimizer: Optimizer, model: Module) -> None:
+    """Cast the weights of a model now, and after every step of this optimizer.
+
+    >>> import blockscale as bs
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    >>> report = bs.quantize_(model, bs.get_recipe("mxfp8").replace(weight_cast="step"), keep_last=False)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> bs.attach(optimizer, model)
+    """
+    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(
+            message(
+                f"attach to a {type(optimizer).__name__}",
+                rule="a torch optimizer tells when it has stepped, others do not",
+                fix="call refresh_weights_(model) after every step yourself",
+            )
+        )
+    refresh_weights_(model)
+    models = _ATTACHED.setdefault(optimizer, [])
+    if not any(known() is model for known in models):
+        models.append(weakref.ref(model))
+
+
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Of any optimizer: models attached to it are refreshed, other weights that it has are cast when next needed."""
+    if not _SHARED:
+        return
+    fresh: set[int] = set()
+    for known in _ATTACHED.get(optimizer, ()):
+        model = known()
+        if model is not None:
+            refresh_weights_(model)
+            fresh.update(id(shared) for _, _, shared in shared_weights(model))
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for shared in _SHARED:
+        if id(shared) not in fresh and shared.steps_with(params):
+            shared.invalidate()
+
+
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,100 @@
+"""`Linear`: torch's layer with its products in the formats of a recipe.
+
+A subclass of `torch.nn.Linear` with the same parameters, `state_dict` and initialisation: what knows that class knows
+this one. Parameters stay in high precision. Conversion changes a module's class and nothing else (`convert.py`), so
+hooks, optimizers, tied weights and compiled callers keep what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd.activation import Activation
+from ..autograd.linear import linear
+from ..autograd.recipe import Recipe, get_recipe
+from ..autograd.weights import SharedWeight
+from ..errors import OptionError, message
+from ..formats.stochastic import Stochastic, module_name, rng_state
+
+DEFAULT_SEED = 0
+
+
+class Linear(torch.nn.Linear):
+    """y = x @ weight.mT + bias, trained by a recipe.
+
+    recipe: a name or a `Recipe`.  name: where the layer is in its model, such as "layers.0.mlp.down_proj"; recipes that
+    round stochastically draw by it, and need it.  rng: seed and tick (`rng_state`), shared by the layers of a model.
+
+    >>> layer = Linear(256, 512, bias=False, recipe="mxfp8")
+    >>> layer(torch.randn(2, 3, 256)).shape
+    torch.Size([2, 3, 512])
+    >>> layer
+    Linear(in_features=256, out_features=512, bias=False, recipe=mxfp8)
+    """
+
+    recipe: Recipe
+    recipe_now: Recipe
+    name: str
+    shared_weight: SharedWeight | None
+    rng: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe = "fp8_blockwise",
+        name: str = "",
+        rng: Tensor | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.follow(recipe, name=name, rng=rng)
+
+    def follow(self, recipe: str | Recipe, *, name: str = "", rng: Tensor | None = None) -> None:
+        """Train by this recipe from now on. Casts that were shared are dropped."""
+        chosen, plain = get_recipe(recipe), module_name(name)
+        if chosen.draws and not plain:
+            raise OptionError(
+                message(
+                    f"recipe {chosen.name!r} for a layer without a name",
+                    rule="it rounds stochastically, and layers draw by their names",
+                    fix="pass name='layers.0.mlp.down_proj', or convert a model with quantize_, which names its layers",
+                )
+            )
+        self.recipe = self.recipe_now = chosen
+        self.name = plain
+        self.shared_weight = SharedWeight() if chosen.weight_cast == "step" and chosen.is_low else None
+        if chosen.draws and rng is None:
+            rng = rng_state(DEFAULT_SEED, device=self.weight.device)
+        self.register_buffer("rng", rng if chosen.draws else None, persistent=False)
+
+    def forward(self, input: Tensor | Activation) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        recipe, shared = self.recipe_now, self.shared_weight
+        rounding = Stochastic(self.rng, self.name) if recipe.draws and self.rng is not None else None
+        operands = None if shared is None else shared.operands(self.weight, recipe)
+        return linear(input, self.weight, self.bias, recipe, rounding=rounding, weight_operands=operands)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = self.rng
+        result = super()._apply(fn, recurse)
+        if before is not None and before.is_meta and self.rng is not None and not self.rng.is_meta:
+            self.rng.copy_(rng_state(DEFAULT_SEED))  # what came off the meta device has no values
+        if self.shared_weight is not None:
+            self.shared_weight.invalidate()
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*args, **named)
+        if self.shared_weight is not None:
+            self.shared_weight.invalidate()
