@@ -66,6 +66,10 @@ class Casts:
         """Of an input [M, K]: fprop's operand, and wgrad's, which waits for the backward."""
         return self.both(x, "fprop_x", "wgrad_x" if waits and self.recipe.keeps == "operand" else None)
 
+    def kept_source(self, x: Tensor | None) -> BlockScaled | None:
+        """wgrad's operand of an input that was kept itself."""
+        return None if x is None else self.both(x, None, "wgrad_x")[1]
+
     def weight(self, weight: Tensor, *, waits: bool) -> Pair:
         """Of a weight [N, K]: fprop's operand, and dgrad's, which waits for the backward."""
         return self.both(weight, "fprop_w", "dgrad_w" if waits else None)
@@ -85,22 +89,37 @@ def _cast(x: Tensor, row: Resolved | None, col: Resolved | None, *, colsum: bool
     return None if row is None else cast(x, *row), None if col is None else cast(x, *col, axis=-2), total
 
 
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 class Waiting(NamedTuple):
-    """What an operand is besides its tensors, while these wait for the backward."""
+    """What an operand is besides its tensors, while these wait for the backward. Views that it is made of are kept as
+    sizes and strides: a replayed call hands out whole buffers."""
 
     kind: str
     shape: tuple[int, ...]
     axis: int
     hadamard: int | None
+    views: tuple[tuple[torch.Size, tuple[int, ...]], ...] = ()
 
-    def operand(self, tensors: tuple[Tensor, Tensor, Tensor | None]) -> BlockScaled:
-        """The operand again, scaled axis last, as a product takes it."""
-        return from_parts(*tensors, self.kind, self.shape, axis=self.axis, hadamard=self.hadamard).operand
+    def operand(self, parts: Parts, *, buffers: bool) -> BlockScaled:
+        """The operand again, scaled axis last, as a product takes it.  buffers: the tensors are whole buffers."""
+        data, scale, factor = parts
+        assert data is not None
+        assert scale is not None
+        if buffers:
+            data, scale = (each.as_strided(*view) for each, view in zip((data, scale), self.views, strict=True))
+        made = from_parts(data, scale, factor, self.kind, self.shape, axis=self.axis, hadamard=self.hadamard)
+        return made.operand
 
 
-def set_aside(q: BlockScaled | None) -> tuple[Waiting | None, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+Kept = tuple[Waiting | None, Parts]
+
+
+def set_aside(q: BlockScaled | None) -> Kept:
     """An operand as three tensors for `save_for_backward`, and what it takes to make it again."""
     if q is None:
         return None, (None, None, None)
     data, scale, factor, kind = to_parts(q)
-    return Waiting(kind, q.shape, q.axis, q.hadamard), (data, scale, factor)
+    views = () if torch.compiler.is_compiling() else ((data.shape, data.stride()), (scale.shape, scale.stride()))
+    return Waiting(kind, q.shape, q.axis, q.hadamard, views), (data, scale, factor)

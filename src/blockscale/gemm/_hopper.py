@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import env, replay
 from ..errors import OptionError, message
 from ..formats.tensor import BlockScaled
 from ..hardware import USUAL_MULTIPROCESSORS, capability, gpu_name, multiprocessors
@@ -145,6 +145,7 @@ def workspace_for(plan: Plan, device: torch.device) -> Tensor:
     stream = torch.cuda.current_stream(device).cuda_stream
     if (found := _WORKSPACES.get((device, stream))) is None or found.numel() < size:
         _WORKSPACES[device, stream] = found = torch.zeros(size, dtype=torch.float32, device=device)
+    replay.provided(found, functools.partial(workspace_for, plan, device))
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import replay
 from ..casts._launch import launcher, start
 from ..formats.layout import round_up
 from . import _assembly
@@ -38,6 +39,10 @@ class _Known(NamedTuple):
     launch: Callable[..., None]
     descriptors: tuple[dict[str, Any], ...]
     rest: tuple[object, ...]
+
+    def describe(self, at: int, matrix: Tensor) -> TensorDescriptor:
+        """The descriptor at a place, of another matrix like the one that it was made of."""
+        return _filled(self.descriptors[at], matrix)
 
 
 _KNOWN: dict[tuple[object, ...], _Known] = {}
@@ -70,8 +75,8 @@ def start_kernel(
     )  # fmt: skip
     known = _KNOWN.get(key) if direct else None
     if known is not None:
-        filled = (_filled(fields, matrix) for fields, matrix in zip(known.descriptors, matrices, strict=True))
-        return known.launch(device, *filled, *addresses, *known.rest)
+        known.launch(device, *map(_filled, known.descriptors, matrices), *addresses, *known.rest)
+        return replay.launched(known.launch, addresses, known.rest, matrices, known.describe)
     descriptors = [descriptor(*one) for one in described]
     compiled = _assembly.launch(functools.partial(
         start(kernel, (programs,), matrices[0]), *descriptors, *pointers, *numbers, *constants, num_warps=4,

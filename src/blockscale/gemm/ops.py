@@ -13,7 +13,7 @@ from torch import Tensor
 from ..formats.tensor import BlockScaled, has_canonical_strides, operand_from_parts, stored_length
 from ..hardware import capability, made_current
 from ..library import define_op, empty
-from ..registry import Request, select
+from ..registry import Request, select, would_serve
 from . import sharding
 
 
@@ -34,7 +34,7 @@ def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bo
 def wanted_layouts(a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
     """The scale layouts that the row for large products of these formats on this device reads: a cast that writes them
     saves a conversion. None: any."""
-    layouts = select(_large_request(a, b, device)).layouts
+    layouts = would_serve(_large_request(a, b, device)).layouts
     return layouts.get(a), layouts.get(b)
 
 
