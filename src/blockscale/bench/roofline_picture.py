@@ -123,7 +123,8 @@ def draw_steps(layer: Layer, tokens: int, recipes: Sequence[Recipe], ceilings: C
     products there, each by itself: what lies between them and the dot is casting.
     """
     every = [(BASELINE, _GREY, 4.0, BF16)]
-    every += [(each.name, *pen, each.formats()) for each, *pen in zip(recipes, COLOURS, WIDTHS, strict=False)]
+    for recipe, colour, width in zip(recipes, COLOURS, WIDTHS, strict=False):
+        every.append((recipe.name, colour, width, recipe.formats()))
     with _figure(path, (7.6, 4.8), (1, 1)) as (_, (axes,)):
         _roofs(axes, ceilings, linear_cost(_TOKENS[-1], *layer, every[-1][-1], ceilings, use))
         for name, colour, width, formats in every:
