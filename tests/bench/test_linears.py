@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ LAYER = (32, 16)
 class Recorded(torch.nn.Linear):
     """As `blockscale.nn.Linear` will be, with a list of what happened."""
 
-    made: list[Recorded] = []
+    made: ClassVar[list[Recorded]] = []
 
     def __init__(self, k: int, n: int, *, bias: bool, recipe: Any, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(k, n, bias=bias, device=device, dtype=dtype)

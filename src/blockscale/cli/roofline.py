@@ -186,14 +186,14 @@ def _table(rows: Sequence[RoofRow]) -> Table:
     from rich.table import Table
 
     seen, two = any(row.us is not None for row in rows), any(row.nominal is not None for row in rows)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0))
     table.add_column("layer", no_wrap=True)
     table.add_column("recipe", no_wrap=True)
     headings = ["least µs", "speedup", *(["nominal"] if two else []), "casts"]
     headings += ["measured µs", "speedup", "of roof", *(["of nominal"] if two else [])] if seen else []
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("takes most", no_wrap=True)
+    table.add_column("takes most, by", no_wrap=True)
     before = None
     for row in rows:
         if before not in (None, row.layer):
@@ -218,8 +218,7 @@ def _cells(row: RoofRow, *, seen: bool, two: bool) -> list[str]:
         cells += ["-" if row.us is None else f"{row.us:,.0f}", times(row.measured), percent(row.share)]
         cells += [percent(row.nominal_share)] if two else []
     most = row.cost.largest
-    units = "memory" if most.bound == "memory" else f"{most.bound} units"
-    return [*cells, f"{most.name} {most.seconds / row.cost.seconds:.0%}, by {units}"]
+    return [*cells, f"{most.name} {most.seconds / row.cost.seconds:.0%}, {most.bound}"]
 
 
 def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, use: Use, what: What) -> Table:
