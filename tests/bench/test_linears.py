@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 import blockscale
+from blockscale.autograd import refresh_weights_
 from blockscale.autograd.recipe import get_recipe
 from blockscale.bench import linears, rooflines
 from blockscale.bench.ceilings import Ceilings, as_roof, measure_roof
@@ -22,14 +21,14 @@ CPU = torch.device("cpu")
 LAYER = (32, 16)
 
 
-class Recorded(torch.nn.Linear):
-    """As `blockscale.nn.Linear` will be, with a list of what happened."""
+class Recorded(blockscale.nn.Linear):
+    """With a list of what happened."""
 
     made: ClassVar[list[Recorded]] = []
 
-    def __init__(self, k: int, n: int, *, bias: bool, recipe: Any, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(k, n, bias=bias, device=device, dtype=dtype)
-        self.recipe, self.calls = recipe, list[str]()
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.calls = list[str]()
         self.made.append(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -39,10 +38,13 @@ class Recorded(torch.nn.Linear):
 
 @pytest.fixture(autouse=True)
 def _layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("blockscale.nn")
-    module.Linear = Recorded  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "blockscale.nn", module)
-    monkeypatch.setattr(blockscale, "refresh_weights_", lambda layer: layer.calls.append("refresh"), raising=False)
+    def refresh(layer: torch.nn.Module) -> None:
+        if isinstance(layer, Recorded):
+            layer.calls.append("refresh")
+        refresh_weights_(layer)
+
+    monkeypatch.setattr(linears.nn, "Linear", Recorded)
+    monkeypatch.setattr(linears, "refresh_weights_", refresh)
     monkeypatch.setattr(Recorded, "made", [])
 
 
@@ -61,6 +63,12 @@ def test_both_are_timed() -> None:
     assert set(layer.calls) == {"train"}
     assert layer.weight.grad is None, "gradients are not added up between calls"
     assert (layer.recipe.name, layer.recipe.weight_cast) == ("fp8_blockwise", "forward")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp8_wgrad_bf16"])
+def test_recipes_that_draw_or_keep_bf16_are_timed_too(recipe: str) -> None:
+    (rows,) = time_layers([LAYER], 8, [recipe], CPU, TRAINING, rounds=1, seconds=1e-4)
+    assert [row.recipe for row in rows] == ["bf16", recipe]
 
 
 def test_a_step_is_one_cast_and_all_microbatches() -> None:
