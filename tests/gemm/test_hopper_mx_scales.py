@@ -101,7 +101,7 @@ def test_every_tile_fits() -> None:
 
 @pytest.mark.parametrize(
     ("m", "n", "bm", "bn"),
-    [(4096, 4096, 128, 128), (16, 7168, 64, 64), (16, 18432, 64, 128), (128, 8000, 64, 128), (1, 16, 64, 64)],
+    [(4096, 4096, 128, 128), (16, 7168, 64, 64), (16, 18432, 64, 64), (128, 8000, 64, 128), (1, 16, 64, 64)],
 )
 def test_small_products_get_small_tiles(m: int, n: int, bm: int, bn: int) -> None:
     for add in (False, True):

@@ -80,7 +80,7 @@ def _leave(request: Request) -> str | None:
     if not PART < rows <= most or request.options or request.dtype == torch.float16:
         return None
     problem, elsewhere = problem_of(request)
-    tile = _choose(kernel_part(problem)[0], "" if elsewhere else gpu_name(torch.device("cuda"))).plan.tile
+    tile = _choose(problem, "" if elsewhere else gpu_name(torch.device("cuda"))).plan.tile
     if tile.bm != 2 * PART or tile.cluster > 1 or reject_fp8_of_vendor(request) is not None:
         return None
     return f"F.scaled_mm is 4 to 30 % quicker for {rows} rows where this takes tiles of 128x128"
