@@ -96,6 +96,18 @@ def can_be_described(tensor: Tensor) -> bool:
     return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
+def addressable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for a matrix of any size that the copy engine can address: rows are padded to multiples of 16 bytes."""
+    rows, columns = shape
+    step = round_up(columns, max(1, 16 // dtype.itemsize))
+    return torch.empty_strided((rows, columns), (step, 1), dtype=dtype, device=device)
+
+
+def kind_of(size: int) -> int:
+    """What Triton's compiler knows of a size: that it is 1, a multiple of 16, or neither."""
+    return 1 if size == 1 else 0 if size % 16 else 16
+
+
 def whole(codes: Tensor, length: int) -> Tensor:
     """Codes without the pad of their rows."""
     return codes if codes.shape[1] == length else codes[:, :length]
@@ -104,11 +116,7 @@ def whole(codes: Tensor, length: int) -> Tensor:
 def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> TensorDescriptor:
     """Of the tensor, or of a copy where the copy engine cannot address it."""
     if not can_be_described(tensor):
-        rows, columns = tensor.shape
-        aligned = torch.empty_strided(
-            (rows, columns), (round_up(columns, 16), 1), dtype=tensor.dtype, device=tensor.device
-        )
-        tensor = aligned.copy_(tensor)
+        tensor = addressable(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
 
 
