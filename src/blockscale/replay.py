@@ -11,6 +11,7 @@ something that says how to find it again (`provided`). Anything else, and the ca
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class Launch(NamedTuple):
 
     start: Callable[..., None]
     described: tuple[int, ...]
-    describe: Callable[[int, Tensor], object] | None
+    describe: Callable[[int, Any], object] | None
     places: tuple[int | None, ...]
     rest: tuple[object, ...]
 
@@ -121,7 +122,7 @@ def launched(
     pointers: Sequence[int | None],
     rest: tuple[object, ...],
     described: Sequence[Tensor] = (),
-    describe: Callable[[int, Tensor], object] | None = None,
+    describe: Callable[[int, Any], object] | None = None,
 ) -> None:
     """Tell that one launch was all the work of an operator: start(device, *descriptors, *pointers, *rest)."""
     found = recorder()
@@ -130,13 +131,35 @@ def launched(
         found.launches.append(Launch(start, bases, describe, tuple(map(found.place, pointers)), rest))
 
 
+class _At:
+    """An address in the place of a tensor, for those who ask a tensor for nothing else."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+_ALIGNMENT = 512  # of torch's allocator, which kernels were compiled to expect a divisor of
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A call that can be replayed. results: the numbers of the tensors that it returns."""
+    """A call that can be replayed. Addresses are those of its inputs, of the buffers that it returns, and of buffers
+    that nobody sees, which share one allocation.
+
+    buffers: shape and dtype of those that are returned, or who provides one.  hidden: places of the others in their
+    allocation of `hidden_bytes`.  order: where the address of each numbered tensor is found.  results: the same for
+    tensors that it returns.
+    """
 
     device: int
-    slots: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    providers: dict[int, Callable[[], Tensor]]
+    buffers: tuple[tuple[tuple[int, ...], torch.dtype] | Callable[[], Tensor], ...]
+    hidden: tuple[int, ...]
+    hidden_bytes: int
     launches: tuple[Launch, ...]
     results: tuple[int | None, ...]
     note: Any = None
@@ -144,16 +167,24 @@ class Recording:
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The call with other tensors of the same shapes, strides, dtypes and alignment; its results."""
         tensors, device, where = list(inputs), self.device, inputs[0].device
-        for number, (shape, dtype) in enumerate(self.slots):
-            again = self.providers.get(number) if self.providers else None
-            tensors.append(torch.empty(*shape, dtype=dtype, device=where) if again is None else again())
+        for buffer in self.buffers:
+            if type(buffer) is tuple:
+                shape, dtype = buffer
+                tensors.append(torch.empty(*shape, dtype=dtype, device=where))
+            else:
+                tensors.append(buffer())  # pyright: ignore[reportCallIssue]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        for start, described, describe, places, rest in self.launches:
+        if self.hidden:
+            pool = torch.empty(self.hidden_bytes, dtype=torch.uint8, device=where)
+            start = pool.data_ptr()
+            addresses += [start + offset for offset in self.hidden]
+        for start_kernel, described, describe, places, rest in self.launches:
             pointers = [None if place is None else addresses[place] for place in places]
             if describe is None:
-                start(device, *pointers, *rest)
+                start_kernel(device, *pointers, *rest)
             else:
-                start(device, *(describe(at, tensors[base]) for at, base in enumerate(described)), *pointers, *rest)
+                made = [describe(at, _At(addresses[place])) for at, place in enumerate(described)]
+                start_kernel(device, *made, *pointers, *rest)
         return [None if number is None else tensors[number] for number in self.results]
 
 
@@ -175,9 +206,36 @@ def record(
     numbers = tuple(None if tensor is None else found.place(tensor.data_ptr()) for tensor in wanted)
     if found.refused or found.operators != len(found.launches) or not found.launches:
         return returned, None
-    device = inputs[0].get_device()
-    made = Recording(device, tuple(found.slots), dict(found.providers), tuple(found.launches), numbers, note)
-    return returned, made
+    return returned, _arranged(found, inputs[0].get_device(), numbers, note)
+
+
+def _arranged(found: Recorder, device: int, results: tuple[int | None, ...], note: Any) -> Recording:
+    """Inputs first, then what is returned or provided, then what nobody sees."""
+    providers = dict(found.providers)
+    seen: list[tuple[tuple[int, ...], torch.dtype] | Callable[[], Tensor]] = []
+    offsets: list[int] = []
+    size, place = 0, {number: number for number in range(found.inputs)}
+    hidden: list[int] = []
+    for slot, (shape, dtype) in enumerate(found.slots):
+        number = found.inputs + slot
+        if slot in providers or number in results:
+            place[number] = found.inputs + len(seen)
+            seen.append(providers.get(slot) or (shape, dtype))
+        else:
+            hidden.append(number)
+            offsets.append(size)
+            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    for at, number in enumerate(hidden):
+        place[number] = found.inputs + len(seen) + at
+    launches = tuple(
+        launch._replace(
+            described=tuple(place[number] for number in launch.described),
+            places=tuple(None if number is None else place[number] for number in launch.places),
+        )
+        for launch in found.launches
+    )
+    returned = tuple(None if number is None else place[number] for number in results)
+    return Recording(device, tuple(seen), tuple(offsets), size, launches, returned, note)
 
 
 _MOST_KNOWN = 4096

@@ -124,7 +124,8 @@ class Work(NamedTuple):
         if not self._can_be_replayed(inputs):
             return self._backward(grad, x, weight, main_grad, kept)
         absent = tuple(each is None for each in given)
-        key = ("linear backward", *self, grad.device, absent, buffers, *map(replay.layout, inputs))
+        key = ("backward", self.casts.recipe, self.needs, self.dtype, grad.device, absent, buffers)
+        key += tuple(map(replay.layout, inputs))
         known = replay.known(key)
         if known is None:
             call = functools.partial(self._backward, grad, x, weight, main_grad, kept)

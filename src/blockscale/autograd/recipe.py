@@ -126,12 +126,12 @@ class Recipe:
         operands = ((role, self.operand(role)) for role in ROLES)
         return {role: None if operand is None else operand.format for role, operand in operands}
 
-    @property
+    @functools.cached_property
     def is_low(self) -> bool:
         """Whether any product is in low precision."""
         return not (self.fprop is None and self.dgrad is None and self.wgrad is None)
 
-    @property
+    @functools.cached_property
     def draws(self) -> bool:
         """Whether a cast is stochastic, so that a layer needs a name and a state."""
         return any(operand.stochastic for operand in map(self.operand, ROLES) if operand is not None)
