@@ -168,11 +168,10 @@ class Recording:
         """The call with other tensors of the same shapes, strides, dtypes and alignment; its results."""
         tensors, device, where = list(inputs), self.device, inputs[0].device
         for buffer in self.buffers:
-            if type(buffer) is tuple:
-                shape, dtype = buffer
-                tensors.append(torch.empty(*shape, dtype=dtype, device=where))
+            if isinstance(buffer, tuple):
+                tensors.append(torch.empty(*buffer[0], dtype=buffer[1], device=where))
             else:
-                tensors.append(buffer())  # pyright: ignore[reportCallIssue]
+                tensors.append(buffer())
         addresses = [tensor.data_ptr() for tensor in tensors]
         if self.hidden:
             pool = torch.empty(self.hidden_bytes, dtype=torch.uint8, device=where)

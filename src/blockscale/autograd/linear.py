@@ -10,6 +10,7 @@ weight_cast="forward" as much for each element of the weight.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import multiply
 from ..library import is_watched
+from ..replay import Recording
 from .activation import Activation
 from .operands import Casts, Kept, Needs, Pair, needs_of, set_aside
 from .recipe import Recipe, get_recipe
@@ -59,13 +61,24 @@ def linear(
     check_rounding(chosen, rounding)
     needs = needs_of(source, weight, bias)
     given = (x.operands(chosen) if isinstance(x, Activation) else None, weight_operands)
-    work = Work(Casts(chosen, rounding), needs, dtype)
+    work = work_of(chosen, rounding, needs, dtype)
     if not any(needs):
-        return work.forward(source, weight, bias, given)[0]
+        return work.forward(source, weight, bias, given).y
     return LinearFunction.apply(source, weight, bias, main_grad_of(weight), given, work)  # pyright: ignore[reportReturnType]
 
 
+_HIGH = "a product in high precision"
 Given = tuple[Pair | None, Pair | None]
+
+
+class Made(NamedTuple):
+    """What a forward leaves: its result, and what waits of x and of the weight.  memory: of a replayed call, whose
+    tensors are whole buffers."""
+
+    y: Tensor
+    x: Kept
+    weight: Kept
+    memory: Recording | None = None
 
 
 class Work(NamedTuple):
@@ -75,69 +88,56 @@ class Work(NamedTuple):
     needs: Needs
     dtype: torch.dtype
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> tuple[Tensor, Kept, Kept, bool]:
-        """y, what waits of x and of the weight, and whether that is whole buffers.  given: operands made before."""
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> Made:
+        """given: operands that were made before; their layout follows from the shapes."""
         inputs = [x, weight] if bias is None else [x, weight, bias]
+        if self.casts.rounding is not None or not _can_be_replayed(inputs):
+            return self._forward(x, weight, bias, given)
+        shares = (given[0] is None, given[1] is None)
+        key = (*self[1:], self.casts.recipe, x.device, shares, *map(replay.layout, inputs))
         for pair in given:
             for operand in pair or ():
                 if operand is not None:
-                    inputs += [operand.data, operand.scale]
-        if not self._can_be_replayed(inputs):
-            return *self._forward(x, weight, bias, given), False
-        shares = (given[0] is None, given[1] is None)
-        key = ("linear", self.casts.recipe, self.needs, self.dtype, x.device, shares, *map(replay.layout, inputs))
+                    inputs += (operand.data, operand.scale)
         known = replay.known(key)
         if known is None:
-            made = replay.learn(key, lambda: self._forward(x, weight, bias, given), inputs, _forward_results)
-            return *made, False
+            return replay.learn(key, lambda: self._forward(x, weight, bias, given), inputs, _forward_results)
         y, *parts = known.replay(inputs)
         assert y is not None
         x_waits, w_waits = known.note
-        kept = (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5]))
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0]), *kept, True
+        y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        return Made(y, (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5])), known)
 
-    def _can_be_replayed(self, inputs: list[Tensor]) -> bool:
-        """On a GPU, with kernels of the table's choice, where nobody watches."""
-        return (
-            not torch.compiler.is_compiling()
-            and inputs[0].is_cuda
-            and self.casts.rounding is None
-            and registry.demands_nothing()
-            and inputs[0].get_device() == torch.cuda.current_device()
-            and not is_watched(inputs)
-        )
-
-    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> tuple[Tensor, Kept, Kept]:
+    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> Made:
         casts, needs = self.casts, self.needs
         x_row, x_col = given[0] or casts.input(_matrix(x), waits=needs.weight)
         w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")
         y = _fprop(x, weight, bias, x_row, w_row, self.dtype)
-        return y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None)
+        return Made(y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None))
 
     def backward(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, kept: tuple[Kept, Kept, bool]
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, made: Made
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dX [M, K], dW and the column sums of grad [M, N], those that are needed."""
-        (_, x_parts), (_, w_parts), buffers = kept
-        given = (grad, weight, x, main_grad, *x_parts, *w_parts)
-        inputs = [each for each in given if each is not None]
-        if not self._can_be_replayed(inputs):
-            return self._backward(grad, x, weight, main_grad, kept)
-        absent = tuple(each is None for each in given)
-        key = ("backward", self.casts.recipe, self.needs, self.dtype, grad.device, absent, buffers)
-        key += tuple(map(replay.layout, inputs))
+        memory = made.memory
+        if memory is None or not _can_be_replayed((grad,)):
+            return self._backward(grad, x, weight, main_grad, made)
+        read = weight if made.weight[0] is None else None  # a weight whose operand waits is not read
+        optional = (x, read, main_grad, *made.x[1], *made.weight[1])
+        inputs = [grad, *(each for each in optional if each is not None)]
+        key = (memory, *(None if each is None else replay.layout(each) for each in (grad, *optional)))
         known = replay.known(key)
         if known is None:
-            call = functools.partial(self._backward, grad, x, weight, main_grad, kept)
-            return replay.learn(key, call, inputs, lambda made: (made, None))
+            call = functools.partial(self._backward, grad, x, weight, main_grad, made)
+            return replay.learn(key, call, inputs, lambda found: (found, None))
         dx, dw, total = known.replay(inputs)
         return dx, dw, total
 
     def _backward(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, kept: tuple[Kept, Kept, bool]
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, made: Made
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        casts, needs = self.casts, self.needs
-        (x_waits, x_parts), (w_waits, w_parts), buffers = kept
+        casts, needs, buffers = self.casts, self.needs, made.memory is not None
+        (x_waits, x_parts), (w_waits, w_parts) = made.x, made.weight
         row, col, total = casts.gradient(grad, needs)
         dx = dw = None
         if needs.x:
@@ -150,9 +150,34 @@ class Work(NamedTuple):
         return dx, dw, total
 
 
-def _forward_results(made: tuple[Tensor, Kept, Kept]) -> tuple[list[Tensor | None], object]:
-    y, (x_waits, x_parts), (w_waits, w_parts) = made
-    return [y, *x_parts, *w_parts], (x_waits, w_waits)
+def _forward_results(made: Made) -> tuple[list[Tensor | None], object]:
+    return [made.y, *made.x[1], *made.weight[1]], (made.x[0], made.weight[0])
+
+
+def _can_be_replayed(tensors: Sequence[Tensor]) -> bool:
+    """On a GPU, with kernels of the table's choice, where nobody watches."""
+    first = tensors[0]
+    return (
+        not torch.compiler.is_compiling()
+        and first.is_cuda
+        and registry.demands_nothing()
+        and first.get_device() == torch.cuda.current_device()
+        and not is_watched(tensors)
+    )
+
+
+# one for each way to call a layer: making them takes as long as an allocation
+_WORKS: dict[tuple[Recipe, Needs, torch.dtype], Work] = {}
+
+
+def work_of(recipe: Recipe, rounding: Stochastic | None, needs: Needs, dtype: torch.dtype) -> Work:
+    """The work of such a call."""
+    if rounding is not None or torch.compiler.is_compiling():
+        return Work(Casts(recipe, rounding), needs, dtype)
+    found = _WORKS.get((recipe, needs, dtype))
+    if found is None:
+        found = _WORKS[recipe, needs, dtype] = Work(Casts(recipe), needs, dtype)
+    return found
 
 
 class LinearFunction(torch.autograd.Function):
@@ -168,11 +193,11 @@ class LinearFunction(torch.autograd.Function):
         given: Given,
         work: Work,
     ) -> Tensor:
-        y, (x_waits, x_parts), (w_waits, w_parts), buffers = work.forward(x, weight, bias, given)
+        y, (x_waits, x_parts), (w_waits, w_parts), memory = work.forward(x, weight, bias, given)
         keeps_x = work.needs.weight and x_waits is None
         # the weight itself is saved in any case: a change before the backward is an error, as for torch's own layer
         ctx.save_for_backward(x if keeps_x else None, weight, main_grad, *x_parts, *w_parts)
-        ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (x_waits, w_waits, buffers), x.shape, x.dtype
+        ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (x_waits, w_waits, memory), x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         return y
@@ -183,16 +208,15 @@ class LinearFunction(torch.autograd.Function):
         if grad is None:
             return (None,) * 6
         x, weight, main_grad, *parts = ctx.saved_tensors
-        x_waits, w_waits, buffers = ctx.waits
-        kept = (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:])), buffers
-        work = ctx.work._replace(dtype=ctx.dtype)
-        dx, dw, total = work.backward(_matrix(grad), x, weight, main_grad, kept)
-        return (
-            None if dx is None else dx.view(ctx.shape),
-            dw,
-            None if total is None else total.to(ctx.bias_dtype),
-            *(None,) * 3,
-        )
+        x_waits, w_waits, memory = ctx.waits
+        made = Made(grad, (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:])), memory)
+        work = ctx.work
+        if work.dtype != ctx.dtype:
+            work = work._replace(dtype=ctx.dtype)
+        dx, dw, total = work.backward(_matrix(grad), x, weight, main_grad, made)
+        if dx is not None and len(ctx.shape) != 2:
+            dx = dx.view(ctx.shape)
+        return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None
 
 
 def _fprop(
@@ -200,9 +224,11 @@ def _fprop(
 ) -> Tensor:
     """y [..., N], in high precision where there are no operands."""
     if x_row is None or w_row is None:
+        replay.refuse(_HIGH)
         with torch.autocast(x.device.type, enabled=False):
             return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return multiply(x_row, w_row, dtype, bias).view(*x.shape[:-1], weight.shape[0])
+    y = multiply(x_row, w_row, dtype, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def dgrad(
@@ -210,6 +236,7 @@ def dgrad(
 ) -> Tensor:
     """dX [M, K] of grad [M, N] and weight [N, K], in high precision where there are no operands."""
     if row is None or w_col is None:
+        replay.refuse(_HIGH)
         return torch.mm(grad, weight.to(grad.dtype)).to(dtype)
     return multiply(row, w_col.operand, dtype)
 
@@ -225,6 +252,7 @@ def wgrad(
     """dW [N, K] of grad [M, N] and x [M, K]; added into main_grad where there is one, and then None."""
     if col is None or x_col is None:
         assert x is not None, "an input that is not cast is kept"
+        replay.refuse(_HIGH)
         dw = torch.mm(grad.mT, x.to(grad.dtype))
         if main_grad is None:
             return dw.to(dtype)
