@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import OptionError, ShapeError, message
+from ..casts import FLOAT_DTYPES
+from ..errors import DtypeError, OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
-from ..gemm import multiply
+from ..gemm import check_bias, multiply
 from .activation import Activation
-from .operands import Casts, Needs, Pair, needs_of, set_aside
+from .operands import Casts, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
 
 
@@ -49,13 +50,14 @@ def linear(
     """
     chosen = get_recipe(recipe)
     source = x.source if isinstance(x, Activation) else x
-    check_linear(source, weight, bias)
+    check_linear(source, weight)
     dtype = output_dtype(source)
     if not chosen.is_low:
         return functional.linear(source.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    check_low(source, weight, bias)
     check_rounding(chosen, rounding)
     casts, needs = Casts(chosen, rounding), needs_of(source, weight, bias)
-    x_row, x_col = x.operands(chosen) if isinstance(x, Activation) else casts.input(_matrix(x), waits=needs.weight)
+    x_row, x_col = x.operands(chosen) if isinstance(x, Activation) else casts.input(matrix(x), waits=needs.weight)
     if weight_operands is None:
         weight_operands = casts.weight(weight, waits=needs.x and chosen.weight_cast != "twice")
     operands = (x_row, x_col, *weight_operands)
@@ -97,14 +99,14 @@ class LinearFunction(torch.autograd.Function):
             return (None,) * 8
         x, weight, main_grad, *parts = ctx.saved_tensors
         casts, needs = ctx.casts, ctx.needs
-        grad = _matrix(grad)
+        grad = matrix(grad)
         row, col, total = casts.gradient(grad, needs)
         dx = dw = None
         if needs.x:
-            w_col = ctx.w_waits.operand(parts[3:6]) if ctx.w_waits else casts.both(weight, None, "dgrad_w")[1]
+            w_col = casts.column(ctx.w_waits, parts[3:6], weight, "dgrad_w")
             dx = dgrad(grad, row, weight, w_col, ctx.dtype).view(ctx.shape)
         if needs.weight:
-            x_col = ctx.x_waits.operand(parts[0:3]) if ctx.x_waits else casts.both(_matrix(x), None, "wgrad_x")[1]
+            x_col = casts.column(ctx.x_waits, parts[0:3], x, "wgrad_x")
             dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad)
         db = None if total is None else total.to(ctx.bias_dtype)
         return dx, dw, db, None, None, None, None, None
@@ -139,18 +141,18 @@ def wgrad(
 ) -> Tensor | None:
     """dW [N, K] of grad [M, N] and x [..., K]; added into main_grad where there is one, and then None."""
     if col is None or x_col is None:
-        dw = torch.mm(grad.mT, _matrix(x).to(grad.dtype))
+        dw = torch.mm(grad.mT, matrix(x).to(grad.dtype))
         if main_grad is None:
             return dw.to(dtype)
         main_grad.add_(dw)
         return None
+    return low_wgrad(col, x_col, dtype, main_grad)
+
+
+def low_wgrad(col: BlockScaled, x_col: BlockScaled, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    """`wgrad` of operands."""
     dw = multiply(col.operand, x_col.operand, dtype, accumulate=main_grad)
     return dw if main_grad is None else None
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """[..., K] -> [M, K]."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -175,8 +177,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return main_grad
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless the shapes fit; dtypes and devices are checked by the casts and the product."""
+def check_linear(x: Tensor, weight: Tensor) -> None:
+    """Raise unless the shapes fit."""
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ShapeError(
             message(
@@ -185,6 +187,20 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 fix=f"pass x with {weight.shape[-1]} features",
             )
         )
+
+
+def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise for what no cast or product takes: the layers call them past their own checks."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype not in FLOAT_DTYPES or tensor.device != x.device:
+            raise DtypeError(
+                message(
+                    f"{name} is {tensor.dtype} on {tensor.device}, x on {x.device}",
+                    rule="layers take bfloat16, float16 or float32, all of it on one device",
+                    fix=f"convert {name}, or use the recipe 'bf16'",
+                )
+            )
+    check_bias(bias, weight.shape[:1], x.device)
 
 
 def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:

@@ -5,6 +5,7 @@ Nothing here is differentiable; `linear.py` and `mlp.py` put products and gradie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..casts import cast, cast_both
+from ..casts.fused import swiglu_backward_cast, swiglu_cast
 from ..formats.cast_spec import CastPlan, CastSpec
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, from_parts, to_parts
@@ -40,6 +42,11 @@ def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
     return Needs(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
 
 
+def matrix(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 @dataclass(frozen=True, eq=False)
 class Casts:
     """The casts of one layer's call: its recipe, and the state and the name that stochastic rounding draws by."""
@@ -56,6 +63,12 @@ class Casts:
         layouts = wanted_layouts(product.a.format, product.b.format, device)
         spec = operand.spec(role, self.rounding, layouts[0] if operand is product.a else layouts[1])
         return spec, spec.plan()
+
+    def low(self, role: str, device: torch.device) -> Resolved:
+        """`spec` of a role that is known to be in low precision."""
+        resolved = self.spec(role, device)
+        assert resolved is not None, role
+        return resolved
 
     def both(self, x: Tensor, row: str | None, col: str | None) -> Pair:
         """Operands of a matrix for two roles, blocks along its last axis and along its first; None where none is
@@ -76,6 +89,29 @@ class Casts:
         col = self.spec("wgrad_dy" if needs.weight else None, grad.device)
         return _cast(grad, row, col, colsum=needs.bias)
 
+    def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
+        """Of silu(gate) * up, which is never written in high precision: the operand of a role, made from [M, 2H]."""
+        return swiglu_cast(gate_up, *self.low(role, gate_up.device), axis)
+
+    def swiglu_gradient(
+        self, grad: Tensor, gate_up: Tensor, hidden: Resolved | None
+    ) -> tuple[BlockScaled, BlockScaled, BlockScaled | None]:
+        """Of the gradient of gate and up [M, 2H], from one read of grad [M, H] and gate_up: dgrad's operand and wgrad's
+        of this layer, and with a cast `hidden` of the next layer the column operand of silu(gate) * up."""
+        row, col = self.low("dgrad_dy", grad.device), self.low("wgrad_dy", grad.device)
+        third = (None, None) if hidden is None else hidden
+        return swiglu_backward_cast(grad, gate_up, (row[0], col[0]), (row[1], col[1]), *third)
+
+    def column(
+        self, waiting: Waiting | None, parts: Sequence[Tensor | None], source: Tensor | None, role: str
+    ) -> BlockScaled | None:
+        """The column operand that waited for a backward, or, where none did, one made now of the source [..., K]; None
+        in high precision."""
+        if waiting is not None:
+            return waiting.operand(parts)
+        assert source is not None, role
+        return self.both(matrix(source), None, role)[1]
+
 
 def _cast(x: Tensor, row: Resolved | None, col: Resolved | None, *, colsum: bool) -> tuple[*Pair, Tensor | None]:
     if row is not None and col is not None:
@@ -93,9 +129,12 @@ class Waiting(NamedTuple):
     axis: int
     hadamard: int | None
 
-    def operand(self, tensors: tuple[Tensor, Tensor, Tensor | None]) -> BlockScaled:
+    def operand(self, tensors: Sequence[Tensor | None]) -> BlockScaled:
         """The operand again, scaled axis last, as a product takes it."""
-        return from_parts(*tensors, self.kind, self.shape, axis=self.axis, hadamard=self.hadamard).operand
+        data, scale, factor = tensors
+        assert data is not None
+        assert scale is not None
+        return from_parts(data, scale, factor, self.kind, self.shape, axis=self.axis, hadamard=self.hadamard).operand
 
 
 def set_aside(q: BlockScaled | None) -> tuple[Waiting | None, tuple[Tensor | None, Tensor | None, Tensor | None]]:
