@@ -19,6 +19,8 @@ from ..errors import OptionError, ShapeError, message
 from ..formats.stochastic import rng_state
 from .linear import DEFAULT_SEED, Linear
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class SwiGLU(torch.nn.Module):
     """down(silu(gate(x)) * up(x)) with the sublayers `gate_up` [2 * hidden, dim] and `down` [dim, hidden].
@@ -85,7 +87,7 @@ class SwiGLU(torch.nn.Module):
         if rng is None and get_recipe(recipe).draws:
             rng = rng_state(DEFAULT_SEED, device=gate.weight.device)
         # no memory for weights that are replaced at once
-        mlp = cls(dim, hidden, gate.bias is not None, "meta", recipe=recipe, name=name, rng=rng)
+        mlp = cls(dim, hidden, _has_bias(gate), "meta", recipe=recipe, name=name, rng=rng)
         for part in ("weight", "bias"):
             first, second = getattr(gate, part), getattr(up, part)
             if first is not None:
@@ -129,8 +131,11 @@ def _is_plain(layer: torch.nn.Module) -> bool:
     """Whether calling the layer is `Linear.forward` and nothing else."""
     if type(layer).forward is not Linear.forward or "forward" in layer.__dict__:
         return False
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return not any(hooks)
+    return not any(getattr(layer, hooks) for hooks in _HOOKS)
+
+
+def _has_bias(layer: torch.nn.Linear) -> bool:
+    return getattr(layer, "bias", None) is not None
 
 
 def check_projections(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear) -> None:
@@ -146,7 +151,7 @@ def check_projections(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn
             )
         )
     for what, found in (
-        ("a bias", {layer.bias is not None for layer in (gate, up, down)}),
+        ("a bias", {_has_bias(layer) for layer in (gate, up, down)}),
         ("a dtype", {layer.weight.dtype for layer in (gate, up)}),
         ("a device", {layer.weight.device for layer in (gate, up)}),
     ):
