@@ -333,6 +333,7 @@ def test_weight_gradients_are_added_into_main_grads():
 # ---- where it is called from ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4"])
 def test_compiled_bytes_are_eager_ones(name: str):
     torch._dynamo.reset()
