@@ -9,19 +9,22 @@ weight_cast="forward" as much for each element of the weight.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import registry, replay
 from ..casts import FLOAT_DTYPES
 from ..errors import DtypeError, OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import check_bias, multiply
+from ..library import is_watched
 from .activation import Activation
-from .operands import Casts, Needs, Pair, matrix, needs_of, set_aside
+from .operands import Casts, Kept, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
 
 
@@ -56,18 +59,105 @@ def linear(
         return functional.linear(source.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     check_low(source, weight, bias)
     check_rounding(chosen, rounding)
-    casts, needs = Casts(chosen, rounding), needs_of(source, weight, bias)
-    x_row, x_col = x.operands(chosen) if isinstance(x, Activation) else casts.input(matrix(x), waits=needs.weight)
-    if weight_operands is None:
-        weight_operands = casts.weight(weight, waits=needs.x and chosen.weight_cast != "twice")
-    operands = (x_row, x_col, *weight_operands)
+    needs = needs_of(source, weight, bias)
+    given = (x.operands(chosen) if isinstance(x, Activation) else None, weight_operands)
+    work = Work(Casts(chosen, rounding), needs, dtype)
     if not any(needs):
-        return _fprop(source, weight, bias, x_row, weight_operands[0], dtype)
-    return LinearFunction.apply(source, weight, bias, main_grad_of(weight), operands, casts, needs, dtype)  # pyright: ignore[reportReturnType]
+        return work.forward(source, weight, bias, given)[0]
+    return LinearFunction.apply(source, weight, bias, main_grad_of(weight), given, work)  # pyright: ignore[reportReturnType]
+
+
+Given = tuple[Pair | None, Pair | None]
+
+
+class Work(NamedTuple):
+    """All that a layer's call does besides autograd's bookkeeping, in a form that can be replayed."""
+
+    casts: Casts
+    needs: Needs
+    dtype: torch.dtype
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> tuple[Tensor, Kept, Kept, bool]:
+        """y, what waits of x and of the weight, and whether that is whole buffers.  given: operands made before."""
+        inputs = [x, weight] if bias is None else [x, weight, bias]
+        for pair in given:
+            for operand in pair or ():
+                if operand is not None:
+                    inputs += [operand.data, operand.scale]
+        if not self._can_be_replayed(inputs):
+            return *self._forward(x, weight, bias, given), False
+        shares = (given[0] is None, given[1] is None)
+        key = ("linear", self.casts.recipe, self.needs, self.dtype, x.device, shares, *map(replay.layout, inputs))
+        known = replay.known(key)
+        if known is None:
+            made = replay.learn(key, lambda: self._forward(x, weight, bias, given), inputs, _forward_results)
+            return *made, False
+        y, *parts = known.replay(inputs)
+        assert y is not None
+        x_waits, w_waits = known.note
+        kept = (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5]))
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0]), *kept, True
+
+    def _can_be_replayed(self, inputs: list[Tensor]) -> bool:
+        """On a GPU, with kernels of the table's choice, where nobody watches."""
+        return (
+            not torch.compiler.is_compiling()
+            and inputs[0].is_cuda
+            and self.casts.rounding is None
+            and registry.demands_nothing()
+            and inputs[0].get_device() == torch.cuda.current_device()
+            and not is_watched(inputs)
+        )
+
+    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> tuple[Tensor, Kept, Kept]:
+        casts, needs = self.casts, self.needs
+        x_row, x_col = given[0] or casts.input(matrix(x), waits=needs.weight)
+        w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")
+        y = _fprop(x, weight, bias, x_row, w_row, self.dtype)
+        return y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None)
+
+    def backward(
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, kept: tuple[Kept, Kept, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dX [M, K], dW and the column sums of grad [M, N], those that are needed."""
+        (_, x_parts), (_, w_parts), buffers = kept
+        given = (grad, weight, x, main_grad, *x_parts, *w_parts)
+        inputs = [each for each in given if each is not None]
+        if not self._can_be_replayed(inputs):
+            return self._backward(grad, x, weight, main_grad, kept)
+        absent = tuple(each is None for each in given)
+        key = ("backward", self.casts.recipe, self.needs, self.dtype, grad.device, absent, buffers)
+        key += tuple(map(replay.layout, inputs))
+        known = replay.known(key)
+        if known is None:
+            call = functools.partial(self._backward, grad, x, weight, main_grad, kept)
+            return replay.learn(key, call, inputs, lambda made: (made, None))
+        dx, dw, total = known.replay(inputs)
+        return dx, dw, total
+
+    def _backward(
+        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, kept: tuple[Kept, Kept, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        casts, needs = self.casts, self.needs
+        x_kept, w_kept, buffers = kept
+        row, col, total = casts.gradient(grad, needs)
+        dx = dw = None
+        if needs.x:
+            w_col = casts.column(w_kept, weight, "dgrad_w", buffers=buffers)
+            dx = dgrad(grad, row, weight, w_col, self.dtype)
+        if needs.weight:
+            x_col = casts.column(x_kept, x, "wgrad_x", buffers=buffers)
+            dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad)
+        return dx, dw, total
+
+
+def _forward_results(made: tuple[Tensor, Kept, Kept]) -> tuple[list[Tensor | None], object]:
+    y, (x_waits, x_parts), (w_waits, w_parts) = made
+    return [y, *x_parts, *w_parts], (x_waits, w_waits)
 
 
 class LinearFunction(torch.autograd.Function):
-    """fprop now, dgrad and wgrad later, from operands that are cast already."""
+    """fprop now, dgrad and wgrad later."""
 
     @staticmethod
     def forward(
@@ -76,40 +166,34 @@ class LinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         main_grad: Tensor | None,
-        operands: tuple[BlockScaled | None, BlockScaled | None, BlockScaled | None, BlockScaled | None],
-        casts: Casts,
-        needs: Needs,
-        dtype: torch.dtype,
+        given: Given,
+        work: Work,
     ) -> Tensor:
-        x_row, x_col, w_row, w_col = operands
-        ctx.x_waits, x_parts = set_aside(x_col)
-        ctx.w_waits, w_parts = set_aside(w_col)
-        keeps_x = needs.weight and x_col is None
+        y, (x_waits, x_parts), (w_waits, w_parts), buffers = work.forward(x, weight, bias, given)
+        keeps_x = work.needs.weight and x_waits is None
         # the weight itself is saved in any case: a change before the backward is an error, as for torch's own layer
         ctx.save_for_backward(x if keeps_x else None, weight, main_grad, *x_parts, *w_parts)
-        ctx.casts, ctx.needs, ctx.shape, ctx.dtype = casts, needs, x.shape, x.dtype
+        ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (x_waits, w_waits, buffers), x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        return _fprop(x, weight, bias, x_row, w_row, dtype)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return (None,) * 8
+            return (None,) * 6
         x, weight, main_grad, *parts = ctx.saved_tensors
-        casts, needs = ctx.casts, ctx.needs
-        grad = matrix(grad)
-        row, col, total = casts.gradient(grad, needs)
-        dx = dw = None
-        if needs.x:
-            w_col = casts.column(ctx.w_waits, parts[3:6], weight, "dgrad_w")
-            dx = dgrad(grad, row, weight, w_col, ctx.dtype).view(ctx.shape)
-        if needs.weight:
-            x_col = casts.column(ctx.x_waits, parts[0:3], x, "wgrad_x")
-            dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad)
-        db = None if total is None else total.to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None, None
+        x_waits, w_waits, buffers = ctx.waits
+        kept = (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:])), buffers
+        work = ctx.work._replace(dtype=ctx.dtype)
+        dx, dw, total = work.backward(matrix(grad), x, weight, main_grad, kept)
+        return (
+            None if dx is None else dx.view(ctx.shape),
+            dw,
+            None if total is None else total.to(ctx.bias_dtype),
+            *(None,) * 3,
+        )
 
 
 def _fprop(
@@ -134,23 +218,19 @@ def dgrad(
 def wgrad(
     grad: Tensor,
     col: BlockScaled | None,
-    x: Tensor,
+    x: Tensor | None,
     x_col: BlockScaled | None,
     dtype: torch.dtype,
     main_grad: Tensor | None,
 ) -> Tensor | None:
     """dW [N, K] of grad [M, N] and x [..., K]; added into main_grad where there is one, and then None."""
     if col is None or x_col is None:
+        assert x is not None, "an input that is not cast is kept"
         dw = torch.mm(grad.mT, matrix(x).to(grad.dtype))
         if main_grad is None:
             return dw.to(dtype)
         main_grad.add_(dw)
         return None
-    return low_wgrad(col, x_col, dtype, main_grad)
-
-
-def low_wgrad(col: BlockScaled, x_col: BlockScaled, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
-    """`wgrad` of operands."""
     dw = multiply(col.operand, x_col.operand, dtype, accumulate=main_grad)
     return dw if main_grad is None else None
 

@@ -21,7 +21,7 @@ from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import multiply
 from .activation import Activation
-from .linear import check_linear, check_low, check_rounding, linear, low_wgrad, main_grad_of, output_dtype
+from .linear import check_linear, check_low, check_rounding, linear, main_grad_of, output_dtype, wgrad
 from .operands import Casts, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
 
@@ -116,7 +116,8 @@ class SwiGLUFunction(torch.autograd.Function):
     ) -> Tensor:
         x_row, x_col, gate_up_row, gate_up_col, down_row, down_col = operands
         gate_up, y = _fprop((x_row, gate_up_row, down_row), (gate_up_bias, down_bias), casts[1], dtype)
-        kept = [set_aside(operand) for operand in (x_col, gate_up_col, down_col)]
+        wanted = (x_col, needs[0].weight), (gate_up_col, needs[0].x), (down_col, needs[1].x)
+        kept = [set_aside(operand if is_needed else None) for operand, is_needed in wanted]
         ctx.waits = [waiting for waiting, _ in kept]
         ctx.save_for_backward(
             x if needs[0].weight and x_col is None else None,
@@ -140,12 +141,14 @@ class SwiGLUFunction(torch.autograd.Function):
             return (None,) * 11
         x, gate_up, gate_up_weight, down_weight, gate_up_main, down_main, *parts = ctx.saved_tensors
         (first, second), (above, below) = ctx.casts, ctx.needs
-        x_waits, gate_up_waits, down_waits = ctx.waits
+        x_kept, gate_up_kept, down_kept = (
+            (waits, tuple(parts[3 * at : 3 * at + 3])) for at, waits in enumerate(ctx.waits)
+        )
         dx = dw_gate_up = dw_down = db_gate_up = None
         made: tuple[Any, Any, Any] = (None, None, None)
         dy_row, dy_col, db_down = second.gradient(matrix(grad), below)
         if below.x:
-            down_col = second.column(down_waits, parts[6:9], down_weight, "dgrad_w")
+            down_col = second.column(down_kept, down_weight, "dgrad_w")
             dh = multiply(dy_row, down_col.operand, gate_up.dtype)
             if above.x or above.weight:
                 wanted = second.spec("wgrad_x", gate_up.device) if below.weight else None
@@ -155,13 +158,13 @@ class SwiGLUFunction(torch.autograd.Function):
         row, col, hidden = made
         if below.weight:
             hidden = second.swiglu(gate_up, "wgrad_x", axis=-2) if hidden is None else hidden
-            dw_down = low_wgrad(dy_col, hidden, down_weight.dtype, down_main)
+            dw_down = wgrad(grad, dy_col, None, hidden, down_weight.dtype, down_main)
         if above.x:
-            gate_up_col = first.column(gate_up_waits, parts[3:6], gate_up_weight, "dgrad_w")
+            gate_up_col = first.column(gate_up_kept, gate_up_weight, "dgrad_w")
             dx = multiply(row, gate_up_col.operand, ctx.dtype).view(ctx.shape)
         if above.weight:
-            x_col = first.column(x_waits, parts[0:3], x, "wgrad_x")
-            dw_gate_up = low_wgrad(col, x_col, gate_up_weight.dtype, gate_up_main)
+            x_col = first.column(x_kept, x, "wgrad_x")
+            dw_gate_up = wgrad(grad, col, None, x_col, gate_up_weight.dtype, gate_up_main)
         db_down = None if db_down is None else db_down.to(ctx.bias_dtypes[1])
         return dx, dw_gate_up, dw_down, db_gate_up, db_down, None, None, None, None, None, None
 

@@ -5,7 +5,6 @@ Nothing here is differentiable; `linear.py` and `mlp.py` put products and gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,6 +88,15 @@ class Casts:
         col = self.spec("wgrad_dy" if needs.weight else None, grad.device)
         return _cast(grad, row, col, colsum=needs.bias)
 
+    def column(self, kept: Kept, source: Tensor | None, role: str, *, buffers: bool = False) -> BlockScaled | None:
+        """The column operand that waited for a backward, or, where none did, one made now of the source [..., K]; None
+        in high precision.  buffers: what waited is whole buffers."""
+        waits, parts = kept
+        if waits is not None:
+            return waits.operand(parts, buffers=buffers)
+        assert source is not None, role
+        return self.both(matrix(source), None, role)[1]
+
     def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
         """Of silu(gate) * up, which is never written in high precision: the operand of a role, made from [M, 2H]."""
         return swiglu_cast(gate_up, *self.low(role, gate_up.device), axis)
@@ -102,16 +110,6 @@ class Casts:
         third = (None, None) if hidden is None else hidden
         return swiglu_backward_cast(grad, gate_up, (row[0], col[0]), (row[1], col[1]), *third)
 
-    def column(
-        self, waiting: Waiting | None, parts: Sequence[Tensor | None], source: Tensor | None, role: str
-    ) -> BlockScaled | None:
-        """The column operand that waited for a backward, or, where none did, one made now of the source [..., K]; None
-        in high precision."""
-        if waiting is not None:
-            return waiting.operand(parts)
-        assert source is not None, role
-        return self.both(matrix(source), None, role)[1]
-
 
 def _cast(x: Tensor, row: Resolved | None, col: Resolved | None, *, colsum: bool) -> tuple[*Pair, Tensor | None]:
     if row is not None and col is not None:
@@ -121,25 +119,37 @@ def _cast(x: Tensor, row: Resolved | None, col: Resolved | None, *, colsum: bool
     return None if row is None else cast(x, *row), None if col is None else cast(x, *col, axis=-2), total
 
 
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 class Waiting(NamedTuple):
-    """What an operand is besides its tensors, while these wait for the backward."""
+    """What an operand is besides its tensors, while these wait for the backward. Views that it is made of are kept as
+    sizes and strides: a replayed call hands out whole buffers."""
 
     kind: str
     shape: tuple[int, ...]
     axis: int
     hadamard: int | None
+    views: tuple[tuple[torch.Size, tuple[int, ...]], ...] = ()
 
-    def operand(self, tensors: Sequence[Tensor | None]) -> BlockScaled:
-        """The operand again, scaled axis last, as a product takes it."""
-        data, scale, factor = tensors
+    def operand(self, parts: Parts, *, buffers: bool) -> BlockScaled:
+        """The operand again, scaled axis last, as a product takes it.  buffers: the tensors are whole buffers."""
+        data, scale, factor = parts
         assert data is not None
         assert scale is not None
-        return from_parts(data, scale, factor, self.kind, self.shape, axis=self.axis, hadamard=self.hadamard).operand
+        if buffers:
+            data, scale = (each.as_strided(*view) for each, view in zip((data, scale), self.views, strict=True))
+        made = from_parts(data, scale, factor, self.kind, self.shape, axis=self.axis, hadamard=self.hadamard)
+        return made.operand
 
 
-def set_aside(q: BlockScaled | None) -> tuple[Waiting | None, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+Kept = tuple[Waiting | None, Parts]
+
+
+def set_aside(q: BlockScaled | None) -> Kept:
     """An operand as three tensors for `save_for_backward`, and what it takes to make it again."""
     if q is None:
         return None, (None, None, None)
     data, scale, factor, kind = to_parts(q)
-    return Waiting(kind, q.shape, q.axis, q.hadamard), (data, scale, factor)
+    views = () if torch.compiler.is_compiling() else ((data.shape, data.stride()), (scale.shape, scale.stride()))
+    return Waiting(kind, q.shape, q.axis, q.hadamard, views), (data, scale, factor)

@@ -11,6 +11,7 @@ choices are founded on is in docs/recipes.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -98,6 +99,11 @@ class Recipe:
         check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # asked for in every call of a layer
         products = (self.fprop, self.dgrad, self.wgrad)
         return hash((self.name, *products, tuple(sorted(self.until.items())), self.keeps, self.weight_cast))
 
@@ -120,12 +126,12 @@ class Recipe:
         operands = ((role, self.operand(role)) for role in ROLES)
         return {role: None if operand is None else operand.format for role, operand in operands}
 
-    @property
+    @functools.cached_property
     def is_low(self) -> bool:
         """Whether any product is in low precision."""
         return not (self.fprop is None and self.dgrad is None and self.wgrad is None)
 
-    @property
+    @functools.cached_property
     def draws(self) -> bool:
         """Whether a cast is stochastic, so that a layer needs a name and a state."""
         return any(operand.stochastic for operand in map(self.operand, ROLES) if operand is not None)
