@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import registry, replay
-from ..errors import OptionError, ShapeError, message
+from ..casts import FLOAT_DTYPES
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
-from ..gemm import multiply
+from ..gemm import check_bias, multiply
 from ..library import is_watched
 from ..replay import Recording
 from .activation import Activation
-from .operands import Casts, Kept, Needs, Pair, needs_of, set_aside
+from .operands import Casts, Kept, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
 
 
@@ -54,10 +55,11 @@ def linear(
     """
     chosen = get_recipe(recipe)
     source = x.source if isinstance(x, Activation) else x
-    check_linear(source, weight, bias)
+    check_linear(source, weight)
     dtype = output_dtype(source)
     if not chosen.is_low:
         return functional.linear(source.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    check_low(source, weight, bias)
     check_rounding(chosen, rounding)
     needs = needs_of(source, weight, bias)
     given = (x.operands(chosen) if isinstance(x, Activation) else None, weight_operands)
@@ -110,7 +112,7 @@ class Work(NamedTuple):
 
     def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> Made:
         casts, needs = self.casts, self.needs
-        x_row, x_col = given[0] or casts.input(_matrix(x), waits=needs.weight)
+        x_row, x_col = given[0] or casts.input(matrix(x), waits=needs.weight)
         w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")
         y = _fprop(x, weight, bias, x_row, w_row, self.dtype)
         return Made(y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None))
@@ -137,16 +139,14 @@ class Work(NamedTuple):
         self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, made: Made
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         casts, needs, buffers = self.casts, self.needs, made.memory is not None
-        (x_waits, x_parts), (w_waits, w_parts) = made.x, made.weight
         row, col, total = casts.gradient(grad, needs)
         dx = dw = None
         if needs.x:
-            w_col = w_waits.operand(w_parts, buffers=buffers) if w_waits else casts.both(weight, None, "dgrad_w")[1]
+            w_col = casts.column(made.weight, weight, "dgrad_w", buffers=buffers)
             dx = dgrad(grad, row, weight, w_col, self.dtype)
         if needs.weight:
-            source = None if x is None else _matrix(x)
-            x_col = x_waits.operand(x_parts, buffers=buffers) if x_waits else casts.kept_source(source)
-            dw = wgrad(grad, col, source, x_col, weight.dtype, main_grad)
+            x_col = casts.column(made.x, x, "wgrad_x", buffers=buffers)
+            dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad)
         return dx, dw, total
 
 
@@ -213,7 +213,7 @@ class LinearFunction(torch.autograd.Function):
         work = ctx.work
         if work.dtype != ctx.dtype:
             work = work._replace(dtype=ctx.dtype)
-        dx, dw, total = work.backward(_matrix(grad), x, weight, main_grad, made)
+        dx, dw, total = work.backward(matrix(grad), x, weight, main_grad, made)
         if dx is not None and len(ctx.shape) != 2:
             dx = dx.view(ctx.shape)
         return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None
@@ -249,22 +249,17 @@ def wgrad(
     dtype: torch.dtype,
     main_grad: Tensor | None,
 ) -> Tensor | None:
-    """dW [N, K] of grad [M, N] and x [M, K]; added into main_grad where there is one, and then None."""
+    """dW [N, K] of grad [M, N] and x [..., K]; added into main_grad where there is one, and then None."""
     if col is None or x_col is None:
         assert x is not None, "an input that is not cast is kept"
         replay.refuse(_HIGH)
-        dw = torch.mm(grad.mT, x.to(grad.dtype))
+        dw = torch.mm(grad.mT, matrix(x).to(grad.dtype))
         if main_grad is None:
             return dw.to(dtype)
         main_grad.add_(dw)
         return None
     dw = multiply(col.operand, x_col.operand, dtype, accumulate=main_grad)
     return dw if main_grad is None else None
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """[..., K] -> [M, K]."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -289,8 +284,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return main_grad
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless the shapes fit; dtypes and devices are checked by the casts and the product."""
+def check_linear(x: Tensor, weight: Tensor) -> None:
+    """Raise unless the shapes fit."""
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ShapeError(
             message(
@@ -299,6 +294,25 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 fix=f"pass x with {weight.shape[-1]} features",
             )
         )
+
+
+def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise for what no cast or product takes: the layers call them past their own checks. Devices by their
+    numbers: comparing them takes longer than all of this."""
+    if x.dtype not in FLOAT_DTYPES or weight.dtype not in FLOAT_DTYPES:
+        raise DtypeError(
+            message(
+                f"x is {x.dtype}, the weight {weight.dtype}",
+                rule="layers in low precision take bfloat16, float16 or float32",
+                fix="convert them, or use the recipe 'bf16'",
+            )
+        )
+    if not torch.compiler.is_compiling() and x.get_device() != weight.get_device():
+        raise DeviceError(
+            message(f"x is on {x.device}, the weight on {weight.device}", rule="both are on one device", fix="move one")
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        check_bias(bias, tuple(weight.shape[:1]), x.device)
 
 
 def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:

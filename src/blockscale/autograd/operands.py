@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import replay
 from ..casts import cast, cast_both
+from ..casts.fused import swiglu_backward_cast, swiglu_cast
 from ..formats.cast_spec import CastPlan, CastSpec
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, from_parts, to_parts
@@ -41,6 +42,11 @@ def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
     return Needs(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
 
 
+def matrix(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 @dataclass(frozen=True, eq=False)
 class Casts:
     """The casts of one layer's call: its recipe, and the state and the name that stochastic rounding draws by."""
@@ -58,6 +64,12 @@ class Casts:
         spec = operand.spec(role, self.rounding, layouts[0] if operand is product.a else layouts[1])
         return spec, spec.plan()
 
+    def low(self, role: str, device: torch.device) -> Resolved:
+        """`spec` of a role that is known to be in low precision."""
+        resolved = self.spec(role, device)
+        assert resolved is not None, role
+        return resolved
+
     def both(self, x: Tensor, row: str | None, col: str | None) -> Pair:
         """Operands of a matrix for two roles, blocks along its last axis and along its first; None where none is
         wanted or the role stays in high precision. One read makes both."""
@@ -66,10 +78,6 @@ class Casts:
     def input(self, x: Tensor, *, waits: bool) -> Pair:
         """Of an input [M, K]: fprop's operand, and wgrad's, which waits for the backward."""
         return self.both(x, "fprop_x", "wgrad_x" if waits and self.recipe.keeps == "operand" else None)
-
-    def kept_source(self, x: Tensor | None) -> BlockScaled | None:
-        """wgrad's operand of an input that was kept itself."""
-        return None if x is None else self.both(x, None, "wgrad_x")[1]
 
     def weight(self, weight: Tensor, *, waits: bool) -> Pair:
         """Of a weight [N, K]: fprop's operand, and dgrad's, which waits for the backward."""
@@ -80,6 +88,28 @@ class Casts:
         row = self.spec("dgrad_dy" if needs.x else None, grad.device)
         col = self.spec("wgrad_dy" if needs.weight else None, grad.device)
         return _cast(grad, row, col, colsum=needs.bias)
+
+    def column(self, kept: Kept, source: Tensor | None, role: str, *, buffers: bool = False) -> BlockScaled | None:
+        """The column operand that waited for a backward, or, where none did, one made now of the source [..., K]; None
+        in high precision.  buffers: what waited is whole buffers."""
+        waits, parts = kept
+        if waits is not None:
+            return waits.operand(parts, buffers=buffers)
+        assert source is not None, role
+        return self.both(matrix(source), None, role)[1]
+
+    def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
+        """Of silu(gate) * up, which is never written in high precision: the operand of a role, made from [M, 2H]."""
+        return swiglu_cast(gate_up, *self.low(role, gate_up.device), axis)
+
+    def swiglu_gradient(
+        self, grad: Tensor, gate_up: Tensor, hidden: Resolved | None
+    ) -> tuple[BlockScaled, BlockScaled, BlockScaled | None]:
+        """Of the gradient of gate and up [M, 2H], from one read of grad [M, H] and gate_up: dgrad's operand and wgrad's
+        of this layer, and with a cast `hidden` of the next layer the column operand of silu(gate) * up."""
+        row, col = self.low("dgrad_dy", grad.device), self.low("wgrad_dy", grad.device)
+        third = (None, None) if hidden is None else hidden
+        return swiglu_backward_cast(grad, gate_up, (row[0], col[0]), (row[1], col[1]), *third)
 
 
 def _cast(x: Tensor, row: Resolved | None, col: Resolved | None, *, colsum: bool) -> tuple[*Pair, Tensor | None]:

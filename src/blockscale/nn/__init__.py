@@ -1,5 +1,6 @@
 """Layers that train by a recipe, and the conversion of models to them."""
 
 from .linear import Linear
+from .mlp import SwiGLU
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "SwiGLU"]
