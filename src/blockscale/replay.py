@@ -22,15 +22,12 @@ from torch import Tensor
 
 
 class Launch(NamedTuple):
-    """A kernel's start: a function of the device, what `arguments` makes of addresses, and the rest.
+    """A kernel's start: a function of the device, addresses and the rest.
 
-    places: where in the list of addresses each pointer is found, None for no pointer.  described: the same for what a
-    descriptor is made of, which `describe` makes.
+    places: where in the list of addresses each is found, None for no address.
     """
 
     start: Callable[..., None]
-    described: tuple[int, ...]
-    describe: Callable[[int, Any], object] | None
     places: tuple[int | None, ...]
     rest: tuple[object, ...]
 
@@ -117,30 +114,11 @@ def refuse(why: str) -> None:
         found.refused = found.refused or why
 
 
-def launched(
-    start: Callable[..., None],
-    pointers: Sequence[int | None],
-    rest: tuple[object, ...],
-    described: Sequence[Tensor] = (),
-    describe: Callable[[int, Any], object] | None = None,
-) -> None:
-    """Tell that one launch was all the work of an operator: start(device, *descriptors, *pointers, *rest)."""
+def launched(start: Callable[..., None], pointers: Sequence[int | None], rest: tuple[object, ...] = ()) -> None:
+    """Tell that one launch was all the work of an operator: start(device, *pointers, *rest)."""
     found = recorder()
     if found is not None:
-        bases = tuple(found.place(tensor.data_ptr()) or 0 for tensor in described)
-        found.launches.append(Launch(start, bases, describe, tuple(map(found.place, pointers)), rest))
-
-
-class _At:
-    """An address in the place of a tensor, for those who ask a tensor for nothing else."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
+        found.launches.append(Launch(start, tuple(map(found.place, pointers)), rest))
 
 
 _ALIGNMENT = 512  # of torch's allocator, which kernels were compiled to expect a divisor of
@@ -177,13 +155,8 @@ class Recording:
             pool = torch.empty(self.hidden_bytes, dtype=torch.uint8, device=where)
             start = pool.data_ptr()
             addresses += [start + offset for offset in self.hidden]
-        for start_kernel, described, describe, places, rest in self.launches:
-            pointers = [None if place is None else addresses[place] for place in places]
-            if describe is None:
-                start_kernel(device, *pointers, *rest)
-            else:
-                made = [describe(at, _At(addresses[place])) for at, place in enumerate(described)]
-                start_kernel(device, *made, *pointers, *rest)
+        for start_kernel, places, rest in self.launches:
+            start_kernel(device, *[None if place is None else addresses[place] for place in places], *rest)
         return [None if number is None else tensors[number] for number in self.results]
 
 
@@ -227,10 +200,7 @@ def _arranged(found: Recorder, device: int, results: tuple[int | None, ...], not
     for at, number in enumerate(hidden):
         place[number] = found.inputs + len(seen) + at
     launches = tuple(
-        launch._replace(
-            described=tuple(place[number] for number in launch.described),
-            places=tuple(None if number is None else place[number] for number in launch.places),
-        )
+        launch._replace(places=tuple(None if number is None else place[number] for number in launch.places))
         for launch in found.launches
     )
     returned = tuple(None if number is None else place[number] for number in results)

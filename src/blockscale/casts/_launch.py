@@ -5,11 +5,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
+
+try:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+except ImportError:  # other builds, other versions
+    make_tensordesc_arg = None
 
 
 def start(kernel: Any, grid: tuple[int, ...], operand: Tensor) -> Callable[..., Any]:
@@ -27,14 +33,58 @@ def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     stream = triton.runtime.driver.active.get_current_stream
-    hooks = triton.knobs.runtime
 
     def launch(device: int, *arguments: object) -> None:
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        # each is a chain of calls, or what somebody put in its place
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        if launches_are_watched():
             compiled[grid](*arguments)
         else:
             run(*grid, stream(device), function, metadata, None, None, None, *arguments)
 
     return launch
+
+
+def launches_are_watched() -> bool:
+    """Whether somebody has hooks on launches: each is a chain of calls, or what somebody put in its place."""
+    hooks = triton.knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class BareLauncher(NamedTuple):
+    """What lies behind the launch of a kernel with descriptors, where these are made anew each time."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    launch: Callable[..., None]
+    tensor_maps: Sequence[Any]
+
+    def expand(self, descriptor: object, at: int) -> list[object]:
+        """A descriptor as the launch takes it: the driver's map, sizes and strides. It holds for its address."""
+        return make_tensordesc_arg(descriptor, self.tensor_maps[at])
+
+    def start(self, device: int, grid: tuple[int, int, int], *arguments: object) -> None:
+        """Launch with expanded descriptors."""
+        run, stream = self.run, triton.runtime.driver.active.get_current_stream(device)
+        flags = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        self.launch(*grid, stream, self.function, *flags, self.metadata, None, None, None, *arguments)
+
+
+def bare_launcher(compiled: Any) -> BareLauncher | None:
+    """Of a compiled kernel, where this Triton has one of the form that is known; it is nothing that Triton promises."""
+    run = compiled.run
+    try:
+        inner = run.launch
+        cells = dict(zip(inner.__code__.co_freevars, (cell.cell_contents for cell in inner.__closure__), strict=True))
+        launch, maps = cells["launcher"], cells["tensordesc_meta"]
+        takes = tuple(inspect.signature(make_tensordesc_arg).parameters)
+        whole = not run.global_scratch_size and not run.profile_scratch_size
+        known = takes == ("arg", "metadata") and all(each is not None for each in maps)
+        flags = hasattr(run, "launch_cooperative_grid") and hasattr(run, "launch_pdl")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return (
+        BareLauncher(run, compiled.function, compiled.packed_metadata, launch, maps)
+        if whole and known and flags
+        else None
+    )

@@ -10,14 +10,14 @@ into what is known (docs/design/gemm.md has times).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import replay
-from ..casts._launch import launcher, start
+from ..casts._launch import bare_launcher, launcher, launches_are_watched, start
 from ..formats.layout import round_up
 from . import _assembly
 from ._gluon import TensorDescriptor
@@ -33,18 +33,55 @@ class Described(NamedTuple):
     layout: object
 
 
-class _Known(NamedTuple):
+class _At:
+    """An address in the place of a matrix, for those who ask it for nothing else."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Known:
     """A compiled kernel on its grid, its descriptors but for their matrices, and its arguments but for addresses."""
 
-    launch: Callable[..., None]
-    descriptors: tuple[dict[str, Any], ...]
-    rest: tuple[object, ...]
+    def __init__(
+        self, compiled: Any, programs: int, descriptors: tuple[dict[str, Any], ...], rest: tuple[object, ...]
+    ) -> None:
+        self._grid = (programs, 1, 1)
+        self._launch, self._bare = launcher(compiled, self._grid), bare_launcher(compiled)
+        self._descriptors, self._rest = descriptors, rest
+        self._maps: dict[tuple[int, int], list[object]] = {}
 
-    def describe(self, at: int, matrix: Tensor) -> TensorDescriptor:
-        """The descriptor at a place, of another matrix like the one that it was made of."""
-        return _filled(self.descriptors[at], matrix)
+    def start(self, device: int, *addresses: int | None) -> None:
+        """addresses: of the matrices that are described, then of the other pointers."""
+        if not getattr(_thread, "has_context", False):
+            torch.cuda.set_device(device)  # descriptors are made by the driver, which asks the thread for a context
+            _thread.has_context = True
+        count = len(self._descriptors)
+        if self._bare is None or launches_are_watched():
+            made = [_filled(self._descriptors[at], _At(addresses[at] or 0)) for at in range(count)]
+            return self._launch(device, *made, *addresses[count:], *self._rest)
+        arguments: list[object] = []
+        for at in range(count):
+            # matrices come back to the same addresses: torch's allocator sees to that
+            found = self._maps.get((at, addresses[at] or 0))
+            arguments += found if found is not None else self._mapped(at, addresses[at] or 0)
+        return self._bare.start(device, self._grid, *arguments, *addresses[count:], *self._rest)
+
+    def _mapped(self, at: int, address: int) -> list[object]:
+        assert self._bare is not None
+        if len(self._maps) >= _MOST_KNOWN:
+            self._maps.clear()
+        made = self._bare.expand(_filled(self._descriptors[at], _At(address)), at)
+        self._maps[at, address] = made
+        return made
 
 
+_thread = threading.local()
 _KNOWN: dict[tuple[object, ...], _Known] = {}
 
 
@@ -75,8 +112,9 @@ def start_kernel(
     )  # fmt: skip
     known = _KNOWN.get(key) if direct else None
     if known is not None:
-        known.launch(device, *map(_filled, known.descriptors, matrices), *addresses, *known.rest)
-        return replay.launched(known.launch, addresses, known.rest, matrices, known.describe)
+        pointers = (*(matrix.data_ptr() for matrix in matrices), *addresses)
+        known.start(device, *pointers)
+        return replay.launched(known.start, pointers)
     descriptors = [descriptor(*one) for one in described]
     compiled = _assembly.launch(functools.partial(
         start(kernel, (programs,), matrices[0]), *descriptors, *pointers, *numbers, *constants, num_warps=4,
@@ -87,7 +125,7 @@ def start_kernel(
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
         fields = tuple(dict(vars(made)) for made in descriptors)
-        _KNOWN[key] = _Known(launcher(compiled, (programs, 1, 1)), fields, (*numbers, *constants))
+        _KNOWN[key] = _Known(compiled, programs, fields, (*numbers, *constants))
 
 
 def can_be_described(tensor: Tensor) -> bool:
@@ -120,7 +158,7 @@ def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> Tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
 
 
-def _filled(fields: dict[str, Any], matrix: Tensor) -> TensorDescriptor:
+def _filled(fields: dict[str, Any], matrix: Tensor | _At) -> TensorDescriptor:
     """A descriptor whose other fields have been checked: its class would check them again. Not changed in place, since
     a backward launches from another thread."""
     made = object.__new__(TensorDescriptor)
