@@ -33,7 +33,7 @@ _PUBLIC = {
     "doctor": "diagnostics",
 }
 _ROOMS = ("casts", "gemm", "grouped")
-_SUBMODULES = ("casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "registry")
+_SUBMODULES = ("casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "registry", "roofline")
 
 __all__ = [
     "__version__",
