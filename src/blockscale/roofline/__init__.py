@@ -5,7 +5,7 @@ ceilings of machines; `advise` says from how many tokens on a layer is worth con
 
 >>> nvfp4 = dict.fromkeys(ROLES, "nvfp4") | {"fprop_w": "nvfp4_16x16", "dgrad_w": "nvfp4_16x16"}
 >>> f"{predicted_speedup(4096, 7168, 18432, nvfp4, nominal('b200')):.2f}"
-'2.84'
+'2.83'
 """
 
 from .advice import advise, predicted_speedup
