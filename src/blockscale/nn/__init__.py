@@ -1,5 +1,7 @@
 """Layers that train by a recipe, and the conversion of models to them."""
 
+from .convert import advance_, quantize_, set_step_, unquantize_
 from .linear import Linear
+from .report import ConversionReport
 
-__all__ = ["Linear"]
+__all__ = ["ConversionReport", "Linear", "advance_", "quantize_", "set_step_", "unquantize_"]
