@@ -5,13 +5,14 @@ Text for people; numbered blocks share a line. Predictions are the roofline's, s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..autograd.recipe import Recipe
 from ..formats.spec import get_format
-from ..roofline import BF16, Ceilings, Use, linear_cost, measured, nominal
+from ..roofline import BF16, ROLES, Ceilings, Use, engine_for, linear_cost, measured, nominal
 
 MACHINE, TOKENS = "h200", 4096
 # features that the fast products take in multiples of
@@ -112,9 +113,12 @@ class ConversionReport:
 
     def lines(self) -> list[str]:
         """The layers as text, one line for all blocks that are alike."""
-        rows = [("converted", *_row(each, each.note)) for each in self.converted]
-        rows += [("kept in high precision", *_row(each, each.reason)) for each in self.skipped]
-        return _table(rows)
+        return _table(
+            {
+                "converted": [(each, each.note) for each in self.converted],
+                _KEPT: [(each, each.reason) for each in self.skipped],
+            }
+        )
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.skipped)
@@ -123,13 +127,20 @@ class ConversionReport:
             kinds = (f"{each.modules} {each.kind} ({_short(each.parameters)} parameters)" for each in self.others)
             text.append(f"not linear: {', '.join(kinds)}")
         if self.converted:
-            speedup = self.predicted_speedup(TOKENS)
-            text.append(f"share: {self.parameter_share:.1%} of parameters, {self.flop_share:.1%} of linear FLOPs")
-            text.append(
-                f"roofline, {MACHINE.upper()}, {TOKENS} tokens: converted layers at {speedup.converted:.2f}x the speed of "
-                f"bf16, all linear layers at {speedup.linears:.2f}x"
-            )
+            shares = f"{100 * self.parameter_share:.1f} % of parameters, {100 * self.flop_share:.1f} % of linear FLOPs"
+            text += [f"share: {shares}", f"roofline: {self._prediction()}"]
         return "\n".join([*text, *(f"warning: {each}" for each in self.warnings)])
+
+    def _prediction(self) -> str:
+        speedup = self.predicted_speedup(TOKENS)
+        formats, architecture = self.recipe.formats(), nominal(MACHINE).architecture
+        pairs = [(formats[a], formats[b]) for a, b in zip(ROLES[::2], ROLES[1::2], strict=True)]
+        notes = dict.fromkeys(engine_for(architecture, *pair).note for pair in pairs)
+        where = "; ".join([f"{MACHINE.upper()}, {TOKENS} tokens", *filter(None, notes)])
+        gains = (
+            f"{speedup.converted:.2f}x bf16's speed for what is converted, {speedup.linears:.2f}x for all linear layers"
+        )
+        return f"{gains} ({where})"
 
 
 def speed_note(recipe: Recipe, in_features: int, out_features: int) -> str:
@@ -159,40 +170,67 @@ def _seconds(
     layers: Iterable[Converted | Skipped], tokens: int, formats: Mapping[str, str | None], ceilings: Ceilings, use: Use
 ) -> float:
     """Of one training step; lazy layers have no size, and so no time."""
-    sizes = ((each.in_features, each.out_features) for each in layers)
-    return sum(linear_cost(tokens, *size, formats, ceilings, use).seconds for size in sizes if min(size) > 0)
+    sizes = Counter((each.in_features, each.out_features) for each in layers)
+    costs = {size: linear_cost(tokens, *size, formats, ceilings, use).seconds for size in sizes if min(size) > 0}
+    return sum(seconds * sizes[size] for size, seconds in costs.items())
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
 
-_Row = tuple[str, str, int, int, str]  # heading, name, in, out, remark
+_KEPT = "kept in high precision"
+# patterns that share a remark and a place, from which on they share a line
+_FOLD = 4
 
 
-def _row(layer: Converted | Skipped, remark: str) -> tuple[str, int, int, str]:
-    return layer.name, layer.in_features, layer.out_features, remark
+class _Line(NamedTuple):
+    """What a line is about, apart from the numbers in its names."""
+
+    heading: str
+    pattern: str
+    size: tuple[int, int] | None
+    remark: str
 
 
-def _table(rows: Sequence[_Row]) -> list[str]:
-    """Lines under headings; rows that differ in numbers of their names share one."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for heading, name, low, high, remark in rows:
-        pattern = ".".join("#" if part.isdigit() else part for part in name.split("."))
-        groups.setdefault((heading, pattern, f"{low}", f"{high}", remark), []).append(name)
-    labels = {key: _ranges(names) for key, names in groups.items()}
-    counts = {key: f"x{len(names)}" if len(names) > 1 else "" for key, names in groups.items()}
-    name_width = max(map(len, labels.values()), default=0)
-    count_width = max(map(len, counts.values()), default=0)
-    low_width, high_width = (max((len(key[i]) for key in groups), default=0) for i in (2, 3))
-    lines: list[str] = []
-    above = ""
-    for key, label in labels.items():
-        heading, _, low, high, remark = key
-        lines += [] if heading == above else [heading]
-        above = heading
-        cells = [f"{label:<{name_width}}"] + ([f"{counts[key]:<{count_width}}"] if count_width else [])
-        cells += [f"{low:>{low_width}} -> {high:>{high_width}}", remark]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return lines
+def _table(layers: Mapping[str, Sequence[tuple[Converted | Skipped, str]]]) -> list[str]:
+    """Lines under headings; layers whose names differ in numbers share one."""
+    groups: dict[_Line, list[str]] = {}
+    for heading, members in layers.items():
+        for layer, remark in members:
+            pattern = ".".join("#" if part.isdigit() else part for part in layer.name.split("."))
+            line = _Line(heading, pattern, (layer.in_features, layer.out_features), remark)
+            groups.setdefault(line, []).append(layer.name)
+    groups = _fold(groups)
+    rows = [
+        (line, _ranges(names), f"x{len(names)}" if len(names) > 1 else "", *map(str, line.size or ("", "")))
+        for line, names in groups.items()
+    ]
+    name, count, low, high = (max((len(row[i]) for row in rows), default=0) for i in range(1, 5))
+    text: list[str] = []
+    for i, (line, names, times, inner, outer) in enumerate(rows):
+        if i == 0 or rows[i - 1][0].heading != line.heading:
+            text.append(line.heading)
+        size = f"{inner:>{low}} -> {outer:>{high}}" if line.size else " " * (low + high + 4)
+        cells = [f"{names:<{name}}", *([f"{times:<{count}}"] if count else []), size, line.remark]
+        text.append(f"  {'  '.join(cells)}".rstrip())
+    return text
+
+
+def _fold(groups: Mapping[_Line, list[str]]) -> dict[_Line, list[str]]:
+    """Blocks that are kept as a whole take one line, not one for each of their layers."""
+    places: dict[_Line, list[_Line]] = {}
+    for line in groups:
+        block, _, rest = line.pattern.partition("#")
+        if line.heading == _KEPT and rest:
+            places.setdefault(line._replace(pattern=f"{block}#.*", size=None), []).append(line)
+    folded: dict[_Line, list[str]] = {}
+    for line, names in groups.items():
+        block = line._replace(pattern=f"{line.pattern.partition('#')[0]}#.*", size=None)
+        if len(places.get(block, ())) < _FOLD:
+            folded[line] = names
+        else:
+            depth = block.pattern.count(".")
+            folded.setdefault(block, []).extend(".".join(name.split(".")[:depth]) + ".*" for name in names)
+    return folded
 
 
 def _ranges(names: Sequence[str]) -> str:
