@@ -90,6 +90,12 @@ def made(seed: int = 0, **named) -> Model:
     return Model(**named)
 
 
+def small() -> nn.Module:
+    """Little enough to be compiled in a second."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCABULARY, DIM), MLP())
+
+
 def everything(module: nn.Module, name: str) -> bool:
     return True
 
@@ -366,7 +372,7 @@ def test_what_is_not_exactly_a_linear_layer_is_skipped_with_the_reason():
             "normed": nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)),
             "lazy": nn.LazyLinear(DIM),
             "patched": patched,
-            "double": nn.Linear(DIM, DIM, dtype=torch.float64),
+            "fp64": nn.Linear(DIM, DIM, dtype=torch.float64),
             "quantised": Int8Linear(),
             "attention": nn.MultiheadAttention(DIM, 4),
         }
@@ -380,7 +386,7 @@ def test_what_is_not_exactly_a_linear_layer_is_skipped_with_the_reason():
         "normed": "parametrized",
         "lazy": "lazy",
         "patched": "forward was replaced",
-        "double": "weight is float64",
+        "fp64": "weight is float64",
         "quantised": "Int8Linear, which may",
         "attention.out_proj": "never calls it",
     }
@@ -439,26 +445,27 @@ def test_a_meta_model_gets_its_values_and_its_seed_later():
     model.load_state_dict(other.state_dict())
     bs.advance_(model)
     bs.advance_(other)
+    wanted = gradients(other)
     for name, mine in gradients(model).items():
-        assert torch.equal(mine, gradients(other)[name]), name
+        assert torch.equal(mine, wanted[name]), name
 
 
 @pytest.mark.parametrize("order", ["before", "after", "after a call"])
 def test_compiled_models_can_be_converted(order):
     torch._dynamo.reset()
-    model, twin = made(), made()
+    model, twin = small(), small()
     bs.quantize_(twin, "mxfp8")
     if order == "before":
         bs.quantize_(model, "mxfp8")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     if order == "after a call":
-        assert torch.equal(compiled(TOKENS), made()(TOKENS))
+        assert torch.equal(compiled(TOKENS), small()(TOKENS))
     if order != "before":
         report = bs.quantize_(compiled, "mxfp8")
-        assert "layers.0.mlp.up_proj" in names(report.converted)
+        assert "1.up_proj" in names(report.converted)
     assert torch.equal(compiled(TOKENS), twin(TOKENS))
     bs.unquantize_(compiled)
-    assert torch.equal(compiled(TOKENS), made()(TOKENS))
+    assert torch.equal(compiled(TOKENS), small()(TOKENS))
 
 
 def test_wrappers_of_data_parallel_models_do_not_change_names():
@@ -517,7 +524,7 @@ def test_layers_draw_by_their_names_from_one_state():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_advance_changes_draws_and_moves_each_state_once(compiled):
     torch._dynamo.reset()
-    model = made()
+    model = small()
     bs.quantize_(model, "nvfp4", everything, seed=3)
     called = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     first, again = gradients(called), gradients(called)
@@ -530,7 +537,7 @@ def test_advance_changes_draws_and_moves_each_state_once(compiled):
         assert torch.equal(first[name], again[name]), name
         assert torch.equal(first[name], third[name]), name
     changed = [name for name in first if not torch.equal(first[name], second[name])]
-    assert len(changed) > len(first) // 2
+    assert len(changed) == 4, changed
 
 
 def test_states_that_were_torn_apart_advance_alike():
@@ -547,18 +554,18 @@ def test_states_that_were_torn_apart_advance_alike():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_products_change_at_their_step(compiled):
     torch._dynamo.reset()
-    model, plain = made(), made()
+    model, plain = small(), small()
     recipe = bs.get_recipe("mxfp8").replace(until={"fprop": 10})
     bs.quantize_(model, recipe)
     called = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     before = called(TOKENS)
     bs.set_step_(called, 9)
-    assert model.layers[0].mlp.up_proj.recipe_now is recipe
+    assert model[1].up_proj.recipe_now is recipe
     assert torch.equal(called(TOKENS), before)
     bs.set_step_(called, 10)
-    now = model.layers[0].mlp.up_proj.recipe_now
+    now = model[1].up_proj.recipe_now
     assert torch.equal(called(TOKENS), plain(TOKENS))
     bs.set_step_(called, 11)
-    assert model.layers[1].mlp.up_proj.recipe_now is now, "an equal recipe is not replaced, or callers compile again"
+    assert model[1].gate_proj.recipe_now is now, "an equal recipe is not replaced, or callers compile again"
     bs.set_step_(called, 0)
     assert torch.equal(called(TOKENS), before)

@@ -38,14 +38,15 @@ def test_text():
     assert text == [
         "nvfp4: 40 of 61 linear layers converted",
         "converted",
-        "  layers.2-9.wq       x8    256 ->  256",
-        "  layers.2-9.wk       x8    256 ->  256",
-        "  layers.2-9.wv       x8    256 ->  256",
-        "  layers.2-9.up       x8    256 -> 1024",
-        "  layers.2-9.down     x8   1024 ->  256",
+        "  layers.2-9.wq    x8    256 ->  256",
+        "  layers.2-9.wk    x8    256 ->  256",
+        "  layers.2-9.wv    x8    256 ->  256",
+        "  layers.2-9.up    x8    256 -> 1024",
+        "  layers.2-9.down  x8   1024 ->  256",
         "kept in high precision",
-        "  layers.0-1,10-11.*  x20                in the first 2 or the last 2 of 12 blocks",
-        "  lm_head                   256 ->  512  output head",
+        "  layers.0-1.*     x10                first 2 of 12 blocks",
+        "  layers.10-11.*   x10                last 2 of 12 blocks",
+        "  lm_head                256 ->  512  output head",
         "not linear: 1 Embedding (131.1k parameters), 12 RMSNorm (3.1k parameters)",
     ]
     assert shares.startswith("share: ")

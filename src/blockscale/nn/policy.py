@@ -129,9 +129,11 @@ class Ends:
         if number is None or self.blocks is None:
             return None
         count = self.blocks.count
-        if self.first <= number < count - self.last:
-            return None
-        return f"in the first {self.first} or the last {self.last} of {count} blocks"
+        ends = (("first", self.first, number), ("last", self.last, count - 1 - number))
+        for which, kept, distance in ends:
+            if distance < kept:
+                return f"{which} {kept} of {count} blocks" if kept > 1 else f"{which} of {count} blocks"
+        return None
 
 
 def find_ends(modules: Named, recipe: Recipe, first: int | None, last: float | None, *, defaults: bool) -> Ends:
