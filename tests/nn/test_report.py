@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,35 @@ def test_text():
     assert shares.startswith("share: ")
     assert roofline.startswith("roofline: ")
     assert "no units for it" in roofline
+
+
+def llama() -> nn.Module:
+    """Names and sizes of Llama 3 8B."""
+
+    def linears(**sizes: tuple[int, int]) -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+
+    def block() -> nn.Module:
+        width, kv, hidden = 4096, 1024, 14336
+        attention = linears(q_proj=(width, width), k_proj=(width, kv), v_proj=(width, kv), o_proj=(width, width))
+        mlp = linears(gate_proj=(width, hidden), up_proj=(width, hidden), down_proj=(hidden, width))
+        norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        return nn.ModuleDict({"attention": attention, "mlp": mlp, "norms": norms})
+
+    with torch.device("meta"):
+        layers = nn.ModuleList(block() for _ in range(32))
+        embed, head = nn.Embedding(128256, 4096), nn.Linear(4096, 128256, bias=False)
+        return nn.ModuleDict({"embed": embed, "layers": layers, "norm": nn.RMSNorm(4096), "lm_head": head})
+
+
+@pytest.mark.parametrize(
+    ("page", "recipe"),
+    [("README.md", "fp8_blockwise"), ("docs/conversion.md", "fp8_blockwise"), ("docs/conversion.md", "nvfp4")],
+)
+def test_documented_reports_are_printed_ones(page, recipe):
+    text = (Path(__file__).parents[2] / page).read_text()
+    # ceilings may have been measured on this machine: the last line is theirs
+    assert str(bs.quantize_(llama(), recipe)).rpartition("roofline")[0] in text
 
 
 def test_few_layers_that_are_kept_have_a_line_each_with_their_sizes():

@@ -215,7 +215,7 @@ def attach(optimizer: Optimizer, model: Module) -> None:
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    >>> report = bs.quantize_(model, bs.get_recipe("mxfp8").replace(weight_cast="step"), keep_last=False)
+    >>> report = bs.quantize_(model, bs.get_recipe("mxfp8").replace(weight_cast="step"))
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> bs.attach(optimizer, model)
     """
