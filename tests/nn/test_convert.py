@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 import blockscale as bs
@@ -291,7 +292,7 @@ def test_a_layer_as_wide_as_the_vocabulary_that_is_not_last_is_converted():
     assert not bs.quantize_(model, "mxfp8").skipped
 
 
-@pytest.mark.parametrize("name", ["gate_proj", "gate_up", "w_gate", "router_norm_proj", "headroom", "outputs"])
+@pytest.mark.parametrize("name", ["gate_proj", "gate_up", "w_gate", "router_norm_proj", "headroom", "outputs", "my_lm_head_norm"])
 def test_names_count_by_whole_components(name):
     model = nn.Module()
     model.add_module(name, nn.Linear(DIM, DIM))
@@ -526,7 +527,8 @@ def test_advance_changes_draws_and_moves_each_state_once(compiled):
     torch._dynamo.reset()
     model = small()
     bs.quantize_(model, "nvfp4", everything, seed=3)
-    called = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    counter = CompileCounter()
+    called = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
     first, again = gradients(called), gradients(called)
     bs.advance_(called)
     assert all(module.rng.tolist() == [3, 1] for module in model.modules() if isinstance(module, Linear))
@@ -536,6 +538,7 @@ def test_advance_changes_draws_and_moves_each_state_once(compiled):
     for name in first:
         assert torch.equal(first[name], again[name]), name
         assert torch.equal(first[name], third[name]), name
+    assert counter.frame_count == int(compiled), "nothing compiles again"
     changed = [name for name in first if not torch.equal(first[name], second[name])]
     assert len(changed) == 4, changed
 

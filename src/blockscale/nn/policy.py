@@ -51,13 +51,14 @@ def obstacle(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, LazyModuleMixin):
         return "lazy, without a shape before its first forward: convert after it"
-    if _is_fully_sharded(module):
+    exact = kind is nn.Linear or kind is Linear
+    if not exact and _is_fully_sharded(module):
         return "sharded by itself: convert before fully_shard"
     if is_parametrized(module) or (isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)):
         return "parametrized: its weight is computed, not a parameter"
     if kind is NonDynamicallyQuantizableLinear:
         return "part of MultiheadAttention, which reads its weight and never calls it"
-    if kind is not nn.Linear and kind is not Linear:
+    if not exact:
         return f"a {kind.__module__}.{kind.__qualname__}, which may compute something else"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
