@@ -186,7 +186,8 @@ def test_gemm_rows_by_machine(where, pair, launcher):
 @pytest.mark.parametrize(
     ("where", "pair", "shape", "launcher", "reason"),
     [
-        ("sm_90", ("fp8_1x128", "fp8_1x128"), (128, 60, 256), REFERENCE, "multiples of 16, these are 60 and 256"),
+        ("sm_90", ("fp8_128x128", "fp8_1x128"), (128, 60, 256), REFERENCE, "multiples of 16, these are 60 and 256"),
+        ("sm_90", ("fp8_1x128", "fp8_1x128"), (128, 60, 250), GLUON, "multiples of 16, these are 60 and 250"),
         ("sm_90", ("fp8_1x128", "fp8_1x128"), (130, 64, 256), GLUON, "rows in multiples of 4, not 130"),
         ("sm_90", ("fp8_128x128", "fp8_1x128"), (130, 64, 256), VENDOR, None),
         ("sm_90", ("fp8_1x128", "fp8_1x128"), (0, 64, 256), REFERENCE, "no empty operands"),

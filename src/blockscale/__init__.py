@@ -45,7 +45,8 @@ _PUBLIC = {
 }
 _ROOMS = ("casts", "gemm", "grouped")
 _SUBMODULES = (
-    "autograd", "casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "nn", "registry", "roofline"
+    "autograd", "casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "nn", "registry",
+    "roofline",
 )  # fmt: skip
 
 __all__ = [

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
-from . import env
+from . import env, replay
 
 NAMESPACE = "blockscale"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -184,6 +184,20 @@ _is_profiling = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAt
 _is_autocasting = torch._C._is_any_autocast_enabled
 
 
+def _thread_is_watched() -> bool:
+    return bool(_function_modes() or _is_profiling() or _thread_keys().raw_repr() & _WATCHED)
+
+
+def is_watched(tensors: Sequence[Tensor]) -> bool:
+    """Whether anybody could tell an operator from its body: a mode, a transform, a tracer, a profiler or a subclass."""
+    if torch.compiler.is_compiling() or _thread_is_watched():
+        return True
+    for each in tensors:  # noqa: SIM110, any() takes twice as long
+        if type(each) not in _PLAIN_TYPES or _tensor_keys(each).raw_repr() & _WATCHED:
+            return True
+    return False
+
+
 def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
     """The operator, or its body alone where nobody can tell: plain tensors on a CPU or GPU, no mode, no transform, no
     tracer and no profiler. The dispatcher and its way back into Python cost more than all of the body."""
@@ -193,9 +207,7 @@ def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body)
     def call(*args: Any) -> Any:
         # first, because nothing below can be traced
-        if torch.compiler.is_compiling():
-            return op(*args)
-        if _function_modes() or _is_profiling() or _thread_keys().raw_repr() & _WATCHED:
+        if torch.compiler.is_compiling() or _thread_is_watched():
             return op(*args)
         records = False
         for at in places:
@@ -221,4 +233,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     out = torch.empty(*shape, dtype=dtype, device=device) if shape else torch.empty((), dtype=dtype, device=device)
     if _POISON and not torch.compiler.is_compiling():
         out.view(-1).view(torch.uint8).fill_(0xFF)
+        replay.refuse("a poisoned buffer")
+    replay.allocated(out)
     return out

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from . import env
+from . import env, replay
 from .errors import BackendError, OptionError, check_name, message
 from .hardware import Capability
 
@@ -332,8 +332,19 @@ def _tell_once(request: Request, taken: Kernel, refused: list[tuple[Kernel, str]
 
 
 def select(request: Request) -> Kernel:
-    """The row that serves a request: the best that accepts, or the one the user demands."""
+    """The row that serves a request: the best that accepts, or the one the user demands. For whoever will launch it."""
+    replay.started()
+    return would_serve(request)
+
+
+def would_serve(request: Request) -> Kernel:
+    """The row that `select` would take, for whoever only wants to know."""
     return _select(request, forced_backend(request.op))
+
+
+def demands_nothing() -> bool:
+    """Whether the choice of kernels is the table's alone."""
+    return not _demands and not env.get("BLOCKSCALE_BACKEND")
 
 
 @dataclass(frozen=True)

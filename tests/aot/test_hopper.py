@@ -20,6 +20,7 @@ from blockscale.registry import Request
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 _rows = pytest.importorskip("blockscale.gemm._hopper_rows", reason="this Triton has no Gluon for Hopper")
+addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
@@ -118,6 +119,15 @@ def test_clusters(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, monke
     assert steps == sorted(steps)
 
 
+# an odd N is a kernel of its own, since a bias is not loaded in pairs, and so is an N of 1
+@pytest.mark.parametrize("n", [511, 1])
+@pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
+@pytest.mark.parametrize("tile", heuristics.TILES[:3], ids=lambda tile: tile.label)
+def test_odd_sizes(tile: heuristics.Tile, weight: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
+    check(tile, weight, _EPILOGUES[0], n=n, k=2047)
+
+
 def test_clusters_are_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request("gemm", Capability("cuda", 90), ("fp8_1x128", "fp8_128x128"), (4096, 4096, 4096), torch.bfloat16)
     assert "on 2 multiprocessors" not in _hopper.forecast(request).configuration
@@ -131,14 +141,16 @@ def test_clusters_are_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
             _hopper.forecast(request)
 
 
-def check(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, *, clusters: bool = False) -> Report:
+def check(
+    tile: heuristics.Tile, weight: str, epilogue: _Epilogue, *, clusters: bool = False, n: int = 512, k: int = 2048
+) -> Report:
     dtype, has_bias, accumulate, shared = epilogue
-    problem = heuristics.Problem(512, 512, 2048, weight == "fp8_1x128", dtype == torch.float32, 132, accumulate)
+    problem = heuristics.Problem(512, n, k, weight == "fp8_1x128", dtype == torch.float32, 132, accumulate)
     plan = heuristics.shared_tiles(tile, problem) if shared else heuristics.whole_tiles(tile, problem)
     assert plan is not None
     plan = heuristics.in_clusters(plan, problem) if clusters else plan
-    a, b = quantize(torch.zeros(512, 2048), "fp8_1x128"), quantize(torch.zeros(512, 2048), weight)
-    out, bias = torch.empty(512, 512, dtype=dtype), torch.zeros(512) if has_bias else None
+    a, b = quantize(torch.zeros(512, k), "fp8_1x128"), quantize(torch.zeros(n, k), weight)
+    out, bias = addressable((512, n), dtype, torch.device("cpu")), torch.zeros(n) if has_bias else None
     with compiled_for(90) as kernels:
         _hopper.launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     found = report(kernels[0])
@@ -157,14 +169,14 @@ def check(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, *, clusters: 
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-@pytest.mark.parametrize("rows", [16, 32])
-def test_few_rows(rows: int, weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "n", "k"), [(16, 512, 2048), (32, 512, 2048), (16, 511, 2047)])
+def test_few_rows(rows: int, n: int, k: int, weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights by tokens: the same rules."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
-    plan, _ = heuristics.choose_few_rows(heuristics.Problem(rows, 512, 2048, weight == "fp8_1x128", False, 132))
-    a, b = quantize(torch.zeros(rows, 2048), "fp8_1x128"), quantize(torch.zeros(512, 2048), weight)
+    plan, _ = heuristics.choose_few_rows(heuristics.Problem(rows, n, k, weight == "fp8_1x128", False, 132))
+    a, b = quantize(torch.zeros(rows, k), "fp8_1x128"), quantize(torch.zeros(n, k), weight)
     with compiled_for(90) as kernels:
-        _rows.launch(a, b, torch.empty(rows, 512, dtype=torch.bfloat16), None, accumulate=False, plan=plan)
+        _rows.launch(a, b, torch.empty(rows, n, dtype=torch.bfloat16), None, accumulate=False, plan=plan)
     found, tile = report(kernels[0]), plan.tile
     assert found.spilled == 0
     assert found.opcodes["QGMMA"] == 4 * tile.groups * tile.run

@@ -16,6 +16,7 @@ from blockscale.formats import get_format
 from blockscale.gemm import heuristics, heuristics_mx
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
+addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
@@ -29,9 +30,11 @@ class Case:
     bias: bool = False
     accumulate: bool = False
     left: str = "mxfp8_e4m3"
+    n: int = 512
+    k: int = 2048
 
     def __str__(self) -> str:
-        kind = f"{self.left} @ 128x128, {self.tile.label}, {self.dtype}"
+        kind = f"{self.left} @ 128x128, N = {self.n}, {self.tile.label}, {self.dtype}"
         return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
 
 
@@ -40,6 +43,7 @@ _OTHERS = [
     *(Case(tile, torch.float32, accumulate=True) for tile in heuristics_mx.TILES),
     Case(heuristics_mx.TILES[0], torch.float16),
     *(Case(tile, left="mxfp8_e5m2") for tile in heuristics_mx.TILES),
+    *(Case(heuristics_mx.TILES[0], bias=True, n=n, k=2047) for n in (511, 1)),
 ]
 
 
@@ -58,11 +62,11 @@ def test_machine_code_by_the_other_assembler(case: Case, monkeypatch: pytest.Mon
 
 
 def check(case: Case) -> None:
-    tile, k = case.tile, 2048
-    problem = heuristics.Problem(512, 512, k, False, case.dtype == torch.float32, 132)
+    tile, n, k = case.tile, case.n, case.k
+    problem = heuristics.Problem(512, n, k, False, case.dtype == torch.float32, 132)
     plan = heuristics_mx.plan_for(tile, problem)
-    a, b = quantize(torch.zeros(512, k), case.left), quantize(torch.zeros(512, k), "mxfp8_e4m3_128x128")
-    out, bias = torch.empty(512, 512, dtype=case.dtype), torch.zeros(512) if case.bias else None
+    a, b = quantize(torch.zeros(512, k), case.left), quantize(torch.zeros(n, k), "mxfp8_e4m3_128x128")
+    out, bias = addressable((512, n), case.dtype, torch.device("cpu")), torch.zeros(n) if case.bias else None
     with compiled_for(90) as kernels:
         _hopper_mx.launch(a, b, out, bias, accumulate=case.accumulate, plan=plan)
     found = report(kernels[0])

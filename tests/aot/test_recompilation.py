@@ -77,8 +77,8 @@ def test_as_many_kernels_as_plans_whatever_m(weight: str, dtype: torch.dtype) ->
 
 
 def test_as_many_kernels_as_plans_for_gradients_of_weights() -> None:
-    """There K is the number of tokens, in multiples of 16."""
-    tokens = [m for m in range(16, 8193, 16) if m % 256 < 64 or m < 256]
+    """There K is the number of tokens, any number."""
+    tokens = [m for m in range(1, 8193, 7) if m % 256 < 64 or m < 256]
     with keys() as seen:
         cases = [(n, k, m, "fp8_1x128", torch.float32) for n, k in WEIGHTS for m in tokens]
         for case in cases:

@@ -65,13 +65,16 @@ def test_the_products_of_a_model_each_once() -> None:
     assert all(problem.vector and not problem.wide for problem in forward)
 
 
-def test_only_what_hoppers_product_takes() -> None:
-    """As its row of the table says."""
+def test_only_what_hoppers_kernel_writes_by_itself() -> None:
+    """Outputs whose rows start at multiples of 16 bytes; K may be any number."""
     pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
     row = next(row for row in rows("gemm") if row.backend == "hopper" and ("fp8_1x128",) * 2 in row.formats)
-    assert tuning.problems_of([(24, 64)], [16], 132, training=False) == []
-    for problem in tuning.problems_of([(48, 64), (40, 64), (64, 4104)], [1, 7, 16, 24, 4096], 132):
+    assert tuning.problems_of([(20, 64)], [16], 132, training=False) == []
+    (gradient,) = tuning.problems_of([(33, 20)], [4095], 132)
+    assert (gradient.n, gradient.k, gradient.add) == (20, 4095, True)
+    for problem in tuning.problems_of([(48, 64), (40, 63), (64, 4105)], [1, 7, 16, 24, 4096], 132):
         shape = (problem.m, problem.n, problem.k)
+        assert problem.n * (4 if problem.wide else 2) % 16 == 0
         request = Request("gemm", Capability("cuda", 90), ("fp8_1x128",) * 2, shape, torch.float32)
         assert row.refusal(request) is None
 

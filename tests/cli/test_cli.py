@@ -90,8 +90,9 @@ def test_explain_answers_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixtur
     assert main(["explain", "gemm", "--a", "fp8_1x128", "--device", "sm_90"]) == 0
     taken = next(line for line in capsys.readouterr().out.splitlines() if "->" in line)
     assert "hopper" in taken
-    for m, n, backend in (("4097", "2112", "hopper"), ("4097", "2113", "reference")):
-        assert main(["explain", "gemm", "--a", "fp8_1x128", "--m", m, "--n", n, "--device", "sm_90"]) == 0
+    for a, b, backend in (("fp8_1x128", "fp8_1x128", "hopper"), ("fp8_128x128", "fp8_1x128", "reference")):
+        sizes = ["--m", "4097", "--n", "2111", "--k", "4095"]
+        assert main(["explain", "gemm", "--a", a, "--b", b, *sizes, "--device", "sm_90"]) == 0
         taken = next(line for line in capsys.readouterr().out.splitlines() if "->" in line)
         assert backend in taken
 

@@ -166,7 +166,7 @@ def test_with_tuned_plans_off_there_is_no_place_to_store_them(
         (["llama3-8b", "--shapes", "16,16"], "model 'llama3-8b' and shapes '16,16'"),
         (["llama9"], "unknown model 'llama9'"),
         (["--shapes", "512,-16"], "sizes are positive integers"),
-        (["--shapes", "24,24"], "N and K in multiples of 16"),
+        (["--shapes", "23,25"], "N in multiples of 8, in fp32 of 4"),
         (["llama3-8b", "--m", "0"], "sizes are positive integers"),
         (["llama3-8b", "--formats", "mxfp4@mxfp4"], "Hopper's FP8 product has plans"),
         (["llama3-8b", "--formats", "fp8_1x128@mxfp4"], "no product of fp8_1x128 with mxfp4"),

@@ -203,6 +203,25 @@ def test_hopper_says_how_it_would_multiply():
     assert gradient.us > 1.1 * plain.us, "adding has its price"
 
 
+@pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
+def test_hopper_takes_any_size(weight):
+    """An odd K costs what the next multiple of 128 does; an odd N a pass over the output, and explain says so."""
+    pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
+    even, odd = (forecast_of((7168, 2112, k), weight, accumulate=True).taken for k in (4096, 4095))
+    assert (even.backend, odd.backend) == ("hopper", "hopper")
+    assert odd.forecast.configuration == even.forecast.configuration
+    assert odd.forecast.us == pytest.approx(even.forecast.us, rel=0.001)
+    assert "a pass over the output" not in odd.forecast.note
+    for named in ({}, {"accumulate": True}):
+        passed = forecast_of((7168, 2111, 4095), weight, **named).taken
+        assert passed.backend == "hopper"
+        assert "a pass over the output, whose rows start at no multiples of 16 bytes" in passed.forecast.note
+    direct, passed = (forecast_of((7168, n, 4095), weight).taken.forecast.us for n in (2112, 2111))
+    assert passed > direct + 2.5
+    for m, n, k in ((1, 1, 1), (65, 15, 17), (128, 14335, 4096), (100, 10240, 8191)):
+        assert forecast_of((m, n, k), weight).taken.backend in ("hopper", "hopper_rows")
+
+
 def test_mxfp8_says_how_it_would_multiply():
     pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
     a, b = (torch.empty(4096, 4096, device="meta") for _ in range(2))
@@ -214,6 +233,6 @@ def test_mxfp8_says_how_it_would_multiply():
 
 
 def test_rows_that_refuse_or_cannot_tell_have_no_forecast():
-    explanation = forecast_of((64, 60, 256))
+    explanation = forecast_of((64, 60, 0))
     assert [row.forecast for row in explanation.candidates] == [None] * len(explanation.candidates)
     assert "predicted" not in str(explanation)

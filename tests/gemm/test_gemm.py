@@ -262,7 +262,7 @@ def test_rotated_operands_give_nearly_the_plain_product(device, name, k):
 
 EDGE_BYTES = (0x00, 0x01, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)
 MX = [name for name, spec in FORMATS.items() if spec.family == "mx"]
-# the upcast on CUDA is exact for fewer bytes; hopper takes no 7 columns and has a test of its own
+# the upcast on CUDA is exact for fewer bytes; hopper has a test of its own
 CPU_OR_REFERENCE = [
     c for c in cases("gemm", [(n, n) for n in MX]) if not c.id.startswith(("cuda-torch", "cuda-hopper"))
 ]

@@ -21,6 +21,7 @@ from blockscale.gemm.heuristics import (
     few_rows_pay,
     fitted,
     in_clusters,
+    kernel_part,
     shared_bytes,
     shared_tiles,
 )
@@ -29,7 +30,11 @@ from blockscale.registry import Request, select, use_backend
 
 
 def problems() -> list[Problem]:
-    sizes = itertools.product((1, 17, 128, 4096, 16384, 2**20), (16, 576, 2112, 7168, 24576), (16, 128, 2880, 18432))
+    sizes = itertools.product(
+        (1, 17, 128, 4096, 16384, 2**20),
+        (1, 15, 16, 576, 2111, 2112, 7168, 24576),
+        (1, 16, 127, 128, 2880, 4095, 18432),
+    )
     return [
         Problem(m, n, k, vector, wide, 132) for m, n, k in sizes for vector in (False, True) for wide in (False, True)
     ]
@@ -94,6 +99,35 @@ def test_what_adding_costs_is_known(m: int, n: int, k: int, us: float) -> None:
     assert choose(Problem(m, n, k, False, True, 132, add=True))[1] == pytest.approx(us, rel=0.1)
 
 
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_an_odd_k_takes_the_plan_of_whole_blocks(vector: bool, add: bool) -> None:
+    for m, n in ((18432, 7168), (7168, 2111), (16, 2112), (1, 1)):
+        for k in (1, 15, 17, 127, 129, 2047, 4095):
+            whole = Problem(m, n, k + -k % 128, vector, add, 132, add)
+            (plan, us), (same, most) = choose(replace(whole, k=k)), choose(whole)
+            assert plan == same
+            assert us <= most
+
+
+def test_what_the_kernel_cannot_write_costs_a_pass() -> None:
+    for n, wide, direct in (
+        (2112, False, True),
+        (2108, False, False),
+        (2108, True, True),
+        (2111, True, False),
+        (1, True, False),
+    ):
+        for add in (False, True) if wide else (False,):
+            problem = Problem(4096, n, 4096, True, wide, 132, add)
+            part, us = kernel_part(problem)
+            assert problem.direct is direct
+            assert part == (problem if direct else replace(problem, add=False))
+            assert (us > 0) is not direct
+    once, twice = (kernel_part(Problem(4096, 2111, 64, True, True, 132, add))[1] for add in (False, True))
+    assert twice > once, "what is added to is read as well"
+
+
 def test_what_is_added_to_has_one_buffer_for_each_group() -> None:
     for m, n, k in itertools.product((1, 4096), (576, 8192), (128, 8192)):
         assert choose(Problem(m, n, k, True, True, 132, add=True))[0].tile.waves == 1
@@ -141,10 +175,11 @@ def test_what_binds() -> None:
 @pytest.mark.parametrize(
     ("shape", "backend"),
     [((128, 14336, 4096), "torch"), ((100, 10240, 8192), "torch"), ((64, 14336, 4096), "hopper"),
-     ((128, 7168, 18432), "hopper"), ((129, 14336, 4096), "hopper"), ((102, 10240, 8192), "hopper")],
+     ((128, 7168, 18432), "hopper"), ((129, 14336, 4096), "hopper"), ((102, 10240, 8192), "hopper"),
+     ((128, 14336, 4095), "hopper"), ((128, 14335, 4096), "hopper"), ((100, 10248, 8192), "hopper")],
 )  # fmt: skip
 def test_what_the_vendor_does_better_is_left_to_it(shape: tuple[int, int, int], backend: str) -> None:
-    """65 to 128 rows in tiles of 128x128, and rows in fours, without which it refuses."""
+    """65 to 128 rows in tiles of 128x128; rows in fours, N and K in multiples of 16, without which it refuses."""
     pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
     pair, layouts = ("fp8_1x128", "fp8_128x128"), ("mn_major", "grid")
     request = Request("gemm", Capability("cuda", 90), pair, shape, torch.bfloat16, layouts)

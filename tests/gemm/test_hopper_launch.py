@@ -14,6 +14,7 @@ import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import exact_mm
+from blockscale.gemm.heuristics import Plan
 from products import HOPPER_DB
 
 _launch = pytest.importorskip("blockscale.gemm._hopper_launch", reason="this Triton has no Gluon for Hopper")
@@ -47,6 +48,70 @@ def test_a_descriptor_is_filled_as_its_class_would() -> None:
     assert {k: v for k, v in vars(filled).items() if k != "base"} == {
         k: v for k, v in vars(want).items() if k != "base"
     }
+
+
+ANY_SIZES = [(1, 1), (1, 15), (7, 17), (3, 127), (130, 129), (15, 4095), (2111, 33), (64, 128)]
+
+
+@pytest.mark.parametrize("form", ["fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128"])
+@pytest.mark.parametrize(("rows", "length"), ANY_SIZES)
+def test_codes_of_any_size_can_be_addressed(form: str, rows: int, length: int) -> None:
+    """As casts along either axis give them, no copy is needed: rows of codes are padded, and so are rows of scales."""
+    along = bs.quantize(torch.randn(rows, length), form)
+    across = bs.quantize(torch.randn(length, rows), form, axis=-2).mT
+    for q in (along, across):
+        codes = _launch.whole(q.data, q.length)
+        assert codes.shape == (rows, length)
+        assert _launch.can_be_described(codes)
+        if q.scale_layout == "mn_major":
+            assert _launch.can_be_described(q.scale.mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (5, 8), (3, 2111), (2, 2112)])
+def test_a_matrix_of_any_size_has_room_that_can_be_addressed(rows: int, columns: int, dtype: torch.dtype) -> None:
+    room = _launch.addressable((rows, columns), dtype, torch.device("cpu"))
+    assert room.shape == (rows, columns)
+    assert room.dtype == dtype
+    assert _launch.can_be_described(room)
+    assert room.stride(0) * dtype.itemsize < columns * dtype.itemsize + 16, "no more than it needs"
+    assert _launch.can_be_described(torch.empty(rows, columns, dtype=dtype)) == (columns * dtype.itemsize % 16 == 0)
+
+
+@pytest.mark.parametrize("module", ["_hopper", "_hopper_mx"])
+@pytest.mark.parametrize("n", [1, 7, 15, 17, 24, 2111])
+def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a reference in the kernel's place: it is given what it can address, and all outputs come out right."""
+    row = pytest.importorskip(f"blockscale.gemm.{module}")
+    formats = ("fp8_1x128", "fp8_128x128") if module == "_hopper" else ("mxfp8_e4m3", "mxfp8_e4m3_128x128")
+    a, b = bs.quantize(torch.randn(5, 33), formats[0]), bs.quantize(torch.randn(n, 33), formats[1])
+    product, bias, added = exact_mm(a, b).float(), torch.randn(n), []
+
+    def launch(
+        a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan
+    ) -> None:
+        assert _launch.can_be_described(out)
+        assert plan.tile.waves == 1 or not accumulate
+        added.append(accumulate)
+        whole = product if bias is None else product + bias
+        out.copy_(out + whole if accumulate else whole)
+
+    monkeypatch.setattr(row, "launch", launch)
+    serve = row.scaled_mm if module == "_hopper" else row.scaled_mm_mx
+    for dtype in HOPPER_DB:
+        out = torch.full((5, n), torch.nan, dtype=dtype)
+        serve(a, b, out, bias=bias, accumulate=False)
+        assert torch.equal(out, (product + bias).to(dtype))
+    for frame in (torch.ones(5, n), torch.ones(5, n + -n % 4), torch.ones(5, n + 1 + -n % 4)):
+        total = frame[:, -n:]
+        serve(a, b, total, bias=None, accumulate=True)
+        assert torch.equal(total, 1 + product)
+        assert added[-1] == _launch.can_be_described(total), "a buffer that it can address is added to at once"
+        assert bool((frame[:, :-n] == 1).all())
+
+
+def test_kinds_of_sizes() -> None:
+    assert [_launch.kind_of(size) for size in (1, 2, 15, 16, 17, 2111, 2112)] == [1, 0, 0, 16, 0, 0, 16]
 
 
 class TestAgain:

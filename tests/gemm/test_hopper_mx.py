@@ -15,7 +15,7 @@ from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import exact_mm, heuristics, heuristics_mx
 from blockscale.gemm._reference import block_product
-from products import HOPPER_DB, check_frame, framed
+from products import HOPPER_DB, ODD_SIZES, check_frame, framed, hopper_gate, with_poisoned_pad
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
@@ -40,9 +40,9 @@ def plan_for(tile: heuristics.Tile, m: int, n: int, k: int, dtype: torch.dtype) 
 
 
 def product(a: BlockScaled, b: BlockScaled, tile: heuristics.Tile, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Into a buffer of NaN."""
+    """Into a buffer of NaN, whose rows start at multiples of 16 bytes."""
     plan = plan_for(tile, a.rows, b.rows, a.length, dtype)
-    out = torch.full((a.rows, b.rows), torch.nan, dtype=dtype, device="cuda")
+    out = torch.full((a.rows, b.rows + -b.rows % 16), torch.nan, dtype=dtype, device="cuda")[:, : b.rows]
     _hopper_mx.launch(a, b, out, None, accumulate=False, plan=plan)
     return out
 
@@ -54,7 +54,7 @@ def db(want: Tensor, got: Tensor) -> float:
 @every_tile
 def test_products_that_are_exact(tile: heuristics.Tile) -> None:
     """Codes of -1, 0 and 1 and scales near 1 leave nothing to round: one wrong scale anywhere is another number."""
-    for m, n, k in ((64, 64, 128), (1, 16, 16), (300, 176, 400), (517, 2112, 1408)):
+    for m, n, k in ((64, 64, 128), (1, 16, 16), (300, 176, 400), (517, 2112, 1408), (65, 2111, 129), (130, 7, 17)):
         exact: list[BlockScaled] = []
         for q in (activations(m, k), weights(n, k)):
             code = torch.randint(-1, 2, q.shape, device="cuda").float().to(q.data.dtype)
@@ -84,6 +84,42 @@ def test_every_tile(tile: heuristics.Tile) -> None:
                 again = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
                 _hopper_mx.launch(a, b, again, given, accumulate=False, plan=plan)
                 assert torch.equal(out, again), (m, n, k, dtype)
+
+
+@every_tile
+def test_every_tile_takes_odd_sizes(tile: heuristics.Tile) -> None:
+    """Neither N nor K in multiples of 16, straight into a window whose neighbours stay as they are."""
+    for m, n, k in ODD_SIZES[:3]:
+        a, b = activations(m, k), weights(n, k)
+        want, bias = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
+        for dtype, given, add in (
+            (torch.bfloat16, bias, False),
+            (torch.float32, None, False),
+            (torch.float32, None, True),
+        ):
+            exact = want if given is None else want + given.double()
+            frame, out = framed(m, n, dtype)
+            _hopper_mx.launch(a, b, out.fill_(1), given, accumulate=add, plan=plan_for(tile, m, n, k, dtype))
+            assert db(exact + 1 if add else exact, out) > hopper_gate(dtype, m, n), (m, n, k, dtype, add)
+            check_frame(frame, m, n)
+
+
+@pytest.mark.parametrize("n", [1, 7, 15, 17, 2111])
+@pytest.mark.parametrize("k", [1, 15, 17, 127, 129, 4095])
+def test_any_n_and_k(k: int, n: int) -> None:
+    """All outputs, with a bias and added to a buffer; what the kernel cannot write by itself goes through a second."""
+    m = 517
+    a, b = activations(m, k), weights(n, k)
+    want, bias, total = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16(), torch.ones(m, n, device="cuda")
+    with bs.use_backend(gemm="hopper"):
+        for dtype in HOPPER_DB:
+            for given in (None, bias):
+                exact = want if given is None else want + given.double()
+                assert db(exact, bs.scaled_mm(a, b, dtype, bias=given)) > hopper_gate(dtype, m, n), (n, k, dtype)
+        bs.scaled_mm(a, b, accumulate=total)
+        assert torch.equal(total, 1 + bs.scaled_mm(a, b, torch.float32))
+        got = bs.scaled_mm(with_poisoned_pad(a), with_poisoned_pad(b))
+        assert torch.equal(got, bs.scaled_mm(a, b)), "the pads of rows are not read"
 
 
 @every_tile
@@ -144,11 +180,12 @@ def test_random_shapes() -> None:
     """What the table would choose, for shapes that nobody thought of."""
     draw = random.Random(7)
     for _ in range(400):
-        m, n, k = draw.randint(1, 700), 16 * draw.randint(1, 60), 16 * draw.randint(1, 80)
+        m, unit = draw.randint(1, 700), draw.choice((1, 16))
+        n, k = (unit * draw.randint(16 // unit, most // unit) for most in (960, 1280))
         a, b = activations(m, k, draw.choice((E4M3, E5M2))), weights(n, k)
         with bs.use_backend(gemm="hopper"):
             got = bs.scaled_mm(a, b, torch.float32)
-        assert db(exact_mm(a, b), got) > HOPPER_DB[torch.float32], (m, n, k, a.format, b.format)
+        assert db(exact_mm(a, b), got) > hopper_gate(torch.float32, m, n), (m, n, k, a.format, b.format)
 
 
 def test_edge_scale_bytes() -> None:

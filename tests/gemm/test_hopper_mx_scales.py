@@ -70,7 +70,7 @@ def emulated(a: BlockScaled, b: BlockScaled) -> torch.Tensor:
     return acc
 
 
-@pytest.mark.parametrize("k", [16, 96, 400, 512])
+@pytest.mark.parametrize("k", [1, 15, 16, 17, 33, 96, 127, 129, 400, 511, 512])
 def test_the_arithmetic_is_the_references(k: int) -> None:
     spread = torch.exp2(torch.randint(-30, 30, (20, 1), generator=torch.Generator().manual_seed(1)))
     a, b = bs.quantize(gaussian(20, k) * spread, "mxfp8_e4m3"), bs.quantize(gaussian(150, k, seed=1), WEIGHT)
@@ -101,11 +101,11 @@ def test_every_tile_fits() -> None:
 
 @pytest.mark.parametrize(
     ("m", "n", "bm", "bn"),
-    [(4096, 4096, 128, 128), (16, 7168, 64, 64), (16, 18432, 64, 128), (128, 8000, 64, 128), (1, 16, 64, 64)],
+    [(4096, 4096, 128, 128), (16, 7168, 64, 64), (16, 18432, 64, 64), (128, 8000, 64, 128), (1, 16, 64, 64)],
 )
 def test_small_products_get_small_tiles(m: int, n: int, bm: int, bn: int) -> None:
     for add in (False, True):
-        tile = heuristics_mx.choose(heuristics.Problem(m, n, 4096, False, add, 132, add)).tile
+        tile = heuristics_mx.choose(heuristics.Problem(m, n, 4096, False, add, 132, add))[0].tile
         assert (tile.bm, tile.bn) == (bm, bn)
 
 
@@ -116,7 +116,9 @@ def test_the_row_serves() -> None:
     assert select(request) is row
     assert select(replace(request, formats=("mxfp8_e5m2", "mxfp8_e4m3"))).backend == "torch"
     assert row.conversions(request) == ("mxfp8_e5m2 scales blocked -> plain",)
-    assert "multiples of 16, these are 40 and 80" in str(row.refusal(replace(request, shape=(100, 40, 80))))
+    for shape in ((100, 2111, 4095), (1, 1, 1)):
+        assert select(replace(request, shape=shape)) is row
+    assert "empty" in str(row.refusal(replace(request, shape=(100, 48, 0))))
     assert "strides" in str(row.refusal(replace(request, options=frozenset({"strided"}))))
     assert "sm_90" in str(row.refusal(replace(request, capability=Capability("cuda", 100))))
 

@@ -8,7 +8,7 @@ import torch
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.gemm import exact_mm, heuristics
-from products import HOPPER_DB, check_frame, fp8_operands, framed
+from products import HOPPER_DB, check_frame, fp8_operands, framed, hopper_gate
 
 _rows = pytest.importorskip("blockscale.gemm._hopper_rows", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
@@ -37,8 +37,26 @@ def test_every_tile(m: int, weight: str) -> None:
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
+@pytest.mark.parametrize("m", [1, 7, 32])
+def test_any_n_and_k(m: int, weight: str) -> None:
+    """Stored from registers, so any output will do; one that is dense, and a window."""
+    for n, k in ((2111, 4095), (2111, 129), (2111, 127), (17, 15), (15, 17), (7, 1), (1, 1)):
+        a, b = fp8_operands(m, n, k, weight)
+        plan, want, bias = plan_of(m, n, k, weight), exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
+        for dtype in HOPPER_DB:
+            for given in (None, bias):
+                exact = want if given is None else want + given.double()
+                dense, (frame, out) = torch.full((m, n), torch.nan, dtype=dtype, device="cuda"), framed(m, n, dtype)
+                _rows.launch(a, b, dense, given, accumulate=False, plan=plan)
+                _rows.launch(a, b, out, given, accumulate=False, plan=plan)
+                assert sqnr_db(exact, dense) > hopper_gate(dtype, m, n), (m, n, k, dtype)
+                assert torch.equal(out, dense)
+                check_frame(frame, m, n)
+
+
+@pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
 def test_adding(weight: str) -> None:
-    for m, n, k in ((1, 2112, 7168), (27, 576, 2048)):
+    for m, n, k in ((1, 2112, 7168), (27, 576, 2048), (27, 2111, 4095), (32, 2111, 17)):
         a, b = fp8_operands(m, n, k, weight)
         want, before = exact_mm(a, b), torch.randn(m, n, device="cuda")
         out = before.clone()

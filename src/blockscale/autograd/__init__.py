@@ -2,6 +2,7 @@
 
 from .activation import Activation, activation
 from .linear import linear
+from .mlp import swiglu_mlp
 from .recipe import RECIPES, Operand, Product, Recipe, get_recipe
 from .weights import attach, invalidate, refresh_weights_
 
@@ -17,4 +18,5 @@ __all__ = [
     "invalidate",
     "linear",
     "refresh_weights_",
+    "swiglu_mlp",
 ]

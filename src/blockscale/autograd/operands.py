@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import replay
 from ..casts import cast, cast_both
+from ..casts.fused import swiglu_backward_cast, swiglu_cast
 from ..formats.cast_spec import CastPlan, CastSpec
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, from_parts, to_parts
@@ -40,6 +42,11 @@ def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
     return Needs(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
 
 
+def matrix(x: Tensor) -> Tensor:
+    """[..., K] -> [M, K]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 @dataclass(frozen=True, eq=False)
 class Casts:
     """The casts of one layer's call: its recipe, and the state and the name that stochastic rounding draws by."""
@@ -56,6 +63,12 @@ class Casts:
         layouts = wanted_layouts(product.a.format, product.b.format, device)
         spec = operand.spec(role, self.rounding, layouts[0] if operand is product.a else layouts[1])
         return spec, spec.plan()
+
+    def low(self, role: str, device: torch.device) -> Resolved:
+        """`spec` of a role that is known to be in low precision."""
+        resolved = self.spec(role, device)
+        assert resolved is not None, role
+        return resolved
 
     def both(self, x: Tensor, row: str | None, col: str | None) -> Pair:
         """Operands of a matrix for two roles, blocks along its last axis and along its first; None where none is
@@ -76,31 +89,71 @@ class Casts:
         col = self.spec("wgrad_dy" if needs.weight else None, grad.device)
         return _cast(grad, row, col, colsum=needs.bias)
 
+    def column(self, kept: Kept, source: Tensor | None, role: str, *, buffers: bool = False) -> BlockScaled | None:
+        """The column operand that waited for a backward, or, where none did, one made now of the source [..., K]; None
+        in high precision.  buffers: what waited is whole buffers."""
+        waits, parts = kept
+        if waits is not None:
+            return waits.operand(parts, buffers=buffers)
+        assert source is not None, role
+        return self.both(matrix(source), None, role)[1]
+
+    def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
+        """Of silu(gate) * up, which is never written in high precision: the operand of a role, made from [M, 2H]."""
+        return swiglu_cast(gate_up, *self.low(role, gate_up.device), axis)
+
+    def swiglu_gradient(
+        self, grad: Tensor, gate_up: Tensor, hidden: Resolved | None
+    ) -> tuple[BlockScaled, BlockScaled, BlockScaled | None]:
+        """Of the gradient of gate and up [M, 2H], from one read of grad [M, H] and gate_up: dgrad's operand and wgrad's
+        of this layer, and with a cast `hidden` of the next layer the column operand of silu(gate) * up."""
+        row, col = self.low("dgrad_dy", grad.device), self.low("wgrad_dy", grad.device)
+        third = (None, None) if hidden is None else hidden
+        return swiglu_backward_cast(grad, gate_up, (row[0], col[0]), (row[1], col[1]), *third)
+
 
 def _cast(x: Tensor, row: Resolved | None, col: Resolved | None, *, colsum: bool) -> tuple[*Pair, Tensor | None]:
     if row is not None and col is not None:
         *pair, total = cast_both(x, (row[0], col[0]), (row[1], col[1]), colsum=colsum)
         return pair[0], pair[1], total if colsum else None
-    total = x.sum(0, dtype=torch.float32) if colsum else None
+    total = None
+    if colsum:
+        replay.refuse("a sum by torch")
+        total = x.sum(0, dtype=torch.float32)
     return None if row is None else cast(x, *row), None if col is None else cast(x, *col, axis=-2), total
 
 
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 class Waiting(NamedTuple):
-    """What an operand is besides its tensors, while these wait for the backward."""
+    """What an operand is besides its tensors, while these wait for the backward. Views that it is made of are kept as
+    sizes and strides: a replayed call hands out whole buffers."""
 
     kind: str
     shape: tuple[int, ...]
     axis: int
     hadamard: int | None
+    views: tuple[tuple[torch.Size, tuple[int, ...]], ...] = ()
 
-    def operand(self, tensors: tuple[Tensor, Tensor, Tensor | None]) -> BlockScaled:
-        """The operand again, scaled axis last, as a product takes it."""
-        return from_parts(*tensors, self.kind, self.shape, axis=self.axis, hadamard=self.hadamard).operand
+    def operand(self, parts: Parts, *, buffers: bool) -> BlockScaled:
+        """The operand again, scaled axis last, as a product takes it.  buffers: the tensors are whole buffers."""
+        data, scale, factor = parts
+        assert data is not None
+        assert scale is not None
+        if buffers:
+            data, scale = (each.as_strided(*view) for each, view in zip((data, scale), self.views, strict=True))
+        made = from_parts(data, scale, factor, self.kind, self.shape, axis=self.axis, hadamard=self.hadamard)
+        return made.operand
 
 
-def set_aside(q: BlockScaled | None) -> tuple[Waiting | None, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+Kept = tuple[Waiting | None, Parts]
+
+
+def set_aside(q: BlockScaled | None) -> Kept:
     """An operand as three tensors for `save_for_backward`, and what it takes to make it again."""
     if q is None:
         return None, (None, None, None)
     data, scale, factor, kind = to_parts(q)
-    return Waiting(kind, q.shape, q.axis, q.hadamard), (data, scale, factor)
+    views = () if torch.compiler.is_compiling() else ((data.shape, data.stride()), (scale.shape, scale.stride()))
+    return Waiting(kind, q.shape, q.axis, q.hadamard, views), (data, scale, factor)

@@ -72,6 +72,9 @@ class Recipe:
     for the backward), "twice" (one in the forward, one in the backward: nothing waits) or "step" (once per optimizer
     step, see docs/weights.md).
 
+    is_low: whether any product is in low precision.  draws: whether a cast is stochastic, so that a layer needs a name
+    and a state.
+
     >>> print(get_recipe("fp8_blockwise").fprop)
     fp8_1x128 fp32 @ fp8_128x128 fp32
     """
@@ -83,6 +86,10 @@ class Recipe:
     until: Mapping[str, int] = field(default_factory=dict)
     keeps: Literal["operand", "source"] = "operand"
     weight_cast: WeightCast = "forward"
+    # found once: every call of a layer asks, and compiled code cannot find out later
+    is_low: bool = field(init=False, repr=False, compare=False)
+    draws: bool = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in PRODUCTS:
@@ -96,10 +103,15 @@ class Recipe:
                 raise OptionError(message(f"until={{{name!r}: {step}}}", rule=rule, fix="pass 0 or more"))
         check_name(self.keeps, ("operand", "source"), "kept input")
         check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
+        products = (self.fprop, self.dgrad, self.wgrad)
+        operands = [operand for operand in map(self.operand, ROLES) if operand is not None]
+        fields = (self.name, *products, tuple(sorted(self.until.items())), self.keeps, self.weight_cast)
+        object.__setattr__(self, "is_low", bool(operands))
+        object.__setattr__(self, "draws", any(operand.stochastic for operand in operands))
+        object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
-        products = (self.fprop, self.dgrad, self.wgrad)
-        return hash((self.name, *products, tuple(sorted(self.until.items())), self.keeps, self.weight_cast))
+        return self._hash
 
     def operand(self, role: str) -> Operand | None:
         """The operand of a role, such as "dgrad_dy"; None where its product stays in high precision."""
@@ -119,16 +131,6 @@ class Recipe:
         """
         operands = ((role, self.operand(role)) for role in ROLES)
         return {role: None if operand is None else operand.format for role, operand in operands}
-
-    @property
-    def is_low(self) -> bool:
-        """Whether any product is in low precision."""
-        return not (self.fprop is None and self.dgrad is None and self.wgrad is None)
-
-    @property
-    def draws(self) -> bool:
-        """Whether a cast is stochastic, so that a layer needs a name and a state."""
-        return any(operand.stochastic for operand in map(self.operand, ROLES) if operand is not None)
 
     def at(self, step: int) -> Recipe:
         """The recipe as it is at an optimizer step: itself, or without the products whose time is over.

@@ -7,9 +7,9 @@ Where a weight is cast once a step, a call is the cast and all microbatches, and
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.recipe import Recipe, get_recipe
+from .. import nn
+from ..autograd import refresh_weights_
+from ..autograd.recipe import get_recipe
 from ..roofline import Use
 from .harness import random
 from .timing import Call, Timing, input_sets, measure, prepare
@@ -93,7 +95,7 @@ def _call(layer: Layer, tokens: int, name: str, device: torch.device, use: Use) 
     k, n = layer
     module = make_layer(layer, name, device, use)
     x, dy = random((tokens, k), device).requires_grad_(use.training), random((tokens, n), device)
-    refresh = _refresh(module) if name != BASELINE and _cast_of(use) == "step" else None
+    refresh = functools.partial(refresh_weights_, module) if _cast_of(use) == "step" else None
     if not use.training:
         if refresh is not None:
             refresh()
@@ -121,20 +123,14 @@ def make_layer(layer: Layer, name: str, device: torch.device, use: Use) -> torch
     k, n = layer
     if name == BASELINE:
         return torch.nn.Linear(k, n, bias=use.bias, device=device, dtype=torch.bfloat16)
-    linear = importlib.import_module("blockscale.nn").Linear
-    recipe: Recipe = get_recipe(name)
-    named = recipe.replace(name=name, weight_cast=_cast_of(use))
-    return linear(k, n, bias=use.bias, recipe=named, device=device, dtype=torch.bfloat16)
+    recipe = get_recipe(name).replace(name=name, weight_cast=_cast_of(use))
+    # some recipes draw, by the layer's name
+    return nn.Linear(k, n, use.bias, device, torch.bfloat16, recipe=recipe, name="measured")
 
 
 def _cast_of(use: Use) -> str:
     """Without a backward the weight is cast beforehand."""
     return use.weight_cast if use.training else "step"
-
-
-def _refresh(module: torch.nn.Module) -> Callable[[], object]:
-    refresh_weights = importlib.import_module("blockscale").refresh_weights_
-    return lambda: refresh_weights(module)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -152,7 +148,8 @@ def read(path: Path) -> list[Measured]:
     found: dict[object, Measured] = {}
     for line in path.read_text().splitlines():
         fields: dict[str, Any] = json.loads(line)
-        row = Measured(**fields | {"layer": tuple(fields["layer"]), "spread_us": tuple(fields["spread_us"])})
+        fields["layer"], fields["spread_us"] = tuple(fields["layer"]), tuple(fields["spread_us"])
+        row = Measured(**fields)
         key = (row.layer, row.tokens, row.recipe, row.training, row.microbatches, row.weight_cast)
         found[key] = row
     return list(found.values())

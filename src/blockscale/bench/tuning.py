@@ -37,8 +37,8 @@ def problems_of(
     vector: bool = False,
     training: bool = True,
 ) -> list[Problem]:
-    """The products of linear layers with weights (N, K), as far as Hopper's kernel takes them: fprop; with training
-    also dgrad, and wgrad into fp32.  vector: weights have scales 1x128.
+    """The products of linear layers with weights (N, K), as far as Hopper's kernel writes their outputs by itself:
+    fprop; with training also dgrad, and wgrad into fp32.  vector: weights have scales 1x128.
 
     Of problems that share a plan (`tuned.same_plans`) the one with the most tokens stands for the others.
     """
@@ -49,8 +49,7 @@ def problems_of(
             if training:
                 every.append(Problem(m, k, n, vector, False, multiprocessors))
                 every.append(Problem(n, k, m, True, True, multiprocessors, add=True))
-    accepted = [problem for problem in every if problem.n % 16 == 0 and problem.k % 16 == 0]
-    return list({tuned.same_plans(problem): problem for problem in accepted}.values())
+    return list({tuned.same_plans(problem): problem for problem in every if problem.direct}.values())
 
 
 def plans_for(problem: Problem) -> list[tuple[Plan, float]]:

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .. import replay
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import (
     GROUP_ALIGN,
@@ -81,10 +82,11 @@ def launch(
     if known is None or colsum is not None:
         return _prepare(source, row, col, colsum, offs, key)
     amaxes = _amaxes(source, row, col, offs) if known.reads_amax else (None, None)  # held until the kernel has them
-    addresses = others if alone else map(_address, others)
-    known.launch(
-        device, address, *addresses, None, *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]), *known.rest
-    )  # fmt: skip
+    addresses = _NO_OTHERS if alone else map(_address, others)
+    pointers = (address, *addresses, None, *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]))
+    known.launch(device, *pointers, *known.rest)
+    if not known.reads_amax:
+        replay.launched(known.launch, pointers, known.rest)
 
 
 def _dense(out: Output | None) -> Output | None:
@@ -121,7 +123,7 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-_NO_OPERAND = (None,) * 5
+_NO_OPERAND, _NO_OTHERS = (None,) * 5, (None,) * 4
 
 
 def _addresses(out: Output | None, amax: Tensor | None) -> tuple[int | None, ...]:

@@ -31,10 +31,15 @@ def swiglu_quantize(gate_up: Tensor, spec: Spec, *, axis: int = -1, offs: Tensor
     check_gate_up(gate_up)
     check_axis(axis)
     cast = as_cast_spec(spec)
-    plan = plan_cast(gate_up, cast, offs)
-    buffers = fused_ops.swiglu_quantize(gate_up, plan.text(), axis, cast.state, cast.amax_tensor, offs)
-    groups = offs.shape[0] if offs is not None and axis == -2 else None
-    return assemble(plan, buffers, _hidden_shape(gate_up), axis, groups=groups)
+    return swiglu_cast(gate_up, cast, plan_cast(gate_up, cast, offs), axis, offs)
+
+
+def swiglu_cast(
+    gate_up: Tensor, spec: CastSpec, plan: CastPlan, axis: int = -1, offs: Tensor | None = None
+) -> BlockScaled:
+    """`swiglu_quantize` for those who have checked: plan is the spec's."""
+    buffers = fused_ops.swiglu_quantize(gate_up, plan.text(), axis, spec.state, spec.amax_tensor, offs)
+    return assemble(plan, buffers, _hidden_shape(gate_up), axis, groups=_groups(offs) if axis == -2 else None)
 
 
 def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor | None = None) -> Pair:
@@ -85,24 +90,42 @@ def swiglu_backward_quantize_both(
     plans = (plan_cast(gate_up, specs[0], offs), plan_cast(gate_up, specs[1], offs))
     third = None if hidden is None else as_cast_spec(hidden)
     third_plan = None if third is None else plan_cast(grad, third, offs)
+    row_operand, col_operand, hidden_operand = swiglu_backward_cast(
+        grad, gate_up, specs, plans, third, third_plan, offs
+    )
+    pair = row_operand, col_operand
+    return pair if hidden_operand is None else (*pair, hidden_operand)
+
+
+def swiglu_backward_cast(
+    grad: Tensor,
+    gate_up: Tensor,
+    specs: tuple[CastSpec, CastSpec],
+    plans: tuple[CastPlan, CastPlan],
+    hidden: CastSpec | None = None,
+    hidden_plan: CastPlan | None = None,
+    offs: Tensor | None = None,
+) -> tuple[BlockScaled, BlockScaled, BlockScaled | None]:
+    """`swiglu_backward_quantize_both` for those who have checked: plans are those of the specs."""
+    row, col = specs
     results = fused_ops.swiglu_backward_quantize_both(
         grad,
         gate_up,
         plans[0].text(),
         plans[1].text(),
-        "" if third_plan is None else third_plan.text(),
-        specs[0].state,
-        specs[1].state,
-        None if third is None else third.state,
-        specs[0].amax_tensor,
-        specs[1].amax_tensor,
-        None if third is None else third.amax_tensor,
+        "" if hidden_plan is None else hidden_plan.text(),
+        row.state,
+        col.state,
+        None if hidden is None else hidden.state,
+        row.amax_tensor,
+        col.amax_tensor,
+        None if hidden is None else hidden.amax_tensor,
         offs,
     )
     pair = _pair(plans, results, gate_up.shape, offs)
-    if third_plan is None:
-        return pair
-    return *pair, assemble(third_plan, results[6:9], grad.shape, -2, groups=_groups(offs))
+    if hidden_plan is None:
+        return *pair, None
+    return *pair, assemble(hidden_plan, results[6:9], grad.shape, -2, groups=_groups(offs))
 
 
 def rmsnorm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-6) -> tuple[BlockScaled, Tensor]:

@@ -96,8 +96,8 @@ def _problems(
     vector = pair[1] == "fp8_1x128"
     found = tuning.problems_of(layers, tokens, multiprocessors, vector=vector, training=training)
     if not found:
-        rule = "Hopper's product takes N and K in multiples of 16"
-        arguments.refuse(f"layers {list(layers)}", rule, "pass other sizes: they are multiplied by the reference")
+        rule = "plans are tuned where rows of outputs start at multiples of 16 bytes: N in multiples of 8, in fp32 of 4"
+        arguments.refuse(f"layers {list(layers)}", rule, "pass other sizes: for these the library's model chooses")
     return found
 
 
@@ -129,11 +129,12 @@ def _compile(console: Console, problems: Sequence[Problem], target: Target, work
     """Every kernel that a plan needs, each once, in processes: one by one they would take most of the time."""
     from ..bench import tuning
     from ..diagnostics import ahead
+    from ..gemm._hopper_launch import kind_of
 
     kernels: dict[object, tuple[Problem, Plan]] = {}
     for problem in problems:
         for plan, _ in tuning.plans_for(problem):
-            kernel = (plan.tile, plan.shared, problem.vector, problem.wide, problem.add)
+            kernel = (plan.tile, plan.shared, kind_of(problem.n), problem.vector, problem.wide, problem.add)
             kernels.setdefault(kernel, (problem, plan))
     requests = [ahead.product_request(problem, target) for problem, _ in kernels.values()]
     plans = [plan for _, plan in kernels.values()]

@@ -26,7 +26,6 @@ from torch import Tensor
 from ..casts import plan_cast, quantize
 from ..casts.ops import allocate, allocate_both, cast_request
 from ..formats.cast_spec import as_cast_spec
-from ..formats.layout import round_up
 from ..formats.spec import FORMATS, get_format
 from ..gemm.heuristics import Plan, Problem
 from ..gemm.ops import gemm_request
@@ -102,8 +101,7 @@ def layer_requests(
             ask("gemm", (a, b), (m, n, k), dtype)
             if training:
                 ask("gemm", (a, b), (m, k, n), dtype)
-                # its K is the tokens, and Hopper's kernels take multiples of 16
-                ask("gemm", (a, a), (n, k, round_up(m, 16)), torch.float32, "accumulate")
+                ask("gemm", (a, a), (n, k, m), torch.float32, "accumulate")
     return list(found)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import env, replay
 from ..errors import OptionError, message
 from ..formats.tensor import BlockScaled
 from ..hardware import USUAL_MULTIPROCESSORS, capability, gpu_name, multiprocessors
@@ -19,12 +19,13 @@ from . import tuned
 from ._gluon import HAS_MULTICAST, gl
 from ._hopper_common import COUNTERS
 from ._hopper_kernel import scaled_mm_kernel
-from ._hopper_launch import Described, can_be_described, start_kernel, whole
+from ._hopper_launch import Described, addressable, can_be_described, kind_of, start_kernel, whole
 from .epilogue import finish
-from .heuristics import PART, Plan, Problem, bound, in_clusters
+from .heuristics import PART, Plan, Problem, bound, in_clusters, kernel_part
 from .ops import reject_fp8_of_hopper, reject_fp8_of_vendor
 
 SETTING = "BLOCKSCALE_MULTICAST"
+PASS = ", and a pass over the output, whose rows start at no multiples of 16 bytes"
 LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -56,17 +57,20 @@ def _choose(problem: Problem, gpu: str) -> tuned.Choice:
 def forecast(request: Request) -> Forecast:
     """The plan that `scaled_mm` would take, on this GPU if it is such a one."""
     problem, elsewhere = problem_of(request)
-    chosen = _choose(problem, "" if elsewhere else gpu_name(torch.device("cuda")))
+    part, pass_us = kernel_part(problem)
+    chosen = _choose(part, "" if elsewhere else gpu_name(torch.device("cuda")))
     apart = ", the time without clusters, which change it by -5 to 3 %" if chosen.plan.tile.cluster > 1 else ""
     flops = 2 * problem.m * problem.n * problem.k
-    return Forecast(chosen.plan.label, chosen.us, flops, *bound(problem), chosen.origin + apart + elsewhere)
+    note = chosen.origin + apart + (PASS if pass_us else "") + elsewhere
+    return Forecast(chosen.plan.label, chosen.us + pass_us, flops, *bound(problem), note)
 
 
 def ahead(request: Request) -> Hashable:
     """All that the compiled kernel depends on."""
     meta = torch.device("meta")
-    plan = _choose(_problem(request, multiprocessors(meta)), gpu_name(meta)).plan
-    return plan.tile, plan.shared, request.formats, request.dtype, request.options
+    part, _ = kernel_part(_problem(request, multiprocessors(meta)))
+    plan = _choose(part, gpu_name(meta)).plan
+    return plan.tile, plan.shared, kind_of(part.n), request.formats, request.dtype, request.options
 
 
 def _leave(request: Request) -> str | None:
@@ -103,8 +107,8 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     plan = _choose(problem, gpu_name(out.device)).plan
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
-    # a buffer of the caller's that the copy engine cannot write to
-    product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
+    product = addressable(out.shape, out.dtype, out.device)
     launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)
 
@@ -145,6 +149,7 @@ def workspace_for(plan: Plan, device: torch.device) -> Tensor:
     stream = torch.cuda.current_stream(device).cuda_stream
     if (found := _WORKSPACES.get((device, stream))) is None or found.numel() < size:
         _WORKSPACES[device, stream] = found = torch.zeros(size, dtype=torch.float32, device=device)
+    replay.provided(found, functools.partial(workspace_for, plan, device))
     return found
 
 

@@ -239,8 +239,8 @@ def _consumer(
 
 
 # Numbers that follow the tokens (M, rounds of tiles, K of a weight's gradient) or the layer. The compiler would make a
-# kernel for each of their kinds: 1, multiples of 16, others. N is a multiple of 16 in every call, and loads of a bias
-# are wider for it.
+# kernel for each of their kinds: 1, multiples of 16, others. N is the layer's, mostly a multiple of 16, and loads of a
+# bias are wider for it.
 _ANY_NUMBER = ["M", "K", "sb_stride", "rounds"]
 
 

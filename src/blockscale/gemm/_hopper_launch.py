@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import replay
 from ..casts._launch import launcher, start
 from ..formats.layout import round_up
 from . import _assembly
@@ -38,6 +39,10 @@ class _Known(NamedTuple):
     launch: Callable[..., None]
     descriptors: tuple[dict[str, Any], ...]
     rest: tuple[object, ...]
+
+    def describe(self, at: int, matrix: Tensor) -> TensorDescriptor:
+        """The descriptor at a place, of another matrix like the one that it was made of."""
+        return _filled(self.descriptors[at], matrix)
 
 
 _KNOWN: dict[tuple[object, ...], _Known] = {}
@@ -70,8 +75,8 @@ def start_kernel(
     )  # fmt: skip
     known = _KNOWN.get(key) if direct else None
     if known is not None:
-        filled = (_filled(fields, matrix) for fields, matrix in zip(known.descriptors, matrices, strict=True))
-        return known.launch(device, *filled, *addresses, *known.rest)
+        known.launch(device, *map(_filled, known.descriptors, matrices), *addresses, *known.rest)
+        return replay.launched(known.launch, addresses, known.rest, matrices, known.describe)
     descriptors = [descriptor(*one) for one in described]
     compiled = _assembly.launch(functools.partial(
         start(kernel, (programs,), matrices[0]), *descriptors, *pointers, *numbers, *constants, num_warps=4,
@@ -91,6 +96,18 @@ def can_be_described(tensor: Tensor) -> bool:
     return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
+def addressable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for a matrix of any size that the copy engine can address: rows are padded to multiples of 16 bytes."""
+    rows, columns = shape
+    step = round_up(columns, max(1, 16 // dtype.itemsize))
+    return torch.empty_strided((rows, columns), (step, 1), dtype=dtype, device=device)
+
+
+def kind_of(size: int) -> int:
+    """What Triton's compiler knows of a size: that it is 1, a multiple of 16, or neither."""
+    return 1 if size == 1 else 0 if size % 16 else 16
+
+
 def whole(codes: Tensor, length: int) -> Tensor:
     """Codes without the pad of their rows."""
     return codes if codes.shape[1] == length else codes[:, :length]
@@ -99,11 +116,7 @@ def whole(codes: Tensor, length: int) -> Tensor:
 def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> TensorDescriptor:
     """Of the tensor, or of a copy where the copy engine cannot address it."""
     if not can_be_described(tensor):
-        rows, columns = tensor.shape
-        aligned = torch.empty_strided(
-            (rows, columns), (round_up(columns, 16), 1), dtype=tensor.dtype, device=tensor.device
-        )
-        tensor = aligned.copy_(tensor)
+        tensor = addressable(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
 
 

@@ -15,11 +15,11 @@ from ..formats.tensor import BlockScaled
 from ..hardware import multiprocessors
 from ..registry import Forecast, Request, kernel
 from ._gluon import gl
-from ._hopper import LANGUAGE, problem_of
-from ._hopper_launch import Described, can_be_described, start_kernel, whole
+from ._hopper import LANGUAGE, PASS, problem_of
+from ._hopper_launch import Described, addressable, can_be_described, kind_of, start_kernel, whole
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .epilogue import finish
-from .heuristics import PART, Plan, Problem, bound
+from .heuristics import PART, Plan, Problem, bound, kernel_part
 from .heuristics_mx import choose
 from .ops import reject_fp8_of_hopper
 from .tuned import Choice
@@ -28,22 +28,21 @@ _CODES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 _ROWWISE, WEIGHT = ("mxfp8_e4m3", "mxfp8_e5m2"), "mxfp8_e4m3_128x128"
 
 
-def _plan(m: int, n: int, k: int, dtype: torch.dtype, count: int, *, add: bool) -> Plan:
-    return choose(Problem(m, n, k, False, add or dtype == torch.float32, count, add))[0]
-
-
 def forecast(request: Request) -> Forecast:
     """The plan that `scaled_mm_mx` would take, on this GPU if it is such a one."""
     problem, elsewhere = problem_of(request)
-    chosen = Choice(*choose(problem), entry=None)
+    part, pass_us = kernel_part(problem)
+    chosen = Choice(*choose(part), entry=None)
     flops = 2 * problem.m * problem.n * problem.k
-    return Forecast(chosen.plan.label, chosen.us, flops, *bound(problem), chosen.origin + elsewhere)
+    note = chosen.origin + (PASS if pass_us else "") + elsewhere
+    return Forecast(chosen.plan.label, chosen.us + pass_us, flops, *bound(problem), note)
 
 
 def ahead(request: Request) -> Hashable:
     """All that the compiled kernel depends on."""
     add, count = "accumulate" in request.options, multiprocessors(torch.device("meta"))
-    return _plan(*request.shape, request.dtype, count, add=add).tile, request.formats, request.dtype, request.options
+    part, _ = kernel_part(Problem(*request.shape, False, request.dtype == torch.float32, count, add))
+    return choose(part)[0].tile, kind_of(part.n), request.formats, request.dtype, request.options
 
 
 @kernel(
@@ -60,11 +59,12 @@ def ahead(request: Request) -> Hashable:
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised MXFP8 product, promoted after every 32 of K"""
     direct = can_be_described(out)
-    plan = _plan(a.rows, b.rows, a.length, out.dtype, multiprocessors(out.device), add=accumulate and direct)
+    wide, add = out.dtype == torch.float32, accumulate and direct
+    plan, _ = choose(Problem(a.rows, b.rows, a.length, False, wide, multiprocessors(out.device), add))
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
-    # a buffer of the caller's that the copy engine cannot write to
-    product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
+    product = addressable(out.shape, out.dtype, out.device)
     launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)
 

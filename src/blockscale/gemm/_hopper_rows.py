@@ -15,7 +15,7 @@ from ..hardware import multiprocessors
 from ..registry import Forecast, Request, kernel
 from ._gluon import gl
 from ._hopper import problem_of
-from ._hopper_launch import Described, start_kernel, whole
+from ._hopper_launch import Described, kind_of, start_kernel, whole
 from ._hopper_rows_kernel import few_rows_kernel
 from .heuristics import (
     MOST_ROWS,
@@ -26,6 +26,7 @@ from .heuristics import (
     choose_few_rows,
     few_rows_pay,
     few_rows_tile,
+    kernel_part,
     scales_of,
 )
 from .ops import reject_fp8_of_hopper
@@ -41,7 +42,9 @@ def _leave(request: Request) -> str | None:
     problem, _ = problem_of(request)
     if few_rows_pay(problem):
         return None
-    return f"would take {choose_few_rows(problem)[1]:.0f} us by the model, the row below {choose(problem)[1]:.0f}"
+    part, pass_us = kernel_part(problem)
+    below = choose(part)[1] + pass_us
+    return f"would take {choose_few_rows(problem)[1]:.0f} us by the model, the row below {below:.0f}"
 
 
 def forecast(request: Request) -> Forecast:
@@ -54,7 +57,8 @@ def forecast(request: Request) -> Forecast:
 
 def ahead(request: Request) -> Hashable:
     """All that the compiled kernel depends on."""
-    return few_rows_tile(request.shape[0]), request.formats, request.dtype, request.options
+    m, n, _ = request.shape
+    return few_rows_tile(m), kind_of(n), request.formats, request.dtype, request.options
 
 
 @kernel(

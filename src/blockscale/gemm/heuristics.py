@@ -3,6 +3,9 @@
 The model: a program per multiprocessor takes tiles in rounds; a tile costs a fixed time and a time per block of K.
 Tiles that fill no round may be shared between programs (`_hopper_schedule`), which costs a trip through memory. What
 has to come from memory takes its time in any case.
+
+Any M, N and K will do: the last tile and the last block are as long as the others, and cost as much. Only an output
+whose rows do not start at multiples of 16 bytes costs a pass of its own (`kernel_part`).
 """
 
 from __future__ import annotations
@@ -84,6 +87,16 @@ class Problem:
     @property
     def blocks(self) -> int:
         return -(-self.k // BLOCK)
+
+    @property
+    def direct(self) -> bool:
+        """Whether rows of a dense output start at multiples of 16 bytes, where the copy engine can write them."""
+        return self.n * self.output_bytes % 16 == 0
+
+    @property
+    def output_bytes(self) -> int:
+        """Of a value."""
+        return 4 if self.wide else 2
 
 
 @dataclass(frozen=True)
@@ -194,6 +207,21 @@ def moved_bytes(problem: Problem) -> int:
     return (m + n) * k + m * n * ((8 if problem.add else 4) if problem.wide else 2)
 
 
+def kernel_part(problem: Problem) -> tuple[Problem, float]:
+    """What the kernel does of a problem, and the microseconds of the pass behind it, from a padded buffer to an output
+    that the kernel cannot write to: 0 where it can.
+
+    >>> odd = Problem(4096, 2111, 4095, vector=True, wide=True, multiprocessors=132, add=True)
+    >>> part, us = kernel_part(odd)
+    >>> part.add, round(us)
+    (False, 28)
+    """
+    if problem.direct:
+        return problem, 0.0
+    touched = problem.m * problem.n * problem.output_bytes * (3 if problem.add else 2)
+    return replace(problem, add=False), _LAUNCH_US + touched / _BYTES_PER_US
+
+
 # What the vendor's plain products reached on the same H200, whose multiprocessors are this many: rowwise FP8 with fast
 # accumulation 1,308 to 1,448 TFLOP/s, as power allowed, and a sum of a large tensor 4.2 TB/s.
 _MOST_FLOPS_PER_US, _OF_MULTIPROCESSORS = 1.45e9, 132
@@ -273,5 +301,6 @@ def choose_few_rows(problem: Problem) -> tuple[Plan, float]:
 
 def few_rows_pay(problem: Problem) -> bool:
     """Whether the kernel for few rows is the quicker one: where weights fill one round of its tiles, and more than one
-    of the other's."""
-    return choose_few_rows(problem)[1] < _FEW_ROWS_MARGIN * choose(problem)[1]
+    of the other's. It writes to any output by itself."""
+    part, pass_us = kernel_part(problem)
+    return choose_few_rows(problem)[1] < _FEW_ROWS_MARGIN * (choose(part)[1] + pass_us)

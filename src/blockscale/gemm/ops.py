@@ -13,7 +13,7 @@ from torch import Tensor
 from ..formats.tensor import BlockScaled, has_canonical_strides, operand_from_parts, stored_length
 from ..hardware import capability, made_current
 from ..library import define_op, empty
-from ..registry import Request, select
+from ..registry import Request, select, would_serve
 from . import sharding
 
 
@@ -34,7 +34,7 @@ def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bo
 def wanted_layouts(a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
     """The scale layouts that the row for large products of these formats on this device reads: a cast that writes them
     saves a conversion. None: any."""
-    layouts = select(_large_request(a, b, device)).layouts
+    layouts = would_serve(_large_request(a, b, device)).layouts
     return layouts.get(a), layouts.get(b)
 
 
@@ -44,12 +44,9 @@ def _large_request(a: str, b: str, device: torch.device) -> Request:
 
 
 def reject_fp8_of_hopper(request: Request) -> str | None:
-    """What no FP8 product of sm_90 takes, whoever wrote it: rows in memory start at multiples of 16 bytes."""
-    _, n, k = request.shape
+    """What no FP8 product of sm_90 takes, whoever wrote it."""
     if 0 in request.shape:
         return "takes no empty operands"
-    if n % 16 or k % 16:
-        return f"wants N and K in multiples of 16, these are {n} and {k}"
     if "strided" in request.options:
         return "wants scales with the strides of their layout, and these are copies without"
     return None
@@ -60,6 +57,9 @@ def reject_fp8_of_vendor(request: Request) -> str | None:
     refused = reject_fp8_of_hopper(request)
     if refused is not None:
         return refused
+    _, n, k = request.shape
+    if n % 16 or k % 16:
+        return f"wants N and K in multiples of 16, these are {n} and {k}"
     for name, rows in zip(request.formats, request.shape[:2], strict=True):
         if name == "fp8_1x128" and rows % 4:
             return f"wants 1x128 scales without padding: rows in multiples of 4, not {rows}"

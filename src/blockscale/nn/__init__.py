@@ -2,6 +2,7 @@
 
 from .convert import advance_, quantize_, set_step_, unquantize_
 from .linear import Linear
+from .mlp import SwiGLU
 from .report import ConversionReport
 
-__all__ = ["ConversionReport", "Linear", "advance_", "quantize_", "set_step_", "unquantize_"]
+__all__ = ["ConversionReport", "Linear", "SwiGLU", "advance_", "quantize_", "set_step_", "unquantize_"]

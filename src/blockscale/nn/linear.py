@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..autograd.activation import Activation
 from ..autograd.linear import linear
+from ..autograd.operands import Pair
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.weights import SharedWeight
 from ..errors import OptionError, message
@@ -106,10 +107,14 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor | Activation) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
+        rounding, operands = self.given()
+        return linear(input, self.weight, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands)
+
+    def given(self) -> tuple[Stochastic | None, Pair | None]:
+        """What a call made now takes besides parameters: what it draws from, and shared casts of the weight."""
         recipe, shared = self.recipe_now, self.shared_weight
         rounding = Stochastic(self.rng, self.name) if recipe.draws and self.rng is not None else None
-        operands = None if shared is None else shared.operands(self.weight, recipe)
-        return linear(input, self.weight, self.bias, recipe, rounding=rounding, weight_operands=operands)
+        return rounding, None if shared is None else shared.operands(self.weight, recipe)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

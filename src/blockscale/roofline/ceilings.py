@@ -80,16 +80,17 @@ def _nominal(
     return Ceilings(name, architecture, tb_s * 1e12, bf16, fp8, fp4, source)
 
 
-# Dense rates; vendors print twice as much, "with sparsity". The vendor's page comes first, then where it was read.
+# Dense rates; vendors print twice as much, "with sparsity". First the vendor's page, for whoever wants to check; it is
+# the page after it in which the figures were read.
 NOMINAL: Mapping[str, Ceilings] = {
     "a100": _nominal(
         "A100 SXM 80 GB", "ampere", 2.039, (312, None, None),
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-        "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf as cited by https://glennklockwood.com/garden/processors/A100",
+        "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf, read in https://glennklockwood.com/garden/processors/A100",
     ),
     "h100": _nominal(
         "H100 SXM", "hopper", 3.35, (989.4, 1978.9, None),
-        "https://www.nvidia.com/en-us/data-center/h100/ as cited by https://glennklockwood.com/garden/processors/h100",
+        "https://www.nvidia.com/en-us/data-center/h100/, read in https://glennklockwood.com/garden/processors/h100",
     ),
     "h800": _nominal(
         "H800 SXM", "hopper", 3.35, (989.4, 1978.9, None),
@@ -99,17 +100,17 @@ NOMINAL: Mapping[str, Ceilings] = {
     ),
     "h200": _nominal(
         "H200 SXM", "hopper", 4.8, (989.4, 1978.9, None),
-        "https://www.nvidia.com/en-us/data-center/h200/ as cited by "
-        "https://github.com/stas00/ml-engineering/tree/master/compute/accelerator",
+        "https://www.nvidia.com/en-us/data-center/h200/, read in "
+        "https://github.com/stas00/ml-engineering/blob/master/insights/when-to-upgrade-gpus/README.md",
     ),
     "b200": _nominal(
         "B200 SXM", "blackwell", 8.0, (2250, 4500, 9000),
-        "https://www.nvidia.com/en-us/data-center/hgx/ as cited by https://glennklockwood.com/garden/processors/B200 "
+        "https://www.nvidia.com/en-us/data-center/hgx/, read in https://glennklockwood.com/garden/processors/B200 "
         "(at 1,000 W)",
     ),
     "gb200": _nominal(
         "one GPU of a GB200", "blackwell", 8.0, (2500, 5000, 10000),
-        "https://www.nvidia.com/en-us/data-center/gb200-nvl72/ as cited by "
+        "https://www.nvidia.com/en-us/data-center/gb200-nvl72/, read in "
         "https://glennklockwood.com/garden/processors/B200 (at 1,200 W; half of a superchip)",
     ),
     "l20": _nominal(
@@ -121,7 +122,7 @@ NOMINAL: Mapping[str, Ceilings] = {
     "rtx5090": _nominal(
         "RTX 5090", "blackwell", 1.792, (209.5, 419, 1676),
         "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf, sums "
-        "in fp32, as cited by https://main-horse.github.io/posts/5090-mm-perf, where more than that was measured",
+        "in fp32,, read in https://main-horse.github.io/posts/5090-mm-perf, where more than that was measured",
     ),
 }  # fmt: skip
 

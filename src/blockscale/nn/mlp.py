@@ -1,0 +1,165 @@
+"""`SwiGLU`: the MLP of today's transformers, down(silu(gate(x)) * up(x)), trained by a recipe.
+
+Gate and up are one `Linear` [2H, K], gates first, so that the input meets one product. Both sublayers are layers of
+their own: converting, sharing weight casts, naming and checkpoints work on them as on any other. While nothing is in
+the way the forward goes past them to `swiglu_mlp`, which fuses the activation with its casts; where a sublayer has
+hooks, another recipe or another class, the three parts run one after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..autograd.activation import Activation
+from ..autograd.mlp import swiglu, swiglu_mlp
+from ..autograd.recipe import Recipe, get_recipe
+from ..errors import OptionError, ShapeError, message
+from ..formats.stochastic import rng_state
+from .linear import DEFAULT_SEED, Linear
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class SwiGLU(torch.nn.Module):
+    """down(silu(gate(x)) * up(x)) with the sublayers `gate_up` [2 * hidden, dim] and `down` [dim, hidden].
+
+    recipe, rng: as for `Linear`.  name: where the module is in its model, such as "layers.0.mlp"; the sublayers draw by
+    "layers.0.mlp.gate_up" and "layers.0.mlp.down".
+
+    >>> mlp = SwiGLU(128, 256, recipe="mxfp8")
+    >>> mlp(torch.randn(2, 3, 128)).shape
+    torch.Size([2, 3, 128])
+    >>> mlp
+    SwiGLU(
+      (gate_up): Linear(in_features=128, out_features=512, bias=False, recipe=mxfp8)
+      (down): Linear(in_features=256, out_features=128, bias=False, recipe=mxfp8)
+    )
+    """
+
+    gate_up: Linear
+    down: Linear
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe = "fp8_blockwise",
+        name: str = "",
+        rng: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if rng is None and get_recipe(recipe).draws:
+            rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
+        for part, inputs, outputs in (("gate_up", dim, 2 * hidden), ("down", hidden, dim)):
+            full = f"{name}.{part}" if name else ""
+            layer = Linear(inputs, outputs, bias, device, dtype, recipe=recipe, name=full, rng=rng)
+            self.add_module(part, layer)
+
+    @classmethod
+    def from_linears(
+        cls,
+        gate: torch.nn.Linear,
+        up: torch.nn.Linear,
+        down: torch.nn.Linear,
+        recipe: str | Recipe = "fp8_blockwise",
+        *,
+        name: str = "",
+        rng: Tensor | None = None,
+    ) -> SwiGLU:
+        """The module of another model's separate projections.
+
+        The parameters of gate and up are copied into one, which an optimizer must be told of; down's are the same
+        objects as before. `mlp.gate_up.weight.chunk(2)` are views of the two, for checkpoints of the other model.
+
+        >>> gate, up, down = torch.nn.Linear(64, 96), torch.nn.Linear(64, 96), torch.nn.Linear(96, 64)
+        >>> mlp = SwiGLU.from_linears(gate, up, down, "mxfp8")
+        >>> mlp.gate_up.weight.shape, mlp.down.weight is down.weight
+        (torch.Size([192, 64]), True)
+        """
+        check_projections(gate, up, down)
+        hidden, dim = gate.weight.shape
+        if rng is None and get_recipe(recipe).draws:
+            rng = rng_state(DEFAULT_SEED, device=gate.weight.device)
+        # no memory for weights that are replaced at once
+        mlp = cls(dim, hidden, _has_bias(gate), "meta", recipe=recipe, name=name, rng=rng)
+        for part in ("weight", "bias"):
+            first, second = getattr(gate, part), getattr(up, part)
+            if first is not None:
+                both = torch.cat((first.detach(), second.detach()))
+                setattr(mlp.gate_up, part, Parameter(both, first.requires_grad or second.requires_grad))
+            setattr(mlp.down, part, getattr(down, part))
+        mlp.train(gate.training)
+        return mlp
+
+    def forward(self, x: Tensor | Activation) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        first, second = self.gate_up, self.down
+        if not self.is_fused:
+            return second(swiglu(first(x)))
+        (rounding, operands), (other_rounding, other_operands) = first.given(), second.given()
+        return swiglu_mlp(
+            x,
+            first.weight,
+            second.weight,
+            first.bias,
+            second.bias,
+            first.recipe_now,
+            roundings=(rounding, other_rounding),
+            weight_operands=(operands, other_operands),
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a forward made now goes past the sublayers, since nobody could tell.
+
+        >>> mlp = SwiGLU(64, 64)
+        >>> handle = mlp.down.register_forward_hook(print)
+        >>> mlp.is_fused
+        False
+        """
+        first, second = self.gate_up, self.down
+        return _is_plain(first) and _is_plain(second) and first.recipe_now == second.recipe_now
+
+
+def _is_plain(layer: torch.nn.Module) -> bool:
+    """Whether calling the layer is `Linear.forward` and nothing else."""
+    if type(layer).forward is not Linear.forward or "forward" in layer.__dict__:
+        return False
+    return not any(getattr(layer, hooks) for hooks in _HOOKS)
+
+
+def _has_bias(layer: torch.nn.Linear) -> bool:
+    return getattr(layer, "bias", None) is not None
+
+
+def check_projections(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear) -> None:
+    """Raise unless three layers make one SwiGLU."""
+    hidden, dim = gate.weight.shape
+    if up.weight.shape != (hidden, dim) or down.weight.shape != (dim, hidden):
+        shapes = [tuple(layer.weight.shape) for layer in (gate, up, down)]
+        raise ShapeError(
+            message(
+                f"gate, up and down have weights {shapes}",
+                rule="they are [H, K], [H, K] and [K, H]",
+                fix="pass the projections of one MLP, in this order",
+            )
+        )
+    for what, found in (
+        ("a bias", {_has_bias(layer) for layer in (gate, up, down)}),
+        ("a dtype", {layer.weight.dtype for layer in (gate, up)}),
+        ("a device", {layer.weight.device for layer in (gate, up)}),
+    ):
+        if len(found) > 1:
+            raise OptionError(
+                message(
+                    f"projections differ in {what}: {', '.join(sorted(map(str, found)))}",
+                    rule="gate and up become one parameter, and all three have a bias or none has",
+                    fix="make them alike first, or keep them apart and convert each",
+                )
+            )

@@ -1,0 +1,130 @@
+"""Timing of linear layers, on a CPU with a layer that is made up: what is called, how often, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import blockscale
+from blockscale.autograd import refresh_weights_
+from blockscale.autograd.recipe import get_recipe
+from blockscale.bench import linears, rooflines
+from blockscale.bench.ceilings import Ceilings, as_roof, measure_roof
+from blockscale.bench.linears import Measured, time_layers
+from blockscale.errors import DeviceError
+from blockscale.roofline import INFERENCE, MEASURED, TRAINING, Use, nominal
+
+CPU = torch.device("cpu")
+LAYER = (32, 16)
+
+
+class Recorded(blockscale.nn.Linear):
+    """With a list of what happened."""
+
+    made: ClassVar[list[Recorded]] = []
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.calls = list[str]()
+        self.made.append(self)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.calls.append("train" if torch.is_grad_enabled() else "infer")
+        return super().forward(input)
+
+
+@pytest.fixture(autouse=True)
+def _layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refresh(layer: torch.nn.Module) -> None:
+        if isinstance(layer, Recorded):
+            layer.calls.append("refresh")
+        refresh_weights_(layer)
+
+    monkeypatch.setattr(linears.nn, "Linear", Recorded)
+    monkeypatch.setattr(linears, "refresh_weights_", refresh)
+    monkeypatch.setattr(Recorded, "made", [])
+
+
+def timed(use: Use) -> list[Measured]:
+    (rows,) = time_layers([LAYER], 8, ["fp8_blockwise"], CPU, use, rounds=2, seconds=1e-4)
+    return rows
+
+
+def test_both_are_timed() -> None:
+    rows = timed(TRAINING)
+    assert [row.recipe for row in rows] == ["bf16", "fp8_blockwise"]
+    for row in rows:
+        assert (row.layer, row.tokens, row.method) == (LAYER, 8, "cpu")
+        assert 0 < row.spread_us[0] <= row.us <= row.spread_us[1]
+    (layer,) = Recorded.made
+    assert set(layer.calls) == {"train"}
+    assert layer.weight.grad is None, "gradients are not added up between calls"
+    assert (layer.recipe.name, layer.recipe.weight_cast) == ("fp8_blockwise", "forward")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp8_wgrad_bf16"])
+def test_recipes_that_draw_or_keep_bf16_are_timed_too(recipe: str) -> None:
+    (rows,) = time_layers([LAYER], 8, [recipe], CPU, TRAINING, rounds=1, seconds=1e-4)
+    assert [row.recipe for row in rows] == ["bf16", recipe]
+
+
+def test_a_step_is_one_cast_and_all_microbatches() -> None:
+    timed(Use(microbatches=3, weight_cast="step"))
+    (layer,) = Recorded.made
+    assert layer.recipe.weight_cast == "step"
+    assert layer.calls[:8] == ["refresh", "train", "train", "train"] * 2
+    assert layer.calls.count("train") == 3 * layer.calls.count("refresh")
+
+
+def test_a_time_is_that_of_one_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = linears.Timing(30.0, 27.0, 33.0, "graph", 2)
+    monkeypatch.setattr(linears, "measure", lambda slices, rounds: dict.fromkeys(slices, timing))
+    assert [row.us for row in timed(Use(microbatches=3, weight_cast="step"))] == [10.0, 10.0]
+    assert [row.us for row in timed(TRAINING)] == [30.0, 30.0]
+
+
+def test_serving_casts_the_weight_once_beforehand() -> None:
+    timed(INFERENCE)
+    (layer,) = Recorded.made
+    assert layer.calls[0] == "refresh"
+    assert set(layer.calls[1:]) == {"infer"}
+    assert layer.recipe.weight_cast == "step"
+
+
+def test_rows_survive_a_file(tmp_path: Path) -> None:
+    path, rows = tmp_path / "rows.jsonl", timed(TRAINING)
+    linears.write(path, rows)
+    linears.write(path, rows)
+    assert linears.read(path) == rows
+    assert rows[0].fits(8, TRAINING)
+    assert not rows[0].fits(8, INFERENCE)
+    assert not rows[0].fits(16, TRAINING)
+
+
+def test_shares_of_both_roofs() -> None:
+    seen = [
+        Measured((7168, 18432), 4096, name, True, 1, "forward", us, (us, us), "graph")
+        for name, us in (("bf16", 5000.0), ("fp8_blockwise", 3125.0))
+    ]
+    roofs = rooflines.Roofs(MEASURED["h200"], nominal("h200"))
+    high, low = rooflines.rows_of([(7168, 18432)], 4096, [get_recipe("fp8_blockwise")], roofs, TRAINING, seen=seen)
+    assert (high.measured, high.share, high.nominal_share) == (1.0, 1.0, 1.0)
+    assert low.measured == 1.6
+    assert low.share == pytest.approx(1.6 / low.roof)
+    assert low.nominal is not None
+    assert low.nominal_share == pytest.approx(1.6 / low.nominal)
+    assert low.casting == pytest.approx(low.cost.of("cast x", "cast w", "cast dy") / low.cost.seconds)
+    (_, unseen) = rooflines.rows_of([(7168, 18432)], 4096, [get_recipe("fp8_blockwise")], roofs, INFERENCE, seen=seen)
+    assert unseen.us is None
+
+
+def test_roofs_of_what_was_measured() -> None:
+    found = as_roof(Ceilings(4000.0, {"bf16": 2000.0, "fp8": 4000.0}), "NVIDIA B200", "blackwell")
+    assert (found.bandwidth, found.bf16, found.fp8, found.fp4) == (4e12, 2e15, 4e15, 8e15)
+    assert "fp4 from fp8 by the specification" in found.source
+    assert as_roof(Ceilings(1000.0, {"bf16": 100.0}), "NVIDIA A100-SXM4-80GB", "ampere").fp8 is None
+    with pytest.raises(DeviceError, match="measured on a GPU"):
+        measure_roof(CPU)

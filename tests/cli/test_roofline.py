@@ -1,0 +1,174 @@
+"""`blockscale roofline` as a user meets it, on machines without a GPU too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
+
+from blockscale.bench import ceilings as bench_ceilings
+from blockscale.bench import linears
+from blockscale.bench.linears import Measured
+from blockscale.bench.shapes import MODELS
+from blockscale.cli import roofline as command
+from blockscale.cli.main import main
+from blockscale.roofline import Use, ceilings, nominal
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody measured on this machine is nothing to the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["roofline", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_layer_and_recipe_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "linear", "--model", "deepseek-v3", "--machine", "h200")
+    for k, n in MODELS["DeepSeek-V3 671B"]:
+        assert f"{k} -> {n}" in text
+    for recipe in ("fp8_blockwise", "mxfp8", "nvfp4"):
+        assert sum(f" {recipe} " in line and "x" in line for line in text.splitlines()) >= 6
+    assert "H200 measured: 4.2 TB/s" in text
+    assert "H200 SXM nominal: 4.8 TB/s" in text
+    # 2,551 µs and 4,764 / 2,551 are worked out in tests/roofline
+    assert any(line.split()[:3] == ["fp8_blockwise", "2,551", "1.87x"] for line in text.splitlines())
+    assert "mxfp8 on Hopper: no units for it" in text
+    assert "measured µs" not in text
+
+
+def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "--shapes", "512,256", "--machine", "b200", "--recipes", "nvfp4", "--inference")
+    assert "256 -> 512" in text
+    assert "fp4 9,000 TFLOP/s" in text
+    assert "a forward, weights cast beforehand" in text
+    assert "no units" not in text
+
+
+def test_an_a100_is_told_that_fp8_is_not_sensible(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not sensible" in said(capsys, "--machine", "a100", "--recipes", "fp8_blockwise", "--shapes", "512,256")
+
+
+def test_microbatches_share_a_cast(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--shapes", "18432,7168", "--machine", "h200", "--recipes", "fp8_blockwise")
+    once, shared = said(capsys, *words), said(capsys, *words, "--microbatches", "8")
+    assert "weights cast in every forward" in once
+    assert "weights cast once a step of 8 microbatches" in shared
+    assert "1.87x" in once
+    assert "1.95x" in shared
+
+
+def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--shapes", "18432,7168", "--machine", "h200", "--recipes", "fp8_blockwise", "mxfp8", "--advise")
+    (line,) = [line for line in said(capsys, *words).splitlines() if "251" in line]
+    assert line.split() == ["7168", "->", "18432", "251", "(292)", "never"]
+
+
+def test_gated_units(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "mlp", "--model", "llama3-8b", "--machine", "h200", "--advise")
+    assert "4096 -> 14336" in text
+    assert "14336 -> 4096" not in text
+    assert "up fprop" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (["--model", "llama3"], "unknown model 'llama3'", "did you mean Llama3 8B"),
+        (["--model", "gpt-oss", "--tokens", "0"], "tokens=0", "pass 1 or more"),
+        (["--machine", "h300"], "unknown machine 'h300'", "did you mean"),
+        (["--recipes", "fp9"], "unknown recipe 'fp9'", "did you mean mxfp4"),
+        (["mlp", "--model", "gpt-oss"], "gpt-oss without a gated unit", "--model llama3-8b"),
+        (["--plot", "picture.gif"], "a picture named picture.gif", "picture.png"),
+        (["mlp", "--plot", "picture.png"], "--plot of mlp", "roofline linear"),
+    ],
+)
+def test_mistakes(words: list[str], what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["roofline", *words]) == 2
+    error = capsys.readouterr().err
+    assert what in error
+    assert fix in error.split("Fix: ")[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_measuring_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["roofline", "--measure"]) == 2
+    error = capsys.readouterr().err
+    assert "--measure without a GPU" in error
+    assert "Rule: ceilings and layers are measured on the GPU" in error
+    assert "Fix: run it there" in error
+
+
+def test_measured_times_stand_beside_both_roofs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with a GPU that is made up: what is measured is stored, shown, and read again later."""
+    roof = bench_ceilings.as_roof(
+        bench_ceilings.Ceilings(4000.0, {"bf16": 700.0, "fp8": 1400.0}), "NVIDIA H200", "hopper"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("blockscale.hardware.gpu_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(bench_ceilings, "measure_roof", lambda device: roof)
+    monkeypatch.setattr("blockscale.bench.store.where", lambda *facts: Use())  # any dataclass
+
+    def fake(layers, tokens, names, device, use, *, where):
+        assert device == torch.device("cuda", 0)
+        for layer in layers:
+            yield [
+                Measured(layer, tokens, name, use.training, use.microbatches, use.weight_cast, us, (us, us), "graph")
+                for name, us in zip(("bf16", *names), (5000.0, 3125.0), strict=True)
+            ]
+
+    monkeypatch.setattr(linears, "time_layers", fake)
+    rows = tmp_path / "rows.jsonl"
+    words = ("--shapes", "18432,7168", "--recipes", "fp8_blockwise", "--json", str(rows))
+    text = said(capsys, *words, "--measure")
+    assert "NVIDIA H200 measured: 4 TB/s, bf16 700 TFLOP/s, fp8 1,400 TFLOP/s" in text
+    (line,) = [line for line in text.splitlines() if " fp8_blockwise " in line]
+    # 4,638.6 µs of FLOPs in bf16; 2,319.3 in FP8 and 954,530,816 bytes of casts at 4 TB/s
+    figures = "fp8_blockwise 2,558 1.81x 1.78x 9% 3,125 1.60x 88% 90% fprop 30%, fp8"
+    assert " ".join(line.split()).endswith(figures)
+    assert ceilings.measured("h200") == roof
+    assert len(rows.read_text().splitlines()) == 2
+    again = said(capsys, *words, "--machine", "h200")
+    assert "1.60x" in again
+    assert "1.60x" not in said(capsys, *words, "--machine", "h200", "--tokens", "8192"), "those are other tokens"
+    assert main(["roofline", *words, "--measure", "--machine", "b200"]) == 2
+    assert "only this GPU can be measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which is not installed")
+    rows = tmp_path / "rows.jsonl"
+    marks = [
+        Measured((256, 512), 4096, name, True, 1, "forward", us, (us, us), "graph")
+        for name, us in (("bf16", 30.0), ("mxfp8", 20.0))
+    ]
+    linears.write(rows, marks)
+    path = tmp_path / "deep" / f"speedup.{suffix}"
+    words = ("--shapes", "512,256;256,512", "--machine", "h200", "--json", str(rows), "--plot", str(path))
+    said(capsys, *words)
+    both = (path, path.with_stem("speedup-steps"))
+    contents = [each.read_bytes() for each in both]
+    assert all(len(content) > 5000 for content in contents)
+    if suffix == "svg":
+        assert [b"<!-- 256 \xe2\x86\x92 512 -->" in content for content in contents] == [True, False]
+        assert b"<!-- measured -->" in contents[0]
+        assert b"<!-- bf16 units, 682 TFLOP/s -->" in contents[1]
+        said(capsys, *words)
+        assert [each.read_bytes() for each in both] == contents, "the same figures give the same file"
+
+
+def test_the_command_needs_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run() == 0
+    assert "DeepSeek-V3 671B, 4,096 tokens" in capsys.readouterr().out
+    assert nominal(command.HOME).architecture == "hopper"
