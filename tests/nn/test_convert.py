@@ -292,7 +292,9 @@ def test_a_layer_as_wide_as_the_vocabulary_that_is_not_last_is_converted():
     assert not bs.quantize_(model, "mxfp8").skipped
 
 
-@pytest.mark.parametrize("name", ["gate_proj", "gate_up", "w_gate", "router_norm_proj", "headroom", "outputs", "my_lm_head_norm"])
+@pytest.mark.parametrize(
+    "name", ["gate_proj", "gate_up", "w_gate", "router_norm_proj", "headroom", "outputs", "my_lm_head_norm"]
+)
 def test_names_count_by_whole_components(name):
     model = nn.Module()
     model.add_module(name, nn.Linear(DIM, DIM))
