@@ -145,6 +145,9 @@ WITH_EXAMPLES = {
     "blockscale.gemm",
     "blockscale.grouped",
     "blockscale.hardware",
+    "blockscale.nn.convert",
+    "blockscale.nn.linear",
+    "blockscale.nn.report",
     "blockscale.registry",
 }
 

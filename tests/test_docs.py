@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from torch.nn import Linear, Sequential
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -14,11 +15,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 
 
 def test_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    example, conversion = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)
     assert "->" in capsys.readouterr().out
     assert names["y"].shape == (300, 512)  # pyright: ignore[reportAttributeAccessIssue]
+    names["model"] = Sequential(Linear(256, 256))
+    exec(compile(conversion, "README.md", "exec"), names)
+    assert "1 of 1 linear layers converted" in capsys.readouterr().out
 
 
 def test_readme_make_targets_exist() -> None:

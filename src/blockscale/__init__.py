@@ -30,6 +30,11 @@ _PUBLIC = {
     "get_recipe": "autograd",
     "invalidate": "autograd",
     "refresh_weights_": "autograd",
+    "ConversionReport": "nn",
+    "advance_": "nn",
+    "quantize_": "nn",
+    "set_step_": "nn",
+    "unquantize_": "nn",
     "BlockScaled": "formats",
     "CastSpec": "formats",
     "Stochastic": "formats",
@@ -48,9 +53,11 @@ __all__ = [
     "__version__",
     "BlockScaled",
     "CastSpec",
+    "ConversionReport",
     "Recipe",
     "Stochastic",
     "activation",
+    "advance_",
     "attach",
     "dequantize",
     "doctor",
@@ -59,6 +66,7 @@ __all__ = [
     "invalidate",
     "permute_quantize_both",
     "quantize",
+    "quantize_",
     "quantize_both",
     "quantize_permute",
     "refresh_weights_",
@@ -67,9 +75,11 @@ __all__ = [
     "rng_state",
     "scaled_grouped_mm",
     "scaled_mm",
+    "set_step_",
     "swiglu_backward_quantize_both",
     "swiglu_quantize",
     "swiglu_quantize_both",
+    "unquantize_",
     "use_backend",
 ]
 
@@ -98,6 +108,11 @@ if TYPE_CHECKING:
     from .formats import rng_state as rng_state
     from .gemm import scaled_mm as scaled_mm
     from .grouped import scaled_grouped_mm as scaled_grouped_mm
+    from .nn import ConversionReport as ConversionReport
+    from .nn import advance_ as advance_
+    from .nn import quantize_ as quantize_
+    from .nn import set_step_ as set_step_
+    from .nn import unquantize_ as unquantize_
     from .registry import use_backend as use_backend
 
 

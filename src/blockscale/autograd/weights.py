@@ -197,6 +197,12 @@ def refresh_weights_(model: Module) -> int:
     """Cast every weight of a model again whose recipe says weight_cast="step"; how many there were.
 
     Call it after the optimizer, or let `attach` do so. Before the first call nothing is shared.
+
+    >>> import blockscale as bs
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    >>> report = bs.quantize_(model, bs.get_recipe("mxfp8").replace(weight_cast="step"))
+    >>> bs.refresh_weights_(model)
+    2
     """
     found = shared_weights(model)
     for _, module, shared in found:
@@ -205,7 +211,15 @@ def refresh_weights_(model: Module) -> int:
 
 
 def invalidate(model: Module) -> None:
-    """Say that weights were written to behind everybody's back: the next forward casts them again."""
+    """Say that weights were written to behind everybody's back: the next forward casts them again.
+
+    >>> import blockscale as bs
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    >>> report = bs.quantize_(model, bs.get_recipe("mxfp8").replace(weight_cast="step"))
+    >>> layers = bs.refresh_weights_(model)
+    >>> _ = model[0].weight.data.mul_(2)
+    >>> bs.invalidate(model)
+    """
     for _, _, shared in shared_weights(model):
         shared.invalidate()
 
@@ -215,7 +229,7 @@ def attach(optimizer: Optimizer, model: Module) -> None:
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    >>> report = bs.quantize_(model, bs.get_recipe("mxfp8").replace(weight_cast="step"), keep_last=False)
+    >>> report = bs.quantize_(model, bs.get_recipe("mxfp8").replace(weight_cast="step"))
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> bs.attach(optimizer, model)
     """

@@ -22,6 +22,8 @@ from ..errors import OptionError, message
 from ..formats.stochastic import Stochastic, module_name, rng_state
 
 DEFAULT_SEED = 0
+# the attributes that `follow` sets beside the buffer rng
+_FOLLOWED = ("recipe", "recipe_now", "name", "seed", "shared_weight")
 
 
 class Linear(torch.nn.Linear):
@@ -37,9 +39,12 @@ class Linear(torch.nn.Linear):
     Linear(in_features=256, out_features=512, bias=False, recipe=mxfp8)
     """
 
+    # what a plain module had under the names that `follow` takes; None for a layer that was made as one of ours
+    was_plain: dict[str, Any] | None = None
     recipe: Recipe
     recipe_now: Recipe
     name: str
+    seed: int
     shared_weight: SharedWeight | None
     rng: Tensor | None
 
@@ -58,8 +63,13 @@ class Linear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.follow(recipe, name=name, rng=rng)
 
-    def follow(self, recipe: str | Recipe, *, name: str = "", rng: Tensor | None = None) -> None:
-        """Train by this recipe from now on. Casts that were shared are dropped."""
+    def follow(
+        self, recipe: str | Recipe, *, name: str = "", rng: Tensor | None = None, seed: int = DEFAULT_SEED
+    ) -> None:
+        """Train by this recipe from now on. Casts that were shared are dropped.
+
+        seed: what rng is made from where none is given, and again when the layer leaves the meta device.
+        """
         chosen, plain = get_recipe(recipe), module_name(name)
         if chosen.draws and not plain:
             raise OptionError(
@@ -70,11 +80,30 @@ class Linear(torch.nn.Linear):
                 )
             )
         self.recipe = self.recipe_now = chosen
-        self.name = plain
+        self.name, self.seed = plain, seed
         self.shared_weight = SharedWeight() if chosen.weight_cast == "step" and chosen.is_low else None
         if chosen.draws and rng is None:
-            rng = rng_state(DEFAULT_SEED, device=self.weight.device)
+            rng = rng_state(seed, device=self.weight.device)
         self.register_buffer("rng", rng if chosen.draws else None, persistent=False)
+
+    @classmethod
+    def convert(cls, module: torch.nn.Linear) -> Linear:
+        """Make a plain module one of ours, in place; it has to `follow` a recipe then."""
+        kept = {name: vars(module)[name] for name in _FOLLOWED if name in vars(module)}
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.was_plain = kept
+        return module
+
+    def restore(self) -> None:
+        """Make a converted module torch's own again, with nothing of ours left."""
+        assert self.was_plain is not None
+        kept = self.was_plain
+        for name in ("was_plain", *_FOLLOWED):
+            vars(self).pop(name, None)
+        del self.rng
+        vars(self).update(kept)
+        self.__class__ = torch.nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input: Tensor | Activation) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -94,7 +123,7 @@ class Linear(torch.nn.Linear):
         before = self.rng
         result = super()._apply(fn, recurse)
         if before is not None and before.is_meta and self.rng is not None and not self.rng.is_meta:
-            self.rng.copy_(rng_state(DEFAULT_SEED))  # what came off the meta device has no values
+            self.rng.copy_(rng_state(self.seed))  # what came off the meta device has no values
         if self.shared_weight is not None:
             self.shared_weight.invalidate()
         return result

@@ -1,0 +1,229 @@
+"""`quantize_`: a model's linear layers trained by a recipe, in place, with a report of what changed and why not more.
+
+A module changes its class and nothing else. Whoever holds it (hooks, optimizers, tied weights, compiled callers, DDP)
+holds the converted one, and its `state_dict` has the keys and tensors that it had. `unquantize_` changes it back.
+Costs nothing but a walk over the modules, also on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ..autograd.recipe import Recipe, get_recipe
+from ..errors import OptionError, message
+from ..formats.stochastic import module_name, rng_state
+from .linear import DEFAULT_SEED, Linear
+from .policy import Defaults, Ends, find_defaults, find_ends, is_linear, obstacle
+from .report import ConversionReport, Converted, Other, Skipped, speed_note
+
+FilterFn = Callable[[nn.Module, str], bool]
+# a layer draws by its name, and a model that is a single layer has none
+ROOT = "root"
+
+
+def quantize_(
+    model: nn.Module,
+    recipe: str | Recipe,
+    filter_fn: FilterFn | None = None,
+    *,
+    keep_first: int | None = None,
+    keep_last: float | None = None,
+    seed: int = DEFAULT_SEED,
+) -> ConversionReport:
+    """Train a model's linear layers by a recipe, in place; the report says which, and why not the others.
+
+    filter_fn(module, name): whether to convert a linear layer that can be converted; it is asked for each of them, and
+    decides alone.  Without it the output head, routers and narrow layers stay in high precision, and with 4-bit formats
+    the first two and the last 15 % of blocks.  keep_first, keep_last: blocks that stay whatever the recipe and
+    filter_fn say, by number (int), the last ones also by share (float).  seed: of recipes that draw.
+
+    Names are those of the model alone, without what torch.compile, DDP and checkpointing put before them. Layers that
+    were converted before follow the new recipe.
+
+    >>> model = nn.Sequential(nn.Linear(4096, 14336), nn.ReLU(), nn.Linear(14336, 4))
+    >>> report = quantize_(model, "fp8_blockwise")
+    >>> [layer.name for layer in report.converted], report.skipped[0].reason
+    (['0'], 'narrow: fewer than 16 features on a side')
+    """
+    _check_model(model)
+    chosen = get_recipe(recipe)
+    modules = [(module_name(name), module) for name, module in model.named_modules()]
+    defaults = find_defaults(modules) if filter_fn is None else None
+    ends = find_ends(modules, chosen, keep_first, keep_last, defaults=filter_fn is None)
+
+    # every layer is judged before the first one changes: a filter_fn that fails leaves the model as it was
+    reasons = [
+        _reason(name, module, filter_fn, defaults, ends) if is_linear(module) else "" for name, module in modules
+    ]
+    converted: list[Converted] = []
+    skipped: list[Skipped] = []
+    others: dict[str, Other] = {}
+    states: dict[torch.device, Tensor] = {}
+    counted: set[int] = set()
+    for (name, module), reason in zip(modules, reasons, strict=True):
+        parameters = _count(module, counted)
+        if not is_linear(module):
+            kind = type(module).__name__
+            if parameters:
+                others[kind] = others.get(kind, Other(kind, 0, 0)).plus(parameters)
+        elif reason is None:
+            assert isinstance(module, nn.Linear)
+            size = module.in_features, module.out_features
+            notes = speed_note(chosen, *size), _convert(module, name or ROOT, chosen, states, seed)
+            converted.append(Converted(name or ROOT, *size, parameters, "; ".join(filter(None, notes))))
+        else:
+            size = int(module.in_features), int(module.out_features)  # pyright: ignore[reportArgumentType]
+            skipped.append(Skipped(name or ROOT, reason, *size, parameters))
+    warnings = [ends.warning] if ends.warning else []
+    if not converted:
+        warnings.append("no layer was converted: choose layers with filter_fn, or pass keep_first=0 and keep_last=0")
+    return ConversionReport(chosen, tuple(converted), tuple(skipped), tuple(others.values()), tuple(warnings))
+
+
+def unquantize_(model: nn.Module) -> int:
+    """Make the layers that `quantize_` converted torch's own again; how many there were.
+
+    Layers that were made as `blockscale.nn.Linear` stay what they are.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64))
+    >>> report = quantize_(model, "mxfp8")
+    >>> unquantize_(model), type(model[0]) is nn.Linear
+    (1, True)
+    """
+    _check_model(model)
+    found = [module for module in model.modules() if isinstance(module, Linear) and module.was_plain is not None]
+    for module in found:
+        if type(module) is not Linear:
+            raise OptionError(
+                message(
+                    f"unquantize_ for a {type(module).__name__}",
+                    rule="a layer is restored by its class, which somebody has changed since: fully_shard, or a "
+                    "parametrization",
+                    fix="call it before fully_shard, and remove parametrizations; quantize_ with 'bf16' before those "
+                    "computes the same as the plain layer",
+                )
+            )
+    for module in found:
+        module.restore()
+    return len(found)
+
+
+def advance_(model: nn.Module, tick: int | None = None) -> None:
+    """Move on to the next draws of stochastic rounding, in place: once after every backward.
+
+    tick: set it instead, when training resumes: optimizer_step * microbatches + microbatch.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64))
+    >>> report = quantize_(model, "nvfp4", lambda module, name: True, seed=7)
+    >>> advance_(model)
+    >>> model[0].rng
+    tensor([7, 1])
+    """
+    _check_model(model)
+    found = (getattr(module, "rng", None) for module, _ in _followers(model))
+    states = [state for state in found if isinstance(state, Tensor) and not state.is_meta]
+    # layers share a state until the model is moved, and each has its own from then on
+    ticks = list({(state.device, state.data_ptr()): state[1] for state in states}.values())
+    if tick is None and ticks:
+        torch._foreach_add_(ticks, 1)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif tick is not None:
+        for each in ticks:
+            each.fill_(tick)
+
+
+def set_step_(model: nn.Module, step: int) -> None:
+    """Say which optimizer step comes next, for recipes whose products change with it (`Recipe.until`).
+
+    >>> from blockscale import get_recipe
+    >>> model = nn.Sequential(nn.Linear(64, 64))
+    >>> report = quantize_(model, get_recipe("mxfp8").replace(until={"fprop": 100}))
+    >>> set_step_(model, 100)
+    >>> print(model[0].recipe_now.fprop)
+    None
+    """
+    _check_model(model)
+    if not isinstance(step, int) or step < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(message(f"step={step!r}", rule="steps are counted from 0", fix="pass an int of 0 or more"))
+    now: dict[Recipe, Recipe] = {}
+    for module, recipe in _followers(model):
+        current = now.setdefault(recipe, recipe.at(step))
+        # compiled callers hold on to the object: another one that says the same would compile them again
+        if getattr(module, "recipe_now", None) != current:
+            module.recipe_now = current  # pyright: ignore[reportArgumentType]
+
+
+def _followers(model: nn.Module) -> Iterator[tuple[nn.Module, Recipe]]:
+    """All layers of ours, linear or not, with their recipes."""
+    for module in model.modules():
+        recipe = getattr(module, "recipe", None)
+        if isinstance(recipe, Recipe) and hasattr(module, "recipe_now"):
+            yield module, recipe
+
+
+# ---- one module ------------------------------------------------------------------------------------------------------
+
+
+def _reason(
+    name: str, module: nn.Module, filter_fn: FilterFn | None, defaults: Defaults | None, ends: Ends
+) -> str | None:
+    """Why a linear layer stays as it is; None if it is to be converted."""
+    reason = obstacle(module)
+    if reason is not None:
+        return reason
+    assert isinstance(module, nn.Linear)
+    if filter_fn is not None:
+        reason = None if _ask(filter_fn, module, name) else "filter_fn said no"
+    elif defaults is not None:
+        reason = defaults.reason(name, module)
+    reason = reason or ends.reason(module)
+    if reason is not None and isinstance(module, Linear):
+        return f"{reason}; still follows {module.recipe.name}"
+    return reason
+
+
+def _convert(module: nn.Linear, name: str, recipe: Recipe, states: dict[torch.device, Tensor], seed: int) -> str:
+    """Change the class, follow the recipe; what is worth saying about it."""
+    device = module.weight.device
+    state = states.setdefault(device, rng_state(seed, device=device)) if recipe.draws else None
+    note = f"followed {module.recipe.name} before" if isinstance(module, Linear) else ""
+    layer = module if isinstance(module, Linear) else Linear.convert(module)
+    layer.follow(recipe, name=name, rng=state, seed=seed)
+    return note
+
+
+def _count(module: nn.Module, counted: set[int]) -> int:
+    """Parameters of a module itself that no other had before: tied ones belong to the first."""
+    total = 0
+    for each in module.parameters(recurse=False):
+        if id(each) not in counted and not isinstance(each, UninitializedParameter):
+            total += each.numel()
+        counted.add(id(each))
+    return total
+
+
+def _ask(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
+    answer = filter_fn(module, name)
+    if not isinstance(answer, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(
+            message(
+                f"filter_fn returned {answer!r} for {name!r}",
+                rule="it says by True or False whether a layer is converted",
+                fix="return a bool, such as bool(re.search('mlp', name))",
+            )
+        )
+    return answer
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            message(
+                f"a model that is a {type(model).__name__}",
+                rule="conversion changes the modules of a torch.nn.Module in place",
+                fix="pass the model itself",
+            )
+        )

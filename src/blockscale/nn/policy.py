@@ -1,0 +1,212 @@
+"""Which linear layers of a model can be converted, and which stay in high precision unless somebody says otherwise.
+
+Kept by default, because low precision costs quality there and wins little time:
+
+    output head   named so, tied to an embedding, or last and as wide as the vocabulary
+    router        named so, or as wide as the number of experts beside it: small errors send tokens elsewhere
+    narrow        fewer than 16 features on a side: most of a block would be empty (scores, small routers)
+    end blocks    with 4-bit formats, the first two and the last 15 % of blocks
+
+A name counts by whole components: `mlp.gate` is a router, `mlp.gate_proj` is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..autograd.recipe import Recipe
+from ..errors import OptionError, message
+from ..formats.spec import get_format
+from .linear import Linear
+
+Named = Sequence[tuple[str, nn.Module]]
+ROUTERS = frozenset({"router", "gate", "gating"})
+# heads by any place in a model, and words that mean a head only outside of numbered blocks (BERT's have an `output`)
+HEADS = frozenset({"lm_head", "shared_head", "embed_out"})
+OUTER_HEADS = frozenset({"head", "heads", "output", "classifier", "output_layer", "output_projection"})
+# what the shortest block has, and what Hopper's products want features to be multiples of
+NARROW = 16
+KEPT_FIRST, KEPT_LAST = 2, 0.15
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of any make: torch's, ours, or somebody's quantised one."""
+    if isinstance(module, nn.Linear):
+        return True
+    features = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return all(isinstance(each, int) for each in features) and type(module).__name__.endswith("Linear")
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why a linear layer cannot be converted; None if it can."""
+    kind = type(module)
+    if isinstance(module, LazyModuleMixin):
+        return "lazy, without a shape before its first forward: convert after it"
+    exact = kind is nn.Linear or kind is Linear
+    if not exact and _is_fully_sharded(module):
+        return "sharded by itself: convert before fully_shard"
+    if is_parametrized(module) or (isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)):
+        return "parametrized: its weight is computed, not a parameter"
+    if kind is NonDynamicallyQuantizableLinear:
+        return "part of MultiheadAttention, which reads its weight and never calls it"
+    if not exact:
+        return f"a {kind.__module__}.{kind.__qualname__}, which may compute something else"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    dtype = module.weight.dtype
+    if dtype not in _DTYPES:
+        return f"weight is {str(dtype).removeprefix('torch.')}: casts take bfloat16, float16 and float32"
+    return None
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The repeated part of a model.  name: of the list that holds it.  index: id of a module -> number of its block."""
+
+    name: str
+    count: int
+    index: Mapping[int, int]
+
+
+def find_blocks(modules: Named) -> Blocks | None:
+    """The longest list of alike modules with linear layers inside; lists within such a list, of experts say, are not
+    looked at."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in modules:
+        inside = any(name.startswith(outer and f"{outer}.") and name != outer for outer, _ in found)
+        if not inside and _is_stack(module):
+            found.append((name, module))
+    if not found:
+        return None
+    name, stack = max(found, key=lambda each: len(list(each[1].children())))
+    blocks = list(stack.children())
+    index = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
+    return Blocks(name, len(blocks), index)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return False
+    blocks = list(module.children())
+    alike = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
+    return alike and all(not is_linear(block) and any(map(is_linear, block.modules())) for block in blocks)
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How many blocks stay in high precision at either end of a model.  warning: what a user should know."""
+
+    first: int = 0
+    last: int = 0
+    blocks: Blocks | None = None
+    warning: str = ""
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Why a layer stays as it is, by the block that it is in."""
+        number = None if self.blocks is None else self.blocks.index.get(id(module))
+        if number is None or self.blocks is None:
+            return None
+        count = self.blocks.count
+        ends = (("first", self.first, number), ("last", self.last, count - 1 - number))
+        for which, kept, distance in ends:
+            if distance < kept:
+                return f"{which} {kept} of {count} blocks" if kept > 1 else f"{which} of {count} blocks"
+        return None
+
+
+def find_ends(modules: Named, recipe: Recipe, first: int | None, last: float | None, *, defaults: bool) -> Ends:
+    """first: blocks.  last: blocks if an int, a share of them if a float.  None: by the recipe, if `defaults`."""
+    by_recipe = defaults and has_four_bits(recipe)
+    first = (KEPT_FIRST if by_recipe else 0) if first is None else first
+    last = (KEPT_LAST if by_recipe else 0) if last is None else last
+    _check_ends(first, last)
+    if not first and not last:
+        return Ends()
+    blocks = find_blocks(modules)
+    if blocks is None:
+        return Ends(warning="no blocks were found, so none are kept at the ends: choose layers with filter_fn")
+    return Ends(first, math.ceil(last * blocks.count) if isinstance(last, float) else last, blocks)
+
+
+def has_four_bits(recipe: Recipe) -> bool:
+    """Whether any operand has 4-bit elements."""
+    formats = (format for format in recipe.formats().values() if format is not None)
+    return any(get_format(format).element.bits == 4 for format in formats)
+
+
+def _check_ends(first: object, last: object) -> None:
+    if not isinstance(first, int) or first < 0:
+        rule = "it is a number of blocks"
+        raise OptionError(message(f"keep_first={first!r}", rule=rule, fix="pass an int of 0 or more"))
+    share = isinstance(last, float) and 0 <= last <= 1
+    if not share and not (isinstance(last, int) and last >= 0):
+        rule = "it is a number of blocks (an int) or a share of them (a float from 0 to 1)"
+        raise OptionError(message(f"keep_last={last!r}", rule=rule, fix="pass an int of 0 or more, or a float up to 1"))
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a model says about its own layers: which weight is an embedding's, how many experts are where."""
+
+    embeddings: frozenset[int] = frozenset()
+    vocabulary: int = 0
+    last: nn.Module | None = None
+    experts: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    def reason(self, name: str, module: nn.Linear) -> str | None:
+        """Why a layer stays in high precision; None if nothing speaks against it."""
+        parts = name.split(".")
+        outer = parts[: next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))]
+        if HEADS & set(parts) or OUTER_HEADS & set(outer):
+            return "output head"
+        if id(module.weight) in self.embeddings:
+            return "output head: its weight is an embedding's"
+        if module is self.last and module.out_features == self.vocabulary:
+            return "output head: the last layer, as wide as the vocabulary"
+        if ROUTERS & set(parts):
+            return "router"
+        if module.out_features in self.experts.get(id(module), ()):
+            return f"router: as wide as the {module.out_features} experts beside it"
+        if min(module.in_features, module.out_features) < NARROW:
+            return f"narrow: fewer than {NARROW} features on a side"
+        return None
+
+
+def find_defaults(modules: Named) -> Defaults:
+    """Look through a model once."""
+    tables = [module for _, module in modules if isinstance(module, nn.Embedding)]
+    linears = [module for _, module in modules if is_linear(module)]
+    experts: dict[int, frozenset[int]] = {}
+    for _, module in modules:
+        children = list(module.children())
+        beside = frozenset(len(child) for child in children if isinstance(child, nn.ModuleList | nn.ModuleDict))
+        experts.update((id(child), beside) for child in children if beside and is_linear(child))
+    return Defaults(
+        frozenset(id(table.weight) for table in tables),
+        max((table.num_embeddings for table in tables), default=0),
+        linears[-1] if linears else None,
+        experts,
+    )
