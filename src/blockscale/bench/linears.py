@@ -152,7 +152,8 @@ def read(path: Path) -> list[Measured]:
     found: dict[object, Measured] = {}
     for line in path.read_text().splitlines():
         fields: dict[str, Any] = json.loads(line)
-        row = Measured(**fields | {"layer": tuple(fields["layer"]), "spread_us": tuple(fields["spread_us"])})
+        fields["layer"], fields["spread_us"] = tuple(fields["layer"]), tuple(fields["spread_us"])
+        row = Measured(**fields)
         key = (row.layer, row.tokens, row.recipe, row.training, row.microbatches, row.weight_cast)
         found[key] = row
     return list(found.values())

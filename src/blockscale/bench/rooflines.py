@@ -1,15 +1,15 @@
-"""Rows of the roofline: for each layer and recipe the least time, the speedup under two roofs, and what was measured."""
+"""Rows of the roofline: for each layer and recipe the least time, the speedup under two roofs, and the measured one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..autograd.recipe import Recipe, get_recipe
 from ..roofline import BF16, Ceilings, LinearCost, Use, engine_for, linear_cost, speedup, swiglu_cost
+from ..roofline.advice import CostOf
 from .linears import BASELINE, Layer, Measured
 
-CostOf = Callable[..., LinearCost]
 COSTS: Mapping[str, CostOf] = {"linear": linear_cost, "mlp": swiglu_cost}
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .ceilings import Ceilings
-from .model import BF16, TRAINING, Formats, Use, linear_cost, speedup
+from .model import BF16, TRAINING, Formats, LinearCost, Use, linear_cost, speedup
 
 MOST_TOKENS = 1 << 20
+CostOf = Callable[[int, int, int, Formats, Ceilings, Use], LinearCost]
 
 
 def predicted_speedup(
@@ -30,8 +33,11 @@ def advise(
     *,
     margin: float = 1.0,
     most: int = MOST_TOKENS,
+    cost: CostOf = linear_cost,
 ) -> int | None:
     """The fewest tokens from which on, up to `most`, the layer is more than `margin` times faster; None if never.
+
+    cost: of what; `swiglu_cost` takes the same arguments.
 
     >>> from blockscale.roofline import MEASURED, ROLES
     >>> fp8 = dict.fromkeys(ROLES, "fp8_1x128") | {"fprop_w": "fp8_128x128", "dgrad_w": "fp8_128x128"}
@@ -40,7 +46,8 @@ def advise(
     """
 
     def pays(tokens: int) -> bool:
-        return predicted_speedup(tokens, in_features, out_features, formats, ceilings, use) > margin
+        low, high = (cost(tokens, in_features, out_features, each, ceilings, use) for each in (formats, BF16))
+        return speedup(low, high) > margin
 
     if not pays(most):
         return None
