@@ -9,7 +9,7 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..autograd.recipe import Recipe
 from ..roofline import BF16, Ceilings, LinearCost, Step, Use, linear_cost, predicted_speedup
@@ -129,12 +129,14 @@ def draw_steps(layer: Layer, tokens: int, recipes: Sequence[Recipe], ceilings: C
         for name, colour, width, formats in every:
             costs = [linear_cost(count, *layer, formats, ceilings, use) for count in _TOKENS]
             axes.plot(*zip(*map(_place, costs), strict=True), color=colour, linewidth=width, zorder=2)
-            _points(axes, name, colour, linear_cost(tokens, *layer, formats, ceilings, use))
+            _points(axes, name, colour, 5 + 2 * width, linear_cost(tokens, *layer, formats, ceilings, use))
         axes.set_xlabel("FLOPs per byte that must move")
         axes.set_ylabel("TFLOP/s")
         axes.spines[["top", "right"]].set_visible(False)
         title = f"{layer[0]} → {layer[1]} under the {ceilings.kind} roof of {ceilings.name}, dots at {tokens:,} tokens"
         axes.set_title(title, loc="left", fontsize=10)
+        for name in [step.name for step in linear_cost(tokens, *layer, BF16, ceilings, use).steps if step.flops]:
+            axes.plot([], [], _MARKS[name], color="0.6", markersize=5, markeredgewidth=0, label=f"{name} alone")
         axes.legend(loc="lower right", frameon=False, fontsize=8)
 
 
@@ -151,27 +153,27 @@ def _roofs(axes: Axes, ceilings: Ceilings, longest: LinearCost) -> None:
     axes.set_yscale("log")
     axes.plot([low, knee], [low * ceilings.bandwidth / 1e12, fastest / 1e12], color="0.2", linewidth=1.0, zorder=1)
     middle = math.sqrt(low * knee)
-    note = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": "0.2"}
+    note: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": "0.2"}
     text = f"memory, {ceilings.bandwidth / 1e12:.3g} TB/s"
     axes.annotate(text, (middle, middle * ceilings.bandwidth / 1e12), xytext=(-8, 4), **note)
     for units in ceilings.units:
         rate = ceilings.rate(units)
         axes.plot([rate / ceilings.bandwidth, high], [rate / 1e12] * 2, color="0.2", linewidth=1.0, zorder=1)
         text = f"{units} units, {rate / 1e12:,.0f} TFLOP/s"
-        axes.annotate(text, (high, rate / 1e12), xytext=(0, 4), **note)
+        axes.annotate(text, (high, rate / 1e12), xytext=(0, 6), **note)
     axes.set_xlim(low, high)
     axes.set_ylim(low * ceilings.bandwidth / 1e12 / 4, 2 * fastest / 1e12)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def _points(axes: Axes, name: str, colour: str, cost: LinearCost) -> None:
+def _points(axes: Axes, name: str, colour: str, size: float, cost: LinearCost) -> None:
     casting = sum(step.seconds for step in cost.steps if not step.flops) / cost.seconds
     label = f"{name}: {cost.seconds * 1e6:,.0f} µs" + (f", {casting:.0%} of it casts" if casting else "")
     for step in cost.steps:
         if step.flops:
             axes.plot(*_place(step), _MARKS[step.name], color=colour, markersize=5, markeredgewidth=0, zorder=3)
-    axes.plot(*_place(cost), "o", color=colour, markersize=8, markeredgecolor="white", zorder=4, label=label)
+    axes.plot(*_place(cost), "o", color=colour, markersize=size, markeredgecolor="white", zorder=4, label=label)
 
 
 @contextmanager
