@@ -40,7 +40,7 @@ _PUBLIC = {
 }
 _ROOMS = ("casts", "gemm", "grouped")
 _SUBMODULES = (
-    "autograd", "casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "nn", "registry"
+    "autograd", "casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "nn", "registry", "roofline"
 )  # fmt: skip
 
 __all__ = [

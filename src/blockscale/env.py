@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 PREFIX = "BLOCKSCALE_"
@@ -53,6 +54,12 @@ def flag(name: str) -> bool:
 def of_others(name: str) -> str:
     """The value of a variable that belongs to another program and that this library respects; empty when unset."""
     return os.environ.get(name, "").strip()
+
+
+def cache_folder(name: str) -> Path:
+    """Where this user's files of one kind are kept between runs; it need not exist."""
+    cache = of_others("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return Path(os.path.expanduser(cache), "blockscale", name)
 
 
 def current() -> dict[str, str]:

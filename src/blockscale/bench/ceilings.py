@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import DeviceError, message
+from ..hardware import capability, gpu_name
+from ..roofline import ceilings as roofs
 from .harness import random
 from .product_peers import plain, rowwise
 from .products import make_operands
@@ -57,3 +60,33 @@ def find(device: torch.device, *, rounds: int = 5, seconds: float = 0.004) -> Ce
     gb_s = max(2 * bytes_once / us["copy"], bytes_once / us["sum"]) / 1e3
     rates = {name: 2 * numel(product) / us[name] / 1e6 for name in ("bf16", "fp8") if name in us}
     return Ceilings(gb_s, rates)
+
+
+def measure_roof(device: torch.device) -> roofs.Ceilings:
+    """The same as the roof of a layer on this machine; an error where there is no GPU with matrix units for bf16."""
+    architecture = roofs.architecture_of(capability(device).sm)
+    if architecture is None:
+        rule = "ceilings are measured on a GPU of sm_80 or newer"
+        fix = "run it there, or leave --measure out and name a machine: --machine h200"
+        raise DeviceError(message(f"device {str(device)!r}", rule=rule, fix=fix))
+    return as_roof(find(device, rounds=11, seconds=0.02), gpu_name(device), architecture)
+
+
+def as_roof(found: Ceilings, gpu: str, architecture: roofs.Architecture) -> roofs.Ceilings:
+    """What `find` found, for the model. Nothing here multiplies FP4: its rate is FP8's times what the specifications
+    of the two are apart.
+
+    >>> as_roof(Ceilings(4000.0, {"bf16": 700.0, "fp8": 1400.0}), "NVIDIA H200", "hopper").fp8
+    1400000000000000.0
+    """
+    bf16, fp8 = found.tflop_s["bf16"] * 1e12, found.tflop_s.get("fp8")
+    fp8 = None if fp8 is None else fp8 * 1e12
+    machine, fp4, source = (
+        roofs.machine_of(gpu),
+        None,
+        "measured here: copy or sum, and the vendor's products at 8192^3",
+    )
+    sheet = None if machine is None else roofs.NOMINAL[machine]
+    if sheet is not None and sheet.fp4 is not None and sheet.fp8 is not None and fp8 is not None:
+        fp4, source = fp8 * sheet.fp4 / sheet.fp8, f"{source}; fp4 from fp8 by the specification"
+    return roofs.Ceilings(gpu, architecture, found.gb_s * 1e9, bf16, fp8, fp4, source, measured=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..errors import check_name
 
@@ -60,20 +60,31 @@ MODEL_ROWS = (1, 16, 128, 4096, 16384)
 
 
 def model_name(text: str) -> str:
-    """A model as people type it.
+    """A model as people type it, or the beginning of one if there is no other like it.
 
-    >>> model_name("llama3-8b")
-    'Llama3 8B'
+    >>> model_name("llama3-8b"), model_name("deepseek-v3")
+    ('Llama3 8B', 'DeepSeek-V3 671B')
     """
 
     def plain(name: str) -> str:
         return "".join(letter for letter in name.lower() if letter.isalnum())
 
     known = {plain(name): name for name in MODELS}
-    found = known.get(plain(text))
+    begun = [name for key, name in known.items() if plain(text) and key.startswith(plain(text))]
+    found = known.get(plain(text)) or (begun[0] if len(begun) == 1 else None)
     if found is None:
         check_name(text, tuple(MODELS), "model")
     return found or text
+
+
+def mlps(layers: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(features, hidden) of the gated units among (K, N) layers: those that widen and have one that narrows back.
+
+    >>> mlps(MODELS["Llama3 8B"])
+    [(4096, 14336)]
+    """
+    every = list(layers)
+    return [(k, n) for k, n in every if n > k and (n, k) in every]
 
 
 def numel(shape: Shape) -> int:

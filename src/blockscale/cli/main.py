@@ -17,12 +17,13 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   bench     check and time casts and products; bench report rewrites the tables of the documentation
   warmup    compile ahead what a model's linear layers need
   tune      time other plans for a model's products on this GPU, and keep those that win
+  roofline  the most that low precision can win for a model's layers, and from how many tokens on
 """
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
 )
-COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup", "tune")
+COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup", "tune", "roofline")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -129,10 +129,7 @@ def own_file(gpu: str, multiprocessors: int) -> Path:
 
 
 def _own_folder(setting: str) -> Path:
-    if setting:
-        return Path(setting).expanduser()
-    cache = env.of_others("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    return Path(os.path.expanduser(cache), "blockscale", "tuned")
+    return Path(setting).expanduser() if setting else env.cache_folder("tuned")
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,277 @@
+"""`blockscale roofline`: the least time of a model's layers in bf16 and by recipes, and how near this machine comes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from . import arguments
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..autograd.recipe import Recipe
+    from ..bench.linears import Layer, Measured
+    from ..bench.rooflines import RoofRow, Roofs
+    from ..roofline import Use
+
+What = Literal["linear", "mlp"]
+# what a conversion should win before it is worth the trouble
+MARGIN = 1.1
+HOME = "h200"
+
+
+def run(
+    what: What = "linear",
+    /,
+    model: str | None = None,
+    shapes: str | None = None,
+    tokens: int = 4096,
+    recipes: tuple[str, ...] = ("fp8_blockwise", "mxfp8", "nvfp4"),
+    machine: str | None = None,
+    inference: bool = False,
+    microbatches: int = 1,
+    weight_cast: Literal["forward", "twice", "step"] | None = None,
+    bias: bool = False,
+    accumulate: bool = False,
+    measure: bool = False,
+    advise: bool = False,
+    plot: Path | None = None,
+    json: Path | None = None,
+    commit: str | None = None,
+) -> int:
+    """Show the least time of each layer of a model in bf16 and by recipes: what the bytes and FLOPs of every cast and
+    product take at the machine's ceilings, the speedup that follows, and which step takes most of it.
+
+    Args:
+        what: linear: each layer by itself. mlp: the gated units among them, with the activation fused into casts.
+        model: A model by name, such as deepseek-v3 (the default) or llama3-8b.
+        shapes: The layers instead of a model: "N,K;N,K", out and in features of each weight.
+        tokens: Tokens of a forward.
+        recipes: Recipes to compare with bf16.
+        machine: A short name such as h200 or b200; by default the GPU that is here, else h200.
+        inference: A forward alone, with weights that were cast beforehand.
+        microbatches: Forwards per optimizer step; with more than one, weights are cast once a step.
+        weight_cast: When weights are cast, instead: in every forward, twice (again in the backward), or once a step.
+        bias: Layers with a bias.
+        accumulate: Weight gradients are added to fp32 buffers.
+        measure: Also measure this GPU's ceilings, which are kept for later, and every layer; needs a GPU.
+        advise: Also say from how many tokens on each layer is worth converting.
+        plot: Draw speedups over tokens to this file (.png, .svg or .pdf), and the classic roofline beside it.
+        json: Append the measured times to this file; without --measure, show those that it has.
+        commit: Commit to record where the source is no git checkout.
+    """
+    console = arguments.wide_console()
+    with console.status("importing torch ..."):
+        from ..autograd.recipe import get_recipe
+        from ..bench import linears, rooflines
+        from ..roofline import Use
+
+    cast = weight_cast or ("step" if microbatches > 1 else "forward")
+    use = Use(not inference, microbatches, cast, bias, accumulate=accumulate)
+    chosen = [get_recipe(name) for name in recipes]
+    name, layers = _layers(what, model, shapes)
+    if tokens < 1:
+        arguments.refuse(f"tokens={tokens}", "a forward has at least one", "pass 1 or more")
+    _check_plot(plot, what)
+    roofs, device = _roofs(console, machine, measure=measure)
+    seen: list[Measured] = []
+    if measure:
+        assert device is not None
+        seen = _timed(console, what, layers, tokens, chosen, device, use, json, commit)
+    elif json is not None:
+        seen = linears.read(json)
+    rows = rooflines.rows_of(layers, tokens, chosen, roofs, use, what, seen)
+    console.print(f"{name}, {tokens:,} tokens, {_use_text(use)}")
+    for roof in filter(None, (roofs.main, roofs.nominal)):
+        console.print(f"[dim]{roof} ({roof.source})[/]", soft_wrap=True)
+    console.print(_table(rows))
+    for note in rooflines.notes_of(chosen, roofs.main):
+        console.print(f"[dim]{note}[/]")
+    if advise:
+        console.print(_advice(layers, chosen, roofs, use, what))
+    if plot is not None:
+        _draw(console, plot, layers, tokens, chosen, roofs, use, seen)
+    return 0
+
+
+def _layers(what: What, model: str | None, shapes: str | None) -> tuple[str, list[Layer]]:
+    """A title and (K, N) of every layer, or (features, hidden) of every gated unit."""
+    from ..bench.shapes import mlps, model_name
+
+    model = "deepseek-v3" if model is None and shapes is None else model
+    pairs = [(k, n) for n, k in arguments.layers(model, shapes, f"roofline {what}")]
+    found = pairs if what == "linear" else mlps(pairs)
+    if not found:
+        rule = "a gated unit is a layer that widens and one that narrows back"
+        arguments.refuse(f"{model or shapes} without a gated unit", rule, "blockscale roofline mlp --model llama3-8b")
+    return model_name(model) if model is not None else "given layers", found
+
+
+def _use_text(use: Use) -> str:
+    if not use.training:
+        return "a forward, weights cast beforehand"
+    when = {"forward": "in every forward", "twice": "in forward and backward", "step": "once a step"}[use.weight_cast]
+    shared = f" of {use.microbatches} microbatches" if use.weight_cast == "step" else ""
+    return f"forward and backward, weights cast {when}{shared}"
+
+
+def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roofs, torch.device | None]:
+    """What is compared with, and the GPU to measure on."""
+    import torch
+
+    from ..bench.rooflines import Roofs
+    from ..hardware import gpu_name
+    from ..roofline import ceilings
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    here = None if device is None else ceilings.machine_of(gpu_name(device))
+    if not measure:
+        named = machine or here or HOME
+        sheet, known = ceilings.nominal(named), ceilings.measured(named)
+        return (Roofs(sheet) if known is None else Roofs(known, sheet)), None
+    if device is None:
+        rule = "ceilings and layers are measured on the GPU of this machine, and torch sees none"
+        arguments.refuse("--measure without a GPU", rule, "run it there, or leave --measure out: the model needs none")
+    if machine not in (None, here):
+        fix = f"leave --machine out, or --measure to hear about {machine}"
+        arguments.refuse(f"--measure with machine {machine!r}", f"only this GPU can be measured: {here}", fix)
+    from ..bench.ceilings import measure_roof
+
+    with console.status("measuring what this machine reaches ..."):
+        found = measure_roof(device)
+    if here is not None:
+        ceilings.store(ceilings.file_of(here), found)
+    return Roofs(found, ceilings.NOMINAL.get(here or "")), device
+
+
+def _timed(
+    console: Console,
+    what: What,
+    layers: Sequence[Layer],
+    tokens: int,
+    recipes: Sequence[Recipe],
+    device: torch.device,
+    use: Use,
+    json: Path | None,
+    commit: str | None,
+) -> list[Measured]:
+    """Every layer in bf16 and by every recipe, stored as they come."""
+    import dataclasses
+
+    from .. import __version__
+    from ..bench import linears
+    from ..bench.store import where
+
+    if what != "linear":
+        arguments.refuse(f"--measure of {what}", "only linear layers are measured here", "blockscale roofline linear")
+    facts, found = dataclasses.asdict(where(device, __version__, commit)), list[linears.Measured]()
+    names = [recipe.name for recipe in recipes]
+    with arguments.progress(console, len(layers), f"{layers[0][0]} -> {layers[0][1]}") as advance:
+        for rows in linears.time_layers(layers, tokens, names, device, use, where=facts):
+            found += rows
+            if json is not None:
+                linears.write(json, rows)  # at once, so that a run that is cut off still tells
+            k, n = layers[min(len(found) // len(rows), len(layers) - 1)]
+            advance(f"{k} -> {n}")
+    return found
+
+
+def _table(rows: Sequence[RoofRow]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    seen, two = any(row.us is not None for row in rows), any(row.nominal is not None for row in rows)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("layer", no_wrap=True)
+    table.add_column("recipe", no_wrap=True)
+    headings = ["least µs", "speedup", *(["nominal"] if two else []), "casts"]
+    headings += ["measured µs", "speedup", "of roof", *(["of nominal"] if two else [])] if seen else []
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("takes most", no_wrap=True)
+    before = None
+    for row in rows:
+        if before not in (None, row.layer):
+            table.add_section()
+        first = "" if row.layer == before else f"{row.layer[0]} -> {row.layer[1]}"
+        table.add_row(first, *_cells(row, seen=seen, two=two), style="dim" if row.recipe == "bf16" else None)
+        before = row.layer
+    return table
+
+
+def _cells(row: RoofRow, *, seen: bool, two: bool) -> list[str]:
+    def times(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}x"
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0%}"
+
+    cells = [row.recipe, f"{row.cost.seconds * 1e6:,.0f}", times(row.roof)]
+    cells += [times(row.nominal)] if two else []
+    cells.append(percent(row.casting))
+    if seen:
+        cells += ["-" if row.us is None else f"{row.us:,.0f}", times(row.measured), percent(row.share)]
+        cells += [percent(row.nominal_share)] if two else []
+    most = row.cost.largest
+    units = "memory" if most.bound == "memory" else f"{most.bound} units"
+    return [*cells, f"{most.name} {most.seconds / row.cost.seconds:.0%}, by {units}"]
+
+
+def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, use: Use, what: What) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from ..bench.rooflines import COSTS
+    from ..roofline import advise
+
+    title = f"worth converting from so many tokens on (in parentheses: to win more than {MARGIN - 1:.0%})"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for heading in ("layer", *(recipe.name for recipe in recipes)):
+        table.add_column(heading, no_wrap=True)
+    for layer in layers:
+        cells: list[str] = []
+        for recipe in recipes:
+            found = [
+                advise(*layer, recipe.formats(), roofs.main, use, margin=margin, cost=COSTS[what])
+                for margin in (1.0, MARGIN)
+            ]
+            first, second = ("never" if count is None else f"{count:,}" for count in found)
+            cells.append(first if found[0] is None else f"{first} ({second})")
+        table.add_row(f"{layer[0]} -> {layer[1]}", *cells)
+    return table
+
+
+def _check_plot(plot: Path | None, what: What) -> None:
+    from .formats import check_picture
+
+    if plot is None:
+        return
+    check_picture(plot)
+    if what != "linear":
+        arguments.refuse(f"--plot of {what}", "linear layers are drawn", "blockscale roofline linear --plot FILE")
+    if importlib.util.find_spec("matplotlib") is None:
+        arguments.refuse("--plot without matplotlib", "it draws the picture", "pip install matplotlib")
+
+
+def _draw(
+    console: Console,
+    path: Path,
+    layers: Sequence[Layer],
+    tokens: int,
+    recipes: Sequence[Recipe],
+    roofs: Roofs,
+    use: Use,
+    seen: Sequence[Measured],
+) -> None:
+    from ..bench import roofline_picture
+
+    roofline_picture.draw_speedups(layers, recipes, roofs, use, path, seen)
+    largest = max(layers, key=lambda layer: layer[0] * layer[1])
+    steps = path.with_stem(f"{path.stem}-steps")
+    roofline_picture.draw_steps(largest, tokens, recipes, roofs.main, use, steps)
+    console.print(f"wrote {path} and {steps}", soft_wrap=True)

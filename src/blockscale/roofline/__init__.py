@@ -1,0 +1,40 @@
+"""The least time that a layer can take on a machine, and so the most that low precision can win there.
+
+`linear_cost` and `swiglu_cost` count bytes and FLOPs of every cast and product; `measured` and `nominal` give the
+ceilings of machines; `advise` says from how many tokens on a layer is worth converting.
+
+>>> nvfp4 = dict.fromkeys(ROLES, "nvfp4") | {"fprop_w": "nvfp4_16x16", "dgrad_w": "nvfp4_16x16"}
+>>> f"{predicted_speedup(4096, 7168, 18432, nvfp4, nominal('b200')):.2f}"
+'2.83'
+"""
+
+from .advice import advise, predicted_speedup
+from .ceilings import MEASURED, NOMINAL, Ceilings, architecture_of, machine_of, measured, nominal
+from .engines import Engine, engine_for
+from .mlp import swiglu_cost
+from .model import BF16, INFERENCE, ROLES, TRAINING, LinearCost, Step, Use, linear_cost, speedup, stored_bytes
+
+__all__ = [
+    "BF16",
+    "INFERENCE",
+    "MEASURED",
+    "NOMINAL",
+    "ROLES",
+    "TRAINING",
+    "Ceilings",
+    "LinearCost",
+    "Engine",
+    "Step",
+    "Use",
+    "advise",
+    "architecture_of",
+    "engine_for",
+    "linear_cost",
+    "machine_of",
+    "measured",
+    "nominal",
+    "predicted_speedup",
+    "speedup",
+    "stored_bytes",
+    "swiglu_cost",
+]

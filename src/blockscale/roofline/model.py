@@ -1,0 +1,247 @@
+"""The least time of a linear layer's casts and products: bytes over bandwidth or FLOPs over rate, whichever is longer.
+
+    fprop  Y  = X  @ W.mT   [M, K] @ [K, N]
+    dgrad  dX = dY @ W      [M, N] @ [N, K]
+    wgrad  dW = dY.mT @ X   [N, M] @ [M, K]
+
+A recipe is given as the format of each operand's role, None for bf16 (`Recipe.formats()`). Bytes are the fewest: a cast
+reads its input once and writes what products will read, a product reads its operands and writes its result once. Steps
+run one after the other, so their times add. Launches, clocks and caches are not modelled: this is a roof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import OptionError, check_name, message
+from ..formats.spec import get_format
+from .ceilings import Ceilings, Units
+from .engines import engine_for
+
+Formats = Mapping[str, str | None]
+ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
+BF16: Formats = dict.fromkeys(ROLES)
+WEIGHT_CASTS = ("forward", "twice", "step")
+# decoded operands are bf16, whatever the source is
+_DECODED = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel.  bound: what its time is, "memory" or the units that multiply."""
+
+    name: str
+    bytes: float
+    flops: float
+    seconds: float
+    bound: str
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Steps that run one after the other: of a layer, or of several."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def bytes(self) -> float:
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def flops(self) -> float:
+        return sum(step.flops for step in self.steps)
+
+    @property
+    def largest(self) -> Step:
+        """The step that takes most of the time."""
+        return max(self.steps, key=lambda step: step.seconds)
+
+    def of(self, *names: str) -> float:
+        """Seconds of the steps by those names."""
+        return sum(step.seconds for step in self.steps if step.name in names)
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a layer is used.
+
+    training: else a forward alone, with the weight cast beforehand.  microbatches: forwards and backwards per optimizer
+    step; costs are of one of them.  weight_cast: as in a recipe: in every "forward", "twice" (in forward and backward)
+    or once a "step".  source_bytes: of a value of inputs, weights and results.  accumulate: weight gradients are added
+    to fp32 buffers.  amax_known: NVFP4 casts are given the largest value and need not look for it.
+    """
+
+    training: bool = True
+    microbatches: int = 1
+    weight_cast: Literal["forward", "twice", "step"] = "forward"
+    bias: bool = False
+    source_bytes: int = 2
+    accumulate: bool = False
+    amax_known: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
+        if self.microbatches < 1:
+            fix = "pass 1 or more"
+            raise OptionError(message(f"microbatches={self.microbatches}", rule="a step has at least one", fix=fix))
+
+
+TRAINING, INFERENCE = Use(), Use(training=False)
+
+
+def speedup(low: LinearCost, high: LinearCost) -> float:
+    """How many times longer `high` takes, the layer in bf16, than `low`."""
+    return high.seconds / low.seconds
+
+
+def stored_bytes(values: int, format: str | None, source_bytes: int = 2) -> float:
+    """Bytes of that many values with their scales, as the library stores them; None: in the source's dtype.
+
+    >>> stored_bytes(1024, "fp8_1x128"), stored_bytes(1024, "nvfp4"), stored_bytes(1024, None)
+    (1056.0, 576.0, 2048)
+    """
+    if format is None:
+        return values * source_bytes
+    spec = get_format(format)
+    # six bits have a byte to themselves; the others are as large as what they say
+    unused = 8 / spec.codes_per_byte - spec.element.bits
+    return values * (spec.bits_per_value + unused) / 8
+
+
+def linear_cost(
+    tokens: int, in_features: int, out_features: int, formats: Formats, ceilings: Ceilings, use: Use = TRAINING
+) -> LinearCost:
+    """Casts and products of a linear layer with that many tokens.
+
+    >>> from blockscale.roofline import MEASURED
+    >>> fp8 = dict.fromkeys(ROLES, "fp8_1x128") | {"fprop_w": "fp8_128x128", "dgrad_w": "fp8_128x128"}
+    >>> low, high = (linear_cost(4096, 7168, 18432, each, MEASURED["h200"]) for each in (fp8, BF16))
+    >>> f"{speedup(low, high):.2f}", low.largest.name, low.largest.bound
+    ('1.87', 'fprop', 'fp8')
+    """
+    check_formats(formats)
+    return Layer("", tokens, in_features, out_features, formats, ceilings, use).cost()
+
+
+def check_formats(formats: Formats) -> None:
+    """Raise unless every role has a format, or None."""
+    for role in formats:
+        check_name(role, ROLES, "role")
+    missing = [role for role in ROLES if role not in formats]
+    if missing:
+        rule = f"every role has a format or None: {', '.join(ROLES)}"
+        raise OptionError(message(f"formats without {missing[0]}", rule=rule, fix="pass Recipe.formats()"))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The steps of one layer, by itself and for larger ones; name: put before the names of its steps."""
+
+    name: str
+    m: int
+    k: int
+    n: int
+    formats: Formats
+    ceilings: Ceilings
+    use: Use
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.k, self.n) < 1:
+            sizes = f"{self.m} tokens, {self.k} to {self.n} features"
+            raise OptionError(message(sizes, rule="a layer has at least one of each", fix="pass positive sizes"))
+
+    def cost(self) -> LinearCost:
+        """In the order of a training step."""
+        return LinearCost((*self.cast_input(), *self.forward(), *self.cast_gradient(), *self.backward()))
+
+    def cast_input(self) -> Iterable[Step]:
+        training = self.use.training
+        yield from self.cast("cast x", self.m * self.k, ("fprop_x", "wgrad_x") if training else ("fprop_x",))
+
+    def forward(self) -> Iterable[Step]:
+        if self.use.training:
+            yield from self._cast_weight()
+        bias = self.n * self.use.source_bytes if self.use.bias else 0
+        yield from self._product("fprop", ("fprop_x", "fprop_w"), (self.m, self.n, self.k), extra=bias)
+
+    def cast_gradient(self) -> Iterable[Step]:
+        if not self.use.training:
+            return
+        source = self.use.source_bytes
+        steps = list(self.cast("cast dy", self.m * self.n, ("dgrad_dy", "wgrad_dy")))
+        if self.use.bias and not steps:  # a cast of the gradient sums its columns on the way
+            steps = [self.moved("bias grad", self.m * self.n * source + self.n * source)]
+        yield from steps
+
+    def backward(self) -> Iterable[Step]:
+        if not self.use.training:
+            return
+        m, n, k = self.m, self.n, self.k
+        yield from self._product("dgrad", ("dgrad_dy", "dgrad_w"), (m, k, n))
+        result = 8 if self.use.accumulate else self.use.source_bytes  # fp32 is read and written
+        yield from self._product("wgrad", ("wgrad_dy", "wgrad_x"), (n, k, m), result=result)
+
+    def cast(self, name: str, values: int, roles: Sequence[str]) -> Iterable[Step]:
+        """One read, or two to look for the largest value; every operand written. Nothing where all are bf16."""
+        low = [self.formats[role] for role in roles if self.formats[role] is not None]
+        if low:
+            read = self.reads(low) * values * self.use.source_bytes
+            yield self.moved(name, read + sum(stored_bytes(values, format) for format in low))
+
+    def reads(self, formats: Sequence[str | None]) -> int:
+        """How often a cast to those formats reads its input."""
+        looks = any(format is not None and get_format(format).family == "nvfp4" for format in formats)
+        return 2 if looks and not self.use.amax_known else 1
+
+    def moved(self, name: str, count: float) -> Step:
+        """A step that only moves bytes."""
+        return Step(self.name + name, count, 0, count / self.ceilings.bandwidth, "memory")
+
+    def _cast_weight(self) -> Iterable[Step]:
+        values, use = self.n * self.k, self.use
+        if use.weight_cast == "twice":
+            yield from self.cast("cast w", values, ("fprop_w",))
+            yield from self.cast("cast w again", values, ("dgrad_w",))
+            return
+        share = use.microbatches if use.weight_cast == "step" else 1
+        for step in self.cast("cast w", values, ("fprop_w", "dgrad_w")):
+            yield self.moved("cast w", step.bytes / share)
+
+    def _product(
+        self,
+        name: str,
+        roles: tuple[str, str],
+        size: tuple[int, int, int],
+        *,
+        extra: int = 0,
+        result: int | None = None,
+    ) -> Iterable[Step]:
+        """rows x columns x contracted; result: bytes for each value of it.  A decoding where there are no units."""
+        rows, columns, depth = size
+        formats = tuple(self.formats[role] for role in roles)
+        engine = engine_for(self.ceilings.architecture, formats[0], formats[1])
+        source = self.use.source_bytes
+        operands = sum(
+            stored_bytes(count * depth, format, source) for count, format in zip((rows, columns), formats, strict=True)
+        )
+        if engine.upcast:
+            decoded = (rows + columns) * depth * _DECODED
+            yield self.moved(f"decode for {name}", operands + decoded)
+            operands = decoded
+        written = rows * columns * (source if result is None else result) + extra
+        yield self._multiplied(name, operands + written, 2 * rows * columns * depth, engine.units)
+
+    def _multiplied(self, name: str, count: float, flops: int, units: Units) -> Step:
+        memory, compute = count / self.ceilings.bandwidth, flops / self.ceilings.rate(units)
+        return Step(self.name + name, count, flops, max(memory, compute), units if compute > memory else "memory")
