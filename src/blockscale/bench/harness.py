@@ -55,9 +55,9 @@ class Case:
 
     bytes: the fewest that one call must move; None where that is not the question.  copied: shape of the bf16 tensor
     whose copy is the yardstick.  host: time the host's share of a call instead of the device's.  flops: of one call.
-    bound_us: the least time for them on this machine.  dtype: see `Row`.  another: a further set of arguments beside the
-    first, where sets share something; else `make` is called again.  captured: False to time launches too.  parts: equal
-    parts of a call, one of which the times and figures are of.  details: figures that are known beforehand.
+    bound_us: the least time for them on this machine.  dtype: see `Row`.  another: a further set of arguments beside
+    the first, where sets share something; else `make` is called again.  captured: False to time launches too.  parts:
+    equal parts of a call, one of which times and figures are of.  details: figures that are known beforehand.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A layer in training: its forms, which share their parameters, one optimizer step's worth of calls, and how right it is.
+"""A layer in training: its forms, which share their parameters, the calls of one optimizer step, and what they keep.
 
 A step clears gradients, casts the weights where they are shared by microbatches, and runs forward and backward of every
 microbatch; the optimizer itself is not part of it. Inputs rotate from call to call, parameters do not: what is compiled
@@ -93,7 +93,7 @@ def normal_linear(in_features: int, out_features: int, device: torch.device) -> 
     return layer
 
 
-def _normal(shape: tuple[int, int], device: torch.device) -> Tensor:
+def _normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """bf16; on a CPU its values in fp32, since many have no units for bf16 and take a hundred times longer."""
     values = random(shape, device)
     return values if values.is_cuda else values.float()

@@ -38,7 +38,8 @@ def run(
 
     Args:
         suite: casts: bandwidth of every cast. gemm: speed and accuracy of products. linear, mlp: forward and backward
-            of layers. dispatch: host time per call. report: rewrite the tables and the picture of the documentation from stored results.
+            of layers. dispatch: host time per call. report: rewrite the tables and the picture of the documentation
+            from stored results.
         json: Store the rows in this file, replacing rows of the same case and GPU (report: read this file instead of
             benchmarks/results).
         compare: Rows of an older run; shows new time over old and flags what became more than 3 % slower.

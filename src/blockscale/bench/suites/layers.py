@@ -42,11 +42,15 @@ def find_roofs(device: torch.device) -> Roofs | None:
         return None
     found = ceilings.find(device, rounds=11, seconds=0.02)
     found = replace(found, gb_s=found.copy_gb_s or found.gb_s)
-    return Roofs(ceilings.as_roof(found, gpu_name(device), architecture), NOMINAL.get(machine_of(gpu_name(device)) or ""))
+    return Roofs(
+        ceilings.as_roof(found, gpu_name(device), architecture), NOMINAL.get(machine_of(gpu_name(device)) or "")
+    )
 
 
-def roof_details(what: str, sizes: tuple[int, int, int], recipe: Recipe, roofs: Roofs | None, use: Use) -> dict[str, float]:
-    """Least times of a layer (M, K, N) by the recipe and in bf16, under both roofs, and the ceilings that they are of."""
+def roof_details(
+    what: str, sizes: tuple[int, int, int], recipe: Recipe, roofs: Roofs | None, use: Use
+) -> dict[str, float]:
+    """Least times of a layer (M, K, N) by the recipe and in bf16, under both roofs, and the ceilings of the first."""
     if roofs is None:
         return {}
     found: dict[str, float] = {}
@@ -90,15 +94,12 @@ def checker(
     return check
 
 
-def _problems(
-    main: Way, judge: Judge, gates: Sequence[float], batch: Batch
-) -> tuple[list[str], tuple[float, ...]]:
+def _problems(main: Way, judge: Judge, gates: Sequence[float], batch: Batch) -> tuple[list[str], tuple[float, ...]]:
     first = take(main, batch)
     copies = [tensor.clone() for tensor in _tensors(first)]
-    for tensor in _tensors(first):
-        # the allocator hands these blocks to the second run; read as a float, FF in every byte is NaN
-        tensor.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
-    del first, tensor
+    # the allocator hands these blocks to the second run; read as a float, FF in every byte is NaN
+    _poison(first)
+    del first
     second = take(main, batch)
     differing = sum(int((a != b).sum()) for a, b in zip(copies, _tensors(second), strict=True))
     unset = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors(second))
@@ -110,6 +111,11 @@ def _problems(
     for name, db, gate in zip(OUTPUTS, found, gates, strict=True):
         problems.append("" if db >= gate else f"{name} is {db:.1f} dB from the exact one, less than {gate:.1f}")
     return problems, found
+
+
+def _poison(results: Results) -> None:
+    for tensor in _tensors(results):
+        tensor.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _tensors(results: Results) -> list[Tensor]:

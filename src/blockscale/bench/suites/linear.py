@@ -1,4 +1,4 @@
-"""Linear layers: forward and backward of one, over the layers of real models, beside bf16 and torchao in the same turns.
+"""Linear layers: forward and backward, over the layers of real models, beside bf16 and torchao in the same turns.
 
 A row is ours in eager mode with the weight cast in every forward; the same with the weight cast twice or once a step,
 and compiled, stands beside it. A row of 8 microbatches is a whole step: one cast of the weight, 8 forwards and
@@ -79,7 +79,8 @@ def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str]
     if quick:
         models = {name: tuple(layer for layer in layers if layer in both) for name, layers in models.items()}
     some = large if quick else large | {(4096, 14336)}
-    return Extent(device, models, frozenset(both), some, TOKENS[:1] if quick else TOKENS, some, peers)
+    others = frozenset[Layer]() if quick else some
+    return Extent(device, models, frozenset(both), some, TOKENS[:1] if quick else TOKENS, others, peers)
 
 
 def cases(extent: Extent, roofs: Roofs | None) -> Iterator[Case]:
