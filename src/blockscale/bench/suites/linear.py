@@ -66,9 +66,9 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
     """What fits the device and the patience."""
     if device.type == "cuda":
         return gpu_extent(capability(device), quick=quick, peers=peers)
-    layer = (256, 384)
+    layer = (128, 256)
     some = frozenset({layer})
-    return Extent(capability(device), {"tiny": (layer,)}, some, frozenset(), (256,), some, peers)
+    return Extent(capability(device), {"tiny": (layer,)}, some, frozenset(), (128,), some, peers)
 
 
 def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:

@@ -71,7 +71,7 @@ class GatedUnit(nn.Module):
 def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
     """What fits the device and the patience."""
     if device.type != "cuda":
-        return Extent(capability(device), {"tiny": (256, 384)}, 256, (FP8,), peers - {"compile"})
+        return Extent(capability(device), {"tiny": (128, 256)}, 128, (FP8,), peers - {"compile"})
     units = dict(list(UNITS.items())[:1]) if quick else UNITS
     return Extent(capability(device), units, TOKENS, (FP8,) if quick else tuple(RECIPES), peers)
 
