@@ -64,6 +64,18 @@ def test_products_on_a_cpu_are_checked_and_stored(tmp_path: Path, capsys: pytest
     assert bench("gemm", *words, "--only", "nothing") != 0
 
 
+def test_layers_on_a_cpu_are_checked_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "linear.jsonl"
+    words = ("--device", "cpu", "--quick", "--peers", "bf16", "--json", str(path))
+    assert bench("linear", *words, "--only", "fp8_blockwise M=") == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("TFLOP/s", "dB", "bf16"))
+    (row,) = store.read(path)
+    assert row.case == "fp8_blockwise M=128 tiny 128->256"
+    assert row.details["kept_bytes blockscale"] > 0
+    assert bench("mlp", *words, "--only", "nothing") != 0
+
+
 def test_a_wrong_product_prints_no_speed_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("blockscale.bench.products.BF16_DB", 60.0)
     assert bench("gemm", "--device", "cpu", "--only", "mxfp4", "--peers", "") == 1

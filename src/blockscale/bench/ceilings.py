@@ -24,10 +24,12 @@ from .timing import Slice, measure, prepare
 
 @dataclass(frozen=True)
 class Ceilings:
-    """gb_s: of memory.  tflop_s: of the matrix units, `bf16` and, where there are such units, `fp8`."""
+    """gb_s: of memory.  tflop_s: of the matrix units, `bf16` and, where there are such units, `fp8`.  copy_gb_s: of
+    memory that is read and written in equal parts."""
 
     gb_s: float
     tflop_s: Mapping[str, float]
+    copy_gb_s: float | None = None
 
     def bound_us(self, flops: int, moved: int, units: str) -> float:
         """The longer of the time for the FLOPs on those units, or bf16's where they do not exist, and for the bytes.
@@ -57,9 +59,10 @@ def find(device: torch.device, *, rounds: int = 5, seconds: float = 0.004) -> Ce
         slices["fp8"] = ready(lambda: rowwise(operands, fast=True))
     us = {name: timing.us for name, timing in measure(slices, rounds=rounds).items()}
     bytes_once = 2 * numel(shape)
-    gb_s = max(2 * bytes_once / us["copy"], bytes_once / us["sum"]) / 1e3
+    copy_gb_s = 2 * bytes_once / us["copy"] / 1e3
+    gb_s = max(copy_gb_s, bytes_once / us["sum"] / 1e3)
     rates = {name: 2 * numel(product) / us[name] / 1e6 for name in ("bf16", "fp8") if name in us}
-    return Ceilings(gb_s, rates)
+    return Ceilings(gb_s, rates, copy_gb_s)
 
 
 def measure_roof(device: torch.device) -> roofs.Ceilings:

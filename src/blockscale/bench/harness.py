@@ -39,12 +39,14 @@ class Verdict:
     """How many bytes differ from the reference, and what was compared.
 
     problem: what is wrong with a result that is not compared byte by byte.  sqnr_db: how far it is from the exact one.
+    details: other figures that were found on the way.
     """
 
     wrong_bytes: int
     how: str
     problem: str = ""
     sqnr_db: float | None = None
+    details: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Case:
 
     bytes: the fewest that one call must move; None where that is not the question.  copied: shape of the bf16 tensor
     whose copy is the yardstick.  host: time the host's share of a call instead of the device's.  flops: of one call.
-    bound_us: the least time for them on this machine.  dtype: see `Row`.
+    bound_us: the least time for them on this machine.  dtype: see `Row`.  another: a further set of arguments beside
+    the first, where sets share something; else `make` is called again.  captured: False to time launches too.  parts:
+    equal parts of a call, one of which times and figures are of.  details: figures that are known beforehand.
     """
 
     name: str
@@ -72,6 +76,10 @@ class Case:
     flops: int | None = None
     bound_us: float | None = None
     dtype: str = "bfloat16"
+    another: Callable[..., Args] | None = None
+    captured: bool = True
+    parts: int = 1
+    details: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -197,12 +205,15 @@ def run_case(case: Case, suite: str, device: torch.device, where: Where, budget:
         bound_us=None if case.bound_us is None else round(case.bound_us, 3),
         sqnr_db=verdict.sqnr_db,
         problem=verdict.problem,
+        details={**case.details, **verdict.details},
     )
     if row.fault:
         return row
-    sets = [args, *(case.make(device) for _ in range(_set_count(case, device) - 1))]
+    more = functools.partial(case.make, device) if case.another is None else functools.partial(case.another, *args)
+    sets = [args, *(more() for _ in range(_set_count(case, device) - 1))]
     slices, remarks = _slices(case, sets, device, budget)
-    timings = measure(slices, rounds=budget.rounds, sample=telemetry.sample)
+    found = measure(slices, rounds=budget.rounds, sample=telemetry.sample)
+    timings = {name: timing.shared_by(case.parts) for name, timing in found.items()}
     return _fill(row, case, timings, remarks, telemetry)
 
 
@@ -220,7 +231,7 @@ def _slices(
 
     def ready(run: Callable[..., object], arguments: list[Args]) -> Slice:
         calls = [functools.partial(run, *one) for one in arguments]
-        return prepare(calls, device, seconds=budget.seconds, host=case.host)
+        return prepare(calls, device, seconds=budget.seconds, host=case.host, captured=case.captured)
 
     slices = {"blockscale": ready(case.run, sets)}
     if case.copied is not None:

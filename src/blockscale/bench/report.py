@@ -10,33 +10,39 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import report_bars, report_gemm
-from .shapes import MAIN, text
+from . import report_bars, report_gemm, report_layers
+from .shapes import MAIN, MODELS, text
 from .store import Row, read
 from .tables import EMPTY, label, number, peer, provenance, spread, table
 
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/images/casts.svg")
 PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
+SUITES = ("casts", "gemm", "linear", "mlp", "dispatch")
 PEERS = ("eager", "compile", "torchao", "unfused")
 GROUPS = (
     "one operand", "both operands", "expert weights", "FP4, amax given", "NVFP4, own amax", "dequantize", "fused",
-    *report_gemm.GROUPS,
+    *report_gemm.GROUPS, *report_layers.GROUPS,
 )  # fmt: skip
 
 
 def load(folder: Path) -> list[Row]:
     """All stored rows of the suites, file by file, in the order of the tables."""
-    files = [path for suite in ("casts", "gemm", "dispatch") for path in sorted(folder.glob(f"{suite}-*.jsonl"))]
+    files = [path for suite in SUITES for path in sorted(folder.glob(f"{suite}-*.jsonl"))]
     return [row for path in files for row in in_order(read(path))]
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By group, of products by kind, then by shape: rows of one suite may have been measured in several runs."""
+    """By group, of products by kind, of layers by recipe and model, then by shape: rows of one suite may have been
+    measured in several runs."""
 
     def place(row: Row) -> tuple[int, str, list[int]]:
         group = GROUPS.index(row.group) if row.group in GROUPS else len(GROUPS)
-        return group, label(row) if row.suite == "gemm" else "", row.shape
+        kind = label(row) if row.suite == "gemm" else ""
+        if row.suite in report_layers.SUITES:
+            model = next((index for index, name in enumerate(MODELS) if name in row.case), len(MODELS))
+            kind = f"{row.format} {model}"
+        return group, kind, row.shape
 
     return sorted(rows, key=place)
 
@@ -140,6 +146,9 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "gemm": report_gemm.long_table,
     "gemm-summary": report_gemm.summary_table,
     "gemm-bars": report_bars.bars_table,
+    "layers": report_layers.long_table,
+    "layers-summary": report_layers.summary_table,
+    "layers-goals": report_layers.goals_table,
     "dispatch": dispatch_table,
 }
 

@@ -50,6 +50,7 @@ class Row:
     dtype: of a cast's input, of a product's output.  spread_us: quartiles over rounds.  bytes: the fewest that must
     move.  bound_us: the least time that this machine's own ceilings allow.  sqnr_db: of a product, against the exact
     product of its operands.  peers: {name: {us, ratio, tflop_s, sqnr_db, note}}, the ratio being theirs to ours.
+    details: what a suite has to say besides, figures by name (docs/benchmarks.md).
     """
 
     suite: str
@@ -80,6 +81,7 @@ class Row:
     percent_of_bound: float | None = None
     sqnr_db: float | None = None
     problem: str = ""
+    details: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def fault(self) -> str:

@@ -1,4 +1,4 @@
-"""`blockscale bench`: check and time casts and products here, what a call costs the host, and tables of results."""
+"""`blockscale bench`: check and time casts, products and layers here, what a call costs the host, and tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from ..bench.harness import Case
     from ..bench.store import Row
 
-Suite = Literal["casts", "gemm", "dispatch", "report"]
-SUITES = ("casts", "gemm", "dispatch", "report")
+Suite = Literal["casts", "gemm", "linear", "mlp", "dispatch", "report"]
+SUITES = ("casts", "gemm", "linear", "mlp", "dispatch", "report")
+LAYERS = ("linear", "mlp")
 # of tables that go to a file or a pipe, where nobody can widen the window
 FILE_WIDTH = 200
 
@@ -36,8 +37,9 @@ def run(
     a kernel is wrong; a wrong kernel gets no figure.
 
     Args:
-        suite: casts: bandwidth of every cast. gemm: speed and accuracy of products. dispatch: host time per call.
-            report: rewrite the tables and the picture of the documentation from stored results.
+        suite: casts: bandwidth of every cast. gemm: speed and accuracy of products. linear, mlp: forward and backward
+            of layers. dispatch: host time per call. report: rewrite the tables and the picture of the documentation
+            from stored results.
         json: Store the rows in this file, replacing rows of the same case and GPU (report: read this file instead of
             benchmarks/results).
         compare: Rows of an older run; shows new time over old and flags what became more than 3 % slower.
@@ -45,7 +47,7 @@ def run(
         only: Only cases whose name or group contains this.
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         peers: Whom to compare with, separated by commas: eager, compile, torchao for casts; rows, bf16, rowwise,
-            torchao for gemm. All by default.
+            torchao for gemm; bf16, casts, torchao, rowwise, compile for linear and mlp. All by default.
         commit: Commit to record where the source is no git checkout.
     """
     from rich.console import Console
@@ -92,6 +94,8 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, pe
         console.print("no GPU: this times the reference on a CPU with tiny tensors, which says nothing about speed")
     if suite == "dispatch":
         return list(dispatch.cases(device))
+    if suite in LAYERS:
+        return _layer_cases(console, suite, device, quick, peers)
     names = _named(peers, product_peers.ALL_PEERS if suite == "gemm" else common.ALL_PEERS)
     if suite == "gemm":
         with console.status("measuring what this machine reaches ..."):
@@ -100,6 +104,18 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, pe
     for name in fused.missing():
         console.print(f"[dim]skipped: {name} does not exist yet[/]")
     return list(casts.cases(common.extent(device, quick=quick, peers=names)))
+
+
+def _layer_cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: str | None) -> list[Case]:
+    from ..bench import layer_peers
+    from ..bench.suites import layers, linear, mlp
+
+    names = _named(peers, layer_peers.ALL_PEERS)
+    with console.status("measuring what this machine reaches ..."):
+        roofs = layers.find_roofs(device)
+    if suite == "mlp":
+        return list(mlp.cases(mlp.extent(device, quick=quick, peers=names), roofs))
+    return list(linear.cases(linear.extent(device, quick=quick, peers=names), roofs))
 
 
 def _named(peers: str | None, known: frozenset[str]) -> frozenset[str]:
@@ -123,8 +139,11 @@ def _timed(
     from ..bench.harness import Budget, run_cases
     from ..bench.store import where
 
-    # products draw all the power there is, and the clock follows with a delay: longer slices
-    seconds = 0.008 if suite == "gemm" and device.type == "cuda" else 0.004
+    # products draw all the power there is, and the clock follows with a delay: longer slices;
+    seconds = 0.004
+    if device.type == "cuda":
+        # a layer is launched call by call, and the first one finds the device idle
+        seconds = {"gemm": 0.008, "linear": 0.02, "mlp": 0.04}.get(suite, seconds)
     budget = Budget(5 if quick or device.type != "cuda" else 11, seconds)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
@@ -145,7 +164,7 @@ def _table(rows: Sequence[Row]) -> Table:
     peers = shown_peers(rows)
     suite = rows[0].suite
     title = "µs per call" if suite == "dispatch" else "µs per call; peers: how many times longer they take"
-    middle = ("TFLOP/s", "% bound", "dB") if suite == "gemm" else ("GB/s", "% copy")
+    middle = ("TFLOP/s", "% bound", "dB") if suite in ("gemm", *LAYERS) else ("GB/s", "% copy")
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
     table.add_column("case", no_wrap=True)
     for heading in ("µs", "±%", *middle, *peers):
@@ -159,7 +178,7 @@ def _table(rows: Sequence[Row]) -> Table:
 def _cells(row: Row, peers: Sequence[str]) -> list[str]:
     from ..bench.tables import number
 
-    products = row.suite == "gemm"
+    products = row.suite in ("gemm", *LAYERS)
     if row.us is None or row.spread_us is None:
         return [row.case, "[red]WRONG[/]", *["-"] * (3 + products + len(peers)), row.backend]
     half_spread = 50 * (row.spread_us[1] - row.spread_us[0]) / row.us

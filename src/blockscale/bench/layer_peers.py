@@ -1,0 +1,124 @@
+"""Who else trains the same layer: bf16, our other ways with the weight, torchao's blockwise and rowwise FP8, compiled.
+
+All take the parameters of the layer in bf16. A peer that cannot be had, or does not take the shape, is a note.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..autograd.recipe import Recipe, WeightCast
+from .layers import Batch, Build, Results, Way, step, take
+from .peers import NOT_COMPILED, Peer, torchao
+
+ALL_PEERS = frozenset({"bf16", "casts", "torchao", "rowwise", "compile"})
+BF16, TORCHAO, COMPILED = "bf16", "torchao", "compiled"
+PER_STEP, TWICE = "cast per step", "cast twice"
+# a product in bf16 has 56 dB, and an MLP is several roundings
+BF16_DB = 45.0
+# the same formats as ours, with scales rounded otherwise
+_NEAR_DB = 0.2
+_BLOCK = 128
+
+Judge = Callable[[Batch, Results], tuple[float, ...]]
+Ours = Callable[[Recipe], Build]
+
+
+def compiled(way: Way, *, fullgraph: bool = False) -> Way:
+    """The same through torch.compile for one shape."""
+    compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=False)
+    return replace(way, compile=compile)  # pyright: ignore[reportArgumentType]
+
+
+def our_way(ours: Ours, recipe: Recipe, weight_cast: WeightCast = "forward") -> Way:
+    """Ours by a recipe; weights that are cast once a step are cast at its start."""
+    chosen = recipe.replace(name=recipe.name, weight_cast=weight_cast)
+    return Way(ours(chosen), refreshes=weight_cast == "step")
+
+
+def plain_way() -> Way:
+    """The layer in bf16 itself."""
+    return Way(lambda plain: plain)
+
+
+def peers(
+    main: Way,
+    others: Mapping[str, Way],
+    sizes: Iterable[int],
+    names: frozenset[str],
+    judge: Judge,
+    gate_db: float,
+    *,
+    microbatches: int = 1,
+    blockwise: bool = True,
+    compiling: bool = True,
+) -> dict[str, Peer | str]:
+    """The named peers of a layer that we train by `main`, and by `others` with the weight cast at other times.
+
+    sizes: of its weights.  gate_db: what ours must reach.  blockwise: whether torchao's, which tunes for every shape,
+    takes part; compiling: whether whoever is to be compiled does.
+    """
+
+    def peer(way: Way, gate: float | None, note: str = "") -> Peer:
+        def accuracy(batch: Batch) -> float:
+            return min(judge(batch, take(way, batch)))
+
+        return Peer(functools.partial(step, way, microbatches), note=note, gate_db=gate, accuracy=accuracy)
+
+    def with_compiled(name: str, way: Way, gate: float | None, note: str = "") -> dict[str, Peer | str]:
+        found: dict[str, Peer | str] = {name: peer(way, gate, note)}
+        if "compile" in names:
+            found[f"{name} {COMPILED}"] = peer(compiled(way), gate, note) if compiling else NOT_COMPILED
+        return found
+
+    found: dict[str, Peer | str] = {}
+    if "bf16" in names:
+        found |= with_compiled(BF16, plain_way(), BF16_DB)
+    if "casts" in names:
+        found |= {name: peer(way, gate_db) for name, way in others.items()}
+    if "compile" in names:
+        found[COMPILED] = peer(compiled(main, fullgraph=True), gate_db) if compiling else NOT_COMPILED
+    if "torchao" in names:
+        whole = all(size % _BLOCK == 0 for size in sizes)
+        if not whole:
+            found[TORCHAO] = f"not run: takes features in multiples of {_BLOCK} only"
+        elif not blockwise:
+            found[TORCHAO] = NOT_COMPILED
+        else:
+            found |= with_compiled(TORCHAO, Way(each(_blockwise)), gate_db - _NEAR_DB, "Float8BlockwiseLinear")
+    if "rowwise" in names and "compile" in names:
+        rowwise = peer(compiled(Way(each(_rowwise))), None, "torchao.float8, recipe rowwise")
+        found[f"rowwise {COMPILED}"] = rowwise if compiling else NOT_COMPILED
+    return found
+
+
+# torchao
+
+
+def each(convert: Callable[[nn.Linear], nn.Module]) -> Build:
+    """A conversion of linear layers for modules that are one, or are made of some in their order."""
+
+    def build(plain: nn.Module) -> nn.Module:
+        if isinstance(plain, nn.Linear):
+            return convert(plain)
+        children: list[Any] = list(plain.children())
+        return type(plain)(*map(convert, children))
+
+    return build
+
+
+def _blockwise(layer: nn.Linear) -> nn.Module:
+    return torchao("blockwise_fp8_training.linear").Float8BlockwiseLinear.from_float(layer)
+
+
+def _rowwise(layer: nn.Linear) -> nn.Module:
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name("rowwise")
+    return float8.convert_to_float8_training(layer, config=config)

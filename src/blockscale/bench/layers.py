@@ -1,0 +1,158 @@
+"""A layer in training: its forms, which share their parameters, the calls of one optimizer step, and what they keep.
+
+A step clears gradients, casts the weights where they are shared by microbatches, and runs forward and backward of every
+microbatch; the optimizer itself is not part of it. Inputs rotate from call to call, parameters do not: what is compiled
+is compiled once. Of a layer whose weight fits in L2 both precisions find it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from ..autograd.weights import refresh_weights_, shared_weights
+from .harness import random
+
+Build = Callable[[Module], Module]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How to train a layer.
+
+    build: makes a module from the one in bf16, with the same parameters.  refreshes: weights are cast at the start of a
+    step.  compile: what a compiled form is made with, None for eager.
+    """
+
+    build: Build
+    refreshes: bool = False
+    compile: Callable[[Module], Module] | None = None
+
+
+class Form(NamedTuple):
+    """A module as it is called, the same before compilation, and its parameters."""
+
+    call: Callable[[Tensor], Tensor]
+    module: Module
+    parameters: list[Parameter]
+
+
+class Forms:
+    """A layer in bf16 and what others make of it, each built when it is first asked for."""
+
+    def __init__(self, plain: Module) -> None:
+        self.plain = plain
+        self._made: dict[Way, Form] = {}
+
+    def of(self, way: Way) -> Form:
+        """The layer as it is trained that way."""
+        if way not in self._made:
+            module = way.build(self.plain)
+            call = module if way.compile is None else way.compile(module)
+            self._made[way] = Form(call, module, list(module.parameters()))
+        return self._made[way]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One input set: x [M, K], a leaf, and the gradient of the output dy [M, N]."""
+
+    forms: Forms
+    x: Tensor
+    dy: Tensor
+
+    def another(self) -> Batch:
+        """Other values for the same layer."""
+        x, dy = (_normal(tuple(tensor.shape), tensor.device) for tensor in (self.x, self.dy))
+        return replace(self, x=x.requires_grad_(), dy=dy)
+
+
+class Results(NamedTuple):
+    """Of one forward and backward."""
+
+    y: Tensor
+    dx: Tensor
+    dw: list[Tensor]
+
+
+def make_batch(plain: Module, tokens: int, features: tuple[int, int], device: torch.device) -> Batch:
+    """A layer with its first input set of normal values."""
+    x, dy = (_normal((tokens, size), device) for size in features)
+    return Batch(Forms(plain), x.requires_grad_(), dy)
+
+
+def normal_linear(in_features: int, out_features: int, device: torch.device) -> torch.nn.Linear:
+    """A layer in bf16 without bias and with normal weights: accuracy is stated for those."""
+    layer = torch.nn.Linear(in_features, out_features, bias=False, device="meta")
+    layer.weight = Parameter(_normal((out_features, in_features), device) * in_features**-0.5)
+    return layer
+
+
+def _normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """bf16; on a CPU its values in fp32, since many have no units for bf16 and take a hundred times longer."""
+    values = random(shape, device)
+    return values if values.is_cuda else values.float()
+
+
+def step(way: Way, microbatches: int, batch: Batch) -> Results:
+    """What is timed; results are of the last microbatch, but for gradients of weights, which are sums."""
+    form, x = batch.forms.of(way), batch.x
+    for parameter in form.parameters:
+        parameter.grad = None
+    if way.refreshes:
+        refresh_weights_(form.module)
+    y = x
+    for _ in range(microbatches):
+        x.grad = None
+        y = form.call(x)
+        y.backward(batch.dy)
+    return Results(y.detach(), _grad(x), [_grad(parameter) for parameter in form.parameters])
+
+
+def take(way: Way, batch: Batch) -> Results:
+    """A step of one microbatch whose gradients nobody else holds."""
+    found = step(way, 1, batch)
+    batch.x.grad = None
+    for parameter in batch.forms.of(way).parameters:
+        parameter.grad = None
+    return found
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def kept_bytes(way: Way, batch: Batch) -> int:
+    """Bytes that wait for the backward: storages that the graph holds, each once; parameters, and casts of weights that
+    all microbatches share, are there anyway."""
+    form = batch.forms.of(way)
+    if way.refreshes:
+        refresh_weights_(form.module)
+    anyway = {tensor.untyped_storage().data_ptr() for tensor in (*form.parameters, *_shared_tensors(form.module))}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in anyway:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        form.call(batch.x)
+    return sum(kept.values())
+
+
+def _shared_tensors(module: Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    for _, layer, shared in shared_weights(module):
+        pair = shared.operands(layer.weight, layer.recipe_now)  # pyright: ignore[reportArgumentType]
+        for operand in pair or ():
+            if operand is not None:
+                found += [operand.data, operand.scale]
+    return found

@@ -1,0 +1,235 @@
+"""Stored rows of layers as tables: time and speedup over bf16, the share of the roof's speedup, and the goals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .layer_peers import BF16, COMPILED, PER_STEP, TORCHAO
+from .report_gemm import shown_peers
+from .store import Row
+from .tables import EMPTY, number, provenance, table
+
+SUITES = ("linear", "mlp")
+GROUPS = ("layers", "8 microbatches", "SwiGLU MLP", "host time")
+HOST = "nn.Linear"
+
+
+def speedup(row: Row, over: str = BF16) -> float | None:
+    """How many times longer the peer takes."""
+    return row.peers.get(over, {}).get("ratio")
+
+
+def roof_speedup(row: Row, prefix: str = "") -> float | None:
+    """What the roof allows over bf16; prefix: "" for the measured roof, "nominal_" for the specification."""
+    least = row.details.get("nominal_bound_us") if prefix else row.bound_us
+    plain = row.details.get(f"{prefix}bf16_bound_us")
+    return None if not least or not plain else plain / least
+
+
+def share(row: Row, prefix: str = "") -> float | None:
+    """The measured speedup in percent of the roof's."""
+    found, roof = speedup(row), roof_speedup(row, prefix)
+    return None if found is None or roof is None else 100 * found / roof
+
+
+def kept(row: Row, way: str) -> float | None:
+    """Bytes that wait for the backward over bf16's."""
+    mine, plain = (row.details.get(f"kept_bytes {name}") for name in (way, BF16))
+    return None if mine is None or not plain else mine / plain
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def layer(row: Row) -> str:
+    """Model and features, as a row's case ends."""
+    return row.case.partition(f"M={row.shape[0]} ")[2]
+
+
+def _timed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.suite in SUITES and row.group != GROUPS[-1]]
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} %"
+
+
+def _milliseconds(us: float | None) -> str:
+    return number(None if us is None else us / 1e3, 3)
+
+
+def _main_cells(row: Row) -> list[str]:
+    plain = row.peers.get(BF16, {}).get("us")
+    return [
+        _milliseconds(plain),
+        _milliseconds(row.us),
+        _times(speedup(row)),
+        _times(roof_speedup(row)),
+        _percent(share(row)),
+        _times(_torchao_speedup(row)),
+    ]
+
+
+def _torchao_speedup(row: Row) -> float | None:
+    """torchao's own speedup over bf16, the better of eager and compiled."""
+    plain = row.peers.get(BF16, {}).get("us")
+    times = [row.peers.get(name, {}).get("us") for name in (TORCHAO, f"{TORCHAO} {COMPILED}")]
+    found = [time for time in times if time]
+    return plain / min(found) if plain and found else None
+
+
+_HEAD = ["bf16, ms", "ours, ms", "speedup", "roof", "share of roof", "torchao"]
+
+
+def summary_table(rows: Sequence[Row]) -> str:
+    """FP8 blockwise with 4096 tokens."""
+    mine = [row for row in _timed(rows) if row.format == "fp8_blockwise" and row.shape[0] == 4096]
+    if not mine:
+        return EMPTY
+    lines = [[_titled(row), str(row.shape[0]), *_cells(row, _main_cells)] for row in mine]
+    return provenance(mine) + "\n\n" + table(["layer", "M", *_HEAD], lines)
+
+
+def _titled(row: Row) -> str:
+    return layer(row) + ("" if row.group == GROUPS[0] else f", {row.group}")
+
+
+def _cells(row: Row, cells: Callable[[Row], list[str]]) -> list[str]:
+    """Figures, or what is wrong."""
+    return cells(row) if row.us is not None else [f"WRONG: {row.fault}", *["-"] * (len(_HEAD) - 1)]
+
+
+def long_table(rows: Sequence[Row]) -> str:
+    """Every row of both suites, a table per group and recipe."""
+    mine = _timed(rows)
+    hosts = [row for row in rows if row.suite in SUITES and row.group == GROUPS[-1]]
+    if not mine and not hosts:
+        return EMPTY
+    parts = [provenance([*mine, *hosts])]
+    for group, recipe in dict.fromkeys((row.group, row.format) for row in mine):
+        members = [row for row in mine if (row.group, row.format) == (group, recipe)]
+        parts.append(f"**{group}, {recipe}**\n\n" + _long(members))
+    if hosts:
+        lines = [[row.format, number(row.us), number(row.peers.get(HOST, {}).get("us")), _host(row)] for row in hosts]
+        head = ["recipe", "µs", f"{HOST}, µs", "times"]
+        parts.append("**host time of a forward and backward**\n\n" + table(head, lines))
+    return "\n\n".join(parts)
+
+
+def _long(rows: Sequence[Row]) -> str:
+    peers = [name for name in shown_peers(rows) if name != BF16]
+    head = ["layer", "M", *_HEAD, "of nominal", "TFLOP/s", "dB y, dX, dW", "kept for backward", *peers]
+    lines = [[layer(row), str(row.shape[0]), *_cells(row, _main_cells), *_rest(row, peers)] for row in rows]
+    return table(head, lines)
+
+
+def _rest(row: Row, peers: Sequence[str]) -> list[str]:
+    db = ", ".join(number(row.details.get(f"{name}_db")) for name in ("y", "dx", "dw"))
+    memory = f"{_times(kept(row, 'blockscale'))}, {_times(kept(row, PER_STEP))} per step"
+    if kept(row, PER_STEP) is None:
+        memory = _times(kept(row, "blockscale"))
+    beside = [_times(row.peers.get(name, {}).get("ratio")) for name in peers]
+    return [_percent(share(row, "nominal_")), number(row.tflop_s, 0), db, memory, *beside]
+
+
+def _host(row: Row) -> str:
+    ratio = speedup(row, HOST)
+    return _times(1 / ratio if ratio else None)
+
+
+# ---- goals -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What layers are meant to reach: the rows that it is about, the figure of each, and whether it is enough.
+
+    command: what `blockscale bench` runs for it.
+    """
+
+    what: str
+    goal: str
+    command: str
+    about: Callable[[Row], bool]
+    figure: Callable[[Row], float | None]
+    met: Callable[[float], bool]
+    unit: str = "x"
+
+
+def goals_table(rows: Sequence[Row]) -> str:
+    """Every goal whose rows are stored."""
+    timed = [row for row in rows if row.suite in SUITES and row.us is not None]
+    lines = [line for goal in GOALS if (line := _line(goal, timed)) is not None]
+    return table(["goal", "figure", "met", "commit", "command"], lines) if lines else EMPTY
+
+
+def _line(goal: Goal, rows: Sequence[Row]) -> list[str] | None:
+    mine = [(row, figure) for row in rows if goal.about(row) and (figure := goal.figure(row)) is not None]
+    if not mine:
+        return None
+    low, high = (f"{pick(figure for _, figure in mine):.{2 if goal.unit == 'x' else 0}f}" for pick in (min, max))
+    text = f"{low}{goal.unit}" if low == high else f"{low} to {high}{goal.unit}"
+    commits = ", ".join(dict.fromkeys(str(row.where.get("commit")) for row, _ in mine))
+    met = all(goal.met(figure) for _, figure in mine)
+    return [f"{goal.what}: {goal.goal}", text, "yes" if met else "no", commits, f"`blockscale bench {goal.command}`"]
+
+
+_DEEPSEEK = "DeepSeek-V3 671B"
+_WIDE = ("7168->18432", "18432->7168", "2048->10944", "10944->2048")
+
+
+def _ffn(group: str, model: str = _DEEPSEEK) -> Callable[[Row], bool]:
+    """FP8 rows of the feed-forward layers of a model, or of all that begin so, with 4096 tokens."""
+    return lambda row: (
+        (row.suite, row.group, row.format, row.shape[0]) == ("linear", group, "fp8_blockwise", 4096)
+        and layer(row).startswith(model)
+        and row.case.endswith(_WIDE)
+    )
+
+
+def _large_mlp(row: Row) -> bool:
+    return row.suite == "mlp" and row.format == "fp8_blockwise" and row.shape == [4096, 7168, 18432]
+
+
+_ONE, _EIGHT = "linear --only 'fp8_blockwise M=4096 DeepSeek'", "linear --only 'fp8_blockwise 8 microbatches'"
+_MLP = "mlp --only 'fp8_blockwise MLP'"
+GOALS = (
+    Goal(
+        "DeepSeek-V3's feed-forward layers, 4096 tokens, eager, over bf16", "1.45x", _ONE, _ffn("layers"), speedup,
+        lambda figure: figure >= 1.45,
+    ),
+    Goal(
+        "the same with 8 microbatches per step", "1.5x", _EIGHT, _ffn("8 microbatches"), speedup,
+        lambda figure: figure >= 1.5,
+    ),
+    Goal(
+        "share of the measured roof's speedup, feed-forward layers of DeepSeek-V3 671B and 16B, 4096 tokens", "80 %",
+        _ONE, _ffn("layers", "DeepSeek"), share, lambda figure: figure >= 80, " %",
+    ),
+    Goal(
+        "the same of the nominal roof's", "told", _ONE, _ffn("layers", "DeepSeek"),
+        lambda row: share(row, "nominal_"), lambda figure: True, " %",
+    ),
+    Goal(
+        "SwiGLU MLP 7168x18432, 4096 tokens, over bf16 eager", "1.45x", _MLP, _large_mlp, speedup,
+        lambda figure: figure >= 1.45,
+    ),
+    Goal(
+        "the same, over torchao compiled", "above 1x", _MLP, _large_mlp,
+        lambda row: speedup(row, f"{TORCHAO} {COMPILED}"), lambda figure: figure > 1,
+    ),
+    Goal(
+        "memory kept for backward, weight cast once a step, over bf16's", "at most 0.54x", _ONE, _ffn("layers"),
+        lambda row: kept(row, PER_STEP), lambda figure: figure <= 0.54,
+    ),
+    Goal(
+        "host time of a forward and backward, over `nn.Linear`'s", "at most 3x", "linear --only 'host time'",
+        lambda row: row.suite == "linear" and row.group == "host time" and row.format == "fp8_blockwise",
+        lambda row: 1 / ratio if (ratio := speedup(row, HOST)) else None, lambda figure: figure <= 3,
+    ),
+)  # fmt: skip

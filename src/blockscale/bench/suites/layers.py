@@ -1,0 +1,127 @@
+"""What suites of layers share: a case with its check, the memory that it keeps, and the roof over it.
+
+A layer is checked against the unquantised one in fp64: two runs on poisoned memory that agree in every bit, all values
+finite, output and gradients as close as the recipe allows on normal values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...autograd.recipe import PRODUCTS, Recipe, get_recipe
+from ...hardware import Capability, capability, gpu_name
+from ...registry import Request, select
+from ...roofline import BF16, NOMINAL, Use, architecture_of, machine_of
+from .. import ceilings
+from ..harness import Args, Case, Verdict, failure
+from ..layer_peers import Judge, plain_way
+from ..layers import Batch, Results, Way, kept_bytes, take
+from ..rooflines import COSTS, Roofs
+
+FP8, MXFP8, NVFP4 = "fp8_blockwise", "mxfp8", "nvfp4"
+# MXFP8 as Hopper's FP8 units multiply it
+MXFP8_NATIVE = "mxfp8_128x128"
+RECIPES: Mapping[str, Recipe] = {
+    FP8: get_recipe(FP8),
+    MXFP8: get_recipe(MXFP8),
+    MXFP8_NATIVE: get_recipe(MXFP8).with_weights("mxfp8_e4m3_128x128"),
+    NVFP4: get_recipe(NVFP4),
+}
+OUTPUTS = ("y", "dx", "dw")
+
+
+def find_roofs(device: torch.device) -> Roofs | None:
+    """The roof of this machine, measured now, with casts at the speed of a copy, and its specification; None without a
+    GPU that has matrix units."""
+    architecture = architecture_of(capability(device).sm) if device.type == "cuda" else None
+    if architecture is None:
+        return None
+    found = ceilings.find(device, rounds=11, seconds=0.02)
+    found = replace(found, gb_s=found.copy_gb_s or found.gb_s)
+    return Roofs(
+        ceilings.as_roof(found, gpu_name(device), architecture), NOMINAL.get(machine_of(gpu_name(device)) or "")
+    )
+
+
+def roof_details(
+    what: str, sizes: tuple[int, int, int], recipe: Recipe, roofs: Roofs | None, use: Use
+) -> dict[str, float]:
+    """Least times of a layer (M, K, N) by the recipe and in bf16, under both roofs, and the ceilings of the first."""
+    if roofs is None:
+        return {}
+    found: dict[str, float] = {}
+    for prefix, roof in (("", roofs.main), ("nominal_", roofs.nominal)):
+        if roof is not None:
+            for name, formats in (("bound_us", recipe.formats()), ("bf16_bound_us", BF16)):
+                found[prefix + name] = round(COSTS[what](*sizes, formats, roof, use).seconds * 1e6, 3)
+    main = roofs.main
+    found |= {"ceiling_gb_s": round(main.bandwidth / 1e9, 1)}
+    return found | {f"ceiling_{units}_tflop_s": round(main.rate(units) / 1e12, 1) for units in main.units}
+
+
+def backends(recipe: Recipe, device: Capability, products: Sequence[tuple[int, int, int]]) -> str:
+    """Who serves the products (M, N, K) of fprop, dgrad and wgrad."""
+    found: dict[str, None] = {}
+    for name, size in zip(PRODUCTS, products, strict=True):
+        product = getattr(recipe, name)
+        if product is not None:
+            request = Request("gemm", device, (product.a.format, product.b.format), size, torch.bfloat16)
+            found[select(request).backend] = None
+    return ", ".join(found)
+
+
+def checker(
+    main: Way, judge: Judge, gates: Sequence[float], kept: Mapping[str, Way], how: str
+) -> Callable[[Case, Args], Verdict]:
+    """A check of what `main` computes; kept: whose memory is told."""
+
+    def check(case: Case, args: Args) -> Verdict:
+        batch: Batch = args[0]
+        try:
+            problems, found = _problems(main, judge, gates, batch)
+            details = dict(zip((f"{name}_db" for name in OUTPUTS), found, strict=True))
+            details |= {f"kept_bytes {name}": float(kept_bytes(way, batch)) for name, way in kept.items()}
+        except Exception as error:  # a layer that raises is as wrong as any other, and the rest of a run goes on
+            return Verdict(0, how, failure(error))
+        numbers = {name: value for name, value in details.items() if value == value}
+        worst = min(found) if len(numbers) == len(details) else None
+        return Verdict(0, how, "; ".join(text for text in problems if text), worst, numbers)
+
+    return check
+
+
+def _problems(main: Way, judge: Judge, gates: Sequence[float], batch: Batch) -> tuple[list[str], tuple[float, ...]]:
+    first = take(main, batch)
+    copies = [tensor.clone() for tensor in _tensors(first)]
+    # the allocator hands these blocks to the second run; read as a float, FF in every byte is NaN
+    _poison(first)
+    del first
+    second = take(main, batch)
+    differing = sum(int((a != b).sum()) for a, b in zip(copies, _tensors(second), strict=True))
+    unset = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors(second))
+    found = judge(batch, second)
+    problems = [
+        f"{differing} values differ between two runs" if differing else "",
+        f"{unset} values are not finite, or were not written" if unset else "",
+    ]
+    for name, db, gate in zip(OUTPUTS, found, gates, strict=True):
+        problems.append("" if db >= gate else f"{name} is {db:.1f} dB from the exact one, less than {gate:.1f}")
+    return problems, found
+
+
+def _poison(results: Results) -> None:
+    for tensor in _tensors(results):
+        tensor.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _tensors(results: Results) -> list[Tensor]:
+    return [results.y, results.dx, *results.dw]
+
+
+def memory_ways(main: Way, others: Mapping[str, Way]) -> dict[str, Way]:
+    """Whose memory a row tells: ours, with the weight cast at any time, and bf16's."""
+    return {"blockscale": main, **others, "bf16": plain_way()}

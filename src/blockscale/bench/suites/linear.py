@@ -1,0 +1,227 @@
+"""Linear layers: forward and backward, over the layers of real models, beside bf16 and torchao in the same turns.
+
+A row is ours in eager mode with the weight cast in every forward; the same with the weight cast twice or once a step,
+and compiled, stands beside it. A row of 8 microbatches is a whole step: one cast of the weight, 8 forwards and
+backwards whose gradients are added up, and its time is of one of them. Launches are part of the time; what the host
+spends on a layer so small that the device never waits is a row of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...autograd.recipe import Recipe
+from ...formats.stochastic import rng_state
+from ...hardware import Capability, capability
+from ...nn import Linear
+from ...roofline import Use
+from .. import shapes
+from ..harness import Args, Case
+from ..layer_peers import ALL_PEERS, PER_STEP, TWICE, our_way, peers, plain_way
+from ..layers import Batch, Build, Results, Way, make_batch, normal_linear, step
+from ..peers import Peer
+from ..products import ROWS, sqnr_db
+from ..rooflines import Roofs
+from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details
+
+Layer = tuple[int, int]  # (K, N)
+# of output, dX and dW on normal values, against the unquantised layer
+GATES: Mapping[str, tuple[float, float, float]] = {
+    FP8: (28.2, 28.2, 28.2),
+    MXFP8: (28.0, 28.0, 28.0),
+    MXFP8_NATIVE: (28.0, 28.0, 28.0),
+    NVFP4: (16.2, 14.1, 14.6),
+}
+MODELS = ("DeepSeek-V3 671B", "DeepSeek 16B", "Llama3 8B", "Llama3 70B", "Qwen3")
+TOKENS = (4096, 16384)
+MICROBATCHES = 8
+HOST_TOKENS, HOST_LAYER = 16, (256, 256)
+GROUPS = ("layers", "8 microbatches", "host time")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which layers to run, and whom to compare with.
+
+    models: the layers of each.  wide: those that torchao runs and that are trained in microbatches.  compiled: those
+    that are compiled.  tokens: of a forward; what costs seconds to make runs with the first alone.  others: the layers
+    of recipes other than FP8's.
+    """
+
+    device: Capability
+    models: Mapping[str, tuple[Layer, ...]]
+    wide: frozenset[Layer]
+    compiled: frozenset[Layer]
+    tokens: tuple[int, ...]
+    others: frozenset[Layer]
+    peers: frozenset[str]
+
+
+def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
+    """What fits the device and the patience."""
+    if device.type == "cuda":
+        return gpu_extent(capability(device), quick=quick, peers=peers)
+    layer = (128, 256)
+    some = frozenset({layer})
+    return Extent(capability(device), {"tiny": (layer,)}, some, frozenset(), (128,), some, peers)
+
+
+def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
+    """The layers of a GPU; the choice itself needs none."""
+    models = {name: shapes.MODELS[name] for name in (MODELS[:2] if quick else MODELS)}
+    both = {layer for layers in models.values() for k, n in shapes.mlps(layers) for layer in ((k, n), (n, k))}
+    large = frozenset({(7168, 18432), (18432, 7168)})
+    if quick:
+        models = {name: tuple(layer for layer in layers if layer in both) for name, layers in models.items()}
+    some = large if quick else large | {(4096, 14336)}
+    others = frozenset[Layer]() if quick else some
+    return Extent(device, models, frozenset(both), some, TOKENS[:1] if quick else TOKENS, others, peers)
+
+
+def cases(extent: Extent, roofs: Roofs | None) -> Iterator[Case]:
+    """All rows, in the order of the tables."""
+    for name, recipe in RECIPES.items():
+        for model, layer in _layers(extent, name):
+            for tokens in extent.tokens if name == FP8 else extent.tokens[:1]:
+                yield case(name, recipe, model, layer, tokens, extent, roofs)
+    for name, recipe in RECIPES.items():
+        for model, layer in _layers(extent, name):
+            if layer in extent.wide:
+                yield case(name, recipe, model, layer, extent.tokens[0], extent, roofs, microbatches=MICROBATCHES)
+    yield host_case(FP8, RECIPES[FP8], extent)
+
+
+def _layers(extent: Extent, recipe: str) -> Iterator[tuple[str, Layer]]:
+    for model, layers in extent.models.items():
+        for layer in layers:
+            if recipe == FP8 or layer in extent.others:
+                yield model, layer
+
+
+def case(
+    name: str,
+    recipe: Recipe,
+    model: str,
+    layer: Layer,
+    tokens: int,
+    extent: Extent,
+    roofs: Roofs | None,
+    *,
+    microbatches: int = 1,
+) -> Case:
+    """One layer by one recipe; microbatches: of a step, which share the weight's cast if there are several."""
+    (k, n), several = layer, microbatches > 1
+    weight_cast = "step" if several else "forward"
+    main = our_way(ours, recipe, weight_cast)
+    others: dict[str, Way] = {}
+    if not several:
+        others = {TWICE: our_way(ours, recipe, "twice"), PER_STEP: our_way(ours, recipe, "step")}
+    first, compiling = tokens == extent.tokens[0], layer in extent.compiled
+    beside = peers(
+        main,
+        others,
+        layer,
+        extent.peers,
+        judge,
+        min(GATES[name]),
+        microbatches=microbatches,
+        blockwise=layer in extent.wide and first,
+        compiling=compiling and first,
+    )
+    use = Use(microbatches=microbatches, weight_cast=weight_cast)
+    details = roof_details("linear", (tokens, k, n), recipe, roofs, use)
+    each = f"{microbatches} microbatches " if several else ""
+    check = checker(main, judge, GATES[name], memory_ways(main, others), _HOW)
+    products = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
+    return Case(
+        name=f"{name} {each}M={tokens} {model} {k}->{n}",
+        group=GROUPS[1] if several else GROUPS[0],
+        format=name,
+        axis="",
+        shape=(tokens, n, k),
+        make=lambda device: (make_batch(normal_linear(k, n, device), tokens, layer, device),),
+        another=_another,
+        run=functools.partial(step, main, microbatches),
+        backend=lambda _: backends(recipe, extent.device, products),
+        check=check,
+        # inputs, weight and gradient read once, output and gradients written once
+        bytes=2 * 2 * (tokens * k + tokens * n + n * k),
+        peers=beside,
+        flops=3 * 2 * tokens * n * k,
+        bound_us=details.pop("bound_us", None),
+        captured=False,
+        parts=microbatches,
+        details=details,
+    )
+
+
+_HOW = f"{ROWS} rows of y, dX and dW against the exact layer, all values in two runs"
+
+
+def host_case(name: str, recipe: Recipe, extent: Extent) -> Case:
+    """What the host spends on a forward and backward, ours and torch's."""
+    (k, n), tokens = HOST_LAYER, HOST_TOKENS
+    main, plain = our_way(ours, recipe), plain_way()
+    others = {TWICE: our_way(ours, recipe, "twice"), PER_STEP: our_way(ours, recipe, "step")}
+    # sixteen tokens are too few for a statement in decibels
+    check = checker(main, judge, (0.0, 0.0, 0.0), {}, _HOW)
+    beside: dict[str, Peer | str] = {"nn.Linear": Peer(functools.partial(step, plain, 1), compared=False)}
+    for way_name, way in others.items():
+        beside[way_name] = Peer(functools.partial(step, way, 1), compared=False)
+    return Case(
+        name=f"{name} host time M={tokens} {k}->{n}",
+        group=GROUPS[2],
+        format=name,
+        axis="",
+        shape=(tokens, n, k),
+        make=lambda device: (make_batch(normal_linear(k, n, device), tokens, HOST_LAYER, device),),
+        another=_another,
+        run=functools.partial(step, main, 1),
+        backend=lambda _: backends(recipe, extent.device, ((tokens, n, k), (tokens, k, n), (n, k, tokens))),
+        check=check,
+        peers=beside,
+        host=extent.device.device == "cuda",
+    )
+
+
+def ours(recipe: Recipe) -> Build:
+    """Our layer with the parameters of the plain one."""
+
+    def build(plain: nn.Module) -> nn.Module:
+        assert isinstance(plain, nn.Linear)
+        layer = Linear(
+            plain.in_features, plain.out_features, bias=False, device="meta", recipe=recipe, name="bench.linear",
+            rng=rng_state(0, device=plain.weight.device),
+        )  # fmt: skip
+        layer.weight = plain.weight
+        return layer
+
+    return build
+
+
+def judge(batch: Batch, results: Results) -> tuple[float, float, float]:
+    """SQNR of output, dX and dW against the layer in fp64, on some rows of each."""
+    plain = batch.forms.plain
+    assert isinstance(plain, nn.Linear)
+    with torch.no_grad():
+        x, weight = batch.x, plain.weight.double()
+        some, features = (_spread(tensor) for tensor in (x, weight))
+        y, dx = x[some].double() @ weight.mT, batch.dy[some].double() @ weight
+        dw = batch.dy[:, features].double().mT @ x.double()
+        (found,) = results.dw
+        return sqnr_db(y, results.y[some]), sqnr_db(dx, results.dx[some]), sqnr_db(dw, found[features])
+
+
+def _spread(matrix: torch.Tensor) -> torch.Tensor:
+    """Indices of rows from the first to the last."""
+    rows = matrix.shape[0]
+    return torch.linspace(0, rows - 1, min(rows, ROWS), device=matrix.device, dtype=torch.float64).round().long()
+
+
+def _another(batch: Batch) -> Args:
+    return (batch.another(),)

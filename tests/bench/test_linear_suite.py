@@ -1,0 +1,239 @@
+"""The suites of layers: right ones get figures, peers share parameters, memory is counted, and goals are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import blockscale.nn
+from bench_rows import row as made_up
+from blockscale.bench import harness, layer_peers, layers, report, report_layers, shapes, store, telemetry
+from blockscale.bench.rooflines import Roofs
+from blockscale.bench.suites import layers as common
+from blockscale.bench.suites import linear, mlp
+from blockscale.hardware import Capability
+from blockscale.roofline import MEASURED, NOMINAL
+
+CPU = torch.device("cpu")
+HOPPER = Capability("cuda", 90)
+WHERE = store.where(CPU, "0.1.0", "test")
+ROOFS = Roofs(MEASURED["h200"], NOMINAL["h200"])
+LAYER = (128, 256)
+SOME = frozenset({"bf16", "casts"})
+
+
+def extent(peers: frozenset[str] = SOME) -> linear.Extent:
+    tiny = linear.extent(CPU, peers=peers)
+    return dataclasses.replace(tiny, models={"tiny": (LAYER,)}, wide=frozenset({LAYER}), tokens=(128,))
+
+
+def case(name: str = common.FP8, peers: frozenset[str] = SOME, **named: Any) -> harness.Case:
+    return linear.case(name, common.RECIPES[name], "tiny", LAYER, 128, extent(peers), ROOFS, **named)
+
+
+def run(case: harness.Case, suite: str = "linear") -> store.Row:
+    budget = harness.Budget(rounds=1, seconds=1e-4)
+    return harness.run_case(case, suite, CPU, WHERE, budget, telemetry.Telemetry())
+
+
+def batch() -> layers.Batch:
+    return layers.make_batch(layers.normal_linear(*LAYER, CPU), 128, LAYER, CPU)
+
+
+def way(weight_cast: Any = "forward", name: str = common.FP8) -> layers.Way:
+    return layer_peers.our_way(linear.ours, common.RECIPES[name], weight_cast)
+
+
+def test_every_case_is_listed_once():
+    found = list(linear.cases(linear.gpu_extent(HOPPER), ROOFS))
+    names = [case.name for case in found]
+    assert len(names) == len(set(names))
+    assert list(dict.fromkeys(case.group for case in found)) == list(linear.GROUPS)
+    assert sum(name.startswith("fp8_blockwise M=4096") for name in names) == 24
+    assert sum(name.startswith("fp8_blockwise M=16384") for name in names) == 24
+    for name in (
+        "fp8_blockwise M=4096 DeepSeek-V3 671B 7168->18432",
+        "fp8_blockwise 8 microbatches M=4096 DeepSeek 16B 10944->2048",
+        "nvfp4 M=4096 DeepSeek-V3 671B 18432->7168",
+        "fp8_blockwise host time M=16 256->256",
+    ):
+        assert name in names
+
+
+def test_compiling_and_tuning_are_left_to_few_layers():
+    found = {case.name: case for case in linear.cases(linear.gpu_extent(HOPPER), ROOFS)}
+    large, small = (found[f"fp8_blockwise M=4096 {end}"] for end in ("Llama3 8B 4096->14336", "Llama3 8B 4096->6144"))
+    assert not any(isinstance(peer, str) for peer in large.peers.values())
+    assert small.peers["torchao"] == small.peers["rowwise compiled"] == layer_peers.NOT_COMPILED
+    odd = found["fp8_blockwise M=4096 DeepSeek 16B 2048->10944"]
+    assert "multiples of 128" in str(odd.peers["torchao"])
+    assert len(list(linear.cases(linear.gpu_extent(HOPPER, quick=True), ROOFS))) < 10
+
+
+def test_a_row_tells_speed_accuracy_memory_and_roof():
+    row = run(case())
+    assert not row.fault
+    assert row.us is not None
+    assert row.sqnr_db is not None
+    assert row.sqnr_db >= 28.2
+    assert {"bf16", "cast twice", "cast per step"} == {name for name, cell in row.peers.items() if "us" in cell}
+    assert not any("note" in cell for cell in row.peers.values())
+    # a cast of x, which has a scale of 4 bytes for 128 codes, and where it waits too, one of the weight
+    x = 128 * 128 * (1 + 4 / 128)
+    assert row.details["kept_bytes cast twice"] == row.details["kept_bytes cast per step"] == x
+    assert row.details["kept_bytes blockscale"] > x + 128 * 256
+    assert row.details["kept_bytes bf16"] == 128 * 128 * 4  # fp32 here
+    assert row.details["bf16_bound_us"] > 0
+    assert row.bound_us is not None
+    assert report_layers.roof_speedup(row) == pytest.approx(row.details["bf16_bound_us"] / row.bound_us)
+
+
+def test_microbatches_share_a_cast_and_times_are_of_one(monkeypatch: pytest.MonkeyPatch):
+    counted: list[int] = []
+    monkeypatch.setattr(layers, "refresh_weights_", lambda module: counted.append(1))
+    one, shared = batch(), way("step")
+    result = layers.step(shared, 8, one)
+    assert len(counted) == 1
+    single = layers.take(way("forward"), one)
+    torch.testing.assert_close(result.dw[0], 8 * single.dw[0])
+    assert torch.equal(result.dx, single.dx)
+    assert one.forms.of(shared).parameters[0] is one.forms.plain.weight
+    several = case(microbatches=8, peers=frozenset())
+    assert (several.parts, several.flops) == (8, 6 * 128 * 128 * 256)
+    timing = harness.Timing(80.0, 80.0, 80.0, "cpu", 1)
+    assert timing.shared_by(several.parts).us == 10.0
+
+
+def test_a_wrong_layer_gets_no_figures(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(linear.GATES, common.FP8, (28.2, 60.0, 28.2))
+    row = run(case(peers=frozenset()))
+    assert row.us is None
+    assert row.problem.startswith("dx is 28")
+
+
+def test_a_layer_that_raises_is_a_wrong_one(monkeypatch: pytest.MonkeyPatch):
+    def broken(self: object, x: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(blockscale.nn.Linear, "forward", broken)
+    assert run(case(peers=frozenset())).problem == "fails: RuntimeError: no such kernel"
+
+
+def test_a_peer_that_is_missing_is_a_note(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torchao'")
+
+    monkeypatch.setattr(layer_peers, "torchao", missing)
+    row = run(case(peers=frozenset({"bf16", "torchao"})))
+    assert row.us is not None
+    assert "No module named 'torchao'" in row.peers["torchao"]["note"]
+
+
+def test_a_peer_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch):
+    class Doubled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    def doubled(plain: nn.Linear) -> nn.Module:
+        layer = Doubled(plain.in_features, plain.out_features, bias=False, device="meta")
+        layer.weight = plain.weight
+        return layer
+
+    monkeypatch.setattr(layer_peers, "_blockwise", doubled)
+    assert "differs: 0.0 dB" in run(case(peers=frozenset({"torchao"}))).peers["torchao"]["note"]
+
+
+def test_conversions_reach_every_layer_of_an_mlp():
+    plain = mlp.plain_unit((128, 256), CPU)
+    seen: list[nn.Linear] = []
+    built = layer_peers.each(lambda layer: seen.append(layer) or layer)(plain)
+    assert isinstance(built, mlp.GatedUnit)
+    assert seen == list(plain.children())
+    assert all(a is b for a, b in zip(built.parameters(), plain.parameters(), strict=True))
+
+
+def test_the_exact_mlp_is_itself():
+    one = layers.make_batch(mlp.plain_unit((128, 256), CPU), 64, (128, 128), CPU)
+    assert min(mlp.judge(one, layers.take(layer_peers.plain_way(), one))) > 100
+
+
+@pytest.mark.skipif(not hasattr(blockscale.nn, "SwiGLU"), reason="there is no MLP yet")
+def test_an_mlp_is_timed_beside_three_layers():
+    extent = dataclasses.replace(mlp.extent(CPU, peers=SOME), units={"tiny": (128, 256)}, tokens=128)
+    (only,) = mlp.cases(extent, ROOFS)
+    row = run(only, "mlp")
+    assert not row.fault
+    assert {"bf16", "cast per step"} == {name for name, cell in row.peers.items() if "us" in cell}
+    assert row.details["kept_bytes cast per step"] < row.details["kept_bytes bf16"]
+
+
+def test_gated_units_are_those_of_the_models():
+    for name, unit in mlp.UNITS.items():
+        assert unit in shapes.mlps(shapes.MODELS[name])
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def stored(case: str, **fields: Any) -> store.Row:
+    details = {"bf16_bound_us": 4000.0, "nominal_bound_us": 1500.0, "nominal_bf16_bound_us": 3000.0}
+    details |= {"y_db": 28.6, "dx_db": 28.6, "dw_db": 28.6}
+    details |= {"kept_bytes bf16": 100.0, "kept_bytes blockscale": 260.0, "kept_bytes cast per step": 52.0}
+    peers = {"bf16": {"us": 4500.0, "ratio": 1.5}, "torchao": {"us": 3200.0, "ratio": 1.067}}
+    given = {
+        "suite": "linear", "group": "layers", "format": "fp8_blockwise", "shape": [4096, 18432, 7168], "us": 3000.0,
+        "bound_us": 2000.0, "details": details, "peers": peers,
+    }  # fmt: skip
+    return made_up(case, **given | fields)
+
+
+LARGE = "fp8_blockwise M=4096 DeepSeek-V3 671B 7168->18432"
+
+
+def goals(*rows: store.Row) -> dict[str, list[str]]:
+    lines = [line.strip("| ").split(" | ") for line in report_layers.goals_table(rows).splitlines()[2:]]
+    return {cells[0]: cells[1:] for cells in lines}
+
+
+def test_tables_tell_speedup_and_share():
+    text = report_layers.summary_table([stored(LARGE)])
+    assert "| DeepSeek-V3 671B 7168->18432 | 4096 | 4.500 | 3.000 | 1.50x | 2.00x | 75 % | 1.41x |" in text
+    long = report_layers.long_table([stored(LARGE)])
+    assert "| 75 % |" in long
+    assert "2.60x, 0.52x per step" in long
+    wrong = report_layers.summary_table([stored(LARGE, us=None, problem="dw is 3.0 dB")])
+    assert "WRONG: dw is 3.0 dB" in wrong
+    widths = {line.count("|") for line in (text + "\n" + wrong).splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+
+
+def test_goals_are_judged_by_their_rows():
+    found = goals(stored(LARGE))
+    assert [cells[0:2] for cells in found.values()] == [
+        ["1.50x", "yes"], ["75 %", "no"], ["75 %", "yes"], ["0.52x", "yes"]
+    ]  # fmt: skip
+    slow = stored("fp8_blockwise M=4096 DeepSeek-V3 671B 18432->7168", peers={"bf16": {"us": 1.0, "ratio": 1.4}})
+    assert next(iter(goals(stored(LARGE), slow).values()))[0:2] == ["1.40 to 1.50x", "no"]
+    host = stored(
+        "fp8_blockwise host time M=16 256->256", group="host time", peers={"nn.Linear": {"us": 50.0, "ratio": 0.5}}
+    )
+    ((text, *_),) = goals(host).values()
+    assert text == "2.00x"
+    peers = {"bf16": {"us": 1.0, "ratio": 1.5}, "torchao compiled": {"us": 1.0, "ratio": 0.9}}
+    unit = stored("fp8_blockwise MLP M=4096 x", suite="mlp", shape=[4096, 7168, 18432], peers=peers, details={})
+    assert [cells[1] for cells in goals(unit).values()] == ["yes", "no"]
+
+
+def test_no_rows_are_no_tables():
+    for section in (report_layers.summary_table, report_layers.long_table, report_layers.goals_table):
+        assert section([]) == report.EMPTY
+
+
+def test_rows_are_put_in_order():
+    names = ("fp8_blockwise M=4096 Llama3 8B 4096->14336", LARGE)
+    found = report.in_order([stored(names[0]), stored(names[1])])
+    assert [row.case for row in found] == [names[1], names[0]]
