@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 
 try:
-    from triton.backends.nvidia.driver import make_tensordesc_arg
+    from triton.backends.nvidia import driver as _driver
 except ImportError:  # other builds, other versions
-    make_tensordesc_arg = None
+    _driver = None
 
 
 def start(kernel: Any, grid: tuple[int, ...], operand: Tensor) -> Callable[..., Any]:
@@ -50,6 +50,9 @@ def launches_are_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+_expand: Any = getattr(_driver, "make_tensordesc_arg", None)
+
+
 class BareLauncher(NamedTuple):
     """What lies behind the launch of a kernel with descriptors, where these are made anew each time."""
 
@@ -61,7 +64,7 @@ class BareLauncher(NamedTuple):
 
     def expand(self, descriptor: object, at: int) -> list[object]:
         """A descriptor as the launch takes it: the driver's map, sizes and strides. It holds for its address."""
-        return make_tensordesc_arg(descriptor, self.tensor_maps[at])
+        return _expand(descriptor, self.tensor_maps[at])
 
     def start(self, device: int, grid: tuple[int, int, int], *arguments: object) -> None:
         """Launch with expanded descriptors."""
@@ -77,7 +80,7 @@ def bare_launcher(compiled: Any) -> BareLauncher | None:
         inner = run.launch
         cells = dict(zip(inner.__code__.co_freevars, (cell.cell_contents for cell in inner.__closure__), strict=True))
         launch, maps = cells["launcher"], cells["tensordesc_meta"]
-        takes = tuple(inspect.signature(make_tensordesc_arg).parameters)
+        takes = tuple(inspect.signature(_expand).parameters)
         whole = not run.global_scratch_size and not run.profile_scratch_size
         known = takes == ("arg", "metadata") and all(each is not None for each in maps)
         flags = hasattr(run, "launch_cooperative_grid") and hasattr(run, "launch_pdl")

@@ -112,9 +112,9 @@ def start_kernel(
     )  # fmt: skip
     known = _KNOWN.get(key) if direct else None
     if known is not None:
-        pointers = (*(matrix.data_ptr() for matrix in matrices), *addresses)
-        known.start(device, *pointers)
-        return replay.launched(known.start, pointers)
+        at = (*(matrix.data_ptr() for matrix in matrices), *addresses)
+        known.start(device, *at)
+        return replay.launched(known.start, at)
     descriptors = [descriptor(*one) for one in described]
     compiled = _assembly.launch(functools.partial(
         start(kernel, (programs,), matrices[0]), *descriptors, *pointers, *numbers, *constants, num_warps=4,
