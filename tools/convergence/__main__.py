@@ -1,0 +1,132 @@
+"""`python -m convergence`: run what is missing, all of it in parallel, then report. Usage: `make convergence`.
+
+make convergence ARGS="--device cuda --workers 12"
+make convergence ARGS="--recipes mxfp8 nvfp4 --seeds 8"
+make convergence ARGS="--report"
+
+Rows are appended to benchmarks/results/convergence-<device>.jsonl as runs end. What stands there is not run again, so a
+run that was cut off is resumed by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from blockscale import __version__
+from blockscale.bench.store import where
+
+from .arms import ARMS, BASELINE, FAULTS, HONEST, NULL
+from .data import standard_library
+from .gates import measure
+from .model import SIZES
+from .picture import draw
+from .report import Report
+from .trainer import train
+
+ROOT = Path(__file__).parents[2]
+# faults are gross or left to other gates: one seed tells which
+FAULT_SEEDS = 1
+
+
+def main() -> int:
+    """Run and report; 1 where a verdict is against us."""
+    options = _options()
+    path = ROOT / f"benchmarks/results/convergence-{_slug(options.device)}.jsonl"
+    if not options.report:
+        _run(options, path)
+    rows = [row for row in _read(path) if row["size"] == options.size and row["data"] == _newest(path, options.size)]
+    report = Report.of(rows)
+    report.show(Console())
+    picture = ROOT / f"docs/images/convergence-{_slug(options.device)}.svg"
+    draw(report, picture)
+    print(f"{picture.relative_to(ROOT)} written")
+    return 0 if report.is_good else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make convergence", description="Paired training runs against bf16.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seeds", type=int, default=5, help="how many, for each recipe")
+    parser.add_argument("--recipes", nargs="*", choices=list(ARMS), default=list(ARMS), help="and faults, by name")
+    parser.add_argument("--size", choices=list(SIZES), help="full on a GPU, small on a CPU")
+    parser.add_argument("--workers", type=int, help="processes; 12 on a GPU, one per core on a CPU")
+    parser.add_argument("--commit", help="what to record where the source is no git checkout")
+    parser.add_argument("--report", action="store_true", help="run nothing, report what stands")
+    options = parser.parse_args()
+    is_cpu = torch.device(options.device).type == "cpu"
+    options.size = options.size or ("small" if is_cpu else "full")
+    options.workers = options.workers or (len(os.sched_getaffinity(0)) if is_cpu else 12)
+    return options
+
+
+def _tasks(options: argparse.Namespace, path: Path) -> Iterator[tuple[str, int | None]]:
+    """(arm, seed) that is not yet stored, all arms of a seed together; None: its gates. What takes longest starts
+    first, so that no process is left alone with it."""
+    data = standard_library().hash
+    done = {(row["arm"], row["seed"]) for row in _read(path) if row["size"] == options.size and row["data"] == data}
+    named = [*dict.fromkeys((BASELINE, NULL, *options.recipes))]
+    yield from ((name, None) for name in named if name != BASELINE and (name, None) not in done)
+    for seed in range(options.seeds):
+        arms = [*HONEST, *(FAULTS if seed < FAULT_SEEDS else ())]
+        for name in sorted((name for name in arms if name in named), key=lambda name: ARMS[name].bits):
+            if (name, seed) not in done:
+                yield name, seed
+
+
+def _run(options: argparse.Namespace, path: Path) -> None:
+    facts = dataclasses.asdict(where(torch.device(options.device), __version__, options.commit))
+    facts["command"] = " ".join(["make convergence", *sys.argv[1:]])
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    os.environ["OMP_NUM_THREADS"] = "1"  # processes already keep every core busy
+    # spawned: a process that was forked cannot use the GPU
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool, Progress(*columns) as progress:
+        waiting: list[Future[dict[str, Any]]] = []
+        for name, seed in _tasks(options, path):
+            call = (measure, name) if seed is None else (train, name, seed)
+            waiting.append(pool.submit(*call, options.size, options.device))
+        bar = progress.add_task("", total=len(waiting))
+        for future in as_completed(waiting):
+            row = future.result()
+            with path.open("a") as file:
+                file.write(json.dumps(row | {"where": facts}) + "\n")
+            said = f"seed {row['seed']}: {row['final']:.4f}" if row["kind"] == "run" else "gates"
+            progress.update(bar, advance=1, description=f"{row['arm']} {said}")
+            if not progress.console.is_terminal:
+                print(f"{row['arm']:>15} {said}  ({row['seconds']:.0f} s)", flush=True)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _newest(path: Path, size: str) -> str:
+    """The text of the last row: runs on other text stay in the file and out of the table."""
+    return next((row["data"] for row in reversed(_read(path)) if row["size"] == size), "")
+
+
+def _slug(device: str) -> str:
+    """cpu, or the GPU's name as in other files of results."""
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name(device).split()[-1].lower()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

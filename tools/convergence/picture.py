@@ -1,0 +1,4 @@
+"""Loss and gap over steps."""
+
+
+def draw(report, path): ...
