@@ -52,7 +52,10 @@ def main() -> int:
     report.show(Console())
     picture = ROOT / f"docs/images/convergence-{_slug(options.device)}.svg"
     draw(report, picture)
-    print(f"{picture.relative_to(ROOT)} written")
+    report.write(ROOT / "docs/convergence.md", _slug(options.device))
+    print(
+        f"{picture.relative_to(ROOT)} written; {'nothing is against us' if report.is_good else 'NOT GOOD: see above'}"
+    )
     return 0 if report.is_good else 1
 
 

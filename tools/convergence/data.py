@@ -43,7 +43,7 @@ def standard_library() -> Text:
 
 
 def batch(text: Tensor, count: int, length: int, seed: int) -> Tensor:
-    """`count` pieces of length + 1 bytes, int64: a function of the seed alone, so that runs are paired and resumable."""
+    """Pieces [count, length + 1], int64: a function of the seed alone, so that runs are paired and resumable."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - length - 1, (count,), generator=generator)
     return text[starts[:, None] + torch.arange(length + 1)].long()

@@ -19,7 +19,7 @@ import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import Stochastic, rng_state
 
-from .arms import ARMS, BASELINE, NULL, Arm
+from .arms import ARMS, BASELINE, Arm
 from .data import standard_library
 from .model import SIZES
 from .trainer import Trainer

@@ -32,13 +32,13 @@ class Size:
     rate: float = 3e-3
 
 
-# what a GPU does in seconds, what two cores do in half an hour, and what a test can wait for
+# what a GPU does in a minute, what two cores do in half an hour for all arms, and what a test can wait for
 SIZES = {
     size.name: size
     for size in (
         Size("full", layers=4, width=96, context=128, sequences=16, steps=600, evaluated=65536),
-        Size("small", layers=2, width=64, context=64, sequences=4, steps=200, evaluated=8192),
-        Size("tiny", layers=1, width=64, context=32, sequences=8, steps=40, evaluated=2048, heads=2),
+        Size("small", layers=2, width=64, context=32, sequences=4, steps=120, evaluated=4096),
+        Size("tiny", layers=1, width=64, context=32, sequences=4, steps=36, evaluated=2048, heads=2),
     )
 }
 
