@@ -36,7 +36,7 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size("full", layers=4, width=96, context=128, sequences=16, steps=600, evaluated=65536),
+        Size("full", layers=4, width=96, context=128, sequences=16, steps=600, evaluated=32768),
         Size("small", layers=2, width=64, context=32, sequences=4, steps=120, evaluated=4096),
         Size("tiny", layers=1, width=64, context=32, sequences=4, steps=36, evaluated=2048, heads=2),
     )

@@ -17,7 +17,7 @@ from blockscale.formats import rng_state
 
 from .arms import ARMS, Arm
 from .data import Text, batch, standard_library
-from .model import GPT, SIZES, Size
+from .model import GPT, SIZES, Regression, Size
 
 POINTS = 12
 # of the batches that are validated on: the same for all runs
@@ -107,3 +107,20 @@ def train(name: str, seed: int, size_name: str, device_name: str) -> dict[str, A
         "data": text.hash,
         "seconds": round(time.perf_counter() - began, 1),
     }
+
+
+def regress(arm: Arm, seed: int, steps: int) -> float:
+    """Fit the regression on the CPU; its error on pairs that it was not fitted to."""
+    rng = rng_state(seed)
+    torch.manual_seed(seed)
+    model = Regression(arm.make_linear(rng))
+    optimizer = torch.optim.Adam(model.parameters())
+    with arm.active():
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
+            model.loss((seed << 20) + step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rng[1] += 1
+        with torch.no_grad():
+            return sum(float(model.loss(HELD_OUT_SEED + place)) for place in range(4)) / 4
