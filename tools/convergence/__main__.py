@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,17 +28,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from blockscale import __version__
 from blockscale.bench.store import where
 
-from .arms import ARMS, BASELINE, FAULTS, HONEST, NULL
+from .arms import ARMS, BASELINE, HONEST, NULL
 from .data import standard_library
 from .gates import measure
 from .model import SIZES
 from .picture import draw
 from .report import Report
-from .trainer import train
+from .trainer import fit, train
 
 ROOT = Path(__file__).parents[2]
 # faults are gross or left to other gates: one seed tells which
 FAULT_SEEDS = 1
+PROBLEMS = {"run": train, "regression": fit}
 
 
 def main() -> int:
@@ -68,6 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, default=5, help="how many, for each recipe")
     parser.add_argument("--recipes", nargs="*", choices=list(ARMS), default=list(ARMS), help="and faults, by name")
+    parser.add_argument("--problems", nargs="*", choices=list(PROBLEMS), default=list(PROBLEMS))
     parser.add_argument("--size", choices=list(SIZES), help="full on a GPU, small on a CPU")
     parser.add_argument("--workers", type=int, help="processes; 12 on a GPU, one per core on a CPU")
     parser.add_argument("--commit", help="what to record where the source is no git checkout")
@@ -81,18 +83,23 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _tasks(options: argparse.Namespace, path: Path) -> Iterator[tuple[str, int | None]]:
-    """(arm, seed) that is not yet stored, all arms of a seed together; None: its gates. What takes longest starts
-    first, so that no process is left alone with it."""
-    data = standard_library().hash
-    done = {(row["arm"], row["seed"]) for row in _read(path) if row["size"] == options.size and row["data"] == data}
-    named = [*dict.fromkeys((BASELINE, NULL, *options.recipes))]
-    yield from ((name, None) for name in named if name != BASELINE and (name, None) not in done)
+def _tasks(options: argparse.Namespace, path: Path) -> Iterator[tuple[Callable[..., dict[str, Any]], Any]]:
+    """(function, its arguments) of each row that is not yet stored, all arms of a seed together. What takes longest
+    starts first, so that no process is left alone with it."""
+    data, size = standard_library().hash, options.size
+    done = {
+        (row["kind"], row["arm"], row["seed"]) for row in _read(path) if row["size"] == size and row["data"] == data
+    }
+    named = [name for name in ARMS if name in (BASELINE, NULL, *options.recipes)]
+    for name in named:
+        if name != BASELINE and ("gates", name, None) not in done:
+            yield measure, (name, size, options.device)
     for seed in range(options.seeds):
-        arms = [*HONEST, *(FAULTS if seed < FAULT_SEEDS else ())]
-        for name in sorted((name for name in arms if name in named), key=lambda name: ARMS[name].bits):
-            if (name, seed) not in done:
-                yield name, seed
+        arms = [name for name in named if name in HONEST or seed < FAULT_SEEDS]
+        for name in sorted(arms, key=lambda name: ARMS[name].bits):
+            for kind in options.problems:
+                if (kind, name, seed) not in done:
+                    yield PROBLEMS[kind], (name, seed, size, options.device)
 
 
 def _run(options: argparse.Namespace, path: Path) -> None:
@@ -109,15 +116,14 @@ def _run(options: argparse.Namespace, path: Path) -> None:
     # spawned: a process that was forked cannot use the GPU
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool, Progress(*columns) as progress:
         waiting: list[Future[dict[str, Any]]] = []
-        for name, seed in _tasks(options, path):
-            call = (measure, name) if seed is None else (train, name, seed)
-            waiting.append(pool.submit(*call, options.size, options.device))
+        for function, arguments in _tasks(options, path):
+            waiting.append(pool.submit(function, *arguments))
         bar = progress.add_task("", total=len(waiting))
         for future in as_completed(waiting):
             row = future.result()
             with path.open("a") as file:
                 file.write(json.dumps(row | {"where": facts}) + "\n")
-            said = f"seed {row['seed']}: {row['final']:.4f}" if row["kind"] == "run" else "gates"
+            said = f"seed {row['seed']}: {row['final']:.4f}" if "final" in row else "gates"
             progress.update(bar, advance=1, description=f"{row['arm']} {said}")
             if not progress.console.is_terminal:
                 print(f"{row['arm']:>15} {said}  ({row['seconds']:.0f} s)", flush=True)

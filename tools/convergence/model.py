@@ -119,11 +119,12 @@ class Regression(nn.Module):
         )
 
     def loss(self, seed: int) -> Tensor:
-        """Mean squared error on 256 fresh pairs: a function of the seed."""
+        """Mean squared error on 256 fresh pairs: a function of the seed, made on the CPU."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(256, self.WIDTH, generator=generator)
         noise = self.NOISE * torch.randn(256, self.WIDTH, generator=generator)
         teacher = torch.Generator().manual_seed(0)
         first = torch.randn(self.WIDTH, self.HIDDEN, generator=teacher) / self.WIDTH**0.5
         second = torch.randn(self.HIDDEN, self.WIDTH, generator=teacher) / self.HIDDEN**0.5
-        return functional.mse_loss(self.layers(x), functional.gelu(x @ first) @ second + noise)
+        device = next(self.parameters()).device
+        return functional.mse_loss(self.layers(x.to(device)), (functional.gelu(x @ first) @ second + noise).to(device))

@@ -92,11 +92,20 @@ class Report:
         early = [] if row is None else [gate for gate, passed in gates.passes(row).items() if not passed]
         return [*early, *(["loss"] if self.loss_gate(name) == NO else [])]
 
-    def first_losses_agree(self) -> bool:
-        """Whether each recipe's first loss is bf16's: nothing was wrong before training began."""
-        limit = gates.FIRST_LOSS
-        pairs = ((row, self.runs[BASELINE].get(seed)) for name in HONEST for seed, row in self.runs[name].items())
-        return all(abs(row["first_loss"] / base["first_loss"] - 1) <= limit for row, base in pairs if base is not None)
+    def first_loss_error(self, bits: int) -> float:
+        """The largest of honest arms, relative to bf16's: nothing may be wrong before training begins."""
+        pairs = (
+            (row["first_loss"], self.runs[BASELINE][seed]["first_loss"])
+            for name in HONEST
+            if ARMS[name].bits == bits
+            for seed, row in self.runs[name].items()
+            if seed in self.runs[BASELINE]
+        )
+        return max((abs(mine / theirs - 1) for mine, theirs in pairs), default=0.0)
+
+    def first_losses_agree(self, bits: int) -> bool:
+        """Whether they are as near as arms of that many bits must be."""
+        return self.first_loss_error(bits) <= gates.FIRST_LOSS[bits]
 
     def order(self) -> list[tuple[str, str, Mean, str]]:
         """(smaller, larger, paired difference, verdict): by two standard errors."""
@@ -113,7 +122,8 @@ class Report:
         """No verdict is against us: honest arms pass, faults are found, and the order is not another one."""
         honest = all(not self.found_by(name) for name in HONEST)
         faults = all(ARMS[name].fault.found_by in self.found_by(name) for name in FAULTS if name in self.gates)  # pyright: ignore[reportOptionalMemberAccess]
-        return honest and faults and self.first_losses_agree() and all(verdict != NO for *_, verdict in self.order())
+        start = all(self.first_losses_agree(bits) for bits in gates.FIRST_LOSS)
+        return honest and faults and start and all(verdict != NO for *_, verdict in self.order())
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """(title, head, rows) of everything there is to say."""
@@ -152,7 +162,10 @@ class Report:
         for bound in bounds:
             says = YES if self.resolves(bound) else OPEN
             body.append([f"null below a third of {100 * bound:.1f} %", "" if null is None else str(null), says])
-        body.append(["first losses within 0.1 % of bf16's", "", YES if self.first_losses_agree() else NO])
+        for bits, limit in gates.FIRST_LOSS.items():
+            holds = YES if self.first_losses_agree(bits) else NO
+            largest = f"at most {100 * self.first_loss_error(bits):.2f}"
+            body.append([f"first loss within {100 * limit:.1f} % of bf16's, {bits} bits", largest, holds])
         return "Order and validity", ["claim", "paired difference, %", "holds"], body
 
     def show(self, console: Console) -> None:

@@ -20,6 +20,7 @@ from .data import Text, batch, standard_library
 from .model import GPT, SIZES, Regression, Size
 
 POINTS = 12
+REGRESSION_STEPS = 80
 # of the batches that are validated on: the same for all runs
 HELD_OUT_SEED = 1 << 40
 
@@ -109,11 +110,11 @@ def train(name: str, seed: int, size_name: str, device_name: str) -> dict[str, A
     }
 
 
-def regress(arm: Arm, seed: int, steps: int) -> float:
-    """Fit the regression on the CPU; its error on pairs that it was not fitted to."""
-    rng = rng_state(seed)
+def regress(arm: Arm, seed: int, steps: int, device: torch.device | str = "cpu") -> float:
+    """Fit the regression; its error on pairs that it was not fitted to."""
+    rng = rng_state(seed, device=device)
     torch.manual_seed(seed)
-    model = Regression(arm.make_linear(rng))
+    model = Regression(arm.make_linear(rng)).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     with arm.active():
         for step in range(steps):
@@ -124,3 +125,18 @@ def regress(arm: Arm, seed: int, steps: int) -> float:
             rng[1] += 1
         with torch.no_grad():
             return sum(float(model.loss(HELD_OUT_SEED + place)) for place in range(4)) / 4
+
+
+def fit(name: str, seed: int, size_name: str, device_name: str) -> dict[str, Any]:
+    """A whole regression, in a process of its own: the row that is stored."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    return {
+        "kind": "regression",
+        "arm": name,
+        "seed": seed,
+        "size": size_name,
+        "final": round(regress(ARMS[name], seed, REGRESSION_STEPS, device_name), 6),
+        "data": standard_library().hash,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
