@@ -48,29 +48,35 @@ class Mean:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows of one machine, one size and one text. runs: arm to seed to row.  gates: arm to row."""
+    """Rows of one machine, one size and one text. runs: arm to seed to row.  gates: arm to row.  regression: the same
+    for the other problem, which has no gates."""
 
     runs: dict[str, dict[int, dict[str, Any]]]
     gates: dict[str, dict[str, Any]]
+    regression: Report | None = None
 
     @staticmethod
     def of(rows: Sequence[dict[str, Any]]) -> Report:
         """Later rows replace earlier ones of the same arm and seed."""
-        runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in ARMS}
+        found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {
+            kind: {name: {} for name in ARMS} for kind in ("run", "regression", "gates")
+        }
         for row in rows:
-            if row["kind"] == "run":
-                runs[row["arm"]][row["seed"]] = row
-        return Report(runs, {row["arm"]: row for row in rows if row["kind"] == "gates"})
+            found[row["kind"]][row["arm"]][row["seed"]] = row
+        checked = {name: row for name, seeds in found["gates"].items() for row in seeds.values()}
+        return Report(found["run"], checked, Report(found["regression"], {}))
 
-    def gaps(self, name: str, point: int = -1) -> list[float]:
-        """Of all seeds that were run, at a point of the curve."""
-        pairs = ((row, self.runs[BASELINE].get(seed)) for seed, row in sorted(self.runs[name].items()))
-        curves = ((row["curve"][point][1], base["curve"][point][1]) for row, base in pairs if base is not None)
-        return [mine / theirs - 1 for mine, theirs in curves]
+    def gaps(self, name: str, point: int = -1) -> dict[int, float]:
+        """Of all seeds that were run, at a point of the curve; a regression has but its end."""
+        base = self.runs[BASELINE]
+        pairs = (
+            (seed, _loss(row, point), _loss(base[seed], point)) for seed, row in self.runs[name].items() if seed in base
+        )
+        return {seed: mine / theirs - 1 for seed, mine, theirs in sorted(pairs)}
 
     def gap(self, name: str, point: int = -1) -> Mean | None:
         """The mean gap; None without runs."""
-        gaps, null = self.gaps(name, point), self.gaps(NULL, point)
+        gaps, null = [*self.gaps(name, point).values()], [*self.gaps(NULL, point).values()]
         spread = statistics.stdev(null) if len(null) > 1 else 0.0
         return Mean.of(gaps, spread) if gaps else None
 
@@ -111,8 +117,8 @@ class Report:
         """(smaller, larger, paired difference, verdict): by two standard errors."""
         found: list[tuple[str, str, Mean, str]] = []
         for smaller, larger in ORDER:
-            pairs = zip(self.gaps(smaller), self.gaps(larger), strict=False)
-            if differences := [mine - theirs for mine, theirs in pairs]:
+            mine, theirs = self.gaps(smaller), self.gaps(larger)
+            if differences := [mine[seed] - theirs[seed] for seed in mine if seed in theirs]:
                 mean = Mean.of(differences)
                 found.append((smaller, larger, mean, mean.is_below(0, errors=2) if len(differences) > 1 else OPEN))
         return found
@@ -123,11 +129,17 @@ class Report:
         honest = all(not self.found_by(name) for name in HONEST)
         faults = all(ARMS[name].fault.found_by in self.found_by(name) for name in FAULTS if name in self.gates)  # pyright: ignore[reportOptionalMemberAccess]
         start = all(self.first_losses_agree(bits) for bits in gates.FIRST_LOSS)
-        return honest and faults and start and all(verdict != NO for *_, verdict in self.order())
+        order = [*self.order(), *(self.regression.order() if self.regression else ())]
+        return honest and faults and start and all(verdict != NO for *_, verdict in order)
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """(title, head, rows) of everything there is to say."""
-        return [self._recipes(), self._faults(), self._order()]
+        return [
+            self._recipes(),
+            self._faults(),
+            self._order(),
+            *([self.regression._errors()] if self.regression else []),
+        ]
 
     def _recipes(self) -> tuple[str, list[str], list[list[str]]]:
         head = ["arm", "seeds", "loss", "gap, %", "bound, %", "within", "cosine", "norms", "outliers, dB", "gates"]
@@ -157,7 +169,12 @@ class Report:
         return "Faults", head, body
 
     def _order(self) -> tuple[str, list[str], list[list[str]]]:
-        body = [[f"`{a}` below `{b}`", str(mean), verdict] for a, b, mean, verdict in self.order()]
+        problems = {"": self, ", regression": self.regression}
+        body = [
+            [f"`{a}` below `{b}`{words}", str(mean), verdict]
+            for words, report in problems.items()
+            for a, b, mean, verdict in (report.order() if report else ())
+        ]
         null, bounds = self.gap(NULL), sorted({arm.bound for arm in ARMS.values() if arm.bound is not None})
         for bound in bounds:
             says = YES if self.resolves(bound) else OPEN
@@ -167,6 +184,15 @@ class Report:
             largest = f"at most {100 * self.first_loss_error(bits):.2f}"
             body.append([f"first loss within {100 * limit:.1f} % of bf16's, {bits} bits", largest, holds])
         return "Order and validity", ["claim", "paired difference, %", "holds"], body
+
+    def _errors(self) -> tuple[str, list[str], list[list[str]]]:
+        body: list[list[str]] = []
+        for name, runs in self.runs.items():
+            if runs:
+                error = statistics.fmean(run["final"] for run in runs.values())
+                gap = "" if name == BASELINE else str(self.gap(name) or "")
+                body.append([f"`{name}`", str(len(runs)), f"{error:.4f}", gap])
+        return "Regression", ["arm", "seeds", "squared error", "gap, %"], body
 
     def show(self, console: Console) -> None:
         """All tables, for people at a terminal."""
@@ -193,6 +219,10 @@ class Report:
             lines += ["", f"**{title}**", "", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))]
         before, rest = text.split(begin)
         page.write_text("\n".join([before + begin, *lines, end + rest.split(end)[1]]))
+
+
+def _loss(row: dict[str, Any], point: int) -> float:
+    return row["curve"][point][1] if "curve" in row else row["final"]
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
