@@ -52,7 +52,7 @@ def main() -> int:
     # runs of another size or on other text stay in the file and out of the table
     kind = (stored[-1]["size"], stored[-1]["data"]) if stored else None
     report = Report.of([row for row in stored if (row["size"], row["data"]) == kind])
-    report.show(Console())
+    report.show(Console() if sys.stdout.isatty() else Console(width=170))
     report.write(ROOT / "docs/convergence.md", options.machine)
     picture = ROOT / f"docs/images/convergence-{options.machine}.svg"
     try:

@@ -37,19 +37,19 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib import pyplot
 
     with matplotlib.rc_context({"svg.hashsalt": "blockscale", "font.size": 9}):
-        figure, (loss, gap, faults) = pyplot.subplots(1, 3, figsize=(12, 4), layout="constrained")
+        figure, (loss, gap, faults) = pyplot.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
         _losses(loss, report)
         _gaps(gap, report, [name for name in HONEST if name != BASELINE])
         _bounds(gap, report)
-        gap.set_title("gap to bf16 of the same seed, mean ± standard error", fontsize=9)
+        gap.set_title("gap to bf16 of the same seed, mean ± standard error; dashed: bounds", fontsize=9)
         _gaps(faults, report, FAULTS)
-        # a diverging run would hide all others
-        faults.set_yscale("symlog", linthresh=1)
+        for axes in (gap, faults):
+            _stretch(axes)
         faults.set_title("the same with faults: what the loss finds by itself", fontsize=9)
         for axes in (loss, gap, faults):
             axes.set_xlabel("step")
             axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False, fontsize=8)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
         pyplot.close(figure)
@@ -82,8 +82,18 @@ def _gaps(axes: Axes, report: Report, names: Iterable[str]) -> None:
     axes.set_ylabel("%")
 
 
+def _stretch(axes: Axes) -> None:
+    """Near zero as it is, further up by factors: a bound or a run that diverges would hide all others."""
+    axes.set_yscale("symlog", linthresh=0.1)
+    low, high = axes.get_ylim()
+    marks = [-1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30, 100]
+    shown = [mark for mark in marks if low <= mark <= high]
+    axes.set_yticks(shown, [f"{mark:g}" for mark in shown])
+    axes.minorticks_off()
+
+
 def _bounds(axes: Axes, report: Report) -> None:
-    """At the right edge: the largest gap that passes."""
+    """Dashed, at the right edge: the largest gap that passes."""
     last = _steps(report)[-1]
     for name in ("mxfp8", "fp8_blockwise", "nvfp4", "mxfp4"):
         bound = ARMS[name].bound
