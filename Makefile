@@ -62,8 +62,8 @@ sanitize: ## run every Triton cast under compute-sanitizer, with PYTHON as it is
 bench: ## check and time every cast (ARGS=gemm: every product), with PYTHON as it is, without .venv
 	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)
 
-# Goes on where it was cut off. On a GPU: ARGS="--device cuda --workers 12".
-convergence: ## train by every recipe and with every fault, beside bf16 (half an hour on two cores), with PYTHON as it is
+# With PYTHON as it is, without .venv; goes on where it was cut off. On a GPU: ARGS="--device cuda --workers 12".
+convergence: ## train by every recipe and with every fault, beside bf16 (ten minutes on two cores)
 	PYTHONPATH=src:tools $(PYTHON) -m convergence $(ARGS)
 
 # Everything through $(PY): tools that come with a borrowed torch have no command in .venv/bin.

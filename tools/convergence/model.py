@@ -32,7 +32,7 @@ class Size:
     rate: float = 3e-3
 
 
-# what a GPU does in a minute, what two cores do in half an hour for all arms, and what a test can wait for
+# what a GPU does in minutes, what two cores do in ten minutes for all arms, and what a test can wait for
 SIZES = {
     size.name: size
     for size in (
