@@ -4,9 +4,9 @@ Between two calls of a layer with tensors of the same shapes nothing changes but
 operands and checking them costs several times what launching costs, so the second call is recorded and later ones are
 replayed: buffers are allocated, addresses are put where they belong, kernels start.
 
-What may be replayed is found out, never assumed: every operator that runs must tell that one launch was all of its work
-(`launched`), and every address of that launch must be an input, a buffer that was allocated through `library.empty`, or
-something that says how to find it again (`provided`). Anything else, and the call is not remembered.
+What may be replayed is found out, never assumed: every operator that runs must tell of its launches and that they were
+all of its work (`launched`), and every address of a launch must be an input, a buffer that was allocated through
+`library.empty`, or something that says how to find it again (`provided`). Anything else, and the call is not remembered.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Recorder:
     providers: list[tuple[int, Callable[[], Tensor]]] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     operators: int = 0
+    finished: int = 0
     refused: str = ""
 
     def __post_init__(self) -> None:
@@ -114,11 +115,18 @@ def refuse(why: str) -> None:
         found.refused = found.refused or why
 
 
-def launched(start: Callable[..., None], pointers: Sequence[int | None], rest: tuple[object, ...] = ()) -> None:
-    """Tell that one launch was all the work of an operator: start(device, *pointers, *rest)."""
+def launched(
+    start: Callable[..., None],
+    pointers: Sequence[int | None],
+    rest: tuple[object, ...] = (),
+    *,
+    last: bool = True,
+) -> None:
+    """Tell of a launch: start(device, *pointers, *rest).  last: with it an operator has done all of its work."""
     found = recorder()
     if found is not None:
         found.launches.append(Launch(start, tuple(map(found.place, pointers)), rest))
+        found.finished += last
 
 
 _ALIGNMENT = 512  # of torch's allocator, which kernels were compiled to expect a divisor of
@@ -176,7 +184,7 @@ def record(
         _state.recorder = None
     wanted, note = results(returned)
     numbers = tuple(None if tensor is None else found.place(tensor.data_ptr()) for tensor in wanted)
-    if found.refused or found.operators != len(found.launches) or not found.launches:
+    if found.refused or found.operators != found.finished or not found.launches:
         return returned, None
     return returned, _arranged(found, inputs[0].get_device(), numbers, note)
 

@@ -27,6 +27,7 @@ from ..formats.layout import (
     scale_counts,
 )
 from ..hardware import capability
+from ..library import empty
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
 from ._launch import launcher, start
@@ -79,14 +80,19 @@ def launch(
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):  # kernels go to the current device
             return launch(source, row, col, colsum=colsum, offs=offs)
-    if known is None or colsum is not None:
+    if known is None:
         return _prepare(source, row, col, colsum, offs, key)
     amaxes = _amaxes(source, row, col, offs) if known.reads_amax else (None, None)  # held until the kernel has them
     addresses = _NO_OTHERS if alone else map(_address, others)
-    pointers = (address, *addresses, None, *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]))
+    sums = None if known.sums is None else empty(known.sums.shape, torch.float64, x.device)
+    pointers = (address, *addresses, _address(sums), *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]))
     known.launch(device, *pointers, *known.rest)
     if not known.reads_amax:
-        replay.launched(known.launch, pointers, known.rest)
+        replay.launched(known.launch, pointers, known.rest, last=colsum is None)
+    if known.sums is not None:
+        pointers = (_address(sums), _address(offs), _address(colsum))
+        known.sums.launch(device, *pointers, *known.sums.rest)
+        replay.launched(known.sums.launch, pointers, known.sums.rest)
 
 
 def _dense(out: Output | None) -> Output | None:
@@ -95,12 +101,21 @@ def _dense(out: Output | None) -> Output | None:
     return out._replace(state=dense(out.state), amax=dense(out.amax))
 
 
+class _Sums(NamedTuple):
+    """How column sums are finished: room for those of the tiles, and the kernel that adds them."""
+
+    shape: tuple[int, ...]
+    launch: Callable[..., None]
+    rest: tuple[object, ...]
+
+
 class _Known(NamedTuple):
     """What a shape decides: a compiled kernel on its grid, and its arguments but for addresses."""
 
     launch: Callable[..., None]
     rest: tuple[object, ...]
     reads_amax: bool
+    sums: _Sums | None
 
 
 _LAUNCHES: dict[tuple[object, ...], _Known] = {}
@@ -195,15 +210,19 @@ def _prepare(
         *_pointers(row, amaxes[0], transposed=False), *_pointers(col, amaxes[1], transposed=True),
         *numbers, *constants, num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
-    if colsum is not None and colsum.numel():
-        start(colsum_kernel, (ceil_div(columns, 256), groups if offs is not None else count), source.x)(
-            sums, offs, colsum, rows, columns, tiles_m, groups, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
-            BM=block_rows, BK=256, num_warps=4, enable_fp_fusion=False,
+    added = None
+    if sums is not None and sums.numel():
+        sums_grid = (ceil_div(columns, 256), groups if offs is not None else count, 1)
+        rest = (rows, columns, tiles_m, groups, _group_bound(offs), GROUP_ALIGN, block_rows, 256)
+        adder = start(colsum_kernel, sums_grid, source.x)(
+            sums, offs, colsum, *rest, num_warps=4, enable_fp_fusion=False
         )  # fmt: skip
-    elif colsum is None and compiled is not None and source.in_place and not source.x.is_meta:
+        if adder is not None and not source.x.is_meta:
+            added = _Sums(tuple(sums.shape), launcher(adder, sums_grid), rest)
+    if compiled is not None and source.in_place and not source.x.is_meta and (added is None) == (colsum is None):
         if len(_LAUNCHES) >= _MOST_LAUNCHES:
             _LAUNCHES.clear()
-        _LAUNCHES[key] = _Known(launcher(compiled, grid), (*numbers, *constants), any(scopes))
+        _LAUNCHES[key] = _Known(launcher(compiled, grid), (*numbers, *constants), any(scopes), added)
 
 
 def _group_bound(offs: Tensor | None) -> int:
