@@ -6,7 +6,7 @@ replayed: buffers are allocated, addresses are put where they belong, kernels st
 
 What may be replayed is found out, never assumed: every operator that runs must tell of its launches and that they were
 all of its work (`launched`), and every address of a launch must be an input, a buffer that was allocated through
-`library.empty`, or something that says how to find it again (`provided`). Anything else, and the call is not remembered.
+`library.empty`, or something that says how to find it again (`provided`). Anything else, and nothing is remembered.
 """
 
 from __future__ import annotations
