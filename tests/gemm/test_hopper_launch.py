@@ -106,7 +106,7 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
         total = frame[:, -n:]
         serve(a, b, total, bias=None, accumulate=True)
         assert torch.equal(total, 1 + product)
-        assert added[-1] == _launch.can_be_described(total), "a buffer that it can address is added to at once"
+        assert added[-1] == _launch.can_be_written(total), "a buffer that it can write is added to at once"
         assert bool((frame[:, :-n] == 1).all())
 
 

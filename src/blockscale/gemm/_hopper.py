@@ -19,7 +19,7 @@ from . import tuned
 from ._gluon import HAS_MULTICAST, gl
 from ._hopper_common import COUNTERS
 from ._hopper_kernel import scaled_mm_kernel
-from ._hopper_launch import Described, addressable, can_be_described, kind_of, start_kernel, whole
+from ._hopper_launch import Described, addressable, can_be_described, can_be_written, kind_of, start_kernel, whole
 from .epilogue import finish
 from .heuristics import PART, Plan, Problem, bound, in_clusters, kernel_part
 from .ops import reject_fp8_of_hopper, reject_fp8_of_vendor
@@ -100,7 +100,7 @@ def _leave(request: Request) -> str | None:
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised FP8 product, promoted after every 128 of K"""
-    direct = can_be_described(out)
+    direct = can_be_written(out)
     m, n, k = a.rows, b.rows, a.length
     wide, add = out.dtype == torch.float32, accumulate and direct
     problem = Problem(m, n, k, not b.spec.is_2d, wide, multiprocessors(out.device), add)

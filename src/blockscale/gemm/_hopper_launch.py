@@ -134,6 +134,12 @@ def can_be_described(tensor: Tensor) -> bool:
     return tensor.stride(1) == 1 and tensor.stride(0) * size % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
+def can_be_written(tensor: Tensor) -> bool:
+    """Whether the copy engine writes it and nothing else: rows end at multiples of 16 bytes too, since that is what it
+    writes. Seen on an H200: a row that ends before has its neighbours overwritten up to there."""
+    return can_be_described(tensor) and tensor.shape[1] * tensor.element_size() % 16 == 0
+
+
 def addressable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for a matrix of any size that the copy engine can address: rows are padded to multiples of 16 bytes."""
     rows, columns = shape
