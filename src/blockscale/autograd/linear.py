@@ -196,7 +196,8 @@ class LinearFunction(torch.autograd.Function):
         y, (x_waits, x_parts), (w_waits, w_parts), memory = work.forward(x, weight, bias, given)
         keeps_x = work.needs.weight and x_waits is None
         # the weight itself is saved in any case: a change before the backward is an error, as for torch's own layer
-        ctx.save_for_backward(x if keeps_x else None, weight, main_grad, *x_parts, *w_parts)
+        ctx.save_for_backward(x if keeps_x else None, weight, *x_parts, *w_parts)
+        ctx.main_grad = main_grad  # not saved: other backward passes may add to it before this one
         ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (x_waits, w_waits, memory), x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
@@ -207,13 +208,13 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 6
-        x, weight, main_grad, *parts = ctx.saved_tensors
+        x, weight, *parts = ctx.saved_tensors
         x_waits, w_waits, memory = ctx.waits
         made = Made(grad, (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:])), memory)
         work = ctx.work
         if work.dtype != ctx.dtype:
             work = work._replace(dtype=ctx.dtype)
-        dx, dw, total = work.backward(matrix(grad), x, weight, main_grad, made)
+        dx, dw, total = work.backward(matrix(grad), x, weight, ctx.main_grad, made)
         if dx is not None and len(ctx.shape) != 2:
             dx = dx.view(ctx.shape)
         return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None

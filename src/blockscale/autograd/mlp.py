@@ -125,10 +125,10 @@ class SwiGLUFunction(torch.autograd.Function):
             # in any case: a change before the backward is an error, as for torch's own layers
             gate_up_weight,
             down_weight,
-            gate_up_main,
-            down_main,
             *(part for _, parts in kept for part in parts),
         )
+        # not saved: other backward passes may add to them before this one
+        ctx.main_grads = gate_up_main, down_main
         ctx.casts, ctx.needs, ctx.shape, ctx.dtype = casts, needs, x.shape, x.dtype
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_up_bias, down_bias)]
         ctx.set_materialize_grads(False)
@@ -139,7 +139,8 @@ class SwiGLUFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 11
-        x, gate_up, gate_up_weight, down_weight, gate_up_main, down_main, *parts = ctx.saved_tensors
+        x, gate_up, gate_up_weight, down_weight, *parts = ctx.saved_tensors
+        gate_up_main, down_main = ctx.main_grads
         (first, second), (above, below) = ctx.casts, ctx.needs
         x_kept, gate_up_kept, down_kept = (
             (waits, tuple(parts[3 * at : 3 * at + 3])) for at, waits in enumerate(ctx.waits)
