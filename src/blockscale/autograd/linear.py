@@ -282,7 +282,27 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
                 fix="delete weight.main_grad, or reduce main_grad yourself without DistributedDataParallel",
             )
         )
+    if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
+        raise OptionError(
+            message(
+                f"weight.main_grad is {_in_words(main_grad)} for a weight {tuple(weight.shape)}",
+                rule="weight gradients are added in fp32 into a tensor of the weight's shape",
+                fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
+            )
+        )
+    if main_grad.device != weight.device:
+        raise DeviceError(
+            message(
+                f"weight.main_grad is on {main_grad.device}, the weight on {weight.device}",
+                rule="both are on one device",
+                fix="move one",
+            )
+        )
     return main_grad
+
+
+def _in_words(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def check_linear(x: Tensor, weight: Tensor) -> None:
