@@ -328,11 +328,19 @@ def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 fix="convert them, or use the recipe 'bf16'",
             )
         )
-    if not torch.compiler.is_compiling() and x.get_device() != weight.get_device():
+    # without a number, on the CPU and the meta device, there is no time to win
+    number = -1 if torch.compiler.is_compiling() else x.get_device()
+    together = x.device == weight.device if number < 0 else number == weight.get_device()
+    if not together:
         raise DeviceError(
             message(f"x is on {x.device}, the weight on {weight.device}", rule="both are on one device", fix="move one")
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and (
+        number < 0
+        or bias.get_device() != number
+        or bias.dtype not in FLOAT_DTYPES
+        or bias.shape != weight.shape[:1]
+    ):
         check_bias(bias, tuple(weight.shape[:1]), x.device)
 
 
