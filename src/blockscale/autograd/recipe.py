@@ -144,7 +144,7 @@ class Recipe:
 
     def replace(self, **changes: Any) -> Recipe:
         """The same recipe with other fields; a name is made from what changed unless one is given."""
-        known = {each.name for each in dataclasses.fields(self)}
+        known = [each.name for each in dataclasses.fields(self) if each.init]
         for name in changes:
             check_name(name, known, "field of a recipe")
         return dataclasses.replace(self, **({"name": f"{self.name}*"} | changes))
