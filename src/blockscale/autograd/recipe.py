@@ -113,6 +113,10 @@ class Recipe:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # made anew where it is loaded: hashes of text differ from process to process
+        return Recipe, tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.init)
+
     def operand(self, role: str) -> Operand | None:
         """The operand of a role, such as "dgrad_dy"; None where its product stays in high precision."""
         check_name(role, ROLES, "role")
