@@ -56,5 +56,6 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     """
     chosen = get_recipe(recipe)
     x_MK = x if x.dim() != 1 else x[None]
-    check_source(x_MK, "x")
+    if chosen.is_low:
+        check_source(x_MK, "x")
     return Activation(x, (chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())))
