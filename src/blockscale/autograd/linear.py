@@ -266,6 +266,8 @@ def wgrad(
 def output_dtype(x: Tensor) -> torch.dtype:
     """autocast's where it is on, else x's."""
     kind = x.device.type
+    if kind == "meta":  # which autocast does not know
+        return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
