@@ -26,6 +26,7 @@ from ..gemm import check_bias, multiply
 from ..library import is_watched
 from ..replay import Recording
 from .activation import Activation
+from .once import once
 from .operands import Casts, Kept, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
 
@@ -204,7 +205,7 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 6
@@ -338,10 +339,7 @@ def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             message(f"x is on {x.device}, the weight on {weight.device}", rule="both are on one device", fix="move one")
         )
     if bias is not None and (
-        number < 0
-        or bias.get_device() != number
-        or bias.dtype not in FLOAT_DTYPES
-        or bias.shape != weight.shape[:1]
+        number < 0 or bias.get_device() != number or bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:1]
     ):
         check_bias(bias, tuple(weight.shape[:1]), x.device)
 

@@ -22,6 +22,7 @@ from ..formats.tensor import BlockScaled
 from ..gemm import multiply
 from .activation import Activation
 from .linear import check_linear, check_low, check_rounding, linear, main_grad_of, output_dtype, wgrad
+from .once import once
 from .operands import Casts, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
 
@@ -135,7 +136,7 @@ class SwiGLUFunction(torch.autograd.Function):
         return y.view(*x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 11
