@@ -134,9 +134,7 @@ def test_inputs_and_weights_of_different_dtypes(dtypes: tuple[torch.dtype, torch
 @pytest.mark.parametrize("features", [(200, 72), (17, 33), (1, 1)], ids=["72 -> 200", "33 -> 17", "1 -> 1"])
 @pytest.mark.parametrize("lead", [0, 1, 37, (), (2, 3), (0, 3), (1, 2, 1, 3)], ids=str)
 @pytest.mark.parametrize("name", LOW)
-def test_any_shape_is_taken_as_torchs_layer_takes_it(
-    name: str, lead: int | tuple[int, ...], features: tuple[int, int]
-):
+def test_any_shape_is_taken_as_torchs_layer_takes_it(name: str, lead: int | tuple[int, ...], features: tuple[int, int]):
     p = Problem(lead, *features)
     y, dx, dw, db = p.run(name)
     assert y is not None
