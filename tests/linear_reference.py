@@ -1,4 +1,4 @@
-"""What `linear` is compared with: fake quantisation in fp64, and the public operators one by one. And who counts them."""
+"""What `linear` is compared with: fake quantisation in fp64 and the public operators one by one; who counts them."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def by_operators(p: Problem, recipe: bs.Recipe) -> list[Tensor]:
         specs = spec(row), spec(col)
         if specs[0] is not None and specs[1] is not None:
             return list(bs.quantize_both(x, specs[0], specs[1]))
-        return [None if each is None else bs.quantize(x, each, axis=axis) for each, axis in zip(specs, (-1, -2))]
+        axes = zip(specs, (-1, -2), strict=True)
+        return [None if each is None else bs.quantize(x, each, axis=axis) for each, axis in axes]
 
     (x_row, x_col), (w_row, w_col) = both(x_MK, "fprop_x", "wgrad_x"), both(w_NK, "fprop_w", "dgrad_w")
     dy_row, dy_col = both(dy_MN, "dgrad_dy", "wgrad_dy")

@@ -126,7 +126,7 @@ def test_main_grads_and_data_parallel_hooks_do_not_go_together(process_group: No
     want = layer.weight.grad
     assert want is not None
     layer.weight.main_grad = torch.zeros_like(layer.weight)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(OptionError, match="under DistributedDataParallel.*ranks would not be averaged"):
+    with pytest.raises(OptionError, match=r"under DistributedDataParallel.*ranks would not be averaged"):
         parallel(x)
     layer.weight.grad = None
     layer(x).sum().backward()

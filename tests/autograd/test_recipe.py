@@ -108,7 +108,8 @@ def test_the_order_of_steps_does_not_matter():
 
 def test_a_pickled_recipe_finds_its_equals_in_another_process():
     """Hashes of text are salted anew in every process."""
-    code = "import pickle, sys, blockscale as bs; r = pickle.loads(sys.stdin.buffer.read()); print({r: 1}[bs.get_recipe('nvfp4')])"
+    code = "import pickle, sys, blockscale as bs; found = pickle.loads(sys.stdin.buffer.read())"
+    code += "; print({found: 1}[bs.get_recipe('nvfp4')])"
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         input=pickle.dumps(get_recipe("nvfp4")),
