@@ -147,7 +147,8 @@ class Recording:
         tensors, device, where = list(inputs), self.device, inputs[0].device
         for buffer in self.buffers:
             if isinstance(buffer, tuple):
-                tensors.append(torch.empty(*buffer[0], dtype=buffer[1], device=where))
+                shape, dtype = buffer
+                tensors.append(torch.empty(*shape or ((),), dtype=dtype, device=where))
             else:
                 tensors.append(buffer())
         addresses = [tensor.data_ptr() for tensor in tensors]
