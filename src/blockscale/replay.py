@@ -155,7 +155,8 @@ class Recording:
         tensors, device, where = list(inputs), self.device, inputs[0].device
         for buffer in self.buffers:
             if isinstance(buffer, tuple):
-                tensors.append(torch.empty(*buffer[0], dtype=buffer[1], device=where))
+                shape, dtype = buffer
+                tensors.append(torch.empty(*shape or ((),), dtype=dtype, device=where))
             else:
                 tensors.append(buffer())
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -240,11 +241,11 @@ def learn(
 ) -> Any:
     """Do a call that is not known, and record it if it may be: not the first time, and not after it failed to."""
     tries = _KNOWN.get(key, 0)
+    if len(_KNOWN) >= _MOST_KNOWN and key not in _KNOWN:
+        _KNOWN.clear()
     if type(tries) is not int or not 0 < tries <= _TRIES:
         _KNOWN.setdefault(key, 1)
         return call()
     returned, recording = record(call, inputs, results)
-    if len(_KNOWN) >= _MOST_KNOWN:
-        _KNOWN.clear()
     _KNOWN[key] = tries + 1 if recording is None else recording
     return returned

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..casts import check_source
 from ..errors import OptionError, message
-from .operands import Casts, Pair
+from .operands import Casts, Pair, matrix
 from .recipe import Recipe, get_recipe
 
 
@@ -54,5 +55,7 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     torch.Size([4, 64])
     """
     chosen = get_recipe(recipe)
-    matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return Activation(x, (chosen, Casts(chosen).input(matrix, waits=torch.is_grad_enabled())))
+    x_MK = x if x.dim() != 1 else x[None]
+    if chosen.is_low:
+        check_source(x_MK, "x")
+    return Activation(x, (chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())))

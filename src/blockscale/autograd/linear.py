@@ -26,6 +26,7 @@ from ..gemm import check_bias, multiply
 from ..library import is_watched
 from ..replay import Recording
 from .activation import Activation
+from .once import once
 from .operands import Casts, Kept, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
 
@@ -196,24 +197,25 @@ class LinearFunction(torch.autograd.Function):
         y, (x_waits, x_parts), (w_waits, w_parts), memory = work.forward(x, weight, bias, given)
         keeps_x = work.needs.weight and x_waits is None
         # the weight itself is saved in any case: a change before the backward is an error, as for torch's own layer
-        ctx.save_for_backward(x if keeps_x else None, weight, main_grad, *x_parts, *w_parts)
+        ctx.save_for_backward(x if keeps_x else None, weight, *x_parts, *w_parts)
+        ctx.main_grad = main_grad  # not saved: other backward passes may add to it before this one
         ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (x_waits, w_waits, memory), x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 6
-        x, weight, main_grad, *parts = ctx.saved_tensors
+        x, weight, *parts = ctx.saved_tensors
         x_waits, w_waits, memory = ctx.waits
         made = Made(grad, (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:])), memory)
         work = ctx.work
         if work.dtype != ctx.dtype:
             work = work._replace(dtype=ctx.dtype)
-        dx, dw, total = work.backward(matrix(grad), x, weight, main_grad, made)
+        dx, dw, total = work.backward(matrix(grad), x, weight, ctx.main_grad, made)
         if dx is not None and len(ctx.shape) != 2:
             dx = dx.view(ctx.shape)
         return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None
@@ -265,6 +267,8 @@ def wgrad(
 def output_dtype(x: Tensor) -> torch.dtype:
     """autocast's where it is on, else x's."""
     kind = x.device.type
+    if kind == "meta":  # which autocast does not know
+        return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
@@ -281,7 +285,27 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
                 fix="delete weight.main_grad, or reduce main_grad yourself without DistributedDataParallel",
             )
         )
+    if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
+        raise OptionError(
+            message(
+                f"weight.main_grad is {_in_words(main_grad)} for a weight {tuple(weight.shape)}",
+                rule="weight gradients are added in fp32 into a tensor of the weight's shape",
+                fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
+            )
+        )
+    if main_grad.device != weight.device:
+        raise DeviceError(
+            message(
+                f"weight.main_grad is on {main_grad.device}, the weight on {weight.device}",
+                rule="both are on one device",
+                fix="move one",
+            )
+        )
     return main_grad
+
+
+def _in_words(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def check_linear(x: Tensor, weight: Tensor) -> None:
@@ -307,11 +331,16 @@ def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 fix="convert them, or use the recipe 'bf16'",
             )
         )
-    if not torch.compiler.is_compiling() and x.get_device() != weight.get_device():
+    # without a number, on the CPU and the meta device, there is no time to win
+    number = -1 if torch.compiler.is_compiling() else x.get_device()
+    together = x.device == weight.device if number < 0 else number == weight.get_device()
+    if not together:
         raise DeviceError(
             message(f"x is on {x.device}, the weight on {weight.device}", rule="both are on one device", fix="move one")
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and (
+        number < 0 or bias.get_device() != number or bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:1]
+    ):
         check_bias(bias, tuple(weight.shape[:1]), x.device)
 
 

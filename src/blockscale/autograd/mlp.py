@@ -22,6 +22,7 @@ from ..formats.tensor import BlockScaled
 from ..gemm import multiply
 from .activation import Activation
 from .linear import check_linear, check_low, check_rounding, linear, main_grad_of, output_dtype, wgrad
+from .once import once
 from .operands import Casts, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
 
@@ -125,21 +126,22 @@ class SwiGLUFunction(torch.autograd.Function):
             # in any case: a change before the backward is an error, as for torch's own layers
             gate_up_weight,
             down_weight,
-            gate_up_main,
-            down_main,
             *(part for _, parts in kept for part in parts),
         )
+        # not saved: other backward passes may add to them before this one
+        ctx.main_grads = gate_up_main, down_main
         ctx.casts, ctx.needs, ctx.shape, ctx.dtype = casts, needs, x.shape, x.dtype
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_up_bias, down_bias)]
         ctx.set_materialize_grads(False)
         return y.view(*x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 11
-        x, gate_up, gate_up_weight, down_weight, gate_up_main, down_main, *parts = ctx.saved_tensors
+        x, gate_up, gate_up_weight, down_weight, *parts = ctx.saved_tensors
+        gate_up_main, down_main = ctx.main_grads
         (first, second), (above, below) = ctx.casts, ctx.needs
         x_kept, gate_up_kept, down_kept = (
             (waits, tuple(parts[3 * at : 3 * at + 3])) for at, waits in enumerate(ctx.waits)

@@ -96,11 +96,7 @@ class Recipe:
             product = getattr(self, name)
             if product is not None:
                 _check_product(name, product)
-        for name, step in self.until.items():
-            check_name(name, PRODUCTS, "product")
-            if step < 0:
-                rule = "a product changes at a step, counted from 0"
-                raise OptionError(message(f"until={{{name!r}: {step}}}", rule=rule, fix="pass 0 or more"))
+        _check_until(self.until)
         check_name(self.keeps, ("operand", "source"), "kept input")
         check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
         products = (self.fprop, self.dgrad, self.wgrad)
@@ -112,6 +108,10 @@ class Recipe:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # made anew where it is loaded: hashes of text differ from process to process
+        return Recipe, tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.init)
 
     def operand(self, role: str) -> Operand | None:
         """The operand of a role, such as "dgrad_dy"; None where its product stays in high precision."""
@@ -144,7 +144,7 @@ class Recipe:
 
     def replace(self, **changes: Any) -> Recipe:
         """The same recipe with other fields; a name is made from what changed unless one is given."""
-        known = {each.name for each in dataclasses.fields(self)}
+        known = [each.name for each in dataclasses.fields(self) if each.init]
         for name in changes:
             check_name(name, known, "field of a recipe")
         return dataclasses.replace(self, **({"name": f"{self.name}*"} | changes))
@@ -168,7 +168,22 @@ class Recipe:
         return f"{self.name}: {'; '.join(products)}"
 
 
+def _check_until(until: object) -> None:
+    if not isinstance(until, Mapping):
+        rule = "it says from which step on a product stays in high precision"
+        raise OptionError(message(f"until={until!r}", rule=rule, fix="pass a mapping such as {'fprop': 8000}"))
+    for name, step in until.items():
+        check_name(name, PRODUCTS, "product")
+        if not isinstance(step, int) or step < 0:
+            rule = "a product changes at a step, counted from 0"
+            raise OptionError(message(f"until={{{name!r}: {step!r}}}", rule=rule, fix="pass an int of 0 or more"))
+
+
 def _check_product(name: str, product: Product) -> None:
+    if not isinstance(product, Product):  # pyright: ignore[reportUnnecessaryIsInstance]
+        rule = "a product has two operands, or is None and stays in high precision"
+        fix = "pass Product(Operand(format), Operand(format))"
+        raise OptionError(message(f"{name}={product!r}", rule=rule, fix=fix))
     a, b = product.a, product.b
     check_pair(a.format, b.format)
     if a.hadamard != b.hadamard:

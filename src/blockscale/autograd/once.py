@@ -1,0 +1,39 @@
+"""`once`: a backward whose gradients cannot be differentiated again, and that says so to whoever tries.
+
+torch's `once_differentiable` notices only an incoming gradient that requires grad. What else a gradient depends on,
+such as the weight in dX, it lets pass for a constant: a gradient penalty would train on wrong numbers without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..errors import message
+
+_TEXT = message(
+    "a gradient of a gradient through a layer in low precision",
+    rule="its backward pass can be differentiated no further",
+    fix="use the recipe 'bf16' for the layers that a gradient penalty or a Hessian goes through",
+)
+Grads = tuple[Tensor | None, ...]
+
+
+def once(backward: Callable[..., Grads]) -> Callable[..., Grads]:
+    """Decorator of an autograd function's backward: with create_graph=True its results raise when differentiated."""
+    inner = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Grads:
+        found = inner(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        raises = torch._C._functions.DelayedError(_TEXT.encode(), len(found))  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+        return raises(*(None if each is None else each.detach().requires_grad_() for each in found))
+
+    return run
