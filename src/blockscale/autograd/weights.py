@@ -4,8 +4,10 @@ A stale weight would train a model on numbers that it no longer has, so sharing 
 it fresh: `attach(optimizer, model)` casts again after every step of that optimizer, fused or not, `refresh_weights_`
 does it by hand. Version counters alone cannot be trusted (fused optimizers, `.data` and replayed graphs do not count),
 but where they do count they are heeded: a weight that is seen to have changed is cast again. So is one that another
-optimizer has stepped, that was loaded, moved or replaced. What nobody can see is a write to `weight.data` outside of an
-optimizer: then call `invalidate` or `refresh_weights_`. BLOCKSCALE_CHECK_WEIGHTS=1 compares all bytes in every forward.
+optimizer has stepped, that was loaded or moved. A parameter that took its place is not shared until the next refresh.
+What nobody can see is a write to `weight.data` outside of an optimizer, and in compiled code any write outside of one:
+then call `invalidate` or `refresh_weights_`. BLOCKSCALE_CHECK_WEIGHTS=1 compares all bytes in every forward that is not
+compiled.
 
 Operands keep their storage, which is refreshed in place: compiled graphs and CUDA graphs go on reading what is fresh,
 and a refresh between a forward and its backward is an error. Cost: 2 bytes for each element of an 8-bit weight.
@@ -63,6 +65,8 @@ class SharedWeight:
     def operands(self, weight: Tensor, recipe: Recipe) -> Pair | None:
         """What a forward takes; None: it casts by itself, as long as nobody keeps operands fresh."""
         if not self.is_open:
+            return None
+        if self._weight is None or self._weight() is not weight:  # nobody has said who keeps this one fresh
             return None
         if torch.compiler.is_compiling():  # the owner refreshes in place what a graph reads
             return self._pair if self._is_valid and self._recipe == recipe else None
