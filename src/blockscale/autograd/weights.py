@@ -191,7 +191,8 @@ def shared_weights(model: Module) -> list[tuple[str, Module, SharedWeight]]:
     """The layers of a model whose recipe shares its weight's cast, with their names."""
     found: list[tuple[str, Module, SharedWeight]] = []
     for name, module in model.named_modules():
-        shared = getattr(module, "shared_weight", None)
+        # its own: what wraps a layer (torch.compile, checkpoint_wrapper) answers for it too
+        shared = vars(module).get("shared_weight")
         if isinstance(shared, SharedWeight):
             found.append((name, module, shared))
     return found
