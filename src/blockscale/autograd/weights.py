@@ -88,10 +88,12 @@ class SharedWeight:
         specs = casts.spec("fprop_w", weight.device), casts.spec("dgrad_w", weight.device)
         known = self._weight is not None and self._weight() is weight and self._buffers
         device = self._buffers[0][0].device if self._buffers else None
-        if not known or recipe != self._recipe or device != weight.device:
-            self._allocate(weight, specs)
-        else:
-            self._rewrite(weight)
+        # an evaluation may be the first to need what a backward will use
+        with torch.inference_mode(False):
+            if not known or recipe != self._recipe or device != weight.device:
+                self._allocate(weight, specs)
+            else:
+                self._rewrite(weight)
         self._weight, self._version, self._recipe = weakref.ref(weight), _version(weight), recipe
         self.is_open = self._is_valid = True
         self.casts += 1
