@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import env
@@ -46,7 +47,7 @@ class SharedWeight:
 
     def __init__(self) -> None:
         self._weight: weakref.ref[Tensor] | None = None
-        self._version = 0
+        self._stamp = (0, 0)
         # asked by compiled code, so not to be told from what changes with every step
         self.is_open = False
         self._is_valid = False
@@ -78,7 +79,7 @@ class SharedWeight:
 
     def _is_fresh(self, weight: Tensor, recipe: Recipe) -> bool:
         same = self._is_valid and self._weight is not None and self._weight() is weight and self._recipe == recipe
-        return same and self._version == _version(weight)
+        return same and self._stamp == _stamp(weight)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, recipe: Recipe) -> None:
@@ -94,7 +95,7 @@ class SharedWeight:
                 self._allocate(weight, specs)
             else:
                 self._rewrite(weight)
-        self._weight, self._version, self._recipe = weakref.ref(weight), _version(weight), recipe
+        self._weight, self._stamp, self._recipe = weakref.ref(weight), _stamp(weight), recipe
         self.is_open = self._is_valid = True
         self.casts += 1
         _SHARED.add(self)
@@ -167,9 +168,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _version(weight: Tensor) -> int:
-    """The count of changes that are counted; tensors made in inference mode count none."""
-    return 0 if weight.is_inference() else weight._version
+def _stamp(weight: Tensor) -> tuple[int, int]:
+    """The count of changes that are counted (tensors made in inference mode count none), and where the values are:
+    `weight.data = other` counts nothing."""
+    has_address = type(weight) is Parameter or type(weight) is Tensor
+    return 0 if weight.is_inference() else weight._version, weight.data_ptr() if has_address else 0
 
 
 def check_can_be_shared(weight: Tensor) -> None:
