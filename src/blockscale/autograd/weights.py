@@ -16,6 +16,7 @@ and a refresh between a forward and its backward is an error. Cost: 2 bytes for 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,7 +51,7 @@ class SharedWeight:
         self._stamp = (0, 0)
         # asked by compiled code, so not to be told from what changes with every step
         self.is_open = False
-        self._is_valid = False
+        self.is_valid = False
         self._recipe: Recipe | None = None
         self._specs: tuple[Resolved | None, Resolved | None] = (None, None)
         self._buffers: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -70,7 +71,7 @@ class SharedWeight:
         if self._weight is None or self._weight() is not weight:  # nobody has said who keeps this one fresh
             return None
         if torch.compiler.is_compiling():  # the owner refreshes in place what a graph reads
-            return self._pair if self._is_valid and self._recipe == recipe else None
+            return self._pair if self.is_valid and self._recipe == recipe else None
         if not self._is_fresh(weight, recipe):
             self.refresh(weight, recipe)
         elif env.flag(_CHECK):
@@ -78,7 +79,7 @@ class SharedWeight:
         return self._pair
 
     def _is_fresh(self, weight: Tensor, recipe: Recipe) -> bool:
-        same = self._is_valid and self._weight is not None and self._weight() is weight and self._recipe == recipe
+        same = self.is_valid and self._weight is not None and self._weight() is weight and self._recipe == recipe
         return same and self._stamp == _stamp(weight)
 
     @torch.no_grad()
@@ -96,7 +97,7 @@ class SharedWeight:
             else:
                 self._rewrite(weight)
         self._weight, self._stamp, self._recipe = weakref.ref(weight), _stamp(weight), recipe
-        self.is_open = self._is_valid = True
+        self.is_open = self.is_valid = True
         self.casts += 1
         _SHARED.add(self)
 
@@ -132,7 +133,7 @@ class SharedWeight:
 
     def invalidate(self) -> None:
         """The operands are no longer those of the weight: the next forward casts again."""
-        self._is_valid = False
+        self.is_valid = False
 
     def steps_with(self, params: set[int]) -> bool:
         """Whether its weight is among these."""
@@ -214,10 +215,17 @@ def refresh_weights_(model: Module) -> int:
     >>> bs.refresh_weights_(model)
     2
     """
-    found = shared_weights(model)
-    for _, module, shared in found:
-        shared.refresh(module.weight, module.recipe_now)  # pyright: ignore[reportArgumentType]
-    return len(found)
+    return len(_refresh(model))
+
+
+def _refresh(model: Module, left: Container[int] = ()) -> list[int]:
+    """Cast a model's weights again, but for those of the parameters `left`; ids of what is fresh then."""
+    done: list[int] = []
+    for _, module, shared in shared_weights(model):
+        if id(module.weight) not in left or not shared.is_valid:
+            shared.refresh(module.weight, module.recipe_now)  # pyright: ignore[reportArgumentType]
+        done.append(id(shared))
+    return done
 
 
 def invalidate(model: Module) -> None:
@@ -235,7 +243,8 @@ def invalidate(model: Module) -> None:
 
 
 def attach(optimizer: Optimizer, model: Module) -> None:
-    """Cast the weights of a model now, and after every step of this optimizer.
+    """Cast the weights of a model now, and after every step of this optimizer. Where several are attached to a model,
+    each has those casts made again whose weights it steps.
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -252,25 +261,34 @@ def attach(optimizer: Optimizer, model: Module) -> None:
             )
         )
     refresh_weights_(model)
-    models = _ATTACHED.setdefault(optimizer, [])
-    if not any(known() is model for known in models):
-        models.append(weakref.ref(model))
+    known = (each() for each in _ATTACHED.get(optimizer, ()))
+    others = [each for each in known if each is not None and each is not model]
+    _ATTACHED[optimizer] = [weakref.ref(each) for each in (*others, model)]
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Of any optimizer: models attached to it are refreshed, other weights that it has are cast when next needed."""
     if not _SHARED:
         return
+    params = _params(optimizer)
     fresh: set[int] = set()
     for known in _ATTACHED.get(optimizer, ()):
         model = known()
-        if model is not None:
-            refresh_weights_(model)
-            fresh.update(id(shared) for _, _, shared in shared_weights(model))
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if model is None:
+            continue
+        others = set[int]().union(*(_params(other) for other in _attached_to(model) if other is not optimizer))
+        fresh.update(_refresh(model, left=others - params))
     for shared in _SHARED:
         if id(shared) not in fresh and shared.steps_with(params):
             shared.invalidate()
+
+
+def _params(optimizer: Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _attached_to(model: Module) -> list[Optimizer]:
+    return [each for each, models in _ATTACHED.items() if any(known() is model for known in models)]
 
 
 register_optimizer_step_post_hook(_after_step)
