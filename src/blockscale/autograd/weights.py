@@ -15,6 +15,7 @@ and a refresh between a forward and its backward is an error. Cost: 2 bytes for 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Container
 from typing import TYPE_CHECKING
@@ -178,16 +179,34 @@ def _stamp(weight: Tensor) -> tuple[int, int]:
 
 def check_can_be_shared(weight: Tensor) -> None:
     """Raise for weights whose whole is not here."""
+    if not torch.distributed.is_available():
+        return
     from torch.distributed.tensor import DTensor
 
     if isinstance(weight, DTensor):
-        raise OptionError(
-            message(
-                f"a shared cast of a sharded weight {tuple(weight.shape)}",
-                rule="only a shard of it is here between steps, and what a forward gathers is gone after it",
-                fix="use weight_cast='twice' under FSDP: nothing is kept that it would free",
-            )
+        _refuse(weight)
+
+
+def _refuse(weight: Tensor) -> None:
+    raise OptionError(
+        message(
+            f"a shared cast of a sharded weight {tuple(weight.shape)}",
+            rule="only a shard of it is here between steps, and what a forward gathers is gone after it",
+            fix="use weight_cast='twice' under FSDP: nothing is kept that it would free",
         )
+    )
+
+
+def _check_not_gathered(model: Module) -> None:
+    """Raise for layers within FSDP2, which gathers weights into the same tensors again and again, counting nothing.
+    Between a forward and its backward they look whole."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody shards: nothing to import for
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            for _, layer, _ in shared_weights(module):
+                _refuse(layer.weight)  # pyright: ignore[reportArgumentType]
 
 
 # ---- who keeps weights fresh -----------------------------------------------------------------------------------------
@@ -220,6 +239,7 @@ def refresh_weights_(model: Module) -> int:
 
 def _refresh(model: Module, left: Container[int] = ()) -> list[int]:
     """Cast a model's weights again, but for those of the parameters `left`; ids of what is fresh then."""
+    _check_not_gathered(model)
     done: list[int] = []
     for _, module, shared in shared_weights(model):
         if id(module.weight) not in left or not shared.is_valid:
