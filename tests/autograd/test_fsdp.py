@@ -1,4 +1,4 @@
-"""Layers under FSDP2 and DDP: two real ranks train as one process does, to the bit, and count their casts of weights."""
+"""Layers under FSDP2 and DDP: two real ranks train as one process does to the bit, and count their casts of weights."""
 
 from __future__ import annotations
 
