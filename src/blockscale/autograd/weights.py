@@ -288,7 +288,7 @@ def attach(optimizer: Optimizer, model: Module) -> None:
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Of any optimizer: models attached to it are refreshed, other weights that it has are cast when next needed."""
-    if not _SHARED:
+    if not _SHARED and optimizer not in _ATTACHED:
         return
     params = _params(optimizer)
     fresh: set[int] = set()
