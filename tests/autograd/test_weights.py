@@ -261,6 +261,7 @@ def test_models_and_optimizers_go_away():
     optimizer = AdamW([*model.parameters(), *other.parameters()], fused=True)
     bs.attach(optimizer, model)
     bs.attach(optimizer, other)
+    gc.collect()  # what other tests left
     gone = [weakref.ref(model), weakref.ref(shared(model[0]))]
     known = len(weights._SHARED)
     del model
