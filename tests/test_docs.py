@@ -63,6 +63,31 @@ def test_readme_format_table_is_the_real_one() -> None:
         assert f"`{spec.default_rule()}`" in rows[name][5]
 
 
+@pytest.mark.parametrize("name", ["recipes", "weights"])
+def test_examples_of_pages_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other; what a print is said to print, it prints."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, f"{name}.md", "exec"), names)
+        said = re.findall(r"^print\(.*\)  # (.*)$", block, flags=re.MULTILINE)
+        assert capsys.readouterr().out.splitlines() == said
+
+
+def test_recipes_page_has_the_roles_of_every_recipe() -> None:
+    from blockscale.autograd import RECIPES
+    from blockscale.formats.stochastic import ROLES
+
+    rows = [["recipe", *(role.replace("_", " ") for role in ROLES)], ["---"] * 7]
+    rows += [[f"`{key}`", *(str(each.operand(role) or "high") for role in ROLES)] for key, each in RECIPES.items()]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert table in page, f"the table is now\n{table}"
+    chosen = set(re.findall(r"`([a-z0-9_]+)`", page.partition("choose it when")[2].partition("## Why")[0]))
+    assert chosen == set(RECIPES)
+
+
 def test_no_machine_is_named() -> None:
     """Paths of somebody's machine do not belong in a repository."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)

@@ -4,8 +4,10 @@ A stale weight would train a model on numbers that it no longer has, so sharing 
 it fresh: `attach(optimizer, model)` casts again after every step of that optimizer, fused or not, `refresh_weights_`
 does it by hand. Version counters alone cannot be trusted (fused optimizers, `.data` and replayed graphs do not count),
 but where they do count they are heeded: a weight that is seen to have changed is cast again. So is one that another
-optimizer has stepped, that was loaded, moved or replaced. What nobody can see is a write to `weight.data` outside of an
-optimizer: then call `invalidate` or `refresh_weights_`. BLOCKSCALE_CHECK_WEIGHTS=1 compares all bytes in every forward.
+optimizer has stepped, that was loaded or moved. A parameter that took its place is not shared until the next refresh.
+What nobody can see is a write to `weight.data` outside of an optimizer, and in compiled code any write outside of one:
+then call `invalidate` or `refresh_weights_`. BLOCKSCALE_CHECK_WEIGHTS=1 compares all bytes in every forward that is not
+compiled.
 
 Operands keep their storage, which is refreshed in place: compiled graphs and CUDA graphs go on reading what is fresh,
 and a refresh between a forward and its backward is an error. Cost: 2 bytes for each element of an 8-bit weight.
@@ -13,11 +15,14 @@ and a refresh between a forward and its backward is an error. Cost: 2 bytes for 
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import env
@@ -44,10 +49,10 @@ class SharedWeight:
 
     def __init__(self) -> None:
         self._weight: weakref.ref[Tensor] | None = None
-        self._version = 0
+        self._stamp = (0, 0)
         # asked by compiled code, so not to be told from what changes with every step
         self.is_open = False
-        self._is_valid = False
+        self.is_valid = False
         self._recipe: Recipe | None = None
         self._specs: tuple[Resolved | None, Resolved | None] = (None, None)
         self._buffers: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -64,8 +69,10 @@ class SharedWeight:
         """What a forward takes; None: it casts by itself, as long as nobody keeps operands fresh."""
         if not self.is_open:
             return None
+        if self._weight is None or self._weight() is not weight:  # nobody has said who keeps this one fresh
+            return None
         if torch.compiler.is_compiling():  # the owner refreshes in place what a graph reads
-            return self._pair if self._is_valid and self._recipe == recipe else None
+            return self._pair if self.is_valid and self._recipe == recipe else None
         if not self._is_fresh(weight, recipe):
             self.refresh(weight, recipe)
         elif env.flag(_CHECK):
@@ -73,8 +80,8 @@ class SharedWeight:
         return self._pair
 
     def _is_fresh(self, weight: Tensor, recipe: Recipe) -> bool:
-        same = self._is_valid and self._weight is not None and self._weight() is weight and self._recipe == recipe
-        return same and self._version == _version(weight)
+        same = self.is_valid and self._weight is not None and self._weight() is weight and self._recipe == recipe
+        return same and self._stamp == _stamp(weight)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, recipe: Recipe) -> None:
@@ -84,12 +91,14 @@ class SharedWeight:
         specs = casts.spec("fprop_w", weight.device), casts.spec("dgrad_w", weight.device)
         known = self._weight is not None and self._weight() is weight and self._buffers
         device = self._buffers[0][0].device if self._buffers else None
-        if not known or recipe != self._recipe or device != weight.device:
-            self._allocate(weight, specs)
-        else:
-            self._rewrite(weight)
-        self._weight, self._version, self._recipe = weakref.ref(weight), _version(weight), recipe
-        self.is_open = self._is_valid = True
+        # an evaluation may be the first to need what a backward will use
+        with torch.inference_mode(False):
+            if not known or recipe != self._recipe or device != weight.device:
+                self._allocate(weight, specs)
+            else:
+                self._rewrite(weight)
+        self._weight, self._stamp, self._recipe = weakref.ref(weight), _stamp(weight), recipe
+        self.is_open = self.is_valid = True
         self.casts += 1
         _SHARED.add(self)
 
@@ -125,7 +134,7 @@ class SharedWeight:
 
     def invalidate(self) -> None:
         """The operands are no longer those of the weight: the next forward casts again."""
-        self._is_valid = False
+        self.is_valid = False
 
     def steps_with(self, params: set[int]) -> bool:
         """Whether its weight is among these."""
@@ -161,23 +170,43 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _version(weight: Tensor) -> int:
-    """The count of changes that are counted; tensors made in inference mode count none."""
-    return 0 if weight.is_inference() else weight._version
+def _stamp(weight: Tensor) -> tuple[int, int]:
+    """The count of changes that are counted (tensors made in inference mode count none), and where the values are:
+    `weight.data = other` counts nothing."""
+    has_address = type(weight) is Parameter or type(weight) is Tensor
+    return 0 if weight.is_inference() else weight._version, weight.data_ptr() if has_address else 0
 
 
 def check_can_be_shared(weight: Tensor) -> None:
     """Raise for weights whose whole is not here."""
+    if not torch.distributed.is_available():
+        return
     from torch.distributed.tensor import DTensor
 
     if isinstance(weight, DTensor):
-        raise OptionError(
-            message(
-                f"a shared cast of a sharded weight {tuple(weight.shape)}",
-                rule="only a shard of it is here between steps, and what a forward gathers is gone after it",
-                fix="use weight_cast='twice' under FSDP: nothing is kept that it would free",
-            )
+        _refuse(weight)
+
+
+def _refuse(weight: Tensor) -> None:
+    raise OptionError(
+        message(
+            f"a shared cast of a sharded weight {tuple(weight.shape)}",
+            rule="only a shard of it is here between steps, and what a forward gathers is gone after it",
+            fix="use weight_cast='twice' under FSDP: nothing is kept that it would free",
         )
+    )
+
+
+def _check_not_gathered(model: Module) -> None:
+    """Raise for layers within FSDP2, which gathers weights into the same tensors again and again, counting nothing.
+    Between a forward and its backward they look whole."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody shards: nothing to import for
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            for _, layer, _ in shared_weights(module):
+                _refuse(layer.weight)  # pyright: ignore[reportArgumentType]
 
 
 # ---- who keeps weights fresh -----------------------------------------------------------------------------------------
@@ -187,7 +216,8 @@ def shared_weights(model: Module) -> list[tuple[str, Module, SharedWeight]]:
     """The layers of a model whose recipe shares its weight's cast, with their names."""
     found: list[tuple[str, Module, SharedWeight]] = []
     for name, module in model.named_modules():
-        shared = getattr(module, "shared_weight", None)
+        # its own: what wraps a layer (torch.compile, checkpoint_wrapper) answers for it too
+        shared = vars(module).get("shared_weight")
         if isinstance(shared, SharedWeight):
             found.append((name, module, shared))
     return found
@@ -204,10 +234,18 @@ def refresh_weights_(model: Module) -> int:
     >>> bs.refresh_weights_(model)
     2
     """
-    found = shared_weights(model)
-    for _, module, shared in found:
-        shared.refresh(module.weight, module.recipe_now)  # pyright: ignore[reportArgumentType]
-    return len(found)
+    return len(_refresh(model))
+
+
+def _refresh(model: Module, left: Container[int] = ()) -> list[int]:
+    """Cast a model's weights again, but for those of the parameters `left`; ids of what is fresh then."""
+    _check_not_gathered(model)
+    done: list[int] = []
+    for _, module, shared in shared_weights(model):
+        if id(module.weight) not in left or not shared.is_valid:
+            shared.refresh(module.weight, module.recipe_now)  # pyright: ignore[reportArgumentType]
+        done.append(id(shared))
+    return done
 
 
 def invalidate(model: Module) -> None:
@@ -225,7 +263,8 @@ def invalidate(model: Module) -> None:
 
 
 def attach(optimizer: Optimizer, model: Module) -> None:
-    """Cast the weights of a model now, and after every step of this optimizer.
+    """Cast the weights of a model now, and after every step of this optimizer. Where several are attached to a model,
+    each has those casts made again whose weights it steps.
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -242,25 +281,34 @@ def attach(optimizer: Optimizer, model: Module) -> None:
             )
         )
     refresh_weights_(model)
-    models = _ATTACHED.setdefault(optimizer, [])
-    if not any(known() is model for known in models):
-        models.append(weakref.ref(model))
+    known = (each() for each in _ATTACHED.get(optimizer, ()))
+    others = [each for each in known if each is not None and each is not model]
+    _ATTACHED[optimizer] = [weakref.ref(each) for each in (*others, model)]
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Of any optimizer: models attached to it are refreshed, other weights that it has are cast when next needed."""
-    if not _SHARED:
+    if not _SHARED and optimizer not in _ATTACHED:
         return
+    params = _params(optimizer)
     fresh: set[int] = set()
     for known in _ATTACHED.get(optimizer, ()):
         model = known()
-        if model is not None:
-            refresh_weights_(model)
-            fresh.update(id(shared) for _, _, shared in shared_weights(model))
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if model is None:
+            continue
+        others = set[int]().union(*(_params(other) for other in _attached_to(model) if other is not optimizer))
+        fresh.update(_refresh(model, left=others - params))
     for shared in _SHARED:
         if id(shared) not in fresh and shared.steps_with(params):
             shared.invalidate()
+
+
+def _params(optimizer: Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _attached_to(model: Module) -> list[Optimizer]:
+    return [each for each, models in _ATTACHED.items() if any(known() is model for known in models)]
 
 
 register_optimizer_step_post_hook(_after_step)

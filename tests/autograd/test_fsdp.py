@@ -1,0 +1,74 @@
+"""Layers under FSDP2 and DDP: two real ranks train as one process does to the bit, and count their casts of weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch was built without gloo", allow_module_level=True)
+
+from fully_sharded import BLOCKS, RANKS, run
+
+WEIGHTS = 2 * BLOCKS
+Results = dict[str, Any]
+
+
+@pytest.mark.slow
+def test_two_ranks_and_one_process(tmp_path: Path):
+    """One test, since every worker that had a part of it would start ranks of its own; see tests/fully_sharded.py."""
+    torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=RANKS)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS))
+    wrong = {label: found for label, found in first.items() if isinstance(found, str) and "Traceback" in found}
+    assert not wrong, f"{len(wrong)} of {len(first)} failed, first: {next(iter(wrong.items()))}"
+    assert first == second
+    check_bits(first)
+    check_controls(first["control"])
+    check_casts(first)
+    check_refusals(first)
+
+
+def check_bits(results: Results) -> None:
+    """Reduced gradients and stepped weights are those of one process that had both ranks' batches."""
+    compared = {label: found for label, found in results.items() if "grads" in found}
+    assert len(compared) >= 40
+    assert {label: found["grads"] for label, found in compared.items() if found["grads"]} == {}
+    assert {label: found["weights"] for label, found in compared.items() if found.get("weights")} == {}
+
+
+def check_controls(control: dict[str, float]) -> None:
+    """What must be noticed would be."""
+    assert control["forgotten"] > 0.1
+    assert control["stale"] > 0.01
+
+
+def check_casts(results: Results) -> None:
+    seen = 0
+    for label, found in results.items():
+        weight_cast, *_ = words = label.removeprefix("ddp ").split()
+        if "casts" not in found:
+            continue
+        microbatches = int(next(word for word in words if word.startswith("m=")).removeprefix("m="))
+        recompute = not label.startswith("ddp") and words[4] == "True"
+        if label.startswith("ddp step"):  # cast after the step before, once for all microbatches
+            expected = {}
+        elif weight_cast == "twice":  # a recomputed forward makes its operand again, the backward the other
+            expected = {"quantize": (2 + recompute) * WEIGHTS * microbatches}
+        else:  # under FSDP "step" is "forward", as nobody could keep operands fresh
+            expected = {"quantize_both": (1 + recompute) * WEIGHTS * microbatches}
+        assert found["casts"] == expected, label
+        seen += 1
+    assert seen >= 36
+
+
+def check_refusals(results: Results) -> None:
+    refused = [found for label, found in results.items() if label.startswith("refused")]
+    assert len(refused) == 5
+    for text in refused:
+        assert text.startswith("a shared cast of a sharded weight"), text
+        assert "weight_cast='twice'" in text
