@@ -30,9 +30,11 @@ def once(backward: Callable[..., Grads]) -> Callable[..., Grads]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Grads:
+        if torch.compiler.is_compiling():
+            return inner(ctx, *grads)
+        if not torch.is_grad_enabled():  # nothing is recorded, so nothing needs watching
+            return backward(ctx, *grads)
         found = inner(ctx, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return found
         raises = torch._C._functions.DelayedError(_TEXT.encode(), len(found))  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         return raises(*(None if each is None else each.detach().requires_grad_() for each in found))
 
