@@ -18,6 +18,7 @@ from blockscale.errors import DeviceError
 from blockscale.roofline import INFERENCE, MEASURED, TRAINING, Use, nominal
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LAYER = (32, 16)
 
 
@@ -102,6 +103,16 @@ def test_rows_survive_a_file(tmp_path: Path) -> None:
     assert rows[0].fits(8, TRAINING)
     assert not rows[0].fits(8, INFERENCE)
     assert not rows[0].fits(16, TRAINING)
+
+
+def test_rows_of_the_suite_can_be_shown() -> None:
+    """The stored results of `bench linear` are marks of the picture: ours and bf16, nothing of whole steps."""
+    rows = linears.read(RESULTS / "linear-h200.jsonl")
+    times = {(row.layer, row.tokens, row.recipe): row.us for row in rows}
+    assert {row.recipe for row in rows} >= {"bf16", "fp8_blockwise"}
+    large = (7168, 18432), 4096
+    assert 1.2 < times[*large, "bf16"] / times[*large, "fp8_blockwise"] < 2
+    assert all(row.fits(None, Use()) for row in rows)
 
 
 def test_shares_of_both_roofs() -> None:

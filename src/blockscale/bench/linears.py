@@ -144,12 +144,25 @@ def write(path: Path, rows: Iterable[Measured]) -> None:
 
 
 def read(path: Path) -> list[Measured]:
-    """What was written; of the same layer, use and recipe the last counts."""
+    """What was written here or by `bench linear`; of the same layer, use and recipe the last counts."""
     found: dict[object, Measured] = {}
     for line in path.read_text().splitlines():
         fields: dict[str, Any] = json.loads(line)
-        fields["layer"], fields["spread_us"] = tuple(fields["layer"]), tuple(fields["spread_us"])
-        row = Measured(**fields)
-        key = (row.layer, row.tokens, row.recipe, row.training, row.microbatches, row.weight_cast)
-        found[key] = row
+        for row in _of_suite(fields) if "suite" in fields else (_of_fields(fields),):
+            found[row.layer, row.tokens, row.recipe, row.training, row.microbatches, row.weight_cast] = row
     return list(found.values())
+
+
+def _of_fields(fields: dict[str, Any]) -> Measured:
+    return Measured(**fields | {"layer": tuple(fields["layer"]), "spread_us": tuple(fields["spread_us"])})
+
+
+def _of_suite(row: dict[str, Any]) -> Iterator[Measured]:
+    """A row of the suite: ours and bf16, forward and backward with the weight cast each time. Rows of whole steps, whose
+    gradients are added up, and of the host are other uses."""
+    plain = row["peers"].get(BASELINE, {}).get("us")
+    if (row["suite"], row["group"]) != ("linear", "layers") or row["us"] is None or plain is None:
+        return
+    tokens, n, k = row["shape"]
+    for recipe, us, spread in ((row["format"], row["us"], tuple(row["spread_us"])), (BASELINE, plain, (plain, plain))):
+        yield Measured((k, n), tokens, recipe, True, 1, "forward", us, spread, row["method"], row["where"])
