@@ -156,7 +156,7 @@ class Recording:
         for buffer in self.buffers:
             if isinstance(buffer, tuple):
                 shape, dtype = buffer
-                tensors.append(torch.empty(*shape or ((),), dtype=dtype, device=where))
+                tensors.append(torch.empty(shape, dtype=dtype, device=where))
             else:
                 tensors.append(buffer())
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -154,12 +154,13 @@ def read(path: Path) -> list[Measured]:
 
 
 def _of_fields(fields: dict[str, Any]) -> Measured:
-    return Measured(**fields | {"layer": tuple(fields["layer"]), "spread_us": tuple(fields["spread_us"])})
+    fields["layer"], fields["spread_us"] = tuple(fields["layer"]), tuple(fields["spread_us"])
+    return Measured(**fields)
 
 
 def _of_suite(row: dict[str, Any]) -> Iterator[Measured]:
-    """A row of the suite: ours and bf16, forward and backward with the weight cast each time. Rows of whole steps, whose
-    gradients are added up, and of the host are other uses."""
+    """A row of the suite: ours and bf16, forward and backward with the weight cast each time. Rows of whole steps,
+    whose gradients are added up, and of the host are other uses."""
     plain = row["peers"].get(BASELINE, {}).get("us")
     if (row["suite"], row["group"]) != ("linear", "layers") or row["us"] is None or plain is None:
         return
