@@ -13,15 +13,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockscale as bs
-from blockscale.autograd import RECIPES, get_recipe, linear
+from blockscale.autograd import RECIPES, Operand, Product, Recipe, get_recipe, linear
 from blockscale.formats.stochastic import ROLES
 from products import gaussian
 
 LOW = [name for name, recipe in RECIPES.items() if recipe.is_low]
+# no two roles alike, so that none can be taken for another
+MIXED = Recipe(
+    "mixed",
+    fprop=Product(Operand("mxfp8_e4m3"), Operand("mxfp6_e2m3")),
+    dgrad=Product(Operand("mxfp8_e5m2"), Operand("mxfp6_e3m2")),
+    wgrad=Product(Operand("mxfp4"), Operand("mxfp8_e4m3", "floor")),
+)
 VARIANTS: dict[str, bs.Recipe] = {name: get_recipe(name) for name in LOW} | {
     "mxfp8 by 128x128": get_recipe("mxfp8").with_weights("mxfp8_e4m3_128x128"),
     "fp8_blockwise keeps source": get_recipe("fp8_blockwise").replace(keeps="source"),
     "fp8_blockwise twice": get_recipe("fp8_blockwise").replace(weight_cast="twice"),
+    "mixed": MIXED,
+    "mixed keeps source twice": MIXED.replace(keeps="source", weight_cast="twice"),
     "nvfp4 keeps source twice": get_recipe("nvfp4").replace(keeps="source", weight_cast="twice"),
 }
 NAME = "layers.0.proj"

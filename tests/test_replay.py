@@ -249,6 +249,24 @@ def test_an_operator_without_a_launch_refuses():
     assert refusal(lambda: allocate(), a)  # nothing at all was launched
 
 
+@pytest.mark.parametrize("finishes", [False, True])
+def test_an_operator_of_two_launches_tells_its_last(finishes: bool):
+    a = floats(1)
+
+    def twice() -> Tensor:
+        replay.started()
+        first, second = allocate(), allocate()
+        for x, out, last in ((a, first, False), (first, second, finishes)):
+            add(-1, x.data_ptr(), None, out.data_ptr(), 1.0)
+            replay.launched(add, (x.data_ptr(), None, out.data_ptr()), (1.0,), last=last)
+        return second
+
+    _, recording = record(twice, (a,), one)
+    assert (recording is not None) == finishes
+    if recording is not None:
+        assert_same_bits(recording.replay([floats(2)]), [floats(2) + 1 + 1])
+
+
 def test_work_that_says_so_refuses():
     a = floats(1)
 

@@ -156,7 +156,13 @@ class Recording:
         for buffer in self.buffers:
             if isinstance(buffer, tuple):
                 shape, dtype = buffer
-                tensors.append(torch.empty(shape, dtype=dtype, device=where))
+                # sizes one by one are parsed faster than a tuple, but there must be one
+                one = (
+                    torch.empty(*shape, dtype=dtype, device=where)
+                    if shape
+                    else torch.empty((), dtype=dtype, device=where)
+                )
+                tensors.append(one)
             else:
                 tensors.append(buffer())
         addresses = [tensor.data_ptr() for tensor in tensors]

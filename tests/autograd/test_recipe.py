@@ -225,11 +225,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "format": (lambda: Recipe("r", fprop=Product(MX, Operand("mxfp9"))), (PairError, UnknownNameError), "mxfp9"),
     "weights": (lambda: base.with_weights("mxfp9"), UnknownNameError, "unknown format 'mxfp9'"),
-    "until product": (
-        lambda: base.replace(until={"xprop": 3}),
-        UnknownNameError,
-        "unknown product 'xprop'.*mean fprop",
-    ),
+    "until product": (lambda: base.replace(until={"fprp": 3}), UnknownNameError, "unknown product 'fprp'.*mean fprop"),
     "until negative": (
         lambda: base.replace(until={"fprop": -1}),
         OptionError,
