@@ -23,6 +23,7 @@ from blockscale.errors import (
     OptionError,
     PairError,
     ShapeError,
+    StaleWeightError,
     UnknownNameError,
     message,
 )
@@ -379,7 +380,7 @@ def test_bad_input_leaves_the_accumulator_alone():
 def test_every_error_is_a_value_error_or_a_not_implemented_error():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BlockscaleError)]
     kinds.remove(BlockscaleError)
-    assert len(kinds) == 10
+    assert len(kinds) == 11
     missing = {PairError, BackendError, AssemblyError}
     assert {kind for kind in kinds if issubclass(kind, NotImplementedError)} == missing
     assert {kind for kind in kinds if issubclass(kind, ValueError)} == set(kinds) - missing
@@ -388,7 +389,8 @@ def test_every_error_is_a_value_error_or_a_not_implemented_error():
 
 def test_every_error_is_raised_somewhere_here():
     cases = [*CASTS, *PRODUCTS, *GROUPED, *OPERANDS, *NAMES]
-    raised = {kind for _, _, kind, _ in cases} | {PairError, BackendError}
+    # the last by tests/autograd/test_weights.py
+    raised = {kind for _, _, kind, _ in cases} | {PairError, BackendError, StaleWeightError}
     assert raised == set(BlockscaleError.__subclasses__())
 
 
