@@ -9,26 +9,21 @@ weight_cast="forward" as much for each element of the weight.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import registry, replay
 from ..casts import FLOAT_DTYPES
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
-from ..formats.tensor import BlockScaled
-from ..gemm import check_bias, multiply
-from ..library import is_watched
-from ..replay import Recording
+from ..gemm import check_bias
 from .activation import Activation
 from .once import once
-from .operands import Casts, Kept, Needs, Pair, matrix, needs_of, set_aside
+from .operands import Pair, matrix, needs_of
 from .recipe import Recipe, get_recipe
+from .work import Given, Made, Work, work_of
 
 
 def linear(
@@ -70,117 +65,6 @@ def linear(
     return LinearFunction.apply(source, weight, bias, main_grad_of(weight), given, work)  # pyright: ignore[reportReturnType]
 
 
-_HIGH = "a product in high precision"
-Given = tuple[Pair | None, Pair | None]
-
-
-class Made(NamedTuple):
-    """What a forward leaves: its result, and what waits of x and of the weight.  memory: of a replayed call, whose
-    tensors are whole buffers."""
-
-    y: Tensor
-    x: Kept
-    weight: Kept
-    memory: Recording | None = None
-
-
-class Work(NamedTuple):
-    """All that a layer's call does besides autograd's bookkeeping, in a form that can be replayed."""
-
-    casts: Casts
-    needs: Needs
-    dtype: torch.dtype
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> Made:
-        """given: operands that were made before; their layout follows from the shapes."""
-        inputs = [x, weight] if bias is None else [x, weight, bias]
-        if self.casts.rounding is not None or not _can_be_replayed(inputs):
-            return self._forward(x, weight, bias, given)
-        shares = (given[0] is None, given[1] is None)
-        key = (*self[1:], self.casts.recipe, x.device, shares, *map(replay.layout, inputs))
-        for pair in given:
-            for operand in pair or ():
-                if operand is not None:
-                    inputs += (operand.data, operand.scale)
-        known = replay.known(key)
-        if known is None:
-            return replay.learn(key, lambda: self._forward(x, weight, bias, given), inputs, _forward_results)
-        y, *parts = known.replay(inputs)
-        assert y is not None
-        x_waits, w_waits = known.note
-        y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-        return Made(y, (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5])), known)
-
-    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> Made:
-        casts, needs = self.casts, self.needs
-        x_row, x_col = given[0] or casts.input(matrix(x), waits=needs.weight)
-        w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")
-        y = _fprop(x, weight, bias, x_row, w_row, self.dtype)
-        return Made(y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None))
-
-    def backward(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, made: Made
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dX [M, K], dW and the column sums of grad [M, N], those that are needed."""
-        memory = made.memory
-        if memory is None or not _can_be_replayed((grad,)):
-            return self._backward(grad, x, weight, main_grad, made)
-        read = weight if made.weight[0] is None else None  # a weight whose operand waits is not read
-        optional = (x, read, main_grad, *made.x[1], *made.weight[1])
-        inputs = [grad, *(each for each in optional if each is not None)]
-        key = (memory, *(None if each is None else replay.layout(each) for each in (grad, *optional)))
-        known = replay.known(key)
-        if known is None:
-            call = functools.partial(self._backward, grad, x, weight, main_grad, made)
-            return replay.learn(key, call, inputs, lambda found: (found, None))
-        dx, dw, total = known.replay(inputs)
-        return dx, dw, total
-
-    def _backward(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, made: Made
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        casts, needs, buffers = self.casts, self.needs, made.memory is not None
-        row, col, total = casts.gradient(grad, needs)
-        dx = dw = None
-        if needs.x:
-            w_col = casts.column(made.weight, weight, "dgrad_w", buffers=buffers)
-            dx = dgrad(grad, row, weight, w_col, self.dtype)
-        if needs.weight:
-            x_col = casts.column(made.x, x, "wgrad_x", buffers=buffers)
-            dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad)
-        return dx, dw, total
-
-
-def _forward_results(made: Made) -> tuple[list[Tensor | None], object]:
-    return [made.y, *made.x[1], *made.weight[1]], (made.x[0], made.weight[0])
-
-
-def _can_be_replayed(tensors: Sequence[Tensor]) -> bool:
-    """On a GPU, with kernels of the table's choice, where nobody watches."""
-    first = tensors[0]
-    return (
-        not torch.compiler.is_compiling()
-        and first.is_cuda
-        and registry.demands_nothing()
-        and first.get_device() == torch.cuda.current_device()
-        and not is_watched(tensors)
-    )
-
-
-# one for each way to call a layer: making them takes as long as an allocation
-_WORKS: dict[tuple[Recipe, Needs, torch.dtype], Work] = {}
-
-
-def work_of(recipe: Recipe, rounding: Stochastic | None, needs: Needs, dtype: torch.dtype) -> Work:
-    """The work of such a call."""
-    if rounding is not None or torch.compiler.is_compiling():
-        return Work(Casts(recipe, rounding), needs, dtype)
-    found = _WORKS.get((recipe, needs, dtype))
-    if found is None:
-        found = _WORKS[recipe, needs, dtype] = Work(Casts(recipe), needs, dtype)
-    return found
-
-
 class LinearFunction(torch.autograd.Function):
     """fprop now, dgrad and wgrad later."""
 
@@ -219,49 +103,6 @@ class LinearFunction(torch.autograd.Function):
         if dx is not None and len(ctx.shape) != 2:
             dx = dx.view(ctx.shape)
         return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None
-
-
-def _fprop(
-    x: Tensor, weight: Tensor, bias: Tensor | None, x_row: BlockScaled | None, w_row: BlockScaled | None, dtype: Any
-) -> Tensor:
-    """y [..., N], in high precision where there are no operands."""
-    if x_row is None or w_row is None:
-        replay.refuse(_HIGH)
-        with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    y = multiply(x_row, w_row, dtype, bias)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-
-
-def dgrad(
-    grad: Tensor, row: BlockScaled | None, weight: Tensor, w_col: BlockScaled | None, dtype: torch.dtype
-) -> Tensor:
-    """dX [M, K] of grad [M, N] and weight [N, K], in high precision where there are no operands."""
-    if row is None or w_col is None:
-        replay.refuse(_HIGH)
-        return torch.mm(grad, weight.to(grad.dtype)).to(dtype)
-    return multiply(row, w_col.operand, dtype)
-
-
-def wgrad(
-    grad: Tensor,
-    col: BlockScaled | None,
-    x: Tensor | None,
-    x_col: BlockScaled | None,
-    dtype: torch.dtype,
-    main_grad: Tensor | None,
-) -> Tensor | None:
-    """dW [N, K] of grad [M, N] and x [..., K]; added into main_grad where there is one, and then None."""
-    if col is None or x_col is None:
-        assert x is not None, "an input that is not cast is kept"
-        replay.refuse(_HIGH)
-        dw = torch.mm(grad.mT, matrix(x).to(grad.dtype))
-        if main_grad is None:
-            return dw.to(dtype)
-        main_grad.add_(dw)
-        return None
-    dw = multiply(col.operand, x_col.operand, dtype, accumulate=main_grad)
-    return dw if main_grad is None else None
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

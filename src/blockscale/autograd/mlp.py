@@ -21,10 +21,11 @@ from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import multiply
 from .activation import Activation
-from .linear import check_linear, check_low, check_rounding, linear, main_grad_of, output_dtype, wgrad
+from .linear import check_linear, check_low, check_rounding, linear, main_grad_of, output_dtype
 from .once import once
 from .operands import Casts, Needs, Pair, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
+from .work import wgrad
 
 
 def swiglu_mlp(
