@@ -188,3 +188,20 @@ class Calls(TorchDispatchMode):
         if func.namespace == "blockscale":
             self.found[func._schema.name.partition("::")[2]] += 1
         return func(*args, **(kwargs or {}))
+
+
+def saved_bytes(function: Callable[[], Tensor], *known: Tensor) -> int:
+    """Bytes that wait for the backward, without these tensors and without counting storage twice."""
+    apart = {tensor.untyped_storage().data_ptr() for tensor in known}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in apart:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = function()
+    assert y.requires_grad
+    return sum(kept.values())

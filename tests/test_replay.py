@@ -14,7 +14,9 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale import library, replay
-from blockscale.replay import Recording, record
+from blockscale.autograd import get_recipe, work
+from blockscale.autograd.operands import Casts, Needs
+from blockscale.replay import Recorder, Recording, record
 from products import assert_same_bits, gaussian
 
 N = 33  # floats: no multiple of any alignment
@@ -276,6 +278,22 @@ def test_work_that_says_so_refuses():
         return out
 
     assert refusal(torchs, a)
+
+
+@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad", "bias"])
+def test_what_a_layer_does_by_torch_refuses(product: str, monkeypatch: pytest.MonkeyPatch):
+    """Even where it leaves nothing to return, as a gradient that is added to a buffer: a replay would leave it out."""
+    x, weight, grad = torch.randn(4, 8), torch.randn(6, 8), torch.randn(4, 6)
+    calls: dict[str, Callable[[], object]] = {
+        "fprop": lambda: work._fprop(x, weight, None, None, None, torch.float32),
+        "dgrad": lambda: work.dgrad(grad, None, weight, None, torch.float32),
+        "wgrad": lambda: work.wgrad(grad, None, x, None, torch.float32, torch.zeros(6, 8)),
+        "bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16")).gradient(grad, Needs(True, True, True)),
+    }
+    found = Recorder([x, weight, grad], 3)
+    monkeypatch.setattr(replay._state, "recorder", found, raising=False)
+    calls[product]()
+    assert found.refused in ("a product in high precision", "a sum by torch")
 
 
 def test_a_poisoned_buffer_refuses(monkeypatch: pytest.MonkeyPatch):

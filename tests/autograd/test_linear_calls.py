@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.errors import DeviceError, OptionError
 from blockscale.hardware import has_cpp_compiler
-from linear_reference import LOW, VARIANTS, Calls, Problem, by_fake_casts, drawn, fake_casts, sqnr
+from linear_reference import LOW, VARIANTS, Calls, Problem, by_fake_casts, drawn, fake_casts, saved_bytes, sqnr
 from products import assert_same_bits, gaussian
 
 ODD = (37, 200, 72)
@@ -147,23 +147,6 @@ def test_flops_are_counted_exactly(name: str):
     with FlopCounterMode(display=False) as counter:
         y.backward(p.dy)
     assert counter.get_total_flops() == 2 * 2 * m * n * k
-
-
-def saved_bytes(function: Callable[[], Tensor], *known: Tensor) -> int:
-    """Bytes that wait for the backward, without these tensors and without counting storage twice."""
-    apart = {tensor.untyped_storage().data_ptr() for tensor in known}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in apart:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = function()
-    assert y.requires_grad
-    return sum(kept.values())
 
 
 def test_memory_that_waits_for_the_backward():

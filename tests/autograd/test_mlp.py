@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale.autograd import get_recipe, linear, swiglu_mlp
 from blockscale.casts import activation as exact
 from blockscale.errors import DtypeError, OptionError, ShapeError
+from linear_reference import Calls, saved_bytes
 from products import assert_same_bits, gaussian
 
 LOW = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
@@ -211,19 +210,6 @@ def test_signal_to_noise(name: str):
 # ---- what is made and kept -----------------------------------------------------------------------------------------
 
 
-class Calls(TorchDispatchMode):
-    """Counts our operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "blockscale":
-            self.found[func._schema.name.partition("::")[2]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 FORWARD = {"quantize_both": 3, "swiglu_quantize": 1, "scaled_mm": 2}
 BACKWARD = {"quantize_both": 1, "swiglu_backward_quantize_both": 1, "scaled_mm": 4}
 
@@ -276,35 +262,18 @@ def test_frozen_leaves(which: str, name: str):
         assert_same_bits(got[at], p.grads()[at])
 
 
-def saved_bytes(function: Any, inputs: list[Tensor]) -> int:
-    """Bytes that wait for the backward, without the inputs themselves and without counting storage twice."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = function()
-    assert y.requires_grad
-    return sum(kept.values())
-
-
 def test_memory_that_waits():
     m, k, h, d = 256, 128, 128, 128
     p = Problem(m, k, h, d, bias=False)
     weights = [p.gate_up, p.down]
     twice = get_recipe("fp8_blockwise").replace(weight_cast="twice")
-    kept = saved_bytes(lambda: swiglu_mlp(p.x, *weights, recipe=twice), weights)
+    kept = saved_bytes(lambda: swiglu_mlp(p.x, *weights, recipe=twice), *weights)
     codes_and_scales = m * k + m // 128 * k * 4
     assert kept == codes_and_scales + 2 * m * 2 * h
     # with both operands of the weights made in the forward, one of each waits too
-    more = saved_bytes(lambda: swiglu_mlp(p.x, *weights), weights)
+    more = saved_bytes(lambda: swiglu_mlp(p.x, *weights), *weights)
     assert 2 * h * k + h * d < more - kept < 1.02 * (2 * h * k + h * d)
-    high = saved_bytes(lambda: swiglu_mlp(p.x * 1, *weights, recipe="bf16"), weights)
+    high = saved_bytes(lambda: swiglu_mlp(p.x * 1, *weights, recipe="bf16"), *weights)
     assert high == 2 * m * k + 2 * m * 4 * h
 
 

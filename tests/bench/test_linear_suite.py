@@ -163,7 +163,6 @@ def test_the_exact_mlp_is_itself():
     assert min(mlp.judge(one, layers.take(layer_peers.plain_way(), one))) > 100
 
 
-@pytest.mark.skipif(not hasattr(blockscale.nn, "SwiGLU"), reason="there is no MLP yet")
 def test_an_mlp_is_timed_beside_three_layers():
     extent = dataclasses.replace(mlp.extent(CPU, peers=SOME), units={"tiny": (128, 256)}, tokens=128)
     (only,) = mlp.cases(extent, ROOFS)

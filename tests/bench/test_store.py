@@ -6,10 +6,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench_rows import row
 from blockscale.bench import store
+from blockscale.errors import OptionError
 
 
 def test_round_trip(tmp_path: Path):
@@ -31,6 +33,15 @@ def test_a_row_replaces_its_like_and_keeps_its_place(tmp_path: Path):
 
 def test_no_file_is_no_rows(tmp_path: Path):
     assert store.read(tmp_path / "nothing.jsonl") == []
+
+
+@pytest.mark.parametrize("line", ['{"test": "tests/a.py", "outcome": "passed"}', "no json"])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, line: str):
+    path = tmp_path / "tests.jsonl"
+    path.write_text(line)
+    with pytest.raises(OptionError, match=r"tests\.jsonl has other lines.*name another file"):
+        store.write(path, [row("a")])
+    assert path.read_text() == line
 
 
 def test_regressions_are_flagged_beyond_three_percent():

@@ -95,6 +95,9 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
         added.append(accumulate)
         whole = product if bias is None else product + bias
         out.copy_(out + whole if accumulate else whole)
+        # as the copy engine does: up to the next 16 bytes
+        width = n + -n % (16 // out.element_size())
+        out.as_strided((len(out), width), out.stride(), out.storage_offset())[:, n:] = torch.nan
 
     monkeypatch.setattr(row, "launch", launch)
     serve = row.scaled_mm if module == "_hopper" else row.scaled_mm_mx
@@ -108,6 +111,10 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
         assert torch.equal(total, 1 + product)
         assert added[-1] == _launch.can_be_written(total), "a buffer that it can write is added to at once"
         assert bool((frame[:, :-n] == 1).all())
+    frame = torch.ones(5, n + -n % 4 + 4)  # whose rows can be addressed, and go on after the window
+    serve(a, b, frame[:, :n], bias=None, accumulate=True)
+    assert torch.equal(frame[:, :n], 1 + product)
+    assert bool((frame[:, n:] == 1).all()), "written outside the window"
 
 
 def test_kinds_of_sizes() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OptionError
+from ..errors import OptionError, message
 from ..gemm import _assembler
 from ..hardware import describe
 
@@ -115,7 +115,11 @@ def read(path: Path) -> list[Row]:
     """The rows of a file, in its order; nothing when there is no such file."""
     if not path.exists():
         return []
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+    try:
+        return [Row(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+    except (TypeError, ValueError) as error:
+        rule, fix = "a file of results has a row of the benchmarks in each line", "name another file"
+        raise OptionError(message(f"{path} has other lines ({error})", rule=rule, fix=fix)) from None
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:

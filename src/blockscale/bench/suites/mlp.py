@@ -7,10 +7,8 @@ layers with `silu(gate) * up` in between, as models are written; compiled, that 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from torch.nn import functional
 
 from ...autograd.recipe import Recipe
 from ...hardware import Capability, capability
+from ...nn import SwiGLU
 from ...roofline import Use
 from .. import shapes
 from ..harness import Args, Case
@@ -128,9 +127,11 @@ def ours(recipe: Recipe) -> Build:
     """Our MLP with the values of the plain one: gates first, then ups, in one weight."""
 
     def build(plain: nn.Module) -> nn.Module:
-        # imported late: where there is none, that is the row's problem and not the command's
-        swiglu: Any = importlib.import_module("blockscale.nn").SwiGLU
-        return swiglu.from_linears(*plain.children(), recipe, name="bench.mlp")
+        gate, up, down = plain.children()
+        assert isinstance(gate, nn.Linear)
+        assert isinstance(up, nn.Linear)
+        assert isinstance(down, nn.Linear)
+        return SwiGLU.from_linears(gate, up, down, recipe, name="bench.mlp")
 
     return build
 
