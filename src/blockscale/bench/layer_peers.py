@@ -21,6 +21,7 @@ from .peers import NOT_COMPILED, Peer, torchao
 ALL_PEERS = frozenset({"bf16", "casts", "torchao", "rowwise", "compile"})
 BF16, TORCHAO, COMPILED = "bf16", "torchao", "compiled"
 PER_STEP, TWICE = "cast per step", "cast twice"
+MAIN_GRAD = "fp32 main_grad"
 # a product in bf16 has 56 dB, and an MLP is several roundings
 BF16_DB = 45.0
 # the same formats as ours, with scales rounded otherwise
@@ -37,10 +38,10 @@ def compiled(way: Way, *, fullgraph: bool = False) -> Way:
     return replace(way, compile=compile)  # pyright: ignore[reportArgumentType]
 
 
-def our_way(ours: Ours, recipe: Recipe, weight_cast: WeightCast = "forward") -> Way:
+def our_way(ours: Ours, recipe: Recipe, weight_cast: WeightCast = "forward", *, main_grads: bool = False) -> Way:
     """Ours by a recipe; weights that are cast once a step are cast at its start."""
     chosen = recipe.replace(name=recipe.name, weight_cast=weight_cast)
-    return Way(ours(chosen), refreshes=weight_cast == "step")
+    return Way(ours(chosen), refreshes=weight_cast == "step", main_grads=main_grads)
 
 
 def plain_way() -> Way:

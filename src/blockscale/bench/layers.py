@@ -26,20 +26,24 @@ class Way:
     """How to train a layer.
 
     build: makes a module from the one in bf16, with the same parameters.  refreshes: weights are cast at the start of a
-    step.  compile: what a compiled form is made with, None for eager.
+    step.  main_grads: gradients of weights are added into fp32 buffers by the products themselves.  compile: what a
+    compiled form is made with, None for eager.
     """
 
     build: Build
     refreshes: bool = False
+    main_grads: bool = False
     compile: Callable[[Module], Module] | None = None
 
 
 class Form(NamedTuple):
-    """A module as it is called, the same before compilation, and its parameters."""
+    """A module as it is called, the same before compilation, its parameters, and the fp32 buffers of their gradients
+    where it has some."""
 
     call: Callable[[Tensor], Tensor]
     module: Module
     parameters: list[Parameter]
+    main_grads: list[Tensor | None]
 
 
 class Forms:
@@ -54,7 +58,9 @@ class Forms:
         if way not in self._made:
             module = way.build(self.plain)
             call = module if way.compile is None else way.compile(module)
-            self._made[way] = Form(call, module, list(module.parameters()))
+            parameters = list(module.parameters())
+            buffers = [torch.zeros_like(each, dtype=torch.float32) if way.main_grads else None for each in parameters]
+            self._made[way] = Form(call, module, parameters, buffers)
         return self._made[way]
 
 
@@ -102,8 +108,7 @@ def _normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
 def step(way: Way, microbatches: int, batch: Batch) -> Results:
     """What is timed; results are of the last microbatch, but for gradients of weights, which are sums."""
     form, x = batch.forms.of(way), batch.x
-    for parameter in form.parameters:
-        parameter.grad = None
+    _clear(form)
     if way.refreshes:
         refresh_weights_(form.module)
     y = x
@@ -111,7 +116,15 @@ def step(way: Way, microbatches: int, batch: Batch) -> Results:
         x.grad = None
         y = form.call(x)
         y.backward(batch.dy)
-    return Results(y.detach(), _grad(x), [_grad(parameter) for parameter in form.parameters])
+    grads = [_grad(one) if main is None else main for one, main in zip(form.parameters, form.main_grads, strict=True)]
+    return Results(y.detach(), _grad(x), grads)
+
+
+def _clear(form: Form) -> None:
+    """No gradients yet; the forms of a layer share parameters, but not buffers."""
+    for parameter, main_grad in zip(form.parameters, form.main_grads, strict=True):
+        parameter.grad = None
+        parameter.main_grad = None if main_grad is None else main_grad.zero_()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def take(way: Way, batch: Batch) -> Results:

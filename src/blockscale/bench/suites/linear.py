@@ -2,7 +2,8 @@
 
 A row is ours in eager mode with the weight cast in every forward; the same with the weight cast twice or once a step,
 and compiled, stands beside it. A row of 8 microbatches is a whole step: one cast of the weight, 8 forwards and
-backwards whose gradients are added up, and its time is of one of them. Launches are part of the time; what the host
+backwards whose gradients are added up in `.grad`, and its time is of one of them; beside it the same where the products
+add them into an fp32 `main_grad`. Launches are part of the time; what the host
 spends on a layer so small that the device never waits is a row of its own.
 """
 
@@ -22,8 +23,8 @@ from ...nn import Linear
 from ...roofline import Use
 from .. import shapes
 from ..harness import Args, Case
-from ..layer_peers import ALL_PEERS, PER_STEP, TWICE, our_way, peers, plain_way
-from ..layers import Batch, Build, Results, Way, make_batch, normal_linear, step
+from ..layer_peers import ALL_PEERS, MAIN_GRAD, PER_STEP, TWICE, our_way, peers, plain_way
+from ..layers import Batch, Build, Results, make_batch, normal_linear, step
 from ..peers import Peer
 from ..products import ROWS, sqnr_db
 from ..rooflines import Roofs
@@ -118,8 +119,9 @@ def case(
     (k, n), several = layer, microbatches > 1
     weight_cast = "step" if several else "forward"
     main = our_way(ours, recipe, weight_cast)
-    others: dict[str, Way] = {}
-    if not several:
+    if several:
+        others = {MAIN_GRAD: our_way(ours, recipe, weight_cast, main_grads=True)}
+    else:
         others = {TWICE: our_way(ours, recipe, "twice"), PER_STEP: our_way(ours, recipe, "step")}
     first, compiling = tokens == extent.tokens[0], layer in extent.compiled
     beside = peers(
