@@ -70,7 +70,7 @@ def swiglu_mlp(
         for at, (weight, given) in enumerate(zip((gate_up_weight, down_weight), weight_operands, strict=True))
     ]
     biases, dtype = (gate_up_bias, down_bias), output_dtype(source)
-    if not any(needs[0] + needs[1]):
+    if not any((*needs[0], *needs[1])):
         rows = pair[0], weights[0][0], weights[1][0]
         return _fprop(rows, biases, casts[1], dtype)[1].view(*source.shape[:-1], down_weight.shape[0])
     return SwiGLUFunction.apply(  # pyright: ignore[reportReturnType]
