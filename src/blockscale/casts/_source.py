@@ -155,7 +155,9 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
     if not whole:
         if source.columns % 8:  # rows start off 16 bytes: an address for each piece of one
             return Tile(4, 32, 128, 8)
-        return Tile(8, 16, 128, 4, 168 if source.indices is not None and measured else None)
+        # a third program is worth the few registers that then live in memory, but for fp16, where they are many
+        limited = measured and (source.held == "bf16" or source.indices is not None)
+        return Tile(8, 16, 128, 4, 168 if limited else None)
     if source.name != "plain" and all(plan.spec.family == "fp8" for plan in plans):
         return Tile(4, 32, 128, 8, 128) if measured else Tile(4, 32, 128, 16)
     if source.name == "swiglu" and all(plan.spec.family == "mx" and not plan.spec.is_2d for plan in plans):

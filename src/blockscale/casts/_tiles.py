@@ -23,6 +23,13 @@ from ._device import butterfly, encode_factor, flip_signs, round_to_bf16
 from ._device_codes import magnitude_bits
 
 
+class Even(NamedTuple):
+    """Whether tiles cover rows and columns exactly: what need not be asked costs neither registers nor time."""
+
+    rows: bool
+    columns: bool
+
+
 class Side(NamedTuple):
     """All that a kernel must know about one operand at compile time."""
 
@@ -88,8 +95,12 @@ def load_pairs(x_ptr, row_offsets, w, row_ok, columns, stride_k, MODE: tl.conste
         hi = tl.load(at + stride_k, mask=mask_hi, other=0.0).to(tl.float32)
         return lo, hi
     else:
-        if EVEN:
+        if EVEN.rows and EVEN.columns:
             words = tl.load(x_ptr + row_offsets + w)
+        elif EVEN.rows:
+            words = tl.load(x_ptr + row_offsets + w, mask=w < columns // 2, other=0)
+        elif EVEN.columns:
+            words = tl.load(x_ptr + row_offsets + w, mask=row_ok, other=0)
         else:
             words = tl.load(x_ptr + row_offsets + w, mask=row_ok & (w < columns // 2), other=0)
         return words, words

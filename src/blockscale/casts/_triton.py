@@ -32,7 +32,7 @@ from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
 from ._launch import launcher, start
 from ._source import Source, Tile, dense, plain, power_of_two, tile_shape
-from ._tiles import side
+from ._tiles import Even, side
 
 Buffers = tuple[Tensor, Tensor, Tensor | None]
 
@@ -172,14 +172,15 @@ def _prepare(
     block_rows = tile.J * tile.MQ
     length = rows if offs is None else padded_length(rows, groups)
     stored = length if col is None or offs is not None else col.plan.stored_length(length)
-    cover_m, cover_k, even = rows, columns, dense and rows % block_rows == 0 and source.walked % tile.BK == 0
+    cover_m, cover_k = rows, columns
     if row is not None:
-        need = _covered(row.plan, rows, row.plan.stored_length(columns))
-        cover_m, cover_k, even = need[0], need[1], even and need == (rows, columns)
+        cover_m, cover_k = _covered(row.plan, rows, row.plan.stored_length(columns))
     if col is not None:
         need = _covered(col.plan, columns, stored)
         cover_m, cover_k = max(cover_m, need[1]), max(cover_k, need[0])
-        even = even and need == (columns, rows)
+    even = Even(
+        dense and rows % block_rows == 0 and cover_m == rows, source.walked % tile.BK == 0 and cover_k == columns
+    )
     if offs is not None:
         cover_m = max(length, rows + (GROUP_ALIGN - 1) * (groups + 1))
     tiles_m, tiles_k = ceil_div(cover_m, block_rows), ceil_div(cover_k, tile.BK)
@@ -289,7 +290,7 @@ def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, tra
     block_rows = tile.J * tile.MQ
     tiles_m = ceil_div(rows if offs is None else rows + (GROUP_ALIGN - 1) * (groups + 1), block_rows)
     tiles_k = ceil_div(source.walked, tile.BK)
-    even = rows % block_rows == 0 and source.walked % tile.BK == 0 and offs is None and source.indices is None
+    even = Even(rows % block_rows == 0 and offs is None and source.indices is None, source.walked % tile.BK == 0)
     start(amax_kernel, (count * tiles_m * tiles_k,), source.x)(
         *source.arguments(), offs, top, rows, columns, *source.steps(), tiles_m, tiles_k, groups,
         PER_GROUP=out.plan.grouped_amax, SOURCE=source.name, MODE=source.mode, HELD=source.held, EVEN=even,

@@ -23,7 +23,7 @@ from ..library import empty
 from ..registry import Request, kernel
 from ._device_fused import rstd as row_rstd
 from ._source import WORDS, Source, as_words, dense, in_pairs, power_of_two
-from ._tiles import load_pairs, values
+from ._tiles import Even, load_pairs, values
 from ._triton import DEVICES, Buffers, Output, launch, reject
 from .ops import is_far
 
@@ -217,14 +217,14 @@ _LONGEST_ROW = 32768  # a row is summed in the registers of one program
 @triton.jit
 def _rstd_kernel(
     x_ptr, rstd_ptr, M, K, stride_e, stride_m, stride_k, share, eps,
-    MODE: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    MODE: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """1 / sqrt(mean of squares + eps) of R rows: pairs first, as the contract's tree has it."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid * R + tl.arange(0, R)[:, None]
     offsets = (row // M) * stride_e + (row % M) * stride_m
     w = tl.arange(0, N // 2)[None, :]
-    a, b = load_pairs(x_ptr, offsets, w, row >= 0, K, stride_k, MODE, False)
+    a, b = load_pairs(x_ptr, offsets, w, row >= 0, K, stride_k, MODE, EVEN)
     lo, hi = values(a, b, MODE)
     factor = row_rstd(lo, hi, share, eps, R, N // 2)
     tl.store(rstd_ptr + pid * R + tl.arange(0, R), factor)
@@ -236,7 +236,8 @@ def _launch_rstd(x: Tensor, eps: float, out: Tensor) -> None:
     steps = [step if mode == "any" else step // 2 for step in x.stride()[:2]]
     size = power_of_two(max(columns, 2))
     _rstd_kernel[(count * rows,)](
-        as_words(x, mode), out, rows, columns, *steps, x.stride(2), 1.0 / columns, eps, MODE=mode, R=1, N=size,
+        as_words(x, mode), out, rows, columns, *steps, x.stride(2), 1.0 / columns, eps,
+        MODE=mode, EVEN=Even(True, size == columns), R=1, N=size,
         num_warps=8 if size > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -88,7 +88,7 @@ def write_row(
     m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
     w = pk * W + tl.arange(0, W)[None, None, :]
     if BY_WORDS:
-        if not EVEN:
+        if not EVEN.columns:
             # Past the tail words are zero, and so must their codes be, in a block with a NaN too. Not by choosing among
             # codes: the assembler of CUDA 12.8 loses halves of merged conversions that are taken apart again.
             spread = tl.where(2 * w < columns, spread, tl.zeros_like(spread))
@@ -98,7 +98,7 @@ def write_row(
             lo, hi = values(lo, hi, MODE)
         word_lo, word_hi = _random_pair(random, m, w, S)
         code = encode_two(lo * spread, hi * spread, word_lo, word_hi, S)
-        if not EVEN:
+        if not EVEN.columns:
             code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, code & ((1 << S.code_bits) - 1), 0))
         code = code.to(tl.int16) if S.code_bits == 8 else code.to(tl.uint8)
     if J == 4 or (S.code_bits == 4 and J > 1):
@@ -112,13 +112,17 @@ def write_row(
         m, w = (i % MQ) * J + i // MQ, pk * W + tl.arange(0, W)[None, :]
         code = tl.reshape(tl.permute(code, (1, 0, 2)), (MQ * J, W))
     at = data_ptr + tl.cast(row0, tl.int64) * row_units + m * row_units + w
-    if EVEN:
+    if EVEN.rows and EVEN.columns:
         tl.store(at, code)
+    elif EVEN.rows:
+        tl.store(at, code, mask=w < row_units)
+    elif EVEN.columns:
+        tl.store(at, code, mask=m < rows_end - row0)
     else:
         tl.store(at, code, mask=(m < rows_end - row0) & (w < row_units))
     tile = row0 // S.across + tl.arange(0, NR)[:, None]
     block = pk * NL + tl.arange(0, NL)[None, :]
-    if EVEN:
+    if EVEN.rows:
         _store_scales(scale_ptr, scale, tile, block, rows, columns, pitch, S)
     else:
         # rows of the next group are not ours; past the last row there are only pads
@@ -169,7 +173,7 @@ def write_column(
         low, high = _pack_rows(lo * low, word_lo, S), _pack_rows(hi * high, word_hi, S)
     packed = tl.reshape(tl.join(low, high), (BM // PER_WORD, 2 * W))
     word = tl.arange(0, BM // PER_WORD)[:, None]
-    if not (EVEN or GROUPED):
+    if not (EVEN.rows or GROUPED):
         # the tail of a block with a NaN would not be zero by itself
         kept = tl.minimum(tl.maximum(length - position - word * PER_WORD, 0), PER_WORD)
         packed = packed & tl.where(kept == PER_WORD, -1, (1 << (kept * S.code_bits)) - 1)
@@ -177,8 +181,12 @@ def write_column(
         packed = tl.where(live, packed, 0)
     k = tl.arange(0, 2 * W)[None, :]
     at = data_ptr + (pk.to(tl.int64) * (2 * W) * row_units + position // PER_WORD) + k * row_units + word
-    if EVEN:
+    if EVEN.rows and EVEN.columns:
         tl.store(at, packed)
+    elif EVEN.rows:
+        tl.store(at, packed, mask=k < columns - pk * (2 * W))
+    elif EVEN.columns:
+        tl.store(at, packed, mask=word < row_units - position // PER_WORD)
     else:
         tl.store(at, packed, mask=(k < columns - pk * (2 * W)) & (word < row_units - position // PER_WORD))
     block = position // S.along + tl.arange(0, NB)[:, None]
