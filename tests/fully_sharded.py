@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockscale as bs
@@ -104,6 +105,29 @@ def alone(model: nn.Module, microbatches: int, step: int = 0) -> None:
         param.grad = (totals[0][name] + totals[1][name]) / RANKS
 
 
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+@functools.cache
+def in_one_process(
+    optimize: Callable[[nn.Module], Optimizer], steps: int, microbatches: int, gated: bool, name: str = "fp8_blockwise"
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Gradients of every step and the weights after the last: what many cases are compared with, made once."""
+    model = build("forward", gated=gated, name=name)
+    optimizer, found = optimize(model), list[dict[str, Tensor]]()
+    for step in range(steps):
+        alone(model, microbatches, step)
+        found.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, dict(model.state_dict())
+
+
 def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """0 for the same bits, else the largest relative error of a tensor."""
     assert got.keys() == want.keys(), (got.keys(), want.keys())
@@ -133,24 +157,22 @@ def against_one_process(
     weight_cast: str, *, gated: bool, reshard: bool, microbatches: int, recompute: bool, name: str
 ) -> dict[str, Any]:
     """Two steps of SGD; the second sees what the first did to the weights."""
-    model, one = build(weight_cast, gated=gated, name=name), build("forward", gated=gated, name=name)
+    wanted, weights = in_one_process(sgd, 2, microbatches, gated, name)
+    model = build(weight_cast, gated=gated, name=name)
     if recompute:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     shard(model, reshard_after_forward=reshard)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, one)]
-    found: dict[str, Any] = {"grads": 0.0}
-    for step in range(2):
+    optimizer, found = sgd(model), dict[str, Any](grads=0.0)
+    for step, want in enumerate(wanted):
         with Calls() as calls:
             train(model, microbatches, step)
-        alone(one, microbatches, step)
-        found["grads"] = max(found["grads"], difference(gradients(model), gradients(one)))
+        found["grads"] = max(found["grads"], difference(gradients(model), want))
         found["casts"] = dict(calls.weights)
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     whole = {key: value.full_tensor() for key, value in model.state_dict().items()}
     plain = {key.replace("_checkpoint_wrapped_module.", ""): value for key, value in whole.items()}
-    found["weights"] = difference(plain, dict(one.state_dict()))
+    found["weights"] = difference(plain, weights)
     return found
 
 
@@ -226,43 +248,39 @@ def refused(how: str) -> str:
 
 def opened_before(reshard: bool) -> dict[str, Any]:
     """Sharing that began before the weights were cut ends with it, however often the same tensors are gathered into."""
-    model, one = build("step"), build("forward")
+    wanted, _ = in_one_process(sgd, 3, 1, gated=False)
+    model = build("step")
     bs.refresh_weights_(model)
     shard(model, reshard_after_forward=reshard)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, one)]
-    worst = 0.0
-    for step in range(3):
+    optimizer, worst = sgd(model), 0.0
+    for step, want in enumerate(wanted):
         with torch.no_grad():  # as an evaluation does; the root stays whole after it
             model(batch(dist.get_rank(), 0, step))
         train(model, 1, step)
-        alone(one, 1, step)
-        worst = max(worst, difference(gradients(model), gradients(one)))
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        worst = max(worst, difference(gradients(model), want))
+        optimizer.step()
+        optimizer.zero_grad()
     return {"grads": worst}
 
 
 def replicated(weight_cast: str, microbatches: int, gated: bool) -> dict[str, Any]:
     """DDP; with "step" the casts are shared by all microbatches, as in one process."""
-    model, one = build(weight_cast, gated=gated), build("forward", gated=gated)
+    wanted, weights = in_one_process(adamw, 2, microbatches, gated)
+    model = build(weight_cast, gated=gated)
     parallel = DistributedDataParallel(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (model, one)]
+    optimizer, found = adamw(model), dict[str, Any](grads=0.0)
     if weight_cast == "step":
-        bs.attach(optimizers[0], parallel)
-    found: dict[str, Any] = {"grads": 0.0}
-    for step in range(2):
+        bs.attach(optimizer, parallel)
+    for step, want in enumerate(wanted):
         with Calls() as calls:
             for each in range(microbatches):
                 parallel.require_backward_grad_sync = each == microbatches - 1
                 loss(parallel, batch(dist.get_rank(), each, step)).backward()
-        alone(one, microbatches, step)
-        found["grads"] = max(found["grads"], difference(gradients(parallel), gradients(one)))
+        found["grads"] = max(found["grads"], difference(gradients(parallel), want))
         found["casts"] = dict(calls.weights)
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-    found["weights"] = difference(dict(model.state_dict()), dict(one.state_dict()))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["weights"] = difference(dict(model.state_dict()), weights)
     return found
 
 

@@ -389,7 +389,7 @@ def test_every_error_is_a_value_error_or_a_not_implemented_error():
 
 def test_every_error_is_raised_somewhere_here():
     cases = [*CASTS, *PRODUCTS, *GROUPED, *OPERANDS, *NAMES]
-    # the last by tests/autograd/test_weights.py
+    # the last by tests/autograd/test_weights_writes.py
     raised = {kind for _, _, kind, _ in cases} | {PairError, BackendError, StaleWeightError}
     assert raised == set(BlockscaleError.__subclasses__())
 

@@ -40,8 +40,11 @@ _SM120 = {
     ("nvfp4", "nvfp4"): ("mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3", "OMMA"),
 }
 M, N, K = 512, 512, 1024
-# output, bias, accumulate
+_Epilogue = tuple[torch.dtype, bool, bool]  # output, bias, accumulate
 _EPILOGUES = ((torch.bfloat16, False, False), (torch.float16, True, False), (torch.float32, False, True))
+# of what differs from the first pair in a field of the instruction, or in nothing that a kernel sees, one epilogue
+_ALIKE = {("mxfp8_e5m2", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3_128x128")}
+_SM100_CASES = [(*case, each) for case in _SM100.items() for each in _EPILOGUES[: 1 if case[0] in _ALIKE else 3]]
 
 
 def operands(pair: tuple[str, str], rows: int = M, k: int = K) -> tuple[BlockScaled, BlockScaled]:
@@ -49,9 +52,7 @@ def operands(pair: tuple[str, str], rows: int = M, k: int = K) -> tuple[BlockSca
     return quantize(a, pair[0], scale_layout="blocked"), quantize(b, pair[1], scale_layout="blocked")
 
 
-def compiled(
-    arch: int, pair: tuple[str, str], epilogue: tuple[torch.dtype, bool, bool], tile: Tile
-) -> tuple[Report, int]:
+def compiled(arch: int, pair: tuple[str, str], epilogue: _Epilogue, tile: Tile) -> tuple[Report, int]:
     """What the assembler made of it, and the columns of tensor memory that it takes."""
     dtype, bias, accumulate = epilogue
     (a, b), out = operands(pair), torch.empty(M, N, dtype=dtype)
@@ -60,9 +61,8 @@ def compiled(
     return report(kernels[0]), kernels[0].metadata.tmem_size
 
 
-@pytest.mark.parametrize("epilogue", _EPILOGUES, ids=str)
-@pytest.mark.parametrize(("pair", "names"), _SM100.items(), ids=str)
-def test_sm100(pair: tuple[str, str], names: tuple[str, str], epilogue: tuple[torch.dtype, bool, bool]) -> None:
+@pytest.mark.parametrize(("pair", "names", "epilogue"), _SM100_CASES, ids=str)
+def test_sm100(pair: tuple[str, str], names: tuple[str, str], epilogue: _Epilogue) -> None:
     dtype, bias, accumulate = epilogue
     tile = _blackwell.tile_for_sm100(*operands(pair), dtype, 8)
     assert tile.bn == (128 if accumulate else 256)
@@ -122,7 +122,7 @@ def test_two_programs_share_a_multiprocessor_of_sm100() -> None:
 
 @pytest.mark.parametrize("epilogue", _EPILOGUES[1:], ids=str)
 @pytest.mark.parametrize(("pair", "names"), _SM120.items(), ids=str)
-def test_sm120(pair: tuple[str, str], names: tuple[str, str], epilogue: tuple[torch.dtype, bool, bool]) -> None:
+def test_sm120(pair: tuple[str, str], names: tuple[str, str], epilogue: _Epilogue) -> None:
     found, _ = compiled(120, pair, epilogue, _blackwell.tile_for_sm120(*operands(pair)))
     kind, code = names
     assert {name.split("kind::")[-1] for name in re.findall(r"mma\.sync\S+", found.ptx)} == {kind}

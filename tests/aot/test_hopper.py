@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 _Epilogue = tuple[torch.dtype, bool, bool, bool]
-# output, bias, accumulate, shared tiles: the largest tile of each kind with all of them, the others with two
+# output, bias, accumulate, shared tiles
 _EPILOGUES = (
     (torch.bfloat16, True, False, False),
     (torch.bfloat16, False, False, True),
@@ -35,13 +35,14 @@ _EPILOGUES = (
     (torch.float32, False, True, True),
     (torch.float16, False, False, False),
 )
+# Every tile with a bias, in the order of TILES; shared, one of each count of groups and waves; the tile with the fewest
+# registers with all but fp16, which differs from bf16 in one instruction.
 _CASES = [
-    (tile, weight, epilogue)
+    (tile, weight, _EPILOGUES[number])
     for weight in ("fp8_128x128", "fp8_1x128")
-    for number, tile in enumerate(heuristics.TILES)
-    for epilogue in _EPILOGUES[: 5 if number < 2 else 2]
-    if tile.waves == 1 or not epilogue[2]
-]
+    for tile, numbers in zip(heuristics.TILES, ((0, 1), (0, 1, 2, 3), (0, 1), (0,), (0, 1), (0,)), strict=True)
+    for number in numbers
+] + [(heuristics.TILES[1], "fp8_128x128", _EPILOGUES[4])]
 # Values that the compiler moves out of copies of the consumer; they are stored and loaded once for each launch.
 _MAY_SPILL = {("fp8_1x128", True): 32, ("fp8_128x128", True): 80 if LATER else 0}
 

@@ -46,7 +46,7 @@ def batch() -> layers.Batch:
 
 
 def way(weight_cast: Any = "forward", name: str = common.FP8) -> layers.Way:
-    return layer_peers.our_way(linear.ours, common.RECIPES[name], weight_cast)
+    return layers.our_way(layers.our_linear, common.RECIPES[name], weight_cast)
 
 
 def test_every_case_is_listed_once():
@@ -160,7 +160,7 @@ def test_conversions_reach_every_layer_of_an_mlp():
 
 def test_the_exact_mlp_is_itself():
     one = layers.make_batch(mlp.plain_unit((128, 256), CPU), 64, (128, 128), CPU)
-    assert min(mlp.judge(one, layers.take(layer_peers.plain_way(), one))) > 100
+    assert min(mlp.judge(one, layers.take(layers.plain_way(), one))) > 100
 
 
 def test_an_mlp_is_timed_beside_three_layers():

@@ -11,9 +11,10 @@ import torch
 import blockscale
 from blockscale.autograd import refresh_weights_
 from blockscale.autograd.recipe import get_recipe
-from blockscale.bench import linears, rooflines
+from blockscale.bench import layers, linears, rooflines
 from blockscale.bench.ceilings import Ceilings, as_roof, measure_roof
 from blockscale.bench.linears import Measured, time_layers
+from blockscale.bench.timing import Timing
 from blockscale.errors import DeviceError
 from blockscale.roofline import INFERENCE, MEASURED, TRAINING, Use, nominal
 
@@ -33,7 +34,10 @@ class Recorded(blockscale.nn.Linear):
         self.made.append(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self.calls.append("train" if torch.is_grad_enabled() else "infer")
+        if torch.is_grad_enabled():
+            self.calls.append("train" if self.weight.grad is None else "train on")
+        else:
+            self.calls.append("infer")
         return super().forward(input)
 
 
@@ -44,8 +48,8 @@ def _layer(monkeypatch: pytest.MonkeyPatch) -> None:
             layer.calls.append("refresh")
         refresh_weights_(layer)
 
-    monkeypatch.setattr(linears.nn, "Linear", Recorded)
-    monkeypatch.setattr(linears, "refresh_weights_", refresh)
+    monkeypatch.setattr(layers, "Linear", Recorded)
+    monkeypatch.setattr(layers, "refresh_weights_", refresh)
     monkeypatch.setattr(Recorded, "made", [])
 
 
@@ -61,8 +65,7 @@ def test_both_are_timed() -> None:
         assert (row.layer, row.tokens, row.method) == (LAYER, 8, "cpu")
         assert 0 < row.spread_us[0] <= row.us <= row.spread_us[1]
     (layer,) = Recorded.made
-    assert set(layer.calls) == {"train"}
-    assert layer.weight.grad is None, "gradients are not added up between calls"
+    assert set(layer.calls) == {"train"}, "gradients are not added up between calls"
     assert (layer.recipe.name, layer.recipe.weight_cast) == ("fp8_blockwise", "forward")
 
 
@@ -76,15 +79,23 @@ def test_a_step_is_one_cast_and_all_microbatches() -> None:
     timed(Use(microbatches=3, weight_cast="step"))
     (layer,) = Recorded.made
     assert layer.recipe.weight_cast == "step"
-    assert layer.calls[:8] == ["refresh", "train", "train", "train"] * 2
-    assert layer.calls.count("train") == 3 * layer.calls.count("refresh")
+    assert layer.calls[:8] == ["refresh", "train", "train on", "train on"] * 2
+    assert len(layer.calls) == 4 * layer.calls.count("refresh") == 4 * layer.calls.count("train")
 
 
 def test_a_time_is_that_of_one_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = linears.Timing(30.0, 27.0, 33.0, "graph", 2)
+    timing = Timing(30.0, 27.0, 33.0, "graph", 2)
     monkeypatch.setattr(linears, "measure", lambda slices, rounds: dict.fromkeys(slices, timing))
     assert [row.us for row in timed(Use(microbatches=3, weight_cast="step"))] == [10.0, 10.0]
     assert [row.us for row in timed(TRAINING)] == [30.0, 30.0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_with_a_bias(training: bool) -> None:
+    timed(Use(training, bias=True))
+    (layer,) = Recorded.made
+    assert layer.bias is not None
+    assert (layer.bias.grad is not None) == training
 
 
 def test_serving_casts_the_weight_once_beforehand() -> None:
@@ -93,6 +104,7 @@ def test_serving_casts_the_weight_once_beforehand() -> None:
     assert layer.calls[0] == "refresh"
     assert set(layer.calls[1:]) == {"infer"}
     assert layer.recipe.weight_cast == "step"
+    assert layer.weight.grad is None
 
 
 def test_rows_survive_a_file(tmp_path: Path) -> None:

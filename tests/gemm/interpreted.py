@@ -28,6 +28,10 @@ from blockscale.gemm.epilogue import finish  # noqa: E402
 # tails in every direction, an odd K, whole blocks, one row
 SIZES = ((33, 70, 150), (5, 66, 257), (40, 64, 256), (1, 1, 1))
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+# output, bias, accumulate; every case has the first, whose bound is the closest, and two more in turn: what finishes a
+# product does not depend on its operands, and the sizes of a format have all of them
+EPILOGUES = [(dtype, bias, False) for dtype in ROUNDING for bias in (False, True)] + [(torch.float32, False, True)]
+OF_A_CASE = 3
 
 
 def bound(a: BlockScaled, b: BlockScaled) -> Tensor:
@@ -61,21 +65,25 @@ def cases() -> Iterator[tuple[str, BlockScaled, BlockScaled]]:
     yield "turned", turned, bs.quantize(torch.randn(150, 70), "fp8_1x128", axis=-2).mT
 
 
-def wrong(a: BlockScaled, b: BlockScaled, backend: str) -> int:
+def epilogues(number: int) -> list[tuple[torch.dtype, bool, bool]]:
+    """Those of a case."""
+    first, *others = EPILOGUES
+    return [first, *(others[(2 * number + place) % len(others)] for place in range(OF_A_CASE - 1))]
+
+
+def wrong(a: BlockScaled, b: BlockScaled, backend: str, number: int) -> int:
     exact, most = exact_mm(a, b), bound(a, b)
     bias, before = torch.randn(b.rows), torch.randn(a.rows, b.rows)
     count = 0
-    with bs.use_backend(gemm=backend):
-        for dtype, rounding in ROUNDING.items():
-            for given in (None, bias.to(dtype)):
-                want = exact if given is None else exact + given.double()
-                got = bs.scaled_mm(a, b, dtype, bias=given).double()
-                loss = most + want.abs() * (rounding + 2.0**-23)
-                count += int(((got - want).abs() > loss).sum()) + int((got.isnan() != want.isnan()).sum())
-        total = before.clone()
-        bs.scaled_mm(a, b, accumulate=total)
-    want = exact + before.double()
-    return count + int(((total.double() - want).abs() > most + want.abs() * 2.0**-23).sum())
+    for dtype, has_bias, accumulate in epilogues(number):
+        given, total = bias.to(dtype) if has_bias else None, before.clone() if accumulate else None
+        with bs.use_backend(gemm=backend):
+            got = bs.scaled_mm(a, b, dtype, bias=given, accumulate=total).double()
+        want = exact if given is None else exact + given.double()
+        want = want + before.double() if accumulate else want
+        loss = most + want.abs() * (ROUNDING[dtype] + 2.0**-23)
+        count += int(((got - want).abs() > loss).sum()) + int((got.isnan() != want.isnan()).sum())
+    return count
 
 
 def finished() -> Iterator[tuple[str, int, int]]:
@@ -99,7 +107,10 @@ def main(
 ) -> int:
     torch.manual_seed(0)
     with bs.use_backend("reference"):  # casts are tested elsewhere, and take the interpreter longer than products
-        found = [(what, 7 * a.rows * b.rows, wrong(a, b, backend)) for what, a, b in cases]
+        found = [
+            (what, OF_A_CASE * a.rows * b.rows, wrong(a, b, backend, number))
+            for number, (what, a, b) in enumerate(cases)
+        ]
     found += more
     bad = [f"{what}: {count} values off" for what, _, count in found if count]
     print(len(found), sum(values for _, values, _ in found), len(bad))

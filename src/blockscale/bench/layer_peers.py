@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autograd.recipe import Recipe, WeightCast
-from .layers import Batch, Build, Results, Way, step, take
+from .layers import Batch, Build, Results, Way, plain_way, step, take
 from .peers import NOT_COMPILED, Peer, torchao
 
 ALL_PEERS = frozenset({"bf16", "casts", "torchao", "rowwise", "compile"})
@@ -29,24 +28,12 @@ _NEAR_DB = 0.2
 _BLOCK = 128
 
 Judge = Callable[[Batch, Results], tuple[float, ...]]
-Ours = Callable[[Recipe], Build]
 
 
 def compiled(way: Way, *, fullgraph: bool = False) -> Way:
     """The same through torch.compile for one shape."""
     compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=False)
     return replace(way, compile=compile)  # pyright: ignore[reportArgumentType]
-
-
-def our_way(ours: Ours, recipe: Recipe, weight_cast: WeightCast = "forward", *, main_grads: bool = False) -> Way:
-    """Ours by a recipe; weights that are cast once a step are cast at its start."""
-    chosen = recipe.replace(name=recipe.name, weight_cast=weight_cast)
-    return Way(ours(chosen), refreshes=weight_cast == "step", main_grads=main_grads)
-
-
-def plain_way() -> Way:
-    """The layer in bf16 itself."""
-    return Way(lambda plain: plain)
 
 
 def peers(

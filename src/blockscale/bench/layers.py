@@ -1,4 +1,4 @@
-"""A layer in training: its forms, which share their parameters, the calls of one optimizer step, and what they keep.
+"""A layer that is timed: its forms, which share their parameters, the calls of one optimizer step, and what they keep.
 
 A step clears gradients, casts the weights where they are shared by microbatches, and runs forward and backward of every
 microbatch; the optimizer itself is not part of it. Inputs rotate from call to call, parameters do not: what is compiled
@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ..autograd.recipe import Recipe, WeightCast
 from ..autograd.weights import refresh_weights_, shared_weights
+from ..formats.stochastic import rng_state
+from ..nn import Linear
 from .harness import random
 
 Build = Callable[[Module], Module]
+Ours = Callable[[Recipe], Build]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +38,17 @@ class Way:
     refreshes: bool = False
     main_grads: bool = False
     compile: Callable[[Module], Module] | None = None
+
+
+def plain_way() -> Way:
+    """The layer in bf16 itself."""
+    return Way(lambda plain: plain)
+
+
+def our_way(ours: Ours, recipe: Recipe, weight_cast: WeightCast = "forward", *, main_grads: bool = False) -> Way:
+    """Ours by a recipe; weights that are cast once a step are cast at its start."""
+    chosen = recipe.replace(name=recipe.name, weight_cast=weight_cast)
+    return Way(ours(chosen), refreshes=weight_cast == "step", main_grads=main_grads)
 
 
 class Form(NamedTuple):
@@ -92,11 +107,29 @@ def make_batch(plain: Module, tokens: int, features: tuple[int, int], device: to
     return Batch(Forms(plain), x.requires_grad_(), dy)
 
 
-def normal_linear(in_features: int, out_features: int, device: torch.device) -> torch.nn.Linear:
-    """A layer in bf16 without bias and with normal weights: accuracy is stated for those."""
-    layer = torch.nn.Linear(in_features, out_features, bias=False, device="meta")
+def normal_linear(in_features: int, out_features: int, device: torch.device, *, bias: bool = False) -> torch.nn.Linear:
+    """A layer in bf16 with normal weights: accuracy is stated for those."""
+    layer = torch.nn.Linear(in_features, out_features, bias=bias, device="meta")
     layer.weight = Parameter(_normal((out_features, in_features), device) * in_features**-0.5)
+    if bias:
+        layer.bias = Parameter(_normal((out_features,), device))
     return layer
+
+
+def our_linear(recipe: Recipe) -> Build:
+    """Our layer with the parameters of the plain one."""
+
+    def build(plain: Module) -> Module:
+        assert isinstance(plain, torch.nn.Linear)
+        # some recipes draw, by the layer's name
+        layer = Linear(
+            plain.in_features, plain.out_features, bias=False, device="meta", recipe=recipe, name="bench.linear",
+            rng=rng_state(0, device=plain.weight.device),
+        )  # fmt: skip
+        layer.weight, layer.bias = plain.weight, plain.bias
+        return layer
+
+    return build
 
 
 def _normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -109,8 +142,7 @@ def step(way: Way, microbatches: int, batch: Batch) -> Results:
     """What is timed; results are of the last microbatch, but for gradients of weights, which are sums."""
     form, x = batch.forms.of(way), batch.x
     _clear(form)
-    if way.refreshes:
-        refresh_weights_(form.module)
+    cast_weights(way, batch)
     y = x
     for _ in range(microbatches):
         x.grad = None
@@ -118,6 +150,18 @@ def step(way: Way, microbatches: int, batch: Batch) -> Results:
         y.backward(batch.dy)
     grads = [_grad(one) if main is None else main for one, main in zip(form.parameters, form.main_grads, strict=True)]
     return Results(y.detach(), _grad(x), grads)
+
+
+def cast_weights(way: Way, batch: Batch) -> None:
+    """What a step begins with, where weights are cast once a step."""
+    if way.refreshes:
+        refresh_weights_(batch.forms.of(way).module)
+
+
+def infer(way: Way, batch: Batch) -> Tensor:
+    """A forward alone; `cast_weights` comes before the first."""
+    with torch.no_grad():
+        return batch.forms.of(way).call(batch.x)
 
 
 def _clear(form: Form) -> None:
@@ -145,8 +189,7 @@ def kept_bytes(way: Way, batch: Batch) -> int:
     """Bytes that wait for the backward: storages that the graph holds, each once; parameters, and casts of weights that
     all microbatches share, are there anyway."""
     form = batch.forms.of(way)
-    if way.refreshes:
-        refresh_weights_(form.module)
+    cast_weights(way, batch)
     anyway = {tensor.untyped_storage().data_ptr() for tensor in (*form.parameters, *_shared_tensors(form.module))}
     kept: dict[int, int] = {}
 

@@ -1,7 +1,7 @@
 """How long linear layers take, in bf16 and by recipes, forward and backward or forward alone, timed in turns.
 
-Gradients are returned, not added to `.grad`: adding costs the same in every precision and is the optimizer's affair.
-Where a weight is cast once a step, a call is the cast and all microbatches, and the time is of one of them.
+What is timed is the step of `bench linear`, but in a CUDA graph, since a roof knows no launches. Where a weight is cast
+once a step, a call is the cast and all microbatches, whose gradients are added up, and the time is of one of them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .. import nn
-from ..autograd import refresh_weights_
 from ..autograd.recipe import get_recipe
 from ..roofline import Use
-from .harness import random
-from .timing import Call, Timing, input_sets, measure, prepare
+from .layers import Batch, cast_weights, infer, make_batch, normal_linear, our_linear, our_way, plain_way, step
+from .timing import Call, input_sets, measure, prepare
 
 Layer = tuple[int, int]  # (K, N)
 BASELINE = "bf16"
@@ -62,21 +59,15 @@ def time_layers(
 ) -> Iterator[list[Measured]]:
     """For each layer the times of bf16 and of every recipe, measured in the same turns."""
     names = list(dict.fromkeys((BASELINE, *recipes)))
-    for layer in layers:
-        slices = {name: prepare(_calls(layer, tokens, name, device, use), device, seconds=seconds) for name in names}
-        share = _forwards(use)
-        yield [
-            _measured(layer, tokens, name, use, timing, share, where or {})
-            for name, timing in measure(slices, rounds=rounds).items()
-        ]
-
-
-def _measured(
-    layer: Layer, tokens: int, name: str, use: Use, timing: Timing, share: int, where: dict[str, Any]
-) -> Measured:
-    us, spread = timing.us / share, (timing.low / share, timing.high / share)
     how = (use.training, use.microbatches, use.weight_cast)
-    return Measured(layer, tokens, name, *how, us, spread, timing.method, where)
+    for layer in layers:
+        sets = _input_sets(layer, tokens, device, use)
+        slices = {name: prepare(_calls(name, sets, use), device, seconds=seconds) for name in names}
+        found = {name: timing.shared_by(_forwards(use)) for name, timing in measure(slices, rounds=rounds).items()}
+        yield [
+            Measured(layer, tokens, name, *how, timing.us, (timing.low, timing.high), timing.method, where or {})
+            for name, timing in found.items()
+        ]
 
 
 def _forwards(use: Use) -> int:
@@ -84,53 +75,21 @@ def _forwards(use: Use) -> int:
     return use.microbatches if use.training and use.weight_cast == "step" else 1
 
 
-def _calls(layer: Layer, tokens: int, name: str, device: torch.device, use: Use) -> list[Call]:
-    """One call for each input set, every set with a weight of its own, so that none is found in the cache."""
+def _input_sets(layer: Layer, tokens: int, device: torch.device, use: Use) -> list[Batch]:
+    """So many that between two uses of a set the cache is filled by others."""
     k, n = layer
-    sets = input_sets(2 * (tokens * k + n * k + tokens * n), device)
-    return [_call(layer, tokens, name, device, use) for _ in range(sets)]
+    first = make_batch(normal_linear(k, n, device, bias=use.bias), tokens, layer, device)
+    return [first, *(first.another() for _ in range(input_sets(2 * (tokens * k + n * k + tokens * n), device) - 1))]
 
 
-def _call(layer: Layer, tokens: int, name: str, device: torch.device, use: Use) -> Call:
-    k, n = layer
-    module = make_layer(layer, name, device, use)
-    x, dy = random((tokens, k), device).requires_grad_(use.training), random((tokens, n), device)
-    refresh = functools.partial(refresh_weights_, module) if _cast_of(use) == "step" else None
-    if not use.training:
-        if refresh is not None:
-            refresh()
-
-        def infer() -> Tensor:
-            with torch.no_grad():
-                return module(x)
-
-        return infer
-    leaves, repeats = (x, *module.parameters()), _forwards(use)
-
-    def train() -> object:
-        if refresh is not None:
-            refresh()
-        grads: object = None
-        for _ in range(repeats):
-            grads = torch.autograd.grad(module(x), leaves, dy)
-        return grads
-
-    return train
-
-
-def make_layer(layer: Layer, name: str, device: torch.device, use: Use) -> torch.nn.Module:
-    """The layer in bf16, or ours by a recipe."""
-    k, n = layer
-    if name == BASELINE:
-        return torch.nn.Linear(k, n, bias=use.bias, device=device, dtype=torch.bfloat16)
-    recipe = get_recipe(name).replace(name=name, weight_cast=_cast_of(use))
-    # some recipes draw, by the layer's name
-    return nn.Linear(k, n, use.bias, device, torch.bfloat16, recipe=recipe, name="measured")
-
-
-def _cast_of(use: Use) -> str:
-    """Without a backward the weight is cast beforehand."""
-    return use.weight_cast if use.training else "step"
+def _calls(name: str, sets: Sequence[Batch], use: Use) -> list[Call]:
+    """One for each input set, of the layer in bf16 or of ours by a recipe."""
+    weight_cast = use.weight_cast if use.training else "step"
+    way = plain_way() if name == BASELINE else our_way(our_linear, get_recipe(name), weight_cast)
+    if use.training:
+        return [functools.partial(step, way, _forwards(use), one) for one in sets]
+    cast_weights(way, sets[0])
+    return [functools.partial(infer, way, one) for one in sets]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -159,8 +118,8 @@ def _of_fields(fields: dict[str, Any]) -> Measured:
 
 
 def _of_suite(row: dict[str, Any]) -> Iterator[Measured]:
-    """A row of the suite: ours and bf16, forward and backward with the weight cast each time. Rows of whole steps,
-    whose gradients are added up, and of the host are other uses."""
+    """A row of the suite: ours and bf16, forward and backward with the weight cast each time. Rows of whole steps
+    and of the host are other uses."""
     plain = row["peers"].get(BASELINE, {}).get("us")
     if (row["suite"], row["group"]) != ("linear", "layers") or row["us"] is None or plain is None:
         return

@@ -18,8 +18,8 @@ from ...registry import Request, select
 from ...roofline import BF16, NOMINAL, Use, architecture_of, machine_of
 from .. import ceilings
 from ..harness import Args, Case, Verdict, failure
-from ..layer_peers import Judge, plain_way
-from ..layers import Batch, Results, Way, kept_bytes, take
+from ..layer_peers import Judge
+from ..layers import Batch, Results, Way, kept_bytes, plain_way, take
 from ..rooflines import COSTS, Roofs
 
 FP8, MXFP8, NVFP4 = "fp8_blockwise", "mxfp8", "nvfp4"

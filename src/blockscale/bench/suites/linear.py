@@ -17,14 +17,12 @@ import torch
 from torch import nn
 
 from ...autograd.recipe import Recipe
-from ...formats.stochastic import rng_state
 from ...hardware import Capability, capability
-from ...nn import Linear
 from ...roofline import Use
 from .. import shapes
 from ..harness import Args, Case
-from ..layer_peers import ALL_PEERS, MAIN_GRAD, PER_STEP, TWICE, our_way, peers, plain_way
-from ..layers import Batch, Build, Results, make_batch, normal_linear, step
+from ..layer_peers import ALL_PEERS, MAIN_GRAD, PER_STEP, TWICE, peers
+from ..layers import Batch, Results, make_batch, normal_linear, our_linear, our_way, plain_way, step
 from ..peers import Peer
 from ..products import ROWS, sqnr_db
 from ..rooflines import Roofs
@@ -118,11 +116,11 @@ def case(
     """One layer by one recipe; microbatches: of a step, which share the weight's cast if there are several."""
     (k, n), several = layer, microbatches > 1
     weight_cast = "step" if several else "forward"
-    main = our_way(ours, recipe, weight_cast)
+    main = our_way(our_linear, recipe, weight_cast)
     if several:
-        others = {MAIN_GRAD: our_way(ours, recipe, weight_cast, main_grads=True)}
+        others = {MAIN_GRAD: our_way(our_linear, recipe, weight_cast, main_grads=True)}
     else:
-        others = {TWICE: our_way(ours, recipe, "twice"), PER_STEP: our_way(ours, recipe, "step")}
+        others = {TWICE: our_way(our_linear, recipe, "twice"), PER_STEP: our_way(our_linear, recipe, "step")}
     first, compiling = tokens == extent.tokens[0], layer in extent.compiled
     beside = peers(
         main,
@@ -168,8 +166,8 @@ _HOW = f"{ROWS} rows of y, dX and dW against the exact layer, all values in two 
 def host_case(name: str, recipe: Recipe, extent: Extent) -> Case:
     """What the host spends on a forward and backward, ours and torch's."""
     (k, n), tokens = HOST_LAYER, HOST_TOKENS
-    main, plain = our_way(ours, recipe), plain_way()
-    others = {TWICE: our_way(ours, recipe, "twice"), PER_STEP: our_way(ours, recipe, "step")}
+    main, plain = our_way(our_linear, recipe), plain_way()
+    others = {TWICE: our_way(our_linear, recipe, "twice"), PER_STEP: our_way(our_linear, recipe, "step")}
     # sixteen tokens are too few for a statement in decibels
     check = checker(main, judge, (0.0, 0.0, 0.0), {}, _HOW)
     beside: dict[str, Peer | str] = {"nn.Linear": Peer(functools.partial(step, plain, 1), compared=False)}
@@ -189,21 +187,6 @@ def host_case(name: str, recipe: Recipe, extent: Extent) -> Case:
         peers=beside,
         host=extent.device.device == "cuda",
     )
-
-
-def ours(recipe: Recipe) -> Build:
-    """Our layer with the parameters of the plain one."""
-
-    def build(plain: nn.Module) -> nn.Module:
-        assert isinstance(plain, nn.Linear)
-        layer = Linear(
-            plain.in_features, plain.out_features, bias=False, device="meta", recipe=recipe, name="bench.linear",
-            rng=rng_state(0, device=plain.weight.device),
-        )  # fmt: skip
-        layer.weight = plain.weight
-        return layer
-
-    return build
 
 
 def judge(batch: Batch, results: Results) -> tuple[float, float, float]:

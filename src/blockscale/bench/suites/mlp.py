@@ -20,8 +20,8 @@ from ...nn import SwiGLU
 from ...roofline import Use
 from .. import shapes
 from ..harness import Args, Case
-from ..layer_peers import ALL_PEERS, PER_STEP, our_way, peers
-from ..layers import Batch, Build, Results, Way, make_batch, normal_linear, step
+from ..layer_peers import ALL_PEERS, PER_STEP, peers
+from ..layers import Batch, Build, Results, Way, make_batch, normal_linear, our_way, step
 from ..products import sqnr_db
 from ..rooflines import Roofs
 from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details

@@ -1,0 +1,148 @@
+"""Writes to weights that are shared, other than an optimizer's: seen, or found when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD
+
+import blockscale as bs
+from blockscale.errors import StaleWeightError
+from products import assert_same_bits
+from shared_weights import FORMATS, Calls, accumulate, assert_fresh, batch, build
+
+
+def write_data(model: nn.Sequential) -> None:
+    model[0].weight.data.mul_(3)
+
+
+@pytest.mark.parametrize("tell", [bs.invalidate, bs.refresh_weights_], ids=["invalidate", "refresh"])
+def test_a_write_to_data_is_seen_when_somebody_says_so(tell: Callable[[nn.Module], Any]):
+    model = build("step")
+    bs.refresh_weights_(model)
+    accumulate(model)
+    write_data(model)
+    tell(model)
+    assert_fresh(model)
+
+
+def test_a_write_to_data_that_nobody_told_of_is_found_when_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("BLOCKSCALE_CHECK_WEIGHTS", "1")
+    for recipe in FORMATS:
+        model = build("step", recipe)
+        bs.refresh_weights_(model)
+        model(batch(0, 0))
+        write_data(model)
+        with pytest.raises(StaleWeightError, match="refresh_weights_"):
+            model(batch(0, 0))
+        bs.refresh_weights_(model)
+        model(batch(0, 0))
+
+
+def replace_parameter(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 3)
+
+
+def load(model: nn.Module, **options: Any) -> None:
+    model.load_state_dict({name: value * 3 for name, value in model.state_dict().items()}, **options)
+
+
+@torch.no_grad()
+def write_counted(model: nn.Sequential) -> None:
+    model[0].weight.copy_(model[0].weight * 3)
+
+
+def write_vector(model: nn.Sequential) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 3, model.parameters())
+
+
+# what changes weights, and whether compiled code sees it without being told
+WRITES: dict[str, tuple[Callable[[nn.Sequential], Any], bool]] = {
+    "load_state_dict": (load, True),
+    "load_state_dict assign": (lambda model: load(model, assign=True), True),
+    "load one layer": (lambda model: load(model[0]), True),
+    "replaced": (replace_parameter, True),
+    "to bf16": (lambda model: model.to(torch.bfloat16), True),
+    "to fp64 and back": (lambda model: model.double().float(), True),
+    "copy_": (write_counted, False),
+    "init": (lambda model: nn.init.orthogonal_(model[0].weight), False),
+    "detached": (lambda model: model[0].weight.detach().mul_(3), False),
+    "data assigned": (lambda model: setattr(model[0].weight, "data", model[0].weight.data * 3), False),
+    "vector": (write_vector, False),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_that_are_seen(write: str):
+    model = build("step")
+    optimizer = SGD(model.parameters(), lr=0.1)
+    bs.attach(optimizer, model)
+    accumulate(model)
+    model.zero_grad()
+    WRITES[write][0](model)
+    assert_fresh(model)
+    assert_fresh(model)
+    bs.refresh_weights_(model)
+    with Calls() as calls:
+        model(batch(0, 0).to(model[0].weight.dtype))
+    assert calls.casts == 0
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_that_compiled_code_sees(write: str):
+    torch._dynamo.reset()
+    model = build("step")[:1]  # compiled up to three times
+    bs.refresh_weights_(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_fresh(model, compiled)
+    change, is_seen = WRITES[write]
+    change(model)
+    if not is_seen:
+        bs.refresh_weights_(model)
+    assert_fresh(model, compiled)
+    bs.refresh_weights_(model)
+    assert_fresh(model, compiled)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_weights_given_for_one_call(is_compiled: bool):
+    torch._dynamo.reset()
+    model = build("step")
+    bs.refresh_weights_(model)
+    given = {name: value.detach() * 3 for name, value in model.named_parameters()}
+
+    def call(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (x,))
+
+    function = torch.compile(call, backend="aot_eager", fullgraph=True) if is_compiled else call
+    other = build("forward")
+    other.load_state_dict(given)
+    assert_same_bits(function(given, batch(0, 0)), other(batch(0, 0)))
+    assert_fresh(model)
+
+
+def test_an_evaluation_may_be_the_first_to_cast():
+    model = build("step")
+    with torch.inference_mode():
+        bs.refresh_weights_(model)
+    assert_fresh(model)
+    bs.set_step_(model, 0)
+    model[0].recipe_now = bs.get_recipe("mxfp8").replace(weight_cast="step")
+    with torch.inference_mode():
+        model(batch(0, 0))
+    assert_fresh(model)
+
+
+def test_weights_made_in_inference_mode():
+    with torch.inference_mode():
+        model = build("step")
+        bs.refresh_weights_(model)
+        with Calls() as calls:
+            y = model(batch(0, 0))
+        assert_same_bits(y, build("forward")(batch(0, 0)))
+    assert calls.casts == 0
