@@ -1,4 +1,4 @@
-"""Lists of tiles, made on the device from the ends of groups: what a grouped kernel walks over without the host knowing.
+"""Lists of tiles, made on the device from the ends of groups: what a kernel walks over and the host never knows.
 
 Sizes of lists follow from static sizes alone, so a captured graph serves any groups. Ends that descend or lie past the
 rows are clamped: whatever they are, a tile lies inside the rows, and no two share one.
@@ -19,7 +19,7 @@ from torch import Tensor, int32
 
 from .. import replay
 from ..casts._launch import launcher, start
-from ..casts._source import dense, power_of_two
+from ..casts._source import power_of_two
 from ..formats.layout import GROUP_ALIGN, ceil_div
 from ..library import empty
 
@@ -28,12 +28,12 @@ _PROGRAMS, _CHUNK = 32, 16
 
 
 def row_tiles(offs: Tensor, rows: int, height: int) -> Tensor:
-    """int32 [ceil(rows / height) + G + 2, 4]: first (count, 0, 0, 0), then `count` tiles (first row, end row, group, 0).
+    """int32 [ceil(rows / height) + G + 2, 4]: (count, 0, 0, 0), then `count` tiles (first row, end row, group, 0).
 
     Tiles have `height` rows, a group's last one what is left. Groups are in order, and those without rows have no
     tiles. Behind them come tiles of group G: rows of no group. What follows the last tile is not written.
     """
-    offs = dense(offs)
+    offs = offs.contiguous()
     tiles = empty((ceil_div(rows, height) + offs.shape[0] + 2, 4), int32, offs.device)
     _start(_row_tiles_kernel, _PROGRAMS, offs, tiles, (rows,), (height,))
     return tiles
@@ -41,7 +41,7 @@ def row_tiles(offs: Tensor, rows: int, height: int) -> Tensor:
 
 def group_spans(offs: Tensor) -> Tensor:
     """int32 [G, 4]: (group, its first block of 128 padded tokens, blocks, 0), the longest group first."""
-    offs = dense(offs)
+    offs = offs.contiguous()
     spans = empty((offs.shape[0], 4), int32, offs.device)
     if offs.shape[0]:
         _start(_group_spans_kernel, ceil_div(offs.shape[0], _CHUNK), offs, spans, (), (GROUP_ALIGN, _CHUNK))
