@@ -91,9 +91,7 @@ def k_grouped(
     _serve(a, b, offs, out, None, accumulate=accumulate)
 
 
-def _serve(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool
-) -> None:
+def _serve(a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
     if out.numel() == 0:
         return
     direct = _is_matrix(out) and can_be_written(out.view(-1, out.shape[-1]))

@@ -128,7 +128,7 @@ def _consumer(
         top += GROUP * waves * 64
         idle = top >= end
         if ADD:
-            idle = idle | (start == stop)  # there is nothing to add
+            idle = idle | (start >= stop)  # there is nothing to add
         if idle:
             stage, phase = skip_blocks(full, empty, stage, phase, ring_blocks(start, stop, TILE), TILE.stages)
         else:

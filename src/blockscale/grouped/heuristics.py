@@ -128,7 +128,8 @@ def choose(problem: Problem) -> tuple[Tile, float]:
     >>> tile.label
     '128x128, 2 groups, 5 stages'
     """
-    return min(candidates(problem), key=lambda pair: pair[1])
+    # where bytes set the time, the lowest
+    return min(candidates(problem), key=lambda pair: (pair[1], pair[0].bm))
 
 
 def candidates(problem: Problem) -> list[tuple[Tile, float]]:
@@ -138,4 +139,3 @@ def candidates(problem: Problem) -> list[tuple[Tile, float]]:
         for tile, block, vector in _CANDIDATES
         if not (problem.add and tile.waves > 1)  # a group's buffer holds one part of what is added to
     ]
-
