@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, given_back, rep
 from blockscale import quantize
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
 from blockscale.grouped import heuristics
+from blockscale.grouped.ops import grouped_request
+from blockscale.hardware import Capability
 from products import offsets
 
 _hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
@@ -98,3 +101,43 @@ def check(case: Case) -> None:
     assert not found.stray
     estimate = heuristics.shared_bytes(tile, problem)
     assert estimate - 2048 <= found.shared <= estimate <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("k_grouped", [False, True])
+def test_operands_without_memory_name_the_kernels(k_grouped: bool) -> None:
+    """What `ahead` promises: a launch with operands of the meta device asks for kernels and runs none, and requests
+    with equal answers ask for the same."""
+    from triton import knobs
+
+    from blockscale.diagnostics.ahead import Target, _standing_in
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    target, asked = Target(Capability("cuda", 90)), []
+
+    def note(*, key: str, fn: Any, **_: object) -> bool:
+        asked.append((fn.name.rpartition(".")[2], key))
+        return True  # that it need not be compiled
+
+    found = {}
+    with target.compiling(), _standing_in(target), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        for tokens, groups in ((4096, 8), (5000, 7)):
+            offs = meta(groups, dtype=torch.int32)
+            if k_grouped:
+                a, b = (quantize(meta(tokens, size), "fp8_1x128", axis=-2, offs=offs).mT for size in (512, 1024))
+                out, serve = meta(groups, 512, 1024), _hopper.k_grouped
+            else:
+                a = quantize(meta(tokens, 1024), "fp8_1x128")
+                b = quantize(meta(groups, 512, 1024), "fp8_128x128")
+                out, serve = meta(tokens, 512), _hopper.m_grouped
+            asked.clear()
+            serve(a, b, offs, out, bias=None, accumulate=False)
+            request = grouped_request(a, b, groups, torch.bfloat16, bias=False, accumulate=False)
+            found[tokens] = (_hopper.ahead(request), [pair for pair in asked if pair[0] == "grouped_mm_kernel"])
+            assert {name for name, _ in asked} <= {
+                "grouped_mm_kernel", "_row_tiles_kernel", "_group_spans_kernel", "cast_kernel",
+            }  # fmt: skip
+    assert len(found[4096][1]) == 1
+    assert found[4096] == found[5000]

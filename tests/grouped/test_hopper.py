@@ -48,6 +48,11 @@ def of_tokens(sizes: list[int], rest: int, n: int, k: int) -> tuple[BlockScaled,
     return a, b, offs
 
 
+def outputs(tile: Tile) -> list[torch.dtype]:
+    """fp16 differs from bf16 in the last conversion only, so one tile stands for all; each is a compilation."""
+    return list(HOPPER_DB) if tile == TILES[1] else [torch.bfloat16, torch.float32]
+
+
 def fitted(tile: Tile, a: BlockScaled, b: BlockScaled, offs: Tensor, dtype: torch.dtype, *, add: bool = False) -> Tile:
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
     return heuristics.fitted(tile, heuristics.Problem(*sizes, len(b.shape) == 2, dtype == torch.float32, 132, add))
@@ -97,9 +102,9 @@ def test_groups_of_rows(tile: Tile, name: str) -> None:
         biased = want.clone()
         for group, (start, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
             biased[start:end] += bias[group].double()
-        for dtype in HOPPER_DB:
+        for dtype in outputs(tile):
             assert is_right(launched(tile, a, b, offs, dtype), want), (n, k, dtype)
-            assert is_right(launched(tile, a, b, offs, dtype, bias), biased), (n, k, dtype)
+        assert is_right(launched(tile, a, b, offs, torch.bfloat16, bias), biased), (n, k)
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -110,7 +115,7 @@ def test_groups_of_tokens(tile: Tile, name: str) -> None:
     for n, k in ((336, 400), (100, 64), (256, 128)):
         a, b, offs = of_tokens(sizes, rest, n, k)
         want = exact_grouped(a, b, offs).flatten(0, 1)
-        for dtype in HOPPER_DB:
+        for dtype in outputs(tile):
             assert is_right(launched(tile, a, b, offs, dtype), want), (n, k, dtype)
 
 

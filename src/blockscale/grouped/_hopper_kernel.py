@@ -27,27 +27,26 @@ from ..gemm._hopper_common import (
     skip_blocks,
 )
 from ..gemm._hopper_kernel import sums_of_parts
-from ..gemm._hopper_schedule import tile_at
+from ..gemm._hopper_schedule import count_turns, tile_at, turn_at
 
 
 @gluon.jit
 def _count(work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
-    """How many tiles there are in all."""
+    """How many tiles this program takes."""
     list_ptr, groups, M, N, _ = work
     BM: gl.constexpr = TILE.groups * TILE.waves * 64
-    if K_GROUPED:
-        return groups * gl.cdiv(M, BM) * gl.cdiv(N, TILE.bn)
-    else:
-        return gl.load(list_ptr) * gl.cdiv(N, TILE.bn)
+    down = groups * gl.cdiv(M, BM) if K_GROUPED else gl.load(list_ptr)
+    return count_turns(gl.program_id(0), gl.num_programs(0), down * gl.cdiv(N, TILE.bn))
 
 
 @gluon.jit
-def _place(tile, work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
-    """Where a tile lies: its group; its first row of a; its first row and its group's end in c; its column; its blocks
+def _place(item, work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
+    """Where a program's next tile lies: its group; its first row of a; its first row and its group's end in c; its column; its blocks
     of K from, to: none for rows of no group, and for groups without tokens."""
     list_ptr, groups, M, N, K = work
     BM: gl.constexpr = TILE.groups * TILE.waves * 64
     blocks, tiles_n = gl.cdiv(K, 128), gl.cdiv(N, TILE.bn)
+    tile = turn_at(item, gl.program_id(0), gl.num_programs(0))
     if K_GROUPED:
         tiles_m = gl.cdiv(M, BM)
         entry = list_ptr + tile // (tiles_m * tiles_n) * 4
@@ -72,8 +71,8 @@ def _producer(operands, rings, bars, work, TILE: gl.constexpr, K_GROUPED: gl.con
     sb_bytes: gl.constexpr = sb_desc.block_type.nbytes if K_GROUPED else 0
     rest_bytes: gl.constexpr = b_desc.block_type.nbytes + sa_desc.block_type.nbytes + sb_bytes
     stage, phase = 0, 1  # the ring starts empty
-    for tile in range(gl.program_id(0), _count(work, TILE, K_GROUPED), gl.num_programs(0)):
-        group, row, top, end, column, start, stop = _place(tile, work, TILE, K_GROUPED)
+    for item in range(_count(work, TILE, K_GROUPED)):
+        group, row, top, end, column, start, stop = _place(item, work, TILE, K_GROUPED)
         b_row = column if K_GROUPED else group * N + column
         # of one part, the others' rows are not fetched
         short = end - top <= 64 if a_ring.shape[1] * LOADS > 64 else False
@@ -123,8 +122,8 @@ def _consumer(
     buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
     sizes = (M, N, K, sb_stride, 0, 0, 0)  # as the dense kernel has them
     stage, phase, c_phase = 0, 0, 0
-    for tile in range(gl.program_id(0), _count(work, TILE, K_GROUPED), gl.num_programs(0)):
-        group, _row_of_a, top, end, column, start, stop = _place(tile, work, TILE, K_GROUPED)
+    for item in range(_count(work, TILE, K_GROUPED)):
+        group, _row_of_a, top, end, column, start, stop = _place(item, work, TILE, K_GROUPED)
         top += GROUP * waves * 64
         idle = top >= end
         if ADD:

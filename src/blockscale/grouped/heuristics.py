@@ -60,7 +60,8 @@ _CANDIDATES = (
     (Tile(1, 1, 64, 8, 32, run=4), Cost(0.222, 0.5), Cost(0.30, 0.5)),
 )
 TILES = tuple(tile for tile, _, _ in _CANDIDATES)
-_LONE_PART = {128: 0.25, 64: 0.222}  # microseconds of a block of K where one group multiplies 64 rows, by bn
+# Microseconds of a block of K where one group multiplies 64 rows: in a run of blocks it adds meanwhile, else it waits.
+_LONE_PART = {True: 0.25, False: 0.31}
 _LAUNCHES_US = 6.0  # the list of tiles, then the product
 _BYTES_PER_US = 4.1e6
 _SAMPLES = 16  # sizes of groups that are looked at
@@ -82,7 +83,7 @@ def _rows_us(tile: Tile, cost: Cost, rows: int, blocks: int) -> float:
     us = full * (cost.block * blocks + cost.tile)
     if rest:
         parts = -(-rest // (PART * tile.waves))  # which groups take, each its waves
-        us += max(cost.block * parts / tile.groups, _LONE_PART[tile.bn] * tile.waves) * blocks + cost.tile
+        us += max(cost.block * parts / tile.groups, _LONE_PART[tile.run > 1] * tile.waves) * blocks + cost.tile
     return us
 
 
@@ -126,7 +127,7 @@ def choose(problem: Problem) -> tuple[Tile, float]:
 
     >>> tile, us = choose(Problem(16640, 8192, 5120, 64, k_grouped=False, wide=False, multiprocessors=132))
     >>> tile.label
-    '128x128, 2 groups, 5 stages'
+    '192x128, 3 groups, 4 stages'
     """
     # where bytes set the time, the lowest
     return min(candidates(problem), key=lambda pair: (pair[1], pair[0].bm))
