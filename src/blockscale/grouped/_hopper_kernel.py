@@ -41,8 +41,8 @@ def _count(work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
 
 @gluon.jit
 def _place(item, work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
-    """Where a program's next tile lies: its group; its first row of a; its first row and its group's end in c; its column; its blocks
-    of K from, to: none for rows of no group, and for groups without tokens."""
+    """Where a program's next tile lies: its group; its first row of a; its first row and its group's end in c; its
+    column; its blocks of K from, to: none for rows of no group, and for groups without tokens."""
     list_ptr, groups, M, N, K = work
     BM: gl.constexpr = TILE.groups * TILE.waves * 64
     blocks, tiles_n = gl.cdiv(K, 128), gl.cdiv(N, TILE.bn)
