@@ -1,5 +1,7 @@
-"""Which tiles Hopper's grouped kernel works on: every row and column of every group once, by its blocks. Plain Python calls
-the kernel's own functions, with lists in the place of memory."""
+"""Which tiles Hopper's grouped kernel works on: every row and column of every group once, and by its blocks.
+
+Plain Python calls the kernel's own functions, with lists in the place of memory.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def places(machine: Machine, listed: list[int], sizes: tuple[int, ...], tile: Tile, k_grouped: bool):
     work = (Memory(listed), *sizes)
-    for machine.program in range(machine.programs):
+    for program in range(machine.programs):
+        machine.program = program
         for item in range(kernel._count.fn(work, tile, k_grouped)):
             yield kernel._place.fn(item, work, tile, k_grouped)
 
@@ -69,7 +72,8 @@ def patterns() -> list[list[int]]:
 
 @pytest.mark.parametrize("tile", heuristics.TILES, ids=str)
 def test_groups_of_rows(machine: Machine, tile: Tile) -> None:
-    for machine.programs in (132, 7):  # of an H200, and of none
+    for programs in (132, 7):  # of an H200, and of none
+        machine.programs = programs
         for sizes in patterns():
             n, k, rest, groups = 336, 400, 70, len(sizes)
             ends = [0, *accumulate(sizes)]
