@@ -232,3 +232,23 @@ def _tile_values(compiled: Any, name: str) -> int:
     for size in sizes:
         product *= size
     return product
+
+
+_STEPS = {
+    "wgmma.wait_group": "product", "mbarrier.try_wait": "other", "ld.shared": "load", "fence.proxy.async": "fence",
+    "mbarrier.arrive.shared": "arrive",
+}  # fmt: skip
+
+
+def given_back(ptx: str) -> list[str]:
+    """Of each block of the ring that is given back after its product, whether a fence stands behind the last load of
+    its scales: the copy engine was seen to overwrite what had not been read."""
+    found: list[str] = []
+    after_product = loading = False
+    for step in re.findall("|".join(map(re.escape, _STEPS)), ptx):
+        what = _STEPS[step]
+        if what == "arrive" and after_product:
+            found.append("under way" if loading else "fenced")
+        after_product = what == "product" or (after_product and what in ("load", "fence"))
+        loading = what == "load" or (loading and what != "fence")
+    return found

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 from aot.cases import LATER
-from aot.compiled import CAN_COMPILE, OTHER_PTXAS, Report, compiled_for, report
+from aot.compiled import CAN_COMPILE, OTHER_PTXAS, Report, compiled_for, given_back, report
 from blockscale import quantize
 from blockscale.errors import OptionError
 from blockscale.gemm import heuristics
@@ -62,26 +62,6 @@ def test_machine_code_by_the_other_assembler(
     """The one of CUDA 12.9, which the library takes for Triton 3.6."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
     check(tile, weight, _EPILOGUES[0 if tile.waves > 1 else 2])
-
-
-_STEPS = {
-    "wgmma.wait_group": "product", "mbarrier.try_wait": "other", "ld.shared": "load", "fence.proxy.async": "fence",
-    "mbarrier.arrive.shared": "arrive",
-}  # fmt: skip
-
-
-def given_back(ptx: str) -> list[str]:
-    """Of each block of the ring that is given back after its product, whether a fence stands behind the last load of
-    its scales: the copy engine was seen to overwrite what had not been read."""
-    found: list[str] = []
-    after_product = loading = False
-    for step in re.findall("|".join(map(re.escape, _STEPS)), ptx):
-        what = _STEPS[step]
-        if what == "arrive" and after_product:
-            found.append("under way" if loading else "fenced")
-        after_product = what == "product" or (after_product and what in ("load", "fence"))
-        loading = what == "load" or (loading and what != "fence")
-    return found
 
 
 # the epilogue with the most in each tile's memory and registers, and one of 16 bits without anything

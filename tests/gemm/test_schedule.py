@@ -13,7 +13,9 @@ schedule = pytest.importorskip("blockscale.gemm._hopper_schedule", reason="this 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions behind the kernel's, called with integers."""
-    for name in ("tile_at", "share", "owner", "count_items", "item_at", "pieces_of", "slot_of"):
+    for name in (
+        "tile_at", "share", "owner", "count_items", "item_at", "pieces_of", "slot_of", "count_turns", "turn_at",
+    ):  # fmt: skip
         monkeypatch.setattr(schedule, name, getattr(schedule, name).fn)
 
 
@@ -64,3 +66,25 @@ def test_tiles_in_bands_cover_the_output() -> None:
     for tiles_m, tiles_n, band in ((1, 1, 8), (22, 32, 8), (33, 5, 12), (7, 9, 16), (8, 3, 8)):
         places = {schedule.tile_at(tile, tiles_m, tiles_n, band) for tile in range(tiles_m * tiles_n)}
         assert places == {(m, n) for m in range(tiles_m) for n in range(tiles_n)}
+
+
+def test_turns_cover_all_tiles_and_change_places() -> None:
+    for programs, tiles in ((132, 5568), (132, 0), (132, 7), (132, 132), (1, 5), (7, 52), (132, 8448)):
+        turns = [
+            [schedule.turn_at(item, p, programs) for item in range(schedule.count_turns(p, programs, tiles))]
+            for p in range(programs)
+        ]
+        assert sorted(tile for taken in turns for tile in taken) == list(range(tiles))
+        assert all(tile // programs == item for taken in turns for item, tile in enumerate(taken)), "round by round"
+
+
+def test_turns_share_what_comes_back_at_every_second_or_third_tile() -> None:
+    """As the ends of groups of one size do. Numbers of multiprocessors that Hoppers have."""
+    for programs in (78, 114, 132):
+        for period in (2, 3):
+            met = [
+                sum(schedule.turn_at(item, p, programs) % period == 0 for item in range(12)) for p in range(programs)
+            ]
+            assert max(met) - min(met) <= 2
+            fixed = [sum((p + item * programs) % period == 0 for item in range(12)) for p in range(programs)]
+            assert max(fixed) - min(fixed) == 12, "with one place for good"

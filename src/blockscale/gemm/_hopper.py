@@ -119,7 +119,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     tile, vector = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
-    a_layout, b_layout, scale_layout, out_layout = _layouts(tile.bn, out.dtype, tile.cluster)
+    a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype, tile.cluster)
     workspace = workspace_for(plan, out.device) if plan.shared else out
     start_kernel(
         scaled_mm_kernel,
@@ -158,7 +158,7 @@ _WORKSPACES: dict[tuple[torch.device, int], Tensor] = {}
 
 
 @functools.lru_cache(maxsize=64)
-def _layouts(bn: int, dtype: torch.dtype, cluster: int) -> tuple[object, ...]:
+def shared_layouts(bn: int, dtype: torch.dtype, cluster: int = 1) -> tuple[object, ...]:
     """Of tiles of a, b, scales and the output in shared memory."""
     shared = gl.NVMMASharedLayout
     # of two multiprocessors one has the upper half of the rows, or both have all

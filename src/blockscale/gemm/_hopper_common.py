@@ -116,17 +116,30 @@ def fetch_tile(output, buffer, bar, row, column):
 
 
 @gluon.jit
-def store_tile(acc, output, buffer, row, column, N, BIAS: gl.constexpr, ADD: gl.constexpr):
-    """Bias, or what the buffer was filled with, added in fp32; then to memory."""
-    c_desc, _, bias_ptr = output
+def finished(acc, output, buffer, column, N, BIAS: gl.constexpr, ADD: gl.constexpr):
+    """Sums with the bias, or with what the buffer was filled with, added in fp32."""
+    _, _, bias_ptr = output
     if BIAS:
         n = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         acc = acc + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
     if ADD:
         acc = acc + buffer.load(acc.type.layout)
+    return acc
+
+
+@gluon.jit
+def copy_out(acc, c_desc, buffer, row, column):
+    """To memory by the copy engine."""
     buffer.store(acc.to(c_desc.dtype))
     fence_async_shared()
     tma_store(c_desc, [row, column], buffer)
+
+
+@gluon.jit
+def store_tile(acc, output, buffer, row, column, N, BIAS: gl.constexpr, ADD: gl.constexpr):
+    """Bias, or what the buffer was filled with, added in fp32; then to memory."""
+    c_desc, _, _ = output
+    copy_out(finished(acc, output, buffer, column, N, BIAS, ADD), c_desc, buffer, row, column)
 
 
 @gluon.jit

@@ -114,7 +114,7 @@ def _block_scale(sb_at, k, VECTOR: gl.constexpr):
 
 
 @gluon.jit
-def _sums(
+def sums_of_parts(
     output, rings, bars, sizes, pn, start, stop, stage, phase,
     GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
@@ -216,7 +216,7 @@ def _consumer(
         else:
             if ADD:
                 fetch_tile(output, c_tile.index(GROUP), c_full.index(GROUP), top, column)
-            first, second, stage, phase = _sums(
+            first, second, stage, phase = sums_of_parts(
                 output, rings, bars, sizes, pn, start, stop, stage, phase, GROUP, TILE, VECTOR
             )
             for wave in gl.static_range(waves):

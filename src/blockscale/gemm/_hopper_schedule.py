@@ -67,3 +67,17 @@ def slot_of(program, tile, programs, tiles, rounds, blocks):
     """Where a program leaves its piece of a tile. It has two pieces at most: a tile's end, and another's start."""
     begin, _ = share(program, programs, (tiles - rounds * programs) * blocks)
     return 2 * program + (0 if tile - rounds * programs == begin // blocks else 1)
+
+
+@gluon.jit
+def count_turns(program, programs, tiles):
+    """How many tiles a program takes where these differ in cost: one of each round, and perhaps one that is left."""
+    rounds = tiles // programs
+    return rounds + ((program + rounds) % programs < tiles - rounds * programs)
+
+
+@gluon.jit
+def turn_at(item, program, programs):
+    """The tile of a program's turn. Each round it takes the next place: with one place for good, it might always meet
+    the end of a group, which is soon done, or never."""
+    return item * programs + (program + item) % programs

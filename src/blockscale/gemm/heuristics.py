@@ -234,8 +234,13 @@ def bound(problem: Problem) -> tuple[float, str]:
     >>> bound(Problem(16, 7168, 18432, vector=False, wide=False, multiprocessors=132))[1]
     'memory at 4.2 TB/s'
     """
-    rate = _MOST_FLOPS_PER_US * problem.multiprocessors / _OF_MULTIPROCESSORS
-    units, memory = 2 * problem.m * problem.n * problem.k / rate, moved_bytes(problem) / _MOST_BYTES_PER_US
+    return bound_of(2 * problem.m * problem.n * problem.k, moved_bytes(problem), problem.multiprocessors)
+
+
+def bound_of(flops: int, moved: int, multiprocessors: int) -> tuple[float, str]:
+    """The same for any work of so many FLOPs and bytes."""
+    rate = _MOST_FLOPS_PER_US * multiprocessors / _OF_MULTIPROCESSORS
+    units, memory = flops / rate, moved / _MOST_BYTES_PER_US
     if units >= memory:
         return units, f"FP8 units at {rate / 1e6:,.0f} TFLOP/s"
     return memory, f"memory at {_MOST_BYTES_PER_US / 1e6:.1f} TB/s"

@@ -6,6 +6,8 @@ make it k-grouped (wgrad): tokens are contracted group by group. Any group sizes
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ from ..gemm import check_accumulator, check_bias, check_contraction, check_opera
 from . import _reference as _reference  # registers its rows
 from . import _torch as _torch
 from . import ops
+
+with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
+    from . import _hopper as _hopper
 
 
 def scaled_grouped_mm(

@@ -1,0 +1,150 @@
+"""The Gluon grouped products of Hopper as rows of the table: the choice of a tile, the launch, the forecast."""
+
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from ..formats.tensor import BlockScaled
+from ..gemm._hopper import PASS, shared_layouts
+from ..gemm._hopper_launch import Described, addressable, can_be_described, can_be_written, kind_of, start_kernel, whole
+from ..gemm.epilogue import finish
+from ..gemm.heuristics import PART
+from ..hardware import USUAL_MULTIPROCESSORS, capability, made_current, multiprocessors
+from ..registry import Forecast, Request, kernel
+from . import heuristics
+from ._hopper_kernel import grouped_mm_kernel
+from ._schedule import MOST_GROUPS, group_spans, row_tiles
+from .heuristics import Problem, Tile
+
+
+def _problem(request: Request, count: int) -> Problem:
+    m, n, k, groups = request.shape
+    add = "accumulate" in request.options
+    return Problem(m, n, k, groups, request.op == "k_grouped", add or request.dtype == torch.float32, count, add)
+
+
+def forecast(request: Request) -> Forecast:
+    """The tile that would be taken, on this GPU if it is such a one."""
+    here = torch.cuda.is_available() and capability("cuda") == request.capability
+    count = multiprocessors(torch.device("cuda")) if here else USUAL_MULTIPROCESSORS
+    problem = _problem(request, count)
+    part, pass_us = heuristics.kernel_part(problem)
+    tile, us = heuristics.choose(part)
+    note = heuristics.ASSUMED + (PASS if pass_us else "")
+    note += "" if here else f", for {count} multiprocessors, an H200's: none is here"
+    return Forecast(tile.label, us + pass_us, problem.flops, *heuristics.bound(problem), note)
+
+
+def ahead(request: Request) -> Hashable:
+    """All that the compiled kernel depends on."""
+    part, _ = heuristics.kernel_part(_problem(request, multiprocessors(torch.device("meta"))))
+    return heuristics.choose(part)[0], kind_of(part.n), request.op, request.dtype, request.options
+
+
+def _reject(request: Request) -> str | None:
+    groups = request.shape[3]
+    if 0 in request.shape[2:]:
+        return "takes no empty operands"
+    if "strided" in request.options:
+        return "wants scales with the strides of their layout, and these are copies without"
+    return f"takes at most {MOST_GROUPS} groups, these are {groups}" if groups > MOST_GROUPS else None
+
+
+@kernel(
+    "m_grouped",
+    "hopper",
+    sm=(90, 90),
+    formats=[("fp8_1x128", "fp8_128x128")],
+    layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
+    priority=25,
+    reject=_reject,
+    forecast=forecast,
+    ahead=ahead,
+)
+def m_grouped(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+) -> None:
+    """Gluon: warp-specialised FP8 product of groups of rows, promoted after every 128 of K"""
+    _serve(a, b, offs, out, bias, accumulate=accumulate)
+
+
+@kernel(
+    "k_grouped",
+    "hopper",
+    sm=(90, 90),
+    formats=[("fp8_1x128", "fp8_1x128")],
+    layouts={"fp8_1x128": "mn_major"},
+    priority=25,
+    reject=_reject,
+    forecast=forecast,
+    ahead=ahead,
+)
+def k_grouped(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
+) -> None:
+    """Gluon: warp-specialised FP8 product over groups of tokens, promoted after every 128 of them"""
+    _serve(a, b, offs, out, None, accumulate=accumulate)
+
+
+def _serve(a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
+    if out.numel() == 0:
+        return
+    direct = _is_matrix(out) and can_be_written(out.view(-1, out.shape[-1]))
+    wide, add = out.dtype == torch.float32, accumulate and direct
+    sizes = (a.rows, b.rows, a.length, offs.shape[0])
+    tile, _ = heuristics.choose(Problem(*sizes, len(b.shape) == 2, wide, multiprocessors(out.device), add))
+    with made_current(out.device):  # kernels go to the current device
+        if direct:
+            return launch(a, b, offs, out.view(-1, out.shape[-1]), bias, accumulate=accumulate, tile=tile)
+        # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
+        product = addressable((out.shape[:-1].numel(), out.shape[-1]), out.dtype, out.device)
+        launch(a, b, offs, product, bias, accumulate=False, tile=tile)
+        finish(product.unflatten(0, out.shape[:-1]), out, None, accumulate=accumulate)
+
+
+def _is_matrix(out: Tensor) -> bool:
+    """Whether the matrices of a k-grouped result lie below each other, as one."""
+    return out.dim() == 2 or out.stride(0) == out.shape[1] * out.stride(1)
+
+
+def launch(
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    accumulate: bool,
+    tile: Tile,
+) -> None:
+    """The product by one tile, into a matrix: the results of all groups below each other."""
+    assert can_be_described(out), "a copy of the output would be written, and lost"
+    k_grouped, groups = len(b.shape) == 2, offs.shape[0]
+    m, n, k = a.rows, b.rows, a.length
+    a_codes, b_codes, a_scale = whole(a.data, k), b.data, a.scale.mT
+    a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype)
+    if k_grouped:
+        listed, b_scale, steps = group_spans(offs), b.scale.mT, (0, 0)
+    else:
+        listed, b_scale, steps = row_tiles(offs, m, tile.bm), b.scale, (b.scale.stride(1), b.scale.stride(0))
+        b_codes = b_codes.flatten(0, 1)
+    start_kernel(
+        grouped_mm_kernel,
+        multiprocessors(out.device),
+        (
+            Described(a_codes, (tile.bm // tile.loads, 128), a_layout),
+            Described(a_codes, (PART, 128), a_layout),
+            Described(whole(b_codes, k), (tile.bn, 128), b_layout),
+            Described(a_scale, (1, tile.span), scale_layout),
+            Described(b_scale if k_grouped else a_scale, (1, tile.bn), scale_layout),
+            Described(out, (PART, tile.bn), out_layout),
+        ),
+        (listed, out, b_scale, None if bias is None else bias.contiguous()),
+        (groups, m, n, k, *steps, out.stride(0)),
+        (tile, k_grouped, bias is not None, accumulate),
+    )

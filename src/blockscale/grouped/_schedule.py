@@ -1,0 +1,138 @@
+"""Lists of tiles, made on the device from the ends of groups: what a kernel walks over and the host never knows.
+
+Sizes of lists follow from static sizes alone, so a captured graph serves any groups. Ends that descend or lie past the
+rows are clamped: whatever they are, a tile lies inside the rows, and no two share one.
+"""
+
+# The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor, int32
+
+from .. import replay
+from ..casts._launch import launcher, start
+from ..casts._source import power_of_two
+from ..formats.layout import GROUP_ALIGN, ceil_div
+from ..library import empty
+
+MOST_GROUPS = 1024
+_PROGRAMS, _CHUNK = 32, 16
+
+
+def row_tiles(offs: Tensor, rows: int, height: int) -> Tensor:
+    """int32 [ceil(rows / height) + G + 2, 4]: (count, 0, 0, 0), then `count` tiles (first row, end row, group, 0).
+
+    Tiles have `height` rows, a group's last one what is left. Groups are in order, and those without rows have no
+    tiles. Behind them come tiles of group G: rows of no group. What follows the last tile is not written.
+    """
+    offs = offs.contiguous()
+    tiles = empty((ceil_div(rows, height) + offs.shape[0] + 2, 4), int32, offs.device)
+    _start(_row_tiles_kernel, _PROGRAMS, offs, tiles, (rows,), (height,))
+    return tiles
+
+
+def group_spans(offs: Tensor) -> Tensor:
+    """int32 [G, 4]: (group, its first block of 128 padded tokens, blocks, 0), the longest group first."""
+    offs = offs.contiguous()
+    spans = empty((offs.shape[0], 4), int32, offs.device)
+    if offs.shape[0]:
+        _start(_group_spans_kernel, ceil_div(offs.shape[0], _CHUNK), offs, spans, (), (GROUP_ALIGN, _CHUNK))
+    return spans
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _spans(offs_ptr, g, groups, most):
+    """First and end row of groups g, 0 .. a power of two: never descending, at most `most`; past the last, empty."""
+    before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= groups), other=0)
+    first = tl.associative_scan(tl.minimum(tl.maximum(before, 0), most), 0, _larger)
+    end = tl.load(offs_ptr + g, mask=g < groups, other=0)
+    return first, tl.maximum(tl.minimum(end, most), first)
+
+
+@triton.jit
+def _store_four(at, a, b, c, mask):
+    tl.store(at, a, mask=mask)
+    tl.store(at + 1, b, mask=mask)
+    tl.store(at + 2, c, mask=mask)
+    tl.store(at + 3, a * 0, mask=mask)
+
+
+@triton.jit(do_not_specialize=["groups", "rows"])
+def _row_tiles_kernel(offs_ptr, tiles_ptr, groups, rows, HEIGHT: tl.constexpr, GROUPS: tl.constexpr):
+    """Each program writes one in `num_programs` of every group's tiles."""
+    g = tl.arange(0, GROUPS)
+    first, end = _spans(offs_ptr, g, groups, rows)
+    counts = (end - first + HEIGHT - 1) // HEIGHT
+    place = tl.cumsum(counts, 0) - counts + 1
+    for number in range(tl.program_id(0), tl.max(counts, 0), tl.num_programs(0)):
+        row = first + number * HEIGHT
+        at = tiles_ptr + (place + number) * 4
+        _store_four(at, row, tl.minimum(row + HEIGHT, end), g, number < counts)
+    total, last = tl.sum(counts, 0), tl.max(end, 0)
+    rest = (rows - last + HEIGHT - 1) // HEIGHT
+    for number in range(tl.program_id(0), rest, tl.num_programs(0)):
+        row = last + number * HEIGHT
+        _store_four(tiles_ptr + (1 + total + number) * 4, row, tl.minimum(row + HEIGHT, rows), groups, True)
+    if tl.program_id(0) == 0:
+        _store_four(tiles_ptr, total + rest, 0, 0, True)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _group_spans_kernel(
+    offs_ptr, spans_ptr, groups, ALIGN: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Each program finds the ranks of CHUNK groups among all."""
+    g = tl.arange(0, GROUPS)
+    first, end = _spans(offs_ptr, g, groups, 0x7FFFFF00)
+    blocks = (end - first + ALIGN - 1) // ALIGN
+    start = tl.cumsum(blocks, 0) - blocks
+    mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    here = (mine[:, None] == g[None, :]).to(tl.int32)
+    size = tl.sum(here * blocks[None, :], 1)
+    longer = (blocks[None, :] > size[:, None]) | ((blocks[None, :] == size[:, None]) & (g[None, :] < mine[:, None]))
+    rank = tl.sum((longer & (g < groups)[None, :]).to(tl.int32), 1)
+    _store_four(spans_ptr + rank * 4, mine, tl.sum(here * start[None, :], 1), size, mine < groups)
+
+
+class _Known(NamedTuple):
+    """A compiled kernel on its grid, and its arguments but for addresses."""
+
+    launch: Callable[..., None]
+    rest: tuple[object, ...]
+
+
+_KNOWN: dict[tuple[object, ...], _Known] = {}
+_MOST_KNOWN = 4096
+
+
+def _start(
+    kernel: Any, programs: int, offs: Tensor, out: Tensor, numbers: tuple[int, ...], constants: tuple[int, ...]
+) -> None:
+    """Straight to the compiled kernel where these sizes have been seen, as casts do."""
+    groups, device = offs.shape[0], offs.get_device()
+    key = (id(kernel), groups, numbers, constants, device, offs.data_ptr() % 16)
+    pointers, known = (offs.data_ptr(), out.data_ptr()), _KNOWN.get(key)
+    if known is not None:
+        known.launch(device, *pointers, *known.rest)
+        return replay.launched(known.launch, pointers, known.rest, last=False)
+    replay.refuse("a list of tiles whose kernel is being compiled")
+    grid = (programs, 1, 1)
+    rest = (groups, *numbers, *constants, power_of_two(max(groups, 1)))
+    compiled = start(kernel, grid, offs)(offs, out, *rest, num_warps=4)
+    if compiled is not None and device >= 0:
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = _Known(launcher(compiled, grid), rest)

@@ -1,0 +1,144 @@
+"""The machine code of Hopper's grouped products, compiled without a GPU, by the rules of the dense one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+from aot.cases import LATER
+from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, given_back, report
+from blockscale import quantize
+from blockscale.gemm.heuristics import SHARED_BYTES, Tile
+from blockscale.grouped import heuristics
+from blockscale.grouped.ops import grouped_request
+from blockscale.hardware import Capability
+from products import offsets
+
+_hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
+addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
+pytestmark = [
+    pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
+    pytest.mark.slow,
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    tile: Tile
+    k_grouped: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    accumulate: bool = False
+    n: int = 512
+
+    def __str__(self) -> str:
+        kind = f"{'k' if self.k_grouped else 'm'}, N = {self.n}, {self.tile.label}, run {self.tile.run}, {self.dtype}"
+        return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
+
+
+_TALL, _THREE, _TWO, _SHORT_RUN, _ONE, _NARROW = heuristics.TILES
+# every tile with the epilogue that takes most of it, and those that people run
+_CASES = [
+    Case(_TALL, bias=True),
+    Case(_THREE, bias=True),
+    Case(_THREE, dtype=torch.float32, accumulate=True),
+    Case(_TWO, bias=True),
+    Case(_TWO, dtype=torch.float32, accumulate=True),
+    Case(_ONE, bias=True),
+    Case(_NARROW, dtype=torch.float16),
+    Case(_TALL, True),
+    Case(_THREE, True),
+    Case(_THREE, True, torch.float32, accumulate=True),
+    Case(_SHORT_RUN, True),
+    Case(_SHORT_RUN, True, torch.float32, accumulate=True),
+    Case(_ONE, True, torch.float32, accumulate=True),
+    Case(_THREE, bias=True, n=511),
+]
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
+    check(case)
+
+
+# those with the fewest registers to spare
+@pytest.mark.parametrize("case", [_CASES[0], _CASES[1], _CASES[4], _CASES[9]], ids=str)
+def test_machine_code_by_the_other_assembler(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of CUDA 12.9, which the library takes for Triton 3.6."""
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
+    check(case)
+
+
+def check(case: Case) -> None:
+    offs, n = offsets([100, 200, 212]), case.n
+    if case.k_grouped:
+        a, b = (quantize(torch.zeros(512, size), "fp8_1x128", axis=-2, offs=offs).mT for size in (384, n))
+    else:
+        a, b = quantize(torch.zeros(512, 2048), "fp8_1x128"), quantize(torch.zeros(3, n, 2048), "fp8_128x128")
+    wide = case.dtype == torch.float32
+    problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, wide, 132, case.accumulate)
+    tile = heuristics.fitted(case.tile, problem)
+    out = addressable((3 * a.rows if case.k_grouped else a.rows, n), case.dtype, torch.device("cpu"))
+    with compiled_for(90) as kernels:
+        bias = torch.zeros(3, n) if case.bias else None
+        _hopper.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)
+    found = report(kernels[-1])
+    # a later Triton keeps some values of a tile in memory; consumers load them once a tile, not for each block
+    assert found.spilled <= (24 if LATER and case.k_grouped and tile.run == 2 else 0)
+    parts = tile.groups * tile.waves
+    assert found.opcodes["QGMMA"] == 4 * parts * tile.run
+    assert found.opcodes["FFMA"] >= parts * tile.run * tile.bn // 2, "sums are fused multiply-adds"
+    assert found.opcodes["WARPGROUP"] == 2 * parts * tile.run, "products are waited for once"
+    assert given_back(found.ptx) == ["fenced"] * tile.groups * tile.run
+    # stores of tails, from registers: pairs of neighbours at once where rows start at multiples of 16 values
+    width = 2 * 8 * case.dtype.itemsize
+    assert found.stores == {width if n % 16 == 0 else width // 2: parts * tile.bn // (4 if n % 16 == 0 else 2)} or LATER
+    assert not found.stray
+    estimate = heuristics.shared_bytes(tile, problem)
+    assert estimate - 2048 <= found.shared <= estimate <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("k_grouped", [False, True])
+def test_operands_without_memory_name_the_kernels(k_grouped: bool) -> None:
+    """What `ahead` promises: a launch with operands of the meta device asks for kernels and runs none, and requests
+    with equal answers ask for the same."""
+    from triton import knobs
+
+    from blockscale.diagnostics.ahead import Target, _standing_in
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    target, asked = Target(Capability("cuda", 90)), []
+
+    def note(*, key: str, fn: Any, **_: object) -> bool:
+        asked.append((fn.name.rpartition(".")[2], key))
+        return True  # that it need not be compiled
+
+    found = {}
+    with target.compiling(), _standing_in(target), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        for tokens, groups in ((4096, 8), (5000, 7)):
+            offs = meta(groups, dtype=torch.int32)
+            if k_grouped:
+                a, b = (quantize(meta(tokens, size), "fp8_1x128", axis=-2, offs=offs).mT for size in (512, 1024))
+                out, serve = meta(groups, 512, 1024), _hopper.k_grouped
+            else:
+                a = quantize(meta(tokens, 1024), "fp8_1x128")
+                b = quantize(meta(groups, 512, 1024), "fp8_128x128")
+                out, serve = meta(tokens, 512), _hopper.m_grouped
+            asked.clear()
+            serve(a, b, offs, out, bias=None, accumulate=False)
+            request = grouped_request(a, b, groups, torch.bfloat16, bias=False, accumulate=False)
+            found[tokens] = (_hopper.ahead(request), [pair for pair in asked if pair[0] == "grouped_mm_kernel"])
+            assert {name for name, _ in asked} <= {
+                "grouped_mm_kernel", "_row_tiles_kernel", "_group_spans_kernel", "cast_kernel",
+            }  # fmt: skip
+    assert len(found[4096][1]) == 1
+    assert found[4096] == found[5000]

@@ -1,0 +1,171 @@
+"""The choice of a tile for grouped products, and what the table makes of it: no GPU is needed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.gemm.heuristics import SHARED_BYTES
+from blockscale.grouped.heuristics import (
+    TILES,
+    Problem,
+    bound,
+    candidates,
+    choose,
+    fitted,
+    kernel_part,
+    shared_bytes,
+)
+from blockscale.hardware import Capability
+from blockscale.registry import Request, explain_request, select
+
+
+def problems() -> list[Problem]:
+    sizes = itertools.product((0, 1, 517, 16640, 2**20), (1, 333, 8192), (1, 128, 5120), (1, 8, 1024))
+    return [
+        Problem(*size, k_grouped, wide, 132) for size in sizes for k_grouped in (False, True) for wide in (False, True)
+    ]
+
+
+def test_every_candidate_fits() -> None:
+    for problem in problems():
+        for tile, us in candidates(problem):
+            assert us > 0
+            assert tile.stages >= 2
+            assert tile.rows == 256, "rows of other groups are never outside"
+            assert shared_bytes(tile, problem) <= SHARED_BYTES
+
+
+def test_adding_takes_tiles_of_one_wave() -> None:
+    for problem in problems():
+        if problem.wide:
+            plain, adding = dict(candidates(problem)), dict(candidates(replace(problem, add=True)))
+            assert {tile.waves for tile in adding} == {1}
+            assert all(us >= plain[tile] for tile, us in adding.items()), "what is added to is fetched, too"
+
+
+def test_small_groups_get_low_tiles() -> None:
+    """From few rows a group to many: never a lower tile for more of them."""
+    heights = [
+        choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132))[0].bm for rows in (1, 16, 64, 300, 1000, 4096)
+    ]
+    assert heights[0] == 64
+    assert heights[-1] >= 128
+    assert heights == sorted(heights)
+
+
+def test_time_grows_with_the_work() -> None:
+    base = Problem(16640, 8192, 5120, 16, False, False, 132)
+    for larger in (replace(base, m=33280), replace(base, n=16384), replace(base, k=10240), replace(base, groups=64)):
+        assert choose(larger)[1] > choose(base)[1]
+
+
+def test_no_prediction_beats_the_bound() -> None:
+    for problem in problems():
+        assert choose(problem)[1] > bound(problem)[0]
+
+
+def test_a_pass_over_odd_outputs_is_counted() -> None:
+    odd = Problem(16640, 8191, 5120, 16, False, True, 132, add=True)
+    part, us = kernel_part(odd)
+    assert not part.add
+    assert us > 100
+    assert kernel_part(replace(odd, n=8192)) == (replace(odd, n=8192), 0.0)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_can_be_made_to_fit(tile) -> None:
+    for problem in problems()[:4]:
+        assert shared_bytes(fitted(tile, problem), problem) <= SHARED_BYTES
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+PAIRS = {"m_grouped": ("fp8_1x128", "fp8_128x128"), "k_grouped": ("fp8_1x128", "fp8_1x128")}
+
+
+def request(op: str, shape: tuple[int, ...], *options: str, sm: int = 90) -> Request:
+    where = Capability("cuda", sm)
+    layouts = ("mn_major", "grid" if op == "m_grouped" else "mn_major")
+    return Request(op, where, PAIRS[op], shape, torch.bfloat16, layouts, frozenset(options))
+
+
+@pytest.mark.parametrize("op", PAIRS)
+def test_the_table_takes_it_on_hopper(op: str) -> None:
+    pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
+    for shape in ((16640, 8192, 5120, 64), (1, 1, 1, 1), (0, 64, 128, 3), (517, 333, 129, 1024)):
+        assert select(request(op, shape)).backend == "hopper"
+        assert select(request(op, shape, sm=100)).backend != "hopper"
+    for shape, options, reason in (
+        ((128, 64, 256, 1025), (), "takes at most 1024 groups"),
+        ((128, 64, 256, 4), ("strided",), "strides of their layout"),
+        ((128, 64, 0, 4), (), "takes no empty operands"),
+        ((128, 64, 256, 0), (), "takes no empty operands"),
+    ):
+        asked = request(op, shape, *options)
+        assert select(asked).backend != "hopper"
+        assert reason in str(explain_request(asked))
+
+
+@pytest.mark.parametrize("op", PAIRS)
+def test_explain_tells_tile_time_and_bound(op: str) -> None:
+    pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
+    taken = explain_request(request(op, (16640, 8192, 5120, 16))).taken
+    assert taken is not None
+    assert taken.forecast is not None
+    assert taken.forecast.share < 1
+    text = str(taken.forecast)
+    assert "groups between none and twice the mean" in text
+    assert "stages" in text
+    odd = explain_request(request(op, (16640, 8191, 5120, 16))).taken
+    assert odd is not None
+    assert "a pass over the output" in str(odd.forecast)
+
+
+@pytest.mark.parametrize("n", [1, 7, 24, 33])
+@pytest.mark.parametrize("op", PAIRS)
+def test_outputs_that_the_kernel_cannot_write(op: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a reference in the kernel's place: it is given a matrix that it can address, and all outputs are right."""
+    from blockscale.grouped import _reference
+
+    row = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
+    launches = pytest.importorskip("blockscale.gemm._hopper_launch")
+    offs = torch.tensor([3, 3, 20], dtype=torch.int32)
+    x, y = torch.randn(22, 33), torch.randn(22, n)
+    if op == "m_grouped":
+        a, b = bs.quantize(x, "fp8_1x128"), bs.quantize(torch.randn(3, n, 33), "fp8_128x128")
+    else:
+        a, b = (bs.quantize(source, "fp8_1x128", axis=-2, offs=offs).mT for source in (x, y))
+    product, added = _reference.exact_grouped(a, b, offs).float(), []
+
+    def launch(a, b, offs, out, bias, *, accumulate, tile) -> None:
+        assert launches.can_be_described(out)
+        assert out.dim() == 2
+        assert tile.waves == 1 or not accumulate
+        added.append(accumulate)
+        whole = product.flatten(0, -2)
+        out.copy_(out + whole if accumulate else whole)
+        # as the copy engine does: up to the next 16 bytes
+        width = n + -n % (16 // out.element_size())
+        out.as_strided((len(out), width), out.stride(), out.storage_offset())[:, n:] = torch.nan
+
+    monkeypatch.setattr(row, "launch", launch)
+    serve = getattr(row, op)
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.full(product.shape, torch.nan, dtype=dtype)
+        serve(a, b, offs, out, bias=None, accumulate=False)
+        assert torch.equal(out, product.to(dtype))
+    room = [*product.shape[:-1]]
+    for width in (n, n + -n % 4, n + 4 + -n % 4):
+        frame = torch.ones(*room, width)
+        serve(a, b, offs, frame[..., :n], bias=None, accumulate=True)
+        assert torch.equal(frame[..., :n], 1 + product)
+        assert bool((frame[..., n:] == 1).all()), "written outside the window"
+    apart = torch.ones(room[0] * 2, *room[1:], n)[::2]  # matrices, or rows, that do not lie below each other
+    serve(a, b, offs, apart, bias=None, accumulate=True)
+    assert torch.equal(apart, 1 + product)
+    assert added[-1] == (op == "m_grouped" and n == 24)

@@ -1,0 +1,251 @@
+"""Hopper's grouped products on a GPU: every tile, every epilogue, groups of every kind, and nothing written outside."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import blockscale as bs
+from blockscale.diagnostics.quality import sqnr_db
+from blockscale.formats import BlockScaled
+from blockscale.gemm.heuristics import Tile
+from blockscale.grouped import heuristics
+from blockscale.grouped._reference import exact_grouped
+from products import HOPPER_DB, check_frame, framed, offsets
+
+_hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+# sizes of groups, and rows of no group behind them
+GROUPS: dict[str, tuple[list[int], int]] = {
+    "all but one empty": ([0, 0, 517, 0], 0),
+    "alternating": ([0, 130, 0, 64, 0, 65, 0], 3),
+    "whole tiles": ([256, 192, 64, 128, 384], 0),
+    "ascending": ([1, 5, 63, 70, 200, 300], 70),
+    "descending": ([300, 200, 70, 63, 5, 1], 300),
+    "all empty": ([0, 0, 0], 77),
+    "one group": ([301], 0),
+}
+TILES = heuristics.TILES
+ADDING = [tile for tile in TILES if tile.waves == 1]
+
+
+def of_rows(sizes: list[int], rest: int, n: int, k: int) -> tuple[BlockScaled, BlockScaled, Tensor]:
+    """Tokens, experts and ends of an m-grouped product."""
+    x = torch.randn(sum(sizes) + rest, k, device="cuda").bfloat16()
+    w = torch.randn(len(sizes), n, k, device="cuda").bfloat16()
+    return bs.quantize(x, "fp8_1x128"), bs.quantize(w, "fp8_128x128"), offsets(sizes, "cuda")
+
+
+def of_tokens(sizes: list[int], rest: int, n: int, k: int) -> tuple[BlockScaled, BlockScaled, Tensor]:
+    """Gradients [tokens, n], tokens [tokens, k] and ends of a k-grouped product."""
+    offs = offsets(sizes, "cuda")
+    sources = (torch.randn(sum(sizes) + rest, width, device="cuda").bfloat16() for width in (n, k))
+    a, b = (bs.quantize(source, "fp8_1x128", axis=-2, offs=offs).mT for source in sources)
+    return a, b, offs
+
+
+def outputs(tile: Tile) -> list[torch.dtype]:
+    """fp16 differs from bf16 in the last conversion only, so one tile stands for all; each is a compilation."""
+    return list(HOPPER_DB) if tile == TILES[1] else [torch.bfloat16, torch.float32]
+
+
+def fitted(tile: Tile, a: BlockScaled, b: BlockScaled, offs: Tensor, dtype: torch.dtype, *, add: bool = False) -> Tile:
+    sizes = (a.rows, b.rows, a.length, offs.shape[0])
+    return heuristics.fitted(tile, heuristics.Problem(*sizes, len(b.shape) == 2, dtype == torch.float32, 132, add))
+
+
+def is_right(got: Tensor, want: Tensor) -> bool:
+    """By the gate of the contract; where nothing is summed it must be zero. One row that is wrong fails it: each is at
+    least a thousandth of all, and 77 and 50 dB are less."""
+    if want.count_nonzero() == 0:
+        return bool((got == 0).all())
+    inside = (want != 0).any(-1)  # rows of no group, and matrices of groups without tokens
+    return bool((got[~inside] == 0).all()) and sqnr_db(want, got) > HOPPER_DB[got.dtype]
+
+
+def launched(
+    tile: Tile,
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    before: Tensor | None = None,
+) -> Tensor:
+    """The result in a frame of sentinels that nothing but the result has touched; twice, for the same bytes."""
+    rows = a.rows * (offs.shape[0] if len(b.shape) == 2 else 1)
+    tile = fitted(tile, a, b, offs, dtype, add=before is not None)
+    results: list[Tensor] = []
+    for _ in range(2):
+        frame, out = framed(rows, b.rows, dtype)
+        if before is not None:
+            out.copy_(before)
+        _hopper.launch(a, b, offs, out, bias, accumulate=before is not None, tile=tile)
+        check_frame(frame, rows, b.rows)
+        results.append(out)
+    assert torch.equal(*results)
+    return results[0]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_groups_of_rows(tile: Tile, name: str) -> None:
+    """Tails in all directions, all outputs, with a bias of each expert and without."""
+    sizes, rest = GROUPS[name]
+    for n, k in ((336, 400), (256, 128)):
+        a, b, offs = of_rows(sizes, rest, n, k)
+        want, bias = exact_grouped(a, b, offs), torch.randn(len(sizes), n, device="cuda").bfloat16()
+        biased = want.clone()
+        for group, (start, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
+            biased[start:end] += bias[group].double()
+        for dtype in outputs(tile):
+            assert is_right(launched(tile, a, b, offs, dtype), want), (n, k, dtype)
+        assert is_right(launched(tile, a, b, offs, torch.bfloat16, bias), biased), (n, k)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_groups_of_tokens(tile: Tile, name: str) -> None:
+    """Results whose rows end within a tile, and within a part of one; groups without tokens give zero."""
+    sizes, rest = GROUPS[name]
+    for n, k in ((336, 400), (100, 64), (256, 128)):
+        a, b, offs = of_tokens(sizes, rest, n, k)
+        want = exact_grouped(a, b, offs).flatten(0, 1)
+        for dtype in outputs(tile):
+            assert is_right(launched(tile, a, b, offs, dtype), want), (n, k, dtype)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("tile", ADDING, ids=str)
+def test_products_are_added(tile: Tile, name: str) -> None:
+    """Into a window of a buffer; what no product reaches stays as it is."""
+    sizes, rest = GROUPS[name]
+    for make in (of_rows, of_tokens):
+        a, b, offs = make(sizes, rest, 336, 400)
+        alone = launched(tile, a, b, offs, torch.float32)
+        before = torch.randn(alone.shape, device="cuda")
+        got = launched(tile, a, b, offs, torch.float32, before=before)
+        assert torch.equal(got, before + alone), "one more rounding, no other sum"
+
+
+@pytest.mark.parametrize("n", [1, 15, 17, 333])
+@pytest.mark.parametrize("k", [1, 127, 129, 400])
+def test_any_n_and_k(k: int, n: int) -> None:
+    """By the table, all outputs; what the kernel cannot write by itself goes through a second buffer."""
+    sizes, rest = GROUPS["ascending"]
+    with bs.use_backend(m_grouped="hopper", k_grouped="hopper"):
+        for make in (of_rows, of_tokens):
+            a, b, offs = make(sizes, rest, n, k)
+            want = exact_grouped(a, b, offs)
+            for dtype, db in HOPPER_DB.items():
+                got = bs.scaled_grouped_mm(a, b, offs, dtype)
+                assert got.is_contiguous()
+                assert sqnr_db(want, got) > db - 6, dtype  # of few values and short sums, chance may pick bad ones
+            total = torch.ones(want.shape, device="cuda")
+            bs.scaled_grouped_mm(a, b, offs, accumulate=total)
+            assert torch.equal(total, 1 + bs.scaled_grouped_mm(a, b, offs, torch.float32))
+
+
+@pytest.mark.parametrize("make", [of_rows, of_tokens])
+def test_sizes_from_1_to_130(make) -> None:
+    a, b, offs = make(list(range(1, 131)), 9, 144, 272)
+    with bs.use_backend(m_grouped="hopper", k_grouped="hopper"):
+        got = bs.scaled_grouped_mm(a, b, offs, torch.float32)
+    assert is_right(got, exact_grouped(a, b, offs))
+
+
+@pytest.mark.parametrize("make", [of_rows, of_tokens])
+def test_1024_groups(make) -> None:
+    sizes = torch.randint(0, 20, (1024,), generator=torch.Generator().manual_seed(1)).tolist()
+    a, b, offs = make(sizes, 9, 64, 144)
+    with bs.use_backend(m_grouped="hopper", k_grouped="hopper"):
+        got = bs.scaled_grouped_mm(a, b, offs, torch.float32)
+    assert is_right(got, exact_grouped(a, b, offs))
+
+
+def test_no_rows_at_all() -> None:
+    a, b, offs = of_rows([0, 0, 0], 0, 64, 128)
+    with bs.use_backend(m_grouped="hopper", k_grouped="hopper"):
+        assert bs.scaled_grouped_mm(a, b, offs).shape == (0, 64)
+        left, right, offs = of_tokens([0, 0, 0], 0, 64, 128)
+        assert bool((bs.scaled_grouped_mm(left, right, offs) == 0).all())
+
+
+@pytest.mark.parametrize("ends", [[100, 900, 950], [300, 100, 400, 50], [2**31 - 1, 5], [-7, 200, -1]])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_wrong_ends_write_nothing_outside(tile: Tile, ends: list[int]) -> None:
+    """Ends that descend or lie past the rows: nobody could tell without waiting for the device."""
+    sizes = [100] * len(ends)
+    wrong = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    for make in (of_rows, of_tokens):
+        a, b, _ = make(sizes, 17, 144, 272)
+        launched(tile, a, b, wrong, torch.bfloat16)
+
+
+@pytest.mark.parametrize("make", [of_rows, of_tokens])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_graph_serves_any_groups(make, accumulate: bool) -> None:
+    """Captured once, replayed with other ends: sizes of groups are read on the device, and no host waits for them."""
+    patterns = [[100, 200, 217, 0], [0, 0, 0, 517], [517, 0, 0, 0], [1, 300, 15, 201], [0, 0, 0, 0]]
+    cases = [make(sizes, 517 - sum(sizes), 272, 336) for sizes in patterns]
+    a, b, offs = cases[0]
+    shape = exact_grouped(a, b, offs).shape
+    out = torch.zeros(shape, device="cuda")
+
+    def product() -> None:
+        if accumulate:
+            bs.scaled_grouped_mm(a, b, offs, accumulate=out)
+        else:
+            out.copy_(bs.scaled_grouped_mm(a, b, offs, torch.float32))
+
+    with bs.use_backend(m_grouped="hopper", k_grouped="hopper"):
+        product()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.graph(graph):
+                product()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for left, right, ends in cases:
+            for held, other in ((a, left), (b, right)):
+                held.data.view(torch.uint8).copy_(other.data.view(torch.uint8))
+                held.scale.copy_(other.scale)
+            offs.copy_(ends)
+            out.zero_()
+            graph.replay()
+            assert is_right(out, exact_grouped(left, right, ends))
+
+
+@pytest.mark.parametrize("tile", ADDING, ids=str)
+def test_large_sums_are_repeatable(tile: Tile) -> None:
+    """Many tiles for each program, with what is added to: see the test of that name of dense products."""
+    for make, sizes in ((of_rows, [1000, 0, 2000, 1096]), (of_tokens, [1500, 100, 2496])):
+        a, b, offs = make(sizes, 0, 2048, 2048)
+        want, tall = exact_grouped(a, b, offs).flatten(0, -2), fitted(tile, a, b, offs, torch.float32, add=True)
+        for _ in range(3):
+            out = torch.full(want.shape, 1000.0, device="cuda")
+            _hopper.launch(a, b, offs, out, None, accumulate=True, tile=tall)
+            # one wrong scale in one of 32 blocks shifts sums by more than 1
+            assert float((out - 1000.0 - want).abs().max()) < 0.25
+
+
+def test_the_second_launch_comes_from_a_dictionary() -> None:
+    launches = pytest.importorskip("blockscale.gemm._hopper_launch")
+    schedule = pytest.importorskip("blockscale.grouped._schedule")
+    for make in (of_rows, of_tokens):
+        a, b, offs = make([30, 0, 98], 4, 272, 333)
+        launches._KNOWN.clear()
+        schedule._KNOWN.clear()
+        total = torch.zeros(exact_grouped(a, b, offs).shape, device="cuda")
+        with bs.use_backend(m_grouped="hopper", k_grouped="hopper"):
+            first, second = (bs.scaled_grouped_mm(a, b, offs) for _ in range(2))
+            bs.scaled_grouped_mm(a, b, offs, accumulate=total)
+        assert torch.equal(first, second)
+        assert len(launches._KNOWN) >= 1, "nothing was copied"
+        assert len(schedule._KNOWN) >= 1
