@@ -4,8 +4,10 @@
     k-grouped  c[g, M, N] = a[M, tokens of g] @ b[N, tokens of g].mT  both with scales 1x128, tokens padded to 128
 
 An operand has one descriptor for all groups: a group only shifts coordinates. What lies behind a group's last row is
-the next group's; it is loaded, multiplied and dropped. A part of 64 rows that lies inside its group is stored by the
-copy engine, one that crosses the end from registers, row by row, and one that lies behind it is not multiplied at all.
+the next group's; it is loaded, multiplied and dropped, and so are up to three rows before its first: tiles start at
+multiples of four rows, because scales are fetched from multiples of 16 bytes on. A part of 64 rows that lies inside its
+group is stored by the copy engine, one that crosses an end from registers, row by row, and one that lies behind it is
+not multiplied at all.
 Which tiles there are is read from a list on the device (`_schedule.py`), so nothing here depends on sizes of groups.
 """
 
@@ -42,7 +44,8 @@ def _count(work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
 @gluon.jit
 def _place(item, work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
     """Where a program's next tile lies: its group; its first row of a; its first row and its group's end in c; its
-    column; its blocks of K from, to: none for rows of no group, and for groups without tokens."""
+    column; its blocks of K from, to: none for rows of no group, and for groups without tokens; and the first row of c
+    that is its group's."""
     list_ptr, groups, M, N, K = work
     BM: gl.constexpr = TILE.groups * TILE.waves * 64
     blocks, tiles_n = gl.cdiv(K, 128), gl.cdiv(N, TILE.bn)
@@ -52,13 +55,13 @@ def _place(item, work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
         entry = list_ptr + tile // (tiles_m * tiles_n) * 4
         pm, pn = tile_at(tile % (tiles_m * tiles_n), tiles_m, tiles_n, TILE.band)
         group, start, count = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-        top = group * M
-        return group, pm * BM, top + pm * BM, top + M, pn * TILE.bn, start, gl.minimum(start + count, blocks)
+        top = group * M + pm * BM
+        return group, pm * BM, top, group * M + M, pn * TILE.bn, start, gl.minimum(start + count, blocks), top
     else:
         pm, pn = tile_at(tile, gl.load(list_ptr), tiles_n, TILE.band)
         entry = list_ptr + (1 + pm) * 4
-        row, end, group = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-        return group, row, row, end, pn * TILE.bn, 0, blocks if group < groups else 0
+        row, end, group, begin = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+        return group, row, row, end, pn * TILE.bn, 0, blocks if group < groups else 0, begin
 
 
 @gluon.jit
@@ -72,7 +75,7 @@ def _producer(operands, rings, bars, work, TILE: gl.constexpr, K_GROUPED: gl.con
     rest_bytes: gl.constexpr = b_desc.block_type.nbytes + sa_desc.block_type.nbytes + sb_bytes
     stage, phase = 0, 1  # the ring starts empty
     for item in range(_count(work, TILE, K_GROUPED)):
-        group, row, top, end, column, start, stop = _place(item, work, TILE, K_GROUPED)
+        group, row, top, end, column, start, stop, _begin = _place(item, work, TILE, K_GROUPED)
         b_row = column if K_GROUPED else group * N + column
         # of one part, the others' rows are not fetched
         short = end - top <= 64 if a_ring.shape[1] * LOADS > 64 else False
@@ -96,18 +99,18 @@ def _producer(operands, rings, bars, work, TILE: gl.constexpr, K_GROUPED: gl.con
 
 
 @gluon.jit
-def _store(acc, output, c_place, buffer, row, end, column, biased, BIAS: gl.constexpr, ADD: gl.constexpr):
-    """64 rows, of which those before the end are written.  biased: columns that have a bias."""
+def _store(acc, output, c_place, buffer, row, column, biased, BIAS: gl.constexpr, ADD: gl.constexpr):
+    """64 rows, of which those of the group are written.  biased: columns that have a bias."""
     c_desc, _, _ = output
-    c_ptr, c_stride, N = c_place
+    c_ptr, c_stride, N, begin, end = c_place
     acc = finished(acc, output, buffer, column, biased, BIAS, ADD)
-    if row + 64 <= end:
+    if (begin <= row) & (row + 64 <= end):
         copy_out(acc, c_desc, buffer, row, column)
     else:
         m = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         n = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         at = c_ptr + m.to(gl.int64)[:, None] * c_stride + n[None, :]
-        gl.store(at, acc.to(c_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < N)[None, :])
+        gl.store(at, acc.to(c_ptr.dtype.element_ty), mask=((m >= begin) & (m < end))[:, None] & (n < N)[None, :])
 
 
 @gluon.jit
@@ -123,7 +126,7 @@ def _consumer(
     sizes = (M, N, K, sb_stride, 0, 0, 0)  # as the dense kernel has them
     stage, phase, c_phase = 0, 0, 0
     for item in range(_count(work, TILE, K_GROUPED)):
-        group, _row_of_a, top, end, column, start, stop = _place(item, work, TILE, K_GROUPED)
+        group, _row_of_a, top, end, column, start, stop, begin = _place(item, work, TILE, K_GROUPED)
         top += GROUP * waves * 64
         idle = top >= end
         if ADD:
@@ -149,7 +152,8 @@ def _consumer(
                     tma_store_wait(0)  # whatever was stored from the buffers has left them
                 if row < end:
                     buffer = c_tile.index(GROUP * buffers + wave % buffers)
-                    _store(acc, of_group, (c_ptr, c_stride, N), buffer, row, end, column, biased, BIAS, ADD)
+                    place = (c_ptr, c_stride, N, begin, end)
+                    _store(acc, of_group, place, buffer, row, column, biased, BIAS, ADD)
     tma_store_wait(0)
 
 

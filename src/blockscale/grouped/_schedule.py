@@ -25,18 +25,30 @@ from ..library import empty
 
 MOST_GROUPS = 1024
 _PROGRAMS, _CHUNK = 32, 16
+STEP = 4  # rows: the copy engine fetches scales of rows from multiples of 16 bytes on, and nowhere else
 
 
 def row_tiles(offs: Tensor, rows: int, height: int) -> Tensor:
-    """int32 [ceil(rows / height) + G + 2, 4]: (count, 0, 0, 0), then `count` tiles (first row, end row, group, 0).
+    """int32 [tiles_bound, 4]: (count, 0, 0, 0), then `count` tiles (first row, end row, group, first row of the group
+    in it).
 
-    Tiles have `height` rows, a group's last one what is left. Groups are in order, and those without rows have no
-    tiles. Behind them come tiles of group G: rows of no group. What follows the last tile is not written.
+    Tiles have `height` rows, a group's last one what is left, and start at multiples of four: a group's first one may
+    begin with up to three rows of the group before, which are not its own. Groups are in order, and those without rows
+    have no tiles. Behind them come tiles of group G: rows of no group. What follows the last tile is not written.
     """
     offs = offs.contiguous()
-    tiles = empty((ceil_div(rows, height) + offs.shape[0] + 2, 4), int32, offs.device)
-    _start(_row_tiles_kernel, _PROGRAMS, offs, tiles, (rows,), (height,))
+    tiles = empty((tiles_bound(offs.shape[0], rows, height), 4), int32, offs.device)
+    _start(_row_tiles_kernel, _PROGRAMS, offs, tiles, (rows,), (height, STEP))
     return tiles
+
+
+def tiles_bound(groups: int, rows: int, height: int) -> int:
+    """How long a list can be, its head included.
+
+    >>> tiles_bound(8, 32768, 128)
+    267
+    """
+    return ceil_div(rows + (STEP - 1) * (groups + 1), height) + groups + 2
 
 
 def group_spans(offs: Tensor) -> Tensor:
@@ -63,31 +75,40 @@ def _spans(offs_ptr, g, groups, most):
 
 
 @triton.jit
-def _store_four(at, a, b, c, mask):
+def _store_four(at, a, b, c, d, mask):
     tl.store(at, a, mask=mask)
     tl.store(at + 1, b, mask=mask)
     tl.store(at + 2, c, mask=mask)
-    tl.store(at + 3, a * 0, mask=mask)
+    tl.store(at + 3, d, mask=mask)
 
 
 @triton.jit(do_not_specialize=["groups", "rows"])
-def _row_tiles_kernel(offs_ptr, tiles_ptr, groups, rows, HEIGHT: tl.constexpr, GROUPS: tl.constexpr):
+def _row_tiles_kernel(
+    offs_ptr, tiles_ptr, groups, rows, HEIGHT: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
     """Each program writes one in `num_programs` of every group's tiles."""
     g = tl.arange(0, GROUPS)
     first, end = _spans(offs_ptr, g, groups, rows)
-    counts = (end - first + HEIGHT - 1) // HEIGHT
+    counts = _count_tiles(first, end, HEIGHT, STEP)
     place = tl.cumsum(counts, 0) - counts + 1
     for number in range(tl.program_id(0), tl.max(counts, 0), tl.num_programs(0)):
-        row = first + number * HEIGHT
+        row = first // STEP * STEP + number * HEIGHT
         at = tiles_ptr + (place + number) * 4
-        _store_four(at, row, tl.minimum(row + HEIGHT, end), g, number < counts)
+        _store_four(at, row, tl.minimum(row + HEIGHT, end), g, tl.maximum(row, first), number < counts)
     total, last = tl.sum(counts, 0), tl.max(end, 0)
-    rest = (rows - last + HEIGHT - 1) // HEIGHT
+    rest = _count_tiles(last, rows, HEIGHT, STEP)
     for number in range(tl.program_id(0), rest, tl.num_programs(0)):
-        row = last + number * HEIGHT
-        _store_four(tiles_ptr + (1 + total + number) * 4, row, tl.minimum(row + HEIGHT, rows), groups, True)
+        row = last // STEP * STEP + number * HEIGHT
+        at = tiles_ptr + (1 + total + number) * 4
+        _store_four(at, row, tl.minimum(row + HEIGHT, rows), groups, tl.maximum(row, last), True)
     if tl.program_id(0) == 0:
-        _store_four(tiles_ptr, total + rest, 0, 0, True)
+        _store_four(tiles_ptr, total + rest, 0, 0, 0, True)
+
+
+@triton.jit
+def _count_tiles(first, end, HEIGHT: tl.constexpr, STEP: tl.constexpr):
+    """Of the rows from, to: none where there are none."""
+    return tl.where(end > first, (end - first // STEP * STEP + HEIGHT - 1) // HEIGHT, 0)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -104,7 +125,7 @@ def _group_spans_kernel(
     size = tl.sum(here * blocks[None, :], 1)
     longer = (blocks[None, :] > size[:, None]) | ((blocks[None, :] == size[:, None]) & (g[None, :] < mine[:, None]))
     rank = tl.sum((longer & (g < groups)[None, :]).to(tl.int32), 1)
-    _store_four(spans_ptr + rank * 4, mine, tl.sum(here * start[None, :], 1), size, mine < groups)
+    _store_four(spans_ptr + rank * 4, mine, tl.sum(here * start[None, :], 1), size, mine * 0, mine < groups)
 
 
 class _Known(NamedTuple):
