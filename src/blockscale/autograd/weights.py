@@ -88,7 +88,7 @@ class SharedWeight:
         """Cast the weight again, into the same storage where it still fits. Opens the sharing."""
         check_can_be_shared(weight)
         casts = Casts(recipe)
-        specs = casts.spec("fprop_w", weight.device), casts.spec("dgrad_w", weight.device)
+        specs = casts.spec("fprop_w", weight), casts.spec("dgrad_w", weight)
         known = self._weight is not None and self._weight() is weight and self._buffers
         device = self._buffers[0][0].device if self._buffers else None
         # an evaluation may be the first to need what a backward will use
