@@ -1,8 +1,8 @@
 """`grouped_linear` and `grouped_swiglu_mlp`: the layers of experts, trained by a recipe.
 
 What `linear` and `swiglu_mlp` are with one weight, these are with one for each expert: the same functions, casts and
-kept operands, with rows in groups. fprop and dgrad are m-grouped, and no row is padded for them; wgrad is k-grouped, and
-the cast that makes its operands starts every expert at a multiple of 128. Group ends stay on the device.
+kept operands, with rows in groups. fprop and dgrad are m-grouped, and no row is padded for them; wgrad is k-grouped,
+and the cast that makes its operands starts every expert at a multiple of 128. Group ends stay on the device.
 
 Rows may come in order, with the ends of the experts (`offs`), or as tokens with a `Routing`: then the cast gathers them
 as it reads, and their gradient comes back by token, so that permuted rows are never written in high precision.

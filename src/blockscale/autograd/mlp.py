@@ -25,7 +25,7 @@ from .linear import check_linear, check_low, check_rounding, linear, main_grad_o
 from .once import once
 from .operands import Casts, Groups, Needs, Pair, column_sums, matrix, needs_of, set_aside
 from .recipe import Recipe, get_recipe
-from .work import product, wgrad
+from .work import dgrad, product, wgrad
 
 
 def swiglu_mlp(
@@ -178,7 +178,7 @@ class SwiGLUFunction(torch.autograd.Function):
         dy_row, dy_col, db_down = second.gradient(matrix(grad), below)
         if below.x:
             down_col = second.column(down_kept, down_weight, "dgrad_w")
-            dh = product(dy_row, down_col.operand, gate_up.dtype, groups)
+            dh = dgrad(grad, dy_row, down_weight, down_col, gate_up.dtype, groups)
             if above.x or above.weight:
                 wanted = second.spec("wgrad_x", gate_up) if below.weight else None
                 made = first.swiglu_gradient(dh, gate_up, wanted)
@@ -190,7 +190,7 @@ class SwiGLUFunction(torch.autograd.Function):
             dw_down = wgrad(grad, dy_col, None, hidden, down_weight.dtype, down_main, groups)
         if above.x:
             gate_up_col = first.column(gate_up_kept, gate_up_weight, "dgrad_w")
-            dx = to_source(product(row, gate_up_col.operand, ctx.dtype, groups), ctx.shape, groups)
+            dx = to_source(dgrad(grad, row, gate_up_weight, gate_up_col, ctx.dtype, groups), ctx.shape, groups)
         if above.weight:
             x_col = first.column(x_kept, x, "wgrad_x")
             dw_gate_up = wgrad(grad, col, None, x_col, gate_up_weight.dtype, gate_up_main, groups)

@@ -73,9 +73,7 @@ class Work(NamedTuple):
         y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
         return Made(y, (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5])), known)
 
-    def _forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given, groups: Groups | None
-    ) -> Made:
+    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given, groups: Groups | None) -> Made:
         casts, needs = self.casts.among(groups), self.needs
         x_row, x_col = given[0] or casts.input(matrix(x), waits=needs.weight)
         w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")

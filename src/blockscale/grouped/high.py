@@ -1,7 +1,7 @@
 """Grouped products in high precision, for what a recipe leaves there: `F.grouped_mm` where it serves, else a loop.
 
-torch wants rows at multiples of 16 bytes, and on CUDA anything but bf16 takes its sizes through the host. The loop reads
-them on the host in any case: layers whose features are multiples of 8 never meet it.
+torch wants rows at multiples of 16 bytes, and on CUDA anything but bf16 takes its sizes through the host. The loop
+reads them on the host in any case: layers whose features are multiples of 8 never meet it.
 """
 
 import torch

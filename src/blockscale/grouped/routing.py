@@ -1,4 +1,4 @@
-"""Routing: which rows go to which expert, in which order, and back. Index arithmetic and moves of rows, without gradients.
+"""Routing: which rows go to which expert, in which order, and back: index arithmetic, without gradients.
 
 Tokens [T, D] become T * k rows, one for each expert that a token was sent to, sorted by expert; the sort is stable, so
 an expert's rows are in the order of their tokens, and everything here gives the same bits on every run. Nothing waits
@@ -22,8 +22,8 @@ from . import routing_ops
 class Routing:
     """Where rows go.
 
-    offs: int32 [E], inclusive ends of the experts among the sorted rows.  tokens: int32 [T * k], the token of each sorted
-    row.  rows: int32 [T, k], the sorted row of each slot of each token, the inverse of `tokens`.
+    offs: int32 [E], inclusive ends of the experts among the sorted rows.  tokens: int32 [T * k], the token of each
+    sorted row.  rows: int32 [T, k], the sorted row of each slot of each token, the inverse of `tokens`.
     """
 
     offs: Tensor
