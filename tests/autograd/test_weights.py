@@ -65,7 +65,7 @@ def shared(layer: nn.Module) -> weights.SharedWeight:
 
 
 def is_open(model: nn.Module) -> bool:
-    return any(each.is_open for _, _, each in weights.shared_weights(model))
+    return any(each.is_open for *_, each in weights.shared_weights(model))
 
 
 def batch(step: int, microbatch: int) -> Tensor:
@@ -535,7 +535,7 @@ def test_swiglu_shares():
         models.append(model)
     assert_same_weights(models[1], models[0])
     assert_same_weights(models[2], models[0])
-    assert [each.casts for _, _, each in weights.shared_weights(models[2])] == [1 + STEPS] * 2
+    assert [each.casts for *_, each in weights.shared_weights(models[2])] == [1 + STEPS] * 2
 
 
 def test_frozen_weights():

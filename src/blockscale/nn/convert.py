@@ -16,7 +16,8 @@ from torch.nn.parameter import UninitializedParameter
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, message
 from ..formats.stochastic import module_name, rng_state
-from .linear import DEFAULT_SEED, Linear
+from .follower import DEFAULT_SEED
+from .linear import Linear
 from .policy import Defaults, Ends, find_defaults, find_ends, is_linear, obstacle
 from .report import ConversionReport, Converted, Other, Skipped, speed_note
 
