@@ -1,10 +1,10 @@
 """Experts of Transformers as layers that follow a recipe: a table of how they are kept there, and the class that a
 module of theirs becomes.
 
-Written against Transformers 4.57 (gpt-oss) and 5.0 to 5.2 (its experts are modules with 3-D parameters `gate_up_proj` and
-`down_proj`, called with tokens, the experts of each token and their weights). Nothing is imported from there: a module
-is known by its parameters, its signature and what its activation does to a few numbers, so that whoever computes
-something else is left alone, with the reason in the report.
+Written against Transformers 4.57 (gpt-oss) and 5.0 to 5.2, where experts are modules with the 3-D parameters
+`gate_up_proj` and `down_proj`, called with tokens, the experts of each token and their weights. Nothing is imported from
+there: a module is known by its parameters, its signature and what its activation does to a few numbers, so that whoever
+computes something else is left alone, with the reason in the report.
 """
 
 from __future__ import annotations
@@ -67,8 +67,12 @@ STYLES = (
 
 def has_experts(module: nn.Module) -> bool:
     """Whether a module keeps the weights of experts as Transformers does, of whatever kind."""
-    held = (module._parameters.get(name) for name in WEIGHTS)
-    return all(each is not None and each.dim() == 3 for each in held)
+    held = _own(module)
+    return all(name in held and held[name].dim() == 3 for name in WEIGHTS)
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def expert_sizes(module: nn.Module) -> list[tuple[str, int, int, int]]:
@@ -95,11 +99,10 @@ def style_of(module: nn.Module) -> Style | str:
     for flag, value in style.flags.items():
         if getattr(module, flag, value) != value:
             return f"experts with {flag}={getattr(module, flag)}, in none of the known arrangements"
-    biases = [f"{name}_bias" in module._parameters for name in WEIGHTS]
+    biases = [f"{name}_bias" in _own(module) for name in WEIGHTS]
     if biases != [style.bias, style.bias]:
-        return (
-            f"experts kept as {style.name} {'with' if any(biases) else 'without'} biases, which nobody was known to do"
-        )
+        has = "with" if any(biases) else "without"
+        return f"experts kept as {style.name} {has} biases, which none of the known ones are"
     names = tuple(inspect.signature(type(module).forward).parameters)[1:4]
     if names not in SIGNATURES:
         return f"experts called with ({', '.join(names)}), not with tokens, their experts and weights"

@@ -38,7 +38,7 @@ def quantize_(
     seed: int = DEFAULT_SEED,
 ) -> ConversionReport:
     """Train a model's linear layers by a recipe, in place; the report says which, and why not the others. Experts that
-    are one 3-D parameter are layers too: `nn.GroupedLinear`, and those of Transformers that are known (docs/experts.md).
+    are one 3-D parameter are layers too: `GroupedLinear`, and those of Transformers that are known (docs/experts.md).
 
     filter_fn(module, name): whether to convert a layer that can be converted; it is asked for each of them, and
     decides alone.  Without it the output head, routers and narrow layers stay in high precision, and with 4-bit formats

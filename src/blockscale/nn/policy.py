@@ -29,6 +29,7 @@ from ..formats.spec import get_format
 from .adapters import AdaptedExperts, expert_sizes, has_experts, style_of
 from .experts import GroupedLinear
 from .linear import Linear
+from .moe import Router
 
 Named = Sequence[tuple[str, nn.Module]]
 ROUTERS = frozenset({"router", "gate", "gating"})
@@ -95,6 +96,8 @@ def obstacle(module: nn.Module) -> str | None:
         return "sharded by itself: convert before fully_shard"
     if is_parametrized(module) or (isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)):
         return "parametrized: its weight is computed, not a parameter"
+    if isinstance(module, Router):
+        return "router: its scores are in fp32"
     if kind is NonDynamicallyQuantizableLinear:
         return "part of MultiheadAttention, which reads its weight and never calls it"
     if not exact:
