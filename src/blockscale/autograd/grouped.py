@@ -39,6 +39,7 @@ def grouped_linear(
     whose rows are gathered; the result is in the order of the experts either way. Rows after the last end give zero.
     rounding, weight_operands, dtypes and `main_grad` are as for `linear`.
 
+    >>> import torch
     >>> x, weight = torch.randn(5, 128, requires_grad=True), torch.randn(3, 64, 128, requires_grad=True)
     >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
     >>> grouped_linear(x, weight, offs, recipe="mxfp8").sum().backward()
@@ -74,6 +75,7 @@ def grouped_swiglu_mlp(
     gate_up_weight: [E, 2H, K].  down_weight: [E, D, H].  biases: [E, 2H] and [E, D].  offs: as for `grouped_linear`;
     the rest as for `swiglu_mlp`. A recipe with a product in high precision is served by two `grouped_linear`s.
 
+    >>> import torch
     >>> x, offs = torch.randn(5, 128, requires_grad=True), torch.tensor([2, 2, 5], dtype=torch.int32)
     >>> gate_up, down = torch.randn(3, 256, 128, requires_grad=True), torch.randn(3, 128, 128, requires_grad=True)
     >>> grouped_swiglu_mlp(x, gate_up, down, offs, recipe="mxfp8").sum().backward()

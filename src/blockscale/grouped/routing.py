@@ -24,6 +24,10 @@ class Routing:
 
     offs: int32 [E], inclusive ends of the experts among the sorted rows.  tokens: int32 [T * k], the token of each
     sorted row.  rows: int32 [T, k], the sorted row of each slot of each token, the inverse of `tokens`.
+
+    >>> routing = sort_by_expert(torch.tensor([[2], [0], [2]]), 3)
+    >>> routing.load().tolist()
+    [1, 0, 2]
     """
 
     offs: Tensor

@@ -1,10 +1,10 @@
 """Experts of Transformers as layers that follow a recipe: a table of how they are kept there, and the class that a
 module of theirs becomes.
 
-Written against Transformers 4.57 (gpt-oss) and 5.0 to 5.2, where experts are modules with the 3-D parameters
-`gate_up_proj` and `down_proj`, called with tokens, the experts of each token and their weights. Nothing is imported from
-there: a module is known by its parameters, its signature and what its activation does to a few numbers, so that whoever
-computes something else is left alone, with the reason in the report.
+Written against Transformers 4.57 (gpt-oss) and 5.0, where experts are modules with the 3-D parameters
+`gate_up_proj` and `down_proj`, called with tokens, the experts of each token and their weights. Nothing is imported
+from there: a module is known by its parameters, its signature and what its activation does to a few numbers, so that
+whoever computes something else is left alone, with the reason in the report.
 """
 
 from __future__ import annotations
