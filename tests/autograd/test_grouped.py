@@ -135,23 +135,26 @@ def test_the_mlp_is_close_to_fake_quantisation_in_fp64(name: str):
     assert min(found) > 45, found
 
 
-# what is expected of y, dX, dW of the second layer and dW of the first against no quantisation, in dB
-EXPECTED = {"fp8_blockwise": (24.5, 23.5, 23.5), "mxfp8": (24.5, 23.5, 23.5), "nvfp4": (12.0, 11.0, 11.0)}
+# y, dX and the weight gradients of both layers against no quantisation, in dB
+EXPECTED = {
+    "fp8_blockwise": (23.9, 23.8, 23.9, 24.1),
+    "mxfp8": (23.6, 23.5, 23.5, 23.6),
+    "nvfp4": (12.0, 10.1, 10.4, 11.3),
+}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_noise_is_that_of_the_formats(name: str):
     """Three chained products: as far from the unquantised experts as fake quantisation is, to half a dB."""
     recipe = get_recipe(name)
-    p, sizes = Experts((64, 200, 0, 56), 256, 256, 256, bias=False), 3
-    exact = mlp_by_fake_casts(p, None)[: sizes + 1]
-    got = gains(p.run(name)[: sizes + 1], exact)
-    want = gains(mlp_by_fake_casts(p, recipe)[: sizes + 1], exact)
-    for mine, theirs in zip(got, want, strict=True):
-        # drawn codes are noisier than those that fake quantisation rounds to nearest
-        assert abs(mine - theirs) < 0.5 or (recipe.draws and -3 < mine - theirs < 0), (got, want)
-    for mine, least in zip(got, EXPECTED[name], strict=False):
-        assert mine > least - 1.5, got
+    p = Experts((64, 200, 0, 56), 256, 256, 256, bias=False)
+    exact = mlp_by_fake_casts(p, None)
+    got, want = gains(p.run(name), exact), gains(mlp_by_fake_casts(p, recipe), exact)
+    # drawn codes are noisier than those that fake quantisation rounds to nearest: only the forward draws none
+    for mine, theirs in list(zip(got, want, strict=True))[: 1 if recipe.draws else 4]:
+        assert abs(mine - theirs) < 0.1, (got, want)
+    for mine, expected in zip(got, EXPECTED[name], strict=True):
+        assert abs(mine - expected) < 0.5, got
 
 
 def test_gradients_in_fp64():

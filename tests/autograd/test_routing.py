@@ -9,6 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import blockscale as bs
 from blockscale.errors import DtypeError, OptionError, ShapeError
+from blockscale.grouped import routing_ops
 from products import assert_same_bits, gaussian
 
 COUNTS = [(0, 4, 2), (1, 1, 1), (1, 8, 8), (5, 3, 1), (37, 4, 2), (37, 16, 3), (64, 5, 4), (33, 9, 5)]
@@ -158,6 +159,24 @@ def test_compiled_bits_are_eager_ones_for_any_number_of_tokens():
             y.backward(gaussian(tokens, 16, seed=1))
             found.append([y.detach(), x.grad, scores.grad])
         assert_same_bits(*found)
+
+
+def test_the_operators_look_at_no_value():
+    """Their bodies, with tensors that have shapes and nothing else: a look at a value would raise."""
+    sort, permute, combine, dots = (
+        getattr(routing_ops, name).__wrapped__
+        for name in ("sort_by_expert", "permute_rows", "combine_rows", "combine_dots")
+    )
+    with torch.device("meta"):
+        offs, tokens, rows = sort(torch.empty(37, 3, dtype=torch.int64), 8)
+        assert (offs.shape, tokens.shape, rows.shape) == ((8,), (111,), (37, 3))
+        x, y = (torch.empty(count, 16, dtype=torch.bfloat16) for count in (37, 111))
+        weights = torch.empty(37, 3)
+        assert permute(x, tokens, rows, weights).shape == (111, 16)
+        assert combine(y, rows, weights).shape == (37, 16)
+        assert dots(y, x, rows).shape == (37, 3)
+        with pytest.raises(RuntimeError, match="meta"):  # as it does of one
+            weights.max().item()
 
 
 def test_mistakes():

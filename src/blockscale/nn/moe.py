@@ -45,7 +45,8 @@ class Router(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[T, dim] -> [T, E]."""
-        with torch.autocast(input.device.type, enabled=False):
+        kind = "cpu" if input.is_meta else input.device.type  # autocast does not know the meta device
+        with torch.autocast(kind, enabled=False):
             logits = functional.linear(input.float(), self.weight.float())
         return logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
 
