@@ -162,8 +162,7 @@ class FakeGrouped(torch.autograd.Function):
 
 
 def fake_casts(recipe: bs.Recipe | None, dtype: torch.dtype) -> dict[str, Fake]:
-    """fp64 -> fp64 for each role, of one expert's rows; None: nothing is cast. Codes to nearest, so not for recipes that
-    draw."""
+    """fp64 -> fp64 for each role, of one expert's rows; None: nothing is cast. Codes to nearest: none are drawn."""
 
     def make(role: str) -> Fake:
         operand = None if recipe is None else recipe.operand(role)

@@ -1,5 +1,5 @@
-"""`grouped_linear` and `grouped_swiglu_mlp`: the composition of public operators byte for byte, close to fake quantisation
-in fp64, over groups of all sizes; what they keep, skip and refuse."""
+"""`grouped_linear` and `grouped_swiglu_mlp`: the composition of public operators byte for byte, close to fake
+quantisation in fp64, over groups of all sizes; what they keep, skip and refuse."""
 
 from __future__ import annotations
 

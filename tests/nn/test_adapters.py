@@ -232,7 +232,7 @@ def test_compiled(kind: type[nn.Module]):
     assert_same_bits(compiled(x), block(x))
 
 
-# ---- what is left alone ------------------------------------------------------------------------------------------------
+# ---- what is left alone ----------------------------------------------------------------------------------------------
 
 
 class Gelu(MixtralExperts):
@@ -308,7 +308,7 @@ def test_a_dtype_that_casts_do_not_take():
     assert "float64" in report.skipped[-1].reason
 
 
-# ---- the report --------------------------------------------------------------------------------------------------------
+# ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def test_the_report_counts_the_experts_that_see_a_token():

@@ -138,7 +138,7 @@ def test_scores_are_in_fp32():
     torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-7)
 
 
-# ---- the balance of load -----------------------------------------------------------------------------------------------
+# ---- the balance of load ---------------------------------------------------------------------------------------------
 
 
 def test_balance_moves_against_the_load():
