@@ -57,9 +57,9 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
 
     Products and sums are in fp32, slot after slot; the result is rounded once to y's dtype.
 
-    >>> routing, weights = route(torch.tensor([[0.1, 0.7], [0.6, 0.3]]), 2)
+    >>> routing, weights = route(torch.tensor([[0.25, 0.75], [0.5, 0.25]]), 2)
     >>> combine(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), routing, weights).flatten().tolist()
-    [2.200000047683716, 2.4000000953674316]
+    [2.5, 2.0]
     """
     _check_rows(y, routing.tokens.shape[0], "rows")
     if weights is not None and weights.shape != routing.rows.shape:
