@@ -40,7 +40,9 @@ def test_a_descriptor_is_filled_as_its_class_would() -> None:
     layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
     first, second = (torch.zeros(128, 256, dtype=torch.float8_e4m3fn) for _ in range(2))
     made = _launch.descriptor(first, (64, 128), layout)
-    filled = _launch._filled(dict(vars(made)), second)
+    known = _launch._fields(made)
+    assert not any(isinstance(value, Tensor) for value in known.values()), "what is remembered keeps no tensor alive"
+    filled = _launch._filled(known, second)
     assert type(filled) is type(made)
     assert filled.base is second
     assert made.base is first
@@ -127,6 +129,18 @@ class TestAgain:
     @pytest.fixture(autouse=True)
     def nothing_known(self) -> None:
         _launch._KNOWN.clear()
+
+    def test_nothing_is_kept_alive(self) -> None:
+        a, b = operands(100)
+        bs.scaled_mm(a, b)  # which leaves a workspace to the stream
+        _launch._KNOWN.clear()
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            bs.scaled_mm(a, b)
+        assert len(_launch._KNOWN) == 1
+        assert torch.cuda.memory_allocated() == before
+        del a, b
+        assert torch.cuda.memory_allocated() < before
 
     @pytest.mark.parametrize("m", [1, 16, 100, 4096])
     def test_other_operands(self, m: int) -> None:

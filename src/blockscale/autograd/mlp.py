@@ -84,7 +84,7 @@ def fused_mlp(
         for at, (weight, given) in enumerate(zip(weights, weight_operands, strict=True))
     ]
     dtype = output_dtype(source)
-    if not any(needs[0] + needs[1]):
+    if not any((*needs[0], *needs[1])):
         rows = pair[0], operands[0][0], operands[1][0]
         return _shaped(_fprop(rows, biases, casts[1], dtype)[1], source)
     return SwiGLUFunction.apply(  # pyright: ignore[reportReturnType]

@@ -304,7 +304,10 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         model = known()
         if model is None:
             continue
-        others = set[int]().union(*(_params(other) for other in _attached_to(model) if other is not optimizer))
+        others: set[int] = set()
+        for other in _attached_to(model):
+            if other is not optimizer:
+                others |= _params(other)
         fresh.update(_refresh(model, left=others - params))
     for shared in _SHARED:
         if id(shared) not in fresh and shared.steps_with(params):

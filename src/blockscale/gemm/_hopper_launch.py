@@ -124,7 +124,7 @@ def start_kernel(
     if direct and all(made.base is matrix for made, matrix in zip(descriptors, matrices, strict=True)):
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
-        fields = tuple(dict(vars(made)) for made in descriptors)
+        fields = tuple(_fields(made) for made in descriptors)
         _KNOWN[key] = _Known(compiled, programs, fields, (*numbers, *constants))
 
 
@@ -163,6 +163,11 @@ def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> Tensor
     if not can_be_described(tensor):
         tensor = addressable(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
+
+
+def _fields(made: TensorDescriptor) -> dict[str, Any]:
+    """All of a descriptor but its matrix: one that is remembered must keep no tensor alive, nor the graph behind it."""
+    return {name: value for name, value in vars(made).items() if name != "base"}
 
 
 def _filled(fields: dict[str, Any], matrix: Tensor | _At) -> TensorDescriptor:
