@@ -6,6 +6,8 @@ make it k-grouped (wgrad): tokens are contracted group by group. Any group sizes
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,14 @@ from ..errors import OptionError, ShapeError, message
 from ..formats.tensor import BlockScaled, to_parts
 from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
 from . import _reference as _reference  # registers its rows
+from . import _reference_rows as _reference_rows
 from . import _torch as _torch
 from . import high as high
 from . import ops
 from .routing import Routing, sort_by_expert
+
+with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
+    from . import _triton_rows as _triton_rows
 
 __all__ = ["Routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", "sort_by_expert"]
 

@@ -1,4 +1,4 @@
-"""The operators of routing, by torch: a sort, and moves of rows that sum in a fixed order. No atomics, no host syncs.
+"""The operators of routing: a sort, by torch, and moves of rows that sum in a fixed order. No atomics, no host syncs.
 
 Sums are in fp32 (fp64 for fp64), slot by slot: the weighted row is rounded, then added. Results are rounded once.
 """
@@ -12,9 +12,9 @@ from .. import replay
 from ..casts.sharding import whole
 from ..errors import ShapeError, message
 from ..formats.layout import cuts_evenly
-from ..library import Cut, define_op
-
-_BY_TORCH = "rows that are moved by torch"
+from ..hardware import capability, made_current
+from ..library import Cut, define_op, empty
+from ..registry import Request, select
 
 
 def _fake_sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,7 +25,7 @@ def _fake_sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, T
 @define_op(fake=_fake_sort_by_expert, sharding=whole)
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Ends of the experts [count], the token of each sorted row [T * k] and the sorted row of each slot [T, k]."""
-    replay.refuse(_BY_TORCH)
+    replay.refuse("a sort by torch")
     _check_range(experts, count)
     slots = experts.shape[1]
     # a radix sort takes a pass for each byte of its keys
@@ -52,6 +52,19 @@ def _check_range(experts: Tensor, count: int) -> None:
         )
 
 
+# moves of rows
+
+
+def rows_request(op: str, x: Tensor, rows: Tensor, *others: Tensor) -> Request:
+    """What the kernel table is asked for a move of rows: the shape and dtype of what is read."""
+    asked = {
+        "strided": any(each.stride(1) != 1 for each in (x, *others)),
+        "many_slots": rows.shape[1] > 16,
+    }
+    options = frozenset(name for name, on in asked.items() if on)
+    return Request(op, capability(x.device), (), (x.shape[0], x.shape[1]), x.dtype, (), options)
+
+
 def _columns(parts: int, x: Tensor, *rest: object, **named: object) -> Iterator[Cut]:
     """Rows are moved whole, so columns may be cut."""
     if cuts_evenly(x.shape[1], parts):
@@ -59,55 +72,42 @@ def _columns(parts: int, x: Tensor, *rest: object, **named: object) -> Iterator[
 
 
 def _fake_permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    return x.new_empty((tokens.shape[0], x.shape[1]))
+    return empty((tokens.shape[0], x.shape[1]), x.dtype, x.device)
 
 
 @define_op(fake=_fake_permute_rows, sharding=_columns)
 def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
     """Row x[tokens[i]] for each sorted row i, times its weight of [T, k] where there are weights."""
-    replay.refuse(_BY_TORCH)
-    gathered = x.index_select(0, tokens)
-    if weights is None:
-        return gathered
-    wide = _wide(x.dtype)
-    factor = torch.empty(tokens.shape[0], dtype=wide, device=x.device)
-    factor.scatter_(0, rows.reshape(-1).to(torch.int64), weights.reshape(-1).to(wide))
-    return (gathered.to(wide) * factor[:, None]).to(x.dtype)
+    out = _fake_permute_rows(x, tokens, rows, weights)
+    row = select(rows_request("permute_rows", x, rows))
+    with made_current(x.device):
+        row.launch(x, tokens.contiguous(), rows.contiguous(), weights, out)
+    return out
 
 
 def _fake_combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    return x.new_empty((rows.shape[0], x.shape[1]))
+    return empty((rows.shape[0], x.shape[1]), x.dtype, x.device)
 
 
 @define_op(fake=_fake_combine_rows, sharding=_columns)
 def combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
     """The sum over j of x[rows[:, j]], times weights[:, j] where there are weights, slot after slot."""
-    replay.refuse(_BY_TORCH)
-    wide = _wide(x.dtype)
-    total: Tensor | None = None
-    for slot in range(rows.shape[1]):
-        term = x.index_select(0, rows[:, slot]).to(wide)
-        if weights is not None:
-            term = term * weights[:, slot, None].to(wide)
-        total = term if total is None else total + term
-    assert total is not None, "a token has at least one slot"
-    return total.to(x.dtype)
+    out = _fake_combine_rows(x, rows, weights)
+    row = select(rows_request("combine_rows", x, rows))
+    with made_current(x.device):
+        row.launch(x, rows.contiguous(), weights, out)
+    return out
 
 
 def _fake_combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
-    return grad.new_empty(rows.shape, dtype=_wide(grad.dtype))
+    return empty(rows.shape, torch.promote_types(grad.dtype, torch.float32), x.device)
 
 
 @define_op(fake=_fake_combine_dots, sharding=whole)
 def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
     """The gradient of the weights of `combine_rows`: x[rows[t, j]] . grad[t], as [T, k]."""
-    replay.refuse(_BY_TORCH)
-    wide = _wide(grad.dtype)
-    held = grad.to(wide)
-    dots = [(x.index_select(0, rows[:, slot]).to(wide) * held).sum(-1) for slot in range(rows.shape[1])]
-    return torch.stack(dots, dim=-1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are in."""
-    return torch.promote_types(dtype, torch.float32)
+    out = _fake_combine_dots(x, grad, rows)
+    row = select(rows_request("combine_dots", x, rows, grad))
+    with made_current(x.device):
+        row.launch(x, grad, rows.contiguous(), out)
+    return out
