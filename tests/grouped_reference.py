@@ -29,8 +29,8 @@ PATTERNS = {
 }
 
 
-def drawn(recipe: str | bs.Recipe, layer: int = 0) -> bs.Stochastic | None:
-    return bs.Stochastic(bs.rng_state(5, 2), NAMES[layer]) if get_recipe(recipe).draws else None
+def drawn(recipe: str | bs.Recipe, layer: int = 0, device: torch.device | str = "cpu") -> bs.Stochastic | None:
+    return bs.Stochastic(bs.rng_state(5, 2, device), NAMES[layer]) if get_recipe(recipe).draws else None
 
 
 def spans(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -52,16 +52,21 @@ class Experts:
         bias: bool = True,
         dtype: torch.dtype = torch.bfloat16,
         loose: int = 0,
+        device: torch.device | str = "cpu",
     ):
         experts, m = len(sizes), sum(sizes) + loose
-        self.sizes, self.offs = sizes, offsets(sizes)
-        self.x = gaussian(m, k, seed=1).to(dtype).requires_grad_()
-        self.gate_up = (gaussian(experts, 2 * h, k, seed=2) / math.sqrt(k)).to(dtype).requires_grad_()
-        self.down = (gaussian(experts, d, h, seed=3) / math.sqrt(h)).to(dtype).requires_grad_()
+        self.sizes, self.offs, self.device = sizes, offsets(sizes, device), device
+
+        def leaf(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+            return (gaussian(*shape, seed=seed) * scale).to(device, dtype).requires_grad_()
+
+        self.x = leaf(m, k, seed=1)
+        self.gate_up = leaf(experts, 2 * h, k, seed=2, scale=1 / math.sqrt(k))
+        self.down = leaf(experts, d, h, seed=3, scale=1 / math.sqrt(h))
         self.biases: list[Tensor | None] = [None, None]
         if bias:
-            self.biases = [(gaussian(experts, n, seed=n) / 4).to(dtype).requires_grad_() for n in (2 * h, d)]
-        self.dy, self.dh = gaussian(m, d, seed=4).to(dtype), gaussian(m, 2 * h, seed=5).to(dtype)
+            self.biases = [leaf(experts, n, seed=n, scale=0.25) for n in (2 * h, d)]
+        self.dy, self.dh = (leaf(m, n, seed=seed).detach() for n, seed in ((d, 4), (2 * h, 5)))
 
     def leaves(self) -> list[Tensor]:
         return [each for each in (self.x, self.gate_up, self.down, *self.biases) if each is not None]
@@ -71,7 +76,7 @@ class Experts:
 
     def linear(self, recipe: str | bs.Recipe, **named: Any) -> list[Tensor | None]:
         """The first layer alone: y, dX, dW and the bias's gradient."""
-        named = {"rounding": drawn(recipe)} | named
+        named = {"rounding": drawn(recipe, 0, self.device)} | named
         y = grouped_linear(self.x, self.gate_up, self.offs, self.biases[0], recipe, **named)
         y.backward(self.dh)
         bias = self.biases[0]
@@ -79,7 +84,7 @@ class Experts:
 
     def run(self, recipe: str | bs.Recipe, **named: Any) -> list[Tensor | None]:
         """y and the gradients of all leaves."""
-        named = {"roundings": (drawn(recipe, 0), drawn(recipe, 1))} | named
+        named = {"roundings": tuple(drawn(recipe, layer, self.device) for layer in (0, 1))} | named
         y = grouped_swiglu_mlp(self.x, self.gate_up, self.down, self.offs, *self.biases, recipe=recipe, **named)
         y.backward(self.dy)
         return [y.detach(), *self.grads()]

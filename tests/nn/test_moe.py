@@ -251,6 +251,66 @@ def test_nothing_waits_for_a_value(name: str):
     assert x.grad.shape == x.shape
 
 
+ON_GPU = {"dtype": torch.bfloat16, "device": "cuda", "shared": 128, "balance": True, "scoring": "sigmoid"}
+
+
+def large(name: str) -> MoE:
+    torch.manual_seed(0)
+    return MoE(256, 256, 16, 4, recipe=name, name="layers.0.mlp", **ON_GPU)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "bf16"])
+def test_no_host_syncs_on_a_gpu(name: str):
+    moe = large(name)
+    x = torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(4):  # kernels are compiled and chosen, calls are recorded and replayed
+        moe(x).sum().backward()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            moe(x).sum().backward()
+            moe.update_balance_()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "bf16"])
+def test_a_captured_step_follows_the_router(name: str):
+    """Groups of other sizes than those that were captured: the bits of eager steps, router's gradients included."""
+    moe = large(name)
+    inputs = [torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    inputs[1] += 0.5  # towards some experts
+    held = inputs[0].clone().requires_grad_()
+
+    def step() -> list[Tensor | None]:
+        moe.zero_grad()
+        held.grad = None
+        y = moe(held)
+        y.square().sum().backward()
+        return [y.detach(), held.grad, *(param.grad for param in moe.parameters())]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    loads = set()
+    for x in inputs:
+        with torch.no_grad():
+            held.copy_(x)
+        graph.replay()
+        got = [None if each is None else each.clone() for each in captured]
+        assert_same_bits(got, step())
+        loads.add(tuple(moe.route(x)[0].load().tolist()))
+    assert len(loads) == 3
+
+
 def test_one_after_the_other_gives_the_same_bits():
     moe = make("fp8_blockwise", shared=32)
     assert_same_bits(trained(moe, moe), trained(moe, moe))
