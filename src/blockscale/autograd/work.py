@@ -181,7 +181,7 @@ def _fprop(
     x_row: BlockScaled | None,
     w_row: BlockScaled | None,
     dtype: Any,
-    groups: Groups | None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """y [..., N], in high precision where there are no operands."""
     if x_row is not None and w_row is not None:
