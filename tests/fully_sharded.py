@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockscale as bs
 from blockscale.errors import OptionError
-from blockscale.nn import SwiGLU
+from blockscale.nn import MoE, SwiGLU
 
 RANKS, DIM, HIDDEN, BLOCKS, TOKENS = 2, 64, 96, 2, 24
+EXPERTS = 5
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -38,6 +39,7 @@ class Calls(TorchDispatchMode):
     """Counts casts of weights: operators of ours whose source has a weight's shape."""
 
     SHAPES = frozenset({(2 * HIDDEN, DIM), (DIM, HIDDEN), (HIDDEN, DIM)})
+    SHAPES |= {(EXPERTS, *shape) for shape in SHAPES}
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +53,15 @@ class Calls(TorchDispatchMode):
 
 
 class Block(nn.Module):
-    """A residual MLP of two layers with biases, or a SwiGLU."""
+    """A residual MLP of two layers with biases, a SwiGLU, or a mixture of experts."""
 
-    def __init__(self, recipe: bs.Recipe, gated: bool) -> None:
+    def __init__(self, recipe: bs.Recipe, gated: bool | str) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(DIM)
-        if gated:
-            self.mlp: nn.Module = SwiGLU(DIM, HIDDEN, recipe=recipe)
+        if gated == "experts":
+            self.mlp: nn.Module = MoE(DIM, HIDDEN, EXPERTS, 2, bias=True, recipe=recipe)
+        elif gated:
+            self.mlp = SwiGLU(DIM, HIDDEN, recipe=recipe)
         else:
             self.mlp = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM))
 
@@ -65,7 +69,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def build(weight_cast: str = "forward", *, gated: bool = False, name: str = "fp8_blockwise") -> nn.Module:
+def build(weight_cast: str = "forward", *, gated: bool | str = False, name: str = "fp8_blockwise") -> nn.Module:
     """The same model on every rank and for every case."""
     torch.manual_seed(0)
     recipe = bs.get_recipe(name).replace(weight_cast=weight_cast)
@@ -154,7 +158,7 @@ def train(model: nn.Module, microbatches: int, step: int = 0) -> None:
 
 
 def against_one_process(
-    weight_cast: str, *, gated: bool, reshard: bool, microbatches: int, recompute: bool, name: str
+    weight_cast: str, *, gated: bool | str, reshard: bool, microbatches: int, recompute: bool, name: str
 ) -> dict[str, Any]:
     """Two steps of SGD; the second sees what the first did to the weights."""
     wanted, weights = in_one_process(sgd, 2, microbatches, gated, name)
@@ -190,11 +194,13 @@ def sharded() -> Iterator[Case]:
                     yield case(weight_cast, reshard, microbatches, recompute=recompute)
             for recompute in (False, True):
                 yield case(weight_cast, reshard, 2, gated=True, recompute=recompute)
+                yield case(weight_cast, reshard, 2, gated="experts", recompute=recompute)
     for recompute in (False, True):
         yield case("step", True, 2, recompute=recompute)
         yield case("step", False, 1, gated=True, recompute=recompute)
     for name in ("mxfp8", "mxfp8_wgrad_bf16"):
         yield case("twice", True, 2, name=name)
+        yield case("twice", True, 2, name=name, gated="experts")
 
 
 def control() -> dict[str, Any]:
@@ -263,7 +269,7 @@ def opened_before(reshard: bool) -> dict[str, Any]:
     return {"grads": worst}
 
 
-def replicated(weight_cast: str, microbatches: int, gated: bool) -> dict[str, Any]:
+def replicated(weight_cast: str, microbatches: int, gated: bool | str) -> dict[str, Any]:
     """DDP; with "step" the casts are shared by all microbatches, as in one process."""
     wanted, weights = in_one_process(adamw, 2, microbatches, gated)
     model = build(weight_cast, gated=gated)
@@ -293,9 +299,9 @@ def others() -> Iterator[Case]:
     for reshard in (True, False):
         yield f"opened before reshard={reshard:d}", functools.partial(opened_before, reshard)
     for weight_cast in ("forward", "twice", "step"):
-        for gated in (False, True):
+        for gated in (False, True, "experts"):
             for microbatches in (1, 2):
-                label = f"ddp {weight_cast} gated={gated:d} m={microbatches}"
+                label = f"ddp {weight_cast} gated={gated} m={microbatches}"
                 yield label, functools.partial(replicated, weight_cast, microbatches, gated)
 
 

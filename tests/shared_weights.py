@@ -64,7 +64,7 @@ def shared(layer: nn.Module) -> weights.SharedWeight:
 
 
 def is_open(model: nn.Module) -> bool:
-    return any(each.is_open for _, _, each in weights.shared_weights(model))
+    return any(each.is_open for *_, each in weights.shared_weights(model))
 
 
 def batch(step: int, microbatch: int) -> Tensor:

@@ -17,6 +17,7 @@ from blockscale.casts import ops as casts_ops
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 from blockscale.formats.tensor import to_parts
 from blockscale.gemm import ops as gemm_ops
+from blockscale.grouped import high, routing_ops
 from blockscale.grouped import ops as grouped_ops
 from products import ONE_D, assert_same_bits, gaussian, offsets, partner, raw
 
@@ -165,7 +166,59 @@ def grouped_add_samples(device):
         yield torch.ones(shape, device=device), *parts(a), *parts(b), a.length, offs
 
 
+def chosen_experts(device):
+    """[T, k] for every k up to 8, and no tokens; 5 means none of the 5 experts."""
+    for k in range(1, 9):
+        yield torch.randint(0, 6, (11, k), generator=torch.Generator().manual_seed(k)).to(device)
+    yield torch.zeros(0, 2, dtype=torch.int32, device=device)
+
+
+def sort_samples(device):
+    for experts in chosen_experts(device):
+        yield experts, 5
+
+
+def routed_samples(device):
+    for at, experts in enumerate(chosen_experts(device)):
+        dtype = (torch.bfloat16, torch.float32, torch.float16)[at % 3]
+        _, tokens, rows = library.OPERATORS["sort_by_expert"](experts, 5)
+        weights = torch.rand(experts.shape, device=device) if at % 2 else None
+        yield dtype, tokens, rows, weights
+
+
+def permute_rows_samples(device):
+    for dtype, tokens, rows, weights in routed_samples(device):
+        yield gaussian(rows.shape[0], 24, device=device).to(dtype), tokens, rows, weights
+
+
+def combine_rows_samples(device):
+    for dtype, tokens, rows, weights in routed_samples(device):
+        yield gaussian(tokens.shape[0], 24, device=device).to(dtype), rows, weights
+
+
+def combine_dots_samples(device):
+    for dtype, tokens, rows, _ in routed_samples(device):
+        y, grad = (gaussian(count, 24, device=device).to(dtype) for count in (tokens.shape[0], rows.shape[0]))
+        yield y, grad, rows
+
+
+def high_samples(device):
+    """Sizes that torch's product takes, and others."""
+    offs = offsets([3, 0, 30], device)
+    for dtype in (torch.bfloat16, torch.float32):
+        for n, k in ((24, 48), (23, 47)):
+            x, w, dy = (gaussian(*shape, device=device).to(dtype) for shape in ((36, k), (3, n, k), (36, n)))
+            yield x, w.mT, offs
+            yield dy, w, offs
+            yield dy.mT, x, offs
+
+
 SAMPLES = {
+    "combine_dots": combine_dots_samples,
+    "combine_rows": combine_rows_samples,
+    "grouped_mm": high_samples,
+    "permute_rows": permute_rows_samples,
+    "sort_by_expert": sort_samples,
     "quantize": cast_samples,
     "quantize_both": cast_both_samples,
     "requantize_": recast_samples,
@@ -326,7 +379,7 @@ def test_fakes_allocate_what_the_bodies_allocate(device):
 
 FUNCTIONS = {
     name: getattr(module, name)
-    for module in (casts_ops, fused_ops, gemm_ops, grouped_ops)
+    for module in (casts_ops, fused_ops, gemm_ops, grouped_ops, high, routing_ops)
     for name in library.OPERATORS
     if name in vars(module) and not name.endswith("_")
 }

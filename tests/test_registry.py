@@ -25,7 +25,8 @@ from products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
 SRC = Path(__file__).parents[1] / "src"
 ONE_CAST = ("cast", "dequantize", "swiglu", "rmsnorm", "permute")
 TWO_CASTS = ("cast_both", "swiglu_both", "swiglu_backward_both", "rmsnorm_both", "permute_both")
-OPERATIONS = (*ONE_CAST, *TWO_CASTS, "gemm", "m_grouped", "k_grouped")
+MOVES = ("permute_rows", "combine_rows", "combine_dots")
+OPERATIONS = (*ONE_CAST, *TWO_CASTS, "gemm", "m_grouped", "k_grouped", *MOVES)
 
 
 def request_for(
@@ -49,6 +50,8 @@ def formats_of(op: str) -> list[tuple[str, ...]]:
         return [(name,) for name in FORMATS]
     if op in TWO_CASTS:
         return list(itertools.product(FORMATS, FORMATS))
+    if op in MOVES:
+        return [()]
     one_sided = {"gemm": PAIRS, "m_grouped": PAIRS}
     return list(one_sided.get(op, [pair for pair in PAIRS if set(pair) <= set(ONE_D)]))
 

@@ -15,7 +15,8 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import library, replay
 from blockscale.autograd import get_recipe, work
-from blockscale.autograd.operands import Casts, Needs
+from blockscale.autograd.operands import Casts, Groups, Needs
+from blockscale.grouped import sort_by_expert
 from blockscale.replay import Recorder, Recording, record
 from products import assert_same_bits, gaussian
 
@@ -280,7 +281,10 @@ def test_work_that_says_so_refuses():
     assert refusal(torchs, a)
 
 
-@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad", "bias"])
+@pytest.mark.parametrize(
+    "product",
+    ["fprop", "dgrad", "wgrad", "bias", "grouped fprop", "grouped dgrad", "grouped wgrad", "grouped bias", "gather"],
+)
 def test_what_a_layer_does_by_torch_refuses(product: str, monkeypatch: pytest.MonkeyPatch):
     """Even where it leaves nothing to return, as a gradient that is added to a buffer: a replay would leave it out."""
     x, weight, grad = torch.randn(4, 8), torch.randn(6, 8), torch.randn(4, 6)
@@ -290,10 +294,23 @@ def test_what_a_layer_does_by_torch_refuses(product: str, monkeypatch: pytest.Mo
         "wgrad": lambda: work.wgrad(grad, None, x, None, torch.float32, torch.zeros(6, 8)),
         "bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16")).gradient(grad, Needs(True, True, True)),
     }
+    experts, acc, routing = torch.randn(2, 6, 8), torch.zeros(2, 6, 8), sort_by_expert(torch.tensor([[0, 1]] * 2), 2)
+    groups, tokens = Groups(routing.offs), torch.randn(2, 8)
+    calls |= {
+        "grouped fprop": lambda: work._fprop(x, experts, None, None, None, torch.float32, groups),
+        "grouped dgrad": lambda: work.dgrad(grad, None, experts, None, torch.float32, groups),
+        "grouped wgrad": lambda: work.wgrad(grad, None, x, None, torch.float32, acc, groups),
+        "grouped bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16"), None, groups).gradient(
+            grad, Needs(True, True, True)
+        ),
+        "gather": lambda: Groups(routing.offs, routing.tokens, routing.rows).gathered(tokens),
+    }
     found = Recorder([x, weight, grad], 3)
     monkeypatch.setattr(replay._state, "recorder", found, raising=False)
     calls[product]()
-    assert found.refused in ("a product in high precision", "a sum by torch")
+    # a row of the table that tells of no launch leaves its operator unfinished
+    refused = found.refused in ("a product in high precision", "a sum by torch")
+    assert refused if product != "gather" else found.operators == 1 > found.finished
 
 
 def test_a_poisoned_buffer_refuses(monkeypatch: pytest.MonkeyPatch):

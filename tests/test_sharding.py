@@ -57,6 +57,26 @@ def test_every_operator_has_a_rule():
     assert set(library.SHARDING) == set(library.OPERATORS), "give the new operator a sharding rule"
 
 
+# ---- routing -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_moved_whole_so_columns_may_be_cut(mesh):
+    routing = bs.sort_by_expert(torch.tensor([[1, 0], [0, 2]]), 3)
+    tokens, rows = (put(each, mesh, None) for each in (routing.tokens, routing.rows))
+    op = library.OPERATORS
+    assert where(op["permute_rows"](put(gaussian(2, 8), mesh, 1), tokens, rows, None)) == "S1"
+    assert where(op["combine_rows"](put(gaussian(4, 8), mesh, 1), rows, None)) == "S1"
+    assert where(op["combine_rows"](put(gaussian(4, 6), mesh, 1), rows, None)) == "R"  # uneven
+    assert where(op["permute_rows"](put(gaussian(2, 8), mesh, 0), tokens, rows, None)) != "S0"
+
+
+def test_fused_casts_are_computed_from_gathered_tensors(mesh):
+    gate_up = put(gaussian(8, 64), mesh, 0)
+    plan = CastSpec("mxfp8_e4m3").plan().text()
+    data, scale, _ = library.OPERATORS["swiglu_quantize"](gate_up, plan, -1, None, None, None)
+    assert where(data, scale) == "R R"
+
+
 # ---- casts ---------------------------------------------------------------------------------------------------------
 
 

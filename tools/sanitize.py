@@ -29,6 +29,7 @@ from blockscale.bench.harness import count_wrong
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS
 from blockscale.gemm import exact_mm
+from blockscale.grouped import routing_ops
 
 NAMES = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp8_e4m3_128x128", "mxfp4", "nvfp4")
 ROWS, COLUMNS, HIDDEN = 200, 264, 256  # rows and columns fill no tile; a backward of SwiGLU takes multiples of 128
@@ -48,6 +49,7 @@ class Inputs:
     weight: Tensor
     indices: Tensor
     offs: Tensor
+    experts: Tensor
 
     def to(self, device: str) -> Inputs:
         """The same on another device."""
@@ -62,7 +64,8 @@ def inputs() -> Inputs:
         for shape in ((ROWS, COLUMNS), (ROWS, 2 * COLUMNS), (ROWS, HIDDEN), (ROWS, 2 * HIDDEN), (COLUMNS,))
     )
     indices = torch.randint(-1, ROWS, (ROWS + 33,), dtype=torch.int32)
-    return Inputs(x, gate_up, grad, wide, weight, indices, torch.tensor([7, 7, 190], dtype=torch.int32))
+    offs, experts = torch.tensor([7, 7, 190], dtype=torch.int32), torch.randint(0, 9, (ROWS // 4, 4))
+    return Inputs(x, gate_up, grad, wide, weight, indices, offs, experts)
 
 
 Call = Callable[[Inputs], object]
@@ -90,6 +93,29 @@ def cases(name: str) -> Iterator[tuple[str, str, Call]]:
     )
     yield "rmsnorm", "", lambda i: bs.rmsnorm_quantize(i.x, i.weight, name)
     yield "rmsnorm_both", "", lambda i: bs.rmsnorm_quantize_both(i.x, i.weight, name, name)
+
+
+def moves() -> Iterator[tuple[str, str, Call]]:
+    """Rows to four experts of each token, and back."""
+
+    def permuted(i: Inputs, weights: Tensor | None) -> Tensor:
+        routing = bs.sort_by_expert(i.experts, 9)
+        return routing_ops.permute_rows(i.x[: ROWS // 4], routing.tokens, routing.rows, weights)
+
+    def combined(i: Inputs, weights: Tensor | None) -> Tensor:
+        return routing_ops.combine_rows(i.x, bs.sort_by_expert(i.experts, 9).rows, weights)
+
+    def dots(i: Inputs) -> Tensor:
+        found = routing_ops.combine_dots(i.x, i.x[: ROWS // 4], bs.sort_by_expert(i.experts, 9).rows)
+        return found.bfloat16()  # the order of a sum is free
+
+    def weights(i: Inputs) -> Tensor:
+        return i.x[: ROWS // 4, :4].float()
+
+    for operation, call in (("permute_rows", permuted), ("combine_rows", combined)):
+        yield operation, "", lambda i, call=call: call(i, None)
+        yield operation, "weighted", lambda i, call=call: call(i, weights(i))
+    yield "combine_dots", "", dots
 
 
 # (row, formats, M, N, K): every kind of tile of Hopper's products, shared ones among them, with tails in all directions
@@ -165,10 +191,10 @@ def main() -> int:
     there = here.to("cpu" if interpreted else "cuda")
     wrong = count = 0
     seen: set[str] = set()
-    for name in NAMES:
-        for operation, about, call in cases(name):
+    for name in (*NAMES, ""):
+        for operation, about, call in cases(name) if name else moves():
             seen.add(operation)
-            title = f"{name} {operation} {about}".rstrip()
+            title = f"{name} {operation} {about}".strip()
             if options.only not in title:
                 continue
             with bs.use_backend("triton"):

@@ -23,13 +23,18 @@ _PUBLIC = {
     "permute_quantize_both": "casts.fused",
     "quantize_permute": "casts.fused",
     "scaled_mm": "gemm",
+    "Routing": "grouped",
     "scaled_grouped_mm": "grouped",
+    "sort_by_expert": "grouped",
     "Recipe": "autograd",
     "activation": "autograd",
     "attach": "autograd",
+    "combine": "autograd",
     "get_recipe": "autograd",
     "invalidate": "autograd",
+    "permute": "autograd",
     "refresh_weights_": "autograd",
+    "route": "autograd",
     "ConversionReport": "nn",
     "advance_": "nn",
     "quantize_": "nn",
@@ -55,15 +60,18 @@ __all__ = [
     "CastSpec",
     "ConversionReport",
     "Recipe",
+    "Routing",
     "Stochastic",
     "activation",
     "advance_",
     "attach",
+    "combine",
     "dequantize",
     "doctor",
     "explain",
     "get_recipe",
     "invalidate",
+    "permute",
     "permute_quantize_both",
     "quantize",
     "quantize_",
@@ -73,9 +81,11 @@ __all__ = [
     "rmsnorm_quantize",
     "rmsnorm_quantize_both",
     "rng_state",
+    "route",
     "scaled_grouped_mm",
     "scaled_mm",
     "set_step_",
+    "sort_by_expert",
     "swiglu_backward_quantize_both",
     "swiglu_quantize",
     "swiglu_quantize_both",
@@ -87,9 +97,12 @@ if TYPE_CHECKING:
     from .autograd import Recipe as Recipe
     from .autograd import activation as activation
     from .autograd import attach as attach
+    from .autograd import combine as combine
     from .autograd import get_recipe as get_recipe
     from .autograd import invalidate as invalidate
+    from .autograd import permute as permute
     from .autograd import refresh_weights_ as refresh_weights_
+    from .autograd import route as route
     from .casts import dequantize as dequantize
     from .casts import quantize as quantize
     from .casts import quantize_both as quantize_both
@@ -107,7 +120,9 @@ if TYPE_CHECKING:
     from .formats import Stochastic as Stochastic
     from .formats import rng_state as rng_state
     from .gemm import scaled_mm as scaled_mm
+    from .grouped import Routing as Routing
     from .grouped import scaled_grouped_mm as scaled_grouped_mm
+    from .grouped import sort_by_expert as sort_by_expert
     from .nn import ConversionReport as ConversionReport
     from .nn import advance_ as advance_
     from .nn import quantize_ as quantize_

@@ -47,9 +47,10 @@ F = TypeVar("F", bound=Callable[..., object])
 class Request:
     """One problem as the table sees it.
 
-    formats: one name for a cast, a pair for a product.  shape: (rows, length) of a cast, (M, N, K) of a product, (M, N,
-    K, G) of a grouped one.  dtype: input of a cast, output of everything else.  layouts: of the operands' scales.
-    options: what else is asked for, such as "bias", "accumulate", "stochastic", "hadamard", "offs".
+    formats: one name for a cast, a pair for a product, none for a move of rows.  shape: (rows, length) of a cast or a
+    move, (M, N, K) of a product, (M, N, K, G) of a grouped one.  dtype: input of a cast, output of everything else.
+    layouts: of the operands' scales.  options: what else is asked for, such as "bias", "accumulate", "stochastic",
+    "hadamard", "offs".
     """
 
     op: str
@@ -67,7 +68,8 @@ class Request:
     def __str__(self) -> str:
         extras = f" with {', '.join(sorted(self.options))}" if self.options else ""
         size = "x".join(map(str, self.shape))
-        return f"{self.op} {' @ '.join(self.formats)} {size} {str(self.dtype)[6:]}{extras} on {self.capability}"
+        what = " ".join(filter(None, (self.op, " @ ".join(self.formats), size)))
+        return f"{what} {str(self.dtype)[6:]}{extras} on {self.capability}"
 
 
 @dataclass(frozen=True)

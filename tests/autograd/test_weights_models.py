@@ -95,7 +95,7 @@ def test_swiglu_shares():
         models.append(model)
     assert_same_weights(models[1], models[0])
     assert_same_weights(models[2], models[0])
-    assert [each.casts for _, _, each in weights.shared_weights(models[2])] == [1 + STEPS] * 2
+    assert [each.casts for *_, each in weights.shared_weights(models[2])] == [1 + STEPS] * 2
 
 
 def test_frozen_weights():

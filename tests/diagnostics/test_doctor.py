@@ -101,7 +101,10 @@ def test_it_covers_everything(sound):
         some = importlib.import_module("blockscale.diagnostics.selfcheck").FUSED_FORMATS
         fused = {"swiglu", "swiglu_backward", "rmsnorm", "permute"} if name in some else set()
         assert checked >= {"cast", "gemm"} | fused
-    assert everywhere | one_d == set(registry.operations()), "an operation that doctor does not know"
+    moves = {"permute_rows", "combine_rows", "combine_dots"}
+    assert {operation for operation, form in cells if form == "any"} == moves
+    assert {check.name.split(",")[0] for check in report.checks if check.name.endswith(", any")} == moves
+    assert everywhere | one_d | moves == set(registry.operations()), "an operation that doctor does not know"
     assert {c.name for c in report.checks if c.name.startswith("known bytes")} == {
         f"known bytes, {name}" for name in ("mxfp8_e4m3", "fp8_1x128", "mxfp4", "nvfp4")
     }

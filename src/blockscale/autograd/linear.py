@@ -19,9 +19,10 @@ from ..casts import FLOAT_DTYPES
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..gemm import check_bias
+from ..grouped.routing_ops import combine_rows
 from .activation import Activation
 from .once import once
-from .operands import Pair, matrix, needs_of
+from .operands import Groups, Pair, matrix, needs_of
 from .recipe import Recipe, get_recipe
 from .work import Given, Made, Work, work_of
 
@@ -62,11 +63,11 @@ def linear(
     work = work_of(chosen, rounding, needs, dtype)
     if not any(needs):
         return work.forward(source, weight, bias, given).y
-    return LinearFunction.apply(source, weight, bias, main_grad_of(weight), given, work)  # pyright: ignore[reportReturnType]
+    return LinearFunction.apply(source, weight, bias, main_grad_of(weight), given, work, None)  # pyright: ignore[reportReturnType]
 
 
 class LinearFunction(torch.autograd.Function):
-    """fprop now, dgrad and wgrad later."""
+    """fprop now, dgrad and wgrad later; of one weight, or of the weights of experts."""
 
     @staticmethod
     def forward(
@@ -77,11 +78,12 @@ class LinearFunction(torch.autograd.Function):
         main_grad: Tensor | None,
         given: Given,
         work: Work,
+        groups: Groups | None,
     ) -> Tensor:
-        y, (x_waits, x_parts), (w_waits, w_parts), memory = work.forward(x, weight, bias, given)
+        y, (x_waits, x_parts), (w_waits, w_parts), memory = work.forward(x, weight, bias, given, groups)
         keeps_x = work.needs.weight and x_waits is None
         # the weight itself is saved in any case: a change before the backward is an error, as for torch's own layer
-        ctx.save_for_backward(x if keeps_x else None, weight, *x_parts, *w_parts)
+        ctx.save_for_backward(x if keeps_x else None, weight, *x_parts, *w_parts, *(groups or ()))
         ctx.main_grad = main_grad  # not saved: other backward passes may add to it before this one
         ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (x_waits, w_waits, memory), x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -92,17 +94,24 @@ class LinearFunction(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         x, weight, *parts = ctx.saved_tensors
         x_waits, w_waits, memory = ctx.waits
-        made = Made(grad, (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:])), memory)
+        made = Made(grad, (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:6])), memory)
+        groups = Groups(*parts[6:]) if len(parts) > 6 else None
         work = ctx.work
         if work.dtype != ctx.dtype:
             work = work._replace(dtype=ctx.dtype)
-        dx, dw, total = work.backward(matrix(grad), x, weight, ctx.main_grad, made)
-        if dx is not None and len(ctx.shape) != 2:
-            dx = dx.view(ctx.shape)
-        return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None
+        dx, dw, total = work.backward(matrix(grad), x, weight, ctx.main_grad, made, groups)
+        dx = to_source(dx, ctx.shape, groups)
+        return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None, None
+
+
+def to_source(dx: Tensor | None, shape: torch.Size, groups: Groups | None) -> Tensor | None:
+    """The gradient of rows [M, K] as that of the input: in its shape, copies of a token added up."""
+    if dx is not None and groups is not None and groups.rows is not None:
+        return combine_rows(dx, groups.rows, None)
+    return dx if dx is None or len(shape) == 2 else dx.view(shape)
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -180,9 +189,9 @@ def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             message(f"x is on {x.device}, the weight on {weight.device}", rule="both are on one device", fix="move one")
         )
     if bias is not None and (
-        number < 0 or bias.get_device() != number or bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:1]
+        number < 0 or bias.get_device() != number or bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:-1]
     ):
-        check_bias(bias, tuple(weight.shape[:1]), x.device)
+        check_bias(bias, tuple(weight.shape[:-1]), x.device)
 
 
 def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:

@@ -38,10 +38,14 @@ class Operand:
     stochastic: bool = False
     hadamard: bool | int = False
 
-    def spec(self, role: str, rounding: Stochastic | None, layout: str | None = None) -> CastSpec:
-        """The cast of this operand in a layer's place `role`; rounding: of a layer that draws."""
+    def spec(
+        self, role: str, rounding: Stochastic | None, layout: str | None = None, *, grouped: bool = False
+    ) -> CastSpec:
+        """The cast of this operand in a layer's place `role`; rounding: of a layer that draws.  grouped: of experts,
+        each of which has a tensor scale of its own where the format has any, so that none depends on its neighbours."""
         drawn = rounding if self.stochastic and rounding is not None else "nearest"
-        return CastSpec(self.format, self.scale_rule, drawn, self.hadamard, role, scale_layout=layout)
+        amax = "group" if grouped and get_format(self.format).family == "nvfp4" else "tensor"
+        return CastSpec(self.format, self.scale_rule, drawn, self.hadamard, role, amax, scale_layout=layout)
 
     def __str__(self) -> str:
         words = [self.format, self.scale_rule or get_format(self.format).default_rule(stochastic=self.stochastic)]

@@ -15,9 +15,10 @@ and a refresh between a forward and its backward is an error. Cost: 2 bytes for 
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,12 +43,15 @@ _ATTACHED: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Module]]] = wea
 
 
 class SharedWeight:
-    """The operands of one weight, and whether they are those of its present values.
+    """The operands of one weight [N, K], or of the weights [E, N, K] of experts, and whether they are those of its
+    present values.
 
-    Not part of a module's state: copies and pickles of it start closed, that is, sharing nothing.
+    transposed: the parameter is stored as [.., K, N].  Not part of a module's state: copies and pickles of it start
+    closed, that is, sharing nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, transposed: bool = False) -> None:
+        self._transposed = transposed
         self._weight: weakref.ref[Tensor] | None = None
         self._stamp = (0, 0)
         # asked by compiled code, so not to be told from what changes with every step
@@ -60,10 +64,10 @@ class SharedWeight:
         self.casts = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> SharedWeight:
-        return SharedWeight()
+        return SharedWeight(transposed=self._transposed)
 
-    def __reduce__(self) -> tuple[type[SharedWeight], tuple[()]]:
-        return SharedWeight, ()
+    def __reduce__(self) -> tuple[Callable[..., SharedWeight], tuple[()]]:
+        return functools.partial(SharedWeight, transposed=self._transposed), ()
 
     def operands(self, weight: Tensor, recipe: Recipe) -> Pair | None:
         """What a forward takes; None: it casts by itself, as long as nobody keeps operands fresh."""
@@ -88,15 +92,16 @@ class SharedWeight:
         """Cast the weight again, into the same storage where it still fits. Opens the sharing."""
         check_can_be_shared(weight)
         casts = Casts(recipe)
-        specs = casts.spec("fprop_w", weight.device), casts.spec("dgrad_w", weight.device)
+        specs = casts.spec("fprop_w", weight), casts.spec("dgrad_w", weight)
         known = self._weight is not None and self._weight() is weight and self._buffers
         device = self._buffers[0][0].device if self._buffers else None
         # an evaluation may be the first to need what a backward will use
         with torch.inference_mode(False):
+            source = weight.mT if self._transposed else weight
             if not known or recipe != self._recipe or device != weight.device:
-                self._allocate(weight, specs)
+                self._allocate(source, specs)
             else:
-                self._rewrite(weight)
+                self._rewrite(source)
         self._weight, self._stamp, self._recipe = weakref.ref(weight), _stamp(weight), recipe
         self.is_open = self.is_valid = True
         self.casts += 1
@@ -143,7 +148,7 @@ class SharedWeight:
 
     def _compare(self, weight: Tensor) -> None:
         fresh = SharedWeight()
-        fresh._allocate(weight.detach(), self._specs)
+        fresh._allocate(weight.detach().mT if self._transposed else weight.detach(), self._specs)
         for mine, new in zip(self._buffers, fresh._buffers, strict=True):
             for kept, made in zip(mine, new, strict=True):
                 if kept is not None and made is not None and not torch.equal(_bytes(kept), _bytes(made)):
@@ -205,21 +210,23 @@ def _check_not_gathered(model: Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
-            for _, layer, _ in shared_weights(module):
-                _refuse(layer.weight)  # pyright: ignore[reportArgumentType]
+            for _, layer, name, _ in shared_weights(module):
+                _refuse(getattr(layer, name))
 
 
 # ---- who keeps weights fresh -----------------------------------------------------------------------------------------
 
 
-def shared_weights(model: Module) -> list[tuple[str, Module, SharedWeight]]:
-    """The layers of a model whose recipe shares its weight's cast, with their names."""
-    found: list[tuple[str, Module, SharedWeight]] = []
+def shared_weights(model: Module) -> list[tuple[str, Module, str, SharedWeight]]:
+    """The layers of a model whose recipe shares the cast of a weight: a layer's name, the layer, the name of its
+    parameter, and the cast."""
+    found: list[tuple[str, Module, str, SharedWeight]] = []
     for name, module in model.named_modules():
         # its own: what wraps a layer (torch.compile, checkpoint_wrapper) answers for it too
         shared = vars(module).get("shared_weight")
-        if isinstance(shared, SharedWeight):
-            found.append((name, module, shared))
+        several = {"weight": shared} if isinstance(shared, SharedWeight) else vars(module).get("shared_weights")
+        if isinstance(several, dict):
+            found += ((name, module, each, cast) for each, cast in several.items() if isinstance(cast, SharedWeight))
     return found
 
 
@@ -241,9 +248,10 @@ def _refresh(model: Module, left: Container[int] = ()) -> list[int]:
     """Cast a model's weights again, but for those of the parameters `left`; ids of what is fresh then."""
     _check_not_gathered(model)
     done: list[int] = []
-    for _, module, shared in shared_weights(model):
-        if id(module.weight) not in left or not shared.is_valid:
-            shared.refresh(module.weight, module.recipe_now)  # pyright: ignore[reportArgumentType]
+    for _, module, name, shared in shared_weights(model):
+        weight = getattr(module, name)
+        if id(weight) not in left or not shared.is_valid:
+            shared.refresh(weight, module.recipe_now)  # pyright: ignore[reportArgumentType]
         done.append(id(shared))
     return done
 
@@ -258,7 +266,7 @@ def invalidate(model: Module) -> None:
     >>> _ = model[0].weight.data.mul_(2)
     >>> bs.invalidate(model)
     """
-    for _, _, shared in shared_weights(model):
+    for *_, shared in shared_weights(model):
         shared.invalidate()
 
 

@@ -1,5 +1,7 @@
 """The work of a linear layer's call besides autograd's bookkeeping: casts and products, in a form that can be replayed.
 
+A layer of experts does the same work with grouped products: `groups` says which rows are whose.
+
 A call on a GPU that nobody watches is recorded the second time that it comes with these shapes, and replayed from then
 on (`replay.py`); what it leaves for the backward is then whole buffers.
 """
@@ -15,12 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import registry, replay
+from ..formats.layout import locate
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import multiply
+from ..grouped import multiply_grouped
+from ..grouped.high import grouped_mm
 from ..library import is_watched
 from ..replay import Recording
-from .operands import Casts, Kept, Needs, Pair, matrix, set_aside
+from .operands import Casts, Groups, Kept, Needs, Pair, matrix, set_aside
 from .recipe import Recipe
 
 _HIGH = "a product in high precision"
@@ -44,11 +49,15 @@ class Work(NamedTuple):
     needs: Needs
     dtype: torch.dtype
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> Made:
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given, groups: Groups | None = None
+    ) -> Made:
         """given: operands that were made before; their layout follows from the shapes."""
         inputs = [x, weight] if bias is None else [x, weight, bias]
+        if groups is not None:
+            inputs += _tensors(groups)
         if self.casts.rounding is not None or not _can_be_replayed(inputs):
-            return self._forward(x, weight, bias, given)
+            return self._forward(x, weight, bias, given, groups)
         shares = (given[0] is None, given[1] is None)
         key = (*self[1:], self.casts.recipe, x.device, shares, *map(replay.layout, inputs))
         for pair in given:
@@ -57,51 +66,67 @@ class Work(NamedTuple):
                     inputs += (operand.data, operand.scale)
         known = replay.known(key)
         if known is None:
-            return replay.learn(key, lambda: self._forward(x, weight, bias, given), inputs, _forward_results)
+            return replay.learn(key, lambda: self._forward(x, weight, bias, given, groups), inputs, _forward_results)
         y, *parts = known.replay(inputs)
         assert y is not None
         x_waits, w_waits = known.note
         y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
         return Made(y, (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5])), known)
 
-    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given) -> Made:
-        casts, needs = self.casts, self.needs
+    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given, groups: Groups | None) -> Made:
+        casts, needs = self.casts.among(groups), self.needs
         x_row, x_col = given[0] or casts.input(matrix(x), waits=needs.weight)
         w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")
-        y = _fprop(x, weight, bias, x_row, w_row, self.dtype)
+        y = _fprop(x, weight, bias, x_row, w_row, self.dtype, groups)
         return Made(y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None))
 
     def backward(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, made: Made
+        self,
+        grad: Tensor,
+        x: Tensor | None,
+        weight: Tensor,
+        main_grad: Tensor | None,
+        made: Made,
+        groups: Groups | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dX [M, K], dW and the column sums of grad [M, N], those that are needed."""
         memory = made.memory
         if memory is None or not _can_be_replayed((grad,)):
-            return self._backward(grad, x, weight, main_grad, made)
+            return self._backward(grad, x, weight, main_grad, made, groups)
         read = weight if made.weight[0] is None else None  # a weight whose operand waits is not read
-        optional = (x, read, main_grad, *made.x[1], *made.weight[1])
+        optional = (x, read, main_grad, *made.x[1], *made.weight[1], *(groups or ()))
         inputs = [grad, *(each for each in optional if each is not None)]
         key = (memory, *(None if each is None else replay.layout(each) for each in (grad, *optional)))
         known = replay.known(key)
         if known is None:
-            call = functools.partial(self._backward, grad, x, weight, main_grad, made)
+            call = functools.partial(self._backward, grad, x, weight, main_grad, made, groups)
             return replay.learn(key, call, inputs, lambda found: (found, None))
         dx, dw, total = known.replay(inputs)
         return dx, dw, total
 
     def _backward(
-        self, grad: Tensor, x: Tensor | None, weight: Tensor, main_grad: Tensor | None, made: Made
+        self,
+        grad: Tensor,
+        x: Tensor | None,
+        weight: Tensor,
+        main_grad: Tensor | None,
+        made: Made,
+        groups: Groups | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        casts, needs, buffers = self.casts, self.needs, made.memory is not None
+        casts, needs, buffers = self.casts.among(groups), self.needs, made.memory is not None
         row, col, total = casts.gradient(grad, needs)
         dx = dw = None
         if needs.x:
             w_col = casts.column(made.weight, weight, "dgrad_w", buffers=buffers)
-            dx = dgrad(grad, row, weight, w_col, self.dtype)
+            dx = dgrad(grad, row, weight, w_col, self.dtype, groups)
         if needs.weight:
             x_col = casts.column(made.x, x, "wgrad_x", buffers=buffers)
-            dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad)
+            dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad, groups)
         return dx, dw, total
+
+
+def _tensors(groups: Groups) -> list[Tensor]:
+    return [each for each in groups if each is not None]
 
 
 def _forward_results(made: Made) -> tuple[list[Tensor | None], object]:
@@ -134,26 +159,63 @@ def work_of(recipe: Recipe, rounding: Stochastic | None, needs: Needs, dtype: to
     return found
 
 
+def product(
+    a: BlockScaled,
+    b: BlockScaled,
+    dtype: torch.dtype,
+    groups: Groups | None = None,
+    *,
+    bias: Tensor | None = None,
+    accumulate: Tensor | None = None,
+) -> Tensor:
+    """Of operands, dense or grouped."""
+    if groups is None:
+        return multiply(a, b, dtype, bias, accumulate)
+    return multiply_grouped(a, b, groups.offs, dtype, bias, accumulate)
+
+
 def _fprop(
-    x: Tensor, weight: Tensor, bias: Tensor | None, x_row: BlockScaled | None, w_row: BlockScaled | None, dtype: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_row: BlockScaled | None,
+    w_row: BlockScaled | None,
+    dtype: Any,
+    groups: Groups | None = None,
 ) -> Tensor:
     """y [..., N], in high precision where there are no operands."""
-    if x_row is None or w_row is None:
-        replay.refuse(_HIGH)
+    if x_row is not None and w_row is not None:
+        y = product(x_row, w_row, dtype, groups, bias=bias)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+    replay.refuse(_HIGH)
+    bias = None if bias is None else bias.to(dtype)
+    if groups is None:
         with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    y = multiply(x_row, w_row, dtype, bias)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+            return functional.linear(x.to(dtype), weight.to(dtype), bias)
+    y = grouped_mm(groups.gathered(x).to(dtype), weight.to(dtype).mT, groups.offs)
+    return y if bias is None else y + _of_rows(bias, y.shape[0], groups.offs)
+
+
+def _of_rows(values: Tensor, rows: int, offs: Tensor) -> Tensor:
+    """[E, N] -> [M, N]: those of each row's expert; zeros for rows of no group."""
+    group, _ = locate(torch.arange(rows, device=offs.device), offs.to(torch.int64))
+    return torch.cat((values, values.new_zeros(1, values.shape[1]))).index_select(0, group)
 
 
 def dgrad(
-    grad: Tensor, row: BlockScaled | None, weight: Tensor, w_col: BlockScaled | None, dtype: torch.dtype
+    grad: Tensor,
+    row: BlockScaled | None,
+    weight: Tensor,
+    w_col: BlockScaled | None,
+    dtype: torch.dtype,
+    groups: Groups | None = None,
 ) -> Tensor:
-    """dX [M, K] of grad [M, N] and weight [N, K], in high precision where there are no operands."""
-    if row is None or w_col is None:
-        replay.refuse(_HIGH)
-        return torch.mm(grad, weight.to(grad.dtype)).to(dtype)
-    return multiply(row, w_col.operand, dtype)
+    """dX [M, K] of grad [M, N] and weight [N, K] or [E, N, K], in high precision where there are no operands."""
+    if row is not None and w_col is not None:
+        return product(row, w_col.operand, dtype, groups)
+    replay.refuse(_HIGH)
+    wide = weight.to(grad.dtype)
+    return (torch.mm(grad, wide) if groups is None else grouped_mm(grad, wide, groups.offs)).to(dtype)
 
 
 def wgrad(
@@ -163,15 +225,19 @@ def wgrad(
     x_col: BlockScaled | None,
     dtype: torch.dtype,
     main_grad: Tensor | None,
+    groups: Groups | None = None,
 ) -> Tensor | None:
-    """dW [N, K] of grad [M, N] and x [..., K]; added into main_grad where there is one, and then None."""
-    if col is None or x_col is None:
-        assert x is not None, "an input that is not cast is kept"
-        replay.refuse(_HIGH)
+    """dW [N, K] or [E, N, K] of grad [M, N] and x [..., K]; added into main_grad where there is one, and then None."""
+    if col is not None and x_col is not None:
+        dw = product(col.operand, x_col.operand, dtype, groups, accumulate=main_grad)
+        return dw if main_grad is None else None
+    assert x is not None, "an input that is not cast is kept"
+    replay.refuse(_HIGH)
+    if groups is None:
         dw = torch.mm(grad.mT, matrix(x).to(grad.dtype))
-        if main_grad is None:
-            return dw.to(dtype)
-        main_grad.add_(dw)
-        return None
-    dw = multiply(col.operand, x_col.operand, dtype, accumulate=main_grad)
-    return dw if main_grad is None else None
+    else:
+        dw = grouped_mm(grad.mT, groups.gathered(x).to(grad.dtype), groups.offs)
+    if main_grad is None:
+        return dw.to(dtype)
+    main_grad.add_(dw)
+    return None

@@ -206,8 +206,8 @@ def kept_bytes(way: Way, batch: Batch) -> int:
 
 def _shared_tensors(module: Module) -> list[Tensor]:
     found: list[Tensor] = []
-    for _, layer, shared in shared_weights(module):
-        pair = shared.operands(layer.weight, layer.recipe_now)  # pyright: ignore[reportArgumentType]
+    for _, layer, name, shared in shared_weights(module):
+        pair = shared.operands(getattr(layer, name), layer.recipe_now)  # pyright: ignore[reportArgumentType]
         for operand in pair or ():
             if operand is not None:
                 found += [operand.data, operand.scale]

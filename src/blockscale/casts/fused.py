@@ -174,7 +174,13 @@ def permute_quantize_both(x: Tensor, indices: Tensor, offs: Tensor, row: Spec, c
     check_permutation(x, indices)
     check_offs(offs, x.device, x.dim(), required=True)
     specs = (as_cast_spec(row), as_cast_spec(col))
-    plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
+    return permute_cast_both(x, indices, specs, (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs)), offs)
+
+
+def permute_cast_both(
+    x: Tensor, indices: Tensor, specs: tuple[CastSpec, CastSpec], plans: tuple[CastPlan, CastPlan], offs: Tensor
+) -> Pair:
+    """`permute_quantize_both` for those who have checked: plans are those of the specs."""
     results = fused_ops.permute_quantize_both(x, indices, *_pair_arguments(plans, specs), offs)
     return _pair(plans, results, (indices.shape[0], x.shape[1]), offs)
 
@@ -192,7 +198,12 @@ def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
     cast = as_cast_spec(spec)
     plan = plan_cast(x, cast, None)
     check_copied_rows(plan)
-    buffers = fused_ops.quantize_permute(x, indices, plan.text(), cast.amax_tensor)
+    return cast_permute(x, indices, cast, plan)
+
+
+def cast_permute(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan) -> BlockScaled:
+    """`quantize_permute` for those who have checked: plan is the spec's."""
+    buffers = fused_ops.quantize_permute(x, indices, plan.text(), spec.amax_tensor)
     return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -1)
 
 

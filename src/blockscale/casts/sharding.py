@@ -98,6 +98,6 @@ def dequantize(
         yield Cut({"data": rows, "scale": rank - 2 if layout == "blocked" else rows}, (rows,))
 
 
-def whole(parts: int, *args: object) -> Iterator[Cut]:
+def whole(parts: int, *args: object, **named: object) -> Iterator[Cut]:
     """No cuts: fused casts are computed from gathered tensors until their layers say how they are cut."""
     return iter(())

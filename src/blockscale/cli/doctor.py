@@ -77,14 +77,16 @@ def _matrices(report: DoctorReport) -> list[Table]:
     """Operation x format -> backend, with the number of its reason; each fits a terminal of 80 columns."""
     operations = list(dict.fromkeys(choice.operation for choice in report.choices))
     swiglu = [name for name in operations if name.startswith("swiglu")]
-    others = [name for name in operations if name.startswith(("rmsnorm", "permute"))]
+    moves = [name for name in operations if name.endswith("_rows") or name.startswith("combine")]
+    others = [name for name in operations if name.startswith(("rmsnorm", "permute")) and name not in moves]
     products = [name for name in operations if name.startswith("gemm") or name.endswith("grouped")]
-    casts = [name for name in operations if name not in swiglu + others + products]
+    casts = [name for name in operations if name not in swiglu + others + products + moves]
     return [
         _matrix(report, "which backend serves which casts (numbers: why)", casts),
         _matrix(report, "products", products),
         _matrix(report, "casts fused with SwiGLU", swiglu),
         _matrix(report, "casts fused with RMSNorm and with a permutation", others),
+        _matrix(report, "rows moved to experts and back", moves),
     ]
 
 
@@ -100,7 +102,8 @@ def _matrix(report: DoctorReport, title: str, operations: list[str]) -> Table:
     cells = {(choice.format, choice.operation): choice for choice in report.choices}
     for name in dict.fromkeys(choice.format for choice in report.choices):
         row = [cells.get((name, operation)) for operation in operations]
-        table.add_row(name, *(f"{c.backend}{_raised(numbers[c.reason])}" if c else "-" for c in row))
+        if any(row):
+            table.add_row(name, *(f"{c.backend}{_raised(numbers[c.reason])}" if c else "-" for c in row))
     return table
 
 

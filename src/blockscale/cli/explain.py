@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Operation = Literal[
     "cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped",
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both",
+    "permute_rows", "combine_rows", "combine_dots",
 ]  # fmt: skip
 
 
@@ -38,13 +39,14 @@ def run(
 
     Args:
         operation: What is called. A cast takes M x K, a product M x K with N x K, SwiGLU gates and ups of M x K each, a
-            permutation N of M rows.
+            permutation N of M rows; rows go from M tokens to G experts and back (permute_rows, combine_rows, and
+            combine_dots for the gradient of weights).
         a: Format of the tensor, or of the product's first operand.
         b: Format of the second operand; the natural partner of the first when left out, or the same for two casts.
         m: Rows of the first operand (N of a k-grouped product's result).
         n: Rows of the second operand; rows of a permutation's result.
         k: Contracted length; tokens of a k-grouped product.
-        groups: Number of groups of a grouped product or of permuted rows.
+        groups: Number of groups of a grouped product or of permuted rows; experts of a token where rows are moved.
         dtype: Input of a cast, output of everything else.
         device: cpu, cuda, or an architecture such as sm_90 that need not be here; default: what is here.
         bias: Whether a bias is added.
@@ -80,7 +82,7 @@ def _operands(
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    offs = torch.empty(groups, dtype=torch.int32, device="meta")
+    offs, slots = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((groups,), (m, groups)))
     formats = [a, b or a] if operation.endswith("_both") else [a]
     match operation.removesuffix("_both"):
         case "cast":
@@ -94,6 +96,12 @@ def _operands(
         case "permute":
             indices = torch.empty(n, dtype=torch.int32, device="meta")
             return [empty(m, k), indices, *([offs] if operation == "permute_both" else []), *formats]
+        case "permute_rows":
+            return [empty(m, k), slots]
+        case "combine_rows":
+            return [empty(m * groups, k), slots]
+        case "combine_dots":
+            return [empty(m * groups, k), empty(m, k), slots]
         case "dequantize":
             return [quantize(empty(m, k), a)]
         case "gemm":

@@ -25,7 +25,7 @@ from ..formats.spec import FORMATS
 from ..gemm import _assembler
 from ..hardware import default_device, describe, named_device
 from ..registry import adopt_demands, current_demands
-from .selfcheck import PARTS, Check, Choice, Samples, compiles_a_cast, known_bytes
+from .selfcheck import PARTS, Check, Choice, Samples, compiles_a_cast, known_bytes, move_checks, move_choices
 
 # what a look takes at most whose kernels are compiled: on an H200 all of them took 1.5 s, and 33 with an empty cache
 _COMPILING_SECONDS = 2.5
@@ -84,8 +84,9 @@ def doctor(
         if on_look is not None:
             on_look(str(look))
     results = [result for look in looks for result in found[look]]
-    choices = [result for result in results if isinstance(result, Choice)]
-    checks = known_bytes(where) + [result for result in results if isinstance(result, Check)]
+    samples = Samples(where)
+    choices = [result for result in results if isinstance(result, Choice)] + move_choices(samples)
+    checks = known_bytes(where) + [result for result in results if isinstance(result, Check)] + move_checks(samples)
     for name in env.undeclared():
         checks.append(Check(f"setting {name}", False, "is not a setting of this library: a typo?"))
     facts = describe(where)

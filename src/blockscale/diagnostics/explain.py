@@ -20,13 +20,15 @@ from ..gemm import check_dense
 from ..gemm.ops import gemm_request
 from ..grouped import check_grouped
 from ..grouped.ops import grouped_request
+from ..grouped.routing_ops import rows_request
 from ..hardware import Capability
 from ..registry import Explanation, Request, explain_request
 
 FUSED = (
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both"
 )  # fmt: skip
-OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED)
+MOVES = ("permute_rows", "combine_rows", "combine_dots")
+OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED, *MOVES)
 
 
 def explain(
@@ -43,8 +45,9 @@ def explain(
     Operands are those of the call, and are checked as the call would: `explain("cast", x, "mxfp4")`,
     `explain("cast_both", x, "nvfp4", "nvfp4")`, `explain("dequantize", q)`, `explain("gemm", a, b)`,
     `explain("grouped", a, b, offs)`; for fused casts too: `explain("swiglu_both", gate_up, "nvfp4", "nvfp4")`,
-    `explain("rmsnorm", x, weight, "mxfp4")`, `explain("permute_both", x, indices, offs, "mxfp4", "mxfp4")`. on: ask for
-    another device, such as `Capability("cuda", 90)`; operands on the meta device will do then.
+    `explain("rmsnorm", x, weight, "mxfp4")`, `explain("permute_both", x, indices, offs, "mxfp4", "mxfp4")`; for moves
+    of rows with the rows [T, k] of a routing: `explain("combine_rows", y, routing.rows)`. on: ask for another device,
+    such as `Capability("cuda", 90)`; operands on the meta device will do then.
 
     >>> import blockscale as bs
     >>> q = bs.quantize(torch.randn(8, 64), "mxfp8_e4m3")
@@ -71,6 +74,10 @@ def explain(
         case ("grouped", [BlockScaled() as a, BlockScaled() as b, Tensor() as ends]):
             check_grouped(a, b, ends)
             request = grouped_request(a, b, ends.shape[0], out_dtype, bias=bias, accumulate=accumulate)
+        case ("permute_rows" | "combine_rows", [Tensor() as x, Tensor() as rows]):
+            request = rows_request(op, x, rows)
+        case ("combine_dots", [Tensor() as x, Tensor() as grad, Tensor() as rows]):
+            request = rows_request(op, x, rows, grad)
         case _ if op in FUSED and (fused := _fused_request(op, operands, offs)) is not None:
             request = fused
         case _:

@@ -23,7 +23,7 @@ from ..errors import BackendError, OptionError
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm, scaled_mm
-from ..grouped import scaled_grouped_mm
+from ..grouped import Routing, routing_ops, scaled_grouped_mm, sort_by_expert
 from ..grouped._reference import exact_grouped
 from ..hardware import capability
 from ..registry import Explanation, use_backend
@@ -146,6 +146,54 @@ def known_bytes(device: torch.device) -> list[Check]:
         got = (_hex(q.scale), _hex(q.data))
         checks.append(Check(f"known bytes, {name}", got == (scale, codes), f"scale {got[0]}, codes {got[1]}"))
     return checks
+
+
+# the format of what has none
+ANY = "any"
+
+
+def _routing(samples: Samples) -> Routing:
+    """Three experts for each of 46 tokens, which makes 138 rows."""
+    experts = samples.indices.abs()[:138].view(46, 3) % 5
+    return sort_by_expert(experts, 5)
+
+
+def move_choices(samples: Samples) -> list[Choice]:
+    """Who moves rows to experts and back."""
+    rows = _routing(samples).rows
+    x, y = samples.x[:46], samples.x[:138]
+    found = {
+        "permute_rows": explain("permute_rows", x, rows),
+        "combine_rows": explain("combine_rows", y, rows),
+        "combine_dots": explain("combine_dots", y, x, rows),
+    }
+    return [
+        Choice(name, ANY, each.taken.backend if each.taken else "none", _reason(each)) for name, each in found.items()
+    ]
+
+
+def move_checks(samples: Samples) -> list[Check]:
+    """Moves of rows against the reference: bytes, and dot products, whose order is free, in dB."""
+    routing, x, y = _routing(samples), samples.x[:46], samples.x[:138]
+    weights = samples.x[:46, :3].float()
+
+    def moved() -> tuple[Tensor, Tensor, Tensor]:
+        permuted = routing_ops.permute_rows(x, routing.tokens, routing.rows, weights)
+        return (
+            permuted,
+            routing_ops.combine_rows(y, routing.rows, weights),
+            routing_ops.combine_dots(y, x, routing.rows),
+        )
+
+    got = moved()
+    with use_backend("reference"):
+        want = moved()
+    figure = sqnr_db(want[2], got[2]).item()
+    return [
+        _equality("permute_rows", ANY, torch.equal(_raw(got[0]), _raw(want[0]))),
+        _equality("combine_rows", ANY, torch.equal(_raw(got[1]), _raw(want[1]))),
+        Check(f"combine_dots, {ANY}", figure >= _GATE_DB, f"{figure:.1f} dB of at least {_GATE_DB:.0f}"),
+    ]
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -306,12 +306,13 @@ def from_parts(
     axis: int = -1,
     group_align: int = 0,
     hadamard: int | None = None,
+    groups: int = 0,
 ) -> BlockScaled:
     """The inverse of `to_parts`, given what it leaves out."""
     name, layout = kind.split(" ")  # not parse_kind: a backward is traced, and there caches are looked through
     spec = get_format(name)
     data, scale = _viewed(data, spec.data_dtype), _viewed(scale, spec.scale_dtype)
-    return BlockScaled(data, scale, global_scale, spec.name, axis, layout, shape, group_align, hadamard)
+    return BlockScaled(data, scale, global_scale, spec.name, axis, layout, shape, group_align, hadamard, groups)
 
 
 def has_canonical_strides(q: BlockScaled) -> bool:

@@ -16,8 +16,16 @@ from ..errors import OptionError, ShapeError, message
 from ..formats.tensor import BlockScaled, to_parts
 from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
 from . import _reference as _reference  # registers its rows
+from . import _reference_rows as _reference_rows
 from . import _torch as _torch
+from . import high as high
 from . import ops
+from .routing import Routing, sort_by_expert
+
+with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
+    from . import _triton_rows as _triton_rows
+
+__all__ = ["Routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", "sort_by_expert"]
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _hopper as _hopper
@@ -48,8 +56,7 @@ def scaled_grouped_mm(
     shape = check_grouped(a, b, offs)
     if accumulate is not None:
         check_accumulator(accumulate, bias, shape, a.device)
-        ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs)
-        return accumulate
+        return multiply_grouped(a, b, offs, out_dtype, None, accumulate)
     check_output(out_dtype)
     if bias is not None:
         if len(b.shape) != 3:
@@ -57,7 +64,22 @@ def scaled_grouped_mm(
                 message("bias in a k-grouped product", rule="weight gradients have no bias", fix="leave it out")
             )
         check_bias(bias, (b.shape[0], b.rows), a.device)
-    return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, bias, out_dtype)
+    return multiply_grouped(a, b, offs, out_dtype, bias)
+
+
+def multiply_grouped(
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    accumulate: Tensor | None = None,
+) -> Tensor:
+    """`scaled_grouped_mm` for those who have checked."""
+    if accumulate is None:
+        return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, bias, out_dtype)
+    ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs)
+    return accumulate
 
 
 def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 FLOPs are counted as if every row belonged to a group and padding were used: the sizes are not known on the host.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from ..formats.tensor import BlockScaled, operand_from_parts
 from ..gemm.ops import accumulated_flops, product_flops, product_options
 from ..hardware import capability
 from ..library import define_op, empty
-from ..registry import Request, select
+from ..registry import Request, select, would_serve
 from . import sharding
 
 
@@ -24,6 +26,19 @@ def grouped_request(
     # the contracted length comes third, as in a dense product: K of the weights, or the padded tokens
     shape, layouts = (a.rows, b.rows, a.length, groups), (a.scale_layout, b.scale_layout)
     return Request(op, capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
+
+
+@torch.compiler.assume_constant_result
+def wanted_layouts(op: str, a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
+    """The scale layouts that the row for large grouped products of these formats on this device reads, as
+    `gemm.ops.wanted_layouts` has them for dense ones. op: "m_grouped" or "k_grouped"."""
+    layouts = would_serve(_large_request(op, a, b, device)).layouts
+    return layouts.get(a), layouts.get(b)
+
+
+@functools.lru_cache(maxsize=1024)
+def _large_request(op: str, a: str, b: str, device: torch.device) -> Request:
+    return Request(op, capability(device), (a, b), (16384, 4096, 4096, 8), torch.bfloat16)
 
 
 def _launch(

@@ -1,4 +1,5 @@
-"""`quantize_`: a model's linear layers trained by a recipe, in place, with a report of what changed and why not more.
+"""`quantize_`: a model's linear layers and experts trained by a recipe, in place, with a report of what changed and why
+not more.
 
 A module changes its class and nothing else. Whoever holds it (hooks, optimizers, tied weights, compiled callers, DDP)
 holds the converted one, and its `state_dict` has the keys and tensors that it had. `unquantize_` changes it back.
@@ -16,8 +17,10 @@ from torch.nn.parameter import UninitializedParameter
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, message
 from ..formats.stochastic import module_name, rng_state
-from .linear import DEFAULT_SEED, Linear
-from .policy import Defaults, Ends, find_defaults, find_ends, is_linear, obstacle
+from .adapters import AdaptedExperts
+from .follower import DEFAULT_SEED, Follower
+from .linear import Linear
+from .policy import Defaults, Ends, active_experts, find_defaults, find_ends, obstacle, sizes_of
 from .report import ConversionReport, Converted, Other, Skipped, speed_note
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -34,9 +37,10 @@ def quantize_(
     keep_last: float | None = None,
     seed: int = DEFAULT_SEED,
 ) -> ConversionReport:
-    """Train a model's linear layers by a recipe, in place; the report says which, and why not the others.
+    """Train a model's linear layers by a recipe, in place; the report says which, and why not the others. Experts that
+    are one 3-D parameter are layers too: `GroupedLinear`, and those of Transformers that are known (docs/experts.md).
 
-    filter_fn(module, name): whether to convert a linear layer that can be converted; it is asked for each of them, and
+    filter_fn(module, name): whether to convert a layer that can be converted; it is asked for each of them, and
     decides alone.  Without it the output head, routers and narrow layers stay in high precision, and with 4-bit formats
     the first two and the last 15 % of blocks.  keep_first, keep_last: blocks that stay whatever the recipe and
     filter_fn say, by number (int), the last ones also by share (float).  seed: of recipes that draw.
@@ -56,9 +60,8 @@ def quantize_(
     ends = find_ends(modules, chosen, keep_first, keep_last, defaults=filter_fn is None)
 
     # every layer is judged before the first one changes: a filter_fn that fails leaves the model as it was
-    reasons = [
-        _reason(name, module, filter_fn, defaults, ends) if is_linear(module) else "" for name, module in modules
-    ]
+    reasons = [_reason(name, module, filter_fn, defaults, ends) if sizes_of(module) else "" for name, module in modules]
+    active = active_experts(modules)
     converted: list[Converted] = []
     skipped: list[Skipped] = []
     others: dict[str, Other] = {}
@@ -66,18 +69,23 @@ def quantize_(
     counted: set[int] = set()
     for (name, module), reason in zip(modules, reasons, strict=True):
         parameters = _count(module, counted)
-        if not is_linear(module):
+        sizes = sizes_of(module)
+        if not sizes:
             kind = type(module).__name__
             if parameters:
                 others[kind] = others.get(kind, Other(kind, 0, 0)).plus(parameters)
-        elif reason is None:
-            assert isinstance(module, nn.Linear)
-            size = module.in_features, module.out_features
-            notes = speed_note(chosen, *size), _convert(module, name or ROOT, chosen, states, seed)
-            converted.append(Converted(name or ROOT, *size, parameters, "; ".join(filter(None, notes))))
-        else:
-            size = int(module.in_features), int(module.out_features)  # pyright: ignore[reportArgumentType]
-            skipped.append(Skipped(name or ROOT, reason, *size, parameters))
+            continue
+        before = _convert(module, name or ROOT, chosen, states, seed) if reason is None else ""
+        for at, size in enumerate(sizes):
+            place = ".".join(filter(None, (name, size.part))) or ROOT
+            seen = active.get(id(module), 1) if size.experts > 1 else 1
+            # those of all parts stand in the first line
+            held = (size.in_features, size.out_features, 0 if at else parameters)
+            if reason is None:
+                notes = speed_note(chosen, *held[:2]), before, _experts_note(size.experts, seen)
+                converted.append(Converted(place, *held, "; ".join(filter(None, notes)), size.experts, seen))
+            else:
+                skipped.append(Skipped(place, reason, *held, size.experts, seen))
     warnings = [ends.warning] if ends.warning else []
     if not converted:
         warnings.append("no layer was converted: choose layers with filter_fn, or pass keep_first=0 and keep_last=0")
@@ -85,9 +93,9 @@ def quantize_(
 
 
 def unquantize_(model: nn.Module) -> int:
-    """Make the layers that `quantize_` converted torch's own again; how many there were.
+    """Make the layers that `quantize_` converted what they were; how many there were.
 
-    Layers that were made as `blockscale.nn.Linear` stay what they are.
+    Layers that were made as `blockscale.nn.Linear` or `GroupedLinear` stay what they are.
 
     >>> model = nn.Sequential(nn.Linear(64, 64))
     >>> report = quantize_(model, "mxfp8")
@@ -95,9 +103,10 @@ def unquantize_(model: nn.Module) -> int:
     (1, True)
     """
     _check_model(model)
-    found = [module for module in model.modules() if isinstance(module, Linear) and module.was_plain is not None]
+    kinds = (Linear, AdaptedExperts)
+    found = [module for module in model.modules() if isinstance(module, kinds) and module.was_plain is not None]
     for module in found:
-        if type(module) is not Linear:
+        if type(module) not in kinds:
             raise OptionError(
                 message(
                     f"unquantize_ for a {type(module).__name__}",
@@ -174,25 +183,32 @@ def _reason(
     reason = obstacle(module)
     if reason is not None:
         return reason
-    assert isinstance(module, nn.Linear)
     if filter_fn is not None:
         reason = None if _ask(filter_fn, module, name) else "filter_fn said no"
     elif defaults is not None:
         reason = defaults.reason(name, module)
     reason = reason or ends.reason(module)
-    if reason is not None and isinstance(module, Linear):
+    if reason is not None and isinstance(module, Follower):
         return f"{reason}; still follows {module.recipe.name}"
     return reason
 
 
-def _convert(module: nn.Linear, name: str, recipe: Recipe, states: dict[torch.device, Tensor], seed: int) -> str:
+def _convert(module: nn.Module, name: str, recipe: Recipe, states: dict[torch.device, Tensor], seed: int) -> str:
     """Change the class, follow the recipe; what is worth saying about it."""
-    device = module.weight.device
+    device = next(module.parameters(recurse=False)).device
     state = states.setdefault(device, rng_state(seed, device=device)) if recipe.draws else None
-    note = f"followed {module.recipe.name} before" if isinstance(module, Linear) else ""
-    layer = module if isinstance(module, Linear) else Linear.convert(module)
+    note = f"followed {module.recipe.name} before" if isinstance(module, Follower) else ""
+    layer = module if isinstance(module, Follower) else _adopted(module)
     layer.follow(recipe, name=name, rng=state, seed=seed)
     return note
+
+
+def _adopted(module: nn.Module) -> Follower:
+    return Linear.convert(module) if isinstance(module, nn.Linear) else AdaptedExperts.convert(module)
+
+
+def _experts_note(experts: int, active: int) -> str:
+    return f"{experts} experts, {active} for each token" if experts > 1 else ""
 
 
 def _count(module: nn.Module, counted: set[int]) -> int:

@@ -17,7 +17,8 @@ from ..autograd.mlp import swiglu, swiglu_mlp
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, ShapeError, message
 from ..formats.stochastic import rng_state
-from .linear import DEFAULT_SEED, Linear
+from .follower import DEFAULT_SEED
+from .linear import Linear
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -124,12 +125,12 @@ class SwiGLU(torch.nn.Module):
         False
         """
         first, second = self.gate_up, self.down
-        return _is_plain(first) and _is_plain(second) and first.recipe_now == second.recipe_now
+        return is_plain(first, Linear) and is_plain(second, Linear) and first.recipe_now == second.recipe_now
 
 
-def _is_plain(layer: torch.nn.Module) -> bool:
-    """Whether calling the layer is `Linear.forward` and nothing else."""
-    if type(layer).forward is not Linear.forward or "forward" in layer.__dict__:
+def is_plain(layer: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Whether calling the layer is the forward of that class and nothing else."""
+    if type(layer).forward is not kind.forward or "forward" in layer.__dict__:
         return False
     return not any(getattr(layer, hooks) for hooks in _HOOKS)
 

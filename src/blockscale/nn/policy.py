@@ -7,7 +7,8 @@ Kept by default, because low precision costs quality there and wins little time:
     narrow        fewer than 16 features on a side: most of a block would be empty (scores, small routers)
     end blocks    with 4-bit formats, the first two and the last 15 % of blocks
 
-A name counts by whole components: `mlp.gate` is a router, `mlp.gate_proj` is not.
+A name counts by whole components: `mlp.gate` is a router, `mlp.gate_proj` is not. Experts that are one parameter are
+layers like others: ours (`GroupedLinear`), and those of Transformers that `adapters.py` knows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..autograd.recipe import Recipe
 from ..errors import OptionError, message
 from ..formats.spec import get_format
+from .adapters import AdaptedExperts, expert_sizes, has_experts, style_of
+from .experts import GroupedLinear
 from .linear import Linear
+from .moe import Router
 
 Named = Sequence[tuple[str, nn.Module]]
 ROUTERS = frozenset({"router", "gate", "gating"})
@@ -36,6 +40,8 @@ OUTER_HEADS = frozenset({"head", "heads", "output", "classifier", "output_layer"
 NARROW = 16
 KEPT_FIRST, KEPT_LAST = 2, 0.15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# what blocks and routers call the number of experts that see a token
+_ACTIVE = ("top_k", "num_experts_per_tok")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -46,16 +52,52 @@ def is_linear(module: nn.Module) -> bool:
     return all(isinstance(each, int) for each in features) and type(module).__name__.endswith("Linear")
 
 
+@dataclass(frozen=True)
+class Size:
+    """A weight of a layer.  part: the parameter's name where there are several.  experts: how many weights it holds."""
+
+    part: str
+    in_features: int
+    out_features: int
+    experts: int = 1
+
+
+def sizes_of(module: nn.Module) -> list[Size]:
+    """The weights of a layer that may be converted; none of a module that is no layer."""
+    if has_experts(module):
+        return [Size(name, inputs, outputs, experts) for name, experts, inputs, outputs in expert_sizes(module)]
+    if not is_linear(module):
+        return []
+    experts = module.experts if isinstance(module, GroupedLinear) else 1
+    return [Size("", int(module.in_features), int(module.out_features), experts)]  # pyright: ignore[reportArgumentType]
+
+
+def active_experts(modules: Named) -> dict[int, int]:
+    """How many experts see a token, by id of every module within a block that says so, by itself or through a router
+    that is its child."""
+    found: dict[int, int] = {}
+    for _, module in modules:
+        said = [vars(each).get(word) for each in (module, *module.children()) for word in _ACTIVE]
+        count = next((each for each in said if isinstance(each, int) and not isinstance(each, bool)), None)
+        if count is not None:
+            found.update((id(each), count) for each in module.modules())
+    return found
+
+
 def obstacle(module: nn.Module) -> str | None:
-    """Why a linear layer cannot be converted; None if it can."""
+    """Why a layer cannot be converted; None if it can."""
+    if has_experts(module):
+        return _obstacle_of_experts(module)
     kind = type(module)
     if isinstance(module, LazyModuleMixin):
         return "lazy, without a shape before its first forward: convert after it"
-    exact = kind is nn.Linear or kind is Linear
+    exact = kind is nn.Linear or kind is Linear or kind is GroupedLinear
     if not exact and _is_fully_sharded(module):
         return "sharded by itself: convert before fully_shard"
     if is_parametrized(module) or (isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)):
         return "parametrized: its weight is computed, not a parameter"
+    if isinstance(module, Router):
+        return "router: its scores are in fp32"
     if kind is NonDynamicallyQuantizableLinear:
         return "part of MultiheadAttention, which reads its weight and never calls it"
     if not exact:
@@ -66,6 +108,20 @@ def obstacle(module: nn.Module) -> str | None:
     if dtype not in _DTYPES:
         return f"weight is {str(dtype).removeprefix('torch.')}: casts take bfloat16, float16 and float32"
     return None
+
+
+def _obstacle_of_experts(module: nn.Module) -> str | None:
+    if not isinstance(module, AdaptedExperts):
+        if _is_fully_sharded(module):
+            return "sharded by itself: convert before fully_shard"
+        style = style_of(module)
+        if isinstance(style, str):
+            return style
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    dtypes = {parameter.dtype for parameter in module.parameters(recurse=False)}
+    odd = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in _DTYPES]
+    return f"weight is {odd[0]}: casts take bfloat16, float16 and float32" if odd else None
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:
@@ -176,8 +232,17 @@ class Defaults:
     last: nn.Module | None = None
     experts: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
-    def reason(self, name: str, module: nn.Linear) -> str | None:
+    def reason(self, name: str, module: nn.Module) -> str | None:
         """Why a layer stays in high precision; None if nothing speaks against it."""
+        if isinstance(module, nn.Linear):
+            kept = self._reason_of_linear(name, module)
+            if kept is not None:
+                return kept
+        if min(min(size.in_features, size.out_features) for size in sizes_of(module)) < NARROW:
+            return f"narrow: fewer than {NARROW} features on a side"
+        return None
+
+    def _reason_of_linear(self, name: str, module: nn.Linear) -> str | None:
         parts = name.split(".")
         outer = parts[: next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))]
         if HEADS & set(parts) or OUTER_HEADS & set(outer):
@@ -190,8 +255,6 @@ class Defaults:
             return "router"
         if module.out_features in self.experts.get(id(module), ()):
             return f"router: as wide as the {module.out_features} experts beside it"
-        if min(module.in_features, module.out_features) < NARROW:
-            return f"narrow: fewer than {NARROW} features on a side"
         return None
 
 

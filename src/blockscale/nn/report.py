@@ -20,13 +20,16 @@ _ALIGNED = 16
 
 
 class Converted(NamedTuple):
-    """A layer that follows the recipe now.  parameters: those that no module before it has.  note: what to know."""
+    """A layer that follows the recipe now.  parameters: those that no module before it has.  note: what to know.
+    experts: how many weights of this size it has, and active how many of them see a token."""
 
     name: str
     in_features: int
     out_features: int
     parameters: int
     note: str = ""
+    experts: int = 1
+    active: int = 1
 
 
 class Skipped(NamedTuple):
@@ -37,6 +40,8 @@ class Skipped(NamedTuple):
     in_features: int
     out_features: int
     parameters: int
+    experts: int = 1
+    active: int = 1
 
 
 class Other(NamedTuple):
@@ -95,9 +100,10 @@ class ConversionReport:
 
     @property
     def flop_share(self) -> float:
-        """How much of the FLOPs of all linear layers is converted, if every layer sees every token."""
+        """How much of the FLOPs of all linear layers is converted, if every layer sees every token, and of experts as
+        many as are active for one."""
         low, rest = (
-            sum(2 * each.in_features * each.out_features for each in layers)
+            sum(2 * each.in_features * each.out_features * each.active for each in layers)
             for layers in (self.converted, self.skipped)
         )
         return low / max(1, low + rest)
@@ -169,9 +175,12 @@ def speed_note(recipe: Recipe, in_features: int, out_features: int) -> str:
 def _seconds(
     layers: Iterable[Converted | Skipped], tokens: int, formats: Mapping[str, str | None], ceilings: Ceilings, use: Use
 ) -> float:
-    """Of one training step; lazy layers have no size, and so no time."""
-    sizes = Counter((each.in_features, each.out_features) for each in layers)
-    costs = {size: linear_cost(tokens, *size, formats, ceilings, use).seconds for size in sizes if min(size) > 0}
+    """Of one training step; lazy layers have no size, and so no time. Experts share the tokens evenly."""
+    sizes = Counter[tuple[int, int, int]]()
+    for each in layers:
+        rows = max(1, tokens * each.active // each.experts)
+        sizes[rows, each.in_features, each.out_features] += each.experts
+    costs = {size: linear_cost(*size, formats, ceilings, use).seconds for size in sizes if min(size) > 0}
     return sum(seconds * sizes[size] for size, seconds in costs.items())
 
 

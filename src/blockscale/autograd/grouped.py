@@ -1,0 +1,137 @@
+"""`grouped_linear` and `grouped_swiglu_mlp`: the layers of experts, trained by a recipe.
+
+What `linear` and `swiglu_mlp` are with one weight, these are with one for each expert: the same functions, casts and
+kept operands, with rows in groups. fprop and dgrad are m-grouped, and no row is padded for them; wgrad is k-grouped,
+and the cast that makes its operands starts every expert at a multiple of 128. Group ends stay on the device.
+
+Rows may come in order, with the ends of the experts (`offs`), or as tokens with a `Routing`: then the cast gathers them
+as it reads, and their gradient comes back by token, so that permuted rows are never written in high precision.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..casts import check_offs
+from ..errors import ShapeError, message
+from ..formats.stochastic import Stochastic
+from ..grouped import Routing
+from .linear import LinearFunction, check_low, check_rounding, main_grad_of, output_dtype
+from .mlp import fused_mlp, swiglu
+from .operands import Groups, Pair, groups_of, needs_of
+from .recipe import Recipe, get_recipe
+from .work import work_of
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor | Routing,
+    bias: Tensor | None = None,
+    recipe: str | Recipe = "fp8_blockwise",
+    *,
+    rounding: Stochastic | None = None,
+    weight_operands: Pair | None = None,
+) -> Tensor:
+    """Rows [M, N], each x @ weight[e].mT + bias[e] of its expert e; weight [E, N, K], bias [E, N].
+
+    offs: ends of the experts among the rows of x [M, K] (int32 [E], on the device), or a `Routing` of tokens x [T, K],
+    whose rows are gathered; the result is in the order of the experts either way. Rows after the last end give zero.
+    rounding, weight_operands, dtypes and `main_grad` are as for `linear`.
+
+    >>> import torch
+    >>> x, weight = torch.randn(5, 128, requires_grad=True), torch.randn(3, 64, 128, requires_grad=True)
+    >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    >>> grouped_linear(x, weight, offs, recipe="mxfp8").sum().backward()
+    >>> weight.grad.shape, weight.grad[1].abs().max().item()
+    (torch.Size([3, 64, 128]), 0.0)
+    """
+    chosen, groups = get_recipe(recipe), groups_of(offs)
+    check_experts(x, weight, groups)
+    if chosen.is_low:
+        check_low(x, weight, bias)
+        check_rounding(chosen, rounding)
+    needs = needs_of(x, weight, bias)
+    work, given = work_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
+    if not any(needs):
+        return work.forward(x, weight, bias, given, groups).y
+    return LinearFunction.apply(x, weight, bias, main_grad_of(weight), given, work, groups)  # pyright: ignore[reportReturnType]
+
+
+def grouped_swiglu_mlp(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    offs: Tensor | Routing,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    recipe: str | Recipe = "fp8_blockwise",
+    *,
+    roundings: tuple[Stochastic | None, Stochastic | None] = (None, None),
+    weight_operands: tuple[Pair | None, Pair | None] = (None, None),
+) -> Tensor:
+    """Rows [M, D], each silu(gate) * up of x @ gate_up_weight[e].mT, gates first, times down_weight[e].mT.
+
+    gate_up_weight: [E, 2H, K].  down_weight: [E, D, H].  biases: [E, 2H] and [E, D].  offs: as for `grouped_linear`;
+    the rest as for `swiglu_mlp`. A recipe with a product in high precision is served by two `grouped_linear`s.
+
+    >>> import torch
+    >>> x, offs = torch.randn(5, 128, requires_grad=True), torch.tensor([2, 2, 5], dtype=torch.int32)
+    >>> gate_up, down = torch.randn(3, 256, 128, requires_grad=True), torch.randn(3, 128, 128, requires_grad=True)
+    >>> grouped_swiglu_mlp(x, gate_up, down, offs, recipe="mxfp8").sum().backward()
+    >>> x.grad.shape
+    torch.Size([5, 128])
+    """
+    chosen, groups = get_recipe(recipe), groups_of(offs)
+    check_experts(x, gate_up_weight, groups)
+    check_expert_mlp(gate_up_weight, down_weight)
+    if chosen.fprop is not None and chosen.dgrad is not None and chosen.wgrad is not None:
+        weights, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
+        return fused_mlp(x, weights, biases, chosen, roundings, weight_operands, groups)
+    (first, second), (pair, other) = roundings, weight_operands
+    gate_up = grouped_linear(x, gate_up_weight, offs, gate_up_bias, chosen, rounding=first, weight_operands=pair)
+    return grouped_linear(
+        swiglu(gate_up), down_weight, groups.offs, down_bias, chosen, rounding=second, weight_operands=other
+    )
+
+
+def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
+    """Raise unless rows, weights and groups fit."""
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise ShapeError(
+            message(
+                f"x {tuple(x.shape)} for the weights of experts {tuple(weight.shape)}",
+                rule="weights are [E, N, K], and x is a matrix with K columns",
+                fix=f"pass x with {weight.shape[-1]} features, its leading axes flattened",
+            )
+        )
+    check_offs(groups.offs, x.device, 2, required=True)
+    if groups.offs.shape[0] != weight.shape[0]:
+        raise ShapeError(
+            message(
+                f"{groups.offs.shape[0]} group ends for {weight.shape[0]} experts",
+                rule="one group for each expert, empty ones included",
+                fix="repeat the previous end for an expert without rows",
+            )
+        )
+    if groups.rows is not None and groups.rows.shape[0] != x.shape[0]:
+        raise ShapeError(
+            message(
+                f"x {tuple(x.shape)} for a routing of {groups.rows.shape[0]} tokens",
+                rule="a routing takes tokens, not rows that were permuted",
+                fix="pass the tokens [T, K], or routing.offs with permuted rows",
+            )
+        )
+
+
+def check_expert_mlp(gate_up_weight: Tensor, down_weight: Tensor) -> None:
+    """Raise unless both weights are those of one MLP for each expert."""
+    experts, twice, _ = gate_up_weight.shape
+    if down_weight.dim() != 3 or down_weight.shape[0] != experts or twice != 2 * down_weight.shape[2]:
+        raise ShapeError(
+            message(
+                f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
+                rule="they are [E, 2H, K] and [E, D, H]: a gate and an up for each input of the second layer",
+                fix="pass torch.cat((gate_weight, up_weight), dim=1) as the first",
+            )
+        )

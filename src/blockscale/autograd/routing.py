@@ -1,0 +1,157 @@
+"""Routing with gradients: from scores to experts, tokens to the rows of experts, and rows back to tokens.
+
+    routing, weights = route(scores, k)
+    y = combine(experts(permute(x, routing), routing.offs), routing, weights)
+
+Everything is summed in a fixed order, so forward and backward give the same bits on every run; nothing waits for the
+host. Selection itself has no gradient: a router learns through the weights of the experts that were chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, ShapeError, message
+from ..grouped import Routing, sort_by_expert
+from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
+
+
+def route(
+    scores: Tensor, k: int, *, bias: Tensor | None = None, normalize: bool = False, scale: float = 1.0
+) -> tuple[Routing, Tensor]:
+    """Send each token to the k experts with the highest scores [T, E]: the routing, and fp32 weights [T, k].
+
+    bias: [E], added to scores for the choice and not to weights: it balances load without touching what is computed.
+    normalize: weights of a token are divided by their sum.  scale: a factor of all weights, after that.
+
+    >>> scores = torch.tensor([[0.1, 0.7, 0.2], [0.6, 0.3, 0.1]])
+    >>> routing, weights = route(scores, 2)
+    >>> routing.offs.tolist(), [[round(w, 2) for w in row] for row in weights.tolist()]
+    ([1, 3, 4], [[0.7, 0.2], [0.6, 0.3]])
+    """
+    _check_scores(scores, k, bias)
+    seen = scores.detach() if bias is None else scores.detach() + bias
+    experts = torch.topk(seen, k, dim=-1).indices
+    weights = scores.gather(-1, experts).to(torch.promote_types(scores.dtype, torch.float32))
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return sort_by_expert(experts, scores.shape[-1]), weights if scale == 1.0 else weights * scale
+
+
+def permute(x: Tensor, routing: Routing) -> Tensor:
+    """The rows [T * k, D] that tokens [T, D] become, the rows of each expert beside each other.
+
+    >>> routing, _ = route(torch.tensor([[0.1, 0.7], [0.6, 0.3]]), 1)
+    >>> permute(torch.tensor([[1.0], [2.0]]), routing).flatten().tolist()
+    [2.0, 1.0]
+    """
+    _check_rows(x, routing.rows.shape[0], "tokens")
+    return _Permute.apply(x, None, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
+
+
+def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Tokens [T, D] of the rows [T * k, D] that experts made: the sum of a token's rows, each times its weight [T, k].
+
+    Products and sums are in fp32, slot after slot; the result is rounded once to y's dtype.
+
+    >>> routing, weights = route(torch.tensor([[0.25, 0.75], [0.5, 0.25]]), 2)
+    >>> combine(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), routing, weights).flatten().tolist()
+    [2.5, 2.0]
+    """
+    _check_rows(y, routing.tokens.shape[0], "rows")
+    if weights is not None and weights.shape != routing.rows.shape:
+        raise ShapeError(
+            message(
+                f"weights {tuple(weights.shape)} for {tuple(routing.rows.shape)} slots",
+                rule="each slot of each token has a weight: [T, k]",
+                fix="pass the weights that route returned",
+            )
+        )
+    return _Combine.apply(y, weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
+
+
+# The derivatives of these three are these three, so they can be differentiated any number of times.
+
+
+class _Permute(torch.autograd.Function):
+    """Rows are gathered, times their weights; in the backward the copies of a token are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(x if _trains(weights) else None, weights, tokens, rows)
+        return permute_rows(x, tokens, rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weights, tokens, rows = ctx.saved_tensors
+        dx = _Combine.apply(grad, weights, tokens, rows) if ctx.needs_input_grad[0] else None
+        dw = _Dots.apply(grad, x, tokens, rows).to(weights.dtype) if ctx.needs_input_grad[1] else None  # pyright: ignore[reportOptionalMemberAccess]
+        return dx, dw, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """A weighted sum of rows; in the backward each row gets its token's gradient times its weight, and each weight the
+    dot product of the two."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(y if _trains(weights) else None, weights, tokens, rows)
+        return combine_rows(y, rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y, weights, tokens, rows = ctx.saved_tensors
+        dy = _Permute.apply(grad, weights, tokens, rows) if ctx.needs_input_grad[0] else None
+        dw = _Dots.apply(y, grad, tokens, rows).to(weights.dtype) if ctx.needs_input_grad[1] else None  # pyright: ignore[reportOptionalMemberAccess]
+        return dy, dw, None, None
+
+
+class _Dots(torch.autograd.Function):
+    """The dot product of each row [T * k, D] with a vector of its token [T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(y, x, tokens, rows)
+        return combine_dots(y, x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y, x, tokens, rows = ctx.saved_tensors
+        dy = _Permute.apply(x, grad, tokens, rows) if ctx.needs_input_grad[0] else None
+        dx = _Combine.apply(y, grad, tokens, rows) if ctx.needs_input_grad[1] else None
+        return dy, dx, None, None
+
+
+def _trains(weights: Tensor | None) -> bool:
+    return weights is not None and weights.requires_grad
+
+
+def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
+    if scores.dim() != 2 or not scores.is_floating_point():
+        raise ShapeError(
+            message(
+                f"scores are {scores.dtype} {tuple(scores.shape)}",
+                rule="a router gives one number for each token and expert: [T, E]",
+                fix="flatten the tokens first",
+            )
+        )
+    if not 1 <= k <= scores.shape[1]:
+        rule = "a token goes to at least one expert, and to each no more than once"
+        raise OptionError(message(f"k={k} of {scores.shape[1]} experts", rule=rule, fix="pass k between the two"))
+    if bias is not None and bias.shape != scores.shape[1:]:
+        rule = "a bias of the choice has one number for each expert"
+        raise ShapeError(message(f"bias {tuple(bias.shape)} for {scores.shape[1]} experts", rule=rule, fix="pass [E]"))
+
+
+def _check_rows(x: Tensor, count: int, what: str) -> None:
+    if x.dim() != 2 or x.shape[0] != count:
+        raise ShapeError(
+            message(
+                f"a tensor {tuple(x.shape)} for a routing of {count} {what}",
+                rule=f"it has a row for each of the {what}",
+                fix="permute takes tokens [T, D], combine the rows [T * k, D] that experts made",
+            )
+        )

@@ -1,0 +1,49 @@
+"""Moves of rows as they are specified: sums in fp32 (fp64 for fp64), slot after slot, the weighted row rounded, then
+added, and the result rounded once. In torch, on any device, without atomics; a pass for each step of each slot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..registry import kernel
+
+
+@kernel("permute_rows", "reference", devices=(), priority=-100)
+def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    """exact torch reference, any device"""
+    gathered = x.index_select(0, tokens)
+    if weights is not None:
+        wide = wide_dtype(x.dtype)
+        factor = torch.empty(tokens.shape[0], dtype=wide, device=x.device)
+        factor.scatter_(0, rows.reshape(-1).to(torch.int64), weights.reshape(-1).to(wide))
+        gathered = gathered.to(wide) * factor[:, None]
+    out.copy_(gathered)
+
+
+@kernel("combine_rows", "reference", devices=(), priority=-100)
+def combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    """exact torch reference, any device"""
+    wide = wide_dtype(x.dtype)
+    total: Tensor | None = None
+    for slot in range(rows.shape[1]):
+        term = x.index_select(0, rows[:, slot]).to(wide)
+        if weights is not None:
+            term = term * weights[:, slot, None].to(wide)
+        total = term if total is None else total + term
+    assert total is not None, "a token has at least one slot"
+    out.copy_(total)
+
+
+@kernel("combine_dots", "reference", devices=(), priority=-100)
+def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
+    """torch, any device; the order of a sum is torch's"""
+    held = grad.to(out.dtype)
+    for slot in range(rows.shape[1]):
+        out[:, slot] = (x.index_select(0, rows[:, slot]).to(out.dtype) * held).sum(-1)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are in."""
+    return torch.promote_types(dtype, torch.float32)

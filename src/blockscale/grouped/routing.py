@@ -1,0 +1,88 @@
+"""Routing: which rows go to which expert, in which order, and back: index arithmetic, without gradients.
+
+Tokens [T, D] become T * k rows, one for each expert that a token was sent to, sorted by expert; the sort is stable, so
+an expert's rows are in the order of their tokens, and everything here gives the same bits on every run. Nothing waits
+for the host and no shape depends on a value: there is no capacity, so nothing is dropped and nothing is padded. The
+differentiable functions are in `autograd/routing.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import DtypeError, OptionError, ShapeError, message
+from . import routing_ops
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where rows go.
+
+    offs: int32 [E], inclusive ends of the experts among the sorted rows.  tokens: int32 [T * k], the token of each
+    sorted row.  rows: int32 [T, k], the sorted row of each slot of each token, the inverse of `tokens`.
+
+    >>> routing = sort_by_expert(torch.tensor([[2], [0], [2]]), 3)
+    >>> routing.load().tolist()
+    [1, 0, 2]
+    """
+
+    offs: Tensor
+    tokens: Tensor
+    rows: Tensor
+
+    @property
+    def experts(self) -> int:
+        return self.offs.shape[0]
+
+    def load(self) -> Tensor:
+        """int32 [E]: how many rows each expert has."""
+        return torch.diff(self.offs, prepend=self.offs.new_zeros(1))
+
+
+def _flatten(routing: Routing) -> tuple[list[Tensor], None]:
+    return [routing.offs, routing.tokens, routing.rows], None
+
+
+pytree.register_pytree_node(
+    Routing,
+    _flatten,  # pyright: ignore[reportArgumentType]
+    lambda leaves, _: Routing(*leaves),
+    serialized_type_name="blockscale.Routing",
+)
+
+
+def sort_by_expert(experts: Tensor, count: int) -> Routing:
+    """The routing of tokens to the experts that were chosen for them: int [T, k], from 0 to `count`.
+
+    The number `count` itself means no expert: such rows come after all groups, and products make zeros of them.
+
+    >>> routing = sort_by_expert(torch.tensor([[2, 0], [2, 1], [0, 2]]), 4)
+    >>> routing.offs.tolist(), routing.tokens.tolist()
+    ([2, 3, 6, 6], [0, 2, 1, 0, 1, 2])
+    >>> routing.rows.tolist()
+    [[3, 0], [4, 2], [1, 5]]
+    """
+    _check_experts(experts, count)
+    return Routing(*routing_ops.sort_by_expert(experts, count))
+
+
+def _check_experts(experts: Tensor, count: int) -> None:
+    if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64):  # pyright: ignore[reportUnnecessaryIsInstance]
+        what = experts.dtype if isinstance(experts, Tensor) else type(experts).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        rule = "the experts of a token are numbers in an int32 or int64 tensor"
+        raise DtypeError(message(f"experts is {what}", rule=rule, fix="pass scores.topk(k).indices"))
+    if experts.dim() != 2 or experts.shape[1] == 0:
+        raise ShapeError(
+            message(
+                f"experts has shape {tuple(experts.shape)}",
+                rule="it is [T, k]: k experts for each of T tokens, k of 1 or more",
+                fix="pass experts.view(-1, k)",
+            )
+        )
+    if not 0 < count < 1 << 15:
+        rule = "there is at least one expert, and no more than 32767"
+        raise OptionError(message(f"{count} experts", rule=rule, fix="pass the size of the router's output"))

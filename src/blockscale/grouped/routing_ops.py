@@ -1,0 +1,113 @@
+"""The operators of routing: a sort, by torch, and moves of rows that sum in a fixed order. No atomics, no host syncs.
+
+Sums are in fp32 (fp64 for fp64), slot by slot: the weighted row is rounded, then added. Results are rounded once.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import replay
+from ..casts.sharding import whole
+from ..errors import ShapeError, message
+from ..formats.layout import cuts_evenly
+from ..hardware import capability, made_current
+from ..library import Cut, define_op, empty
+from ..registry import Request, select
+
+
+def _fake_sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    made = experts.new_empty((experts.numel(),), dtype=torch.int32)
+    return experts.new_empty((count,), dtype=torch.int32), made, torch.empty_like(experts, dtype=torch.int32)
+
+
+@define_op(fake=_fake_sort_by_expert, sharding=whole)
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ends of the experts [count], the token of each sorted row [T * k] and the sorted row of each slot [T, k]."""
+    replay.refuse("a sort by torch")
+    _check_range(experts, count)
+    slots = experts.shape[1]
+    # a radix sort takes a pass for each byte of its keys
+    keys, order = torch.sort(experts.reshape(-1).to(torch.int16), stable=True)
+    known = torch.arange(count, dtype=torch.int16, device=experts.device)
+    offs = torch.searchsorted(keys, known, right=True, out_int32=True)
+    place = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
+    rows = torch.empty_like(place).scatter_(0, order, place)
+    return offs, (order // slots).to(torch.int32), rows.view(experts.shape)
+
+
+def _check_range(experts: Tensor, count: int) -> None:
+    """Only on the CPU: on a GPU looking would make the host wait."""
+    if experts.device.type != "cpu" or experts.numel() == 0:
+        return
+    low, high = int(experts.min()), int(experts.max())
+    if low < 0 or high > count:
+        raise ShapeError(
+            message(
+                f"experts from {low} to {high} for {count} of them",
+                rule=f"experts are counted from 0, and {count} means none",
+                fix="pass scores.topk(k).indices",
+            )
+        )
+
+
+# moves of rows
+
+
+def rows_request(op: str, x: Tensor, rows: Tensor, *others: Tensor) -> Request:
+    """What the kernel table is asked for a move of rows: the shape and dtype of what is read."""
+    asked = {
+        "strided": any(each.stride(1) != 1 for each in (x, *others)),
+        "many_slots": rows.shape[1] > 16,
+    }
+    options = frozenset(name for name, on in asked.items() if on)
+    return Request(op, capability(x.device), (), (x.shape[0], x.shape[1]), x.dtype, (), options)
+
+
+def _columns(parts: int, x: Tensor, *rest: object, **named: object) -> Iterator[Cut]:
+    """Rows are moved whole, so columns may be cut."""
+    if cuts_evenly(x.shape[1], parts):
+        yield Cut({"x": 1}, (1,))
+
+
+def _fake_permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+    return empty((tokens.shape[0], x.shape[1]), x.dtype, x.device)
+
+
+@define_op(fake=_fake_permute_rows, sharding=_columns)
+def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Row x[tokens[i]] for each sorted row i, times its weight of [T, k] where there are weights."""
+    out = _fake_permute_rows(x, tokens, rows, weights)
+    row = select(rows_request("permute_rows", x, rows))
+    with made_current(x.device):
+        row.launch(x, tokens.contiguous(), rows.contiguous(), weights, out)
+    return out
+
+
+def _fake_combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+    return empty((rows.shape[0], x.shape[1]), x.dtype, x.device)
+
+
+@define_op(fake=_fake_combine_rows, sharding=_columns)
+def combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+    """The sum over j of x[rows[:, j]], times weights[:, j] where there are weights, slot after slot."""
+    out = _fake_combine_rows(x, rows, weights)
+    row = select(rows_request("combine_rows", x, rows))
+    with made_current(x.device):
+        row.launch(x, rows.contiguous(), weights, out)
+    return out
+
+
+def _fake_combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
+    return empty(rows.shape, torch.promote_types(grad.dtype, torch.float32), x.device)
+
+
+@define_op(fake=_fake_combine_dots, sharding=whole)
+def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of the weights of `combine_rows`: x[rows[t, j]] . grad[t], as [T, k]."""
+    out = _fake_combine_dots(x, grad, rows)
+    row = select(rows_request("combine_dots", x, rows, grad))
+    with made_current(x.device):
+        row.launch(x, grad, rows.contiguous(), out)
+    return out

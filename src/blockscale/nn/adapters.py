@@ -1,0 +1,227 @@
+"""Experts of Transformers as layers that follow a recipe: a table of how they are kept there, and the class that a
+module of theirs becomes.
+
+Written against Transformers 4.57 (gpt-oss) and 5.0, where experts are modules with the 3-D parameters
+`gate_up_proj` and `down_proj`, called with tokens, the experts of each token and their weights. Nothing is imported
+from there: a module is known by its parameters, its signature and what its activation does to a few numbers, so that
+whoever computes something else is left alone, with the reason in the report.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd.grouped import grouped_linear, grouped_swiglu_mlp
+from ..autograd.mlp import swiglu
+from ..autograd.operands import Pair
+from ..autograd.routing import combine
+from ..autograd.weights import SharedWeight
+from ..errors import OptionError, message
+from ..formats.stochastic import Stochastic
+from ..grouped import sort_by_expert
+from .follower import Follower
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+# names of the arguments that stand for tokens, their experts and the weights of these
+SIGNATURES = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How experts are kept.  transposed: parameters are [E, in, out].  bias: each has one, of its name with `_bias`.
+    activate: what is between the two products, of [M, 2H] and the module.  flags: what Transformers says of them."""
+
+    name: str
+    transposed: bool
+    bias: bool
+    activate: Callable[[Tensor, nn.Module], Tensor]
+    flags: dict[str, bool]
+
+
+def _plain(gate_up: Tensor, module: nn.Module) -> Tensor:
+    return swiglu(gate_up)
+
+
+def clamped_swiglu(gate_up: Tensor, module: nn.Module) -> Tensor:
+    """gpt-oss: gates and ups alternate and are clamped; (up + 1) * gate * sigmoid(alpha * gate)."""
+    alpha, limit = float(module.alpha), float(module.limit)  # pyright: ignore[reportArgumentType]
+    gate = gate_up[..., 0::2].clamp(max=limit)
+    up = gate_up[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+STYLES = (
+    Style("gate_up [E, 2H, K]", False, False, _plain, {"is_transposed": False, "is_concatenated": True}),
+    Style("gate_up [E, K, 2H], alternating", True, True, clamped_swiglu, {"is_transposed": True}),
+)
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module keeps the weights of experts as Transformers does, of whatever kind."""
+    held = _own(module)
+    return all(name in held and held[name].dim() == 3 for name in WEIGHTS)
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def expert_sizes(module: nn.Module) -> list[tuple[str, int, int, int]]:
+    """The parameters of experts: name, experts, inputs and outputs, as they are kept if nobody knows how."""
+    style = module.style if isinstance(module, AdaptedExperts) else style_of(module)
+    turned = isinstance(style, Style) and style.transposed
+    found: list[tuple[str, int, int, int]] = []
+    for name in WEIGHTS:
+        experts, rows, columns = module.get_parameter(name).shape
+        found.append((name, experts, rows, columns) if turned else (name, experts, columns, rows))
+    return found
+
+
+def style_of(module: nn.Module) -> Style | str:
+    """How a module keeps its experts, or why nobody could tell."""
+    gate_up, down = (tuple(module.get_parameter(name).shape) for name in WEIGHTS)
+    fits = {
+        False: gate_up == (down[0], 2 * down[2], down[1]),
+        True: gate_up == (down[0], down[2], 2 * down[1]),
+    }
+    style = next((each for each in STYLES if fits[each.transposed]), None)
+    if style is None:
+        return f"experts of shapes {gate_up} and {down}, which make no MLP with gates"
+    for flag, value in style.flags.items():
+        if getattr(module, flag, value) != value:
+            return f"experts with {flag}={getattr(module, flag)}, in none of the known arrangements"
+    biases = [f"{name}_bias" in _own(module) for name in WEIGHTS]
+    if biases != [style.bias, style.bias]:
+        has = "with" if any(biases) else "without"
+        return f"experts kept as {style.name} {has} biases, which none of the known ones are"
+    names = tuple(inspect.signature(type(module).forward).parameters)[1:4]
+    if names not in SIGNATURES:
+        return f"experts called with ({', '.join(names)}), not with tokens, their experts and weights"
+    return _other_activation(module, style) or style
+
+
+def _other_activation(module: nn.Module, style: Style) -> str | None:
+    """Why a module's activation is not that of the style: tried on numbers small and large."""
+    gate, up = torch.meshgrid(torch.linspace(-20, 20, 33), torch.linspace(-20, 20, 33), indexing="ij")
+    parts = (gate.flatten(), up.flatten())
+    probe = torch.stack(parts, dim=-1).flatten()[None] if style.transposed else torch.cat(parts)[None]
+    apply, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
+    try:
+        if apply is not None:
+            theirs = apply(probe)
+        elif style.transposed:
+            if type(module).__name__ != "GptOssExperts":
+                return "experts with an activation that cannot be asked"
+            theirs = style.activate(probe, module)
+        else:
+            theirs = act(parts[0]) * parts[1]  # pyright: ignore[reportOptionalCall]
+        ours = style.activate(probe, module)
+    except Exception as error:
+        return f"experts whose activation could not be tried: {type(error).__name__}"
+    if theirs.shape[-1] != ours.shape[-1] or not torch.allclose(theirs.reshape(ours.shape), ours, atol=1e-5, rtol=1e-5):
+        return f"experts whose activation is not that of {style.name}"
+    return None
+
+
+class AdaptedExperts(Follower):
+    """A module of Transformers' experts whose products follow a recipe; parameters and `state_dict` are what they were.
+
+    Tokens are sorted by expert and gathered by the cast that reads them; nothing waits for the host.
+    """
+
+    FOLLOWED: ClassVar[tuple[str, ...]] = (*Follower.FOLLOWED, "shared_weights", "style", "plain_class")
+    style: Style
+    plain_class: type[nn.Module]
+    shared_weights: dict[str, SharedWeight]
+
+    @classmethod
+    def convert(cls, module: nn.Module) -> AdaptedExperts:
+        """Make a module whose style is known one of ours, in place; it has to `follow` a recipe then."""
+        style, plain = style_of(module), type(module)
+        if isinstance(style, str):
+            rule = "only experts of a known arrangement can be converted"
+            raise OptionError(message(style, rule=rule, fix="leave the module as it is"))
+        cls.adopt(module)
+        assert isinstance(module, cls)
+        module.style, module.plain_class = style, plain
+        return module
+
+    def restore(self) -> None:
+        """Make it what it was."""
+        self.release(self.plain_class)
+
+    def _share(self, shares: bool) -> None:
+        turned = self.style.transposed
+        self.shared_weights = {name: SharedWeight(transposed=turned) for name in WEIGHTS} if shares else {}
+
+    def _shared(self) -> Iterator[SharedWeight]:
+        return iter(self.shared_weights.values())
+
+    def _given(self, name: str) -> tuple[Tensor, Tensor | None, Stochastic | None, Pair | None]:
+        """Weight [E, N, K], bias, what it draws from and shared casts."""
+        parameter, recipe = self.get_parameter(name), self.recipe_now
+        shared = self.shared_weights.get(name)
+        rounding = None
+        if recipe.draws and self.rng is not None:
+            rounding = Stochastic(self.rng, f"{self.name}.{name}")
+        weight = parameter.mT if self.style.transposed else parameter
+        bias = self.get_parameter(f"{name}_bias") if self.style.bias else None
+        return weight, bias, rounding, None if shared is None else shared.operands(parameter, recipe)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
+        """Tokens [..., K], the experts of each [T, k] and their weights, [T, k] or of all experts [T, E]."""
+        experts, weights = _experts_and_weights(args, named)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        experts = experts.reshape(tokens.shape[0], -1)
+        weights = weights.reshape(tokens.shape[0], -1)
+        (gate_up, bias, rounding, pair), (down, other_bias, other_rounding, other) = map(self._given, WEIGHTS)
+        if weights.shape != experts.shape:
+            weights = weights.gather(1, experts)
+        routing, recipe = sort_by_expert(experts, gate_up.shape[0]), self.recipe_now
+        if self.style.activate is _plain:
+            rows = grouped_swiglu_mlp(
+                tokens,
+                gate_up,
+                down,
+                routing,
+                bias,
+                other_bias,
+                recipe,
+                roundings=(rounding, other_rounding),
+                weight_operands=(pair, other),
+            )
+        else:
+            hidden = grouped_linear(tokens, gate_up, routing, bias, recipe, rounding=rounding, weight_operands=pair)
+            hidden = self.style.activate(hidden, self)
+            rows = grouped_linear(
+                hidden, down, routing.offs, other_bias, recipe, rounding=other_rounding, weight_operands=other
+            )
+        return combine(rows, routing, weights).view(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.plain_class.__name__}, recipe={self.recipe.name}"
+
+
+def _experts_and_weights(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The second and third argument, by whatever names."""
+    found = list(args)
+    for names in SIGNATURES:
+        found += [named[name] for name in names[1:] if name in named]
+    if len(found) != 2 or not all(isinstance(each, Tensor) for each in found):
+        raise OptionError(
+            message(
+                f"experts called with {len(args)} more arguments and {sorted(named)}",
+                rule="after the tokens come the experts of each and their weights",
+                fix="call them as the converted model's own block does",
+            )
+        )
+    return found[0], found[1]

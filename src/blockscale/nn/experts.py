@@ -1,0 +1,142 @@
+"""`GroupedLinear` and `GroupedExperts`: the layers of a mixture of experts, trained by a recipe.
+
+All experts of a layer are one parameter [E, N, K]. Rows come sorted by expert with the ends of the groups, which stay
+on the device, or as tokens with a `Routing`. Sizes are whatever a router makes of them: experts without rows, with one,
+with all. `GroupedExperts` is to `GroupedLinear` what `SwiGLU` is to `Linear`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..autograd.grouped import grouped_linear, grouped_swiglu_mlp
+from ..autograd.mlp import swiglu
+from ..autograd.recipe import Recipe, get_recipe
+from ..formats.stochastic import rng_state
+from ..grouped import Routing
+from .follower import DEFAULT_SEED, Follower
+from .mlp import is_plain
+
+
+class GroupedLinear(Follower):
+    """Rows of expert e: x @ weight[e].mT + bias[e]; weight [E, N, K], bias [E, N].
+
+    Experts begin as torch's linear layers do. recipe, name, rng: as for `Linear`.
+
+    >>> layer = GroupedLinear(4, 128, 256, bias=False, recipe="mxfp8")
+    >>> layer(torch.randn(5, 128), torch.tensor([2, 2, 5, 5], dtype=torch.int32)).shape
+    torch.Size([5, 256])
+    >>> layer
+    GroupedLinear(experts=4, in_features=128, out_features=256, bias=False, recipe=mxfp8)
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe = "fp8_blockwise",
+        name: str = "",
+        rng: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.weight = Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        made = Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", made)
+        self.reset_parameters()
+        self.follow(recipe, name=name, rng=rng)
+
+    def reset_parameters(self) -> None:
+        """Values as torch's linear layer has them at first."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, input: Tensor, offs: Tensor | Routing) -> Tensor:
+        """[M, in_features] and the ends of the experts, or tokens [T, in_features] and their routing -> [M, out]."""
+        rounding, operands = self.given()
+        return grouped_linear(
+            input, self.weight, offs, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands
+        )
+
+    def extra_repr(self) -> str:
+        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, recipe={self.recipe.name}"
+
+
+class GroupedExperts(torch.nn.Module):
+    """Experts that are each down(silu(gate(x)) * up(x)), with the sublayers `gate_up` [E, 2 * hidden, dim] and `down`
+    [E, dim, hidden].
+
+    `experts.gate_up.weight.chunk(2, dim=1)` are views of the gates and the ups. recipe, rng: as for `Linear`.  name:
+    where the module is in its model; the sublayers draw by it with ".gate_up" and ".down" behind.
+
+    >>> experts = GroupedExperts(4, 128, 256, recipe="mxfp8")
+    >>> experts(torch.randn(5, 128), torch.tensor([2, 2, 5, 5], dtype=torch.int32)).shape
+    torch.Size([5, 128])
+    >>> sorted(experts.state_dict())
+    ['down.weight', 'gate_up.weight']
+    """
+
+    gate_up: GroupedLinear
+    down: GroupedLinear
+
+    def __init__(
+        self,
+        experts: int,
+        dim: int,
+        hidden: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe = "fp8_blockwise",
+        name: str = "",
+        rng: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if rng is None and get_recipe(recipe).draws:
+            rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
+        for part, inputs, outputs in (("gate_up", dim, 2 * hidden), ("down", hidden, dim)):
+            full = f"{name}.{part}" if name else ""
+            layer = GroupedLinear(experts, inputs, outputs, bias, device, dtype, recipe=recipe, name=full, rng=rng)
+            self.add_module(part, layer)
+
+    def forward(self, x: Tensor, offs: Tensor | Routing) -> Tensor:
+        """[M, dim] and the ends of the experts, or tokens [T, dim] and their routing -> rows [M, dim] by expert."""
+        first, second = self.gate_up, self.down
+        if not self.is_fused:
+            ends = offs.offs if isinstance(offs, Routing) else offs
+            return second(swiglu(first(x, offs)), ends)
+        (rounding, operands), (other_rounding, other_operands) = first.given(), second.given()
+        return grouped_swiglu_mlp(
+            x,
+            first.weight,
+            second.weight,
+            offs,
+            first.bias,
+            second.bias,
+            first.recipe_now,
+            roundings=(rounding, other_rounding),
+            weight_operands=(operands, other_operands),
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a forward made now goes past the sublayers, since nobody could tell; see `SwiGLU.is_fused`."""
+        first, second = self.gate_up, self.down
+        plain = is_plain(first, GroupedLinear) and is_plain(second, GroupedLinear)
+        return plain and first.recipe_now == second.recipe_now

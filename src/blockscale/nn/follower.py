@@ -1,0 +1,104 @@
+"""`Follower`: what layers that train by a recipe have in common, whatever they multiply.
+
+Its recipe and the one of the present step, the name and the state that stochastic rounding draws by, and casts of its
+weights that a step's microbatches share. None of it is part of a `state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..autograd.operands import Pair
+from ..autograd.recipe import Recipe, get_recipe
+from ..autograd.weights import SharedWeight
+from ..errors import OptionError, message
+from ..formats.stochastic import Stochastic, module_name, rng_state
+
+DEFAULT_SEED = 0
+
+
+class Follower(torch.nn.Module):
+    """A layer with a weight that follows a recipe."""
+
+    # the attributes that `follow` sets beside the buffer rng
+    FOLLOWED: ClassVar[tuple[str, ...]] = ("recipe", "recipe_now", "name", "seed", "shared_weight")
+    # what a plain module had under the names that `follow` takes; None for a layer that was made as one of ours
+    was_plain: dict[str, Any] | None = None
+    recipe: Recipe
+    recipe_now: Recipe
+    name: str
+    seed: int
+    shared_weight: SharedWeight | None
+    rng: Tensor | None
+
+    def follow(
+        self, recipe: str | Recipe, *, name: str = "", rng: Tensor | None = None, seed: int = DEFAULT_SEED
+    ) -> None:
+        """Train by this recipe from now on. Casts that were shared are dropped.
+
+        seed: what rng is made from where none is given, and again when the layer leaves the meta device.
+        """
+        chosen, plain = get_recipe(recipe), module_name(name)
+        if chosen.draws and not plain:
+            raise OptionError(
+                message(
+                    f"recipe {chosen.name!r} for a layer without a name",
+                    rule="it rounds stochastically, and layers draw by their names",
+                    fix="pass name='layers.0.mlp.down_proj', or convert a model with quantize_, which names its layers",
+                )
+            )
+        self.recipe = self.recipe_now = chosen
+        self.name, self.seed = plain, seed
+        self._share(chosen.weight_cast == "step" and chosen.is_low)
+        if chosen.draws and rng is None:
+            rng = rng_state(seed, device=next(self.parameters()).device)
+        self.register_buffer("rng", rng if chosen.draws else None, persistent=False)
+
+    def _share(self, shares: bool) -> None:
+        self.shared_weight = SharedWeight() if shares else None
+
+    def _shared(self) -> Iterator[SharedWeight]:
+        if self.shared_weight is not None:
+            yield self.shared_weight
+
+    def given(self) -> tuple[Stochastic | None, Pair | None]:
+        """What a call made now takes besides parameters: what it draws from, and shared casts of the weight."""
+        recipe, shared = self.recipe_now, self.shared_weight
+        rounding = Stochastic(self.rng, self.name) if recipe.draws and self.rng is not None else None
+        return rounding, None if shared is None else shared.operands(self.weight, recipe)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def adopt(cls, module: torch.nn.Module) -> None:
+        """Make a plain module one of ours, in place; it has to `follow` a recipe then."""
+        kept = {name: vars(module)[name] for name in cls.FOLLOWED if name in vars(module)}
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.was_plain = kept
+
+    def release(self, plain: type[torch.nn.Module]) -> None:
+        """Make a converted module its plain class again, with nothing of ours left."""
+        assert self.was_plain is not None
+        kept = self.was_plain
+        for name in ("was_plain", *self.FOLLOWED):
+            vars(self).pop(name, None)
+        del self.rng
+        vars(self).update(kept)
+        self.__class__ = plain  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = self.rng
+        result = super()._apply(fn, recurse)
+        if before is not None and before.is_meta and self.rng is not None and not self.rng.is_meta:
+            self.rng.copy_(rng_state(self.seed))  # what came off the meta device has no values
+        for shared in self._shared():
+            shared.invalidate()
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*args, **named)
+        for shared in self._shared():
+            shared.invalidate()

@@ -1,0 +1,162 @@
+"""`MoE`: a router, experts and, if there is one, an expert that every token passes, as today's sparse transformers
+have them. Nothing in its forward or backward waits for the host, whatever the router decides.
+
+Scores are computed in fp32. A token's k experts are those with the highest scores; with `balance` a number per expert
+is added to them for the choice alone, and moved after every step against the load that the expert had: experts stay
+busy without a loss that would disturb the model (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..autograd.recipe import Recipe, get_recipe
+from ..autograd.routing import combine, route
+from ..errors import OptionError, check_name, message
+from ..formats.stochastic import rng_state
+from ..grouped import Routing
+from .experts import GroupedExperts
+from .follower import DEFAULT_SEED
+from .mlp import SwiGLU
+
+SCORING = ("softmax", "sigmoid")
+
+
+class Router(torch.nn.Linear):
+    """Scores of experts [T, E] in fp32, whatever the dtype of tokens and weight: small errors send tokens elsewhere."""
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        scoring: str = "softmax",
+    ) -> None:
+        super().__init__(dim, experts, False, device, dtype)
+        check_name(scoring, SCORING, "scoring")
+        self.scoring = scoring
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[T, dim] -> [T, E]."""
+        kind = "cpu" if input.is_meta else input.device.type  # autocast does not know the meta device
+        with torch.autocast(kind, enabled=False):
+            logits = functional.linear(input.float(), self.weight.float())
+        return logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+
+
+class MoE(torch.nn.Module):
+    """A mixture of `experts` MLPs with `hidden` units each, `top_k` of them for each token.
+
+    shared: hidden units of an expert for all tokens, 0 for none.  scoring: of the router, "softmax" or "sigmoid".
+    normalize: the weights of a token's experts add up to one.  scale: a factor of those weights.  balance: keep a bias
+    of the choice, see `update_balance_`.  recipe, name, rng: as for `Linear`; of all experts. The router stays in fp32.
+
+    >>> moe = MoE(128, 64, experts=8, top_k=2, shared=64, recipe="mxfp8")
+    >>> moe(torch.randn(2, 3, 128)).shape
+    torch.Size([2, 3, 128])
+    >>> sorted(moe.state_dict())
+    ['experts.down.weight', 'experts.gate_up.weight', 'router.weight', 'shared.down.weight', 'shared.gate_up.weight']
+    """
+
+    # what the experts of this step were asked for, since the balance was last updated
+    load: Tensor | None
+    balance: Tensor | None
+    shared: SwiGLU | None
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        shared: int = 0,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        balance: bool = False,
+        recipe: str | Recipe = "fp8_blockwise",
+        name: str = "",
+        rng: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            rule = "a token goes to at least one expert, and to each no more than once"
+            raise OptionError(
+                message(f"top_k={top_k} of {experts} experts", rule=rule, fix="pass top_k between the two")
+            )
+        self.top_k, self.normalize, self.scale = top_k, normalize, scale
+        if rng is None and get_recipe(recipe).draws:
+            rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
+
+        def called(part: str) -> str:
+            return f"{name}.{part}" if name else ""
+
+        self.router = Router(dim, experts, device, dtype, scoring=scoring)
+        self.experts = GroupedExperts(
+            experts, dim, hidden, bias, device, dtype, recipe=recipe, name=called("experts"), rng=rng
+        )
+        self.shared = None
+        if shared:
+            self.shared = SwiGLU(dim, shared, bias, device, dtype, recipe=recipe, name=called("shared"), rng=rng)
+        for buffer, kind in (("balance", torch.float32), ("load", torch.int64)):
+            zeros = torch.zeros(experts, device=device, dtype=kind) if balance else None
+            self.register_buffer(buffer, zeros, persistent=buffer == "balance")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        routing, weights = self.route(tokens)
+        y = combine(self.experts(tokens, routing), routing, weights)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return y if x.dim() == 2 else y.view(x.shape)
+
+    def route(self, tokens: Tensor) -> tuple[Routing, Tensor]:
+        """Where tokens [T, dim] go, and the weights [T, k] of what comes back; counts the load while training."""
+        scores = self.router(tokens)
+        routing, weights = route(scores, self.top_k, bias=self.balance, normalize=self.normalize, scale=self.scale)
+        if self.load is not None and self.training and torch.is_grad_enabled():
+            self.load += routing.load()
+        return routing, weights
+
+    @torch.no_grad()
+    def update_balance_(self, rate: float = 1e-3) -> None:
+        """Make experts that had more than their share less likely to be chosen, and others more: once after a step.
+
+        Each bias moves by `rate`, by the sign of its expert's load against the mean. The count starts anew. Ranks that
+        see different tokens add up `load` first: `torch.distributed.all_reduce(moe.load)`.
+        """
+        if self.balance is None or self.load is None:
+            raise OptionError(
+                message(
+                    "update_balance_ of a layer that keeps no balance",
+                    rule="a bias of the choice is kept by layers that were made with balance=True",
+                    fix="pass balance=True to MoE",
+                )
+            )
+        load = self.load.float()
+        self.balance += rate * torch.sign(load.mean() - load)
+        self.load.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = self.balance
+        result = super()._apply(fn, recurse)
+        if before is not None and self.balance is not None and self.balance.dtype != before.dtype:
+            self.balance = before.to(self.balance.device)  # steps of 0.001 would be lost in bf16
+        return result
+
+    def extra_repr(self) -> str:
+        words = [f"top_k={self.top_k}", f"normalize={self.normalize}"]
+        words += [f"scale={self.scale}"] if self.scale != 1.0 else []
+        return ", ".join([*words, *(["balance=True"] if self.balance is not None else [])])

@@ -1,0 +1,52 @@
+"""The machine code of the moves of rows, compiled without a GPU: no spills, and rows are read and written 16 bytes at a
+time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+from aot.compiled import CAN_COMPILE, TILES, Report, compiled_for, report
+from blockscale import sort_by_expert
+from blockscale.grouped import _triton_rows
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
+    pytest.mark.slow,
+]
+KERNELS = ("_permute_rows_kernel", "_combine_rows_kernel", "_combine_dots_kernel")
+TOKENS, SLOTS, COLUMNS = 256, 8, 7168
+
+
+def compiled(arch: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
+    for name in KERNELS:
+        monkeypatch.setitem(TILES, name, ("BM", "BD"))
+    routing = sort_by_expert(torch.rand(TOKENS, 64).topk(SLOTS).indices, 64)
+    x, y = (torch.empty(count, columns, dtype=torch.bfloat16) for count in (TOKENS, TOKENS * SLOTS))
+    weights = torch.rand(TOKENS, SLOTS)
+    with compiled_for(arch) as kernels:
+        for each in (None, weights):
+            _triton_rows.permute_rows(x, routing.tokens, routing.rows, each, y)
+            _triton_rows.combine_rows(y, routing.rows, each, x)
+        _triton_rows.combine_dots(y, x, routing.rows, weights)
+    return [report(kernel) for kernel in kernels]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_machine_code(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled(arch, COLUMNS, monkeypatch)
+    assert [each.kernel for each in found] == [*KERNELS[:2], *KERNELS]
+    for each in found:
+        assert each.spilled == 0, each.kernel
+        assert each.registers <= 80, each.kernel
+        # a slot of each of two pieces of a tile, and the token's vector for dot products
+        assert each.loads.get(128, 0) >= (16 if "combine_rows" in each.kernel else 2), each.kernel
+        if "dots" not in each.kernel:
+            assert set(each.stores) == {128}, each.kernel
+
+
+def test_odd_rows_are_not_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be seen if rows were no longer known to start at multiples of 16 bytes."""
+    assert all(128 not in each.stores for each in compiled(90, COLUMNS + 1, monkeypatch))

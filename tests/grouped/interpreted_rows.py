@@ -1,0 +1,55 @@
+"""The moves of rows in Triton's interpreter against the reference: a program, because the variable must come first.
+
+    TRITON_INTERPRET=1 python tests/grouped/interpreted_rows.py
+
+Prints `cases values mismatches`. Bits of what is gathered and combined; dot products within fp32's rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import blockscale as bs
+from blockscale.grouped import routing_ops
+
+SIZES = [(1, 1, 1), (5, 17, 2), (33, 264, 3), (7, 1500, 8)]
+OPERATIONS = ("permute_rows", "combine_rows", "combine_dots")
+
+
+def comparisons() -> Iterator[tuple[int, int]]:
+    """(values compared, how many differ)."""
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    for (tokens, columns, k), dtype in itertools.product(SIZES, (torch.bfloat16, torch.float16, torch.float32)):
+        generator = torch.Generator().manual_seed(tokens)
+        experts = torch.rand(tokens, 9, generator=generator).topk(k).indices
+        routing = bs.sort_by_expert(experts.to(where), 9)
+        x = torch.randn(tokens, 2 * columns, generator=generator).to(where, dtype)[:, :columns]
+        y = torch.randn(tokens * k, columns, generator=generator).to(where, dtype)
+        y[0], x[0] = -0.0, 0.0
+        for weights in (None, torch.rand(tokens, k, generator=generator).to(where)):
+            found: list[list[Tensor]] = []
+            for backend in ("triton", "reference"):
+                with bs.use_backend(**dict.fromkeys(OPERATIONS, backend)):
+                    permuted = routing_ops.permute_rows(x, routing.tokens, routing.rows, weights)
+                    combined = routing_ops.combine_rows(y, routing.rows, weights)
+                    found.append([permuted, combined, routing_ops.combine_dots(y, x, routing.rows)])
+            *bits, dots = zip(*found, strict=True)
+            for got, want in bits:
+                words = [each.view(torch.int16 if dtype.itemsize == 2 else torch.int32) for each in (got, want)]
+                yield got.numel(), int((words[0] != words[1]).sum())
+            close = torch.isclose(*dots, rtol=1e-5, atol=1e-5 * columns**0.5)
+            yield dots[0].numel(), int((~close).sum())
+
+
+def main() -> int:
+    found = list(comparisons())
+    print(len(found), sum(count for count, _ in found), sum(wrong for _, wrong in found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,62 @@
+"""Triton's moves of rows: the reference's bits in the interpreter, and on a GPU at real sizes; what they refuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import blockscale as bs
+import helpers
+from blockscale.grouped import routing_ops
+from blockscale.grouped.routing_ops import rows_request
+from blockscale.hardware import Capability
+from products import assert_same_bits
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+
+@pytest.mark.slow
+def test_interpreted_moves_equal_the_reference(compared: Counter[str]) -> None:
+    cases, values, wrong = helpers.interpreted(Path(__file__).parent / "interpreted_rows.py")
+    assert (cases >= 72, wrong) == (True, 0)
+    compared["the reference, Triton moves of rows in the interpreter"] += values
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("tokens", "columns", "k"), [(4096, 2048, 8), (1000, 1000, 1), (777, 7168, 6)])
+def test_bits_on_the_gpu(tokens: int, columns: int, k: int, dtype: torch.dtype) -> None:
+    scores = torch.rand(tokens, 64, device="cuda")
+    routing, weights = bs.route(scores, k)
+    x, y = (torch.randn(count, columns, device="cuda", dtype=dtype) for count in (tokens, tokens * k))
+    found = []
+    for backend in ("triton", "triton", "reference"):
+        with bs.use_backend(**dict.fromkeys(("permute_rows", "combine_rows", "combine_dots"), backend)):
+            results = [routing_ops.combine_dots(y, x, routing.rows)]
+            for each in (None, weights):
+                results.append(routing_ops.permute_rows(x, routing.tokens, routing.rows, each))
+                results.append(routing_ops.combine_rows(y, routing.rows, each))
+        found.append(results)
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0][1:], found[2][1:])
+    torch.testing.assert_close(found[0][0], found[2][0], rtol=1e-4, atol=1e-4 * columns**0.5)
+
+
+def test_what_is_left_to_the_reference() -> None:
+    x, rows = torch.empty(8, 16), torch.zeros(8, 2, dtype=torch.int32)
+    on = Capability("cuda", 90)
+
+    def served(x: torch.Tensor, rows: torch.Tensor) -> str:
+        taken = bs.explain("combine_rows", x, rows, on=on).taken
+        assert taken is not None
+        return taken.backend
+
+    assert served(x, rows) == "triton"
+    assert served(x.mT, rows) == "reference"
+    assert served(x.double(), rows) == "reference"
+    assert served(x[:0], rows[:0]) == "reference"
+    assert served(x, torch.zeros(8, 17, dtype=torch.int32)) == "reference"
+    assert str(rows_request("combine_rows", x, rows)) == "combine_rows 8x16 float32 on cpu"
