@@ -1,6 +1,6 @@
-"""Which tiles Hopper's grouped kernel works on: every row and column of every group once, and by its blocks.
+"""Which tiles Hopper's grouped kernels work on: every row and column of every group once, and by its blocks.
 
-Plain Python calls the kernel's own functions, with lists in the place of memory.
+Plain Python calls the kernels' own functions, with lists in the place of memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics
 
-kernel: Any = pytest.importorskip("blockscale.grouped._hopper_kernel", reason="this Triton has no Gluon for Hopper")
+walk: Any = pytest.importorskip("blockscale.grouped._hopper_walk", reason="this Triton has no Gluon for Hopper")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(132)
     for name in ("count_turns", "tile_at", "turn_at"):
-        monkeypatch.setattr(kernel, name, getattr(kernel, name).fn)
-    monkeypatch.setattr(kernel, "gl", made.module())
+        monkeypatch.setattr(walk, name, getattr(walk, name).fn)
+    monkeypatch.setattr(walk, "gl", made.module())
     return made
 
 
@@ -60,8 +60,8 @@ def places(machine: Machine, listed: list[int], sizes: tuple[int, ...], tile: Ti
     work = (Memory(listed), *sizes)
     for program in range(machine.programs):
         machine.program = program
-        for item in range(kernel._count.fn(work, tile, k_grouped)):
-            yield kernel._place.fn(item, work, tile, k_grouped)
+        for item in range(walk.count_tiles.fn(work, tile, k_grouped)):
+            yield walk.place_of.fn(item, work, tile, k_grouped)
 
 
 def patterns() -> list[list[int]]:
