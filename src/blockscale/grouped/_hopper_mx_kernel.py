@@ -93,8 +93,8 @@ def grouped_mm_mx_kernel(
     groups, M, N, K, sb_stride, sb_group, c_stride,
     TILE: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """sa_ptr: int32 [M, K / 128], four scale bytes each.  sb_ptr: bytes [groups, N / 128, K / 128].  part_desc: a again,
-    by 64 rows.  TILE: of `heuristics_mx`.  ADD: to what c holds."""
+    """part_desc: a again, by 64 rows.  sa_ptr: int32 [M, K / 128], four scale bytes each.  sb_ptr: bytes
+    [groups, N / 128, K / 128].  TILE: of `heuristics_mx`.  ADD: to what c holds."""
     stages: gl.constexpr = TILE.stages
     consumers: gl.constexpr = TILE.groups
     BM: gl.constexpr = consumers * 64

@@ -13,8 +13,9 @@ from ..gemm import heuristics_mx as dense_mx
 from ..gemm.heuristics import PART, Tile
 from .heuristics import Problem, predicted_us
 
-# bands are higher than in the dense product, since what a band shares of b is one group's only
-_CANDIDATES = tuple((tile._replace(band=32 // tile.groups), cost) for tile, cost in dense_mx.CANDIDATES)
+# Bands are higher than in the dense product, since what a band shares of b is one group's only. Consumers keep a tile's
+# place beside their sums; with 216 registers they spilled, and the scalers need no more than 32.
+_CANDIDATES = tuple((tile._replace(band=32 // tile.groups, registers=224), cost) for tile, cost in dense_mx.CANDIDATES)
 TILES = tuple(tile for tile, _ in _CANDIDATES)
 _LONE_PART = 0.4  # microseconds of a block of K where one of two groups multiplies 64 rows
 
@@ -37,8 +38,13 @@ def choose(problem: Problem) -> tuple[Tile, float]:
     >>> tile.label
     '128x128, 2 groups, 5 stages'
     """
-    found = [
+    # where bytes set the time, the lowest
+    return min(candidates(problem), key=lambda pair: (pair[1], pair[0].bm))
+
+
+def candidates(problem: Problem) -> list[tuple[Tile, float]]:
+    """Every tile that the kernel can run, each with its predicted microseconds."""
+    return [
         (fitted(tile, problem), predicted_us(tile, cost, problem, _LONE_PART if tile.groups > 1 else 0.0))
         for tile, cost in _CANDIDATES
     ]
-    return min(found, key=lambda pair: (pair[1], pair[0].bm))  # where bytes set the time, the lowest
