@@ -20,7 +20,6 @@ from grouped_kernels import GROUPS, is_right, twice, with_bias
 from products import HOPPER_DB, offsets
 
 _hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx", reason="this Triton has no Gluon for Hopper")
-_dense = pytest.importorskip("blockscale.gemm._hopper_mx")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 E4M3, E5M2, WEIGHT = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128"
@@ -56,7 +55,7 @@ def launched(
 @every_tile
 def test_products_that_are_exact(tile: Tile, name: str) -> None:
     """Codes of -1, 0 and 1 and scales near 1 leave nothing to round: one wrong scale anywhere is another number."""
-    for n, k in ((336, 400), (256, 128), (144, 1168)):
+    for n, k in ((336, 400), (256, 128), (144, 1040)):
         a, b, offs = operands(*GROUPS[name], n, k)
         exact: list[BlockScaled] = []
         for q in (a, b):
@@ -88,15 +87,12 @@ def test_bytes_are_those_of_the_dense_product() -> None:
     sizes, rest = GROUPS["ascending"]
     for name in (E4M3, E5M2):
         a, b, offs = operands(sizes, rest, 400, 1408, name)
-        assert torch.equal(
-            launched(heuristics_mx.TILES[0], a, b, offs, torch.float32)[sum(sizes) :],
-            torch.zeros(rest, 400, device="cuda"),
-        )
         with bs.use_backend(gemm="hopper", m_grouped="hopper"):
             got = bs.scaled_grouped_mm(a, b, offs, torch.float32)
+            assert bool((got[sum(sizes) :] == 0).all()), "rows of no group"
             for group, (start, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
-                rows = replace(a, data=a.data[start:end], scale=a.scale[start:end])
-                matrix = replace(b, data=b.data[group], scale=b.scale[group])
+                rows = replace(a, data=a.data[start:end], scale=a.scale[start:end], shape=(end - start, 1408))
+                matrix = replace(b, data=b.data[group], scale=b.scale[group], shape=(400, 1408))
                 assert torch.equal(got[start:end], bs.scaled_mm(rows, matrix, torch.float32)), (name, group)
 
 
