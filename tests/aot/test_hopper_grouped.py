@@ -17,9 +17,11 @@ from blockscale.gemm.heuristics import SHARED_BYTES, Tile
 from blockscale.grouped import heuristics
 from blockscale.grouped.ops import grouped_request
 from blockscale.hardware import Capability
+from blockscale.registry import rows
 from products import offsets
 
 _hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
+_hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx")
 addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
@@ -104,8 +106,8 @@ def check(case: Case) -> None:
     assert estimate - 2048 <= found.shared <= estimate <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("k_grouped", [False, True])
-def test_operands_without_memory_name_the_kernels(k_grouped: bool) -> None:
+@pytest.mark.parametrize("kind", ["m", "k", "mx"])
+def test_operands_without_memory_name_the_kernels(kind: str) -> None:
     """What `ahead` promises: a launch with operands of the meta device asks for kernels and runs none, and requests
     with equal answers ask for the same."""
     from triton import knobs
@@ -115,6 +117,7 @@ def test_operands_without_memory_name_the_kernels(k_grouped: bool) -> None:
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
+    product = "grouped_mm_mx_kernel" if kind == "mx" else "grouped_mm_kernel"
     target, asked = Target(Capability("cuda", 90)), []
 
     def note(*, key: str, fn: Any, **_: object) -> bool:
@@ -126,19 +129,21 @@ def test_operands_without_memory_name_the_kernels(k_grouped: bool) -> None:
         knobs.runtime.jit_cache_hook = note
         for tokens, groups in ((4096, 8), (5000, 7)):
             offs = meta(groups, dtype=torch.int32)
-            if k_grouped:
+            if kind == "k":
                 a, b = (quantize(meta(tokens, size), "fp8_1x128", axis=-2, offs=offs).mT for size in (512, 1024))
                 out, serve = meta(groups, 512, 1024), _hopper.k_grouped
             else:
-                a = quantize(meta(tokens, 1024), "fp8_1x128")
-                b = quantize(meta(groups, 512, 1024), "fp8_128x128")
-                out, serve = meta(tokens, 512), _hopper.m_grouped
+                left, right = ("mxfp8_e4m3", "mxfp8_e4m3_128x128") if kind == "mx" else ("fp8_1x128", "fp8_128x128")
+                a, b = quantize(meta(tokens, 1024), left), quantize(meta(groups, 512, 1024), right)
+                out, serve = meta(tokens, 512), _hopper_mx.m_grouped_mx if kind == "mx" else _hopper.m_grouped
             asked.clear()
             serve(a, b, offs, out, bias=None, accumulate=False)
             request = grouped_request(a, b, groups, torch.bfloat16, bias=False, accumulate=False)
-            found[tokens] = (_hopper.ahead(request), [pair for pair in asked if pair[0] == "grouped_mm_kernel"])
+            row = next(row for row in rows(request.op) if row.launch is serve)
+            assert row.ahead is not None
+            found[tokens] = (row.ahead(request), [pair for pair in asked if pair[0] == product])
             assert {name for name, _ in asked} <= {
-                "grouped_mm_kernel", "_row_tiles_kernel", "_group_spans_kernel", "cast_kernel",
+                product, "_row_tiles_kernel", "_group_spans_kernel", "cast_kernel",
             }  # fmt: skip
     assert len(found[4096][1]) == 1
     assert found[4096] == found[5000]

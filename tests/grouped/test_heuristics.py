@@ -10,6 +10,7 @@ import torch
 
 import blockscale as bs
 from blockscale.gemm.heuristics import SHARED_BYTES
+from blockscale.grouped import heuristics_mx
 from blockscale.grouped.heuristics import (
     TILES,
     Problem,
@@ -83,63 +84,92 @@ def test_every_tile_can_be_made_to_fit(tile) -> None:
         assert shared_bytes(fitted(tile, problem), problem) <= SHARED_BYTES
 
 
+# ---- MXFP8 ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_candidate_of_mxfp8_fits() -> None:
+    for problem in problems():
+        if not problem.k_grouped:
+            for tile, us in heuristics_mx.candidates(problem):
+                assert us > bound(problem)[0]
+                assert tile.stages >= max(2, tile.run // 4), "a run's blocks are in the ring together"
+                assert (tile.waves, tile.loads, tile.rows) == (1, 1, 256)
+                assert heuristics_mx.shared_bytes(tile, problem) <= SHARED_BYTES
+
+
+def test_small_groups_of_mxfp8_get_low_tiles() -> None:
+    chosen = [
+        heuristics_mx.choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132)) for rows in (1, 16, 300, 4096)
+    ]
+    assert [tile.bm for tile, _ in chosen] == [64, 64, 128, 128]
+    times = [us for _, us in chosen]
+    assert times == sorted(times)
+
+
 # ---- the table -----------------------------------------------------------------------------------------------------
 
-PAIRS = {"m_grouped": ("fp8_1x128", "fp8_128x128"), "k_grouped": ("fp8_1x128", "fp8_1x128")}
+# what Hopper's rows serve: the operation, its formats, and the layouts that are read as they are
+SERVED = {
+    "m": ("m_grouped", ("fp8_1x128", "fp8_128x128"), ("mn_major", "grid")),
+    "k": ("k_grouped", ("fp8_1x128", "fp8_1x128"), ("mn_major", "mn_major")),
+    "mx": ("m_grouped", ("mxfp8_e4m3", "mxfp8_e4m3_128x128"), ("plain", "plain")),
+}
 
 
-def request(op: str, shape: tuple[int, ...], *options: str, sm: int = 90) -> Request:
-    where = Capability("cuda", sm)
-    layouts = ("mn_major", "grid" if op == "m_grouped" else "mn_major")
-    return Request(op, where, PAIRS[op], shape, torch.bfloat16, layouts, frozenset(options))
+def request(kind: str, shape: tuple[int, ...], *options: str, sm: int = 90) -> Request:
+    op, formats, layouts = SERVED[kind]
+    return Request(op, Capability("cuda", sm), formats, shape, torch.bfloat16, layouts, frozenset(options))
 
 
-@pytest.mark.parametrize("op", PAIRS)
-def test_the_table_takes_it_on_hopper(op: str) -> None:
+@pytest.mark.parametrize("kind", SERVED)
+def test_the_table_takes_it_on_hopper(kind: str) -> None:
     pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
     for shape in ((16640, 8192, 5120, 64), (1, 1, 1, 1), (0, 64, 128, 3), (517, 333, 129, 1024)):
-        assert select(request(op, shape)).backend == "hopper"
-        assert select(request(op, shape, sm=100)).backend != "hopper"
+        assert select(request(kind, shape)).backend == "hopper"
+        assert select(request(kind, shape, sm=100)).backend != "hopper"
     for shape, options, reason in (
         ((128, 64, 256, 1025), (), "takes at most 1024 groups"),
         ((128, 64, 256, 4), ("strided",), "strides of their layout"),
         ((128, 64, 0, 4), (), "takes no empty operands"),
         ((128, 64, 256, 0), (), "takes no empty operands"),
     ):
-        asked = request(op, shape, *options)
+        asked = request(kind, shape, *options)
         assert select(asked).backend != "hopper"
         assert reason in str(explain_request(asked))
 
 
-@pytest.mark.parametrize("op", PAIRS)
-def test_explain_tells_tile_time_and_bound(op: str) -> None:
+@pytest.mark.parametrize("kind", SERVED)
+def test_explain_tells_tile_time_and_bound(kind: str) -> None:
     pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
-    taken = explain_request(request(op, (16640, 8192, 5120, 16))).taken
+    taken = explain_request(request(kind, (16640, 8192, 5120, 16))).taken
     assert taken is not None
+    assert taken.conversions == ()
     assert taken.forecast is not None
     assert taken.forecast.share < 1
     text = str(taken.forecast)
     assert "groups between none and twice the mean" in text
     assert "stages" in text
-    odd = explain_request(request(op, (16640, 8191, 5120, 16))).taken
+    odd = explain_request(request(kind, (16640, 8191, 5120, 16))).taken
     assert odd is not None
     assert "a pass over the output" in str(odd.forecast)
 
 
 @pytest.mark.parametrize("n", [1, 7, 24, 33])
-@pytest.mark.parametrize("op", PAIRS)
-def test_outputs_that_the_kernel_cannot_write(op: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", SERVED)
+def test_outputs_that_the_kernel_cannot_write(kind: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a reference in the kernel's place: it is given a matrix that it can address, and all outputs are right."""
     from blockscale.grouped import _reference
 
-    row = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
+    module = "blockscale.grouped._hopper_mx" if kind == "mx" else "blockscale.grouped._hopper"
+    row = pytest.importorskip(module, reason="this Triton has no Gluon for Hopper")
     launches = pytest.importorskip("blockscale.gemm._hopper_launch")
     offs = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 33), torch.randn(22, n)
+    op, (left, right), _ = SERVED[kind]
     if op == "m_grouped":
-        a, b = bs.quantize(x, "fp8_1x128"), bs.quantize(torch.randn(3, n, 33), "fp8_128x128")
+        a, b = bs.quantize(x, left), bs.quantize(torch.randn(3, n, 33), right)
     else:
-        a, b = (bs.quantize(source, "fp8_1x128", axis=-2, offs=offs).mT for source in (x, y))
+        a, b = (bs.quantize(source, left, axis=-2, offs=offs).mT for source in (x, y))
     product, added = _reference.exact_grouped(a, b, offs).float(), []
 
     def launch(a, b, offs, out, bias, *, accumulate, tile) -> None:
@@ -154,7 +184,7 @@ def test_outputs_that_the_kernel_cannot_write(op: str, n: int, monkeypatch: pyte
         out.as_strided((len(out), width), out.stride(), out.storage_offset())[:, n:] = torch.nan
 
     monkeypatch.setattr(row, "launch", launch)
-    serve = getattr(row, op)
+    serve = row.m_grouped_mx if kind == "mx" else getattr(row, op)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.full(product.shape, torch.nan, dtype=dtype)
         serve(a, b, offs, out, bias=None, accumulate=False)
@@ -169,3 +199,14 @@ def test_outputs_that_the_kernel_cannot_write(op: str, n: int, monkeypatch: pyte
     serve(a, b, offs, apart, bias=None, accumulate=True)
     assert torch.equal(apart, 1 + product)
     assert added[-1] == (op == "m_grouped" and n == 24)
+
+
+def test_mxfp8_with_scales_of_each_row_is_left_to_the_upcast() -> None:
+    _, _, layouts = SERVED["mx"]
+    for op, formats in (
+        ("m_grouped", ("mxfp8_e4m3", "mxfp8_e4m3")),
+        ("k_grouped", ("mxfp8_e4m3", "mxfp8_e4m3")),
+    ):
+        asked = replace(request("mx", (512, 256, 1024, 4)), op=op, formats=formats, layouts=layouts)
+        assert select(asked).backend == "torch"
+        assert "does not serve mxfp8_e4m3 @ mxfp8_e4m3" in str(explain_request(asked))
