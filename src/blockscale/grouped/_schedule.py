@@ -28,27 +28,27 @@ _PROGRAMS, _CHUNK = 32, 16
 STEP = 4  # rows: the copy engine fetches scales of rows from multiples of 16 bytes on, and nowhere else
 
 
-def row_tiles(offs: Tensor, rows: int, height: int) -> Tensor:
+def row_tiles(offs: Tensor, rows: int, height: int, step: int = STEP) -> Tensor:
     """int32 [tiles_bound, 4]: (count, 0, 0, 0), then `count` tiles (first row, end row, group, first row of the group
     in it).
 
-    Tiles have `height` rows, a group's last one what is left, and start at multiples of four: a group's first one may
-    begin with up to three rows of the group before, which are not its own. Groups are in order, and those without rows
-    have no tiles. Behind them come tiles of group G: rows of no group. What follows the last tile is not written.
+    Tiles have `height` rows, a group's last one what is left, and start at multiples of `step`: a group's first one may
+    begin with rows of groups before, which are not its own. Groups are in order, and those without rows have no tiles.
+    Behind them come tiles of group G: rows of no group. What follows the last tile is not written.
     """
     offs = offs.contiguous()
-    tiles = empty((tiles_bound(offs.shape[0], rows, height), 4), int32, offs.device)
-    _start(_row_tiles_kernel, _PROGRAMS, offs, tiles, (rows,), (height, STEP))
+    tiles = empty((tiles_bound(offs.shape[0], rows, height, step), 4), int32, offs.device)
+    _start(_row_tiles_kernel, _PROGRAMS, offs, tiles, (rows,), (height, step))
     return tiles
 
 
-def tiles_bound(groups: int, rows: int, height: int) -> int:
+def tiles_bound(groups: int, rows: int, height: int, step: int = STEP) -> int:
     """How long a list can be, its head included.
 
     >>> tiles_bound(8, 32768, 128)
     267
     """
-    return ceil_div(rows + (STEP - 1) * (groups + 1), height) + groups + 2
+    return ceil_div(rows + (step - 1) * (groups + 1), height) + groups + 2
 
 
 def group_spans(offs: Tensor) -> Tensor:
