@@ -39,7 +39,7 @@ def test_every_byte_is_its_factor() -> None:
 def test_words_hold_four_bytes_in_order() -> None:
     assert [byte_of(-0x7F8E9DAC, step) for step in range(4)] == [0x54, 0x62, 0x71, 0x80]
     q = bs.quantize(gaussian(5, 300), "mxfp8_e4m3")
-    words = _hopper_mx._scale_words(q)
+    words = _hopper_mx.scale_words(q)
     assert words.shape == (5, 3)
     got = factors(words).permute(1, 2, 0).reshape(5, 12)
     assert torch.equal(got[:, :10], e8m0_decode(q.scale.view(torch.uint8)))
@@ -48,17 +48,17 @@ def test_words_hold_four_bytes_in_order() -> None:
 
 def test_scales_are_copied_only_where_rows_start_elsewhere() -> None:
     q = bs.quantize(gaussian(6, 256), "mxfp8_e5m2")
-    assert _hopper_mx._scale_words(q).data_ptr() == q.scale.data_ptr()
+    assert _hopper_mx.scale_words(q).data_ptr() == q.scale.data_ptr()
     raw = torch.zeros(49, dtype=torch.uint8)[1:].view(6, 8).copy_(q.scale.view(torch.uint8))
     moved = replace(q, scale=raw.view(q.scale.dtype))
-    assert torch.equal(_hopper_mx._scale_words(moved), _hopper_mx._scale_words(q))
+    assert torch.equal(_hopper_mx.scale_words(moved), _hopper_mx.scale_words(q))
     apart = replace(q, scale=q.scale.view(torch.uint8).mT.contiguous().mT.view(q.scale.dtype))
-    assert torch.equal(_hopper_mx._scale_words(apart), _hopper_mx._scale_words(q))
+    assert torch.equal(_hopper_mx.scale_words(apart), _hopper_mx.scale_words(q))
 
 
 def emulated(a: BlockScaled, b: BlockScaled) -> torch.Tensor:
     """The kernel's arithmetic, but for what the tensor cores round within a step."""
-    rows = factors(_hopper_mx._scale_words(a))  # [4, M, blocks of 128]
+    rows = factors(_hopper_mx.scale_words(a))  # [4, M, blocks of 128]
     weight = factor_bits(b.scale.view(torch.uint8).int()).to(torch.int32).view(torch.float32)
     weight = weight.repeat_interleave(128, dim=0)[: b.rows]
     codes = [torch.nn.functional.pad(decode_codes(q).double(), (0, -q.length % 128)) for q in (a, b)]

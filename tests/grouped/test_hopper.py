@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,21 +12,12 @@ from blockscale.formats import BlockScaled
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics
 from blockscale.grouped._reference import exact_grouped
-from products import HOPPER_DB, check_frame, framed, offsets
+from grouped_kernels import GROUPS, is_right, twice, with_bias
+from products import HOPPER_DB, offsets
 
 _hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-# sizes of groups, and rows of no group behind them
-GROUPS: dict[str, tuple[list[int], int]] = {
-    "all but one empty": ([0, 0, 517, 0], 0),
-    "alternating": ([0, 130, 0, 64, 0, 65, 0], 3),
-    "whole tiles": ([256, 192, 64, 128, 384], 0),
-    "ascending": ([1, 5, 63, 70, 200, 300], 70),
-    "descending": ([300, 200, 70, 63, 5, 1], 300),
-    "all empty": ([0, 0, 0], 77),
-    "one group": ([301], 0),
-}
 TILES = heuristics.TILES
 ADDING = [tile for tile in TILES if tile.waves == 1]
 
@@ -58,15 +47,6 @@ def fitted(tile: Tile, a: BlockScaled, b: BlockScaled, offs: Tensor, dtype: torc
     return heuristics.fitted(tile, heuristics.Problem(*sizes, len(b.shape) == 2, dtype == torch.float32, 132, add))
 
 
-def is_right(got: Tensor, want: Tensor) -> bool:
-    """By the gate of the contract; where nothing is summed it must be zero. One row that is wrong fails it: each is at
-    least a thousandth of all, and 77 and 50 dB are less."""
-    if want.count_nonzero() == 0:
-        return bool((got == 0).all())
-    inside = (want != 0).any(-1)  # rows of no group, and matrices of groups without tokens
-    return bool((got[~inside] == 0).all()) and sqnr_db(want, got) > HOPPER_DB[got.dtype]
-
-
 def launched(
     tile: Tile,
     a: BlockScaled,
@@ -76,19 +56,12 @@ def launched(
     bias: Tensor | None = None,
     before: Tensor | None = None,
 ) -> Tensor:
-    """The result in a frame of sentinels that nothing but the result has touched; twice, for the same bytes."""
     rows = a.rows * (offs.shape[0] if len(b.shape) == 2 else 1)
     tile = fitted(tile, a, b, offs, dtype, add=before is not None)
-    results: list[Tensor] = []
-    for _ in range(2):
-        frame, out = framed(rows, b.rows, dtype)
-        if before is not None:
-            out.copy_(before)
-        _hopper.launch(a, b, offs, out, bias, accumulate=before is not None, tile=tile)
-        check_frame(frame, rows, b.rows)
-        results.append(out)
-    assert torch.equal(*results)
-    return results[0]
+    add = before is not None
+    return twice(
+        lambda out: _hopper.launch(a, b, offs, out, bias, accumulate=add, tile=tile), rows, b.rows, dtype, before
+    )
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -99,12 +72,9 @@ def test_groups_of_rows(tile: Tile, name: str) -> None:
     for n, k in ((336, 400), (256, 128)):
         a, b, offs = of_rows(sizes, rest, n, k)
         want, bias = exact_grouped(a, b, offs), torch.randn(len(sizes), n, device="cuda").bfloat16()
-        biased = want.clone()
-        for group, (start, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
-            biased[start:end] += bias[group].double()
         for dtype in outputs(tile):
             assert is_right(launched(tile, a, b, offs, dtype), want), (n, k, dtype)
-        assert is_right(launched(tile, a, b, offs, torch.bfloat16, bias), biased), (n, k)
+        assert is_right(launched(tile, a, b, offs, torch.bfloat16, bias), with_bias(want, bias, offs)), (n, k)
 
 
 @pytest.mark.parametrize("name", GROUPS)

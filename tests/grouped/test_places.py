@@ -1,6 +1,6 @@
-"""Which tiles Hopper's grouped kernel works on: every row and column of every group once, and by its blocks.
+"""Which tiles Hopper's grouped kernels work on: every row and column of every group once, and by its blocks.
 
-Plain Python calls the kernel's own functions, with lists in the place of memory.
+Plain Python calls the kernels' own functions, with lists in the place of memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from blockscale.gemm.heuristics import Tile
-from blockscale.grouped import heuristics
+from blockscale.grouped import heuristics, heuristics_mx
 
-kernel: Any = pytest.importorskip("blockscale.grouped._hopper_kernel", reason="this Triton has no Gluon for Hopper")
+walk: Any = pytest.importorskip("blockscale.grouped._hopper_walk", reason="this Triton has no Gluon for Hopper")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(132)
     for name in ("count_turns", "tile_at", "turn_at"):
-        monkeypatch.setattr(kernel, name, getattr(kernel, name).fn)
-    monkeypatch.setattr(kernel, "gl", made.module())
+        monkeypatch.setattr(walk, name, getattr(walk, name).fn)
+    monkeypatch.setattr(walk, "gl", made.module())
     return made
 
 
@@ -60,8 +60,8 @@ def places(machine: Machine, listed: list[int], sizes: tuple[int, ...], tile: Ti
     work = (Memory(listed), *sizes)
     for program in range(machine.programs):
         machine.program = program
-        for item in range(kernel._count.fn(work, tile, k_grouped)):
-            yield kernel._place.fn(item, work, tile, k_grouped)
+        for item in range(walk.count_tiles.fn(work, tile, k_grouped)):
+            yield walk.place_of.fn(item, work, tile, k_grouped)
 
 
 def patterns() -> list[list[int]]:
@@ -70,8 +70,11 @@ def patterns() -> list[list[int]]:
     return [[0, 0, 0], [517], [0, 130, 0, 64, 0], [260] * 64, *drawn]
 
 
-@pytest.mark.parametrize("tile", heuristics.TILES, ids=str)
-def test_groups_of_rows(machine: Machine, tile: Tile) -> None:
+@pytest.mark.parametrize(
+    ("tile", "step"), [*((tile, 4) for tile in heuristics.TILES), *((tile, 1) for tile in heuristics_mx.TILES)], ids=str
+)
+def test_groups_of_rows(machine: Machine, tile: Tile, step: int) -> None:
+    """step: tiles of FP8 start where scales can be fetched, those of MXFP8 anywhere."""
     for programs in (132, 7):  # of an H200, and of none
         machine.programs = programs
         for sizes in patterns():
@@ -81,7 +84,7 @@ def test_groups_of_rows(machine: Machine, tile: Tile) -> None:
             rows = [
                 (row, min(row + tile.bm, end), group, max(row, first))
                 for group, (first, end) in enumerate(spans)
-                for row in range(first // 4 * 4, end, tile.bm)
+                for row in range(first // step * step, end, tile.bm)
                 if first < end
             ]
             listed = [number for entry in [(len(rows), 0, 0, 0), *rows] for number in entry]
@@ -89,10 +92,10 @@ def test_groups_of_rows(machine: Machine, tile: Tile) -> None:
             shape = (groups, ends[-1] + rest, n, k)
             for group, row, top, end, column, start, stop, begin in places(machine, listed, shape, tile, False):
                 assert row == top
-                assert row % 4 == 0, "where scales can be fetched"
+                assert row % step == 0
                 assert (start, stop) == ((0, 4) if group < groups else (0, 0))
                 assert spans[group][0] <= begin < end <= spans[group][1]
-                assert top <= begin < top + 4
+                assert top <= begin < top + step
                 assert end - top == min(tile.bm, spans[group][1] - top)
                 found.update((group, each, column) for each in range(begin, end))
             columns = range(0, n, tile.bn)

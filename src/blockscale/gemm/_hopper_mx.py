@@ -24,8 +24,10 @@ from .heuristics_mx import choose
 from .ops import reject_fp8_of_hopper
 from .tuned import Choice
 
-_CODES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
-_ROWWISE, WEIGHT = ("mxfp8_e4m3", "mxfp8_e5m2"), "mxfp8_e4m3_128x128"
+CODES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
+_ROWWISE, _WEIGHT = ("mxfp8_e4m3", "mxfp8_e5m2"), "mxfp8_e4m3_128x128"
+PAIRS = [(name, _WEIGHT) for name in _ROWWISE]
+LAYOUTS = dict.fromkeys((*_ROWWISE, _WEIGHT), "plain")
 
 
 def forecast(request: Request) -> Forecast:
@@ -49,8 +51,8 @@ def ahead(request: Request) -> Hashable:
     "gemm",
     "hopper",
     sm=(90, 90),
-    formats=[(name, WEIGHT) for name in _ROWWISE],
-    layouts=dict.fromkeys((*_ROWWISE, WEIGHT), "plain"),
+    formats=PAIRS,
+    layouts=LAYOUTS,
     priority=12,
     reject=reject_fp8_of_hopper,
     forecast=forecast,
@@ -79,23 +81,23 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
         scaled_mm_mx_kernel,
         plan.programs,
         (
-            Described(whole(a.data, k), (min(tile.rows, tile.bm), 128), _layout(PART, 128, _CODES[a.data.dtype])),
-            Described(whole(b.data, k), (tile.bn, 128), _layout(tile.bn, 128, _CODES[b.data.dtype])),
-            Described(out, (PART, tile.bn), _layout(PART, tile.bn, LANGUAGE[out.dtype])),
+            Described(whole(a.data, k), (min(tile.rows, tile.bm), 128), shared_layout(PART, 128, CODES[a.data.dtype])),
+            Described(whole(b.data, k), (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
+            Described(out, (PART, tile.bn), shared_layout(PART, tile.bn, LANGUAGE[out.dtype])),
         ),
-        (_scale_words(a), b_scale, None if bias is None else bias.contiguous()),
+        (scale_words(a), b_scale, None if bias is None else bias.contiguous()),
         (a.rows, b.rows, k, b_scale.stride(0)),
         (tile, bias is not None, accumulate),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(rows: int, columns: int, dtype: object) -> object:
+def shared_layout(rows: int, columns: int, dtype: object) -> object:
     """Of a tile of codes or of the output in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
-def _scale_words(operand: BlockScaled) -> Tensor:
+def scale_words(operand: BlockScaled) -> Tensor:
     """int32 [rows, K / 128]: four scale bytes a word. The scales themselves, or a copy where rows start elsewhere."""
     scale = operand.scale.view(torch.uint8)
     missing = -scale.shape[1] % 4

@@ -51,10 +51,10 @@ def _factors(bytes):
 
 
 @gluon.jit
-def _ring_blocks(K, TILE: gl.constexpr):
-    """How many blocks of 128 pass through the ring for a tile: whole runs, which are steps of 32."""
+def ring_blocks_mx(blocks, TILE: gl.constexpr):
+    """How many blocks pass through the ring for those of a tile: whole runs, which are steps of 32."""
     per_run: gl.constexpr = TILE.run // 4
-    return gl.cdiv(gl.cdiv(K, 128), per_run) * per_run
+    return gl.cdiv(blocks, per_run) * per_run
 
 
 @gluon.jit
@@ -69,7 +69,7 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
     stage, phase = 0, 1  # the ring starts empty
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        for k in range(_ring_blocks(K, TILE)):
+        for k in range(ring_blocks_mx(gl.cdiv(K, 128), TILE)):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, block_bytes)
@@ -79,33 +79,43 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr):
-    """The factors of each row and step: of a, times that of the weight, which is one for all columns of a tile.
+def scale_blocks(a_at, b_at, rows, blocks, count, rings, bars, stage, phase, TILE: gl.constexpr):
+    """The factors of each row and step: of a, times that of the weight, which is one for all columns of a tile. Returns
+    where the ring stands then.
 
-    Stored by threads and loaded by threads, so the barriers of the ring order them without a fence.
+    a_at: a tile's first word.  b_at: its first byte.  rows: that there are.  blocks: of K, and words in a row.  count:
+    blocks that pass through the ring. Stored by threads and loaded by threads, so the barriers of the ring order them
+    without a fence.
     """
-    sa_ptr, sb_ptr, sb_stride = scales
     _, _, sa_ring = rings
     full, empty, _ = bars
-    M, _, K, tiles_m, tiles_n = sizes
     BM: gl.constexpr = TILE.groups * 64
-    blocks = gl.cdiv(K, 128)  # and words in a row of a's scales
     m = gl.arange(0, BM, gl.SliceLayout(1, _QUADS))
     steps = gl.arange(0, 4, gl.SliceLayout(0, _QUADS))[None, :]
+    for k in range(count):
+        # under way while the ring is full; outside of the operands codes are zero, and so are these
+        words = gl.load(a_at + m * blocks + k, mask=(m < rows) & (k < blocks), other=0)
+        weight = gl.load(b_at + k, mask=k < blocks, other=0).to(gl.int32)
+        mbarrier.wait(empty.index(stage), phase)
+        factors = _factors(byte_of(words[:, None], steps)) * _factors(weight)
+        sa_ring.index(stage).reshape((BM, 4)).store(factors)
+        mbarrier.arrive(full.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, TILE.stages)
+    return stage, phase
+
+
+@gluon.jit
+def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr):
+    sa_ptr, sb_ptr, sb_stride = scales
+    M, _, K, tiles_m, tiles_n = sizes
+    blocks = gl.cdiv(K, 128)
+    count = ring_blocks_mx(blocks, TILE)
     stage, phase = 0, 1
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        top = pm * BM
+        top = pm * TILE.groups * 64
         a_at, b_at = sa_ptr + top.to(gl.int64) * blocks, sb_ptr + (pn * TILE.bn // 128) * sb_stride
-        for k in range(_ring_blocks(K, TILE)):
-            # under way while the ring is full; outside of the operands codes are zero, and so are these
-            rows = gl.load(a_at + m * blocks + k, mask=(m < M - top) & (k < blocks), other=0)
-            weight = gl.load(b_at + k, mask=k < blocks, other=0).to(gl.int32)
-            mbarrier.wait(empty.index(stage), phase)
-            factors = _factors(byte_of(rows[:, None], steps)) * _factors(weight)
-            sa_ring.index(stage).reshape((BM, 4)).store(factors)
-            mbarrier.arrive(full.index(stage), count=1)
-            stage, phase = next_stage(stage, phase, TILE.stages)
+        stage, phase = scale_blocks(a_at, b_at, M - top, blocks, count, rings, bars, stage, phase, TILE)
 
 
 @gluon.jit
@@ -137,17 +147,16 @@ def _row_factors(rings, stage, part, layout: gl.constexpr):
 
 
 @gluon.jit
-def _sums(
-    output, rings, c_tile, bars, sizes, top, pn, stage, phase,
+def sums_of_steps(
+    output, rings, c_tile, bars, K, count, top, column, stage, phase,
     GROUP: gl.constexpr, TILE: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a group's 64 rows over K, and where the ring stands then."""
+    """The sums of a group's 64 rows over the blocks that pass through the ring, and where it stands then."""
     full, empty, c_full = bars
-    _, _, K, _, _ = sizes
     BN: gl.constexpr = TILE.bn
     RUN: gl.constexpr = TILE.run
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    runs = _ring_blocks(K, TILE) // (RUN // 4)
+    runs = count // (RUN // 4)
     fetch_at = gl.minimum(2, runs) - 1
     never = K < 0
     sums = gl.zeros((64, BN), gl.float32, mma)
@@ -155,7 +164,7 @@ def _sums(
     odd = even
     for run in range(runs):
         if ADD and run == fetch_at:  # not at once: by now the last store has left the buffer
-            fetch_tile(output, c_tile.index(GROUP), c_full.index(GROUP), top, pn * BN)
+            fetch_tile(output, c_tile.index(GROUP), c_full.index(GROUP), top, column)
         # One step is multiplied while the one before is added. None is under way from one run to the next: the
         # assembler does not follow it around the loop, and would wait for every product.
         mbarrier.wait(full.index(stage), phase)
@@ -196,11 +205,12 @@ def _consumer(
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
         top, column = (pm * TILE.groups + GROUP) * 64, pn * TILE.bn
+        count = ring_blocks_mx(gl.cdiv(K, 128), TILE)
         if top >= M:
-            stage, phase = skip_blocks(full, (empty,), stage, phase, _ring_blocks(K, TILE), TILE.stages)
+            stage, phase = skip_blocks(full, (empty,), stage, phase, count, TILE.stages)
         else:
-            sums, stage, phase = _sums(
-                output, rings, c_tile, bars, sizes, top, pn, stage, phase, GROUP, TILE, ADD
+            sums, stage, phase = sums_of_steps(
+                output, rings, c_tile, bars, K, count, top, column, stage, phase, GROUP, TILE, ADD
             )  # fmt: skip
             if ADD:
                 mbarrier.wait(c_full.index(GROUP), c_phase)

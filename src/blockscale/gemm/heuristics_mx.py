@@ -14,12 +14,12 @@ STEP = 32  # of K: a scale's reach, and one instruction
 
 # `run` counts steps: four are a block. Consumers leave registers to five warps that fetch and scale. Costs are fitted
 # to one H200: small tiles at 1 to 512 rows, the large one between these and the shapes of training, within 12 %.
-_CANDIDATES = (
+CANDIDATES = (
     (Tile(2, 1, 128, 5, 12, run=8, registers=216), Cost(0.70, 0.6)),
     (Tile(1, 1, 128, 8, 16, run=4), Cost(0.40, 2.0)),
     (Tile(1, 1, 64, 8, 16, run=4), Cost(0.25, 1.6)),
 )
-TILES = tuple(tile for tile, _ in _CANDIDATES)
+TILES = tuple(tile for tile, _ in CANDIDATES)
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
@@ -43,5 +43,5 @@ def choose(problem: Problem) -> tuple[Plan, float]:
     >>> plan.tile.label
     '128x128, 2 groups, 5 stages'
     """
-    plans = [(plan_for(tile, problem), cost) for tile, cost in _CANDIDATES]
+    plans = [(plan_for(tile, problem), cost) for tile, cost in CANDIDATES]
     return min(((plan, predicted_us(plan, cost, problem)) for plan, cost in plans), key=lambda pair: pair[1])

@@ -31,6 +31,7 @@ __all__ = ["Routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", 
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _hopper as _hopper
+    from . import _hopper_mx as _hopper_mx
 
 
 def scaled_grouped_mm(

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from ._hopper_kernel import grouped_mm_kernel
 from ._schedule import MOST_GROUPS, group_spans, row_tiles
 from .heuristics import Problem, Tile
 
+Choose = Callable[[Problem], tuple[Tile, float]]
+
 
 def _problem(request: Request, count: int) -> Problem:
     m, n, k, groups = request.shape
@@ -28,25 +30,26 @@ def _problem(request: Request, count: int) -> Problem:
     return Problem(m, n, k, groups, request.op == "k_grouped", add or request.dtype == torch.float32, count, add)
 
 
-def forecast(request: Request) -> Forecast:
+def forecast(request: Request, choose: Choose = heuristics.choose) -> Forecast:
     """The tile that would be taken, on this GPU if it is such a one."""
     here = torch.cuda.is_available() and capability("cuda") == request.capability
     count = multiprocessors(torch.device("cuda")) if here else USUAL_MULTIPROCESSORS
     problem = _problem(request, count)
     part, pass_us = heuristics.kernel_part(problem)
-    tile, us = heuristics.choose(part)
+    tile, us = choose(part)
     note = heuristics.ASSUMED + (PASS if pass_us else "")
     note += "" if here else f", for {count} multiprocessors, an H200's: none is here"
     return Forecast(tile.label, us + pass_us, problem.flops, *heuristics.bound(problem), note)
 
 
-def ahead(request: Request) -> Hashable:
+def ahead(request: Request, choose: Choose = heuristics.choose) -> Hashable:
     """All that the compiled kernel depends on."""
     part, _ = heuristics.kernel_part(_problem(request, multiprocessors(torch.device("meta"))))
-    return heuristics.choose(part)[0], kind_of(part.n), request.op, request.dtype, request.options
+    return choose(part)[0], kind_of(part.n), request.op, request.formats, request.dtype, request.options
 
 
-def _reject(request: Request) -> str | None:
+def reject(request: Request) -> str | None:
+    """What no grouped product of these takes."""
     groups = request.shape[3]
     if 0 in request.shape[2:]:
         return "takes no empty operands"
@@ -62,7 +65,7 @@ def _reject(request: Request) -> str | None:
     formats=[("fp8_1x128", "fp8_128x128")],
     layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
     priority=25,
-    reject=_reject,
+    reject=reject,
     forecast=forecast,
     ahead=ahead,
 )
@@ -70,7 +73,7 @@ def m_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
 ) -> None:
     """Gluon: warp-specialised FP8 product of groups of rows, promoted after every 128 of K"""
-    _serve(a, b, offs, out, bias, accumulate=accumulate)
+    serve(a, b, offs, out, bias, accumulate=accumulate, choose=heuristics.choose, launch=launch)
 
 
 @kernel(
@@ -80,7 +83,7 @@ def m_grouped(
     formats=[("fp8_1x128", "fp8_1x128")],
     layouts={"fp8_1x128": "mn_major"},
     priority=25,
-    reject=_reject,
+    reject=reject,
     forecast=forecast,
     ahead=ahead,
 )
@@ -88,16 +91,27 @@ def k_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
 ) -> None:
     """Gluon: warp-specialised FP8 product over groups of tokens, promoted after every 128 of them"""
-    _serve(a, b, offs, out, None, accumulate=accumulate)
+    serve(a, b, offs, out, None, accumulate=accumulate, choose=heuristics.choose, launch=launch)
 
 
-def _serve(a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
+def serve(
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    accumulate: bool,
+    choose: Choose,
+    launch: Callable[..., None],
+) -> None:
+    """By the tile that is chosen, into the output, or through a buffer where the copy engine cannot write that."""
     if out.numel() == 0:
         return
     direct = _is_matrix(out) and can_be_written(out.view(-1, out.shape[-1]))
     wide, add = out.dtype == torch.float32, accumulate and direct
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
-    tile, _ = heuristics.choose(Problem(*sizes, len(b.shape) == 2, wide, multiprocessors(out.device), add))
+    tile, _ = choose(Problem(*sizes, len(b.shape) == 2, wide, multiprocessors(out.device), add))
     with made_current(out.device):  # kernels go to the current device
         if direct:
             return launch(a, b, offs, out.view(-1, out.shape[-1]), bias, accumulate=accumulate, tile=tile)

@@ -20,48 +20,13 @@ from ..gemm._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait
 from ..gemm._hopper_common import (
     allocate_barriers,
     allocate_blocks,
-    copy_out,
     fetch_tile,
-    finished,
-    load_rows,
     next_stage,
     ring_blocks,
     skip_blocks,
 )
 from ..gemm._hopper_kernel import sums_of_parts
-from ..gemm._hopper_schedule import count_turns, tile_at, turn_at
-
-
-@gluon.jit
-def _count(work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
-    """How many tiles this program takes."""
-    list_ptr, groups, M, N, _ = work
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64
-    down = groups * gl.cdiv(M, BM) if K_GROUPED else gl.load(list_ptr)
-    return count_turns(gl.program_id(0), gl.num_programs(0), down * gl.cdiv(N, TILE.bn))
-
-
-@gluon.jit
-def _place(item, work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
-    """Where a program's next tile lies: its group; its first row of a; its first row and its group's end in c; its
-    column; its blocks of K from, to: none for rows of no group, and for groups without tokens; and the first row of c
-    that is its group's."""
-    list_ptr, groups, M, N, K = work
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64
-    blocks, tiles_n = gl.cdiv(K, 128), gl.cdiv(N, TILE.bn)
-    tile = turn_at(item, gl.program_id(0), gl.num_programs(0))
-    if K_GROUPED:
-        tiles_m = gl.cdiv(M, BM)
-        entry = list_ptr + tile // (tiles_m * tiles_n) * 4
-        pm, pn = tile_at(tile % (tiles_m * tiles_n), tiles_m, tiles_n, TILE.band)
-        group, start, count = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
-        top = group * M + pm * BM
-        return group, pm * BM, top, group * M + M, pn * TILE.bn, start, gl.minimum(start + count, blocks), top
-    else:
-        pm, pn = tile_at(tile, gl.load(list_ptr), tiles_n, TILE.band)
-        entry = list_ptr + (1 + pm) * 4
-        row, end, group, begin = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-        return group, row, row, end, pn * TILE.bn, 0, blocks if group < groups else 0, begin
+from ._hopper_walk import count_tiles, fetch_codes, place_of, store_rows
 
 
 @gluon.jit
@@ -70,47 +35,26 @@ def _producer(operands, rings, bars, work, TILE: gl.constexpr, K_GROUPED: gl.con
     a_ring, b_ring, sa_ring, sb_ring = rings
     full, empty, _ = bars
     _, _, _, N, K = work
-    LOADS: gl.constexpr = TILE.loads
     sb_bytes: gl.constexpr = sb_desc.block_type.nbytes if K_GROUPED else 0
-    rest_bytes: gl.constexpr = b_desc.block_type.nbytes + sa_desc.block_type.nbytes + sb_bytes
+    scale_bytes: gl.constexpr = sa_desc.block_type.nbytes + sb_bytes
     stage, phase = 0, 1  # the ring starts empty
-    for item in range(_count(work, TILE, K_GROUPED)):
-        group, row, top, end, column, start, stop, _begin = _place(item, work, TILE, K_GROUPED)
+    for item in range(count_tiles(work, TILE, K_GROUPED)):
+        group, row, top, end, column, start, stop, _begin = place_of(item, work, TILE, K_GROUPED)
         b_row = column if K_GROUPED else group * N + column
-        # of one part, the others' rows are not fetched
-        short = end - top <= 64 if a_ring.shape[1] * LOADS > 64 else False
+        short = end - top <= 64 if a_ring.shape[1] * TILE.loads > 64 else False
         for number in range(ring_blocks(start, stop, TILE)):
             k = start + number
             if TILE.run > 1:
                 k = k if k < stop else gl.cdiv(K, 128)  # outside of the operands: zeros, not the next group's
             mbarrier.wait(empty[0].index(stage), phase)
             bar = full.index(stage)
-            if short:
-                mbarrier.expect(bar, part_desc.block_type.nbytes + rest_bytes)
-                tma_load(part_desc, [row, k * 128], bar, a_ring.index(stage * LOADS).slice(0, 64))
-            else:
-                mbarrier.expect(bar, LOADS * a_desc.block_type.nbytes + rest_bytes)
-                load_rows(a_desc, a_ring, bar, row, k * 128, stage, TILE)
-            tma_load(b_desc, [b_row, k * 128], bar, b_ring.index(stage))
+            fetch_codes(
+                (a_desc, part_desc, b_desc), (a_ring, b_ring), bar, row, b_row, k, stage, short, scale_bytes, TILE
+            )
             tma_load(sa_desc, [k, row], bar, sa_ring.index(stage))
             if K_GROUPED:
                 tma_load(sb_desc, [k, column], bar, sb_ring.index(stage))
             stage, phase = next_stage(stage, phase, TILE.stages)
-
-
-@gluon.jit
-def _store(acc, output, c_place, buffer, row, column, biased, BIAS: gl.constexpr, ADD: gl.constexpr):
-    """64 rows, of which those of the group are written.  biased: columns that have a bias."""
-    c_desc, _, _ = output
-    c_ptr, c_stride, N, begin, end = c_place
-    acc = finished(acc, output, buffer, column, biased, BIAS, ADD)
-    if (begin <= row) & (row + 64 <= end):
-        copy_out(acc, c_desc, buffer, row, column)
-    else:
-        m = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-        n = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        at = c_ptr + m.to(gl.int64)[:, None] * c_stride + n[None, :]
-        gl.store(at, acc.to(c_ptr.dtype.element_ty), mask=((m >= begin) & (m < end))[:, None] & (n < N)[None, :])
 
 
 @gluon.jit
@@ -125,8 +69,8 @@ def _consumer(
     buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
     sizes = (M, N, K, sb_stride, 0, 0, 0)  # as the dense kernel has them
     stage, phase, c_phase = 0, 0, 0
-    for item in range(_count(work, TILE, K_GROUPED)):
-        group, _row_of_a, top, end, column, start, stop, begin = _place(item, work, TILE, K_GROUPED)
+    for item in range(count_tiles(work, TILE, K_GROUPED)):
+        group, _row_of_a, top, end, column, start, stop, begin = place_of(item, work, TILE, K_GROUPED)
         top += GROUP * waves * 64
         idle = top >= end
         if ADD:
@@ -153,7 +97,7 @@ def _consumer(
                 if row < end:
                     buffer = c_tile.index(GROUP * buffers + wave % buffers)
                     place = (c_ptr, c_stride, N, begin, end)
-                    _store(acc, of_group, place, buffer, row, column, biased, BIAS, ADD)
+                    store_rows(acc, of_group, place, buffer, row, column, biased, BIAS, ADD)
     tma_store_wait(0)
 
 

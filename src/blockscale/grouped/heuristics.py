@@ -77,30 +77,31 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
     return dense.shared_bytes(tile, problem.one)
 
 
-def _rows_us(tile: Tile, cost: Cost, rows: int, blocks: int) -> float:
+def _rows_us(tile: Tile, cost: Cost, rows: int, blocks: int, lone: float) -> float:
     """Of one column of tiles over so many rows."""
     full, rest = divmod(rows, tile.bm)
     us = full * (cost.block * blocks + cost.tile)
     if rest:
         parts = -(-rest // (PART * tile.waves))  # which groups take, each its waves
-        us += max(cost.block * parts / tile.groups, _LONE_PART[tile.run > 1] * tile.waves) * blocks + cost.tile
+        us += max(cost.block * parts / tile.groups, lone) * blocks + cost.tile
     return us
 
 
-def predicted_us(tile: Tile, cost: Cost, problem: Problem) -> float:
-    """All tiles, dealt out evenly; at the least one tile's time, and that of the bytes."""
+def predicted_us(tile: Tile, cost: Cost, problem: Problem, lone: float) -> float:
+    """All tiles, dealt out evenly; at the least one tile's time, and that of the bytes.  lone: microseconds of a block
+    where one group of threads works alone."""
     columns = -(-problem.n // tile.bn)
     adding = 0.02 * tile.bm if problem.add else 0.0  # a tile whose sums are added to memory
     cost = replace(cost, tile=cost.tile + adding)
     blocks = -(-problem.k // BLOCK)
     if problem.k_grouped:
         of_group = -(-blocks // problem.groups)
-        work = problem.groups * columns * _rows_us(tile, cost, problem.m, of_group)
+        work = problem.groups * columns * _rows_us(tile, cost, problem.m, of_group, lone)
         longest = cost.block * of_group + cost.tile
     else:
         mean = problem.m / problem.groups
         sizes = [round(mean * (2 * i + 1) / _SAMPLES) for i in range(_SAMPLES)] if problem.groups > 1 else [problem.m]
-        work = problem.groups * columns * sum(_rows_us(tile, cost, size, blocks) for size in sizes) / len(sizes)
+        work = problem.groups * columns * sum(_rows_us(tile, cost, size, blocks, lone) for size in sizes) / len(sizes)
         longest = cost.block * blocks + cost.tile
     # programs end within a tile of each other: half of one is lost
     us = max(work / problem.multiprocessors + longest / 2, longest, problem.moved_bytes / _BYTES_PER_US)
@@ -133,10 +134,14 @@ def choose(problem: Problem) -> tuple[Tile, float]:
     return min(candidates(problem), key=lambda pair: (pair[1], pair[0].bm))
 
 
+def _lone(tile: Tile) -> float:
+    return _LONE_PART[tile.run > 1] * tile.waves
+
+
 def candidates(problem: Problem) -> list[tuple[Tile, float]]:
     """Every tile that the kernel can run, each with its predicted microseconds."""
     return [
-        (fitted(tile, problem), predicted_us(tile, vector if problem.k_grouped else block, problem))
+        (fitted(tile, problem), predicted_us(tile, vector if problem.k_grouped else block, problem, _lone(tile)))
         for tile, block, vector in _CANDIDATES
         if not (problem.add and tile.waves > 1)  # a group's buffer holds one part of what is added to
     ]

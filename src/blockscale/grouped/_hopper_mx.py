@@ -1,0 +1,74 @@
+"""Hopper's m-grouped MXFP8 product in Gluon as a row of the table: the choice of a tile, the launch, the forecast."""
+
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..formats.tensor import BlockScaled
+from ..gemm._hopper import LANGUAGE
+from ..gemm._hopper_launch import Described, can_be_described, start_kernel, whole
+from ..gemm._hopper_mx import CODES, LAYOUTS, PAIRS, scale_words, shared_layout
+from ..gemm.heuristics import PART
+from ..hardware import multiprocessors
+from ..registry import kernel
+from . import _hopper
+from ._hopper_mx_kernel import grouped_mm_mx_kernel
+from ._schedule import row_tiles
+from .heuristics import Tile
+from .heuristics_mx import choose
+
+
+@kernel(
+    "m_grouped",
+    "hopper",
+    sm=(90, 90),
+    formats=PAIRS,
+    layouts=LAYOUTS,
+    priority=25,
+    reject=_hopper.reject,
+    forecast=functools.partial(_hopper.forecast, choose=choose),
+    ahead=functools.partial(_hopper.ahead, choose=choose),
+)
+def m_grouped_mx(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+) -> None:
+    """Gluon: warp-specialised MXFP8 product of groups of rows, promoted after every 32 of K"""
+    _hopper.serve(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch)
+
+
+def launch(
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    accumulate: bool,
+    tile: Tile,
+) -> None:
+    """The product by one tile."""
+    assert can_be_described(out), "a copy of the output would be written, and lost"
+    assert {a.scale_layout, b.scale_layout} == {"plain"}
+    m, n, k = a.rows, b.rows, a.length
+    a_codes, b_codes = whole(a.data, k), whole(b.data.flatten(0, 1), k)
+    a_layout = shared_layout(PART, 128, CODES[a.data.dtype])
+    b_scale = b.scale.view(torch.uint8)
+    start_kernel(
+        grouped_mm_mx_kernel,
+        multiprocessors(out.device),
+        (
+            Described(a_codes, (tile.bm, 128), a_layout),
+            Described(a_codes, (PART, 128), a_layout),
+            Described(b_codes, (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
+            Described(out, (PART, tile.bn), shared_layout(PART, tile.bn, LANGUAGE[out.dtype])),
+        ),
+        # scales are loaded by threads, so that tiles may start at any row
+        (row_tiles(offs, m, tile.bm, 1), out, scale_words(a), b_scale, None if bias is None else bias.contiguous()),
+        (offs.shape[0], m, n, k, b_scale.stride(1), b_scale.stride(0), out.stride(0)),
+        (tile, bias is not None, accumulate),
+    )

@@ -1,0 +1,93 @@
+"""The machine code of Hopper's m-grouped MXFP8 product, compiled without a GPU, by the rules of the dense one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+from aot.cases import LATER
+from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
+from blockscale import quantize
+from blockscale.formats import get_format
+from blockscale.gemm.heuristics import SHARED_BYTES, Tile
+from blockscale.grouped import heuristics, heuristics_mx
+from products import offsets
+
+_hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx", reason="this Triton has no Gluon for Hopper")
+addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
+pytestmark = [
+    pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
+    pytest.mark.slow,
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    tile: Tile
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    accumulate: bool = False
+    left: str = "mxfp8_e4m3"
+    n: int = 512
+
+    def __str__(self) -> str:
+        kind = f"{self.left} @ 128x128, N = {self.n}, {self.tile.label}, {self.dtype}"
+        return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
+
+
+_TWO, _ONE, _NARROW = heuristics_mx.TILES
+# every tile with the epilogue that takes most of it, and those that people run
+_CASES = [
+    Case(_TWO),
+    Case(_TWO, bias=True),
+    Case(_TWO, torch.float32, accumulate=True),
+    Case(_TWO, torch.float16, left="mxfp8_e5m2"),
+    Case(_TWO, bias=True, n=511),
+    Case(_ONE, bias=True),
+    Case(_NARROW, torch.float32, accumulate=True),
+]
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
+    check(case)
+
+
+# those with the fewest registers to spare
+@pytest.mark.parametrize("case", _CASES[:3], ids=str)
+def test_machine_code_by_the_other_assembler(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of CUDA 12.9, which the library takes for Triton 3.6."""
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
+    check(case)
+
+
+def check(case: Case) -> None:
+    n, wide = case.n, case.dtype == torch.float32
+    a, b = quantize(torch.zeros(512, 2048), case.left), quantize(torch.zeros(3, n, 2048), "mxfp8_e4m3_128x128")
+    problem = heuristics.Problem(512, n, 2048, 3, False, wide, 132, case.accumulate)
+    tile = heuristics_mx.fitted(case.tile, problem)
+    out, bias = addressable((512, n), case.dtype, torch.device("cpu")), torch.zeros(3, n) if case.bias else None
+    with compiled_for(90) as kernels:
+        _hopper_mx.launch(a, b, offsets([100, 200, 212]), out, bias, accumulate=case.accumulate, tile=tile)
+    found = report(kernels[-1])
+    assert found.spilled == 0
+    products = tile.groups * tile.run
+    assert found.opcodes["QGMMA"] == products, "one for each 32 of K"
+    assert found.opcodes["WARPGROUP"] == 2 * products, "products are waited for once"
+    outputs = products * tile.bn // 2  # of a thread
+    assert outputs <= found.opcodes["FFMA"] <= outputs + 8, "sums are fused multiply-adds"
+    assert found.opcodes["FMUL"] == 4, "scales are multiplied once, by the scalers, who have a row each"
+    assert ".ftz" not in found.ptx, "scales may be subnormal"
+    assert f"f32.{get_format(case.left).element.name}.e4m3" in found.ptx
+    # stores of tails, from registers: pairs of neighbours at once where rows start at multiples of 16 values
+    width = 2 * 8 * case.dtype.itemsize
+    stores = tile.groups * tile.bn // 2
+    assert found.stores == ({width: stores // 2} if n % 16 == 0 else {width // 2: stores}) or LATER
+    assert not found.stray
+    estimate = heuristics_mx.shared_bytes(tile, problem)
+    assert estimate - 2048 <= found.shared <= estimate <= SHARED_BYTES
