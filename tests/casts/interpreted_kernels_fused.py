@@ -49,6 +49,13 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     hidden = text if name == "mxfp8_e4m3" else ""
     rest = None, None, None, None, None, None, None
     yield x.numel(), compared("swiglu backward", ops.swiglu_backward_quantize_both, grad, x, text, text, hidden, *rest)
+    # halves that are no whole tiles: a tile holds gates and ups
+    for dtype, rows, width in ((torch.bfloat16, 130, 192), (torch.float32, 40, 74)):
+        x, grad = gates(rows, width, dtype, finite=form.family == "nvfp4"), torch.randn(rows, width).to(dtype)
+        backward = compared(
+            f"swiglu backward {width}", ops.swiglu_backward_quantize_both, grad, x, text, text, "", *rest
+        )
+        yield x.numel(), backward
     weight = torch.rand(300).bfloat16()
     for y in (torch.randn(2, 5, 300).bfloat16(), torch.randn(70, 300)):
         yield y.numel(), compared("rmsnorm", ops.rmsnorm_quantize, y, weight, 1e-5, text, None, None)

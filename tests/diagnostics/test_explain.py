@@ -109,12 +109,21 @@ def test_it_names_what_runs_in_fused_casts(device):
         assert spied(call) == [taken(explanation)]
 
 
+def explain_backward(hidden: int):
+    gate_up, grad = torch.empty(64, 2 * hidden, device="meta"), torch.empty(64, hidden, device="meta")
+    return bs.explain("swiglu_backward_both", grad, gate_up, "mxfp4", "mxfp4", on=Capability("cuda", 90))
+
+
 def test_a_fused_cast_that_triton_refuses():
-    gate_up, grad = torch.empty(64, 200, device="meta"), torch.empty(64, 100, device="meta")
-    explanation = bs.explain("swiglu_backward_both", grad, gate_up, "mxfp4", "mxfp4", on=Capability("cuda", 90))
+    explanation = explain_backward(101)
     assert explanation.taken.backend == "reference"
-    assert "needs a hidden size that is a multiple of 128, this is 100" in str(explanation)
-    assert explanation.request.shape == (64, 200)
+    assert "needs an even hidden size, this is 101" in str(explanation)
+    assert explanation.request.shape == (64, 202)
+
+
+@pytest.mark.parametrize("hidden", [100, 2880, 10944, 18432])
+def test_hidden_sizes_of_models_are_served_by_triton(hidden: int):
+    assert explain_backward(hidden).taken.backend == "triton"
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,10 @@ def _place(offs_ptr, e, position, M, groups, GROUPS: tl.constexpr, ALIGN: tl.con
 def _load_tile(
     x_ptr, index_ptr, row0, rows_end, pk, columns, stride_m, stride_k,
     MODE: tl.constexpr, EVEN: tl.constexpr, GATHER: tl.constexpr, J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
+    TWICE: tl.constexpr = False,
 ):  # fmt: skip
     """The tile [MQ, J, W] at (row0, pk * BK) of a matrix, as it is held; strides are in words unless MODE is "any".
+    TWICE: behind the last column comes the first again.
 
     Loaded as a matrix whose rows are in the order (j, mq): then lanes and warps take the MQ groups and a thread keeps
     the J rows of one, by a rule that every Triton has for matrices. Among three dimensions versions choose differently.
@@ -43,6 +45,8 @@ def _load_tile(
     i = tl.arange(0, J * MQ)[:, None]
     m = (i % MQ) * J + i // MQ
     w = pk * (BK // 2) + tl.arange(0, BK // 2)[None, :]
+    if TWICE:
+        w = tl.where(w < columns // 2, w, w - columns // 2)
     ok = m < rows_end - row0
     if GATHER:
         source = tl.load(index_ptr + row0 + m, mask=ok, other=-1).to(tl.int64)
@@ -65,7 +69,8 @@ def _load_source(
     """The tile of what is cast and, for a backward of SwiGLU, the tile beside it: as they are held.
 
     plain: x itself.  swiglu: x is [gate | up], the cast tensor its half.  swiglu_backward: y is the gradient of that,
-    and the cast tensor [gradient of gate | gradient of up].  rmsnorm: y is rstd [rows], z the weight [columns].
+    and the cast tensor [gradient of gate | gradient of up]; both halves at once, where they are whole tiles, else
+    (swiglu_backward_any) each tile by itself.  rmsnorm: y is rstd [rows], z the weight [columns].
     rmsnorm_rows: the same for tiles that hold whole rows; rstd is computed and stored. What is computed is rounded to
     the type of x.
     """
@@ -98,9 +103,11 @@ def _load_source(
         return lo, hi, lo, hi
     else:
         H = K if SOURCE == "swiglu" else K // 2
+        TWICE: tl.constexpr = SOURCE == "swiglu_backward_any"
         up_ptr = x_ptr + (H * stride_k if MODE == "any" else H // 2)
-        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, H, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
-        c, d = _load_tile(up_ptr, index_ptr, row0, rows_end, pk, H, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
+        steps = (stride_m, stride_k)
+        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, J, MQ, BK, TWICE)
+        c, d = _load_tile(up_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, J, MQ, BK, TWICE)
         gate_lo, gate_hi = values(a, b, MODE)
         up_lo, up_hi = values(c, d, MODE)
         if SOURCE == "swiglu":
@@ -108,13 +115,19 @@ def _load_source(
             return lo, hi, lo, hi
         else:
             y_ptr += e * y_e
-            a, b = _load_tile(y_ptr, index_ptr, row0, rows_end, pk, H, y_m, y_k, MODE, EVEN, GATHER, J, MQ, BK)
+            a, b = _load_tile(y_ptr, index_ptr, row0, rows_end, pk, H, y_m, y_k, MODE, EVEN, GATHER, J, MQ, BK, TWICE)
             dy_lo, dy_hi = values(a, b, MODE)
             gate_lo, up_lo = swiglu_backward(dy_lo, gate_lo, up_lo)
             gate_hi, up_hi = swiglu_backward(dy_hi, gate_hi, up_hi)
-            gate_lo, gate_hi = _rounded(gate_lo, gate_hi, x_ptr, MODE, FAST)
-            up_lo, up_hi = _rounded(up_lo, up_hi, x_ptr, MODE, FAST)
-            return gate_lo, gate_hi, up_lo, up_hi
+            if TWICE:
+                is_gate = pk * (BK // 2) + tl.arange(0, BK // 2)[None, None, :] < H // 2
+                lo, hi = tl.where(is_gate, gate_lo, up_lo), tl.where(is_gate, gate_hi, up_hi)
+                lo, hi = _rounded(lo, hi, x_ptr, MODE, FAST)
+                return lo, hi, lo, hi
+            else:
+                gate_lo, gate_hi = _rounded(gate_lo, gate_hi, x_ptr, MODE, FAST)
+                up_lo, up_hi = _rounded(up_lo, up_hi, x_ptr, MODE, FAST)
+                return gate_lo, gate_hi, up_lo, up_hi
 
 
 @triton.jit

@@ -47,7 +47,7 @@ class Source(NamedTuple):
     def mode(self) -> str:
         """How pairs are loaded: by whole words where every pair lies on one, else value by value."""
         tensors = [self.matrices] if self.y is None or self.is_norm else [self.matrices, self._y()]
-        if self.columns % (4 if self.name == "swiglu_backward" else 2):
+        if self.columns % (4 if self.name.startswith("swiglu_backward") else 2):
             return "any"
         return WORDS[self.x.dtype] if all(map(in_pairs, tensors)) else "any"
 
@@ -137,6 +137,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
         rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
         return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
+    if source.name == "swiglu_backward_any":  # three sources, and the addresses of none are known to lie together
+        return Tile(4, 32, 128, 8 if light and converted else 16)
     if any(plan.stream is not None for plan in plans):  # random words take registers, too
         return Tile(8, 16, 128, 16)
     if row is None:

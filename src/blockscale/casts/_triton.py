@@ -285,7 +285,7 @@ def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, tra
     rotated = None if out.plan.hadamard is None else side(out.plan, 0, grouped=False)
     scopes = (groups if offs is not None else count) if out.plan.grouped_amax else 1
     top = torch.zeros(scopes, dtype=torch.int32, device=source.x.device)
-    narrow = source.name == "swiglu_backward" or (rotated is not None and transposed)
+    narrow = source.name.startswith("swiglu_backward") or (rotated is not None and transposed)
     tile = Tile(16, 8, 128, 4) if narrow else Tile(1, 8, 1024, 4)
     block_rows = tile.J * tile.MQ
     tiles_m = ceil_div(rows if offs is None else rows + (GROUP_ALIGN - 1) * (groups + 1), block_rows)

@@ -72,8 +72,8 @@ def swiglu_both(
 
 
 def _reject_backward(request: Request) -> str | None:
-    if request.shape[-1] % 256:
-        return f"needs a hidden size that is a multiple of 128, this is {request.shape[-1] // 2}"
+    if request.shape[-1] % 4:
+        return f"needs an even hidden size, this is {request.shape[-1] // 2}"
     return reject(request)
 
 
@@ -94,7 +94,9 @@ def swiglu_backward_both(
     row, col = (Output(*parts) for parts in zip(plans, outs, states[:2], amaxes[:2], strict=True))
     if is_far(grad.shape, grad.stride()):  # the table was asked about gate_up
         grad = grad.contiguous()
-    launch(Source("swiglu_backward", gate_up, gate_up.shape[-1], grad), row, col, offs=offs)
+    # where a tile holds the end of gates and the start of ups, each tile is made by itself: sources are read twice
+    name = "swiglu_backward_any" if gate_up.shape[-1] % 256 else "swiglu_backward"
+    launch(Source(name, gate_up, gate_up.shape[-1], grad), row, col, offs=offs)
     if hidden is not None and hidden_out is not None:
         swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
 

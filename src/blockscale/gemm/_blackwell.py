@@ -36,6 +36,25 @@ def _blocked_scales(desc, row, block, R: tl.constexpr, C: tl.constexpr):
     return tl.reshape(tl.permute(tiles, (0, 3, 2, 1, 4)), (R, C))
 
 
+@triton.jit
+def sum_of_blocks(
+    a_desc, b_desc, sa_desc, sb_desc, a_row, b_row, sa_row, sb_row, start, stop,
+    A: tl.constexpr, B: tl.constexpr, ALONG: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The fp32 sums [BM, BN] of rows of a and b from these on, over K from `start` to `stop`, before tensor scales.
+    sa_row, sb_row: rows that their scales are stored as, multiples of 128; `start` is one too."""
+    PACK_A: tl.constexpr = 2 if A == "e2m1" else 1
+    PACK_B: tl.constexpr = 2 if B == "e2m1" else 1
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(start, stop, BK):
+        a = a_desc.load([a_row, k // PACK_A])
+        b = b_desc.load([b_row, k // PACK_B])
+        scale_a = _blocked_scales(sa_desc, sa_row, k // ALONG, BM, BK // ALONG)
+        scale_b = _blocked_scales(sb_desc, sb_row, k // ALONG, BN, BK // ALONG)
+        acc = tl.dot_scaled(a, scale_a, A, tl.trans(b), scale_b, B, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M", "K"])
 def _scaled_mm_kernel(
     a_desc, b_desc, sa_desc, sb_desc, ga_ptr, gb_ptr, bias_ptr, c_ptr, M, N, K, c_m, c_n,
@@ -43,38 +62,34 @@ def _scaled_mm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A, B: names of the elements.  ALONG: codes under one scale.  SCALED: operands have tensor scales."""
-    PACK_A: tl.constexpr = 2 if A == "e2m1" else 1
-    PACK_B: tl.constexpr = 2 if B == "e2m1" else 1
     tile_m, tile_n = tile_at(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), BAND)
     row, column = tile_m * BM, tile_n * BN
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        a = a_desc.load([row, k // PACK_A])
-        b = b_desc.load([column, k // PACK_B])
-        scale_a = _blocked_scales(sa_desc, row, k // ALONG, BM, BK // ALONG)
-        scale_b = _blocked_scales(sb_desc, column, k // ALONG, BN, BK // ALONG)
-        acc = tl.dot_scaled(a, scale_a, A, tl.trans(b), scale_b, B, acc)
+    acc = sum_of_blocks(
+        a_desc, b_desc, sa_desc, sb_desc, row, column, row, column, 0, K, A, B, ALONG, BM, BN, BK
+    )  # fmt: skip
     m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
     store_tile(acc, c_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, c_m, c_n, SCALED, BIAS, ADD, INTERPRETED)
 
 
 INTERPRETED = not isinstance(_scaled_mm_kernel, triton.runtime.JITFunction)
 # in the blocked layout 2-D blocks look like those of their 1-D formats
-_MX, _NVFP4 = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128", "mxfp4"), ("nvfp4", "nvfp4_16x16")
-PAIRS = [(a, b) for names in (_MX, _NVFP4) for a in names for b in names]
+MX, NVFP4 = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128", "mxfp4"), ("nvfp4", "nvfp4_16x16")
+PAIRS = [(a, b) for names in (MX, NVFP4) for a in names for b in names]
 
 
-def _mixed(pair: tuple[str, ...]) -> bool:
+def is_mixed(pair: tuple[str, ...]) -> bool:
     """Whether FP8 meets FP4."""
     return len({get_format(name).codes_per_byte for name in pair}) == 2
 
 
 def _reject(request: Request) -> str | None:
-    *_, k = request.shape
-    if 0 in request.shape:
-        return "takes no empty operands"
-    if _mixed(request.formats) and k % 128:
-        # TMA spreads FP4 codes over bytes only where rows are made of whole pieces of 128
+    return "takes no empty operands" if 0 in request.shape else reject_mixed(request)
+
+
+def reject_mixed(request: Request) -> str | None:
+    """Where FP8 meets FP4, TMA spreads FP4 codes over bytes, and only where rows are made of whole pieces of 128."""
+    k = request.shape[2]
+    if is_mixed(request.formats) and k % 128:
         return f"wants K in multiples of 128 where FP8 meets FP4, this is {k}"
     return None
 
@@ -101,7 +116,7 @@ def _depth(a: BlockScaled, b: BlockScaled) -> int:
     "blackwell",
     sm=(100, 103),
     formats=PAIRS,
-    layouts=dict.fromkeys((*_MX, *_NVFP4), "blocked"),
+    layouts=dict.fromkeys((*MX, *NVFP4), "blocked"),
     priority=4,  # below the vendor's until both have been timed
     reject=_reject,
     by_demand=True,  # it has never run
@@ -116,8 +131,8 @@ def scaled_mm_sm100(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor
     "gemm",
     "blackwell",
     sm=(120, 121),
-    formats=[pair for pair in PAIRS if not _mixed(pair)],  # Triton widens the others to bf16 here
-    layouts=dict.fromkeys((*_MX, *_NVFP4), "blocked"),
+    formats=[pair for pair in PAIRS if not is_mixed(pair)],  # Triton widens the others to bf16 here
+    layouts=dict.fromkeys((*MX, *NVFP4), "blocked"),
     priority=4,
     reject=_reject,
     by_demand=True,  # it has never run
@@ -131,23 +146,28 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     """The product by tiles of one shape; scales are blocked."""
     assert {a.scale_layout, b.scale_layout} == {"blocked"}
     grid = (ceil_div(a.rows, tile.bm) * ceil_div(b.rows, tile.bn),)
-    align = 32 if _mixed((a.format, b.format)) else 16  # what TMA asks of rows; 32 where it spreads FP4
-    scaled = a.global_scale is not None
     _scaled_mm_kernel[grid](
-        _codes(a, tile.bm, tile.bk, align), _codes(b, tile.bn, tile.bk, align),
-        _scales(a, tile.bm, tile.bk), _scales(b, tile.bn, tile.bk),
-        a.global_scale, b.global_scale, None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
+        *described(a, b, tile), a.global_scale, b.global_scale,
+        None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
         *out.stride(), a.spec.element.name, b.spec.element.name, a.spec.granule,
-        scaled, bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.band, INTERPRETED,
+        a.global_scale is not None, bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.band, INTERPRETED,
         num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False,  # a tensor scale and a bias are two roundings
     )  # fmt: skip
 
 
+def described(a: BlockScaled, b: BlockScaled, tile: Tile) -> tuple[TensorDescriptor, ...]:
+    """Codes of both operands and scales of both, as TMA takes them; matrices of a stack lie below each other."""
+    align = 32 if is_mixed((a.format, b.format)) else 16  # what TMA asks of rows; 32 where it spreads FP4
+    sides = (a, tile.bm), (b, tile.bn)
+    codes = [_codes(q, rows, tile.bk, align) for q, rows in sides]
+    return (*codes, *(_scales(q, rows, tile.bk) for q, rows in sides))
+
+
 def _codes(operand: BlockScaled, rows: int, length: int, align: int) -> TensorDescriptor:
     """Tiles of codes, FP4 two to a byte; of a copy where rows start where TMA cannot."""
     pack = operand.spec.codes_per_byte
-    codes = operand.data.view(torch.uint8) if pack == 2 else operand.data
+    codes = (operand.data.view(torch.uint8) if pack == 2 else operand.data).flatten(0, -2)
     if codes.stride(1) != 1 or codes.stride(0) % align or codes.data_ptr() % align:
         size, stride = codes.shape, (round_up(codes.shape[1], align), 1)
         codes = torch.empty_strided(size, stride, dtype=codes.dtype, device=codes.device).copy_(codes)
@@ -157,6 +177,6 @@ def _codes(operand: BlockScaled, rows: int, length: int, align: int) -> TensorDe
 def _scales(operand: BlockScaled, rows: int, length: int) -> TensorDescriptor:
     """Tiles of scales, each as two rows of 256 bytes, the most that TMA takes. Their type tells what they are."""
     scale = operand.scale if operand.spec.family == "nvfp4" else operand.scale.view(torch.uint8)
-    tiles = ceil_div(operand.rows, 128), ceil_div(blocked_columns(operand.spec, operand.length), 4)
-    scale = scale.contiguous().view(*tiles, 2, 256)
+    beside = ceil_div(blocked_columns(operand.spec, operand.length), 4)
+    scale = scale.contiguous().view(-1, beside, 2, 256)
     return TensorDescriptor.from_tensor(scale, [rows // 128, length // operand.spec.granule // 4, 2, 256])

@@ -75,6 +75,27 @@ def _block_scale(scale_ptr, row, rows, k, stride_t, stride_b, S: tl.constexpr):
 
 
 @triton.jit
+def sum_of_blocks(
+    a_ptr, b_ptr, sa_ptr, sb_ptr, m, n, M, N, start, stop, K, a_stride, b_stride, sa_t, sa_b, sb_t, sb_b,
+    A: tl.constexpr, B: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The fp32 sums [BM, BN] of rows m of a and n of b over K from `start`, a whole block's, to `stop`, before tensor
+    scales."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(start, stop, BK):
+        a = _operand(a_ptr, sa_ptr, m, M, k, K, a_stride, sa_t, sa_b, A, BM, BK, DOT, EVEN)
+        b = _operand(b_ptr, sb_ptr, n, N, k, K, b_stride, sb_t, sb_b, B, BN, BK, DOT, EVEN)
+        if A.family == "fp8":
+            scale_a = _block_scale(sa_ptr, m, M, k // 128, sa_t, sa_b, A)
+            scale_b = _block_scale(sb_ptr, n, N, k // 128, sb_t, sb_b, B)
+            acc += tl.dot(a, tl.trans(b), input_precision="ieee") * (scale_a[:, None] * scale_b[None, :])
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def _scaled_mm_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, ga_ptr, gb_ptr, bias_ptr, c_ptr, M, N, K,
     a_stride, b_stride, sa_t, sa_b, sb_t, sb_b, c_m, c_n, tiles_m, tiles_n,
@@ -85,16 +106,10 @@ def _scaled_mm_kernel(
     EVEN: BK divides K."""
     tile_m, tile_n = tile_at(tl.program_id(0), tiles_m, tiles_n, BAND)
     m, n = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        a = _operand(a_ptr, sa_ptr, m, M, k, K, a_stride, sa_t, sa_b, A, BM, BK, DOT, EVEN)
-        b = _operand(b_ptr, sb_ptr, n, N, k, K, b_stride, sb_t, sb_b, B, BN, BK, DOT, EVEN)
-        if A.family == "fp8":
-            scale_a = _block_scale(sa_ptr, m, M, k // 128, sa_t, sa_b, A)
-            scale_b = _block_scale(sb_ptr, n, N, k // 128, sb_t, sb_b, B)
-            acc += tl.dot(a, tl.trans(b), input_precision="ieee") * (scale_a[:, None] * scale_b[None, :])
-        else:
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    acc = sum_of_blocks(
+        a_ptr, b_ptr, sa_ptr, sb_ptr, m, n, M, N, 0, K, K, a_stride, b_stride, sa_t, sa_b, sb_t, sb_b,
+        A, B, DOT, EVEN, BM, BN, BK,
+    )  # fmt: skip
     store_tile(
         acc, c_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, c_m, c_n, A.factor == "tensor", BIAS, ADD, DOT == "fp32"
     )  # fmt: skip
@@ -118,6 +133,11 @@ def tile_shape(m: int, *, is_fp8: bool, sm: int) -> Tile:
     return Tile(128, 128 if sm // 10 in (9, 10) else 64, 128, 8, stages)
 
 
+def dot_type(sm: int, *, is_fp8: bool) -> str:
+    """What is multiplied, as kernels name it."""
+    return "fp32" if INTERPRETED else "fp8" if is_fp8 and sm >= 89 else "bf16"
+
+
 def _reject(request: Request) -> str | None:
     return "takes no empty operands" if 0 in request.shape else None
 
@@ -137,12 +157,12 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     sm = 0 if INTERPRETED else capability(out.device).sm
     is_fp8 = a.spec.family == "fp8"
     sides = source(a, sm), source(b, sm)
-    dot = "fp32" if INTERPRETED else "fp8" if is_fp8 and sm >= 89 else "bf16"
+    dot = dot_type(sm, is_fp8=is_fp8)
     tile = tile_shape(a.rows, is_fp8=is_fp8, sm=sm)
     tiles_m, tiles_n = ceil_div(a.rows, tile.bm), ceil_div(b.rows, tile.bn)
-    scales = [_scale(q) for q in (a, b)]
+    scales = [scale_of(q) for q in (a, b)]
     _scaled_mm_kernel[(tiles_m * tiles_n,)](
-        *(_data(q, dot) for q in (a, b)), *(scale for scale, _ in scales), a.global_scale, b.global_scale,
+        *(data_of(q, dot) for q in (a, b)), *(scale for scale, _ in scales), a.global_scale, b.global_scale,
         None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
         a.data.stride(0), b.data.stride(0), *scales[0][1], *scales[1][1], *out.stride(), tiles_m, tiles_n,
         *sides, dot, bias is not None, accumulate, a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.band,
@@ -151,11 +171,12 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     )  # fmt: skip
 
 
-def _data(operand: BlockScaled, dot: str) -> Tensor:
+def data_of(operand: BlockScaled, dot: str) -> Tensor:
+    """Codes as the dot takes them, or as bytes."""
     return operand.data if dot == "fp8" else operand.data.view(torch.uint8)
 
 
-def _scale(operand: BlockScaled) -> tuple[Tensor, tuple[int, int]]:
+def scale_of(operand: BlockScaled) -> tuple[Tensor, tuple[int, int]]:
     """Scales as bytes or fp32, and the strides that `load_scales` takes."""
     scale = operand.scale if operand.scale.dtype == torch.float32 else operand.scale.view(torch.uint8)
     if operand.scale_layout == "blocked":

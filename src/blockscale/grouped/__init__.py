@@ -23,6 +23,8 @@ from . import ops
 from .routing import Routing, sort_by_expert
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
+    from . import _blackwell as _blackwell
+    from . import _triton as _triton
     from . import _triton_rows as _triton_rows
 
 __all__ = ["Routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", "sort_by_expert"]

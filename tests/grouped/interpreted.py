@@ -1,0 +1,186 @@
+"""Triton's grouped products in the interpreter against exact ones; a program, because the interpreter is chosen at
+import.
+
+    TRITON_INTERPRET=1 python tests/grouped/interpreted.py triton
+    TRITON_INTERPRET=1 python tests/grouped/interpreted.py blackwell
+
+Prints `cases values mismatches` and the first mismatches. A value is right when it is within what fp32 sums of its
+terms can lose, and a 16-bit result within its rounding of that; where nothing is summed it must be exact. What products
+are added to is a window of a larger buffer, of which nothing else may change. For Blackwell `tests/interpreter.py`
+supplies `tl.dot_scaled`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+os.environ["BLOCKSCALE_POISON"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import blockscale as bs  # noqa: E402
+import interpreter  # noqa: E402
+from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
+from blockscale.grouped import _blackwell, _schedule, _triton  # noqa: E402
+from blockscale.grouped._reference import exact_grouped  # noqa: E402
+from blockscale.registry import kernel, rows  # noqa: E402
+
+# lists are tested elsewhere, and take the interpreter long
+_schedule._PROGRAMS, _schedule._CHUNK = 1, 64  # pyright: ignore[reportPrivateUsage]
+
+# sizes of groups, and rows of no group behind them
+PATTERNS: dict[str, tuple[list[int], int]] = {
+    "all empty": ([0, 0, 0], 5),
+    "all but one empty": ([0, 0, 37, 0], 0),
+    "alternating": ([0, 33, 0, 5, 0], 3),
+    "unaligned": ([31, 34, 129, 1], 2),
+    "one has everything": ([70], 0),
+    "no tokens": ([0, 0], 0),
+}
+FEW, MANY = ([3, 0, 7], 2), (list(range(1, 41)), 0)
+ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+SMALLEST = {torch.float32: 0.0, torch.float16: 2.0**-24, torch.bfloat16: 0.0}
+
+
+class Case(NamedTuple):
+    name: str
+    a: BlockScaled
+    b: BlockScaled
+    offs: Tensor
+
+
+class Epilogue(NamedTuple):
+    dtype: torch.dtype
+    bias: bool = False
+    accumulate: bool = False
+
+
+# in turn: what finishes a product does not depend on its operands
+EPILOGUES = [Epilogue(dtype, bias) for dtype in ROUNDING for bias in (False, True)]
+EPILOGUES.append(Epilogue(torch.float32, accumulate=True))
+
+
+def operands(
+    pair: tuple[str, str], groups: tuple[list[int], int], n: int, k: int, *, of_tokens: bool, **options: object
+) -> Case:
+    sizes, rest = groups
+    offs = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
+    rows = sum(sizes) + rest
+    x, w = torch.randn(rows, k), torch.randn(len(sizes), n, k) * torch.exp2(torch.randint(-8, 8, (len(sizes), n, 1)))
+    amax = {"amax": "group"} if FORMATS[pair[0]].family == "nvfp4" else {}
+    name = f"{'k' if of_tokens else 'm'}-grouped {pair} {sizes} {n} {k} {options}"
+    if of_tokens:
+        sources = zip((torch.randn(rows, n), x), pair, strict=True)
+        return Case(
+            name, *(bs.quantize(y, form, axis=-2, offs=offs, **amax, **options).mT for y, form in sources), offs
+        )  # pyright: ignore[reportArgumentType]
+    ends = {"offs": offs, **amax} if amax and n % 2 == 0 else {}  # else the tokens have one tensor scale
+    a = bs.quantize(x, pair[0], **ends, **options)  # pyright: ignore[reportArgumentType]
+    return Case(name, a, bs.quantize(w, pair[1], **amax, **options), offs)  # pyright: ignore[reportArgumentType]
+
+
+def cases(m_pairs: list[tuple[str, str]], k_pairs: list[tuple[str, str]], width: int) -> Iterator[Case]:
+    """Every pair, every kind of groups for one pair of a family, tails in all directions, other layouts.
+    width: more columns than a tile has."""
+    for of_tokens, pairs in ((False, m_pairs), (True, k_pairs)):
+        mixed = [pair for pair in pairs if FORMATS[pair[0]].codes_per_byte != FORMATS[pair[1]].codes_per_byte]
+        for pair in pairs:
+            yield operands(pair, FEW, 20, 128 if pair in mixed else 40, of_tokens=of_tokens)
+        for name in dict.fromkeys(FORMATS[pair[0]].family for pair in pairs):
+            pair = next(pair for pair in pairs if FORMATS[pair[0]].family == name and pair not in mixed)
+            for groups in PATTERNS.values():
+                yield operands(pair, groups, 40, 33, of_tokens=of_tokens)
+            yield operands(pair, PATTERNS["unaligned"], width, 150, of_tokens=of_tokens)
+            if name != "fp8":
+                yield operands(pair, FEW, width, 70, of_tokens=of_tokens, scale_layout="blocked")
+        yield operands(pairs[0], MANY, 20, 33, of_tokens=of_tokens)
+        yield operands(("nvfp4", "nvfp4"), FEW, 20, 40, of_tokens=of_tokens, hadamard=True)
+
+
+def magnitudes(case: Case) -> Tensor:
+    """Sums of the terms without their signs."""
+    parts: list[BlockScaled] = []
+    for q in (case.a, case.b):
+        sign = 0x88 if q.spec.codes_per_byte == 2 else 1 << (q.spec.element.bits - 1)
+        codes = q.data.view(torch.uint8) & ~sign & 0xFF
+        parts.append(replace(q, data=codes.view(q.data.dtype)))
+    return exact_grouped(parts[0], parts[1], case.offs)
+
+
+def biased(want: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    want = want.clone()
+    for group, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+        want[start:end] += bias[group].double()
+    return want
+
+
+def wrong(case: Case, epilogue: Epilogue, backend: str) -> int:
+    dtype, has_bias, accumulates = epilogue
+    exact = exact_grouped(case.a, case.b, case.offs)
+    most = magnitudes(case) * (case.a.length + 4) * 2.0**-24
+    has_bias = has_bias and len(case.b.shape) == 3
+    bias = torch.randn(case.offs.shape[0], case.b.rows).to(dtype) if has_bias else None
+    frame = torch.randn(*exact.shape[:-2], exact.shape[-2] + 2, exact.shape[-1] + 2) if accumulates else None
+    before = None if frame is None else frame.clone()
+    total = None if frame is None else frame[..., 1:-1, 1:-1]
+    with bs.use_backend(m_grouped=backend, k_grouped=backend):
+        got = bs.scaled_grouped_mm(case.a, case.b, case.offs, dtype, bias=bias, accumulate=total)
+    want = exact if bias is None else biased(exact, bias, case.offs)
+    count = 0
+    if before is not None and frame is not None:
+        want = want + before[..., 1:-1, 1:-1].double()
+        before[..., 1:-1, 1:-1] = got
+        count += int((before != frame).sum())
+    loss = most + want.abs() * (ROUNDING[dtype] + 2.0**-23) + SMALLEST[dtype] / 2
+    if bias is None:
+        loss = torch.where(exact == 0, 0.0, loss)
+    return count + int(((got.double() - want).abs() > loss).sum()) + int(got.isnan().sum())
+
+
+def blackwell() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Its rows for this device, by the tiles of sm_100, wide ones but for fp32; and the pairs that they take."""
+    interpreter.install()
+    found = []
+    for op, launcher in (("m_grouped", _blackwell.m_grouped_sm100), ("k_grouped", _blackwell.k_grouped_sm100)):
+        row = next(row for row in rows(op) if row.launch is launcher)
+
+        @kernel(op, "interpreted", devices=("cpu",), formats=row.formats, layouts=row.layouts, reject=row.reject)
+        def product(
+            a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+        ) -> None:
+            tile = _blackwell.tile_for_sm100(a, b, offs, out)
+            tile = tile if out.dtype == torch.float32 else tile._replace(bn=256)
+            _blackwell.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile)
+
+        found.append(sorted(row.formats))
+    return found[0], found[1]
+
+
+def main(backend: str) -> int:
+    torch.manual_seed(0)
+    pairs, width = ((_triton.M_PAIRS, _triton.K_PAIRS), 71) if backend == "triton" else (blackwell(), 133)
+    backend = "triton" if backend == "triton" else "interpreted"
+    values = 0
+    found: list[tuple[str, int]] = []
+    with bs.use_backend("reference"):  # casts are tested elsewhere, and take the interpreter longer than products
+        for number, case in enumerate(cases(*pairs, width)):
+            epilogue = EPILOGUES[number % len(EPILOGUES)]
+            values += case.a.rows * case.b.rows * (case.offs.shape[0] if len(case.b.shape) == 2 else 1)
+            found.append((f"{case.name}, {epilogue}", wrong(case, epilogue, backend)))
+    bad = [f"{what}: {count} values off" for what, count in found if count]
+    print(len(found), values, len(bad))
+    print("\n".join(bad[:10]))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

@@ -1,0 +1,86 @@
+"""On a GPU no layer of a model falls to the reference, which is slow and waits for the device.
+
+Layers run on the CPU while the table is asked as if they ran on a GPU: what it names is noted, and the reference
+computes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import blockscale as bs
+from blockscale import hardware, registry
+from blockscale.autograd.recipe import get_recipe
+from blockscale.hardware import Capability
+from blockscale.registry import Kernel, Request
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+TOKENS = 40
+# DeepSeek 16B's 10944, gpt-oss's 2880 and vocabularies are no multiples of 128: here by their remainders
+SIZES = ((256, 384), (192, 320), (200, 136), (96, 10))
+RECIPES = {
+    **{name: get_recipe(name) for name in ("fp8_blockwise", "mxfp8", "mxfp4", "nvfp4")},
+    "mxfp8_128x128": get_recipe("mxfp8").with_weights("mxfp8_e4m3_128x128"),
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """Operations and the backends that an H200 would serve them by."""
+    found: dict[str, set[str]] = {}
+    real, capability = registry.select, hardware.capability
+    hopper = Capability("cuda", 90)
+
+    def select(request: Request) -> Kernel:
+        found.setdefault(request.op, set()).add(f"{real(request).backend} {request}")
+        return next(row for row in registry.rows(request.op) if row.backend == "reference")
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("blockscale."):
+            if getattr(module, "select", None) is real:
+                monkeypatch.setattr(module, "select", select)
+            if getattr(module, "capability", None) is capability:
+                monkeypatch.setattr(module, "capability", lambda device: hopper)
+    return found
+
+
+def train(module: nn.Module, *inputs: torch.Tensor) -> None:
+    inputs[0].requires_grad_()
+    y = module(*inputs)
+    y.backward(torch.randn_like(y))
+
+
+def assert_served(asked: dict[str, set[str]], least: set[str]) -> None:
+    assert least <= set(asked)
+    left = sorted(text for texts in asked.values() for text in texts if text.startswith("reference"))
+    assert not left, "\n".join(left)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_linear(asked: dict[str, set[str]], name: str, sizes: tuple[int, int], bias: bool) -> None:
+    layer = bs.nn.Linear(*sizes, bias, dtype=torch.bfloat16, recipe=RECIPES[name], name="layer")
+    train(layer, torch.randn(TOKENS, sizes[0], dtype=torch.bfloat16))
+    assert_served(asked, {"gemm"})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_swiglu(asked: dict[str, set[str]], name: str, sizes: tuple[int, int]) -> None:
+    layer = bs.nn.SwiGLU(*sizes, dtype=torch.bfloat16, recipe=RECIPES[name], name="mlp")
+    train(layer, torch.randn(TOKENS, sizes[0], dtype=torch.bfloat16))
+    assert_served(asked, {"gemm", "swiglu", "swiglu_backward_both"})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_experts(asked: dict[str, set[str]], name: str, sizes: tuple[int, int], bias: bool) -> None:
+    moe = bs.nn.MoE(*sizes, 4, 2, bias, dtype=torch.bfloat16, recipe=RECIPES[name], name="moe")
+    train(moe, torch.randn(TOKENS, sizes[0], dtype=torch.bfloat16))
+    assert_served(asked, {"m_grouped", "k_grouped", "swiglu_backward_both", "combine_rows"})
