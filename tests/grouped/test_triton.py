@@ -1,5 +1,5 @@
-"""Triton's grouped products without a GPU: in the interpreter, as machine code, and what their rows take; on a GPU, what
-the tests of all rows of the table do not ask: captured graphs, wrong ends, many groups.
+"""Triton's grouped products without a GPU: in the interpreter, as machine code, and what their rows take. On a GPU,
+what the tests of all rows of the table do not ask: captured graphs, wrong ends, many groups.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def operands(
 
 @dataclass(frozen=True)
 class Code:
-    """rows: of a group, which decide on the tile.  mma: what multiplies on sm_80, sm_90 and sm_100.  spilled: bytes that
-    may be, where the assembler keeps a program more for it."""
+    """rows: of a group, which decide on the tile.  mma: what multiplies on sm_80, sm_90 and sm_100.  spilled: bytes
+    that may be, where the assembler keeps a program more for it."""
 
     pair: tuple[str, str]
     of_tokens: bool
@@ -120,7 +120,7 @@ def test_no_grouped_product_on_a_gpu_is_the_references(where: str) -> None:
 @pytest.mark.parametrize("where", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("op", ["m_grouped", "k_grouped"])
 def test_what_it_serves(op: str, where: str) -> None:
-    """Whatever torch's product cannot give: other results than bf16, what is done after the sum, FP8; NVFP4 as a whole."""
+    """Whatever torch's product cannot give: other results than bf16, what is done after the sum, FP8, NVFP4."""
     mx, nvfp4 = ("mxfp8_e4m3", "mxfp8_e4m3"), ("nvfp4", "nvfp4")
     fp8 = ("fp8_1x128", "fp8_128x128" if op == "m_grouped" else "fp8_1x128")
     assert select(request(op, mx, where)).backend == "torch"
