@@ -88,7 +88,7 @@ def main() -> int:
     bad: list[str] = []
     for what, ends, rows in patterns():
         offs = torch.tensor(ends, dtype=torch.int32)
-        for height, step in ((64, 4), (192, 4), (128, 1)):
+        for height, step in ((64, 4), (192, 4), (128, 1), (128, 128)):
             want, got = tiles(ends, rows, height, step), row_tiles(offs, rows, height, step)
             right = len(want) <= len(got) and got[: len(want)].tolist() == [list(entry) for entry in want]
             cases, counted = cases + 1, counted + len(want)

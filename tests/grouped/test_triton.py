@@ -1,0 +1,223 @@
+"""Triton's grouped products without a GPU: in the interpreter, as machine code, and what their rows take. On a GPU,
+what the tests of all rows of the table do not ask: captured graphs, wrong ends, many groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+import blockscale as bs
+import helpers
+from aot.compiled import CAN_COMPILE, Report, compiled_for, report
+from blockscale.diagnostics.quality import sqnr_db
+from blockscale.errors import BackendError
+from blockscale.formats import BlockScaled
+from blockscale.grouped import _triton
+from blockscale.grouped._reference import exact_grouped
+from blockscale.registry import Request, select
+from products import HYPOTHETICAL, SENTINEL, offsets
+
+
+@pytest.mark.slow
+def test_interpreted_products_are_exact(compared: Counter[str]) -> None:
+    cases, values, wrong = helpers.interpreted(Path(__file__).parent / "interpreted.py", "triton")
+    assert (cases >= 100, wrong) == (True, 0)
+    compared["exact grouped products, Triton in the interpreter"] += values
+
+
+# ---- machine code ----------------------------------------------------------------------------------------------------
+
+
+def operands(
+    pair: tuple[str, str], sizes: list[int], n: int, k: int, *, of_tokens: bool, device: str = "cpu"
+) -> tuple[BlockScaled, BlockScaled, Tensor]:
+    offs, rows = offsets(sizes, device), sum(sizes)
+    x, w, dy = (torch.randn(*shape, device=device).bfloat16() for shape in ((rows, k), (len(sizes), n, k), (rows, n)))
+    amax = {"amax": "group"} if pair[0] == "nvfp4" else {}
+    if of_tokens:
+        a, b = (bs.quantize(y, name, axis=-2, offs=offs, **amax).mT for y, name in zip((dy, x), pair, strict=True))
+        return a, b, offs
+    ends = {"offs": offs} if amax else {}
+    return bs.quantize(x, pair[0], **amax, **ends), bs.quantize(w, pair[1], **amax), offs
+
+
+@dataclass(frozen=True)
+class Code:
+    """rows: of a group, which decide on the tile.  mma: what multiplies on sm_80, sm_90 and sm_100.  spilled: bytes
+    that may be, where the assembler keeps a program more for it."""
+
+    pair: tuple[str, str]
+    of_tokens: bool
+    rows: int
+    mma: tuple[str, str, str]
+    spilled: int = 0
+
+
+_FP8, _UPCAST = ("HMMA", "QGMMA", "UTCQMMA"), ("HMMA", "HGMMA", "UTCHMMA")
+_CODES = [
+    Code(("fp8_1x128", "fp8_128x128"), False, 256, _FP8),
+    Code(("fp8_1x128", "fp8_128x128"), False, 20, ("HMMA",) * 3),
+    Code(("fp8_1x128", "fp8_128x128"), False, 50, _FP8, 8),
+    Code(("fp8_1x128", "fp8_1x128"), True, 256, _FP8),
+    Code(("mxfp8_e4m3", "mxfp8_e4m3"), False, 256, _UPCAST),
+    Code(("mxfp8_e4m3", "mxfp8_e4m3"), False, 50, _UPCAST),
+    Code(("mxfp8_e4m3", "mxfp8_e4m3"), False, 20, ("HMMA",) * 3, 8),
+    Code(("mxfp4", "mxfp4"), True, 256, _UPCAST),
+    Code(("nvfp4", "nvfp4_16x16"), False, 256, _UPCAST),
+    Code(("nvfp4", "nvfp4"), True, 256, _UPCAST),
+]
+
+
+def compiled(arch: int, code: Code, dtype: torch.dtype, *, bias: bool, accumulate: bool) -> Report:
+    a, b, offs = operands(code.pair, [code.rows] * 3, 512, 1024, of_tokens=code.of_tokens)
+    out = torch.empty((3, a.rows, b.rows) if code.of_tokens else (a.rows, b.rows), dtype=dtype)
+    serve = _triton.k_grouped if code.of_tokens else _triton.m_grouped
+    with compiled_for(arch) as kernels:
+        serve(a, b, offs, out, bias=torch.zeros(3, 512) if bias else None, accumulate=accumulate)
+    return report(kernels[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("code", _CODES, ids=str)
+def test_machine_code(code: Code, arch: int) -> None:
+    """The epilogue that people run: a bias, or a sum into a buffer."""
+    dtype = torch.float32 if code.of_tokens else torch.bfloat16
+    found = compiled(arch, code, dtype, bias=not code.of_tokens, accumulate=code.of_tokens)
+    assert found.spilled <= code.spilled
+    assert {name for name in found.opcodes if name.endswith("MMA")} == {code.mma[(80, 90, 100).index(arch)]}
+    assert found.opcodes["LDGSTS"] > 0, "blocks are fetched ahead"
+    assert set(found.stores) == {128}
+    assert not found.stray
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def request(op: str, pair: tuple[str, str], where: str, dtype: torch.dtype = torch.bfloat16, *options: str) -> Request:
+    return Request(op, HYPOTHETICAL[where], pair, (128, 64, 256, 4), dtype, (), frozenset(options))
+
+
+@pytest.mark.parametrize("where", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_no_grouped_product_on_a_gpu_is_the_references(where: str) -> None:
+    """Which reads the ends of groups on the host."""
+    for op, pairs in (("m_grouped", _triton.M_PAIRS), ("k_grouped", _triton.K_PAIRS)):
+        for pair in pairs:
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                for options in ((), ("accumulate",), ("strided",), *([("bias",)] if op == "m_grouped" else [])):
+                    assert select(request(op, pair, where, dtype, *options)).backend != "reference"
+
+
+@pytest.mark.parametrize("where", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("op", ["m_grouped", "k_grouped"])
+def test_what_it_serves(op: str, where: str) -> None:
+    """Whatever torch's product cannot give: other results than bf16, what is done after the sum, FP8, NVFP4."""
+    mx, nvfp4 = ("mxfp8_e4m3", "mxfp8_e4m3"), ("nvfp4", "nvfp4")
+    fp8 = ("fp8_1x128", "fp8_128x128" if op == "m_grouped" else "fp8_1x128")
+    assert select(request(op, mx, where)).backend == "torch"
+    for asked in (
+        request(op, mx, where, torch.float32),
+        request(op, mx, where, torch.float16),
+        request(op, mx, where, torch.float32, "accumulate"),
+        request(op, nvfp4, where),
+    ):
+        assert select(asked).backend == "triton"
+    assert select(request(op, fp8, where)).backend == ("hopper" if where == "sm_90" else "triton")
+    assert select(request(op, fp8, where, torch.bfloat16, "strided")).backend == "triton"
+
+
+def test_experts_with_scales_of_rows_are_multiplied_on_hopper() -> None:
+    assert select(request("m_grouped", ("fp8_1x128", "fp8_1x128"), "sm_90")).backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "reason"),
+    [
+        ("m_grouped", (128, 64, 0, 4), "takes no empty operands"),
+        ("k_grouped", (128, 64, 131072, 1025), "at most 1024 groups, these are 1025"),
+    ],
+)
+def test_what_it_refuses(op: str, shape: tuple[int, ...], reason: str) -> None:
+    asked = Request(op, HYPOTHETICAL["sm_90"], ("mxfp4", "mxfp4"), shape, torch.bfloat16)
+    with bs.use_backend(**{op: "triton"}), pytest.raises(BackendError, match=reason):
+        select(asked)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+_PAIRS = [(False, "fp8_1x128", "fp8_128x128"), (False, "nvfp4", "nvfp4"), (False, "mxfp8_e4m3", "mxfp4")]
+_PAIRS += [(True, "fp8_1x128", "fp8_1x128"), (True, "nvfp4", "nvfp4"), (True, "mxfp4", "mxfp4")]
+on_gpu = pytest.mark.parametrize(("of_tokens", "first", "second"), _PAIRS)
+
+
+def is_right(got: Tensor, want: Tensor) -> bool:
+    """By the gate of FP8 units, which is the wider one; where nothing is summed it must be zero."""
+    inside = (want != 0).any(-1)
+    if not inside.any():
+        return bool((got == 0).all())
+    return bool((got[~inside] == 0).all()) and sqnr_db(want, got).item() > 77.0
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_graph_serves_any_groups(of_tokens: bool, first: str, second: str) -> None:
+    """Captured once, replayed with other ends: sizes of groups are read on the device, and no host waits for them."""
+    patterns = [[100, 200, 217, 0], [0, 0, 0, 517], [517, 0, 0, 0], [1, 300, 15, 201]]
+    made = [operands((first, second), sizes, 272, 336, of_tokens=of_tokens, device="cuda") for sizes in patterns]
+    a, b, offs = made[0]
+    total = torch.zeros(exact_grouped(a, b, offs).shape, device="cuda")
+    with bs.use_backend(m_grouped="triton", k_grouped="triton"):
+        bs.scaled_grouped_mm(a, b, offs, accumulate=total)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.graph(graph):
+                bs.scaled_grouped_mm(a, b, offs, accumulate=total)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for left, right, ends in made:
+        for held, other in ((a, left), (b, right)):
+            held.data.view(torch.uint8).copy_(other.data.view(torch.uint8))
+            held.scale.view(torch.uint8).copy_(other.scale.view(torch.uint8))
+            if held.global_scale is not None and other.global_scale is not None:
+                held.global_scale.copy_(other.global_scale)
+        offs.copy_(ends)
+        total.zero_()
+        graph.replay()
+        assert is_right(total, exact_grouped(left, right, ends))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("ends", [[100, 900, 950], [300, 100, 400], [2**31 - 1, 5, 5], [-7, 200, -1]])
+def test_wrong_ends_write_nothing_outside(of_tokens: bool, first: str, second: str, ends: list[int]) -> None:
+    """Ends that descend or lie past the rows: nobody could tell without waiting for the device."""
+    a, b, offs = operands((first, second), [100, 117, 100], 144, 272, of_tokens=of_tokens, device="cuda")
+    shape = exact_grouped(a, b, offs).shape
+    frame = torch.full((*shape[:-2], shape[-2] + 2, shape[-1] + 2), SENTINEL, device="cuda")
+    inside = frame[..., 1:-1, 1:-1]
+    inside.zero_()
+    with bs.use_backend(m_grouped="triton", k_grouped="triton"):
+        bs.scaled_grouped_mm(a, b, torch.tensor(ends, dtype=torch.int32, device="cuda"), accumulate=inside)
+    inside.fill_(SENTINEL)
+    assert bool((frame == SENTINEL).all())
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_1024_groups(of_tokens: bool, first: str, second: str) -> None:
+    sizes = torch.randint(0, 20, (1024,), generator=torch.Generator().manual_seed(1)).tolist()
+    a, b, offs = operands((first, second), sizes, 64, 128, of_tokens=of_tokens, device="cuda")
+    with bs.use_backend(m_grouped="triton", k_grouped="triton"):
+        got = bs.scaled_grouped_mm(a, b, offs, torch.float32)
+    assert is_right(got, exact_grouped(a, b, offs))
