@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from . import goals
+from .goals import Goal
 from .layer_peers import BF16, COMPILED, MAIN_GRAD, PER_STEP, TORCHAO
 from .report_gemm import shown_peers
 from .store import Row
@@ -151,38 +152,9 @@ def _host(row: Row) -> str:
 # ---- goals -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What layers are meant to reach: the rows that it is about, the figure of each, and whether it is enough.
-
-    command: what `blockscale bench` runs for it.
-    """
-
-    what: str
-    goal: str
-    command: str
-    about: Callable[[Row], bool]
-    figure: Callable[[Row], float | None]
-    met: Callable[[float], bool]
-    unit: str = "x"
-
-
 def goals_table(rows: Sequence[Row]) -> str:
     """Every goal whose rows are stored."""
-    timed = [row for row in rows if row.suite in SUITES and row.us is not None]
-    lines = [line for goal in GOALS if (line := _line(goal, timed)) is not None]
-    return table(["goal", "figure", "met", "commit", "command"], lines) if lines else EMPTY
-
-
-def _line(goal: Goal, rows: Sequence[Row]) -> list[str] | None:
-    mine = [(row, figure) for row in rows if goal.about(row) and (figure := goal.figure(row)) is not None]
-    if not mine:
-        return None
-    low, high = (f"{pick(figure for _, figure in mine):.{2 if goal.unit == 'x' else 0}f}" for pick in (min, max))
-    text = f"{low}{goal.unit}" if low == high else f"{low} to {high}{goal.unit}"
-    commits = ", ".join(dict.fromkeys(str(row.where.get("commit")) for row, _ in mine))
-    met = all(goal.met(figure) for _, figure in mine)
-    return [f"{goal.what}: {goal.goal}", text, "yes" if met else "no", commits, f"`blockscale bench {goal.command}`"]
+    return goals.goals_table(GOALS, [row for row in rows if row.suite in SUITES and row.us is not None])
 
 
 _DEEPSEEK = "DeepSeek-V3 671B"
