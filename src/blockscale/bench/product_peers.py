@@ -31,7 +31,7 @@ def peers(request: Request, names: frozenset[str], *, compiling: bool) -> Mappin
     """The named peers of a product; compiling: whether torchao's, which compile for each N and K, take part."""
     found: dict[str, Peer | str] = {}
     if "rows" in names:
-        found |= table_rows(request, multiply)
+        found |= table_rows(request)
         if "accumulate" in request.options:
             found["to bf16"] = judged(lambda o: scaled_mm(o.a, o.b), gate_db(request.formats[0], torch.bfloat16))
     if "bf16" in names:
@@ -53,8 +53,8 @@ def judged(run: Callable[..., Tensor], gate: float, note: str = "") -> Peer:
 # our own table
 
 
-def table_rows(request: Request, multiply: Callable[..., Tensor]) -> dict[str, Peer | str]:
-    """Every backend but the one that is selected, or why it does not take part.  multiply: ours, by any of them."""
+def table_rows(request: Request, run: Callable[..., Tensor] = multiply) -> dict[str, Peer | str]:
+    """Every backend but the one that is selected, or why it does not take part.  run: ours, by whom is selected."""
     taken, gate = select(request).backend, gate_db(request.formats[0], request.dtype)
     found: dict[str, Peer | str] = {}
     for backend in dict.fromkeys(row.backend for row in rows(request.op)):
@@ -66,7 +66,7 @@ def table_rows(request: Request, multiply: Callable[..., Tensor]) -> dict[str, P
         elif backend == "reference" and request.capability.device == "cuda":
             found[ROW + backend] = "not run: it is made to be exact, and takes many times longer"
         else:
-            found[ROW + backend] = judged(by_backend(request.op, backend, multiply), gate)
+            found[ROW + backend] = judged(by_backend(request.op, backend, run), gate)
     return found
 
 
@@ -85,14 +85,14 @@ def refusal(request: Request, backend: str) -> str | None:
     return min(refused)[1]
 
 
-def by_backend(op: str, backend: str, multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def by_backend(op: str, backend: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Ours, by the row that is named."""
 
-    def run(operands: Operands) -> Tensor:
+    def demanded(operands: Operands) -> Tensor:
         with use_backend(**{op: backend}):
-            return multiply(operands)
+            return run(operands)
 
-    return run
+    return demanded
 
 
 # torch
