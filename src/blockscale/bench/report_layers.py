@@ -58,7 +58,8 @@ def _timed(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.suite in SUITES and row.group != GROUPS[-1]]
 
 
-def _times(value: float | None) -> str:
+def times(value: float | None) -> str:
+    """A ratio, or a dash."""
     return "-" if value is None else f"{value:.2f}x"
 
 
@@ -75,10 +76,10 @@ def _main_cells(row: Row) -> list[str]:
     return [
         _milliseconds(plain),
         _milliseconds(row.us),
-        _times(speedup(row)),
-        _times(roof_speedup(row)),
+        times(speedup(row)),
+        times(roof_speedup(row)),
         _percent(share(row)),
-        _times(_torchao_speedup(row)),
+        times(_torchao_speedup(row)),
     ]
 
 
@@ -120,7 +121,7 @@ def long_table(rows: Sequence[Row]) -> str:
     parts = [provenance([*mine, *hosts])]
     for group, recipe in dict.fromkeys((row.group, row.format) for row in mine):
         members = [row for row in mine if (row.group, row.format) == (group, recipe)]
-        parts.append(f"**{group}, {recipe}**\n\n" + _long(members))
+        parts.append(f"**{group}, {recipe}**\n\n" + layers_table(members))
     if hosts:
         lines = [[row.format, number(row.us), number(row.peers.get(HOST, {}).get("us")), _host(row)] for row in hosts]
         head = ["recipe", "µs", f"{HOST}, µs", "times"]
@@ -128,7 +129,8 @@ def long_table(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def _long(rows: Sequence[Row]) -> str:
+def layers_table(rows: Sequence[Row]) -> str:
+    """Layers with all that is known of them."""
     peers = [name for name in shown_peers(rows) if name != BF16]
     head = ["layer", "M", *_HEAD, "of nominal", "TFLOP/s", "dB y, dX, dW", "kept for backward", *peers]
     lines = [[layer(row), str(row.shape[0]), *_cells(row, _main_cells), *_rest(row, peers)] for row in rows]
@@ -137,16 +139,16 @@ def _long(rows: Sequence[Row]) -> str:
 
 def _rest(row: Row, peers: Sequence[str]) -> list[str]:
     db = ", ".join(number(row.details.get(f"{name}_db")) for name in ("y", "dx", "dw"))
-    memory = f"{_times(kept(row, 'blockscale'))}, {_times(kept(row, PER_STEP))} per step"
+    memory = f"{times(kept(row, 'blockscale'))}, {times(kept(row, PER_STEP))} per step"
     if kept(row, PER_STEP) is None:
-        memory = _times(kept(row, "blockscale"))
-    beside = [_times(row.peers.get(name, {}).get("ratio")) for name in peers]
+        memory = times(kept(row, "blockscale"))
+    beside = [times(row.peers.get(name, {}).get("ratio")) for name in peers]
     return [_percent(share(row, "nominal_")), number(row.tflop_s, 0), db, memory, *beside]
 
 
 def _host(row: Row) -> str:
     ratio = speedup(row, HOST)
-    return _times(1 / ratio if ratio else None)
+    return times(1 / ratio if ratio else None)
 
 
 # ---- goals -----------------------------------------------------------------------------------------------------------

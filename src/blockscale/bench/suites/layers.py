@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...autograd.recipe import PRODUCTS, Recipe, get_recipe
 from ...hardware import Capability, capability, gpu_name
-from ...registry import Request, select
+from ...registry import Request, would_serve
 from ...roofline import BF16, NOMINAL, CostOf, Use, architecture_of, machine_of
 from .. import ceilings
 from ..harness import Args, Case, Verdict, failure
@@ -75,7 +75,7 @@ def backends(
             if groups is not None:
                 op, shape = "k_grouped" if name == "wgrad" else "m_grouped", (*size, groups)
             request = Request(op, device, (product.a.format, product.b.format), shape, torch.bfloat16)
-            found[select(request).backend] = None
+            found[would_serve(request).backend] = None
     return ", ".join(found)
 
 
