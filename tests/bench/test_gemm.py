@@ -148,7 +148,8 @@ def test_every_other_backend_of_the_table_is_a_peer():
 def test_judged_rows_are_those_of_the_whole(name: str):
     q = bs.quantize(torch.randn(40, 256), name)
     index = torch.tensor([0, 3, 39])
-    assert torch.equal(bs.gemm.exact_mm(products.take_rows(q, index), q), bs.gemm.exact_mm(q, q)[index])
+    got, want = bs.gemm.exact_mm(products.take_rows(q, index), q), bs.gemm.exact_mm(q, q)[index]
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-12)  # the order of sums depends on the shape
 
 
 def test_the_last_row_is_judged():

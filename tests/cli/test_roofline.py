@@ -10,13 +10,14 @@ import torch
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
+from blockscale.autograd.recipe import get_recipe
 from blockscale.bench import ceilings as bench_ceilings
 from blockscale.bench import linears
 from blockscale.bench.linears import Measured
 from blockscale.bench.shapes import MODELS
 from blockscale.cli import roofline as command
 from blockscale.cli.main import main
-from blockscale.roofline import Use, ceilings, nominal
+from blockscale.roofline import MEASURED, Use, advise, ceilings, nominal, swiglu_cost
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,22 @@ def test_gated_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert "up fprop" in text
 
 
+def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(said(capsys, "experts", "--machine", "h200", "--recipes", "fp8_blockwise", "--advise").split())
+    assert "DeepSeek-V3 671B, 8 for each token of 256 experts with 128 rows each, 4,096 tokens" in text
+    assert "up cast w" in text
+    assert "worth converting from so many tokens per expert on" in text
+    found = advise(7168, 2048, get_recipe("fp8_blockwise").formats(), MEASURED["h200"], cost=swiglu_cost)
+    assert f"7168 -> 2048 {found} (" in text
+    words = ("experts", "--model", "deepseek-v3", "--machine", "h200", "--recipes", "fp8_blockwise")
+    shard = " ".join(said(capsys, *words, "--experts", "8").split())
+    assert "8 experts with 4,096 rows each" in shard
+    given = " ".join(said(capsys, "experts", "--shapes", "2048,7168", "--experts", "8", "--tokens", "32768").split())
+    assert "given experts, 8 experts with 4,096 rows each" in given
+    time = next(part for part in given.split("fp8_blockwise ")[1:]).split()[0]
+    assert f"fp8_blockwise {time} " in shard, "the same rows on the same experts"
+
+
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
@@ -86,6 +103,11 @@ def test_gated_units(capsys: pytest.CaptureFixture[str]) -> None:
         (["--machine", "h300"], "unknown machine 'h300'", "did you mean"),
         (["--recipes", "fp9"], "unknown recipe 'fp9'", "did you mean mxfp4"),
         (["mlp", "--model", "gpt-oss"], "gpt-oss without a gated unit", "--model llama3-8b"),
+        (["experts", "--model", "llama3-8b"], "unknown model 'llama3-8b'", "did you mean Llama-4 Scout"),
+        (["experts", "--shapes", "2048,7168"], "shapes of experts without their number", "--experts 8"),
+        (["experts", "--experts", "0"], "experts=0", "pass 1 or more"),
+        (["mlp", "--experts", "8"], "--experts with mlp", "blockscale roofline experts"),
+        (["experts", "--plot", "picture.png"], "--plot of experts", "roofline linear"),
         (["--plot", "picture.gif"], "a picture named picture.gif", "picture.png"),
         (["mlp", "--plot", "picture.png"], "--plot of mlp", "roofline linear"),
     ],

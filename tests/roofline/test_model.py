@@ -271,3 +271,55 @@ def test_mistakes_are_explained() -> None:
         Use(microbatches=0)
     with pytest.raises(UnknownNameError, match="unknown weight cast"):
         Use(weight_cast="never")  # pyright: ignore[reportArgumentType]
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_grouped_linear_by_hand() -> None:
+    """256 rows on 4 experts, 1024 -> 2048: 262,144 inputs, 8,388,608 weights, 524,288 outputs."""
+    found = bytes_of(linear_cost(256, 1024, 2048, FP8, H200, experts=4))
+    x, dy = 262_144 + 8_192, 524_288 + 16_384  # four bytes for 128 values
+    w = 8_388_608 + 2_048  # and for 16,384
+    assert found == {
+        "cast x": 2 * 262_144 + 2 * x,
+        "cast w": 2 * 8_388_608 + 2 * w,
+        "fprop": x + w + 2 * 524_288,
+        "cast dy": 2 * 524_288 + 2 * dy,
+        "dgrad": dy + w + 2 * 262_144,
+        "wgrad": dy + x + 2 * 8_388_608,
+    }
+    flops = [step.flops for step in linear_cost(256, 1024, 2048, FP8, H200, experts=4).steps if step.flops]
+    assert flops == [2 * 256 * 1024 * 2048] * 3, "a row meets one expert only"
+
+
+def test_experts_without_rows_are_cast_but_not_multiplied() -> None:
+    few = bytes_of(linear_cost(2, 128, 256, BF16, H200, Use(bias=True), experts=8))
+    weight = 2 * 128 * 256
+    assert few["fprop"] == 2 * weight + 2 * (2 * 128 + 2 * 256) + 2 * 2 * 256
+    assert few["dgrad"] == 2 * weight + 2 * (2 * 128 + 2 * 256)
+    assert few["wgrad"] == 8 * weight + 2 * (2 * 128 + 2 * 256)
+    assert few["bias grad"] == 2 * 2 * 256 + 8 * 2 * 256
+    low = bytes_of(linear_cost(2, 128, 256, FP8, H200, experts=8))
+    assert low["cast w"] == 8 * bytes_of(linear_cost(2, 128, 256, FP8, H200))["cast w"]
+
+
+@pytest.mark.parametrize(
+    "use", [TRAINING, INFERENCE, Use(microbatches=8, weight_cast="step", accumulate=True)], ids=str
+)
+@pytest.mark.parametrize("name", ["bf16", "fp8_blockwise", "mxfp8", "nvfp4"])
+def test_experts_cost_as_much_as_each_by_itself(name: str, use: Use) -> None:
+    """So what pays for one pays for all: `advise` counts the tokens of one expert."""
+    formats = get_recipe(name).formats()
+    for cost in (linear_cost, swiglu_cost):
+        one, all_of_them = (
+            cost(300, 1024, 512, formats, H200, use),
+            cost(4800, 1024, 512, formats, H200, use, experts=16),
+        )
+        assert all_of_them.seconds == pytest.approx(16 * one.seconds, rel=1e-12)
+        assert all_of_them.flops == 16 * one.flops
+
+
+def test_a_layer_without_experts_is_refused() -> None:
+    with pytest.raises(OptionError, match="0 experts"):
+        linear_cost(256, 128, 128, FP8, H200, experts=0)

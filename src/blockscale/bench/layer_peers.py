@@ -24,7 +24,7 @@ MAIN_GRAD = "fp32 main_grad"
 # a product in bf16 has 56 dB, and an MLP is several roundings
 BF16_DB = 45.0
 # the same formats as ours, with scales rounded otherwise
-_NEAR_DB = 0.2
+NEAR_DB = 0.2
 _BLOCK = 128
 
 Judge = Callable[[Batch, Results], tuple[float, ...]]
@@ -34,6 +34,15 @@ def compiled(way: Way, *, fullgraph: bool = False) -> Way:
     """The same through torch.compile for one shape."""
     compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=False)
     return replace(way, compile=compile)  # pyright: ignore[reportArgumentType]
+
+
+def trained(way: Way, judge: Judge, gate: float | None, note: str = "", *, microbatches: int = 1) -> Peer:
+    """Another way with the same layer.  gate: what it must reach, None if that is its own matter."""
+
+    def accuracy(batch: Batch) -> float:
+        return min(judge(batch, take(way, batch)))
+
+    return Peer(functools.partial(step, way, microbatches), note=note, gate_db=gate, accuracy=accuracy)
 
 
 def peers(
@@ -55,10 +64,7 @@ def peers(
     """
 
     def peer(way: Way, gate: float | None, note: str = "") -> Peer:
-        def accuracy(batch: Batch) -> float:
-            return min(judge(batch, take(way, batch)))
-
-        return Peer(functools.partial(step, way, microbatches), note=note, gate_db=gate, accuracy=accuracy)
+        return trained(way, judge, gate, note, microbatches=microbatches)
 
     def with_compiled(name: str, way: Way, gate: float | None, note: str = "") -> dict[str, Peer | str]:
         found: dict[str, Peer | str] = {name: peer(way, gate, note)}
@@ -80,7 +86,7 @@ def peers(
         elif not blockwise:
             found[TORCHAO] = NOT_COMPILED
         else:
-            found |= with_compiled(TORCHAO, Way(each(_blockwise)), gate_db - _NEAR_DB, "Float8BlockwiseLinear")
+            found |= with_compiled(TORCHAO, Way(each(_blockwise)), gate_db - NEAR_DB, "Float8BlockwiseLinear")
     if "rowwise" in names and "compile" in names:
         rowwise = peer(compiled(Way(each(_rowwise))), None, "torchao.float8, recipe rowwise")
         found[f"rowwise {COMPILED}"] = rowwise if compiling else NOT_COMPILED

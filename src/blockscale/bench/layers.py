@@ -89,7 +89,7 @@ class Batch:
 
     def another(self) -> Batch:
         """Other values for the same layer."""
-        x, dy = (_normal(tuple(tensor.shape), tensor.device) for tensor in (self.x, self.dy))
+        x, dy = (normal(tuple(tensor.shape), tensor.device) for tensor in (self.x, self.dy))
         return replace(self, x=x.requires_grad_(), dy=dy)
 
 
@@ -103,16 +103,16 @@ class Results(NamedTuple):
 
 def make_batch(plain: Module, tokens: int, features: tuple[int, int], device: torch.device) -> Batch:
     """A layer with its first input set of normal values."""
-    x, dy = (_normal((tokens, size), device) for size in features)
+    x, dy = (normal((tokens, size), device) for size in features)
     return Batch(Forms(plain), x.requires_grad_(), dy)
 
 
 def normal_linear(in_features: int, out_features: int, device: torch.device, *, bias: bool = False) -> torch.nn.Linear:
     """A layer in bf16 with normal weights: accuracy is stated for those."""
     layer = torch.nn.Linear(in_features, out_features, bias=bias, device="meta")
-    layer.weight = Parameter(_normal((out_features, in_features), device) * in_features**-0.5)
+    layer.weight = Parameter(normal((out_features, in_features), device) * in_features**-0.5)
     if bias:
-        layer.bias = Parameter(_normal((out_features,), device))
+        layer.bias = Parameter(normal((out_features,), device))
     return layer
 
 
@@ -132,7 +132,7 @@ def our_linear(recipe: Recipe) -> Build:
     return build
 
 
-def _normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
+def normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """bf16; on a CPU its values in fp32, since many have no units for bf16 and take a hundred times longer."""
     values = random(shape, device)
     return values if values.is_cuda else values.float()
@@ -162,6 +162,13 @@ def infer(way: Way, batch: Batch) -> Tensor:
     """A forward alone; `cast_weights` comes before the first."""
     with torch.no_grad():
         return batch.forms.of(way).call(batch.x)
+
+
+def infer_again(way: Way, batch: Batch) -> Results:
+    """A forward alone, with weights that are cast before; its gradients are empty."""
+    cast_weights(way, batch)
+    y = infer(way, batch)
+    return Results(y, y.new_empty(0), [])
 
 
 def _clear(form: Form) -> None:

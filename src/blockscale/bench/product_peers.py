@@ -21,8 +21,6 @@ ALL_PEERS = frozenset({"rows", "bf16", "rowwise", "torchao"})
 FAST = "rowwise fast"
 ROW = "row "
 
-Multiply = Callable[[Operands], Tensor]
-
 
 def multiply(operands: Operands) -> Tensor:
     """Ours, by whom the registry selects."""
@@ -35,7 +33,7 @@ def peers(request: Request, names: frozenset[str], *, compiling: bool) -> Mappin
     if "rows" in names:
         found |= table_rows(request)
         if "accumulate" in request.options:
-            found["to bf16"] = _judged(lambda o: scaled_mm(o.a, o.b), gate_db(request.formats[0], torch.bfloat16))
+            found["to bf16"] = judged(lambda o: scaled_mm(o.a, o.b), gate_db(request.formats[0], torch.bfloat16))
     if "bf16" in names:
         found["bf16"] = Peer(plain, accuracy=lambda o: o.plain_accuracy(plain))
     if "rowwise" in names:
@@ -47,7 +45,7 @@ def peers(request: Request, names: frozenset[str], *, compiling: bool) -> Mappin
     return found
 
 
-def _judged(run: Multiply, gate: float, note: str = "") -> Peer:
+def judged(run: Callable[..., Tensor], gate: float, note: str = "") -> Peer:
     """A peer that multiplies our operands."""
     return Peer(run, note=note, gate_db=gate, accuracy=lambda operands: operands.accuracy(run))
 
@@ -55,11 +53,11 @@ def _judged(run: Multiply, gate: float, note: str = "") -> Peer:
 # our own table
 
 
-def table_rows(request: Request) -> dict[str, Peer | str]:
-    """Every backend but the one that is selected, or why it does not take part."""
+def table_rows(request: Request, run: Callable[..., Tensor] = multiply) -> dict[str, Peer | str]:
+    """Every backend but the one that is selected, or why it does not take part.  run: ours, by whom is selected."""
     taken, gate = select(request).backend, gate_db(request.formats[0], request.dtype)
     found: dict[str, Peer | str] = {}
-    for backend in dict.fromkeys(row.backend for row in rows("gemm")):
+    for backend in dict.fromkeys(row.backend for row in rows(request.op)):
         if backend == taken:
             continue
         refused = refusal(request, backend)
@@ -68,7 +66,7 @@ def table_rows(request: Request) -> dict[str, Peer | str]:
         elif backend == "reference" and request.capability.device == "cuda":
             found[ROW + backend] = "not run: it is made to be exact, and takes many times longer"
         else:
-            found[ROW + backend] = _judged(functools.partial(multiply_by, backend), gate)
+            found[ROW + backend] = judged(by_backend(request.op, backend, run), gate)
     return found
 
 
@@ -87,10 +85,14 @@ def refusal(request: Request, backend: str) -> str | None:
     return min(refused)[1]
 
 
-def multiply_by(backend: str, operands: Operands) -> Tensor:
+def by_backend(op: str, backend: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Ours, by the row that is named."""
-    with use_backend(gemm=backend):
-        return multiply(operands)
+
+    def demanded(operands: Operands) -> Tensor:
+        with use_backend(**{op: backend}):
+            return run(operands)
+
+    return demanded
 
 
 # torch
@@ -132,4 +134,4 @@ def _torchao_peer(request: Request, *, compiling: bool) -> Peer | str:
         scale_a, scale_b = operands.roomy_scales
         return product(operands.a.data, operands.b.data.mT, scale_a, scale_b, 128, torch.bfloat16)
 
-    return _judged(run, gate_db(request.formats[0], torch.bfloat16), name)
+    return judged(run, gate_db(request.formats[0], torch.bfloat16), name)

@@ -50,8 +50,20 @@ class Operands:
     @functools.cached_property
     def judged(self) -> Tensor:
         """Indices of the rows that are compared with the exact product."""
-        rows = self.x.shape[0]
-        return torch.linspace(0, rows - 1, min(rows, ROWS), device=self.x.device, dtype=torch.float64).round().long()
+        return spread(self.x.shape[0], ROWS, self.x.device)
+
+    @property
+    def how(self) -> str:
+        """What of a product is compared with the exact one."""
+        return f"{len(self.judged)} rows"
+
+    def some(self, out: Tensor) -> Tensor:
+        """What is compared, of a product."""
+        return out[self.judged]
+
+    def unchanged(self, out: Tensor) -> Tensor:
+        """Flags of values that are still zero, where the product was added to zeros."""
+        return out == 0
 
     @functools.cached_property
     def exact(self) -> Tensor:
@@ -76,7 +88,7 @@ class Operands:
 
     def accuracy(self, run: Callable[[Operands], Tensor]) -> float:
         """SQNR of a way to multiply a and b."""
-        return sqnr_db(self.exact, run(self.fresh())[self.judged])
+        return sqnr_db(self.exact, self.some(run(self.fresh())))
 
     def rowwise_accuracy(self, run: Callable[[Operands], Tensor]) -> float:
         """SQNR of a way to multiply the rowwise operands."""
@@ -95,6 +107,15 @@ def make_operands(product: Product, formats: tuple[str, str], device: torch.devi
     x, w = random((m, k), device), random((n, k), device)
     acc = torch.zeros(m, n, device=device) if accumulate else None
     return Operands(x, w, quantize(x, formats[0]), quantize(w, formats[1]), acc)
+
+
+def spread(count: int, most: int, device: torch.device) -> Tensor:
+    """Indices from the first to the last of so many.
+
+    >>> spread(9, 3, torch.device("cpu")).tolist()
+    [0, 4, 8]
+    """
+    return torch.linspace(0, count - 1, min(count, most), device=device, dtype=torch.float64).round().long()
 
 
 def _with_room(scale: Tensor) -> Tensor:
@@ -118,8 +139,8 @@ def _take(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 codes with one fp32 scale per row: [rows, K] and [rows, 1]."""
-    scale = x.abs().amax(1, keepdim=True).float() / 448
+    """E4M3 codes with one fp32 scale per row: [.., rows, K] and [.., rows, 1]."""
+    scale = x.abs().amax(-1, keepdim=True).float() / 448
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
@@ -152,7 +173,7 @@ def judge(run: Callable[[Operands], Tensor], operands: Operands) -> Verdict:
 
     A kernel that raises is as wrong as any other, and the rest of a long run goes on.
     """
-    how = f"{len(operands.judged)} rows against the exact product, all values in two runs"
+    how = f"{operands.how} against the exact product, all values in two runs"
     try:
         problems, db = _problems(run, operands)
     except Exception as error:
@@ -175,8 +196,8 @@ def _problems(run: Callable[[Operands], Tensor], operands: Operands) -> tuple[li
         _below(db, operands.a.format, second.dtype, "the product"),
     ]
     if operands.acc is not None:
-        problems.append(_count(second == 0, "values were not added to"))
-        twice = run(replace(operands, acc=first))[operands.judged]
+        problems.append(_count(operands.unchanged(second), "values were not added to"))
+        twice = operands.some(run(replace(operands, acc=first)))
         problems.append(_below(sqnr_db(2 * operands.exact, twice), operands.a.format, twice.dtype, "a second sum"))
     return problems, db
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import report_bars, report_gemm, report_layers
+from . import report_bars, report_gemm, report_layers, report_moe
 from .shapes import MAIN, MODELS, text
 from .store import Row, read
 from .tables import EMPTY, label, number, peer, provenance, spread, table
@@ -18,11 +18,11 @@ from .tables import EMPTY, label, number, peer, provenance, spread, table
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/images/casts.svg")
 PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
-SUITES = ("casts", "gemm", "linear", "mlp", "dispatch")
+SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch")
 PEERS = ("eager", "compile", "torchao", "unfused")
 GROUPS = (
     "one operand", "both operands", "expert weights", "FP4, amax given", "NVFP4, own amax", "dequantize", "fused",
-    *report_gemm.GROUPS, *report_layers.GROUPS,
+    *report_gemm.GROUPS, *report_layers.GROUPS, *report_moe.GROUPS,
 )  # fmt: skip
 
 
@@ -33,8 +33,8 @@ def load(folder: Path) -> list[Row]:
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By group, of products by kind, of layers by recipe and model, then by shape: rows of one suite may have been
-    measured in several runs."""
+    """By group, of products by kind, of layers by recipe and model, of experts by name, then by shape: rows of one
+    suite may have been measured in several runs."""
 
     def place(row: Row) -> tuple[int, str, list[int]]:
         group = GROUPS.index(row.group) if row.group in GROUPS else len(GROUPS)
@@ -42,6 +42,8 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
         if row.suite in report_layers.SUITES:
             model = next((index for index, name in enumerate(MODELS) if name in row.case), len(MODELS))
             kind = f"{row.format} {model}"
+        if row.suite == report_moe.SUITE:
+            kind = report_moe.place(row)
         return group, kind, row.shape
 
     return sorted(rows, key=place)
@@ -149,6 +151,9 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "layers": report_layers.long_table,
     "layers-summary": report_layers.summary_table,
     "layers-goals": report_layers.goals_table,
+    "moe": report_moe.long_table,
+    "moe-linear": report_moe.linear_table,
+    "moe-goals": report_moe.goals_table,
     "dispatch": dispatch_table,
 }
 

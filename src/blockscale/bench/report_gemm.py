@@ -53,14 +53,18 @@ def long_table(rows: Sequence[Row]) -> str:
         return EMPTY
     parts = [provenance(mine), *_choices(mine)]
     for group in dict.fromkeys(row.group for row in mine):
-        members = [row for row in mine if row.group == group]
-        peers = shown_peers(members)
-        head = [
-            "product", "M x N x K", "µs", "spread", "TFLOP/s", "GB/s", "% of bound", "dB", "MHz", "W", "by",
-            "bf16, TFLOP/s", *peers,
-        ]  # fmt: skip
-        parts.append(f"**{group}**\n\n" + table(head, [_cells(row, peers) for row in members]))
+        parts.append(f"**{group}**\n\n" + products_table([row for row in mine if row.group == group]))
     return "\n\n".join(parts)
+
+
+def products_table(rows: Sequence[Row]) -> str:
+    """Products with all that is known of them."""
+    peers = shown_peers(rows)
+    head = [
+        "product", "M x N x K", "µs", "spread", "TFLOP/s", "GB/s", "% of bound", "dB", "MHz", "W", "by",
+        "bf16, TFLOP/s", *peers,
+    ]  # fmt: skip
+    return table(head, [_cells(row, peers) for row in rows])
 
 
 def _cells(row: Row, peers: Sequence[str]) -> list[str]:

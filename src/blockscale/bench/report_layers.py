@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from . import goals
+from .goals import Goal
 from .layer_peers import BF16, COMPILED, MAIN_GRAD, PER_STEP, TORCHAO
 from .report_gemm import shown_peers
 from .store import Row
@@ -57,7 +58,8 @@ def _timed(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.suite in SUITES and row.group != GROUPS[-1]]
 
 
-def _times(value: float | None) -> str:
+def times(value: float | None) -> str:
+    """A ratio, or a dash."""
     return "-" if value is None else f"{value:.2f}x"
 
 
@@ -74,10 +76,10 @@ def _main_cells(row: Row) -> list[str]:
     return [
         _milliseconds(plain),
         _milliseconds(row.us),
-        _times(speedup(row)),
-        _times(roof_speedup(row)),
+        times(speedup(row)),
+        times(roof_speedup(row)),
         _percent(share(row)),
-        _times(_torchao_speedup(row)),
+        times(_torchao_speedup(row)),
     ]
 
 
@@ -119,7 +121,7 @@ def long_table(rows: Sequence[Row]) -> str:
     parts = [provenance([*mine, *hosts])]
     for group, recipe in dict.fromkeys((row.group, row.format) for row in mine):
         members = [row for row in mine if (row.group, row.format) == (group, recipe)]
-        parts.append(f"**{group}, {recipe}**\n\n" + _long(members))
+        parts.append(f"**{group}, {recipe}**\n\n" + layers_table(members))
     if hosts:
         lines = [[row.format, number(row.us), number(row.peers.get(HOST, {}).get("us")), _host(row)] for row in hosts]
         head = ["recipe", "µs", f"{HOST}, µs", "times"]
@@ -127,7 +129,8 @@ def long_table(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def _long(rows: Sequence[Row]) -> str:
+def layers_table(rows: Sequence[Row]) -> str:
+    """Layers with all that is known of them."""
     peers = [name for name in shown_peers(rows) if name != BF16]
     head = ["layer", "M", *_HEAD, "of nominal", "TFLOP/s", "dB y, dX, dW", "kept for backward", *peers]
     lines = [[layer(row), str(row.shape[0]), *_cells(row, _main_cells), *_rest(row, peers)] for row in rows]
@@ -136,53 +139,24 @@ def _long(rows: Sequence[Row]) -> str:
 
 def _rest(row: Row, peers: Sequence[str]) -> list[str]:
     db = ", ".join(number(row.details.get(f"{name}_db")) for name in ("y", "dx", "dw"))
-    memory = f"{_times(kept(row, 'blockscale'))}, {_times(kept(row, PER_STEP))} per step"
+    memory = f"{times(kept(row, 'blockscale'))}, {times(kept(row, PER_STEP))} per step"
     if kept(row, PER_STEP) is None:
-        memory = _times(kept(row, "blockscale"))
-    beside = [_times(row.peers.get(name, {}).get("ratio")) for name in peers]
+        memory = times(kept(row, "blockscale"))
+    beside = [times(row.peers.get(name, {}).get("ratio")) for name in peers]
     return [_percent(share(row, "nominal_")), number(row.tflop_s, 0), db, memory, *beside]
 
 
 def _host(row: Row) -> str:
     ratio = speedup(row, HOST)
-    return _times(1 / ratio if ratio else None)
+    return times(1 / ratio if ratio else None)
 
 
 # ---- goals -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What layers are meant to reach: the rows that it is about, the figure of each, and whether it is enough.
-
-    command: what `blockscale bench` runs for it.
-    """
-
-    what: str
-    goal: str
-    command: str
-    about: Callable[[Row], bool]
-    figure: Callable[[Row], float | None]
-    met: Callable[[float], bool]
-    unit: str = "x"
-
-
 def goals_table(rows: Sequence[Row]) -> str:
     """Every goal whose rows are stored."""
-    timed = [row for row in rows if row.suite in SUITES and row.us is not None]
-    lines = [line for goal in GOALS if (line := _line(goal, timed)) is not None]
-    return table(["goal", "figure", "met", "commit", "command"], lines) if lines else EMPTY
-
-
-def _line(goal: Goal, rows: Sequence[Row]) -> list[str] | None:
-    mine = [(row, figure) for row in rows if goal.about(row) and (figure := goal.figure(row)) is not None]
-    if not mine:
-        return None
-    low, high = (f"{pick(figure for _, figure in mine):.{2 if goal.unit == 'x' else 0}f}" for pick in (min, max))
-    text = f"{low}{goal.unit}" if low == high else f"{low} to {high}{goal.unit}"
-    commits = ", ".join(dict.fromkeys(str(row.where.get("commit")) for row, _ in mine))
-    met = all(goal.met(figure) for _, figure in mine)
-    return [f"{goal.what}: {goal.goal}", text, "yes" if met else "no", commits, f"`blockscale bench {goal.command}`"]
+    return goals.goals_table(GOALS, [row for row in rows if row.suite in SUITES and row.us is not None])
 
 
 _DEEPSEEK = "DeepSeek-V3 671B"

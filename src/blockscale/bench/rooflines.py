@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,11 @@ from ..roofline.advice import CostOf
 from .linears import BASELINE, Layer, Measured
 
 COSTS: Mapping[str, CostOf] = {"linear": linear_cost, "mlp": swiglu_cost}
+
+
+def cost_of(what: str, experts: int = 1) -> CostOf:
+    """The cost of a linear layer, of an MLP, or of so many experts, whose tokens are the rows of all of them."""
+    return functools.partial(swiglu_cost, experts=experts) if what == "experts" else COSTS[what]
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,14 @@ def rows_of(
     recipes: Sequence[Recipe],
     roofs: Roofs,
     use: Use,
-    what: str = "linear",
+    cost: CostOf = linear_cost,
     seen: Iterable[Measured] = (),
 ) -> list[RoofRow]:
     """bf16 first, then the recipes, for each layer."""
-    cost_of, times = COSTS[what], {(row.layer, row.recipe): row.us for row in seen if row.fits(tokens, use)}
+    times = {(row.layer, row.recipe): row.us for row in seen if row.fits(tokens, use)}
 
     def predicted(layer: Layer, recipe: Recipe, roof: Ceilings) -> float:
-        low, high = (cost_of(tokens, *layer, formats, roof, use) for formats in (recipe.formats(), BF16))
+        low, high = (cost(tokens, *layer, formats, roof, use) for formats in (recipe.formats(), BF16))
         return speedup(low, high)
 
     found: list[RoofRow] = []
@@ -74,7 +80,7 @@ def rows_of(
                 RoofRow(
                     layer,
                     recipe.name,
-                    cost_of(tokens, *layer, recipe.formats(), roofs.main, use),
+                    cost(tokens, *layer, recipe.formats(), roofs.main, use),
                     predicted(layer, recipe, roofs.main),
                     None if roofs.nominal is None else predicted(layer, recipe, roofs.nominal),
                     us,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ..errors import check_name
 
@@ -59,21 +60,42 @@ MODELS: Mapping[str, tuple[tuple[int, int], ...]] = {
 MODEL_ROWS = (1, 16, 128, 4096, 16384)
 
 
-def model_name(text: str) -> str:
-    """A model as people type it, or the beginning of one if there is no other like it.
+class Mixture(NamedTuple):
+    """A layer of experts: how many, how many for each token, and the sizes of one."""
 
-    >>> model_name("llama3-8b"), model_name("deepseek-v3")
-    ('Llama3 8B', 'DeepSeek-V3 671B')
+    experts: int
+    top_k: int
+    features: int
+    hidden: int
+
+
+MIXTURES: Mapping[str, Mixture] = {
+    "DeepSeek-V3 671B": Mixture(256, 8, 7168, 2048),
+    "DeepSeek 16B": Mixture(64, 6, 2048, 1408),
+    "Llama-4 Scout": Mixture(16, 1, 5120, 8192),
+    "Qwen3 235B-A22B": Mixture(128, 8, 4096, 1536),
+    "Qwen3 30B-A3B": Mixture(128, 8, 2048, 768),
+    "gpt-oss 20B": Mixture(32, 4, 2880, 2880),
+    "gpt-oss 120B": Mixture(128, 4, 2880, 2880),
+}
+
+
+def model_name(text: str, models: Iterable[str] = tuple(MODELS)) -> str:
+    """A model as people type it, or the beginning of one if there is no other like it.  models: those that are known.
+
+    >>> model_name("llama3-8b"), model_name("deepseek-v3"), model_name("qwen3-30b", MIXTURES)
+    ('Llama3 8B', 'DeepSeek-V3 671B', 'Qwen3 30B-A3B')
     """
+    names = tuple(models)
 
     def plain(name: str) -> str:
         return "".join(letter for letter in name.lower() if letter.isalnum())
 
-    known = {plain(name): name for name in MODELS}
+    known = {plain(name): name for name in names}
     begun = [name for key, name in known.items() if plain(text) and key.startswith(plain(text))]
     found = known.get(plain(text)) or (begun[0] if len(begun) == 1 else None)
     if found is None:
-        check_name(text, tuple(MODELS), "model")
+        check_name(text, names, "model")
     return found or text
 
 

@@ -180,6 +180,19 @@ def _waits_for_device(calls: Sequence[Call]) -> bool:
     return False
 
 
+def host_syncs(call: Callable[[], object]) -> int:
+    """How often the host waits for the device in a call, as far as torch notices."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("called a synchronizing" in str(warning.message) for warning in seen)
+
+
 def _events_slice(run: Callable[[], None], count: int, method: str) -> Slice:
     def start() -> Callable[[], float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from ..bench.harness import Case
     from ..bench.store import Row
 
-Suite = Literal["casts", "gemm", "linear", "mlp", "dispatch", "report"]
-SUITES = ("casts", "gemm", "linear", "mlp", "dispatch", "report")
+Suite = Literal["casts", "gemm", "linear", "mlp", "moe", "dispatch", "report"]
+SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch", "report")
 LAYERS = ("linear", "mlp")
+# suites whose rows tell rates and decibels
+PRODUCTS = ("gemm", *LAYERS, "moe")
 # of tables that go to a file or a pipe, where nobody can widen the window
 FILE_WIDTH = 200
 
@@ -38,8 +40,8 @@ def run(
 
     Args:
         suite: casts: bandwidth of every cast. gemm: speed and accuracy of products. linear, mlp: forward and backward
-            of layers. dispatch: host time per call. report: rewrite the tables and the picture of the documentation
-            from stored results.
+            of layers. moe: grouped products, experts and mixtures of them. dispatch: host time per call. report:
+            rewrite the tables and the picture of the documentation from stored results.
         json: Store the rows in this file, replacing rows of the same case and GPU (report: read this file instead of
             benchmarks/results).
         compare: Rows of an older run; shows new time over old and flags what became more than 3 % slower.
@@ -47,7 +49,8 @@ def run(
         only: Only cases whose name or group contains this.
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         peers: Whom to compare with, separated by commas: eager, compile, torchao for casts; rows, bf16, rowwise,
-            torchao for gemm; bf16, casts, torchao, rowwise, compile for linear and mlp. All by default.
+            torchao for gemm; bf16, casts, torchao, rowwise, compile for linear and mlp; rows, bf16, rowwise, casts,
+            torchao for moe. All by default.
         commit: Commit to record where the source is no git checkout.
     """
     from rich.console import Console
@@ -96,6 +99,8 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, pe
         return list(dispatch.cases(device))
     if suite in LAYERS:
         return _layer_cases(console, suite, device, quick, peers)
+    if suite == "moe":
+        return _expert_cases(console, device, quick, peers)
     names = _named(peers, product_peers.ALL_PEERS if suite == "gemm" else common.ALL_PEERS)
     if suite == "gemm":
         with console.status("measuring what this machine reaches ..."):
@@ -116,6 +121,16 @@ def _layer_cases(console: Console, suite: Suite, device: torch.device, quick: bo
     if suite == "mlp":
         return list(mlp.cases(mlp.extent(device, quick=quick, peers=names), roofs))
     return list(linear.cases(linear.extent(device, quick=quick, peers=names), roofs))
+
+
+def _expert_cases(console: Console, device: torch.device, quick: bool, peers: str | None) -> list[Case]:
+    from ..bench import ceilings
+    from ..bench.suites import layers, moe
+
+    extent = moe.extent(device, quick=quick, peers=_named(peers, moe.ALL_PEERS))
+    with console.status("measuring what this machine reaches ..."):
+        found, roofs = ceilings.find(device), layers.find_roofs(device)
+    return list(moe.cases(extent, found, roofs))
 
 
 def _named(peers: str | None, known: frozenset[str]) -> frozenset[str]:
@@ -143,7 +158,7 @@ def _timed(
     seconds = 0.004
     if device.type == "cuda":
         # a layer is launched call by call, and the first one finds the device idle
-        seconds = {"gemm": 0.008, "linear": 0.02, "mlp": 0.04}.get(suite, seconds)
+        seconds = {"gemm": 0.008, "linear": 0.02, "mlp": 0.04, "moe": 0.02}.get(suite, seconds)
     budget = Budget(5 if quick or device.type != "cuda" else 11, seconds)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
@@ -164,7 +179,7 @@ def _table(rows: Sequence[Row]) -> Table:
     peers = shown_peers(rows)
     suite = rows[0].suite
     title = "µs per call" if suite == "dispatch" else "µs per call; peers: how many times longer they take"
-    middle = ("TFLOP/s", "% bound", "dB") if suite in ("gemm", *LAYERS) else ("GB/s", "% copy")
+    middle = ("TFLOP/s", "% bound", "dB") if suite in PRODUCTS else ("GB/s", "% copy")
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
     table.add_column("case", no_wrap=True)
     for heading in ("µs", "±%", *middle, *peers):
@@ -178,7 +193,7 @@ def _table(rows: Sequence[Row]) -> Table:
 def _cells(row: Row, peers: Sequence[str]) -> list[str]:
     from ..bench.tables import number
 
-    products = row.suite in ("gemm", *LAYERS)
+    products = row.suite in PRODUCTS
     if row.us is None or row.spread_us is None:
         return [row.case, "[red]WRONG[/]", *["-"] * (3 + products + len(peers)), row.backend]
     half_spread = 50 * (row.spread_us[1] - row.spread_us[0]) / row.us

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from . import arguments
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..bench.rooflines import RoofRow, Roofs
     from ..roofline import Use
 
-What = Literal["linear", "mlp"]
+What = Literal["linear", "mlp", "experts"]
 # what a conversion should win before it is worth the trouble
 MARGIN = 1.1
 HOME = "h200"
@@ -31,6 +31,7 @@ def run(
     model: str | None = None,
     shapes: str | None = None,
     tokens: int = 4096,
+    experts: int | None = None,
     recipes: tuple[str, ...] = ("fp8_blockwise", "mxfp8", "nvfp4"),
     machine: str | None = None,
     inference: bool = False,
@@ -49,9 +50,11 @@ def run(
 
     Args:
         what: linear: each layer by itself. mlp: the gated units among them, with the activation fused into casts.
+            experts: the gated units of a mixture of experts, with the casts of all their weights.
         model: A model by name, such as deepseek-v3 (the default) or llama3-8b.
         shapes: The layers instead of a model: "N,K;N,K", out and in features of each weight.
         tokens: Tokens of a forward.
+        experts: How many experts there are here, where others hold the rest of a model's; with shapes, at all.
         recipes: Recipes to compare with bf16.
         machine: A short name such as h200 or b200; by default the GPU that is here, else h200.
         inference: A forward alone, with weights that were cast beforehand.
@@ -74,9 +77,15 @@ def run(
     cast = weight_cast or ("step" if microbatches > 1 else "forward")
     use = Use(not inference, microbatches, cast, bias, accumulate=accumulate)
     chosen = [get_recipe(name) for name in recipes]
-    name, layers = _layers(what, model, shapes)
     if tokens < 1:
         arguments.refuse(f"tokens={tokens}", "a forward has at least one", "pass 1 or more")
+    if what == "experts":
+        subject = _mixture(model, shapes, tokens, experts)
+    elif experts is None:
+        subject = _layers(what, model, shapes, tokens)
+    else:
+        arguments.refuse(f"--experts with {what}", "experts are those of a mixture", "blockscale roofline experts")
+    layers = subject.layers
     _check_plot(plot, what)
     roofs, device = _roofs(console, machine, measure=measure)
     seen: list[Measured] = []
@@ -85,8 +94,9 @@ def run(
         seen = _timed(console, what, layers, tokens, chosen, device, use, json, commit)
     elif json is not None:
         seen = linears.read(json)
-    rows = rooflines.rows_of(layers, tokens, chosen, roofs, use, what, seen)
-    console.print(f"{name}, {tokens:,} tokens, {_use_text(use)}")
+    cost = rooflines.cost_of(what, subject.experts)
+    rows = rooflines.rows_of(layers, subject.rows, chosen, roofs, use, cost, seen)
+    console.print(f"{subject.name}, {tokens:,} tokens, {_use_text(use)}")
     for roof in filter(None, (roofs.main, roofs.nominal)):
         console.print(f"[dim]{roof} ({roof.source})[/]", soft_wrap=True)
     console.print(_table(rows))
@@ -99,8 +109,40 @@ def run(
     return 0
 
 
-def _layers(what: What, model: str | None, shapes: str | None) -> tuple[str, list[Layer]]:
-    """A title and (K, N) of every layer, or (features, hidden) of every gated unit."""
+class _Subject(NamedTuple):
+    """What the table is of: a title, (K, N) of every layer or (features, hidden) of every gated unit, the rows that
+    pass it, and on how many experts these fall."""
+
+    name: str
+    layers: list[Layer]
+    rows: int
+    experts: int = 1
+
+
+def _mixture(model: str | None, shapes: str | None, tokens: int, experts: int | None) -> _Subject:
+    """The experts of a model, or of sizes that are given; a token is a row for each expert that it goes to."""
+    from ..bench.shapes import MIXTURES, model_name
+
+    if experts is not None and experts < 1:
+        arguments.refuse(f"experts={experts}", "a mixture has at least one", "pass 1 or more")
+    if shapes is not None:
+        if experts is None:
+            fix = "--experts 8 --shapes '2048,7168'"
+            arguments.refuse("shapes of experts without their number", "each weight is there once for each", fix)
+        layers = [(k, n) for n, k in arguments.layers(model, shapes, "roofline experts")]
+        return _Subject(f"given experts, {_each(experts, tokens)}", layers, tokens, experts)
+    name = model_name(model or "deepseek-v3", MIXTURES)
+    mixture = MIXTURES[name]
+    count, rows = experts or mixture.experts, tokens * mixture.top_k
+    title = f"{name}, {mixture.top_k} for each token of {_each(count, rows)}"
+    return _Subject(title, [(mixture.features, mixture.hidden)], rows, count)
+
+
+def _each(experts: int, rows: int) -> str:
+    return f"{experts} experts with {rows / experts:,.0f} rows each"
+
+
+def _layers(what: What, model: str | None, shapes: str | None, tokens: int) -> _Subject:
     from ..bench.shapes import mlps, model_name
 
     model = "deepseek-v3" if model is None and shapes is None else model
@@ -109,7 +151,7 @@ def _layers(what: What, model: str | None, shapes: str | None) -> tuple[str, lis
     if not found:
         rule = "a gated unit is a layer that widens and one that narrows back"
         arguments.refuse(f"{model or shapes} without a gated unit", rule, "blockscale roofline mlp --model llama3-8b")
-    return model_name(model) if model is not None else "given layers", found
+    return _Subject(model_name(model) if model is not None else "given layers", found, tokens)
 
 
 def _use_text(use: Use) -> str:
@@ -225,10 +267,12 @@ def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, us
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..bench.rooflines import COSTS
+    from ..bench.rooflines import cost_of
     from ..roofline import advise
 
-    title = f"worth converting from so many tokens on (in parentheses: to win more than {MARGIN - 1:.0%})"
+    # all costs of experts are those of one, times their number
+    per, cost = " per expert" if what == "experts" else "", cost_of(what)
+    title = f"worth converting from so many tokens{per} on (in parentheses: to win more than {MARGIN - 1:.0%})"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for heading in ("layer", *(recipe.name for recipe in recipes)):
         table.add_column(heading, no_wrap=True)
@@ -236,8 +280,7 @@ def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, us
         cells: list[str] = []
         for recipe in recipes:
             found = [
-                advise(*layer, recipe.formats(), roofs.main, use, margin=margin, cost=COSTS[what])
-                for margin in (1.0, MARGIN)
+                advise(*layer, recipe.formats(), roofs.main, use, margin=margin, cost=cost) for margin in (1.0, MARGIN)
             ]
             first, second = ("never" if count is None else f"{count:,}" for count in found)
             cells.append(first if found[0] is None else f"{first} ({second})")

@@ -8,7 +8,7 @@ ceilings of machines; `advise` says from how many tokens on a layer is worth con
 '2.83'
 """
 
-from .advice import advise, predicted_speedup
+from .advice import CostOf, advise, predicted_speedup
 from .ceilings import MEASURED, NOMINAL, Ceilings, architecture_of, machine_of, measured, nominal
 from .engines import Engine, engine_for
 from .mlp import swiglu_cost
@@ -22,6 +22,7 @@ __all__ = [
     "ROLES",
     "TRAINING",
     "Ceilings",
+    "CostOf",
     "LinearCost",
     "Engine",
     "Step",

@@ -16,17 +16,26 @@ from .model import TRAINING, Formats, Layer, LinearCost, Step, Use, check_format
 
 
 def swiglu_cost(
-    tokens: int, features: int, hidden: int, formats: Formats, ceilings: Ceilings, use: Use = TRAINING
+    tokens: int,
+    features: int,
+    hidden: int,
+    formats: Formats,
+    ceilings: Ceilings,
+    use: Use = TRAINING,
+    *,
+    experts: int = 1,
 ) -> LinearCost:
     """Casts, products and activations of features -> 2 * hidden -> features.
+
+    experts: as for `linear_cost`; routing and the sum over a token's experts are not part of it.
 
     >>> from blockscale.roofline import BF16, INFERENCE, MEASURED
     >>> [step.name for step in swiglu_cost(4096, 7168, 18432, BF16, MEASURED["h200"], INFERENCE).steps]
     ['up fprop', 'swiglu', 'down fprop']
     """
     check_formats(formats)
-    up = Layer("up ", tokens, features, 2 * hidden, formats, ceilings, use)
-    down = Layer("down ", tokens, hidden, features, formats, ceilings, use)
+    up = Layer("up ", tokens, features, 2 * hidden, formats, ceilings, use, experts)
+    down = Layer("down ", tokens, hidden, features, formats, ceilings, use, experts)
     steps = [*up.cast_input(), *up.forward(), _activation(up), *down.forward()]
     if use.training:
         steps += [*down.cast_gradient(), *down.backward(), _gradient(up), *up.backward()]

@@ -120,9 +120,18 @@ def stored_bytes(values: int, format: str | None, source_bytes: int = 2) -> floa
 
 
 def linear_cost(
-    tokens: int, in_features: int, out_features: int, formats: Formats, ceilings: Ceilings, use: Use = TRAINING
+    tokens: int,
+    in_features: int,
+    out_features: int,
+    formats: Formats,
+    ceilings: Ceilings,
+    use: Use = TRAINING,
+    *,
+    experts: int = 1,
 ) -> LinearCost:
     """Casts and products of a linear layer with that many tokens.
+
+    experts: weights of a grouped layer, whose tokens are the rows of all: one for each expert that a token goes to.
 
     >>> from blockscale.roofline import MEASURED
     >>> fp8 = dict.fromkeys(ROLES, "fp8_1x128") | {"fprop_w": "fp8_128x128", "dgrad_w": "fp8_128x128"}
@@ -131,7 +140,7 @@ def linear_cost(
     ('1.87', 'fprop', 'fp8')
     """
     check_formats(formats)
-    return Layer("", tokens, in_features, out_features, formats, ceilings, use).cost()
+    return Layer("", tokens, in_features, out_features, formats, ceilings, use, experts).cost()
 
 
 def check_formats(formats: Formats) -> None:
@@ -146,7 +155,10 @@ def check_formats(formats: Formats) -> None:
 
 @dataclass(frozen=True)
 class Layer:
-    """The steps of one layer, by itself and for larger ones; name: put before the names of its steps."""
+    """The steps of one layer, by itself and for larger ones; name: put before the names of its steps.
+
+    experts: how many weights it has. Every one is cast and has a gradient; those that have rows are multiplied by.
+    """
 
     name: str
     m: int
@@ -155,10 +167,11 @@ class Layer:
     formats: Formats
     ceilings: Ceilings
     use: Use
+    experts: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.m, self.k, self.n) < 1:
-            sizes = f"{self.m} tokens, {self.k} to {self.n} features"
+        if min(self.m, self.k, self.n, self.experts) < 1:
+            sizes = f"{self.m} tokens, {self.k} to {self.n} features, {self.experts} experts"
             raise OptionError(message(sizes, rule="a layer has at least one of each", fix="pass positive sizes"))
 
     def cost(self) -> LinearCost:
@@ -172,8 +185,13 @@ class Layer:
     def forward(self) -> Iterable[Step]:
         if self.use.training:
             yield from self._cast_weight()
-        bias = self.n * self.use.source_bytes if self.use.bias else 0
+        bias = self.busy * self.n * self.use.source_bytes if self.use.bias else 0
         yield from self._product("fprop", ("fprop_x", "fprop_w"), (self.m, self.n, self.k), extra=bias)
+
+    @property
+    def busy(self) -> int:
+        """Experts that have rows, with as many as there can be."""
+        return min(self.experts, self.m)
 
     def cast_gradient(self) -> Iterable[Step]:
         if not self.use.training:
@@ -181,7 +199,7 @@ class Layer:
         source = self.use.source_bytes
         steps = list(self.cast("cast dy", self.m * self.n, ("dgrad_dy", "wgrad_dy")))
         if self.use.bias and not steps:  # a cast of the gradient sums its columns on the way
-            steps = [self.moved("bias grad", self.m * self.n * source + self.n * source)]
+            steps = [self.moved("bias grad", self.m * self.n * source + self.experts * self.n * source)]
         yield from steps
 
     def backward(self) -> Iterable[Step]:
@@ -209,7 +227,7 @@ class Layer:
         return Step(self.name + name, count, 0, count / self.ceilings.bandwidth, "memory")
 
     def _cast_weight(self) -> Iterable[Step]:
-        values, use = self.n * self.k, self.use
+        values, use = self.experts * self.n * self.k, self.use
         if use.weight_cast == "twice":
             yield from self.cast("cast w", values, ("fprop_w",))
             yield from self.cast("cast w again", values, ("dgrad_w",))
@@ -227,19 +245,24 @@ class Layer:
         extra: int = 0,
         result: int | None = None,
     ) -> Iterable[Step]:
-        """rows x columns x contracted; result: bytes for each value of it.  A decoding where there are no units."""
+        """rows x columns x contracted; result: bytes for each value of it.  A decoding where there are no units.
+
+        Of experts the second operand is as many matrices, or the result is, where rows are contracted.
+        """
         rows, columns, depth = size
+        matrices, results = (1, self.experts) if name == "wgrad" else (self.busy, 1)
         formats = tuple(self.formats[role] for role in roles)
         engine = engine_for(self.ceilings.architecture, formats[0], formats[1])
         source = self.use.source_bytes
         operands = sum(
-            stored_bytes(count * depth, format, source) for count, format in zip((rows, columns), formats, strict=True)
+            stored_bytes(count * depth, format, source)
+            for count, format in zip((rows, matrices * columns), formats, strict=True)
         )
         if engine.upcast:
-            decoded = (rows + columns) * depth * _DECODED
+            decoded = (rows + matrices * columns) * depth * _DECODED
             yield self.moved(f"decode for {name}", operands + decoded)
             operands = decoded
-        written = rows * columns * (source if result is None else result) + extra
+        written = results * rows * columns * (source if result is None else result) + extra
         yield self._multiplied(name, operands + written, 2 * rows * columns * depth, engine.units)
 
     def _multiplied(self, name: str, count: float, flops: int, units: Units) -> Step:

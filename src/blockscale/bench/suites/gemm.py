@@ -7,7 +7,6 @@ choice shows. The bytes of a row are the operands once and the output once, or t
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from .. import shapes
 from ..ceilings import Ceilings
 from ..harness import Case
 from ..peers import Peer
-from ..product_peers import ALL_PEERS, ROW, multiply, multiply_by, peers
+from ..product_peers import ALL_PEERS, ROW, by_backend, multiply, peers
 from ..products import BF16_DB, Operands, check_product, make_operands
 from ..shapes import Product, numel, text
 from .common import stored_bytes
@@ -146,7 +145,7 @@ def native_case(product: Product, extent: Extent, ceilings: Ceilings) -> Case:
     return replace(
         usual,
         name=f"natively {NATIVE.label} {text(product)}",
-        run=functools.partial(multiply_by, "hopper"),
+        run=by_backend("gemm", "hopper", multiply),
         backend=lambda _: "hopper",
         peers=ours,
     )

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ...autograd.recipe import PRODUCTS, Recipe, get_recipe
 from ...hardware import Capability, capability, gpu_name
-from ...registry import Request, select
-from ...roofline import BF16, NOMINAL, Use, architecture_of, machine_of
+from ...registry import Request, would_serve
+from ...roofline import BF16, NOMINAL, CostOf, Use, architecture_of, machine_of
 from .. import ceilings
 from ..harness import Args, Case, Verdict, failure
 from ..layer_peers import Judge
 from ..layers import Batch, Results, Way, kept_bytes, plain_way, take
-from ..rooflines import COSTS, Roofs
+from ..rooflines import Roofs
 
 FP8, MXFP8, NVFP4 = "fp8_blockwise", "mxfp8", "nvfp4"
 # MXFP8 as Hopper's FP8 units multiply it
@@ -48,7 +48,7 @@ def find_roofs(device: torch.device) -> Roofs | None:
 
 
 def roof_details(
-    what: str, sizes: tuple[int, int, int], recipe: Recipe, roofs: Roofs | None, use: Use
+    cost: CostOf, sizes: tuple[int, int, int], recipe: Recipe, roofs: Roofs | None, use: Use
 ) -> dict[str, float]:
     """Least times of a layer (M, K, N) by the recipe and in bf16, under both roofs, and the ceilings of the first."""
     if roofs is None:
@@ -57,33 +57,44 @@ def roof_details(
     for prefix, roof in (("", roofs.main), ("nominal_", roofs.nominal)):
         if roof is not None:
             for name, formats in (("bound_us", recipe.formats()), ("bf16_bound_us", BF16)):
-                found[prefix + name] = round(COSTS[what](*sizes, formats, roof, use).seconds * 1e6, 3)
+                found[prefix + name] = round(cost(*sizes, formats, roof, use).seconds * 1e6, 3)
     main = roofs.main
     found |= {"ceiling_gb_s": round(main.bandwidth / 1e9, 1)}
     return found | {f"ceiling_{units}_tflop_s": round(main.rate(units) / 1e12, 1) for units in main.units}
 
 
-def backends(recipe: Recipe, device: Capability, products: Sequence[tuple[int, int, int]]) -> str:
-    """Who serves the products (M, N, K) of fprop, dgrad and wgrad."""
+def backends(
+    recipe: Recipe, device: Capability, products: Sequence[tuple[int, int, int]], groups: int | None = None
+) -> str:
+    """Who serves the products (M, N, K) of fprop, dgrad and wgrad.  groups: how many these are of, with experts."""
     found: dict[str, None] = {}
     for name, size in zip(PRODUCTS, products, strict=True):
         product = getattr(recipe, name)
         if product is not None:
-            request = Request("gemm", device, (product.a.format, product.b.format), size, torch.bfloat16)
-            found[select(request).backend] = None
+            op, shape = "gemm", size
+            if groups is not None:
+                op, shape = "k_grouped" if name == "wgrad" else "m_grouped", (*size, groups)
+            request = Request(op, device, (product.a.format, product.b.format), shape, torch.bfloat16)
+            found[would_serve(request).backend] = None
     return ", ".join(found)
 
 
 def checker(
-    main: Way, judge: Judge, gates: Sequence[float], kept: Mapping[str, Way], how: str
+    main: Way,
+    judge: Judge,
+    gates: Sequence[float],
+    kept: Mapping[str, Way],
+    how: str,
+    take: Callable[[Way, Batch], Results] = take,
 ) -> Callable[[Case, Args], Verdict]:
-    """A check of what `main` computes; kept: whose memory is told."""
+    """A check of what `main` computes; gates: of the first of `OUTPUTS`, as many as the judge tells.  kept: whose
+    memory is told."""
 
     def check(case: Case, args: Args) -> Verdict:
         batch: Batch = args[0]
         try:
-            problems, found = _problems(main, judge, gates, batch)
-            details = dict(zip((f"{name}_db" for name in OUTPUTS), found, strict=True))
+            problems, found = _problems(main, judge, gates, batch, take)
+            details = {f"{name}_db": db for name, db in zip(OUTPUTS, found, strict=False)}
             details |= {f"kept_bytes {name}": float(kept_bytes(way, batch)) for name, way in kept.items()}
         except Exception as error:  # a layer that raises is as wrong as any other, and the rest of a run goes on
             return Verdict(0, how, failure(error))
@@ -94,7 +105,9 @@ def checker(
     return check
 
 
-def _problems(main: Way, judge: Judge, gates: Sequence[float], batch: Batch) -> tuple[list[str], tuple[float, ...]]:
+def _problems(
+    main: Way, judge: Judge, gates: Sequence[float], batch: Batch, take: Callable[[Way, Batch], Results]
+) -> tuple[list[str], tuple[float, ...]]:
     first = take(main, batch)
     copies = [tensor.clone() for tensor in _tensors(first)]
     # the allocator hands these blocks to the second run; read as a float, FF in every byte is NaN
@@ -108,7 +121,7 @@ def _problems(main: Way, judge: Judge, gates: Sequence[float], batch: Batch) -> 
         f"{differing} values differ between two runs" if differing else "",
         f"{unset} values are not finite, or were not written" if unset else "",
     ]
-    for name, db, gate in zip(OUTPUTS, found, gates, strict=True):
+    for name, (db, gate) in zip(OUTPUTS, zip(found, gates, strict=True), strict=False):
         problems.append("" if db >= gate else f"{name} is {db:.1f} dB from the exact one, less than {gate:.1f}")
     return problems, found
 

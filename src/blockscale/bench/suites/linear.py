@@ -18,13 +18,13 @@ from torch import nn
 
 from ...autograd.recipe import Recipe
 from ...hardware import Capability, capability
-from ...roofline import Use
+from ...roofline import Use, linear_cost
 from .. import shapes
 from ..harness import Args, Case
 from ..layer_peers import ALL_PEERS, MAIN_GRAD, PER_STEP, TWICE, peers
 from ..layers import Batch, Results, make_batch, normal_linear, our_linear, our_way, plain_way, step
 from ..peers import Peer
-from ..products import ROWS, sqnr_db
+from ..products import ROWS, spread, sqnr_db
 from ..rooflines import Roofs
 from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details
 
@@ -134,7 +134,7 @@ def case(
         compiling=compiling and first,
     )
     use = Use(microbatches=microbatches, weight_cast=weight_cast)
-    details = roof_details("linear", (tokens, k, n), recipe, roofs, use)
+    details = roof_details(linear_cost, (tokens, k, n), recipe, roofs, use)
     each = f"{microbatches} microbatches " if several else ""
     check = checker(main, judge, GATES[name], memory_ways(main, others), _HOW)
     products = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
@@ -195,17 +195,11 @@ def judge(batch: Batch, results: Results) -> tuple[float, float, float]:
     assert isinstance(plain, nn.Linear)
     with torch.no_grad():
         x, weight = batch.x, plain.weight.double()
-        some, features = (_spread(tensor) for tensor in (x, weight))
+        some, features = (spread(tensor.shape[0], ROWS, tensor.device) for tensor in (x, weight))
         y, dx = x[some].double() @ weight.mT, batch.dy[some].double() @ weight
         dw = batch.dy[:, features].double().mT @ x.double()
         (found,) = results.dw
         return sqnr_db(y, results.y[some]), sqnr_db(dx, results.dx[some]), sqnr_db(dw, found[features])
-
-
-def _spread(matrix: torch.Tensor) -> torch.Tensor:
-    """Indices of rows from the first to the last."""
-    rows = matrix.shape[0]
-    return torch.linspace(0, rows - 1, min(rows, ROWS), device=matrix.device, dtype=torch.float64).round().long()
 
 
 def _another(batch: Batch) -> Args:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ...autograd.recipe import Recipe
 from ...hardware import Capability, capability
 from ...nn import SwiGLU
-from ...roofline import Use
+from ...roofline import Use, swiglu_cost
 from .. import shapes
 from ..harness import Args, Case
 from ..layer_peers import ALL_PEERS, PER_STEP, peers
@@ -87,7 +87,7 @@ def case(name: str, recipe: Recipe, model: str, unit: Unit, extent: Extent, roof
     (features, hidden), tokens = unit, extent.tokens
     main = our_way(ours, recipe)
     others: dict[str, Way] = {PER_STEP: our_way(ours, recipe, "step")}
-    details = roof_details("mlp", (tokens, features, hidden), recipe, roofs, Use())
+    details = roof_details(swiglu_cost, (tokens, features, hidden), recipe, roofs, Use())
     up = ((tokens, 2 * hidden, features), (tokens, features, 2 * hidden), (2 * hidden, features, tokens))
     return Case(
         name=f"{name} MLP M={tokens} {model} {shapes.text(unit)}",

@@ -1,0 +1,287 @@
+"""Layers of experts that are timed: in bf16 as one writes them in torch, ours with the same parameters, torchao's, and
+how far each is from the exact layer.
+
+Groups are part of a layer here, so that it is called with rows alone, as `layers.py` expects. Experts are judged by
+some of them, each as a whole; a mixture with its router by all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter, functional
+
+from ..autograd.recipe import Recipe
+from ..autograd.routing import combine, permute, route
+from ..formats.stochastic import rng_state
+from ..nn import GroupedExperts, GroupedLinear, MoE
+from ..nn.moe import Router
+from .grouped_products import ends_of, picked
+from .layers import Batch, Build, Results, normal
+from .peers import torchao
+from .products import spread, sqnr_db
+from .shapes import Mixture
+
+# of a layer that is judged by some of its experts: how many, and of one product how many rows of each
+LINEARS, ROWS, UNITS = 8, 32, 4
+# what torchao's products want groups of rows to be multiples of, by their names here
+_PADDED = {"blockwise": 128, "rowwise": 16}
+
+
+# ---- in bf16 ---------------------------------------------------------------------------------------------------------
+
+
+class PlainLinear(nn.Module):
+    """Rows of expert e: x @ weight[e].mT, by torch's grouped product."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = Parameter(weight)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return functional.grouped_mm(x, self.weight.mT, offs=offs)
+
+
+class PlainExperts(nn.Module):
+    """Experts that are each down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.gate_up, self.down = PlainLinear(gate_up), PlainLinear(down)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        gate, up = self.gate_up(x, offs).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up, offs)
+
+
+class PlainMixture(nn.Module):
+    """The experts with a router, and rows that are moved as ours are, in bf16."""
+
+    def __init__(self, router: Router, experts: PlainExperts, top_k: int) -> None:
+        super().__init__()
+        self.router, self.experts, self.top_k = router, experts, top_k
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing, weights = route(self.router(x), self.top_k, normalize=True)
+        return combine(self.experts(permute(x, routing), routing.offs), routing, weights)
+
+
+class InGroups(nn.Module):
+    """A layer of experts with the groups of its rows."""
+
+    offs: Tensor
+
+    def __init__(self, layer: nn.Module, sizes: tuple[int, ...], offs: Tensor) -> None:
+        super().__init__()
+        self.layer, self.sizes = layer, sizes
+        self.register_buffer("offs", offs, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.offs)
+
+
+def plain_linear(sizes: tuple[int, ...], k: int, n: int, device: torch.device) -> InGroups:
+    """A grouped layer in bf16 with normal weights."""
+    return InGroups(PlainLinear(_weights(len(sizes), n, k, device)), sizes, ends_of(sizes, device))
+
+
+def plain_experts(sizes: tuple[int, ...], features: int, hidden: int, device: torch.device) -> InGroups:
+    """Experts in bf16 with normal weights."""
+    return InGroups(_units(len(sizes), features, hidden, device), sizes, ends_of(sizes, device))
+
+
+def plain_mixture(mixture: Mixture, device: torch.device) -> PlainMixture:
+    """A router and experts in bf16 with normal weights."""
+    router = Router(mixture.features, mixture.experts, "meta")
+    router.weight = Parameter(_weights(1, mixture.experts, mixture.features, device)[0])
+    return PlainMixture(router, _units(mixture.experts, mixture.features, mixture.hidden, device), mixture.top_k)
+
+
+def _units(experts: int, features: int, hidden: int, device: torch.device) -> PlainExperts:
+    return PlainExperts(_weights(experts, 2 * hidden, features, device), _weights(experts, features, hidden, device))
+
+
+def _weights(experts: int, n: int, k: int, device: torch.device) -> Tensor:
+    return normal((experts, n, k), device).mul_(k**-0.5)
+
+
+# ---- ours ------------------------------------------------------------------------------------------------------------
+
+
+def our_linear(recipe: Recipe) -> Build:
+    """Our grouped layer with the parameters of the plain one."""
+
+    def build(plain: nn.Module) -> nn.Module:
+        assert isinstance(plain, InGroups)
+        assert isinstance(plain.layer, PlainLinear)
+        weight = plain.layer.weight
+        experts, n, k = weight.shape
+        state = rng_state(0, device=weight.device)  # some recipes draw, by the layer's name
+        layer = GroupedLinear(experts, k, n, False, "meta", recipe=recipe, name="bench.grouped", rng=state)
+        layer.weight = weight
+        return InGroups(layer, plain.sizes, plain.offs)
+
+    return build
+
+
+def our_experts(recipe: Recipe) -> Build:
+    """Our experts with the parameters of the plain ones."""
+
+    def build(plain: nn.Module) -> nn.Module:
+        assert isinstance(plain, InGroups)
+        assert isinstance(plain.layer, PlainExperts)
+        experts, features, hidden = plain.layer.down.weight.shape
+        state = rng_state(0, device=plain.offs.device)
+        layer = GroupedExperts(experts, features, hidden, False, "meta", recipe=recipe, name="bench", rng=state)
+        _share(layer, plain.layer)
+        return InGroups(layer, plain.sizes, plain.offs)
+
+    return build
+
+
+def our_mixture(recipe: Recipe) -> Build:
+    """Our mixture with the parameters of the plain one."""
+
+    def build(plain: nn.Module) -> nn.Module:
+        assert isinstance(plain, PlainMixture)
+        experts, features, hidden = plain.experts.down.weight.shape
+        state = rng_state(0, device=plain.router.weight.device)
+        moe = MoE(features, hidden, experts, plain.top_k, False, "meta", recipe=recipe, name="bench", rng=state)
+        moe.router.weight = plain.router.weight
+        _share(moe.experts, plain.experts)
+        return moe
+
+    return build
+
+
+def _share(ours: GroupedExperts, plain: PlainExperts) -> None:
+    ours.gate_up.weight, ours.down.weight = plain.gate_up.weight, plain.down.weight
+
+
+# ---- torchao ---------------------------------------------------------------------------------------------------------
+
+
+class _Torchao(nn.Module):
+    """A grouped layer by one of torchao's products that cast on the way; groups that it does not take are padded."""
+
+    def __init__(self, weight: Parameter, product: Callable[..., Tensor], *, pads: bool) -> None:
+        super().__init__()
+        self.weight, self.product, self.pads = weight, product, pads
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return self.product(x, self.weight.mT, offs, pad_token_groups_for_grouped_mm=self.pads)
+
+
+def torchao_linear(kind: str) -> Build:
+    """torchao's grouped layer, `blockwise` or `rowwise`."""
+    file = {"blockwise": "blockwise_fp8.grouped_mm", "rowwise": "fp8_grouped_mm"}[kind]
+
+    def build(plain: nn.Module) -> nn.Module:
+        assert isinstance(plain, InGroups)
+        assert isinstance(plain.layer, PlainLinear)
+        product = getattr(torchao(f"moe_training.{file}"), f"_to_fp8_{kind}_then_scaled_grouped_mm")
+        pads = any(size % _PADDED[kind] for size in plain.sizes)
+        return InGroups(_Torchao(plain.layer.weight, product, pads=pads), plain.sizes, plain.offs)
+
+    return build
+
+
+# ---- how exact -------------------------------------------------------------------------------------------------------
+
+
+def judge_linear(batch: Batch, results: Results) -> tuple[float, float, float]:
+    """SQNR of output, dX and dW against the layer in fp64, on some rows of some experts."""
+    plain = batch.forms.plain
+    assert isinstance(plain, InGroups)
+    assert isinstance(plain.layer, PlainLinear)
+    (found,), wanted, mine = results.dw, _Lists(3), _Lists(3)
+    with torch.no_grad():
+        for group, start, end in _groups(plain, LINEARS):
+            weight, x, dy = plain.layer.weight[group].double(), batch.x[start:end], batch.dy[start:end]
+            rows, features = (spread(count, ROWS, x.device) for count in (end - start, weight.shape[0]))
+            dw = dy[:, features].double().mT @ x.double()
+            wanted.add(x[rows].double() @ weight.mT, dy[rows].double() @ weight, dw)
+            mine.add(results.y[start + rows], results.dx[start + rows], found[group, features])
+    y_db, dx_db, dw_db = _decibels(wanted, mine)
+    return y_db, dx_db, dw_db
+
+
+def judge_forward(batch: Batch, results: Results) -> tuple[float, ...]:
+    """SQNR of the output alone."""
+    plain = batch.forms.plain
+    assert isinstance(plain, InGroups)
+    assert isinstance(plain.layer, PlainLinear)
+    wanted, mine = _Lists(1), _Lists(1)
+    with torch.no_grad():
+        for group, start, end in _groups(plain, LINEARS):
+            rows = start + spread(end - start, ROWS, batch.x.device)
+            wanted.add(batch.x[rows].double() @ plain.layer.weight[group].double().mT)
+            mine.add(results.y[rows])
+    return _decibels(wanted, mine)
+
+
+def judge_experts(batch: Batch, results: Results) -> tuple[float, float, float]:
+    """SQNR of output, dX and the worse weight gradient against the experts in fp64, some of them as a whole."""
+    plain = batch.forms.plain
+    assert isinstance(plain, InGroups)
+    assert isinstance(plain.layer, PlainExperts)
+    weights, wanted, mine = list(plain.layer.parameters()), _Lists(4), _Lists(4)
+    for group, start, end in _groups(plain, UNITS):
+        x, gate_up, down = (_leaf(each) for each in (batch.x[start:end], weights[0][group], weights[1][group]))
+        y = _exact_unit(x, gate_up, down)
+        wanted.add(y.detach(), *torch.autograd.grad(y, (x, gate_up, down), batch.dy[start:end].double()))
+        mine.add(results.y[start:end], results.dx[start:end], *(dw[group] for dw in results.dw))
+    y_db, dx_db, *dw_db = _decibels(wanted, mine)
+    return y_db, dx_db, min(dw_db)
+
+
+def judge_mixture(batch: Batch, results: Results) -> tuple[float, float, float]:
+    """SQNR of output, dX and the worst weight gradient against the mixture in fp64, with the router's choice."""
+    plain = batch.forms.plain
+    assert isinstance(plain, PlainMixture)
+    with torch.no_grad():
+        chosen = torch.topk(plain.router(batch.x), plain.top_k, dim=-1).indices
+    x, router, gate_up, down = (_leaf(each) for each in (batch.x, *plain.parameters()))
+    weights = functional.linear(x, router).softmax(-1).gather(-1, chosen)
+    weights = weights / weights.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for expert in range(gate_up.shape[0]):
+        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+        rows = _exact_unit(x[tokens], gate_up[expert], down[expert])
+        y = y.index_add(0, tokens, weights[tokens, slots, None] * rows)
+    dx, *dws = torch.autograd.grad(y, (x, router, gate_up, down), batch.dy.double())
+    worst = min(sqnr_db(dw, mine) for dw, mine in zip(dws, results.dw, strict=True))
+    return sqnr_db(y.detach(), results.y), sqnr_db(dx, results.dx), worst
+
+
+def _exact_unit(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = functional.linear(x, gate_up).chunk(2, dim=-1)
+    return functional.linear(functional.silu(gate) * up, down)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_()
+
+
+def _groups(plain: InGroups, most: int) -> list[tuple[int, int, int]]:
+    """Some experts that have rows, and where these begin and end."""
+    return [(group, sum(plain.sizes[:group]), sum(plain.sizes[: group + 1])) for group in picked(plain.sizes, most)]
+
+
+class _Lists:
+    """Pieces of several tensors, expert by expert."""
+
+    def __init__(self, count: int) -> None:
+        self.pieces: list[list[Tensor]] = [[] for _ in range(count)]
+
+    def add(self, *pieces: Tensor) -> None:
+        for known, piece in zip(self.pieces, pieces, strict=True):
+            known.append(piece.flatten())
+
+
+def _decibels(wanted: _Lists, mine: _Lists) -> tuple[float, ...]:
+    pairs: Sequence[tuple[list[Tensor], list[Tensor]]] = list(zip(wanted.pieces, mine.pieces, strict=True))
+    return tuple(sqnr_db(torch.cat(a), torch.cat(b)) if a else math.nan for a, b in pairs)

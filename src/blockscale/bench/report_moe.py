@@ -1,0 +1,214 @@
+"""Stored rows of mixtures of experts as tables: grouped products, one grouped linear as torchao tells it, experts, and
+the goals.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from . import goals
+from .goals import Goal
+from .grouped_peers import BALANCED
+from .layer_peers import BF16
+from .product_peers import FAST
+from .report_gemm import products_table
+from .report_layers import layers_table, speedup, summed_speedup, times
+from .store import Row
+from .tables import EMPTY, number, provenance, table
+
+SUITE = "moe"
+PRODUCTS, LINEAR, EXPERTS, MIXTURE = GROUPS = ("grouped products", "one grouped linear", "experts", "mixture")
+FP8 = "fp8_blockwise"
+
+
+def place(row: Row) -> str:
+    """What rows of a group are sorted by: their names, with numbers by size.
+
+    >>> from blockscale.bench.store import Row
+    >>> rows = [Row("moe", "", f"E={n}", "", "", [], "", "", "", 0) for n in (16, 4)]
+    >>> [row.case for row in sorted(rows, key=place)]
+    ['E=4', 'E=16']
+    """
+    return re.sub(r"\d+", lambda found: found[0].zfill(9), row.case)
+
+
+def long_table(rows: Sequence[Row]) -> str:
+    """Every row of the suite, a table per group, and per recipe of layers."""
+    mine = [row for row in rows if row.suite == SUITE]
+    if not mine:
+        return EMPTY
+    parts = [provenance(mine)]
+    products = [row for row in mine if row.group == PRODUCTS]
+    if products:
+        parts.append(f"**{PRODUCTS}**\n\n" + products_table(products))
+    for group, recipe in dict.fromkeys((row.group, row.format) for row in mine if row.group != PRODUCTS):
+        members = [row for row in mine if (row.group, row.format) == (group, recipe)]
+        parts.append(f"**{group}, {recipe}**\n\n" + layers_table(members))
+    return "\n\n".join(parts)
+
+
+# ---- one grouped linear ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linear:
+    """What a row of the grouped linear is of.  use: "" for forward and backward, "8 microbatches" or "forward"."""
+
+    recipe: str
+    use: str
+    experts: int
+
+
+def linear_of(row: Row) -> Linear | None:
+    """What a row is of, None where it is no grouped linear's."""
+    found = re.fullmatch(r"\S+ (?:(.+) )?M=\d+ E=(\d+) \d+->\d+", row.case)
+    if row.suite != SUITE or row.group != LINEAR or found is None:
+        return None
+    return Linear(row.format, found[1] or "", int(found[2]))
+
+
+def linear_table(rows: Sequence[Row]) -> str:
+    """By recipe and number of experts: forward and backward, and a forward alone, beside bf16."""
+    mine = {linear: row for row in rows if (linear := linear_of(row)) is not None}
+    if not mine:
+        return EMPTY
+    keys = dict.fromkeys((linear.recipe, linear.experts) for linear in mine)
+    lines: list[list[str]] = []
+    for recipe, experts in sorted(keys, key=lambda key: ([*dict.fromkeys(r for r, _ in keys)].index(key[0]), key[1])):
+        trained, shared, forward = (mine.get(Linear(recipe, use, experts)) for use in ("", "8 microbatches", "forward"))
+        lines.append([recipe, str(experts), *_cells(trained), *_cells(forward), _cells(shared)[-1]])
+    head = [
+        "recipe", "E", "bf16_e2e_us", "scaled_e2e_us", "speedup", "bf16_fwd_us", "scaled_fwd_us", "speedup",
+        "e2e, cast shared by 8",
+    ]  # fmt: skip
+    return provenance(list(mine.values())) + "\n\n" + table(head, lines)
+
+
+def _cells(row: Row | None) -> list[str]:
+    if row is None:
+        return ["-", "-", "-"]
+    if row.us is None:
+        return ["-", f"WRONG: {row.fault}", "-"]
+    return [number(row.peers.get(BF16, {}).get("us"), 0), number(row.us, 0), times(speedup(row))]
+
+
+# ---- goals -----------------------------------------------------------------------------------------------------------
+
+
+def goals_table(rows: Sequence[Row]) -> str:
+    """Every goal whose rows are stored."""
+    return goals.goals_table(GOALS, [row for row in rows if row.suite == SUITE and row.us is not None])
+
+
+def _product(start: str, *shapes: list[int]) -> Callable[[Row], bool]:
+    """Rows of products whose names begin so; shapes: of some sizes only."""
+    return lambda row: (
+        row.group == PRODUCTS and row.case.startswith(f"{start} ") and (not shapes or row.shape in shapes)
+    )
+
+
+def _either(*tests: Callable[[Row], bool]) -> Callable[[Row], bool]:
+    return lambda row: any(test(row) for test in tests)
+
+
+def _linear(recipes: tuple[str, ...], use: str, experts: int | None = None) -> Callable[[Row], bool]:
+    """Rows of the grouped linear, of some number of experts or of any."""
+
+    def test(row: Row) -> bool:
+        found = linear_of(row)
+        return found is not None and found.recipe in recipes and found.use == use and experts in (None, found.experts)
+
+    return test
+
+
+def _rate(row: Row) -> float | None:
+    return row.tflop_s
+
+
+def _slowdown(row: Row) -> float | None:
+    """Percent that it takes longer than equal groups."""
+    ratio = row.peers.get(BALANCED, {}).get("ratio")
+    return 100 * (1 / ratio - 1) if ratio else None
+
+
+def _at_least(least: float) -> Callable[[float], bool]:
+    return lambda figure: figure >= least
+
+
+def _wide(experts: int) -> Callable[[Row], bool]:
+    """fprop and dgrad of 5120 -> 8192 with 16640 rows."""
+    return _either(
+        _product(f"equal groups fprop E={experts}", [16640, 8192, 5120]),
+        _product(f"equal groups dgrad E={experts}", [16640, 5120, 8192]),
+    )
+
+
+_EQUAL, _TRAINED = "moe --only 'equal groups'", "moe --only 'fp8_blockwise M=16640'"
+_SHARED, _TFLOP_S = "moe --only 'fp8_blockwise 8 microbatches'", " TFLOP/s"
+GOALS = (
+    *(
+        Goal(
+            f"fprop and dgrad, 16640x8192x5120, {experts} equal groups", f"{least}{_TFLOP_S}", _EQUAL, _wide(experts),
+            _rate, _at_least(least), _TFLOP_S,
+        )
+        for experts, least in ((1, 1080), (4, 1080), (16, 1050), (64, 900))
+    ),
+    Goal(
+        "the same, time of rowwise `scaled_grouped_mm` over ours", "1x", _EQUAL,
+        _either(*(_wide(experts) for experts in (1, 4, 16, 64))), lambda row: speedup(row, FAST), _at_least(1),
+    ),
+    *(
+        Goal(
+            f"fprop, 32768x{n}x{k}, 8 equal groups", f"{least}{_TFLOP_S}", _EQUAL,
+            _product("equal groups fprop E=8", [32768, n, k]), _rate, _at_least(least), _TFLOP_S,
+        )
+        for n, k, least in ((4096, 7168, 1080), (7168, 2048, 1000))
+    ),
+    *(
+        Goal(
+            f"wgrad{output}, 32768 rows in 8 equal groups, 2048x7168, 4096x7168 and 7168x2048", f"850{_TFLOP_S}",
+            _EQUAL, _product(f"equal groups wgrad{name} E=8"), _rate, _at_least(850), _TFLOP_S,
+        )
+        for name, output in (("", " to bf16"), (" fp32", " to fp32"), (" fp32 +=", " added to fp32"))
+    ),
+    *(
+        Goal(
+            f"one grouped linear, {experts} experts, forward and backward, weights cast every step, over bf16",
+            f"{least:.2f}x", _TRAINED, _linear((FP8,), "", experts), speedup, _at_least(least),
+        )
+        for experts, least in ((1, 1.42), (4, 1.42), (16, 1.30), (64, 1.18))
+    ),
+    Goal(
+        "the same, weights cast once for 8 microbatches, any number of experts", "1.42x", _SHARED,
+        _linear((FP8,), "8 microbatches"), speedup, _at_least(1.42),
+    ),
+    Goal(
+        "the same, gradients added into an fp32 `main_grad` by the products, over bf16's `.grad`", "1.42x", _SHARED,
+        _linear((FP8,), "8 microbatches"), summed_speedup, _at_least(1.42),
+    ),
+    Goal(
+        "a forward alone, weights cast before, any number of experts, over bf16", "1x",
+        "moe --only 'fp8_blockwise forward'", _linear((FP8,), "forward"), speedup, _at_least(1),
+    ),
+    Goal(
+        "NVFP4 and MXFP8 by exact upcast, forward and backward, over bf16", "0.75x", "moe --only 'one grouped linear'",
+        _linear(("nvfp4", "mxfp8"), ""), speedup, _at_least(0.75),
+    ),
+    Goal(
+        "MXFP8 with weights in 128x128 blocks, weights cast once for 8 microbatches, over bf16", "1x",
+        "moe --only 'mxfp8_128x128 8 microbatches'", _linear(("mxfp8_128x128",), "8 microbatches"), speedup,
+        _at_least(1),
+    ),
+    Goal(
+        "256 experts, 8 for each token, rows by Zipf's law of 1.2: longer than equal groups", "at most 15 %",
+        "moe --only 'E=256 zipf'", lambda row: row.group == PRODUCTS and " E=256 zipf " in row.case, _slowdown,
+        lambda figure: figure <= 15, " %",
+    ),
+    Goal(
+        "host syncs in a forward and backward of a mixture with its router", "0", "moe --only mixture",
+        lambda row: row.group == MIXTURE and row.format == FP8, lambda row: row.details.get("host_syncs"),
+        lambda figure: figure == 0, "",
+    ),
+)  # fmt: skip

@@ -1,0 +1,442 @@
+"""The suite of mixtures of experts: loads, grouped products and layers that are judged before they are timed, goals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bench_rows import row as made_up
+from blockscale.bench import ceilings, expert_layers, grouped_peers, harness, layers, report, report_moe, shapes, store
+from blockscale.bench.grouped_products import Grouped, make_k_grouped, make_m_grouped, picked
+from blockscale.bench.loads import LOADS, sizes
+from blockscale.bench.products import judge, sqnr_db
+from blockscale.bench.rooflines import Roofs
+from blockscale.bench.suites import moe, moe_layers
+from blockscale.bench.suites.layers import FP8, RECIPES
+from blockscale.bench.telemetry import Telemetry
+from blockscale.hardware import Capability
+from blockscale.roofline import MEASURED, NOMINAL
+
+CPU = torch.device("cpu")
+HOPPER = Capability("cuda", 90)
+WHERE = store.where(CPU, "0.1.0", "test")
+ROOFS = Roofs(MEASURED["h200"], NOMINAL["h200"])
+CEILINGS = ceilings.Ceilings(4000.0, {"bf16": 700.0, "fp8": 1400.0})
+FORMATS = ("fp8_1x128", "fp8_128x128")
+SIZES = (5, 0, 130, 17)
+
+
+def run(case: harness.Case) -> store.Row:
+    return harness.run_case(case, "moe", CPU, WHERE, harness.Budget(rounds=1, seconds=1e-4), Telemetry())
+
+
+def product(name: str, peers: frozenset[str] = frozenset({"rows", "bf16"})) -> harness.Case:
+    extent = moe.extent(CPU, peers=peers)
+    (problem,) = [problem for problem in extent.products if problem.name == name]
+    return moe.case(problem, extent, CEILINGS)
+
+
+def layers_extent(*peers: str) -> moe_layers.LayersExtent:
+    return moe_layers.cpu_extent(Capability("cpu", 0), frozenset(peers))
+
+
+# ---- what is run -----------------------------------------------------------------------------------------------------
+
+
+def test_every_case_is_listed_once():
+    found = list(moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS))
+    names = [case.name for case in found]
+    assert len(names) == len(set(names))
+    assert list(dict.fromkeys(case.group for case in found)) == list(moe.GROUPS) == list(report_moe.GROUPS)
+    for name in (
+        "equal groups fprop E=64 16640x8192x5120",
+        "equal groups dgrad E=1 16640x5120x8192",
+        "equal groups wgrad fp32 += E=8 2048x7168x32768",
+        "DeepSeek-V3 671B fprop E=256 zipf 32768x2048x7168",
+        "DeepSeek-V3 671B shard wgrad E=32 worst 2048x7168x32768",
+        "gpt-oss 120B fprop E=128 worst 32768x2880x2880",
+        "Qwen3 30B-A3B dgrad E=128 balanced 32768x2048x768",
+        "fp8_blockwise M=16640 E=64 5120->8192",
+        "fp8_blockwise 8 microbatches M=16640 E=1 5120->8192",
+        "mxfp8 forward M=16640 E=16 5120->8192",
+        "fp8_blockwise experts M=32768 DeepSeek-V3 671B shard E=32 zipf 7168x2048",
+        "fp8_blockwise mixture M=4096 DeepSeek 16B E=64 top-6 2048x1408",
+    ):
+        assert name in names
+    for case in found:
+        assert case.flops is not None
+        if case.group == moe.GROUP:
+            assert case.name.endswith(shapes.text(case.shape))
+            assert case.flops == 2 * shapes.numel(case.shape)
+    quick = list(moe.cases(moe.gpu_extent(HOPPER, quick=True), CEILINGS, ROOFS))
+    assert {case.group for case in quick} == set(moe.GROUPS)
+    assert len(quick) < len(found) / 4
+
+
+def test_what_only_the_reference_serves_is_left_to_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    def no_rows(request: Any) -> Any:
+        return SimpleNamespace(backend="reference")
+
+    monkeypatch.setattr(moe, "would_serve", no_rows)
+    monkeypatch.setattr(moe_layers, "backends", lambda *facts: "hopper, reference")
+    assert not list(moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS))
+    assert list(moe.cases(moe.extent(CPU), CEILINGS, ROOFS))
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("rows", "experts", "most"), [(32768, 256, 4096), (7, 3, 3), (100, 1, 100), (64, 64, 1)])
+def test_loads(load: Any, rows: int, experts: int, most: int):
+    found = sizes(rows, experts, load, most)
+    assert (len(found), sum(found)) == (experts, rows)
+    assert min(found) >= 0
+    if load != "worst":
+        assert max(found) <= most
+    if load == "balanced":
+        assert max(found) - min(found) <= 1
+
+
+def test_zipf_is_skewed_and_spread_over_the_experts():
+    found = sizes(32768, 256, "zipf", 4096)
+    # the first two would have more than there are tokens; the third has (10/3)^1.2 times the rows of the tenth
+    ranks = sorted(found, reverse=True)
+    assert ranks[:2] == [4096, 4096]
+    assert ranks[2] / ranks[9] == pytest.approx((10 / 3) ** 1.2, rel=0.01)
+    assert list(found) != ranks
+    assert found == sizes(32768, 256, "zipf", 4096), "the same in every run"
+
+
+def test_bytes_of_products_are_counted_by_hand():
+    problem = moe.Problem("x", "fprop", 4, 256, 128, 384, "worst")
+    a, b = 256 * 384 + 4 * 256 * 3, 128 * 384 + 4 * 3  # a scale of four bytes for 128 values, or for a tile
+    assert moe.moved_bytes(problem) == a + b + 2 * 256 * 128
+    balanced = dataclasses.replace(problem, load="balanced")
+    assert moe.moved_bytes(balanced) == a + 4 * b + 2 * 256 * 128
+    wgrad = dataclasses.replace(balanced, what="wgrad", kind=moe.VECTORS)
+    operands = 256 * (128 + 384) + 4 * 2 * (128 + 384)
+    assert moe.moved_bytes(wgrad) == operands + 2 * 4 * 128 * 384
+    assert moe.moved_bytes(dataclasses.replace(wgrad, output=moe.ADDED)) == operands + 2 * 4 * 4 * 128 * 384
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def operands(kind: str, dtype: torch.dtype = torch.bfloat16) -> Grouped:
+    if kind == "m":
+        return make_m_grouped(SIZES, 256, 160, FORMATS, CPU, dtype)
+    return make_k_grouped(SIZES, 256, 160, (FORMATS[0],) * 2, CPU, dtype, accumulate=kind == "k +=")
+
+
+@pytest.mark.parametrize("kind", ["m", "k", "k +="])
+def test_right_products_pass_and_wrong_ones_do_not(kind: str):
+    dtype = torch.float32 if kind == "k +=" else torch.bfloat16
+    one = operands(kind, dtype)
+    assert judge(grouped_peers.multiply, one).problem == ""
+
+    def broken(change: Callable[[Tensor], object]) -> str:
+        def multiply(made: Grouped) -> Tensor:
+            out = grouped_peers.multiply(made)
+            change(out)
+            return out
+
+        return judge(multiply, one).problem
+
+    rows = slice(5, 135) if kind == "m" else 2
+    assert "dB from the exact one" in broken(lambda out: out[rows].mul_(1.1))
+    assert "not finite, or were not written" in broken(lambda out: out[-1].fill_(torch.nan))
+    if kind == "k +=":
+        assert "were not added to" in broken(lambda out: out[2, :3].zero_())
+
+
+@pytest.mark.parametrize("kind", ["m", "k"])
+def test_peers_are_judged_by_their_own_operands(kind: str):
+    one = operands(kind)
+    assert one.plain_accuracy(grouped_peers.plain) > 100
+    codes_x, scale_x, codes_w, scale_w = one.rowwise
+    whole = []
+    for group, (start, end) in enumerate(one.spans):
+        if kind == "m":
+            left = codes_x[start:end].double() * scale_x[start:end]
+            whole.append(left @ (codes_w[group].double() * scale_w[group]).mT)
+        else:
+            by_x, by_w = (scale.view(len(SIZES), -1)[group][:, None] for scale in (scale_x, scale_w))
+            whole.append((codes_x[:, start:end].double() * by_x) @ (codes_w[:, start:end].double() * by_w).mT)
+    exact = torch.cat(whole) if kind == "m" else torch.stack(whole)
+    assert one.rowwise_accuracy(lambda _: exact) > 200
+    plain = grouped_peers.plain(one)
+    assert 28 < sqnr_db(plain, exact) < 40, "rowwise codes are near the values that they stand for"
+
+
+def test_equal_groups_have_the_same_rows():
+    for kind in ("m", "k"):
+        one = operands(kind)
+        assert one.evenly.sizes == (38, 38, 38, 38)
+        assert one.evenly.offs.tolist() == [38, 76, 114, 152]
+        assert one.evenly.accuracy(grouped_peers.multiply) > 54
+        assert one.evenly.x is one.x
+
+
+def test_groups_that_are_looked_at():
+    assert picked((0, 4, 0, 2), 8) == [1, 3]
+    found = picked([*range(1, 300), 1000, 3, *range(5, 100)], 16)
+    assert len(found) == 16
+    assert {0, 299} <= set(found), "the smallest and the largest"
+
+
+def test_a_product_is_timed_beside_equal_groups_and_bf16():
+    row = run(product("tiny fprop E=4 zipf 80x128x256"))
+    assert not row.fault
+    assert row.us is not None
+    # 40, 20, 12 and 8 rows, no more than 16 of each
+    assert row.checked.startswith("52 rows of 4 groups")
+    assert {"balanced", "bf16"} == {name for name, cell in row.peers.items() if "us" in cell}
+    added = run(product("equal groups wgrad fp32 += E=4 128x256x160", frozenset()))
+    assert (added.fault, added.dtype) == ("", "float32")
+    assert added.sqnr_db is not None
+    assert added.sqnr_db > 100
+    assert "balanced" not in product("tiny fprop E=4 balanced 80x128x256").peers
+
+
+def test_groups_that_stop_a_peer_are_a_note():
+    peers = {case.name: case.peers for case in moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS)}
+    assert "multiples of 16 rows" in str(peers["equal groups wgrad E=64 8192x5120x16640"][grouped_peers.FAST])
+    for name in ("equal groups wgrad E=16 8192x5120x16640", "equal groups fprop E=64 16640x8192x5120"):
+        assert not isinstance(peers[name][grouped_peers.FAST], str)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def linear_batch() -> layers.Batch:
+    return layers.make_batch(expert_layers.plain_linear(SIZES, 128, 64, CPU), sum(SIZES), (128, 64), CPU)
+
+
+def experts_batch() -> layers.Batch:
+    return layers.make_batch(expert_layers.plain_experts(SIZES, 128, 64, CPU), sum(SIZES), (128, 128), CPU)
+
+
+def mixture_batch() -> layers.Batch:
+    plain = expert_layers.plain_mixture(shapes.Mixture(4, 2, 128, 64), CPU)
+    return layers.make_batch(plain, 40, (128, 128), CPU)
+
+
+JUDGED = {
+    "linear": (linear_batch, expert_layers.judge_linear, expert_layers.our_linear),
+    "experts": (experts_batch, expert_layers.judge_experts, expert_layers.our_experts),
+    "mixture": (mixture_batch, expert_layers.judge_mixture, expert_layers.our_mixture),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_layers_in_high_precision_are_exact(name: str):
+    make, judge_layer, ours = JUDGED[name]
+    one = make()
+    assert min(judge_layer(one, layers.take(layers.plain_way(), one))) > 100
+    found = layers.take(layers.our_way(ours, RECIPES[FP8]), one)
+    assert all(20 < db < 35 for db in judge_layer(one, found))
+    assert [dw.shape for dw in found.dw] == [each.shape for each in one.forms.plain.parameters()]
+
+
+@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize("part", range(3))
+def test_layers_that_are_wrong_in_one_expert_are_seen(name: str, part: int):
+    make, judge_layer, _ = JUDGED[name]
+    one = make()
+    found = layers.take(layers.plain_way(), one)
+    wrong = (found.y[-17:], found.dx[-17:], found.dw[-1][2])[part]
+    wrong.mul_(1.5)
+    assert judge_layer(one, found)[part] < 20
+
+
+def test_forms_share_their_parameters():
+    for make, _, ours in JUDGED.values():
+        one = make()
+        form = one.forms.of(layers.our_way(ours, RECIPES[FP8]))
+        assert all(a is b for a, b in zip(form.parameters, one.forms.plain.parameters(), strict=True))
+
+
+def test_a_grouped_linear_tells_speed_accuracy_memory_and_roof():
+    extent = layers_extent("bf16", "casts")
+    row = run(moe_layers.linear_case(FP8, RECIPES[FP8], 4, extent, ROOFS))
+    assert not row.fault
+    assert row.us is not None
+    assert {"bf16", "cast per step"} == {name for name, cell in row.peers.items() if "us" in cell}
+    assert not any("note" in cell for cell in row.peers.values())
+    assert row.details["dw_db"] > 28.2
+    assert row.details["kept_bytes cast per step"] < row.details["kept_bytes blockscale"]
+    assert row.bound_us is not None
+    several = moe_layers.linear_case(FP8, RECIPES[FP8], 4, extent, ROOFS, microbatches=8)
+    assert (several.parts, several.flops) == (8, 6 * 128 * 128 * 256)
+    assert several.bound_us is not None
+    assert several.bound_us < row.bound_us, "a cast that is shared"
+
+
+def test_a_forward_alone_reads_weights_that_were_cast_before(monkeypatch: pytest.MonkeyPatch):
+    case = moe_layers.forward_case(FP8, RECIPES[FP8], 4, layers_extent("bf16"), ROOFS)
+    counted: list[int] = []
+    real = layers.refresh_weights_
+    monkeypatch.setattr(layers, "refresh_weights_", lambda module: counted.append(1) or real(module))
+    row = run(case)
+    assert not row.fault
+    assert list(row.details)[-1:] == ["y_db"]
+    assert "us" in row.peers["bf16"]
+    assert len(counted) == 2, "in both runs of the check, and not in what is timed"
+
+
+def test_a_wrong_layer_gets_no_figures(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(moe_layers.linear.GATES, FP8, (60.0, 28.2, 28.2))
+    for case in (
+        moe_layers.linear_case(FP8, RECIPES[FP8], 4, layers_extent(), ROOFS),
+        moe_layers.forward_case(FP8, RECIPES[FP8], 4, layers_extent(), ROOFS),
+    ):
+        row = run(case)
+        assert row.us is None
+        assert row.problem.startswith("y is 28")
+
+
+def test_a_mixture_is_timed_with_its_router():
+    (case,) = [
+        case
+        for case in moe_layers.cases(layers_extent("bf16"), ROOFS)
+        if case.name == "fp8_blockwise mixture M=64 tiny E=4 top-2 128x128"
+    ]
+    row = run(case)
+    assert not row.fault
+    assert row.shape == [64, 128, 128]
+    assert "host_syncs" not in row.details, "there is no device to wait for"
+    assert row.peers["bf16"]["sqnr_db"] > 100
+
+
+def test_torchao_pads_only_where_it_must(monkeypatch: pytest.MonkeyPatch):
+    asked: list[bool] = []
+
+    def multiply(x: Tensor, weight: Tensor, offs: Tensor, *, pad_token_groups_for_grouped_mm: bool) -> Tensor:
+        asked.append(pad_token_groups_for_grouped_mm)
+        return functional.grouped_mm(x, weight, offs=offs)
+
+    fake = SimpleNamespace(_to_fp8_rowwise_then_scaled_grouped_mm=multiply)
+    monkeypatch.setattr(expert_layers, "torchao", lambda name: fake)
+    for groups in (SIZES, (16, 0, 32, 128)):
+        plain = expert_layers.plain_linear(groups, 128, 64, CPU)
+        expert_layers.torchao_linear("rowwise")(plain)(torch.randn(sum(groups), 128))
+    assert asked == [True, False]
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def stored(case: str, group: str = "one grouped linear", **fields: Any) -> store.Row:
+    peers = {"bf16": {"us": 7000.0, "ratio": 1.4}}
+    given = {"suite": "moe", "format": "fp8_blockwise", "shape": [16640, 8192, 5120], "us": 5000.0, "peers": peers}
+    return made_up(case, group=group, **given | fields)
+
+
+def rate(case: str, tflop_s: float, shape: list[int], **peers: float) -> store.Row:
+    beside = {name.replace("_", " "): {"us": 1.0, "ratio": ratio} for name, ratio in peers.items()}
+    return stored(case, "grouped products", tflop_s=tflop_s, shape=shape, peers=beside)
+
+
+def goals(*rows: store.Row) -> dict[str, list[str]]:
+    lines = [line.strip("| ").split(" | ") for line in report_moe.goals_table(rows).splitlines()[2:]]
+    return {cells[0]: cells[1:] for cells in lines}
+
+
+def test_goals_of_products():
+    fprop = rate("equal groups fprop E=64 16640x8192x5120", 950.0, [16640, 8192, 5120], rowwise_fast=1.5)
+    dgrad = rate("equal groups dgrad E=64 16640x5120x8192", 890.0, [16640, 5120, 8192], rowwise_fast=0.9)
+    found = goals(fprop)
+    assert [cells[:2] for cells in found.values()] == [["950 TFLOP/s", "yes"], ["1.50x", "yes"]]
+    assert next(iter(found)) == "fprop and dgrad, 16640x8192x5120, 64 equal groups: 900 TFLOP/s"
+    found = goals(fprop, dgrad)
+    assert [cells[:2] for cells in found.values()] == [["890 to 950 TFLOP/s", "no"], ["0.90 to 1.50x", "no"]]
+    eight = rate("equal groups fprop E=8 32768x7168x2048", 1001.0, [32768, 7168, 2048])
+    assert list(goals(eight)) == ["fprop, 32768x7168x2048, 8 equal groups: 1000 TFLOP/s"]
+    added = rate("equal groups wgrad fp32 += E=8 2048x7168x32768", 849.0, [2048, 7168, 32768])
+    ((text, (figure, met, *_)),) = goals(added).items()
+    assert text.startswith("wgrad added to fp32")
+    assert (figure, met) == ("849 TFLOP/s", "no")
+    zipf = "DeepSeek-V3 671B fprop E=256 zipf 32768x2048x7168"
+    assert next(iter(goals(rate(zipf, 900.0, [1, 1, 1], balanced=0.9)).values()))[:2] == ["11 %", "yes"]
+    assert next(iter(goals(rate(zipf, 900.0, [1, 1, 1], balanced=0.8)).values()))[:2] == ["25 %", "no"]
+
+
+def test_goals_of_layers():
+    one = stored("fp8_blockwise M=16640 E=64 5120->8192")
+    assert [cells[:2] for cells in goals(one).values()] == [["1.40x", "yes"]]
+    few = stored("fp8_blockwise M=16640 E=4 5120->8192")
+    assert [cells[:2] for cells in goals(few).values()] == [["1.40x", "no"]]
+    peers = {"bf16": {"us": 7000.0, "ratio": 1.4}, "fp32 main_grad": {"us": 4000.0, "ratio": 0.8}}
+    shared = stored("fp8_blockwise 8 microbatches M=16640 E=4 5120->8192", peers=peers)
+    assert [cells[:2] for cells in goals(shared).values()] == [["1.40x", "no"], ["1.75x", "yes"]]
+    forward = stored("fp8_blockwise forward M=16640 E=4 5120->8192")
+    assert [cells[:2] for cells in goals(forward).values()] == [["1.40x", "yes"]]
+    emulated = stored("mxfp8 M=16640 E=4 5120->8192", format="mxfp8", peers={"bf16": {"us": 1.0, "ratio": 0.7}})
+    assert [cells[:2] for cells in goals(emulated).values()] == [["0.70x", "no"]]
+    native = stored("mxfp8_128x128 8 microbatches M=16640 E=4 5120->8192", format="mxfp8_128x128")
+    assert [cells[:2] for cells in goals(native).values()] == [["1.40x", "yes"]]
+    mixture = "fp8_blockwise mixture M=4096 DeepSeek 16B E=64 top-6 2048x1408"
+    for syncs, met in ((0.0, "yes"), (2.0, "no")):
+        found = goals(stored(mixture, "mixture", details={"host_syncs": syncs}))
+        assert [cells[:2] for cells in found.values()] == [[f"{syncs:.0f}", met]]
+    assert goals(stored("fp8_blockwise M=16640 E=64 5120->8192", us=None, problem="dw is 3.0 dB")) == {}
+
+
+def test_goals_are_about_cases_that_exist():
+    """A goal whose rows nobody measures would never be missed."""
+    rows = [
+        stored(
+            case.name, case.group, format=case.format, shape=list(case.shape), tflop_s=1.0, details={"host_syncs": 0.0},
+            peers={name: {"us": 1.0, "ratio": 1.0} for name in case.peers},
+        )
+        for case in moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS)
+    ]  # fmt: skip
+    assert len(goals(*rows)) == len(report_moe.GOALS)
+    for goal in report_moe.GOALS:
+        only = goal.command.partition("--only ")[2].strip("'")
+        assert any(only in row.case or only in row.group for row in rows if goal.about(row)), goal.what
+
+
+def test_the_table_of_the_grouped_linear():
+    rows = [
+        stored("fp8_blockwise M=16640 E=16 5120->8192"),
+        stored("fp8_blockwise M=16640 E=4 5120->8192"),
+        stored("fp8_blockwise 8 microbatches M=16640 E=4 5120->8192", peers={"bf16": {"us": 6000.0, "ratio": 1.5}}),
+        stored("fp8_blockwise forward M=16640 E=4 5120->8192", us=1500.0, peers={"bf16": {"us": 2400.0, "ratio": 1.6}}),
+        stored("mxfp8 M=16640 E=4 5120->8192", format="mxfp8", us=None, problem="3 values differ"),
+    ]
+    lines = report_moe.linear_table(rows).splitlines()[2:]
+    assert lines[0].startswith("| recipe | E | bf16_e2e_us | scaled_e2e_us | speedup | bf16_fwd_us | scaled_fwd_us |")
+    assert lines[2:] == [
+        "| fp8_blockwise | 4 | 7,000 | 5,000 | 1.40x | 2,400 | 1,500 | 1.60x | 1.50x |",
+        "| fp8_blockwise | 16 | 7,000 | 5,000 | 1.40x | - | - | - | - |",
+        "| mxfp8 | 4 | - | WRONG: 3 values differ | - | - | - | - | - |",
+    ]
+
+
+def test_the_long_table_has_every_row():
+    rows = [
+        rate("equal groups fprop E=64 16640x8192x5120", 950.0, [16640, 8192, 5120]),
+        stored("fp8_blockwise M=16640 E=4 5120->8192"),
+        stored("fp8_blockwise experts M=32768 DeepSeek 16B E=64 zipf 2048x1408", "experts", shape=[32768, 2048, 1408]),
+    ]
+    text = report_moe.long_table(rows)
+    for start in (
+        "| equal groups fprop E=64 | 16640x8192x5120 |",
+        "| E=4 5120->8192 | 16640 | 7.000 | 5.000 | 1.40x |",
+    ):
+        assert any(line.startswith(start) for line in text.splitlines())
+    assert "| DeepSeek 16B E=64 zipf 2048x1408 | 32768 |" in text
+    assert "**experts, fp8_blockwise**" in text
+
+
+def test_rows_are_put_in_order_and_no_rows_are_no_tables():
+    names = ("fp8_blockwise M=16640 E=16 5120->8192", "fp8_blockwise M=16640 E=4 5120->8192")
+    assert [row.case for row in report.in_order([stored(name) for name in names])] == list(reversed(names))
+    for name in ("moe", "moe-linear", "moe-goals"):
+        assert report.SECTIONS[name]([made_up()]) == report.EMPTY
