@@ -440,3 +440,12 @@ def test_rows_are_put_in_order_and_no_rows_are_no_tables():
     assert [row.case for row in report.in_order([stored(name) for name in names])] == list(reversed(names))
     for name in ("moe", "moe-linear", "moe-goals"):
         assert report.SECTIONS[name]([made_up()]) == report.EMPTY
+
+
+def test_a_peer_that_leaves_values_unwritten_is_told():
+    case = product("tiny fprop E=4 worst 80x128x256", frozenset())
+    lazy = harness.Peer(lambda o: grouped_peers.multiply(o) * torch.nan, accuracy=lambda o: float("nan"), note="lazy")
+    cell = run(dataclasses.replace(case, peers={"lazy": lazy})).peers["lazy"]
+    assert cell["note"] == "differs: not all of its values are finite; lazy"
+    assert "sqnr_db" not in cell
+    assert cell["us"] > 0

@@ -19,7 +19,7 @@ from ..formats.tensor import BlockScaled
 from ..grouped._reference import exact_grouped
 from .harness import random
 from .loads import sizes as sizes_of
-from .products import Operands, cast_rows, spread, sqnr_db, take_rows
+from .products import Operands, cast_rows, spread, sqnr_db, take, take_rows
 
 # groups that are looked at, rows of each, and rows of the result of every group where rows are contracted
 GROUPS, ROWS_OF_GROUP, ROWS_OF_RESULT = 16, 16, 16
@@ -69,7 +69,8 @@ class MGrouped(Grouped):
     def exact(self) -> Tensor:
         ends = itertools.accumulate(len(rows) for _, rows in self.picks)
         offs = torch.tensor(list(ends), dtype=torch.int32, device=self.x.device)
-        return exact_grouped(take_rows(self.a, self.judged), _take_matrices(self.b, [g for g, _ in self.picks]), offs)
+        groups = torch.tensor([group for group, _ in self.picks], device=self.x.device)
+        return exact_grouped(take_rows(self.a, self.judged), _take_matrices(self.b, groups), offs)
 
     def rowwise_accuracy(self, run: Callable[..., Tensor]) -> float:
         codes_x, scale_x, codes_w, scale_w = self.rowwise
@@ -187,9 +188,9 @@ def picked(sizes: Sequence[int], most: int) -> list[int]:
     return sorted(ends | {others[index] for index in chosen})
 
 
-def _take_matrices(operand: BlockScaled, groups: Sequence[int]) -> BlockScaled:
+def _take_matrices(operand: BlockScaled, groups: Tensor) -> BlockScaled:
     """The weights of some groups."""
-    data, scale = (torch.stack([each[group] for group in groups]) for each in (operand.data, operand.plain_scale()))
+    data, scale = (take(tensor, groups) for tensor in (operand.data, operand.plain_scale()))
     return replace(operand, data=data, scale=scale, scale_layout="plain", shape=(len(groups), *operand.shape[1:]))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -265,6 +266,8 @@ def _compare(case: Case, ours: object, peer: Peer, args: Args) -> _Remark:
     close, differs = None, ""
     if peer.accuracy is not None:
         close = peer.accuracy(*args)
+        if math.isnan(close):  # JSON knows no such number
+            return _Remark("; ".join(text for text in ("differs: not all of its values are finite", peer.note) if text))
         if peer.gate_db is not None and not close >= peer.gate_db:
             differs = f"differs: {close:.1f} dB from the exact product"
     elif peer.compared:

@@ -128,13 +128,13 @@ def _with_room(scale: Tensor) -> Tensor:
 def take_rows(operand: BlockScaled, index: Tensor) -> BlockScaled:
     """Some rows of an operand whose blocks lie within rows."""
     assert not operand.spec.is_2d
-    data, scale = (_take(tensor, index) for tensor in (operand.data, operand.plain_scale()))
+    data, scale = (take(tensor, index) for tensor in (operand.data, operand.plain_scale()))
     shape = (len(index), operand.shape[1])
     return replace(operand, data=data, scale=scale, scale_layout="plain", shape=shape)
 
 
-def _take(tensor: Tensor, index: Tensor) -> Tensor:
-    """Rows of a tensor; as bytes where torch has no indexing for the dtype."""
+def take(tensor: Tensor, index: Tensor) -> Tensor:
+    """Some along the first axis of a tensor; as bytes where torch has no indexing for the dtype."""
     return tensor.view(torch.uint8)[index].view(tensor.dtype) if tensor.element_size() == 1 else tensor[index]
 
 
