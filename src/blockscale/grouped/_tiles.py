@@ -42,9 +42,10 @@ def place_of(
         tiles_m = tl.cdiv(M, BM)
         entry = list_ptr + tile // (tiles_m * tiles_n) * 4
         pm, pn = tile_at(tile % (tiles_m * tiles_n), tiles_m, tiles_n, BAND)
-        start = tl.load(entry + 1) * 128
-        stop = tl.minimum(start + tl.load(entry + 2) * 128, K)
-        return tl.load(entry), pm * BM, pn * BN, start, stop, 0, M
+        # in blocks, whose numbers do not overflow whatever the ends of groups are
+        first, blocks = tl.minimum(tl.load(entry + 1), K // 128), tl.load(entry + 2)
+        stop = tl.minimum(first + blocks, K // 128)
+        return tl.load(entry), pm * BM, pn * BN, first * 128, stop * 128, 0, M
     else:
         pm, pn = tile_at(tile, tl.load(list_ptr), tiles_n, BAND)
         entry = list_ptr + (1 + pm) * 4
