@@ -10,6 +10,7 @@ the last line says that accesses were not watched.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS
 from blockscale.gemm import exact_mm
 from blockscale.grouped import routing_ops
+from blockscale.grouped._reference import exact_grouped
 
 NAMES = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp8_e4m3_128x128", "mxfp4", "nvfp4")
 ROWS, COLUMNS, HIDDEN = 200, 264, 256  # rows and columns fill no tile; a backward of SwiGLU takes multiples of 128
@@ -156,6 +158,36 @@ def products(device: str, only: str) -> Iterator[tuple[str, float]]:
         yield title, min(sqnr_db(exact + bias, got.cpu()), sqnr_db(exact + 1, total.cpu()))
 
 
+SIZES, REST = (0, 5, 70, 0, 130, 64, 1), 9  # rows of groups, and of none
+GROUPED = [
+    (row, "fp8_1x128", *size) for row in ("hopper", "triton") for size in ((208, 400), (144, 272))
+] + [("hopper", "mxfp8_e4m3", 208, 400), ("triton", "mxfp8_e4m3", 208, 400), ("triton", "nvfp4", 208, 400)]  # fmt: skip
+WEIGHTS = {"fp8_1x128": "fp8_128x128", "mxfp8_e4m3": "mxfp8_e4m3_128x128", "nvfp4": "nvfp4"}
+
+
+def grouped_products(device: str, only: str) -> Iterator[tuple[str, float]]:
+    """The same of grouped products: of rows, and of tokens."""
+    offs = torch.tensor(SIZES).cumsum(0).int()
+    for row, form, n, k in GROUPED:
+        title = f"grouped {row} {form} {n}x{k}"
+        if only not in title:
+            continue
+        x, dy, w = torch.randn(sum(SIZES) + REST, k), torch.randn(sum(SIZES) + REST, n), torch.randn(len(SIZES), n, k)
+        with bs.use_backend("reference"):
+            rows = bs.quantize(x, form), bs.quantize(w, WEIGHTS[form])
+            tokens = [bs.quantize(each, form, axis=-2, offs=offs).mT for each in (dy, x)]
+        found: list[float] = []
+        kinds = [("m_grouped", rows)] + ([] if (row, form) == ("hopper", "mxfp8_e4m3") else [("k_grouped", tokens)])
+        for kind, (a, b) in kinds:
+            exact = exact_grouped(a, b, offs)
+            with bs.use_backend(**{kind: row}):
+                got = bs.scaled_grouped_mm(a.to(device), b.to(device), offs.to(device), torch.float32)
+                total = torch.ones_like(got)
+                bs.scaled_grouped_mm(a.to(device), b.to(device), offs.to(device), accumulate=total)
+            found += [sqnr_db(exact, got.cpu()), sqnr_db(exact + 1, total.cpu())]
+        yield title, min(found)
+
+
 def on_the_cpu(result: object) -> list[Tensor]:
     """All tensors of a result; bytes as bytes, since torch moves no FP4 that is not dense."""
     leaves = pytree.tree_leaves(result)
@@ -203,11 +235,12 @@ def main() -> int:
                 differ = count_wrong(got, on_the_cpu(call(here)))
             count, wrong = count + 1, wrong + (differ > 0)
             print(f"WRONG {title}: {differ} bytes differ" if differ else f"ok    {title}", flush=True)
-    for title, db in () if interpreted else products("cuda", options.only):
+    several = (each("cuda", options.only) for each in (products, grouped_products))
+    for title, db in () if interpreted else itertools.chain.from_iterable(several):
         count, wrong = count + 1, wrong + (not db > LEAST_DB)
         print(f"{'ok   ' if db > LEAST_DB else 'WRONG'} {title}: {db:.0f} dB", flush=True)
     ours = {op for op in registry.operations() if any(row.backend == "triton" for row in registry.rows(op))}
-    ours -= {"gemm"}  # it has no bytes to compare
+    ours -= {"gemm", "m_grouped", "k_grouped"}  # they have no bytes to compare
     assert seen >= ours, f"no case runs {sorted(ours - seen)}"
     by = f"under {os.environ[WATCHED]}" if WATCHED in os.environ else "accesses not watched: no compute-sanitizer"
     print(f"{count} cases, {wrong} wrong, {by}")

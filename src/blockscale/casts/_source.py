@@ -138,6 +138,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
         return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
     if source.name == "swiglu_backward_any":  # three sources, and the addresses of none are known to lie together
+        if four_bits:  # eight rows make a word
+            return Tile(16, 8, 128, 16)
         return Tile(4, 32, 128, 8 if light and converted else 16)
     if any(plan.stream is not None for plan in plans):  # random words take registers, too
         return Tile(8, 16, 128, 16)
