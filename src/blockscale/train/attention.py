@@ -1,9 +1,9 @@
 """Attention: grouped queries with rotary positions (Llama), and latent attention (DeepSeek-V2 and V3).
 
-Projections that read the same input are one layer (`qkv`, `down`), so that the input is cast once and meets one product,
-as gate and up do in an MLP. The products of attention itself are torch's `scaled_dot_product_attention`, in the dtype of
-the residual stream, whatever the recipe. Positions rotate pairs (i, i + width / 2) of features, as Hugging Face's Llama
-has them, so that weights can be exchanged as they are.
+Projections that read the same input are one layer (`qkv`, `down`), so that the input is cast once and meets one
+product, as gate and up do in an MLP. The products of attention itself are torch's `scaled_dot_product_attention`, in
+the dtype of the residual stream, whatever the recipe. Positions rotate pairs (i, i + width / 2) of features, as Hugging
+Face's Llama has them, so that weights can be exchanged as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a run is, as plain frozen data: model, data, optimizer and the loop around them.
 
-A run is described by one `RunConfig` and nothing else, so that a stored one repeats it. Every field has a default, every
-field can be overridden from the command line, and `check` refuses what cannot be trained before anything is built.
-Imports no torch: the command line reads it to print its help.
+A run is described by one `RunConfig` and nothing else, so that a stored one repeats it. Every field has a default and
+is an option of the command line, and `check` refuses what cannot be trained before anything is built. Imports no torch:
+the command line reads it to print its help.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ModelConfig:
     """Heads of queries."""
     kv_heads: int = 2
     """Heads of keys and values; ignored by latent attention."""
-    hidden: int = 256
+    hidden: int = 192
     """Hidden units of the MLP."""
     vocabulary: int = 256
     """Symbols: 256 for bytes, at least as many as a tokenizer has."""
@@ -108,7 +108,7 @@ class DataConfig:
     """stdlib: Python's standard library. python: that and all installed packages. Else a text file or a folder."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json; None: bytes."""
-    sequence: int = 64
+    sequence: int = 32
     """Symbols of a piece."""
     held_out: float = 0.1
     """Share of the files that is validated on and never trained on."""

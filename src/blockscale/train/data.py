@@ -1,8 +1,8 @@
 """Symbols on disk, memory-mapped, and batches that are a pure function of the seed and the step.
 
-A corpus becomes two files of symbols in the cache: one byte each for bytes, four for a tokenizer, a separator after every
-file. They are written under another name and renamed, so a run that is stopped leaves nothing half done, and later runs
-with the same text and tokenizer find them. A step's pieces are drawn all at once by (seed, step) and dealt to its
+A corpus becomes two files of symbols in the cache: one byte each for bytes, four for a tokenizer, a separator after
+every file. They are written under another name and renamed, so a run that is stopped leaves nothing half done, and
+later runs with the same text and tokenizer find them. A step's pieces are drawn all at once by (seed, step) and dealt to its
 microbatches, so accumulation sees what one large batch sees, and a resumed run sees what it would have seen.
 """
 
@@ -34,8 +34,8 @@ _PARTS = ("train", "held_out")
 
 @dataclass(frozen=True, eq=False)
 class Symbols:
-    """Text as symbols.  train, held_out: [n], memory-mapped.  vocabulary: how many symbols there are.  bytes_per_symbol:
-    of the held-out text, to turn nats per symbol into bits per byte.  hash: of the text and the tokenizer."""
+    """Text as symbols.  train, held_out: [n], memory-mapped.  vocabulary: how many symbols there are.
+    bytes_per_symbol: of the held-out text, to turn nats per symbol into bits per byte.  hash: of text and tokenizer."""
 
     train: Tensor
     held_out: Tensor

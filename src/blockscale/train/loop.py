@@ -181,9 +181,7 @@ class Run:
     def pieces(self, step: int, micro: int) -> Tensor:
         """What a microbatch trains on, on its way to the device."""
         config = self.config
-        batch = self.symbols.batch(
-            config.seed, step, micro, config.batch, config.accumulate, config.data.sequence
-        )
+        batch = self.symbols.batch(config.seed, step, micro, config.batch, config.accumulate, config.data.sequence)
         return self._sent(batch)
 
     def _sent(self, batch: Tensor) -> Tensor:
@@ -234,8 +232,10 @@ class Run:
     def _stop_at(self, record: StepRecord) -> None:
         """Replay the step that went wrong, with the weights and draws that it had, and say where."""
         config, step = self.config, record.step - 1
-        what = f"loss {record.loss}" if record.loss != record.loss or abs(record.loss) == float("inf") else (
-            f"loss {record.loss:.4f}, norm of the gradient {record.norm}"
+        what = (
+            f"loss {record.loss}"
+            if record.loss != record.loss or abs(record.loss) == float("inf")
+            else (f"loss {record.loss:.4f}, norm of the gradient {record.norm}")
         )
         refresh_weights_(self.model)
         batches = [self.pieces(step, micro) for micro in range(config.accumulate)]

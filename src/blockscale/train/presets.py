@@ -5,7 +5,7 @@ GPU.
 
 | preset | model | for |
 |---|---|---|
-| tiny, tiny_moe | 0.7M parameters, bytes | a CPU, seconds |
+| tiny, tiny_moe | 0.6M and 0.8M parameters, bytes | a CPU, seconds |
 | 125m | 12 layers of 768, bytes | convergence on one GPU |
 | moe-500m | 32 experts, 4 for each token, bytes | the same with experts |
 | llama3-8b | Llama 3 8B | speed; full depth needs 100 GB |
@@ -77,9 +77,7 @@ def llama3_8b() -> RunConfig:
     """Llama 3 8B (arXiv:2407.21783). bf16 parameters, so that weights, gradients and Adam's moments fit one GPU."""
     return RunConfig(
         "llama3-8b",
-        ModelConfig(
-            dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocabulary=128256, rope_theta=500000.0
-        ),
+        ModelConfig(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocabulary=128256, rope_theta=500000.0),
         DataConfig("python", sequence=8192),
         OptimizerConfig(rate=3e-4, warmup=0.05),
         RecipeConfig(weight_cast="forward"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..library import NAMESPACE, OPERATORS
+from ..library import OPERATORS
 
 # of torch, by name: products in high precision and every attention
 _KEPT = (
