@@ -76,6 +76,8 @@ def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
 def noise_of(null: Gap, along: Sequence[float] = ()) -> float:
     """The largest gap that may mean nothing: the far end of the null's interval. One seed has no interval; then it is
     the largest gap that the null had in the second half of its run.  along: its gaps in the order of the steps."""
+    if not null.is_finite:
+        return math.nan
     if null.error is not None:
         return abs(null.mean) + null.error
     late = along[len(along) // 2 :]
