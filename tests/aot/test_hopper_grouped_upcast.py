@@ -36,13 +36,12 @@ class Case:
         return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
 
 
-_HIGH, _BROAD, _LOW, _ONE = heuristics_upcast.TILES
+_HIGH, _LOW, _ONE = heuristics_upcast.TILES
 # every tile with the epilogue that takes most of it, and those that people run
 _CASES = [
     Case(_HIGH, bias=True),
     Case(_HIGH, torch.float32, k_grouped=True),
-    Case(_BROAD, torch.float32, k_grouped=True, accumulate=True),
-    Case(_LOW, torch.float32, accumulate=True),
+    Case(_LOW, torch.float32, k_grouped=True, accumulate=True),
     Case(_ONE, bias=True),
 ]
 

@@ -1,4 +1,4 @@
-"""How Hopper's grouped products of decoded operands are cut up: a pure function of static sizes, testable without a GPU.
+"""How Hopper's grouped products of decoded operands are cut up: a pure function of static sizes.
 
 The model of `heuristics`, with tiles that the bf16 units multiply at 5.9 TFLOP/s for each multiprocessor, and with the
 pass that decodes: codes are read, and two bytes written for each.
@@ -15,7 +15,6 @@ from .heuristics import Problem, predicted_us
 
 _CANDIDATES = (
     (Tile(2, 2, 128, 4, 8), Cost(1.47, 1.0)),
-    (Tile(2, 1, 256, 4, 8), Cost(1.47, 1.0)),
     (Tile(2, 1, 128, 6, 16), Cost(0.78, 0.6)),
     (Tile(1, 1, 128, 8, 32), Cost(0.45, 0.6)),
 )
@@ -61,4 +60,4 @@ def candidates(problem: Problem) -> list[tuple[Tile, float]]:
 
 
 def _lone(tile: Tile) -> float:
-    return _LONE_PART * tile.waves * tile.bn / 128
+    return _LONE_PART * tile.waves
