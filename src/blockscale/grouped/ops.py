@@ -18,7 +18,14 @@ from . import sharding
 
 
 def grouped_request(
-    a: BlockScaled, b: BlockScaled, groups: int, dtype: torch.dtype, *, bias: bool, accumulate: bool, starts: bool = False
+    a: BlockScaled,
+    b: BlockScaled,
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    bias: bool,
+    accumulate: bool,
+    starts: bool = False,
 ) -> Request:
     """What the kernel table is asked for a grouped product; a 3-D second operand makes it m-grouped."""
     op = "m_grouped" if len(b.shape) == 3 else "k_grouped"
