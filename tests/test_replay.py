@@ -319,6 +319,15 @@ def test_a_poisoned_buffer_refuses(monkeypatch: pytest.MonkeyPatch):
     assert refusal(lambda: run_add(a, None), a)
 
 
+def test_checked_ends_of_groups_refuse(monkeypatch: pytest.MonkeyPatch):
+    """They are looked at by torch, which no launch tells of."""
+    a = floats(1)
+    monkeypatch.setenv("BLOCKSCALE_CHECK", "1")
+    returned, recording = record(lambda: run_add(a, None), (a,), one)
+    assert_same_bits(returned, a)
+    assert recording is None
+
+
 def test_two_inputs_with_one_address_refuse():
     a = floats(1)
     assert refusal(lambda: run_add(a, a), a, a)

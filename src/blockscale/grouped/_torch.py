@@ -23,6 +23,8 @@ def _reject(request: Request) -> str | None:
     m, n, k, groups = request.shape
     if 0 in (m, n, k, groups):
         return "takes no empty operands"
+    if "starts" in request.options:
+        return "takes groups that follow each other, without rows between them"
     if request.capability.device == "cuda":
         return _reject_cuda(request)
     return f"wants K in multiples of 4, not {k}" if request.op == "m_grouped" and k % 4 else None
