@@ -33,6 +33,7 @@ __all__ = ["Routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _hopper as _hopper
     from . import _hopper_mx as _hopper_mx
+    from . import _hopper_upcast as _hopper_upcast
 
 
 def scaled_grouped_mm(
