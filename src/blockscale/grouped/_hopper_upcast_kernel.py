@@ -46,6 +46,13 @@ def _producer(operands, rings, bars, work, TILE: gl.constexpr, K_GROUPED: gl.con
 
 
 @gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    """The block of the ring before. A variable that keeps it would not be kept: one that a loop sets to what another
+    was when it began is taken for one that does not change."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _sums(rings, bars, blocks, stage, phase, layout: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
     """Of a group's parts over so many blocks of the ring, and where the ring stands then."""
     a_ring, b_ring = rings
@@ -55,7 +62,6 @@ def _sums(rings, bars, blocks, stage, phase, layout: gl.constexpr, GROUP: gl.con
     BN: gl.constexpr = TILE.bn
     first = gl.zeros((64, BN), gl.float32, layout)
     second = first
-    before = stage
     for number in range(blocks):
         mbarrier.wait(full.index(stage), phase)
         a, b = a_ring.index(stage), b_ring.index(stage).permute((1, 0))
@@ -65,14 +71,13 @@ def _sums(rings, bars, blocks, stage, phase, layout: gl.constexpr, GROUP: gl.con
             first, second = warpgroup_mma_wait(2, deps=(first, second))
         else:
             first = warpgroup_mma_wait(1, deps=(first,))
-        mbarrier.arrive(empty[0].index(before), count=1, pred=number > 0)
-        before = stage
+        mbarrier.arrive(empty[0].index(_before(stage, TILE.stages)), count=1, pred=number > 0)
         stage, phase = next_stage(stage, phase, TILE.stages)
     if waves == 2:
         first, second = warpgroup_mma_wait(0, deps=(first, second))
     else:
         first = warpgroup_mma_wait(0, deps=(first,))
-    mbarrier.arrive(empty[0].index(before), count=1, pred=blocks > 0)
+    mbarrier.arrive(empty[0].index(_before(stage, TILE.stages)), count=1, pred=blocks > 0)
     return first, second, stage, phase
 
 
