@@ -40,6 +40,10 @@ def _reject(request: Request) -> str | None:
     return _hopper.reject(request)
 
 
+def _leave(request: Request) -> str | None:
+    return "decodes all experts, which the few rows of decoding do not pay for" if "starts" in request.options else None
+
+
 @kernel(
     "m_grouped",
     "hopper_upcast",
@@ -47,14 +51,22 @@ def _reject(request: Request) -> str | None:
     formats=BF16_EXACT_PAIRS,
     priority=20,
     reject=_reject,
+    leave=_leave,
     forecast=_forecast,
     ahead=_ahead,
 )
 def m_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    accumulate: bool,
+    starts: Tensor | None = None,
 ) -> None:
     """exact upcast, then Gluon: warp-specialised bf16 product of groups of rows"""
-    _hopper.serve(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch)
+    _hopper.serve(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
 
 
 @kernel(
@@ -83,12 +95,13 @@ def launch(
     *,
     accumulate: bool,
     tile: Tile,
+    starts: Tensor | None = None,
 ) -> None:
     """The product by one tile, into a matrix: the results of all groups below each other."""
     assert can_be_described(out), "a copy of the output would be written, and lost"
     x, y = exact_bf16(a), exact_bf16(b)
     k_grouped = y.dim() == 2
-    listed = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1)
+    listed = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1, starts)
     factors = [q.global_scale for q in (a, b)]
     steps = [0 if factor is None else factor.dim() for factor in factors]
     values = shared_layout(PART, _WIDTH, LANGUAGE[torch.bfloat16])
