@@ -203,6 +203,14 @@ def test_a_product_is_timed_beside_equal_groups_and_bf16():
     assert "balanced" not in product("tiny fprop E=4 balanced 80x128x256").peers
 
 
+def test_decoding_is_timed_beside_experts_with_room():
+    row = run(product("decoding fprop E=4 balanced 16x128x256"))
+    assert not row.fault
+    assert {"with room", "bf16"} == {name for name, cell in row.peers.items() if "us" in cell}
+    assert row.peers["with room"]["sqnr_db"] == row.sqnr_db
+    assert make_m_grouped((4, 0, 1), 8, 128, FORMATS, CPU, torch.bfloat16).placed[3].tolist() == [0, 1, 2, 3, 64]
+
+
 def test_groups_that_stop_a_peer_are_a_note():
     peers = {case.name: case.peers for case in moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS)}
     assert "multiples of 16 rows" in str(peers["equal groups wgrad E=64 8192x5120x16640"][grouped_peers.FAST])
