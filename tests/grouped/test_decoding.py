@@ -16,7 +16,7 @@ from blockscale.errors import BackendError
 from blockscale.formats import BlockScaled
 from blockscale.formats.layout import check_group_ends
 from blockscale.gemm.heuristics import Tile
-from blockscale.grouped import heuristics, heuristics_mx
+from blockscale.grouped import heuristics, heuristics_mx, heuristics_upcast
 from blockscale.grouped._reference import exact_grouped
 from blockscale.grouped.ops import grouped_request
 from blockscale.registry import Kernel, Request
@@ -25,6 +25,7 @@ from products import FEW, HYPOTHETICAL, SENTINEL, cases, gaussian, only, raw, sk
 
 M_FEW = [pair for pair in FEW if not bs.formats.FORMATS[pair[0]].is_2d]
 K, N = 144, 48
+STARTS = frozenset({"starts"})
 
 
 def cast(x: Tensor, pair: tuple[str, str], amax: Tensor) -> BlockScaled:
@@ -120,9 +121,7 @@ def test_no_experts_and_no_rows(device):
 def test_no_decoding_on_a_gpu_is_the_references(where: str) -> None:
     """Which reads starts and ends on the host, and cannot be captured."""
     for pair in M_FEW:
-        asked = Request(
-            "m_grouped", HYPOTHETICAL[where], pair, (4096, 4096, 7168, 32), torch.bfloat16, (), frozenset({"starts"})
-        )
+        asked = Request("m_grouped", HYPOTHETICAL[where], pair, (4096, 4096, 7168, 32), torch.bfloat16, (), STARTS)
         taken = bs.registry.select(asked).backend
         hopper = where == "sm_90" and pair in {("fp8_1x128", "fp8_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3_128x128")}
         assert taken == ("hopper" if hopper else "triton")
@@ -137,22 +136,50 @@ def test_torch_refuses_with_a_reason() -> None:
     assert (explained.taken.backend, "with starts" in str(explained)) == ("reference", True)
 
 
+def _rows_of_gpus() -> list:
+    """Every row that takes starts on a GPU, with a pair and an architecture of its own."""
+    pairs = [("fp8_1x128", "fp8_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3")]
+    found = []
+    for row in bs.registry.rows("m_grouped"):
+        where = f"sm_{max(row.sm[0], 80)}"
+        pair = next((pair for pair in pairs if pair in row.formats), None)
+        if pair is None or "cuda" not in row.devices:
+            continue
+        asked = Request("m_grouped", HYPOTHETICAL[where], pair, (512, 64, 256, 4), torch.bfloat16, (), STARTS)
+        if row.refusal(asked) is None:
+            found.append(pytest.param(row, pair, int(where[3:]), id=f"{row.backend}.{row.launch.__name__}"))
+    return found
+
+
+@pytest.mark.parametrize(("row", "pair", "arch"), _rows_of_gpus())
+def test_what_a_gpu_would_be_given(row: Kernel, pair: tuple[str, str], arch: int) -> None:
+    """The list of tiles, then the product; nothing is compiled, but all that comes before a launch is done."""
+    launched = pytest.importorskip("aot.compiled", reason="needs triton").launched
+    made = room([3, 0, 128, 1], 128, 256)
+    a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (
+        bs.quantize(made.placed, pair[0]), experts(made, pair, 64),
+    ))  # fmt: skip
+    out = torch.empty(512, 64, dtype=torch.bfloat16)
+    names = launched(lambda: row.launch(a, b, made.ends, out, bias=None, accumulate=False, starts=made.starts), arch)
+    assert "_row_tiles_kernel" in names
+    assert sum("grouped_mm" in name for name in names) == 1
+
+
 # ---- Hopper's tiles --------------------------------------------------------------------------------------------------
 
 _TILES = [("fp8_1x128", "fp8_128x128", tile) for tile in heuristics.TILES]
 _TILES += [("mxfp8_e4m3", "mxfp8_e4m3_128x128", tile) for tile in heuristics_mx.TILES]
+_TILES += [("nvfp4", "nvfp4", tile) for tile in heuristics_upcast.TILES]
+MODELS = {"_hopper": heuristics, "_hopper_mx": heuristics_mx, "_hopper_upcast": heuristics_upcast}
 on_hopper = pytest.mark.sm90
 
 
 def by_tile(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None, tile: Tile) -> Tensor:
     """In a frame of sentinels; what the frame's window held is in the result where nothing was written."""
-    module = pytest.importorskip(
-        "blockscale.grouped." + ("_hopper" if a.spec.family == "fp8" else "_hopper_mx"),
-        reason="this Triton has no Gluon for Hopper",
-    )
-    model = heuristics if a.spec.family == "fp8" else heuristics_mx
+    name = {"fp8": "_hopper", "mx": "_hopper_mx", "nvfp4": "_hopper_upcast"}[a.spec.family]
+    module = pytest.importorskip(f"blockscale.grouped.{name}", reason="this Triton has no Gluon for Hopper")
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
-    fitted = model.fitted(tile, heuristics.Problem(*sizes, False, False, 132))
+    fitted = MODELS[name].fitted(tile, heuristics.Problem(*sizes, False, False, 132))
     return twice(
         lambda out: module.launch(a, b, offs, out, None, accumulate=False, tile=fitted, starts=starts),
         a.rows, b.rows, torch.bfloat16, None,
@@ -166,7 +193,9 @@ def by_tile(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None,
 def test_every_tile(first: str, second: str, tile: Tile, name: str) -> None:
     for n, k in ((336, 400), (256, 128)):
         made = room(*CAPACITIES[name], k, "cuda")
-        a, packed, b = bs.quantize(made.placed, first), bs.quantize(made.packed, first), experts(made, ("", second), n)
+        amax = made.placed.float().abs().max()
+        a, packed = (cast(x, (first, second), amax) for x in (made.placed, made.packed))
+        b = experts(made, ("", second), n)
         got = by_tile(a, b, made.ends, made.starts, tile)
         want = by_tile(packed, b, made.packed_ends, None, tile)
         assert torch.equal(got[made.inside], want[: int(made.inside.sum())])

@@ -186,7 +186,8 @@ def check_group_ends(offs: Tensor | None, rows: int, starts: Tensor | None = Non
     rule += "" if starts is None else "; a group starts where the one before it ends, or later, and ends no earlier"
     if offs.device.type != "cpu":
         if env.flag("BLOCKSCALE_CHECK"):
-            torch._assert_async(_are_in_order(offs, rows, starts), rule)  # pyright: ignore[reportPrivateUsage]
+            found = _are_in_order(offs, rows, starts)
+            torch._assert_async(found, rule)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif not _are_in_order(offs, rows, starts):
         given = f"offs is {offs.tolist()}" + ("" if starts is None else f" and starts is {starts.tolist()}")
         fix = "pass sizes.cumsum(0).to(torch.int32)" if starts is None else "pass starts + counts as offs"

@@ -40,6 +40,10 @@ def _reject(request: Request) -> str | None:
     return _hopper.reject(request)
 
 
+def _leave(request: Request) -> str | None:
+    return "decodes all experts, which the few rows of decoding do not pay for" if "starts" in request.options else None
+
+
 @kernel(
     "m_grouped",
     "hopper_upcast",
@@ -47,6 +51,7 @@ def _reject(request: Request) -> str | None:
     formats=BF16_EXACT_PAIRS,
     priority=20,
     reject=_reject,
+    leave=_leave,
     forecast=_forecast,
     ahead=_ahead,
 )
