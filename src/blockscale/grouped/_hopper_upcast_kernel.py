@@ -14,7 +14,7 @@ the one before is given back. NVFP4's tensor scales are applied to the fp32 sums
 # pyright: reportAssignmentType=false
 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from ..gemm._hopper_common import allocate_barriers, allocate_blocks, fetch_tile, next_stage, skip_blocks
+from ..gemm._hopper_common import allocate_barriers, allocate_blocks, fetch_tile, next_stage, pinned, skip_blocks
 from ._hopper_walk import count_tiles, place_of, store_rows
 
 _HALVES: gl.constexpr = gl.constexpr(2)  # blocks of the ring in one of K, which are 128
@@ -122,7 +122,8 @@ def _consumer(
                 acc = first if wave == 0 else second
                 if SCALED:
                     acc = acc * _factor(ga_ptr, group, groups, ga_step)
-                    acc = acc * _factor(gb_ptr, group, groups, gb_step)
+                    # a product of its own, rounded, before anything is added: not one fused with the addition
+                    acc = pinned(acc * _factor(gb_ptr, group, groups, gb_step))
                 row = top + wave * 64
                 if ADD:
                     mbarrier.wait(c_full.index(GROUP), c_phase)
