@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -101,22 +100,10 @@ def tiles(ends: list[int], rows: int, height: int, step: int, starts: list[int] 
         for row in range(first // step * step, end, height)
         if first < end
     ]
-    found = spread_evenly(found, len(ends))
     written = [row for _, end, _, begin in found for row in range(begin, end)]
     assert len(written) == len(set(written)), "a row of two tiles"
     assert set(written) <= set(range(rows)), "a row outside"
     return [(len(found), 0, 0, 0), *found]
-
-
-def spread_evenly(found: list[Entry], groups: int) -> list[Entry]:
-    """Tiles of groups that have only one, among those of groups that have more; rows of no group stay behind."""
-    inside, behind = ([tile for tile in found if (tile[2] < groups) == is_inside] for is_inside in (True, False))
-    count = Counter(group for _, _, group, _ in inside)
-    several, singles = ([tile for tile in inside if (count[tile[2]] > 1) == many] for many in (True, False))
-    # so many single ones stand in front of each
-    ahead = [(index * len(singles) // len(several), 0, tile) for index, tile in enumerate(several)]
-    merged = sorted(ahead + [(index, 1, tile) for index, tile in enumerate(singles)])
-    return [tile for _, _, tile in merged] + behind
 
 
 def spans(ends: list[int]) -> list[Entry]:

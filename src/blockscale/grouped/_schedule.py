@@ -34,9 +34,7 @@ def row_tiles(offs: Tensor, rows: int, height: int, step: int = STEP, starts: Te
     in it).
 
     Tiles have `height` rows, a group's last one what is left, and start at multiples of `step`: a group's first one may
-    begin with rows of groups before, which are not its own. Groups without rows have no tiles. Groups of several tiles
-    are in order, and so are those of one tile, which are spread evenly among the others: the former take the tensor
-    cores' time and the latter the memory's, and one of the two would wait for the other.
+    begin with rows of groups before, which are not its own. Groups are in order, and those without rows have no tiles.
     Behind them come tiles of group G: rows of no group. What follows the last tile is not written.
     starts: of the groups, which then need not follow each other; rows of no group have no tiles.
     """
@@ -98,13 +96,10 @@ def _row_tiles_kernel(
     g = tl.arange(0, GROUPS)
     first, end = _spans(offs_ptr, starts_ptr, g, groups, rows)
     counts = _count_tiles(first, end, HEIGHT, STEP)
-    singles, several = tl.where(counts == 1, 1, 0), tl.where(counts > 1, counts, 0)
-    single, before = tl.cumsum(singles, 0) - singles, tl.cumsum(several, 0) - several
-    all_singles, all_several = tl.sum(singles, 0), tl.sum(several, 0)
+    place = tl.cumsum(counts, 0) - counts + 1
     for number in range(tl.program_id(0), tl.max(counts, 0), tl.num_programs(0)):
         row = first // STEP * STEP + number * HEIGHT
-        place = _merged(single, before + number, counts == 1, all_singles, all_several)
-        at = tiles_ptr + (1 + place) * 4
+        at = tiles_ptr + (place + number) * 4
         _store_four(at, row, tl.minimum(row + HEIGHT, end), g, tl.maximum(row, first), number < counts)
     total = tl.sum(counts, 0)
     if starts_ptr is None:
@@ -117,14 +112,6 @@ def _row_tiles_kernel(
         total += rest
     if tl.program_id(0) == 0:
         _store_four(tiles_ptr, total, 0, 0, 0, True)
-
-
-@triton.jit
-def _merged(single, several, is_single, all_singles, all_several):
-    """Places in one list of two, each in its order and spread evenly.  single, several: places in its own list."""
-    among_several = several + several.to(tl.int64) * all_singles // tl.maximum(all_several, 1)
-    ahead = ((single + 1).to(tl.int64) * all_several + all_singles - 1) // tl.maximum(all_singles, 1)
-    return tl.where(is_single, single + ahead, among_several)
 
 
 @triton.jit
