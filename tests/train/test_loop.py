@@ -89,7 +89,7 @@ def test_weights_are_cast_once_per_step(model):
     run.advance()
     run.advance()
     assert {cast.casts for cast in casts} == {3}
-    plain = Run(small(recipe=replace(small().recipe, weight_cast="forward")))
+    plain = Run(small(weight_cast="forward"))
     assert shared_weights(plain.model) == []
 
 
@@ -112,7 +112,7 @@ def test_experts_are_balanced():
     run = Run(small("bf16", model=SPARSE))
     moe = run.model.layers[1].mlp
     run.advance()
-    assert set(moe.balance.abs().tolist()) <= {0.0, pytest.approx(1e-3)}
+    assert set(moe.balance.tolist()) <= {0.0, *torch.tensor([1e-3, -1e-3]).tolist()}
     assert float(moe.balance.abs().sum()) > 0
     assert int(moe.load.sum()) == 0
 
@@ -179,11 +179,12 @@ def test_a_trace_is_written(tmp_path: Path):
 
 def test_compiled_blocks_are_eager_ones_to_the_bit(monkeypatch: pytest.MonkeyPatch):
     """With a backend that changes no operator; inductor's own sums differ in last bits."""
-    compile_module, compile_function = torch.nn.Module.compile, torch.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **k: compile_module(m, backend="aot_eager", **k))
-    monkeypatch.setattr(torch, "compile", lambda f, **k: compile_function(f, backend="aot_eager", **k))
-    run = small(steps=2, accumulate=2, batch=1, eval_every=1)
-    assert train(replace(run, compile="blocks")).history == train(run).history
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **named: compile_function(f, **named | {"backend": "aot_eager"}))
+    sparse = replace(SPARSE, experts=replace(SPARSE.experts, dense_layers=0), layers=1)
+    for run in (small(steps=2, accumulate=2, batch=1), small(steps=1, model=sparse, recompute="selective")):
+        compiled, eager = train(replace(run, compile="blocks")), train(run)
+        assert (compiled.history, compiled.evaluations) == (eager.history, eager.evaluations)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@
     corpus.py      text from files                    data.py       symbols on disk, batches
     schedule.py    rates, AdamW, clipping             micro.py      forward and backward, compiled or captured
     loop.py        `train`                            records.py    results, hooks
-    checkpoint.py  save and resume                    export.py     safetensors for any Llama loader
+    checkpoint.py  save and resume                    hugging_face.py  safetensors for any Llama loader
     faults.py      NaN, memory                        recompute.py  what the backward computes again
     metrics.py, view.py, profiling.py                 what one sees of it
 
@@ -30,7 +30,7 @@ from .config import (
 from .presets import PRESETS, get_preset, with_layers
 
 if TYPE_CHECKING:
-    from .export import export as export
+    from .hugging_face import export as export
     from .loop import Run as Run
     from .loop import train as train
     from .model import Transformer as Transformer
@@ -48,7 +48,7 @@ _LATE = {
     "StepRecord": "records",
     "TrainResult": "records",
     "Transformer": "model",
-    "export": "export",
+    "export": "hugging_face",
     "train": "loop",
 }
 

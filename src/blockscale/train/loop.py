@@ -30,7 +30,7 @@ from ..roofline import machine_of, nominal
 from . import checkpoint, faults
 from .config import RecipeConfig, RunConfig, check, to_dict
 from .data import Symbols, load
-from .export import export
+from .hugging_face import export
 from .micro import CapturedMicrobatch, Microbatch, compile_
 from .model import Transformer, flops_per_token
 from .profiling import traced
