@@ -7,6 +7,7 @@ gradients that come in and go out. Layers are called one by one for that, not fu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
         if not found and not _finite(loss):
             found.append(Place("loss", "the cross entropy"))
         if not found:
-            loss.backward()
+            with warnings.catch_warnings(action="ignore"):  # of hooks on layers whose input has no gradient
+                loss.backward()
     found += _bad_weight_gradients(model)
     model.zero_grad(set_to_none=True)
     return found
