@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from blockscale.errors import CheckpointError
 from blockscale.train import DataConfig, train
@@ -104,7 +104,7 @@ def test_a_full_disk_leaves_the_last_one(folder: Path, monkeypatch: pytest.Monke
     def fails(*args: object, **named: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch.distributed.checkpoint, "save", fails)
+    monkeypatch.setattr(state_dict_saver, "save", fails)
     with pytest.raises(CheckpointError, match="No space left"):
         resumed(folder)
     monkeypatch.undo()

@@ -10,8 +10,7 @@ import torch
 
 from blockscale.errors import NonFiniteError, OutOfMemoryError
 from blockscale.nn import Linear
-from blockscale.train import Hooks, OptimizerConfig, Run, get_preset, train
-from blockscale.train import faults, loop
+from blockscale.train import Hooks, OptimizerConfig, Run, faults, get_preset, train
 from blockscale.train.checkpoint import complete
 from small_runs import DENSE, SPARSE, small
 
@@ -120,11 +119,16 @@ def test_memory_says_what_to_change(monkeypatch: pytest.MonkeyPatch):
     def fails(self: Run) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 1 GiB")
 
-    monkeypatch.setattr(loop.Run, "advance", fails)
+    monkeypatch.setattr(Run, "advance", fails)
     with pytest.raises(OutOfMemoryError) as raised:
         train(small(batch=8))
     said = str(raised.value)
-    for words in ("Tried to allocate 2.00 GiB", "recompute=selective", "batch=4 with accumulate=2", "weight_cast=twice"):
+    for words in (
+        "Tried to allocate 2.00 GiB",
+        "recompute=selective",
+        "batch=4 with accumulate=2",
+        "weight_cast=twice",
+    ):
         assert words in said
     large = faults.out_of_memory(replace(get_preset("llama3-8b"), recompute="full"), RuntimeError("x"))
     assert "recompute" not in str(large)

