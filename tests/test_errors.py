@@ -232,6 +232,37 @@ GROUPED: list[Case] = [
         OptionError,
         "bias in a k-grouped product",
     ),
+    (
+        "k-grouped starts",
+        lambda: bs.scaled_grouped_mm(tokens(), tokens(), OFFS, starts=OFFS),
+        OptionError,
+        "starts in a k-grouped product",
+    ),
+    ("starts list", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=[0, 2, 2]), DtypeError, "starts is a list"),
+    (
+        "starts dtype",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS.long()),
+        ShapeError,
+        "starts is torch.int64 (3,)",
+    ),
+    (
+        "starts count",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS[:2]),
+        ShapeError,
+        "each of the 3 group ends",
+    ),
+    (
+        "starts device",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS.to("meta")),
+        ShapeError,
+        "on meta",
+    ),
+    (
+        "starts in another group",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS - 2),
+        ShapeError,
+        "offs is [2, 2, 8] and starts is [0, 0, 6] for 8 rows",
+    ),
     ("bias shape", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, bias=torch.ones(8)), ShapeError, "float32 (8,)"),
     (
         "bias and acc",
