@@ -1,5 +1,5 @@
-"""Comparisons: pairs are pairs, the null is the baseline in another order, finished runs are not run again, and a recipe
-that is broken comes out as worse."""
+"""Comparisons: pairs are pairs, the null is the baseline in another order, finished runs are not run again, and what is
+broken comes out as worse."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ def stored(loss: float, speed: float, device: str, share: float, failed: str = "
     curve = {step: loss + 1 / step for step in (1, 2, 3, 4)}
     shares = {"products": 0.5, "casts": 0.1, "attention": 0.1, "other": 0.3}
     layers = [LAYER | {"clipped": 0.01, "underflow": 0.0}]
-    return Stored(about, curve, {2: loss + 0.5, 4: loss}, end, {"device": device, "name": "a machine"}, shares, layers, failed)
+    return Stored(
+        about, curve, {2: loss + 0.5, 4: loss}, end, {"device": device, "name": "a machine"}, shares, layers, failed
+    )
 
 
 def made(device: str = "cpu", mxfp8: tuple[float, ...] = (2.001, 3.0015), failed: str = "") -> Comparison:

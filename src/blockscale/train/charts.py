@@ -59,10 +59,14 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in each.points if math.isfinite(p[1])))
         kind = "curve" + (" faint" if each.faint else "") + (" dashed" if each.dashed else "")
         style = f"stroke:var(--c{each.place % 8})"
-        parts.append(f"<polyline class='{kind}' style='{style}' points='{path}'><title>{escape(each.name)}</title></polyline>")
+        parts.append(
+            f"<polyline class='{kind}' style='{style}' points='{path}'><title>{escape(each.name)}</title></polyline>"
+        )
         if len(each.points) <= 12 and not each.faint:
             dots = (at(*p) for p in each.points if math.isfinite(p[1]))
-            parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.6' style='fill:var(--c{each.place % 8})'/>" for x, y in dots]
+            parts += [
+                f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.6' style='fill:var(--c{each.place % 8})'/>" for x, y in dots
+            ]
     body = "".join(parts)
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escape(y_name)}'>{body}</svg>" + legend(
         [(each.name, each.place) for each in curves if not each.faint]
@@ -90,7 +94,9 @@ def bars(rows: Sequence[tuple[str, dict[str, float]]], kinds: Sequence[str]) -> 
                 f"<rect x='{x:.1f}' y='{y}' width='{size:.1f}' height='22' style='fill:var(--k{at})'>{said}</rect>"
             )
             if share >= 0.07:
-                parts.append(f"<text class='inside' x='{x + size / 2:.1f}' y='{y + 15}' text-anchor='middle'>{share:.0%}</text>")
+                parts.append(
+                    f"<text class='inside' x='{x + size / 2:.1f}' y='{y + 15}' text-anchor='middle'>{share:.0%}</text>"
+                )
             x += size
     keys = "".join(f"<span><i style='background:var(--k{at})'></i>{kind}</span>" for at, kind in enumerate(kinds))
     size = f"viewBox='0 0 {width} {height * len(rows) + 6}' style='max-width:{width}px'"

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..autograd import Recipe, get_recipe, refresh_weights_
 from ..diagnostics.layers import layer_numerics
 from ..errors import NonFiniteError, OptionError, message

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,10 @@ def notes(found: Comparison) -> list[str]:
     """What a reader has to know to read the table."""
     null = next(arm for arm in found.arms if arm.name == NULL)
     many, noise = len(found.seeds), found.noise
-    said = [f"null: {null.says}; noise up to {100 * noise:.2g} %.", "low FLOPs: share of linear FLOPs in low precision."]
+    said = [
+        f"null: {null.says}; noise up to {100 * noise:.2g} %.",
+        "low FLOPs: share of linear FLOPs in low precision.",
+    ]
     if many == 1:
         said.append(
             "One seed: gaps have no interval of their own. The null's largest gap in the second half of its run stands in "
@@ -100,7 +102,7 @@ def page(found: Comparison) -> str:
     base = found.runs[BASELINE][0]
     config = base.about["config"]
     title = f"{config['name']}: does it still converge?"
-    style = resources.files(__package__).joinpath("page.css").read_text()
+    style = Path(__file__).with_name("page.css").read_text()
     tokens = config["batch"] * config["accumulate"] * config["data"]["sequence"]
     summary = (
         f"{base.about['parameters'] / 1e6:,.2f}M parameters, {config['steps']} steps of {tokens:,} tokens, "
@@ -116,7 +118,9 @@ def page(found: Comparison) -> str:
         _section("How to run it again", _facts(found)),
     ]
     head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title>"
-    return f"<!doctype html><html lang='en'><head>{head}<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+    return (
+        f"<!doctype html><html lang='en'><head>{head}<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+    )
 
 
 def _section(title: str, body: str, note: str = "") -> str:
@@ -128,7 +132,9 @@ def _verdicts(found: Comparison) -> str:
     rows: list[str] = []
     for arm, cells in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
-        kind = "" if verdict is None else "good" if verdict.is_good else "open" if verdict.kind == "undecided" else "bad"
+        kind = (
+            "" if verdict is None else "good" if verdict.is_good else "open" if verdict.kind == "undecided" else "bad"
+        )
         last = f"<td class='{kind}'>{escape(cells[-1])}</td>"
         rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells[:-1]) + last)
     said = "".join(f"<li>{escape(note)}</li>" for note in notes(found) if note != CPU_SPEED)
@@ -145,7 +151,9 @@ def _curves(found: Comparison) -> str:
     gaps: list[Line] = []
     for place, arm in enumerate(found.arms):
         runs = found.runs[arm.name]
-        training += [Line(arm.name, smooth(sorted(run.losses.items())), place, faint=at > 0) for at, run in enumerate(runs)]
+        training += [
+            Line(arm.name, smooth(sorted(run.losses.items())), place, faint=at > 0) for at, run in enumerate(runs)
+        ]
         if arm.name != BASELINE and all(not run.failed for run in runs):
             along = [(float(step), 100 * gap) for step, gap in found.along(arm.name)]
             gaps.append(Line(arm.name, along, place, dashed=arm.name == NULL))
@@ -171,13 +179,19 @@ def smooth(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
 def _time(found: Comparison) -> str:
     rows = [(arm.name, found.runs[arm.name][0].shares) for arm in found.arms if found.runs[arm.name][0].shares]
     note = "Shares of one step under the profiler: linear products, casts of our own, attention, everything else."
-    return _section("Where a step's time goes", bars(rows, KINDS), note if found.is_on_gpu else f"{note} On a CPU they say nothing about a GPU.")
+    return _section(
+        "Where a step's time goes",
+        bars(rows, KINDS),
+        note if found.is_on_gpu else f"{note} On a CPU they say nothing about a GPU.",
+    )
 
 
 def _layers(arm: Arm, run: Stored) -> str:
     head = ("layer", *_DECIBELS, "clipped", "underflow")
     rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in run.layers]
-    note = "Signal to quantisation noise in dB on one batch of the trained model: of operands, and of the three products. "
+    note = (
+        "Signal to quantisation noise in dB on one batch of the trained model: of operands, and of the three products. "
+    )
     note += "Clipped, underflow: the largest share among its operands."
     lowest = min(
         ((each[product], each["layer"], product) for each in run.layers for product in PRODUCTS if each[product]),
@@ -186,18 +200,27 @@ def _layers(arm: Arm, run: Stored) -> str:
     worst = f"; least {lowest[0]:.1f} dB, {lowest[2]} of {lowest[1]}" if lowest else ""
     summary = f"<summary>{len(rows)} layers{escape(worst)}</summary>"
     opened = " open" if len(rows) <= _SHORT else ""
-    return _section(f"What layers lose by {arm.name}", f"<details{opened}>{summary}{_table(head, rows)}</details>", note)
+    return _section(
+        f"What layers lose by {arm.name}", f"<details{opened}>{summary}{_table(head, rows)}</details>", note
+    )
 
 
 def _cells(layer: dict[str, Any]) -> list[str]:
-    decibels = ["" if (value := layer[key]) is None or not math.isfinite(value) else f"{value:.1f}" for key in _DECIBELS]
+    decibels = [
+        "" if (value := layer[key]) is None or not math.isfinite(value) else f"{value:.1f}" for key in _DECIBELS
+    ]
     return [f"<td>{each}</td>" for each in (*decibels, f"{layer['clipped']:.2%}", f"{layer['underflow']:.2%}")]
 
 
 def _facts(found: Comparison) -> str:
     base = found.runs[BASELINE][0]
     recipes = ",".join(arm.name for arm in found.arms if arm.name != NULL)
-    facts = {"recipes": recipes, "seeds": ", ".join(map(str, found.seeds)), "text": base.about["data_hash"], **base.where}
+    facts = {
+        "recipes": recipes,
+        "seeds": ", ".join(map(str, found.seeds)),
+        "text": base.about["data_hash"],
+        **base.where,
+    }
     items = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items())
     arms = "".join(f"<dt>{escape(arm.name)}</dt><dd>{escape(arm.says)}</dd>" for arm in found.arms)
     config = escape(json.dumps(base.about["config"], indent=1))

@@ -17,9 +17,9 @@ Kind = Literal["diverged", "worse", "undecided", "within budget", "within noise"
 
 # two-sided 95 %, by degrees of freedom from 1 on
 _STUDENT = (
-    (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-    + (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
-    + (2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 _NORMAL = 1.95996
 
@@ -119,7 +119,9 @@ def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdic
         return Verdict("undecided", "the null has no finite gap, so the noise is not known")
     error = max(noise, strayed) if gap.error is None else gap.error
     low, high = gap.mean - error, gap.mean + error
-    reach = f"from {low:+.2%} to {high:+.2%}" + (" (one seed: by the null's gap and by how far its own strayed)" if gap.error is None else "")
+    reach = f"from {low:+.2%} to {high:+.2%}" + (
+        " (one seed: by the null's gap and by how far its own strayed)" if gap.error is None else ""
+    )
     if high <= budget and abs(gap.mean) <= noise:
         return Verdict("within noise", f"{reach}; the null alone makes {noise:.2%}")
     if high <= budget:
