@@ -18,13 +18,13 @@ SPARSE = ModelConfig(
 )
 
 
-def small(recipe: str = "fp8_blockwise", **changes: Any) -> RunConfig:
+def small(recipe: str = "fp8_blockwise", weight_cast: Any = "step", **changes: Any) -> RunConfig:
     """A run on the CPU; all blocks follow the recipe."""
     run = RunConfig(
         "small",
         DENSE,
         DataConfig(sequence=16),
-        recipe=RecipeConfig(recipe, keep_first=0, keep_last=0),
+        recipe=RecipeConfig(recipe, weight_cast, keep_first=0, keep_last=0),
         steps=4,
         batch=2,
         device="cpu",

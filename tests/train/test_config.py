@@ -10,7 +10,8 @@ import pytest
 import blockscale as bs
 from blockscale.errors import OptionError, UnknownNameError
 from blockscale.train import PRESETS, OptimizerConfig, get_preset, with_layers
-from blockscale.train.config import check, to_dict
+from blockscale.train.checks import check
+from blockscale.train.config import to_dict
 from blockscale.train.model import Transformer, flops_per_token
 from small_runs import DENSE, SPARSE, small
 

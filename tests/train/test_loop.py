@@ -53,7 +53,7 @@ def test_recipes_begin_alike_and_see_the_same_text():
     ids=["dense", "sparse", "stochastic"],
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(recipe: str, model, tmp_path: Path):
-    run = small(recipe, model=model, steps=4, accumulate=2, batch=1, eval_every=2)
+    run = small(recipe, model=model, steps=3, accumulate=2, batch=1, eval_every=2)
     whole = train(run)
     here = replace(run, folder=tmp_path)
     part = train(here, hooks=[Stopper(2)])
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(recipe: str, model, tmp_pat
     rest = train(replace(here, resume=True))
     assert rest.history == whole.history
     assert rest.evaluations == whole.evaluations
-    assert (rest.stopped, rest.steps) == ("done", 4)
+    assert (rest.stopped, rest.steps) == ("done", 3)
 
 
 def test_accumulation_is_one_large_batch():
@@ -89,7 +89,7 @@ def test_weights_are_cast_once_per_step(model):
     run.advance()
     run.advance()
     assert {cast.casts for cast in casts} == {3}
-    plain = Run(small(recipe=replace(small().recipe, weight_cast="forward")))
+    plain = Run(small(weight_cast="forward"))
     assert shared_weights(plain.model) == []
 
 
@@ -112,7 +112,7 @@ def test_experts_are_balanced():
     run = Run(small("bf16", model=SPARSE))
     moe = run.model.layers[1].mlp
     run.advance()
-    assert set(moe.balance.abs().tolist()) <= {0.0, pytest.approx(1e-3)}
+    assert set(moe.balance.tolist()) <= {0.0, *torch.tensor([1e-3, -1e-3]).tolist()}
     assert float(moe.balance.abs().sum()) > 0
     assert int(moe.load.sum()) == 0
 
@@ -169,7 +169,7 @@ def test_graphs_need_a_gpu():
 
 
 def test_a_trace_is_written(tmp_path: Path):
-    result = train(small(steps=5, folder=tmp_path, profile=1))
+    result = train(small(model=replace(DENSE, layers=1), steps=5, folder=tmp_path, profile=1))
     (trace,) = tmp_path.glob("trace-*.json.gz")
     assert trace.stat().st_size > 1000
     assert result.steps == 5
@@ -177,13 +177,15 @@ def test_a_trace_is_written(tmp_path: Path):
     assert 0.05 < result.speeds[-1].casts < 1
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_eager_ones_to_the_bit(monkeypatch: pytest.MonkeyPatch):
     """With a backend that changes no operator; inductor's own sums differ in last bits."""
-    compile_module, compile_function = torch.nn.Module.compile, torch.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **k: compile_module(m, backend="aot_eager", **k))
-    monkeypatch.setattr(torch, "compile", lambda f, **k: compile_function(f, backend="aot_eager", **k))
-    run = small(steps=2, accumulate=2, batch=1, eval_every=1)
-    assert train(replace(run, compile="blocks")).history == train(run).history
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **named: compile_function(f, **named | {"backend": "aot_eager"}))
+    sparse = replace(SPARSE, experts=replace(SPARSE.experts, dense_layers=0), layers=1)
+    run = small(steps=1, model=sparse, recompute="selective")
+    compiled, eager = train(replace(run, compile="blocks")), train(run)
+    assert (compiled.history, compiled.evaluations) == (eager.history, eager.evaluations)
 
 
 @pytest.mark.gpu
@@ -234,7 +236,7 @@ def test_resume_on_a_gpu(recipe: str, tmp_path: Path):
 
 
 def test_recipes_by_config():
-    from blockscale.train.loop import recipe_of
+    from blockscale.train.run import recipe_of
 
     recipe = recipe_of(RecipeConfig("mxfp8", "twice", "mxfp8_e4m3_128x128"))
     assert recipe.weight_cast == "twice"

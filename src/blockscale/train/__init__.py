@@ -1,13 +1,16 @@
 """A small trainer: Llama's dense models and DeepSeek-V3's with experts, trained by a recipe.
 
-    config.py      what a run is, as data             presets.py    runs by name
+    config.py      what a run is, as data; checks.py  presets.py    runs by name
     model.py       blocks and the transformer         attention.py  grouped queries, latent attention
     corpus.py      text from files                    data.py       symbols on disk, batches
     schedule.py    rates, AdamW, clipping             micro.py      forward and backward, compiled or captured
-    loop.py        `train`                            records.py    results, hooks
-    checkpoint.py  save and resume                    export.py     safetensors for any Llama loader
-    faults.py      NaN, memory                        recompute.py  what the backward computes again
-    metrics.py, view.py, profiling.py                 what one sees of it
+    run.py         one step, evaluation, resuming     loop.py       `train`: when what happens
+    records.py     results, hooks                     profiling.py  traces for Perfetto
+    checkpoint.py  all or nothing, on disk            recompute.py  what the backward computes again
+    faults.py      NaN, memory                        metrics.py    JSON lines, TensorBoard
+    view.py        the terminal                       hugging_face.py  safetensors for any Llama loader
+    compare.py     recipes in pairs, with a null      statistics.py gaps, intervals, verdicts
+    report.py      table and page; charts.py          breakdown.py  where a step's time goes
 
 Names are resolved on first use: the command line reads presets to print its help, and importing torch takes seconds.
 """
@@ -30,8 +33,7 @@ from .config import (
 from .presets import PRESETS, get_preset, with_layers
 
 if TYPE_CHECKING:
-    from .export import export as export
-    from .loop import Run as Run
+    from .hugging_face import export as export
     from .loop import train as train
     from .model import Transformer as Transformer
     from .records import Evaluation as Evaluation
@@ -39,16 +41,17 @@ if TYPE_CHECKING:
     from .records import Speed as Speed
     from .records import StepRecord as StepRecord
     from .records import TrainResult as TrainResult
+    from .run import Run as Run
 
 _LATE = {
     "Evaluation": "records",
     "Hooks": "records",
-    "Run": "loop",
+    "Run": "run",
     "Speed": "records",
     "StepRecord": "records",
     "TrainResult": "records",
     "Transformer": "model",
-    "export": "export",
+    "export": "hugging_face",
     "train": "loop",
 }
 

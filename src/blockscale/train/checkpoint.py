@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, message
@@ -58,9 +59,14 @@ def _state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor
     return state
 
 
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
 def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str, Any], keep: int) -> Path:
     """Write a checkpoint, all or nothing; the last `keep` stay."""
-    final, fresh = folder / f"step-{step:08d}", folder / f"{_SAVING}{step:08d}-{os.getpid()}"
+    final, fresh = folder / name_of(step), folder / f"{_SAVING}{step:08d}-{os.getpid()}"
     try:
         fresh.mkdir(parents=True)
         _check_room(folder, tensors)
@@ -143,7 +149,7 @@ def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str,
         wanted["generator.cuda"] = cuda
     try:
         with _quiet():
-            dcp.load(wanted, checkpoint_id=str(path), no_dist=True)
+            state_dict_loader.load(wanted, checkpoint_id=str(path), no_dist=True)
     except Exception as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     torch.set_rng_state(wanted["generator.cpu"])
@@ -181,8 +187,8 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     with _quiet():
-        writer = dcp.FileSystemWriter(str(folder), sync_files=True)
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        writer = FileSystemWriter(str(folder), sync_files=True)
+        state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=True)
 
 
 def _quiet() -> warnings.catch_warnings[Any]:

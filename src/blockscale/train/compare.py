@@ -23,9 +23,10 @@ from ..hardware import describe
 from .breakdown import breakdown
 from .config import RunConfig, fingerprint
 from .faults import _plainly_called  # pyright: ignore[reportPrivateUsage]
-from .loop import Run, train
+from .loop import train
 from .metrics import JsonLines
 from .records import Hooks, TrainResult
+from .run import Run
 from .statistics import Gap, Verdict, judge, noise_of, paired, wander
 
 BASELINE, NULL = "bf16", "null"
@@ -189,7 +190,10 @@ def compare(
 
 
 def _run(arm: Arm, seed: int, out: Path, hooks: Sequence[Hooks], *, looks: bool) -> Stored:
-    """One run, from its file or now.  looks: measure layers and shares of time at its end. With `save_every` a run that was cut off goes on from its last checkpoint."""
+    """One run, from its file or now.  looks: measure layers and shares of time at its end.
+
+    With `save_every` a run that was cut off goes on from its last checkpoint.
+    """
     config = replace(arm.config, seed=seed, folder=None, resume=False)
     folder = out / "runs" / f"{arm.name}-seed{seed}-{fingerprint(config)}"
     found = read(folder / "metrics.jsonl")
@@ -250,7 +254,7 @@ def _mend(path: Path) -> None:
 
 
 def read(path: Path) -> Stored:
-    """A run from its file; empty where there is none. A line that was cut off in the middle is the last, and no line."""
+    """A run from its file; empty where there is none. A line that was cut off is the last one, and does not count."""
     found = Stored()
     if not path.exists():
         return found

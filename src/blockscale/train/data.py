@@ -2,8 +2,8 @@
 
 A corpus becomes two files of symbols in the cache: one byte each for bytes, four for a tokenizer, a separator after
 every file. They are written under another name and renamed, so a run that is stopped leaves nothing half done, and
-later runs with the same text and tokenizer find them. A step's pieces are drawn all at once by (seed, step) and dealt to its
-microbatches, so accumulation sees what one large batch sees, and a resumed run sees what it would have seen.
+later runs with the same text and tokenizer find them. A step's pieces are drawn all at once by (seed, step) and dealt
+to its microbatches, so accumulation sees what one large batch sees, and a resumed run sees what it would have seen.
 """
 
 from __future__ import annotations

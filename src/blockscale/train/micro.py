@@ -17,7 +17,7 @@ from .config import Compile
 from .model import Transformer
 
 # what a stream has to have seen before it can be captured: allocations, autotuning, replays of our own
-WARM_UP = 3
+WARM_UP = 4
 # blocks have one piece of code, and each may need a graph of its own: names and shared casts are constants there
 _GRAPHS_PER_BLOCK = 4
 

@@ -11,6 +11,7 @@ and the parameter's name.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator
@@ -189,6 +190,7 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7])
 
 
+@functools.cache
 def flops_per_token(config: ModelConfig, sequence: int) -> float:
     """Of forward and backward, as torch counts operators; attention in full, nothing for recomputation.
 

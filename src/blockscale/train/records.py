@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .config import RunConfig, to_dict
 
 if TYPE_CHECKING:
-    from .loop import Run
+    from .run import Run
 
 
 @dataclass(frozen=True)

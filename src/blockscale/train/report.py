@@ -19,8 +19,8 @@ from .compare import BASELINE, NULL, Arm, Comparison, Stored
 from .statistics import resolves
 
 CPU_SPEED = (
-    "Measured on a CPU, where low precision is emulated exactly and much slower than bf16: speeds, memory and shares of "
-    "time say nothing about a GPU. Losses do: casts give the same bytes on every device."
+    "Measured on a CPU, where low precision is emulated exactly and much slower than bf16: speeds, memory and shares "
+    "of time say nothing about a GPU. Losses do: casts give the same bytes on every device."
 )
 HEAD = ("recipe", "final loss", "gap to bf16", "tokens/s", "speedup", "peak memory", "low FLOPs", "verdict")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -66,8 +66,8 @@ def notes(found: Comparison) -> list[str]:
     ]
     if many == 1:
         said.append(
-            "One seed: gaps have no interval of their own. The null's largest gap in the second half of its run stands in "
-            "its place, or how far a recipe's own gap strayed there if that is more; two seeds or more would give one."
+            "One seed: gaps have no interval of their own. The null's largest gap in the second half of its run stands "
+            "in its place, or how far a recipe's own gap strayed there if that is more; two seeds or more would give one."
         )
     else:
         said.append(f"± is the 95 % interval of the mean of {many} paired seeds (Student's t).")
@@ -224,4 +224,5 @@ def _facts(found: Comparison) -> str:
     items = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items())
     arms = "".join(f"<dt>{escape(arm.name)}</dt><dd>{escape(arm.says)}</dd>" for arm in found.arms)
     config = escape(json.dumps(base.about["config"], indent=1))
-    return f"<dl>{items}</dl><dl>{arms}</dl><details><summary>config of bf16, seed {found.seeds[0]}</summary><pre>{config}</pre></details>"
+    summary = f"<summary>config of bf16, seed {found.seeds[0]}</summary>"
+    return f"<dl>{items}</dl><dl>{arms}</dl><details>{summary}<pre>{config}</pre></details>"

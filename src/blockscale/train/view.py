@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from .loop import Run
-from .profiling import traced
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
+from .run import Run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,9 +53,8 @@ class View(Hooks):
 
     def before_step(self, run: Run) -> None:
         """Once, a step that is profiled."""
-        if run.step != self.first + _MEASURED_AT or run.device.type != "cuda" or run.config.profile:
-            return
-        run.cast_share = traced(run.advance) if run.step + 1 < run.config.steps else None
+        if run.step == self.first + _MEASURED_AT and run.device.type == "cuda" and not run.config.profile:
+            run.wants_trace = True
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
         """The newest step."""
