@@ -112,7 +112,7 @@ def nice(low: float, high: float, count: int = 5) -> list[float]:
     """
     span = (high - low) or abs(high) or 1.0
     rough = span / count
-    unit = 10 ** math.floor(math.log10(rough))
-    step = next(unit * each for each in (1, 2, 5, 10) if unit * each >= rough * 0.999)
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * each for each in (1, 2, 5, 10) if unit * each >= rough * 0.8)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(each * step, 12) for each in range(first, last + 1)]

@@ -67,7 +67,7 @@ def notes(found: Comparison) -> list[str]:
     if many == 1:
         said.append(
             "One seed: gaps have no interval of their own. The null's largest gap in the second half of its run stands "
-            "in its place, or how far a recipe's own gap strayed there if that is more; two seeds or more would give one."
+            "in its place, or how far a recipe's own gap strayed there if that is more; more seeds would give one."
         )
     else:
         said.append(f"± is the 95 % interval of the mean of {many} paired seeds (Student's t).")
