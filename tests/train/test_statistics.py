@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from blockscale.train.statistics import Gap, judge, noise_of, paired, resolves, student
+from blockscale.train.statistics import Gap, judge, noise_of, paired, resolves, student, wander
 
 BUDGET = 0.0025
 
@@ -81,6 +81,11 @@ def test_each_rule(values: tuple[float, ...], noise: float, kind: str):
 
 def test_nothing_is_judged_without_a_null():
     assert judge(gap(0.0, 0.0, 0.0), math.nan, BUDGET).kind == "undecided"
+    # a single run whose gap still moves by more than the null does is no proof
+    assert wander([5.0, 0.001, 0.004, 0.003]) == pytest.approx(0.001)
+    assert judge(gap(0.3), 0.0001, BUDGET).kind == "worse"
+    assert judge(gap(0.3), 0.0001, BUDGET, strayed=0.001).kind == "undecided"
+    assert judge(gap(0.3, 0.3), 0.0001, BUDGET, strayed=0.001).kind == "worse"
     assert "one seed" in judge(gap(0.1), 0.0001, BUDGET).why
 
 

@@ -146,7 +146,15 @@ def _show(console: Console, found: Comparison) -> None:
         shown.add_column(heading, justify="left" if place in (0, len(HEAD) - 1) else "right", no_wrap=True)
     for arm, cells in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
-        colour = "" if verdict is None else "green" if verdict.is_good else "yellow" if verdict.kind == "undecided" else "red"
+        colour = (
+            ""
+            if verdict is None
+            else "green"
+            if verdict.is_good
+            else "yellow"
+            if verdict.kind == "undecided"
+            else "red"
+        )
         shown.add_row(*cells[:-1], f"[{colour}]{cells[-1]}[/]" if colour else "")
     console.print(shown)
     for note in notes(found):

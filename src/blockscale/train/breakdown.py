@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..library import NAMESPACE
 
-KINDS = ("products", "casts", "attention", "other")
+KINDS: tuple[str, ...] = ("products", "casts", "attention", "other")
 _OPERATORS = {
     "casts": (f"{NAMESPACE}::.*quantize",),
     "products": (f"{NAMESPACE}::.*mm", "aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
@@ -82,7 +82,9 @@ def operator_kind(name: str) -> str:
     >>> operator_kind("blockscale::quantize_both"), operator_kind("blockscale::scaled_mm"), operator_kind("aten::add")
     ('casts', 'products', 'other')
     """
-    return next((kind for kind, starts in _OPERATORS.items() if any(re.match(start, name) for start in starts)), "other")
+    return next(
+        (kind for kind, starts in _OPERATORS.items() if any(re.match(start, name) for start in starts)), "other"
+    )
 
 
 def _is_inside(event: Any) -> bool:

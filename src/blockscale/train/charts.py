@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 720, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 40
+WIDTH, HEIGHT = 560, 290
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
         parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
         parts.append(f"<text x='{LEFT - 8}' y='{y + 4:.1f}' text-anchor='end'>{tick:g}{unit}</text>")
     for tick in nice(low_x, high_x):
-        if low_x <= tick <= high_x:
+        if low_x <= tick <= high_x and tick == int(tick):
             x = at(tick, low_y)[0]
             parts.append(f"<text x='{x:.1f}' y='{HEIGHT - BOTTOM + 18}' text-anchor='middle'>{tick:g}</text>")
     parts.append(f"<text x='{(LEFT + WIDTH - RIGHT) / 2}' y='{HEIGHT - 6}' text-anchor='middle'>step</text>")
@@ -59,10 +59,14 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in each.points if math.isfinite(p[1])))
         kind = "curve" + (" faint" if each.faint else "") + (" dashed" if each.dashed else "")
         style = f"stroke:var(--c{each.place % 8})"
-        parts.append(f"<polyline class='{kind}' style='{style}' points='{path}'><title>{escape(each.name)}</title></polyline>")
+        parts.append(
+            f"<polyline class='{kind}' style='{style}' points='{path}'><title>{escape(each.name)}</title></polyline>"
+        )
         if len(each.points) <= 12 and not each.faint:
             dots = (at(*p) for p in each.points if math.isfinite(p[1]))
-            parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.6' style='fill:var(--c{each.place % 8})'/>" for x, y in dots]
+            parts += [
+                f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.6' style='fill:var(--c{each.place % 8})'/>" for x, y in dots
+            ]
     body = "".join(parts)
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escape(y_name)}'>{body}</svg>" + legend(
         [(each.name, each.place) for each in curves if not each.faint]
@@ -77,7 +81,7 @@ def legend(names: Sequence[tuple[str, int]]) -> str:
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], kinds: Sequence[str]) -> str:
     """One bar of shares for each name."""
-    height, left, width = 30, 150, 720
+    height, left, width = 30, 130, 760
     parts: list[str] = []
     for place, (name, shares) in enumerate(rows):
         y, x = place * height + 4, float(left)
@@ -90,10 +94,13 @@ def bars(rows: Sequence[tuple[str, dict[str, float]]], kinds: Sequence[str]) -> 
                 f"<rect x='{x:.1f}' y='{y}' width='{size:.1f}' height='22' style='fill:var(--k{at})'>{said}</rect>"
             )
             if share >= 0.07:
-                parts.append(f"<text class='inside' x='{x + size / 2:.1f}' y='{y + 15}' text-anchor='middle'>{share:.0%}</text>")
+                parts.append(
+                    f"<text class='inside' x='{x + size / 2:.1f}' y='{y + 15}' text-anchor='middle'>{share:.0%}</text>"
+                )
             x += size
     keys = "".join(f"<span><i style='background:var(--k{at})'></i>{kind}</span>" for at, kind in enumerate(kinds))
-    svg = f"<svg viewBox='0 0 {width} {height * len(rows) + 6}' role='img' aria-label='shares of time'>{''.join(parts)}</svg>"
+    size = f"viewBox='0 0 {width} {height * len(rows) + 6}' style='max-width:{width}px'"
+    svg = f"<svg {size} role='img' aria-label='shares of time'>{''.join(parts)}</svg>"
     return f"{svg}<div class='legend'>{keys}</div>"
 
 
@@ -105,7 +112,7 @@ def nice(low: float, high: float, count: int = 5) -> list[float]:
     """
     span = (high - low) or abs(high) or 1.0
     rough = span / count
-    unit = 10 ** math.floor(math.log10(rough))
-    step = next(unit * each for each in (1, 2, 5, 10) if unit * each >= rough * 0.999)
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * each for each in (1, 2, 5, 10) if unit * each >= rough * 0.8)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(each * step, 12) for each in range(first, last + 1)]

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..autograd import Recipe, get_recipe, refresh_weights_
 from ..diagnostics.layers import layer_numerics
 from ..errors import NonFiniteError, OptionError, message
@@ -25,10 +23,11 @@ from ..hardware import describe
 from .breakdown import breakdown
 from .config import RunConfig, fingerprint
 from .faults import _plainly_called  # pyright: ignore[reportPrivateUsage]
-from .loop import Run, train
+from .loop import train
 from .metrics import JsonLines
 from .records import Hooks, TrainResult
-from .statistics import Gap, Verdict, judge, noise_of, paired
+from .run import Run
+from .statistics import Gap, Verdict, judge, noise_of, paired, wander
 
 BASELINE, NULL = "bf16", "null"
 # accepted relative gaps by the bits of a recipe's narrowest element
@@ -98,7 +97,10 @@ class Comparison:
 
     def verdict(self, arm: Arm) -> Verdict | None:
         """On a recipe; None for the baseline and the null."""
-        return None if arm.budget is None else judge(self.gap(arm.name), self.noise, arm.budget)
+        if arm.budget is None:
+            return None
+        strayed = wander([gap for _, gap in self.along(arm.name)])
+        return judge(self.gap(arm.name), self.noise, arm.budget, strayed)
 
     def tokens_per_second(self, name: str) -> float:
         """The best of its seeds: what disturbs a machine only slows it down."""
@@ -174,7 +176,7 @@ def compare(
     runs: dict[str, list[Stored]] = {arm.name: [] for arm in arms}
     for seed in chosen:  # seed by seed, so that an interrupted comparison has whole pairs
         for arm in arms:
-            runs[arm.name].append(_run(arm, seed, out, hooks(arm, seed)))
+            runs[arm.name].append(_run(arm, seed, out, hooks(arm, seed), looks=seed == chosen[0]))
     texts = {run.about["data_hash"] for each in runs.values() for run in each}
     if len(texts) > 1:
         raise OptionError(
@@ -187,18 +189,21 @@ def compare(
     return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()})
 
 
-def _run(arm: Arm, seed: int, out: Path, hooks: Sequence[Hooks]) -> Stored:
-    """One run, from its file or now. With `save_every` a run that was cut off goes on from its last checkpoint."""
+def _run(arm: Arm, seed: int, out: Path, hooks: Sequence[Hooks], *, looks: bool) -> Stored:
+    """One run, from its file or now.  looks: measure layers and shares of time at its end.
+
+    With `save_every` a run that was cut off goes on from its last checkpoint.
+    """
     config = replace(arm.config, seed=seed, folder=None, resume=False)
     folder = out / "runs" / f"{arm.name}-seed{seed}-{fingerprint(config)}"
     found = read(folder / "metrics.jsonl")
     if found.is_done:
         return found
+    _mend(folder / "metrics.jsonl")
     if config.save_every:
         config = replace(config, folder=folder, resume=True)
-    log = RunLog(folder)
     try:
-        if train(config, hooks=[log, *hooks]).stopped == "interrupted":
+        if train(config, hooks=[RunLog(folder, looks=looks), *hooks]).stopped == "interrupted":
             raise KeyboardInterrupt
     except NonFiniteError as error:
         RunLog(folder).fail(str(error))
@@ -208,6 +213,10 @@ def _run(arm: Arm, seed: int, out: Path, hooks: Sequence[Hooks]) -> Stored:
 class RunLog(JsonLines):
     """The metrics of a run, and what a comparison shows besides: machine, versions, shares of time, numerics."""
 
+    def __init__(self, folder: Path, *, looks: bool = True) -> None:
+        super().__init__(folder)
+        self.looks = looks
+
     def on_start(self, run: Run) -> None:
         """Where it runs."""
         super().on_start(run)
@@ -216,7 +225,7 @@ class RunLog(JsonLines):
 
     def on_end(self, run: Run, result: TrainResult) -> None:
         """What is measured on the trained model; one step more than the run had, which nobody keeps."""
-        if result.stopped == "done":
+        if self.looks and result.stopped == "done":
             with _plainly_called(run.model):
                 refresh_weights_(run.model)
                 batch = run.pieces(0, 0)
@@ -238,8 +247,14 @@ def _version(package: str) -> str:
         return "none"
 
 
+def _mend(path: Path) -> None:
+    """Drop a last line that was cut off in the middle, so that the next one stands by itself."""
+    if path.exists() and not (text := path.read_text()).endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1])
+
+
 def read(path: Path) -> Stored:
-    """A run from its file; empty where there is none. A line that was cut off in the middle is the last, and no line."""
+    """A run from its file; empty where there is none. A line that was cut off is the last one, and does not count."""
     found = Stored()
     if not path.exists():
         return found

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,14 @@ from .compare import BASELINE, NULL, Arm, Comparison, Stored
 from .statistics import resolves
 
 CPU_SPEED = (
-    "Measured on a CPU, where low precision is emulated exactly and much slower than bf16: speeds, memory and shares of "
-    "time say nothing about a GPU. Losses do: their bytes are the same everywhere."
+    "Measured on a CPU, where low precision is emulated exactly and much slower than bf16: speeds, memory and shares "
+    "of time say nothing about a GPU. Losses do: casts give the same bytes on every device."
 )
-HEAD = ("recipe", "final loss", "gap to bf16", "tokens/s", "speedup", "peak memory", "low precision", "verdict")
-_DECIBELS = ("x", "w", "dy", "fprop", "dgrad", "wgrad")
+HEAD = ("recipe", "final loss", "gap to bf16", "tokens/s", "speedup", "peak memory", "low FLOPs", "verdict")
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+# layers up to which a table is shown at once
+_SHORT = 8
+_DECIBELS = ("x", "w", "dy", *PRODUCTS)
 
 
 def table(found: Comparison) -> list[list[str]]:
@@ -44,8 +46,8 @@ def _row(found: Comparison, arm: Arm) -> list[str]:
         "" if arm.name == BASELINE else str(found.gap(arm.name)),
         f"{speed:,.0f}",
         f"{speed / base:.2f}x" if is_recipe and base else "",
-        f"{max(memory) / 2**30:.2f} GiB" if memory else "",
-        f"{runs[0].about['flop_share']:.0%} of linear FLOPs" if is_recipe else "",
+        f"{max(memory) / 2**30:.2f} GiB" if memory else "not on a CPU",
+        f"{runs[0].about['flop_share']:.0%}" if is_recipe else "",
         "" if verdict is None else _said(verdict.kind, arm),
     ]
 
@@ -58,11 +60,14 @@ def notes(found: Comparison) -> list[str]:
     """What a reader has to know to read the table."""
     null = next(arm for arm in found.arms if arm.name == NULL)
     many, noise = len(found.seeds), found.noise
-    said = [f"null: {null.says}; noise up to {noise:.3%}."]
+    said = [
+        f"null: {null.says}; noise up to {100 * noise:.2g} %.",
+        "low FLOPs: share of linear FLOPs in low precision.",
+    ]
     if many == 1:
         said.append(
-            "One seed: gaps have no interval of their own. The largest gap of the null in the second half of its run "
-            "stands in its place; two seeds or more would give one."
+            "One seed: gaps have no interval of their own. The null's largest gap in the second half of its run stands "
+            "in its place, or how far a recipe's own gap strayed there if that is more; more seeds would give one."
         )
     else:
         said.append(f"± is the 95 % interval of the mean of {many} paired seeds (Student's t).")
@@ -97,7 +102,7 @@ def page(found: Comparison) -> str:
     base = found.runs[BASELINE][0]
     config = base.about["config"]
     title = f"{config['name']}: does it still converge?"
-    style = resources.files(__package__).joinpath("page.css").read_text()
+    style = Path(__file__).with_name("page.css").read_text()
     tokens = config["batch"] * config["accumulate"] * config["data"]["sequence"]
     summary = (
         f"{base.about['parameters'] / 1e6:,.2f}M parameters, {config['steps']} steps of {tokens:,} tokens, "
@@ -113,7 +118,9 @@ def page(found: Comparison) -> str:
         _section("How to run it again", _facts(found)),
     ]
     head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title>"
-    return f"<!doctype html><html lang='en'><head>{head}<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+    return (
+        f"<!doctype html><html lang='en'><head>{head}<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+    )
 
 
 def _section(title: str, body: str, note: str = "") -> str:
@@ -125,11 +132,13 @@ def _verdicts(found: Comparison) -> str:
     rows: list[str] = []
     for arm, cells in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
-        kind = "" if verdict is None else "good" if verdict.is_good else "open" if verdict.kind == "undecided" else "bad"
+        kind = (
+            "" if verdict is None else "good" if verdict.is_good else "open" if verdict.kind == "undecided" else "bad"
+        )
         last = f"<td class='{kind}'>{escape(cells[-1])}</td>"
         rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells[:-1]) + last)
-    said = "".join(f"<p class='note'>{escape(note)}</p>" for note in notes(found) if note != CPU_SPEED)
-    return _table(HEAD, rows) + said
+    said = "".join(f"<li>{escape(note)}</li>" for note in notes(found) if note != CPU_SPEED)
+    return f"{_table(HEAD, rows)}<ul class='note'>{said}</ul>"
 
 
 def _table(head: Sequence[str], rows: Sequence[str]) -> str:
@@ -142,7 +151,9 @@ def _curves(found: Comparison) -> str:
     gaps: list[Line] = []
     for place, arm in enumerate(found.arms):
         runs = found.runs[arm.name]
-        training += [Line(arm.name, smooth(sorted(run.losses.items())), place, faint=at > 0) for at, run in enumerate(runs)]
+        training += [
+            Line(arm.name, smooth(sorted(run.losses.items())), place, faint=at > 0) for at, run in enumerate(runs)
+        ]
         if arm.name != BASELINE and all(not run.failed for run in runs):
             along = [(float(step), 100 * gap) for step, gap in found.along(arm.name)]
             gaps.append(Line(arm.name, along, place, dashed=arm.name == NULL))
@@ -168,30 +179,50 @@ def smooth(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
 def _time(found: Comparison) -> str:
     rows = [(arm.name, found.runs[arm.name][0].shares) for arm in found.arms if found.runs[arm.name][0].shares]
     note = "Shares of one step under the profiler: linear products, casts of our own, attention, everything else."
-    return _section("Where a step's time goes", bars(rows, KINDS), note if found.is_on_gpu else f"{note} {CPU_SPEED}")
+    return _section(
+        "Where a step's time goes",
+        bars(rows, KINDS),
+        note if found.is_on_gpu else f"{note} On a CPU they say nothing about a GPU.",
+    )
 
 
 def _layers(arm: Arm, run: Stored) -> str:
     head = ("layer", *_DECIBELS, "clipped", "underflow")
     rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in run.layers]
-    note = "Signal to quantisation noise in dB on one batch of the trained model: of operands, and of the three products. "
+    note = (
+        "Signal to quantisation noise in dB on one batch of the trained model: of operands, and of the three products. "
+    )
     note += "Clipped, underflow: the largest share among its operands."
-    shown = _table(head, rows)
-    if len(rows) > 16:
-        shown = f"<details><summary>{len(rows)} layers</summary>{shown}</details>"
-    return _section(f"What layers lose by {arm.name}", shown, note)
+    lowest = min(
+        ((each[product], each["layer"], product) for each in run.layers for product in PRODUCTS if each[product]),
+        default=None,
+    )
+    worst = f"; least {lowest[0]:.1f} dB, {lowest[2]} of {lowest[1]}" if lowest else ""
+    summary = f"<summary>{len(rows)} layers{escape(worst)}</summary>"
+    opened = " open" if len(rows) <= _SHORT else ""
+    return _section(
+        f"What layers lose by {arm.name}", f"<details{opened}>{summary}{_table(head, rows)}</details>", note
+    )
 
 
 def _cells(layer: dict[str, Any]) -> list[str]:
-    decibels = ["" if (value := layer[key]) is None or not math.isfinite(value) else f"{value:.1f}" for key in _DECIBELS]
+    decibels = [
+        "" if (value := layer[key]) is None or not math.isfinite(value) else f"{value:.1f}" for key in _DECIBELS
+    ]
     return [f"<td>{each}</td>" for each in (*decibels, f"{layer['clipped']:.2%}", f"{layer['underflow']:.2%}")]
 
 
 def _facts(found: Comparison) -> str:
     base = found.runs[BASELINE][0]
     recipes = ",".join(arm.name for arm in found.arms if arm.name != NULL)
-    facts = {"recipes": recipes, "seeds": ", ".join(map(str, found.seeds)), "text": base.about["data_hash"], **base.where}
+    facts = {
+        "recipes": recipes,
+        "seeds": ", ".join(map(str, found.seeds)),
+        "text": base.about["data_hash"],
+        **base.where,
+    }
     items = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items())
     arms = "".join(f"<dt>{escape(arm.name)}</dt><dd>{escape(arm.says)}</dd>" for arm in found.arms)
     config = escape(json.dumps(base.about["config"], indent=1))
-    return f"<dl>{items}</dl><dl>{arms}</dl><details><summary>config of bf16, seed {found.seeds[0]}</summary><pre>{config}</pre></details>"
+    summary = f"<summary>config of bf16, seed {found.seeds[0]}</summary>"
+    return f"<dl>{items}</dl><dl>{arms}</dl><details>{summary}<pre>{config}</pre></details>"

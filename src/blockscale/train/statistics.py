@@ -17,9 +17,9 @@ Kind = Literal["diverged", "worse", "undecided", "within budget", "within noise"
 
 # two-sided 95 %, by degrees of freedom from 1 on
 _STUDENT = (
-    (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-    + (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
-    + (2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 _NORMAL = 1.95996
 
@@ -32,7 +32,9 @@ def student(degrees: int) -> float:
     """
     if degrees <= len(_STUDENT):
         return _STUDENT[degrees - 1]
-    return _NORMAL + (_NORMAL**3 + _NORMAL) / (4 * degrees)
+    # Cornish and Fisher's expansion
+    z, over = _NORMAL, 1 / degrees
+    return z + (z**3 + z) / 4 * over + (5 * z**5 + 16 * z**3 + 3 * z) / 96 * over**2
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,12 @@ def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
     return Gap(tuple(mine / theirs - 1 for mine, theirs in zip(losses, base, strict=True)))
 
 
+def wander(along: Sequence[float]) -> float:
+    """How far the gap of a single run strayed from where it ended, over the second half of the run."""
+    late = along[len(along) // 2 :]
+    return max((abs(each - late[-1]) for each in late), default=0.0)
+
+
 def noise_of(null: Gap, along: Sequence[float] = ()) -> float:
     """The largest gap that may mean nothing: the far end of the null's interval. One seed has no interval; then it is
     the largest gap that the null had in the second half of its run.  along: its gaps in the order of the steps."""
@@ -96,20 +104,24 @@ class Verdict:
         return self.kind in ("within budget", "within noise")
 
 
-def judge(gap: Gap, noise: float, budget: float) -> Verdict:
+def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdict:
     """The verdict on a recipe.  noise: of the null, see `noise_of`.  budget: the largest relative gap that is accepted.
+    strayed: of a single seed, see `wander`.
 
-    The gap's interval decides; a single seed has none, and the null's noise stands in its place. Below the budget with
-    all of it: within noise if the mean is no larger than the noise, else within budget. Above budget and noise with all
-    of it: worse. Anything else is open, and so is everything where the null is no number.
+    The gap's interval decides; a single seed has none, and the null's noise stands in its place, or how far the gap
+    strayed if that is more. Below the budget with all of it: within noise if the mean is no larger than the noise, else
+    within budget. Above budget and noise with all of it: worse. Anything else is open, and so is everything where the
+    null is no number.
     """
     if not gap.is_finite:
         return Verdict("diverged", "a run ended without a loss that is a number")
     if not math.isfinite(noise):
         return Verdict("undecided", "the null has no finite gap, so the noise is not known")
-    error = noise if gap.error is None else gap.error
+    error = max(noise, strayed) if gap.error is None else gap.error
     low, high = gap.mean - error, gap.mean + error
-    reach = f"from {low:+.2%} to {high:+.2%}" + (" by the null's noise, of one seed" if gap.error is None else "")
+    reach = f"from {low:+.2%} to {high:+.2%}" + (
+        " (one seed: by the null's gap and by how far its own strayed)" if gap.error is None else ""
+    )
     if high <= budget and abs(gap.mean) <= noise:
         return Verdict("within noise", f"{reach}; the null alone makes {noise:.2%}")
     if high <= budget:
