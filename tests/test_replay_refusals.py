@@ -81,7 +81,7 @@ def test_what_a_layer_does_by_torch_refuses(product: str, monkeypatch: pytest.Mo
     """Even where it leaves nothing to return, as a gradient that is added to a buffer: a replay would leave it out."""
     x, weight, grad = torch.randn(4, 8), torch.randn(6, 8), torch.randn(4, 6)
     calls: dict[str, Callable[[], object]] = {
-        "fprop": lambda: work._fprop(x, weight, None, None, None, torch.float32),
+        "fprop": lambda: work.fprop(x, weight, None, None, None, torch.float32),
         "dgrad": lambda: work.dgrad(grad, None, weight, None, torch.float32),
         "wgrad": lambda: work.wgrad(grad, None, x, None, torch.float32, torch.zeros(6, 8)),
         "bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16")).gradient(grad, Needs(True, True, True)),
@@ -89,7 +89,7 @@ def test_what_a_layer_does_by_torch_refuses(product: str, monkeypatch: pytest.Mo
     experts, acc, routing = torch.randn(2, 6, 8), torch.zeros(2, 6, 8), sort_by_expert(torch.tensor([[0, 1]] * 2), 2)
     groups, tokens = Groups(routing.offs), torch.randn(2, 8)
     calls |= {
-        "grouped fprop": lambda: work._fprop(x, experts, None, None, None, torch.float32, groups),
+        "grouped fprop": lambda: work.fprop(x, experts, None, None, None, torch.float32, groups),
         "grouped dgrad": lambda: work.dgrad(grad, None, experts, None, torch.float32, groups),
         "grouped wgrad": lambda: work.wgrad(grad, None, x, None, torch.float32, acc, groups),
         "grouped bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16"), None, groups).gradient(

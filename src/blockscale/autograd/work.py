@@ -77,7 +77,7 @@ class Work(NamedTuple):
         casts, needs = self.casts.among(groups), self.needs
         x_row, x_col = given[0] or casts.input(matrix(x), waits=needs.weight)
         w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")
-        y = _fprop(x, weight, bias, x_row, w_row, self.dtype, groups)
+        y = fprop(x, weight, bias, x_row, w_row, self.dtype, groups)
         return Made(y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None))
 
     def backward(
@@ -174,7 +174,7 @@ def product(
     return multiply_grouped(a, b, groups.offs, dtype, bias, accumulate)
 
 
-def _fprop(
+def fprop(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..casts import dequantize
 from ..errors import OptionError, ShapeError, message
-from ..formats.decoding import decode_scale, global_factor, spread
+from ..formats.decoding import decode_scale
+from ..formats.elements import decode
+from ..formats.spec import Element
 from ..formats.tensor import BlockScaled
 
 # a block maximum that is encoded to the largest code may exceed it by the rounding of its own scale
@@ -53,18 +56,12 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
         )
     decoded = dequantize(q, torch.float32).double()
     source = x.double()
-    block_scale = decode_scale(q)
-    limit = spread(block_scale, q.spec, q.rows, q.length).double() * q.spec.element.max_normal
-    if q.global_scale is not None:
-        limit = limit * global_factor(q, None, limit)
-    limit = limit if q.axis == -1 else limit.mT
     nonzero = source != 0
     return Quality(
         sqnr_db=sqnr_db(source, decoded),
-        # a block whose scale underflowed has no largest code to exceed: its values are lost, not clipped
-        clipped=((limit > 0) & (source.abs() > limit * _CLIP_SLACK)).double().mean(),
+        clipped=is_clipped(source, q).double().mean(),
         underflow=(nonzero & (decoded == 0)).double().sum() / nonzero.double().sum().clamp(min=1),
-        poisoned=block_scale.isnan().double().mean(),
+        poisoned=decode_scale(q).isnan().double().mean(),
     )
 
 
@@ -72,3 +69,22 @@ def sqnr_db(reference: Tensor, value: Tensor) -> Tensor:
     """Signal to quantisation noise in decibels, computed in fp64; infinite for equal tensors."""
     reference, value = reference.double(), value.double()
     return 20 * torch.log10(reference.norm() / (reference - value).norm())
+
+
+def is_clipped(source: Tensor, q: BlockScaled, offs: Tensor | None = None) -> Tensor:
+    """Which values lie beyond the largest code of their block; a block whose scale underflowed has none to exceed.
+
+    offs: of an operand whose groups were padded or scaled one by one. Every code is set to the largest, and decoded.
+    """
+    raw = q.data.view(torch.uint8)
+    code = _largest_code(q.spec.element)
+    full = torch.empty_strided(raw.shape, raw.stride(), dtype=torch.uint8, device=raw.device)
+    full.fill_(code | code << 4 if q.spec.codes_per_byte == 2 else code)
+    limit = dequantize(replace(q, data=full.view(q.data.dtype)), torch.float32, offs=offs).double()
+    return (limit > 0) & (source.double().abs() > limit * _CLIP_SLACK)
+
+
+@functools.cache
+def _largest_code(element: Element) -> int:
+    values = decode(torch.arange(2**element.bits, dtype=torch.uint8), element)
+    return int((values == element.max_normal).nonzero()[0])
