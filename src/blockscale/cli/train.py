@@ -15,6 +15,7 @@ DEFAULT = "tiny"
 SHORT = {
     "--recipe": "--recipe.name",
     "--weight-cast": "--recipe.weight-cast",
+    "--keep-file": "--recipe.keep-file",
     "--layers": "--model.layers",
     "--sequence": "--data.sequence",
     "--source": "--data.source",
@@ -55,11 +56,14 @@ def run(config: RunConfig | None = None) -> int:
     with console.status("importing torch ..."):
         from ..train.loop import train
         from ..train.metrics import JsonLines, TensorBoard
+        from ..train.numerics import NumericsLog
         from ..train.view import View
 
     hooks: list[Hooks] = [View(console)]
     if config.folder is not None:
         hooks.append(JsonLines(config.folder))
+        if config.numerics_every:
+            hooks.append(NumericsLog(config.folder, config.numerics_every))
         if config.tensorboard:
             hooks.append(TensorBoard(config.folder))
     result = train(config, hooks=hooks)

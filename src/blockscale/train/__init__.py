@@ -8,6 +8,7 @@
     records.py     results, hooks                     profiling.py  traces for Perfetto
     checkpoint.py  all or nothing, on disk            recompute.py  what the backward computes again
     faults.py      NaN, memory                        metrics.py    JSON lines, TensorBoard
+    numerics.py    samples of every layer's noise
     view.py        the terminal                       hugging_face.py  safetensors for any Llama loader
     compare.py     recipes in pairs, with a null      statistics.py gaps, intervals, verdicts
     report.py      table and page; charts.py          breakdown.py  where a step's time goes

@@ -19,7 +19,7 @@ def check(config: RunConfig) -> None:
     for name, least in (("steps", 1), ("batch", 1), ("accumulate", 1), ("loss_chunks", 1), ("log_every", 1)):
         if getattr(config, name) < least:
             _refuse(f"{name}={getattr(config, name)}", f"it is {least} or more", f"pass {name}={least} or more")
-    for name in ("eval_every", "eval_batches", "save_every", "profile"):
+    for name in ("eval_every", "eval_batches", "save_every", "profile", "numerics_every"):
         if getattr(config, name) < 0:
             _refuse(f"{name}={getattr(config, name)}", "it is a count, and 0 means never", f"pass {name}=0 or more")
     if config.keep < 1:
@@ -33,7 +33,7 @@ def check(config: RunConfig) -> None:
             "pass held_out=0.1",
         )
     if config.folder is None:
-        for name in ("resume", "save_every", "profile", "tensorboard"):
+        for name in ("resume", "save_every", "profile", "numerics_every", "tensorboard"):
             if getattr(config, name):
                 _refuse(
                     f"{name}={getattr(config, name)} without a folder",

@@ -150,6 +150,8 @@ class RecipeConfig:
     """Blocks at the start that stay in high precision; None: the default of the recipe."""
     keep_last: int | float | None = None
     """Blocks at the end, or a share of them."""
+    keep_file: Path | None = None
+    """What `blockscale advise` wrote: the layers that it would keep stay in high precision."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,8 @@ class RunConfig:
     """Go on from the last checkpoint in the folder."""
     profile: int = 0
     """Steps to write a profiler trace of, for Perfetto, after the first three."""
+    numerics_every: int = 0
+    """Steps between samples of what the recipe does to every layer, into numerics.jsonl; 0: never."""
     tensorboard: bool = False
     """Write TensorBoard's files too."""
     export: Path | None = None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import Recipe, attach, get_recipe, refresh_weights_
+from ..diagnostics.advice import load_filter
 from ..errors import CheckpointError, NonFiniteError, OptionError, message
 from ..hardware import default_device, gpu_name, named_device
 from ..nn import advance_, quantize_, set_step_
@@ -48,6 +49,8 @@ class Run:
         _check_fits(config, self.symbols, self.device)
         self.model = self._build()
         first, last = config.recipe.keep_first, config.recipe.keep_last
+        if filter_fn is None and config.recipe.keep_file is not None:
+            filter_fn = load_filter(config.recipe.keep_file)
         self.report = quantize_(self.model, self.recipe, filter_fn, keep_first=first, keep_last=last, seed=config.seed)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         kind = CapturedMicrobatch if config.cuda_graph else Microbatch

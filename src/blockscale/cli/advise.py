@@ -1,0 +1,157 @@
+"""`blockscale advise`: which layers should stay in bf16 for a loss budget, and what that costs in speed.
+
+The first word is a run's folder, whose numerics are read, or a preset, which is built and measured on one batch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..train.config import RunConfig
+from ..train.presets import PRESETS, get_preset
+from .train import DEFAULT, full_option
+
+if TYPE_CHECKING:
+    from ..diagnostics.advice import Advice
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked."""
+
+    budget: float = 0.25
+    """Accepted gap of the loss in percent."""
+    gradient_budget: float = 10.0
+    """Accepted noise in percent of the gradient's energy."""
+    machine: str = "h200"
+    """GPU that speed is predicted for."""
+    tokens: int = 4096
+    """Tokens of a microbatch that speed is predicted for."""
+    top: int = 20
+    """Layers shown; 0: all."""
+    out: Path | None = None
+    """File for the advice, for `blockscale train --keep-file` and `load_filter`."""
+    json: bool = False
+    """Print the advice as JSON."""
+
+
+@dataclass(frozen=True)
+class Options(RunConfig, Wanted):
+    """A preset, changed by options as for `blockscale train`, and what is asked."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Options:
+        """Those of a preset."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
+
+    @property
+    def config(self) -> RunConfig:
+        """The run alone."""
+        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
+
+
+def main(arguments: list[str]) -> int:
+    """Parse a folder or a preset, and give advice."""
+    import tyro
+
+    words = list(arguments)
+    name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
+    about = f"First word: a folder of a run with numerics.jsonl, or a preset ({', '.join(PRESETS)})."
+    style: Any = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
+    folder = Path(name)
+    if name not in PRESETS and folder.exists():
+        wanted = tyro.cli(Wanted, prog=f"blockscale advise {name}", description=about, args=words, config=style)
+        return run(wanted, folder)
+    options = tyro.cli(
+        Options,
+        prog=f"blockscale advise {name}" if name in PRESETS else "blockscale advise",
+        description=about,
+        default=Options.of(get_preset(name)),
+        args=[full_option(word) for word in words],
+        config=style,
+    )
+    return run(options)
+
+
+def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:
+    """Read or measure, and show what follows."""
+    from .arguments import numbers, wide_console
+
+    wanted = wanted or Options.of(get_preset(DEFAULT))
+    numbers(str(wanted.tokens), "tokens")
+    console = wide_console()
+    with console.status("importing torch ..."):
+        from ..diagnostics import advise
+        from ..diagnostics.store import read
+
+    if folder is not None:
+        stored = read(folder)
+        report, samples = stored.report, [stored.samples[step] for step in sorted(stored.samples)]
+    else:
+        assert isinstance(wanted, Options)
+        report, samples = _measured(wanted.config)
+    found = advise(
+        report,
+        samples,
+        budget=wanted.budget / 100,
+        gradient_budget=wanted.gradient_budget / 100,
+        tokens=wanted.tokens,
+        machine=wanted.machine,
+    )
+    if wanted.out is not None:
+        found.save(wanted.out)
+    if wanted.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        _show(console, found, wanted)
+    return 0
+
+
+def _measured(config: RunConfig) -> tuple[Any, list[Any]]:
+    """A preset's model, new or as its last checkpoint has it, on one batch."""
+    from ..train.checks import check
+    from ..train.numerics import sample_run
+    from ..train.run import Run
+
+    check(config)
+    run = Run(config)
+    return run.report, [sample_run(run).read()]
+
+
+def _show(console: Any, found: Advice, wanted: Wanted) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    for place, heading in enumerate(("layer", "loss gap %", "gradient noise %", "advice", "measured")):
+        table.add_column(heading, justify="right" if place in (1, 2) else "left", no_wrap=True)
+    shown = found.ranked[: wanted.top or None]
+    for each in shown:
+        advice = "[yellow]keep bf16[/]" if each.kept else "low"
+        table.add_row(each.layer, f"{100 * each.gap:.4f}", f"{100 * each.gradient:.3f}", advice, each.says)
+    console.print(table)
+    rest = len(found.ranked) - len(shown)
+    lines = [f"and {rest} more layers (--top 0 shows all)"] if rest else []
+    lines += [
+        f"{found.recipe}: keep {len(found.keep)} of {len(found.ranked)} layers in bf16"
+        if found.keep
+        else f"{found.recipe}: all {len(found.ranked)} layers are within the budgets",
+        _before_after("predicted gap of the loss", found.gaps, wanted.budget),
+        _before_after("noise over the gradient's energy", found.gradients, wanted.gradient_budget),
+        f"linear layers: {found.speedups[1]:.2f}x bf16's speed as advised, {found.speedups[0]:.2f}x with all in low "
+        f"precision (roofline, {wanted.machine.upper()}, {wanted.tokens} tokens)",
+    ]
+    if found.unmeasured:
+        lines.append(f"not measured, left as they are: {', '.join(found.unmeasured)}")
+    if wanted.out is not None:
+        lines.append(f"wrote {wanted.out}: blockscale train ... --keep-file {wanted.out}")
+    for line in lines:
+        console.print(line, highlight=False)
+
+
+def _before_after(what: str, values: tuple[float, float], budget: float) -> str:
+    before, after = (f"{100 * value:.3f} %" for value in values)
+    return f"{what}: {before}{'' if before == after else f', as advised {after}'} (budget {budget:g} %)"

@@ -1,0 +1,59 @@
+"""Numerics while training: a hook that samples every n-th step and appends to `numerics.jsonl` in the run's folder.
+
+A sample is a forward and backward of a few sequences beside the step, see `diagnostics/layers.py`: steps themselves
+stay as they are, compiled or captured, and give the same bits. It is read back when the loop logs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..diagnostics.layers import ROWS, Sample, sample
+from ..diagnostics.store import NAME, model_line, sample_line
+from ..nn import set_step_
+from .records import Hooks, Speed, StepRecord, TrainResult
+from .run import Run
+
+
+def sample_run(run: Run) -> Sample:
+    """Of the text that the next step begins with, as many sequences as give ROWS tokens."""
+    set_step_(run.model, run.step)
+    pieces = run.pieces(run.step, 0)[: max(1, ROWS // run.config.data.sequence)]
+    tokens = pieces.shape[0] * (pieces.shape[1] - 1)
+    return sample(run.model, lambda: run.model.loss(pieces), tokens=tokens)
+
+
+class NumericsLog(Hooks):
+    """every: steps from one sample to the next; the first is taken before the first step."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file, self.every = (folder / NAME).open("a"), every
+        self.unread: list[tuple[int, Sample]] = []
+
+    def on_start(self, run: Run) -> None:
+        """Which layers there are."""
+        self._write(model_line(run.report))
+
+    def before_step(self, run: Run) -> None:
+        """A sample, if one is due."""
+        if run.step % self.every == 0:
+            self.unread.append((run.step, sample_run(run)))
+
+    def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
+        """The samples since the last report."""
+        for step, found in self.unread:
+            self._write(sample_line(step, found.read()))
+        self.unread.clear()
+
+    def on_end(self, run: Run, result: TrainResult) -> None:
+        """The trained model, once more."""
+        self._write(sample_line(run.step, sample_run(run).read()))
+
+    def _write(self, line: str) -> None:
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        """The file is complete."""
+        self.file.close()
