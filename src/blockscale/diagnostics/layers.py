@@ -156,6 +156,8 @@ def _is_low(module: torch.nn.Module) -> bool:
 
 def _watch(name: str, seen: dict[str, Seen], calls: list[int]) -> Callable[..., None]:
     def look(module: torch.nn.Module, args: Any, named: dict[str, Any], output: Tensor) -> None:
+        if name in seen:  # recomputed in the backward, or used twice: the first call counts
+            return
         given = (*args, *named.values())
         x: Tensor = getattr(given[0], "source", given[0]).detach()
         x = x.reshape(-1, x.shape[-1])

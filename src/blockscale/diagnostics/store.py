@@ -105,7 +105,8 @@ def _layer(row: dict[str, Any]) -> LayerNumerics:
         for role, each in row["operands"].items()
     }
     experts = tuple(ExpertNumerics(**each) for each in row["experts"])
-    return LayerNumerics(**(row | {"operands": operands, "experts": experts}))
+    made: dict[str, Any] = row | {"operands": operands, "experts": experts}
+    return LayerNumerics(**made)
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
@@ -126,4 +127,5 @@ def recipe_from_dict(row: dict[str, Any]) -> Recipe:
         name: None if row[name] is None else Product(Operand(**row[name]["a"]), Operand(**row[name]["b"]))
         for name in PRODUCTS
     }
-    return Recipe(**(row | products))
+    made: dict[str, Any] = row | products
+    return Recipe(**made)

@@ -1,0 +1,172 @@
+"""Advice: a bad layer is found, budgets are met, and the filter does what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional
+
+import blockscale as bs
+from blockscale.diagnostics import LayerNumerics, Numerics, advise, load_filter, sample
+from blockscale.diagnostics.store import model_line, read, sample_line
+from blockscale.errors import OptionError
+
+
+class Net(torch.nn.Module):
+    """Four layers in residual branches; `spoil` gives one of them weights with outliers."""
+
+    def __init__(self, spoil: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(128, 128, bias=False) for _ in range(4))
+        self.head = torch.nn.Linear(128, 16)
+        if spoil is not None:
+            with torch.no_grad():
+                # every block of 32 has a value that takes its range; inputs there are zero, so results do not change
+                self.layers[spoil].weight[:, ::32] = 3e4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inner = functional.relu(x).clone()
+            inner[:, ::32] = 0
+            x = x + layer(inner)
+        return self.head(x)
+
+
+def measured(model: torch.nn.Module, recipe: str = "mxfp8") -> tuple[bs.ConversionReport, Numerics]:
+    report = bs.quantize_(model, recipe)
+    generator = torch.Generator().manual_seed(0)
+    x, target = torch.randn(256, 128, generator=generator), torch.randint(16, (256,), generator=generator)
+    return report, sample(model, lambda: functional.cross_entropy(model(x), target)).read()
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_layer_with_outliers_is_the_worst(bad):
+    report, found = measured(Net(bad))
+    advice = advise(report, [found])
+    assert advice.ranked[0].layer == f"layers.{bad}"
+    assert advice.keep[0] == f"layers.{bad}"
+    others = [each.gap for each in advice.ranked[1:]]
+    assert advice.ranked[0].gap > 10 * max(others)
+    assert "underflow" in advice.ranked[0].says
+
+
+def test_keeping_it_brings_the_loss_back():
+    """What advice is for: the loss with the layer kept is nearer to that of high precision."""
+    x, target = torch.randn(256, 128), torch.randint(16, (256,))
+    report, found = measured(Net(1))
+    advice = advise(report, [found])
+    losses = {}
+    for name, filter_fn in {"high": lambda *_: False, "all": lambda *_: True, "advised": advice.filter_fn}.items():
+        model = Net(1)
+        bs.quantize_(model, "mxfp8", filter_fn)
+        losses[name] = functional.cross_entropy(model(x), target).item()
+    gaps = {name: abs(losses[name] - losses["high"]) for name in ("all", "advised")}
+    assert gaps["advised"] < 0.2 * gaps["all"]
+
+
+def layer(name: str, damage: float = 0.0, gradient: float = 1.0, wgrad: float | None = None) -> LayerNumerics:
+    return LayerNumerics(name, damage=damage, gradient=gradient, wgrad=wgrad)
+
+
+def converted(count: int) -> bs.ConversionReport:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(count)))
+    return bs.quantize_(model, "fp8_blockwise", lambda module, name: True)
+
+
+def test_layers_are_kept_until_both_sums_are_within_their_budgets():
+    layers = (layer("0", 0.04, 1.0, 10.0), layer("1", 0.02), layer("2", 0.005), layer("3", 0.003, 0.0, 0.0))
+    found = Numerics(2.0, layers)
+    advice = advise(converted(4), [found], budget=0.005, gradient_budget=0.5)
+    # gaps 0.02, 0.01, 0.0025, 0.0015; gradients a third of a tenth, and zero
+    assert advice.keep == ("0", "1")
+    assert advice.low == ("2", "3")
+    assert advice.gaps == pytest.approx((0.034, 0.004))
+    assert advice.gradients == pytest.approx((0.1 / 3, 0.0))
+    assert advice.speedups[0] > advice.speedups[1] > 1
+    assert advise(converted(4), [found], budget=0.1).keep == ()
+    # the gradient alone is over its budget: who makes its noise is kept, whatever the others cost in loss
+    only = advise(converted(4), [found], budget=0.1, gradient_budget=0.01)
+    assert only.keep == ("0",)
+    every = advise(converted(4), [found], budget=1e-9)
+    assert every.low == ()
+    assert every.speedups[1] == 1.0
+
+
+def test_samples_count_in_the_mean_and_numbers_that_are_none_are_worst():
+    samples = [Numerics(1.0, (layer("0", 0.002), layer("1", 0.0))), Numerics(1.0, (layer("0", 0.004), layer("1", 0.0)))]
+    assert advise(converted(2), samples).gaps[0] == pytest.approx(0.003)
+    broken = Numerics(1.0, (layer("0", 0.002), layer("1", float("nan"))))
+    assert advise(converted(2), [broken]).ranked[0].layer == "1"
+
+
+def test_a_filter_survives_its_file(tmp_path):
+    report, found = measured(Net(2))
+    advice = advise(report, [found])
+    path = tmp_path / "deep" / "advice.json"
+    advice.save(path)
+    for filter_fn in (advice.filter_fn, load_filter(path), load_filter(str(path))):
+        done = bs.quantize_(Net(2), "mxfp8", filter_fn)
+        assert [each.name for each in done.converted] == list(advice.low) == ["layers.0", "layers.1", "layers.3"]
+        # what the defaults of quantize_ keep is not converted either
+        assert "head" in [each.name for each in done.skipped]
+
+
+def test_experts_of_several_weights_are_converted_by_the_name_of_their_module():
+    filter_fn = bs.diagnostics.advice._Filter(("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "root"))
+    module = torch.nn.Identity()
+    assert filter_fn(module, "mlp.experts")
+    assert filter_fn(module, "")
+    assert not filter_fn(module, "mlp.exp")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other", "low": []}'])
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "advice.json"
+    path.write_text(text)
+    with pytest.raises(OptionError, match="blockscale advise wrote"):
+        load_filter(path)
+    with pytest.raises(OptionError, match="blockscale advise wrote"):
+        load_filter(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("name", ["budget", "gradient_budget"])
+def test_impossible_budgets_are_refused(name):
+    with pytest.raises(OptionError, match=f"{name}=0"):
+        advise(converted(1), [Numerics(1.0, (layer("0"),))], **{name: 0})
+
+
+def test_a_model_without_low_precision_gets_no_advice():
+    with pytest.raises(OptionError, match="no measured layer"):
+        advise(converted(1), [Numerics(1.0, ())])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_what_is_stored_is_what_was_found(tmp_path, recipe):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(bs.nn.MoE(64, 32, experts=4, top_k=2, recipe=recipe, name="moe"))
+    report = bs.quantize_(model, recipe, lambda module, name: True)
+    x = torch.randn(20, 64)
+    found = sample(model, lambda: model(x).square().mean()).read()
+    path = tmp_path / "numerics.jsonl"
+    lines = [model_line(report), sample_line(3, found), sample_line(9, found)]
+    path.write_text("\n".join([*lines, lines[1][:40]]))  # killed while it wrote
+    stored = read(tmp_path)
+    assert list(stored.samples) == [3, 9]
+    assert stored.samples[9] == found
+    assert stored.report.recipe == report.recipe
+    assert stored.report.converted == report.converted
+    assert stored.report.skipped == report.skipped
+    assert json.loads(lines[1])["layers"][0]["experts"][0]["rows"] == found.layers[0].experts[0].rows
+    assert advise(stored.report, list(stored.samples.values())) == advise(report, [found, found])
+
+
+def test_a_folder_without_samples_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="numerics-every"):
+        read(tmp_path)
+    (tmp_path / "numerics.jsonl").write_text(model_line(converted(1)) + "\n")
+    with pytest.raises(OptionError, match="0 samples"):
+        read(tmp_path)
