@@ -156,6 +156,25 @@ def test_nothing_is_left_behind():
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_a_sample():
+    torch.manual_seed(0)
+    moe = bs.nn.MoE(256, 128, 8, 2, shared=128, device="cuda", dtype=torch.bfloat16, balance=True)
+    model = torch.nn.Sequential(moe)
+    x = torch.randn(1024, 256, device="cuda", dtype=torch.bfloat16)
+
+    def loss() -> torch.Tensor:
+        return model(x).float().square().mean()
+
+    sample(model, loss)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = sample(model, loss)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [each.layer for each in found.read().layers][0] == "0.experts.gate_up"
+
+
 def test_a_failing_batch_leaves_no_hooks():
     model = converted("mxfp8", 64, 64)
     with pytest.raises(RuntimeError, match="no batch"):

@@ -13,7 +13,7 @@ log-likelihood, with its curvature estimated by squared gradients (docs/diagnost
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,7 +199,7 @@ def _share(rows: Tensor, total: int) -> float:
 
 
 @contextmanager
-def _untouched(model: torch.nn.Module) -> Iterator[None]:
+def _untouched(model: torch.nn.Module) -> Generator[None]:
     """Whatever a forward and backward change is as before: gradients, buffers such as loads, and generators."""
     parameters = [(each, each.grad, getattr(each, "main_grad", None)) for each in model.parameters()]
     buffers = [(each, each.clone()) for each in model.buffers()]
