@@ -172,7 +172,7 @@ def test_the_host_does_not_wait_for_a_sample():
         found = sample(model, loss)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [each.layer for each in found.read().layers][0] == "0.experts.gate_up"
+    assert found.read().layers[0].layer == "0.experts.gate_up"
 
 
 def test_a_failing_batch_leaves_no_hooks():
