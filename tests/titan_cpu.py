@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 MODULE = "blockscale.integrations.torchtitan"
 # small enough for one core, and the same weights in every run
-SIZES = ["--training.seq-len", "128", "--training.local-batch-size", "4", "--training.steps", "3", "--debug.seed", "1"]
+SIZES = ["--training.seq-len", "64", "--training.local-batch-size", "2", "--training.steps", "3", "--debug.seed", "1"]
 
 
 def patch_torch() -> None:
@@ -51,10 +51,12 @@ def patch_torch() -> None:
 def patch_torchtitan() -> None:
     import torchtitan.distributed.utils
     from torch.distributed.fsdp import FSDPModule
-    from torch.nn.attention.flex_attention import create_mask
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+    from torchtitan.models.common import attention
     from torchtitan.models.common.attention import FlexAttention
 
     torchtitan.distributed.utils.set_pg_timeouts = lambda *args, **named: None
+    attention._compiled_create_block_mask = create_block_mask  # compiling it takes longer than all steps
 
     def dense_attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **rest: Any) -> Any:
         assert rest.get("score_mod") is None
