@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+MARK = "RESULT"
+TENSOR_PARALLEL = ("--parallelism.spmd-backend", "partial_dtensor", "--parallelism.tensor-parallel-degree")
 OVERRIDES = "blockscale.integrations.torchtitan.overrides"
 
 
@@ -37,8 +39,8 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(*given: str, counted: bool = False, edit: Any = None) -> dict[str, Any]:
-    """One run by torchtitan's own trainer: losses, kinds of layers, and counts of operators."""
+def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) -> dict[str, Any]:
+    """One run by torchtitan's own trainer, of one block of a model: losses, kinds of layers, and counts of operators."""
     import torchtitan.trainer
     from torchtitan.config.manager import ConfigManager
 
@@ -50,6 +52,7 @@ def train(*given: str, counted: bool = False, edit: Any = None) -> dict[str, Any
     config = ConfigManager().parse_args(titan_cpu.arguments(*given))
     if edit is not None:
         edit(config)
+    config.model_spec.model.layers[:] = config.model_spec.model.layers[block : block + 1]
     trainer = config.build()
     losses: list[float] = []
     log = trainer.metrics_processor.log
@@ -71,8 +74,7 @@ def train(*given: str, counted: bool = False, edit: Any = None) -> dict[str, Any
         "losses": losses,
         "kinds": {name: count for name, count in kinds.items() if "Linear" in name or "Experts" in name},
         "head": type(model.lm_head).__name__.removeprefix("FSDP"),
-        "keys": sorted(model.state_dict()),
-        "dtypes": sorted({str(each.dtype) for each in model.state_dict().values()}),
+        "state": {name: str(each.dtype) for name, each in model.state_dict().items()},
         "ticks": sorted({int(each.rng[1]) for each in model.modules() if getattr(each, "rng", None) is not None}),
         "counts": dict(calls.counts),
         "seconds": round(time.perf_counter() - start, 1),
@@ -83,17 +85,14 @@ def train(*given: str, counted: bool = False, edit: Any = None) -> dict[str, Any
 
 
 def llama() -> dict[str, Any]:
-    fp8 = f'{OVERRIDES}.linear={{"recipe": "fp8_blockwise"}}'
     found = {
         "bf16": train("--config", "llama3_debug_bf16"),
-        "fp8_blockwise": train("--config", "llama3_debug_fp8_blockwise"),
+        "fp8_blockwise": train("--config", "llama3_debug_fp8_blockwise", counted=True),
         "mxfp8": train("--config", "llama3_debug_mxfp8"),
-        "override": train("--config", "llama3_debug_bf16", "--override.imports", fp8),
+        "override": train("--config", "llama3_debug_bf16", "--override.imports", f"{OVERRIDES}.linear"),
     }
     for label, edit in (("stock", _stock_checkpointing), ("kept", _keep_all)):
-        line = ("--config", "llama3_debug_mxfp8", "--training.steps", "1")
-        found[label] = train(*line, counted=True, edit=edit)
-    found["every_second"] = train("--config", "llama3_debug_mxfp8", "--training.steps", "1", counted=True)
+        found[label] = train("--config", "llama3_debug_fp8_blockwise", counted=True, edit=edit)
     return found
 
 
@@ -108,14 +107,15 @@ def _keep_all(config: Any) -> None:
 
 
 def experts() -> dict[str, Any]:
+    """The second block is the first with experts."""
+    imports = (f'{OVERRIDES}.linear={{"recipe": "mxfp8"}}', f'{OVERRIDES}.experts={{"recipe": "mxfp8"}}')
     steps = ("--training.steps", "2")
-    imports = (f"{OVERRIDES}.linear", f"{OVERRIDES}.experts")
-    return {
-        "bf16": train("--config", "deepseek_v3_debug_bf16", *steps),
-        "fp8_blockwise": train("--config", "deepseek_v3_debug_fp8_blockwise", *steps),
-        "mxfp8": train("--config", "deepseek_v3_debug_mxfp8", *steps),
-        "override": train("--config", "deepseek_v3_debug_bf16", *steps, "--override.imports", *imports),
+    found = {
+        recipe: train("--config", f"deepseek_v3_debug_{recipe}", *steps, block=1)
+        for recipe in ("bf16", "fp8_blockwise", "mxfp8")
     }
+    found["override"] = train("--config", "deepseek_v3_debug_bf16", *steps, "--override.imports", *imports, block=1)
+    return found
 
 
 def checkpoints() -> dict[str, Any]:
@@ -126,12 +126,129 @@ def checkpoints() -> dict[str, Any]:
         folder = ("--dump-folder", str(titan_cpu.assets() / f"from-{first}"))
         before = train("--config", f"llama3_debug_{first}", *save, *folder, "--training.steps", "2")
         after = train("--config", f"llama3_debug_{second}", *save, *folder)
-        found[f"{first} to {second}"] = {"before": before["losses"], "after": after["losses"]}
+        found[f"{first} to {second}"] = before["losses"] + after["losses"]
     return found
+
+
+def refusals() -> dict[str, str]:
+    """What is said to those who ask for the impossible."""
+    from blockscale.integrations.torchtitan import BlockScaledConverter, overrides
+    from torchtitan.models.llama3 import model_registry
+
+    def said(call: Any) -> str:
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    def convert(**options: Any) -> Any:
+        return model_registry("debugmodel", converters=[BlockScaledConverter.Config(**options)])
+
+    layer = model_registry("debugmodel").model.layers[0].feed_forward.w1
+    return {
+        "nothing matches": said(lambda: convert(fqns=["*blocks.*"])),
+        "step": said(lambda: convert(weight_cast="step")),
+        "recipe": said(lambda: convert(recipe="mxpf8")),
+        "override that draws": said(lambda: overrides.linear(layer, recipe="nvfp4")),
+    }
+
+
+def conversions() -> dict[str, Any]:
+    """Whole models as configs and on the meta device, without a run: what is converted, and what the modules hold."""
+    import importlib
+
+    from blockscale.integrations.torchtitan import BlockScaledConverter
+
+    found: dict[str, Any] = {}
+    cases = (("llama3", "8B"), ("llama3", "debugmodel"), ("deepseek_v3", "debugmodel"), ("gpt_oss", "debugmodel"))
+    for name, flavor in cases:
+        registry = importlib.import_module(f"torchtitan.models.{name}").model_registry
+        plain = registry(flavor).model
+        converter = BlockScaledConverter(BlockScaledConverter.Config(weight_cast="twice"))
+        config = converter.convert(registry(flavor).model)
+        with torch.device("meta"):
+            model, other = config.build(), plain.build()
+        model.verify_module_protocol()
+        report = converter.report
+        assert report is not None
+        casts = {each.recipe.weight_cast for each in model.modules() if hasattr(each, "recipe")}
+        found[f"{name} {flavor}"] = {
+            "kinds": Counter(type(each).__name__ for each in model.modules() if "BlockScaled" in type(each).__name__),
+            "kept": {each.name: each.reason for each in report.skipped},
+            "same parameters": _parameters(model) == _parameters(other),
+            "same state": _shapes(model.state_dict()) == _shapes(other.state_dict()),
+            "casts": sorted(casts),
+        }
+    nvfp4 = BlockScaledConverter(BlockScaledConverter.Config(recipe="nvfp4"))
+    nvfp4.convert(importlib.import_module("torchtitan.models.llama3").model_registry("debugmodel").model)
+    assert nvfp4.report is not None
+    found["nvfp4"] = {each.name: each.reason for each in nvfp4.report.skipped if ".wo" in each.name}
+    return found
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: (tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters()}
+
+
+def _shapes(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: (tuple(each.shape), str(each.dtype)) for name, each in state.items()}
+
+
+def draws() -> dict[str, Any]:
+    """NVFP4: ticks go with the optimizer's steps, also where a run resumes. The third block is not spared."""
+    save = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only")
+    line = ("--config", "llama3_debug_nvfp4", *save)
+    parts = ("--dump-folder", str(titan_cpu.assets() / "parts"))
+    first = train(*line, *parts, "--training.steps", "2", block=2)
+    second = train(*line, *parts, block=2)
+    whole = train(*line, "--dump-folder", str(titan_cpu.assets() / "whole"), block=2)
+    return {"whole": whole, "parts": first["losses"] + second["losses"], "ticks": second["ticks"]}
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Two ranks."""
+    return {recipe: train("--config", f"llama3_debug_{recipe}", *TENSOR_PARALLEL, "2") for recipe in ("bf16", "mxfp8")}
+
+
+def pieces() -> str:
+    """Four ranks, whose pieces split blocks of 128."""
+    try:
+        train("--config", "llama3_debug_fp8_blockwise", *TENSOR_PARALLEL, "4")
+    except Exception as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def fully_sharded() -> dict[str, Any]:
+    return _losses("llama3_debug", "--parallelism.spmd-backend", "partial_dtensor")
+
+
+def sharded_experts() -> dict[str, Any]:
+    return _losses("deepseek_v3_debug", "--parallelism.spmd-backend", "partial_dtensor", block=1)
+
+
+def expert_parallel() -> dict[str, Any]:
+    line = ("--parallelism.spmd-backend", "partial_dtensor", "--parallelism.expert-parallel-degree", "2")
+    return _losses("deepseek_v3_debug", *line, "--training.disable-cuda-graphs", block=1)
+
+
+def _losses(model: str, *line: str, block: int = 0) -> dict[str, Any]:
+    return {name: train("--config", f"{model}_{name}", *line, block=block)["losses"] for name in ("bf16", "mxfp8")}
+
+
+def compiled() -> dict[str, Any]:
+    """Blocks compiled without breaks, and not again after the second step."""
+    from torch._dynamo.utils import counters
+
+    found = {"fp8_blockwise": train("--config", "llama3_debug_fp8_blockwise", "--compile.enable")}
+    graphs = counters["stats"]["unique_graphs"]
+    return found | {"recompiled": sum(counters["recompiles"].values()), "graphs": graphs}
 
 
 if __name__ == "__main__":
     titan_cpu.patch_torchtitan()
     for name in sys.argv[1:]:
         result = globals()[name]()
-        print("RESULT", name, json.dumps(result), flush=True)
+        print(MARK, json.dumps({name: result}), flush=True)

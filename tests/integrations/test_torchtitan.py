@@ -1,0 +1,206 @@
+"""torchtitan's debug models by recipes, on a CPU and with torchtitan's own trainer; see tests/titan_checks.py."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockscale.errors import MissingPackageError, VersionError
+from blockscale.integrations.packages import check_package
+
+TESTS = Path(__file__).parent.parent
+DEBUG_LINEARS = 30
+
+try:
+    importlib.metadata.version("torchtitan")
+except importlib.metadata.PackageNotFoundError:
+    pytest.skip("torchtitan is not installed: pip install 'blockscale[titan]'", allow_module_level=True)
+
+
+@functools.cache
+def checked(*names: str, ranks: int = 1) -> dict[str, Any]:
+    """What titan_checks.py found, by name; several in one process, since torchtitan takes long to start."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(TESTS / "titan_checks.py"), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    found: dict[str, Any] = {}
+    for line in lines:
+        found |= json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+def default(name: str) -> Any:
+    return checked("conversions", "refusals", "llama", "experts", "checkpoints")[name]
+
+
+def assert_close(losses: list[float], others: list[float], relative: float) -> None:
+    assert losses == pytest.approx(others, rel=relative)
+    assert losses != others, "nothing was converted"
+
+
+# ---- which layers ----------------------------------------------------------------------------------------------------
+
+
+def test_linear_layers_of_blocks_are_converted_and_the_head_is_not():
+    found = default("conversions")["llama3 debugmodel"]
+    assert found["kinds"] == {"BlockScaledLinear": DEBUG_LINEARS}
+    assert found["kept"] == {"lm_head": "not in fqns"}
+    assert default("conversions")["llama3 8B"]["kinds"] == {"BlockScaledLinear": 5 * 32}
+
+
+def test_experts_are_converted_and_router_gates_are_not():
+    found = default("conversions")["deepseek_v3 debugmodel"]
+    assert found["kinds"] == {"BlockScaledLinear": 4 * 6 + 3 + 3 * 5, "BlockScaledExperts": 5}
+    gates = {f"layers.{layer}.moe.router.gate": "skip has *.router.*" for layer in range(1, 6)}
+    assert found["kept"] == {"lm_head": "not in fqns"} | gates
+
+
+def test_a_layer_of_another_kind_stays_with_a_reason():
+    found = default("conversions")["gpt_oss debugmodel"]
+    assert found["kinds"] == {"BlockScaledLinear": 4, "BlockScaledGptOssGroupedExperts": 4}
+    assert found["kept"]["layers.0.attention.wo"] == "a ScaledBiasRowwiseLinear, which may compute something else"
+
+
+def test_four_bit_formats_spare_the_ends():
+    kept = default("conversions")["nvfp4"]
+    assert kept == {
+        "layers.0.attention.wo": "first 2 of 6 blocks",
+        "layers.1.attention.wo": "first 2 of 6 blocks",
+        "layers.5.attention.wo": "last 1 of 6 blocks",
+    }
+
+
+@pytest.mark.parametrize("model", ["llama3 8B", "llama3 debugmodel", "deepseek_v3 debugmodel", "gpt_oss debugmodel"])
+def test_parameters_and_state_are_those_of_the_plain_model(model: str):
+    found = default("conversions")[model]
+    assert found["same parameters"]
+    assert found["same state"]
+    assert found["casts"] == ["twice"]
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8"])
+def test_a_llama_trains(recipe: str):
+    found, twin = default("llama")[recipe], default("llama")["bf16"]
+    assert found["kinds"] == {"BlockScaledLinear": 5, "Linear": 1, "FusedQKVLinear": 1}
+    assert twin["kinds"] == {"Linear": 6, "FusedQKVLinear": 1}
+    assert found["head"] == "Linear"
+    assert found["state"] == twin["state"]
+    assert_close(found["losses"], twin["losses"], 2e-3)
+    assert found["losses"][2] < found["losses"][1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8"])
+def test_a_mixture_of_experts_trains(recipe: str):
+    found, twin = default("experts")[recipe], default("experts")["bf16"]
+    kinds = {"BlockScaledLinear": 7, "BlockScaledExperts": 1, "Linear": 2, "RoutedExperts": 1}
+    assert found["kinds"] == kinds
+    assert found["state"] == twin["state"]
+    assert_close(found["losses"], twin["losses"], 4e-3)
+    assert found["losses"][1] < found["losses"][0]
+
+
+def test_converter_and_override_are_the_same_to_the_last_digit():
+    assert default("llama")["override"]["kinds"] == default("llama")["fp8_blockwise"]["kinds"]
+    assert default("llama")["override"]["losses"] == default("llama")["fp8_blockwise"]["losses"]
+    assert default("experts")["override"]["kinds"] == default("experts")["mxfp8"]["kinds"]
+    assert default("experts")["override"]["losses"] == default("experts")["mxfp8"]["losses"]
+
+
+def test_checkpoints_go_from_plain_to_converted_and_back():
+    found, plain = default("checkpoints"), default("llama")["bf16"]["losses"]
+    for losses in found.values():
+        assert losses == pytest.approx(plain, rel=2e-3)
+    # the first two steps are the other recipe's, to the last digit
+    assert found["bf16 to mxfp8"][:2] == plain[:2]
+    assert found["mxfp8 to bf16"][:2] == default("llama")["mxfp8"]["losses"][:2]
+
+
+def test_checkpointing_keeps_products():
+    """Five products forward and ten backward in each of three steps; forward ones again unless they are kept."""
+    products = {name: default("llama")[name]["counts"]["scaled_mm"] for name in ("stock", "fp8_blockwise", "kept")}
+    assert products == {"stock": 3 * 20, "fp8_blockwise": 3 * 17, "kept": 3 * 15}
+    losses = [default("llama")[name]["losses"] for name in products]
+    assert losses[0] == losses[1] == losses[2]
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_ranks_compute_what_one_does():
+    found = checked("tensor_parallel", ranks=2)["tensor_parallel"]
+    for recipe in ("bf16", "mxfp8"):
+        assert_close(found[recipe]["losses"], default("llama")[recipe]["losses"], 1e-3)
+    assert found["mxfp8"]["kinds"] == default("llama")["mxfp8"]["kinds"]
+
+
+@pytest.mark.slow
+def test_pieces_that_split_blocks_are_refused():
+    """The MLP's 768 inputs in 4 pieces are 192, which is no multiple of 128."""
+    found = checked("pieces", ranks=4)["pieces"]
+    assert "ShapeError" in found
+    assert "cut into pieces of 64" in found or "cut into pieces of 192" in found
+    assert "multiple of 128" in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fully_sharded", "sharded_experts", "expert_parallel"])
+def test_more_ranks_compute_what_one_does(name: str):
+    found = checked(name, ranks=2)[name]
+    for recipe, losses in found.items():
+        assert all(later < before for before, later in zip(losses, losses[1:], strict=False)), recipe
+    assert found["mxfp8"] == pytest.approx(found["bf16"], rel=5e-3)
+
+
+@pytest.mark.slow
+def test_draws_follow_the_optimizers_count():
+    found = checked("draws")["draws"]
+    assert found["ticks"] == [3]
+    assert found["parts"] == found["whole"]["losses"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train():
+    found = checked("compiled")["compiled"]
+    assert found["fp8_blockwise"]["losses"] == pytest.approx(default("llama")["fp8_blockwise"]["losses"], rel=1e-3)
+    assert found["recompiled"] == 0
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_make_no_sense_are_errors():
+    found = default("refusals")
+    assert "no layer matches fqns=['*blocks.*']" in found["nothing matches"]
+    assert "layers.0.attention.qkv_linear.wqkv" in found["nothing matches"]
+    assert "FSDP2" in found["step"]
+    assert "use 'forward'" in found["step"]
+    assert "did you mean" in found["recipe"]
+    assert "use BlockScaledConverter" in found["override that draws"]
+
+
+def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.1")
+    with pytest.raises(VersionError, match=r"torchtitan 0\.2\.1 is installed.*supports torchtitan 0\.3\.\*"):
+        check_package("torchtitan", "0.3.", "titan", "why")
+
+
+def test_a_missing_package_is_an_import_error():
+    with pytest.raises(MissingPackageError, match=r"pip install 'blockscale\[titan\]'"):
+        check_package("no-such-package-at-all", "0.3.", "titan", "why")
+    assert issubclass(MissingPackageError, ImportError)
+    assert not issubclass(VersionError, ImportError)  # torchtitan would hide it
