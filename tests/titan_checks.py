@@ -1,6 +1,7 @@
 """What tests/integrations/test_torchtitan.py looks at, found in one process: torchtitan takes long to start.
 
     python tests/titan_checks.py llama experts     # prints one line of JSON for each
+    torchrun --standalone --nproc-per-node 2 tests/titan_checks.py tensor_parallel:mxfp8    # several ranks: one run
 
 In a process of its own also because torchtitan is told that the CPU is its device, which no other test should be.
 """
@@ -21,7 +22,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MARK = "RESULT"
-TENSOR_PARALLEL = ("--parallelism.spmd-backend", "partial_dtensor", "--parallelism.tensor-parallel-degree")
+SHARDED = ("--parallelism.spmd-backend", "partial_dtensor")
+TENSOR_PARALLEL = (*SHARDED, "--parallelism.tensor-parallel-degree")
 OVERRIDES = "blockscale.integrations.torchtitan.overrides"
 
 
@@ -45,8 +47,6 @@ def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) 
     from torchtitan.config.manager import ConfigManager
 
     torchtitan.trainer.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        os.environ.pop("RANK", None)  # a port of its own for each run
     titan_cpu.one_rank()
     start = time.perf_counter()
     config = ConfigManager().parse_args(titan_cpu.arguments(*given))
@@ -81,6 +81,8 @@ def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) 
     }
     trainer.close()
     dist.destroy_process_group()
+    if os.environ["WORLD_SIZE"] == "1":
+        del os.environ["RANK"]  # the next run takes another port
     return found
 
 
@@ -206,9 +208,9 @@ def draws() -> dict[str, Any]:
     return {"whole": whole, "parts": first["losses"] + second["losses"], "ticks": second["ticks"]}
 
 
-def tensor_parallel() -> dict[str, Any]:
+def tensor_parallel(recipe: str) -> dict[str, Any]:
     """Two ranks."""
-    return {recipe: train("--config", f"llama3_debug_{recipe}", *TENSOR_PARALLEL, "2") for recipe in ("bf16", "mxfp8")}
+    return train("--config", f"llama3_debug_{recipe}", *TENSOR_PARALLEL, "2")
 
 
 def pieces() -> str:
@@ -221,21 +223,17 @@ def pieces() -> str:
     return "nothing"
 
 
-def fully_sharded() -> dict[str, Any]:
-    return _losses("llama3_debug", "--parallelism.spmd-backend", "partial_dtensor")
+def fully_sharded(recipe: str) -> dict[str, Any]:
+    return train("--config", f"llama3_debug_{recipe}", *SHARDED)
 
 
-def sharded_experts() -> dict[str, Any]:
-    return _losses("deepseek_v3_debug", "--parallelism.spmd-backend", "partial_dtensor", block=1)
+def sharded_experts(recipe: str) -> dict[str, Any]:
+    return train("--config", f"deepseek_v3_debug_{recipe}", *SHARDED, block=1)
 
 
-def expert_parallel() -> dict[str, Any]:
-    line = ("--parallelism.spmd-backend", "partial_dtensor", "--parallelism.expert-parallel-degree", "2")
-    return _losses("deepseek_v3_debug", *line, "--training.disable-cuda-graphs", block=1)
-
-
-def _losses(model: str, *line: str, block: int = 0) -> dict[str, Any]:
-    return {name: train("--config", f"{model}_{name}", *line, block=block)["losses"] for name in ("bf16", "mxfp8")}
+def expert_parallel(recipe: str) -> dict[str, Any]:
+    line = (*SHARDED, "--parallelism.expert-parallel-degree", "2", "--training.disable-cuda-graphs")
+    return train("--config", f"deepseek_v3_debug_{recipe}", *line, block=1)
 
 
 def compiled() -> dict[str, Any]:
@@ -250,5 +248,6 @@ def compiled() -> dict[str, Any]:
 if __name__ == "__main__":
     titan_cpu.patch_torchtitan()
     for name in sys.argv[1:]:
-        result = globals()[name]()
+        function, _, argument = name.partition(":")
+        result = globals()[function](*filter(None, [argument]))
         print(MARK, json.dumps({name: result}), flush=True)

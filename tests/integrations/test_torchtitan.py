@@ -141,29 +141,34 @@ def test_checkpointing_keeps_products():
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
+def of_ranks(check: str, recipe: str, ranks: int = 2) -> Any:
+    name = f"{check}:{recipe}"
+    return checked(name, ranks=ranks)[name]
+
+
 def test_tensor_parallel_ranks_compute_what_one_does():
-    found = checked("tensor_parallel", ranks=2)["tensor_parallel"]
-    for recipe in ("bf16", "mxfp8"):
-        assert_close(found[recipe]["losses"], default("llama")[recipe]["losses"], 1e-3)
-    assert found["mxfp8"]["kinds"] == default("llama")["mxfp8"]["kinds"]
+    found, alone = of_ranks("tensor_parallel", "mxfp8"), default("llama")["mxfp8"]
+    assert found["kinds"] == alone["kinds"]
+    assert_close(found["losses"], alone["losses"], 1e-3)
 
 
 @pytest.mark.slow
 def test_pieces_that_split_blocks_are_refused():
-    """The MLP's 768 inputs in 4 pieces are 192, which is no multiple of 128."""
+    """256 features in 4 pieces are 64, and FP8 has a scale for 128."""
     found = checked("pieces", ranks=4)["pieces"]
-    assert "ShapeError" in found
-    assert "cut into pieces of 64" in found or "cut into pieces of 192" in found
+    assert "ShapeError: layers.0" in found
+    assert "is cut into pieces of" in found
     assert "multiple of 128" in found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fully_sharded", "sharded_experts", "expert_parallel"])
-def test_more_ranks_compute_what_one_does(name: str):
-    found = checked(name, ranks=2)[name]
-    for recipe, losses in found.items():
-        assert all(later < before for before, later in zip(losses, losses[1:], strict=False)), recipe
-    assert found["mxfp8"] == pytest.approx(found["bf16"], rel=5e-3)
+@pytest.mark.parametrize("check", ["fully_sharded", "sharded_experts", "expert_parallel"])
+def test_more_ranks_train_alike(check: str):
+    """Every rank has a batch of its own, so the twin is the measure."""
+    found, twin = (of_ranks(check, recipe) for recipe in ("mxfp8", "bf16"))
+    assert found["losses"][-1] < found["losses"][0]
+    assert_close(found["losses"], twin["losses"], 5e-3)
+    assert found["state"] == twin["state"]
 
 
 @pytest.mark.slow
