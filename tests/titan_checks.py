@@ -1,7 +1,7 @@
 """What tests/integrations/test_torchtitan.py looks at, found in one process: torchtitan takes long to start.
 
     python tests/titan_checks.py llama experts     # prints one line of JSON for each
-    torchrun --standalone --nproc-per-node 2 tests/titan_checks.py tensor_parallel:mxfp8    # several ranks: one run
+    torchrun --standalone --nproc-per-node 2 tests/titan_checks.py tensor_parallel
 
 In a process of its own also because torchtitan is told that the CPU is its device, which no other test should be.
 """
@@ -9,19 +9,20 @@ In a process of its own also because torchtitan is told that the CPU is its devi
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import titan_cpu
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import titan_cpu
+
 MARK = "RESULT"
+ONE_STEP = ("--training.steps", "1")
 SHARDED = ("--parallelism.spmd-backend", "partial_dtensor")
 TENSOR_PARALLEL = (*SHARDED, "--parallelism.tensor-parallel-degree")
 OVERRIDES = "blockscale.integrations.torchtitan.overrides"
@@ -48,6 +49,8 @@ def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) 
 
     torchtitan.trainer.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     titan_cpu.one_rank()
+    if dist.is_initialized():  # one group of ranks for all runs
+        dist.init_process_group = lambda *args, **named: None
     start = time.perf_counter()
     config = ConfigManager().parse_args(titan_cpu.arguments(*given))
     if edit is not None:
@@ -80,9 +83,6 @@ def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) 
         "seconds": round(time.perf_counter() - start, 1),
     }
     trainer.close()
-    dist.destroy_process_group()
-    if os.environ["WORLD_SIZE"] == "1":
-        del os.environ["RANK"]  # the next run takes another port
     return found
 
 
@@ -94,7 +94,7 @@ def llama() -> dict[str, Any]:
         "override": train("--config", "llama3_debug_bf16", "--override.imports", f"{OVERRIDES}.linear"),
     }
     for label, edit in (("stock", _stock_checkpointing), ("kept", _keep_all)):
-        found[label] = train("--config", "llama3_debug_fp8_blockwise", counted=True, edit=edit)
+        found[label] = train("--config", "llama3_debug_fp8_blockwise", *ONE_STEP, counted=True, edit=edit)
     return found
 
 
@@ -121,21 +121,22 @@ def experts() -> dict[str, Any]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """Two steps by one recipe, saved; a third by the other."""
+    """A step by one recipe, saved; another by the other."""
     found: dict[str, Any] = {}
-    save = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only")
+    save = ("--checkpoint.enable", "--checkpoint.interval", "1", "--checkpoint.no-last-save-model-only")
     for first, second in (("bf16", "mxfp8"), ("mxfp8", "bf16")):
         folder = ("--dump-folder", str(titan_cpu.assets() / f"from-{first}"))
-        before = train("--config", f"llama3_debug_{first}", *save, *folder, "--training.steps", "2")
-        after = train("--config", f"llama3_debug_{second}", *save, *folder)
+        before = train("--config", f"llama3_debug_{first}", *save, *folder, *ONE_STEP)
+        after = train("--config", f"llama3_debug_{second}", *save, *folder, "--training.steps", "2")
         found[f"{first} to {second}"] = before["losses"] + after["losses"]
     return found
 
 
 def refusals() -> dict[str, str]:
     """What is said to those who ask for the impossible."""
-    from blockscale.integrations.torchtitan import BlockScaledConverter, overrides
     from torchtitan.models.llama3 import model_registry
+
+    from blockscale.integrations.torchtitan import BlockScaledConverter, overrides
 
     def said(call: Any) -> str:
         try:
@@ -208,9 +209,13 @@ def draws() -> dict[str, Any]:
     return {"whole": whole, "parts": first["losses"] + second["losses"], "ticks": second["ticks"]}
 
 
-def tensor_parallel(recipe: str) -> dict[str, Any]:
-    """Two ranks."""
-    return train("--config", f"llama3_debug_{recipe}", *TENSOR_PARALLEL, "2")
+def twins(model: str, *line: str, block: int = 0) -> dict[str, Any]:
+    """On several ranks the twin is the measure: they begin with other weights than one does."""
+    return {recipe: train("--config", f"{model}_{recipe}", *line, block=block) for recipe in ("bf16", "mxfp8")}
+
+
+def tensor_parallel() -> dict[str, Any]:
+    return twins("llama3_debug", *TENSOR_PARALLEL, "2")
 
 
 def pieces() -> str:
@@ -218,22 +223,21 @@ def pieces() -> str:
     try:
         train("--config", "llama3_debug_fp8_blockwise", *TENSOR_PARALLEL, "4")
     except Exception as error:
-        dist.destroy_process_group()
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def fully_sharded(recipe: str) -> dict[str, Any]:
-    return train("--config", f"llama3_debug_{recipe}", *SHARDED)
+def fully_sharded() -> dict[str, Any]:
+    return twins("llama3_debug", *SHARDED)
 
 
-def sharded_experts(recipe: str) -> dict[str, Any]:
-    return train("--config", f"deepseek_v3_debug_{recipe}", *SHARDED, block=1)
+def sharded_experts() -> dict[str, Any]:
+    return twins("deepseek_v3_debug", *SHARDED, block=1)
 
 
-def expert_parallel(recipe: str) -> dict[str, Any]:
+def expert_parallel() -> dict[str, Any]:
     line = (*SHARDED, "--parallelism.expert-parallel-degree", "2", "--training.disable-cuda-graphs")
-    return train("--config", f"deepseek_v3_debug_{recipe}", *line, block=1)
+    return twins("deepseek_v3_debug", *line, block=1)
 
 
 def compiled() -> dict[str, Any]:
@@ -248,6 +252,8 @@ def compiled() -> dict[str, Any]:
 if __name__ == "__main__":
     titan_cpu.patch_torchtitan()
     for name in sys.argv[1:]:
-        function, _, argument = name.partition(":")
-        result = globals()[function](*filter(None, [argument]))
-        print(MARK, json.dumps({name: result}), flush=True)
+        result = globals()[name]()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(MARK, json.dumps({name: result}), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()

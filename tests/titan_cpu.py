@@ -90,7 +90,8 @@ def assets() -> Path:
     tokenizer.save(str(root / "tokenizer" / "tokenizer.json"))
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     (root / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
-    words, draw = "scale block round carry tie exponent mantissa tile warp stage".split(), random.Random(0)
+    words = ("scale", "block", "round", "carry", "tie", "exponent", "mantissa", "tile", "warp", "stage")
+    draw = random.Random(0)
     lines = [json.dumps({"text": " ".join(draw.choices(words, k=120))}) for _ in range(200)]
     (root / "text").mkdir()
     (root / "text" / "data.json").write_text("\n".join(lines))

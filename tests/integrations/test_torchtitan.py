@@ -122,34 +122,36 @@ def test_converter_and_override_are_the_same_to_the_last_digit():
 
 
 def test_checkpoints_go_from_plain_to_converted_and_back():
-    found, plain = default("checkpoints"), default("llama")["bf16"]["losses"]
-    for losses in found.values():
-        assert losses == pytest.approx(plain, rel=2e-3)
-    # the first two steps are the other recipe's, to the last digit
-    assert found["bf16 to mxfp8"][:2] == plain[:2]
-    assert found["mxfp8 to bf16"][:2] == default("llama")["mxfp8"]["losses"][:2]
+    found, plain, low = default("checkpoints"), default("llama")["bf16"]["losses"], default("llama")["mxfp8"]["losses"]
+    # the first step is the one recipe's to the last digit; the second goes on from there
+    assert found["bf16 to mxfp8"] == [plain[0], pytest.approx(low[1], rel=1e-3)]
+    assert found["mxfp8 to bf16"] == [low[0], pytest.approx(plain[1], rel=1e-3)]
+    assert plain[0] - plain[1] > 4e-3 * plain[0], "a run that begins again would pass"
 
 
 def test_checkpointing_keeps_products():
-    """Five products forward and ten backward in each of three steps; forward ones again unless they are kept."""
-    products = {name: default("llama")[name]["counts"]["scaled_mm"] for name in ("stock", "fp8_blockwise", "kept")}
-    assert products == {"stock": 3 * 20, "fp8_blockwise": 3 * 17, "kept": 3 * 15}
-    losses = [default("llama")[name]["losses"] for name in products]
-    assert losses[0] == losses[1] == losses[2]
+    """Five products forward and ten backward in a step; forward ones again unless they are kept."""
+    found = default("llama")
+    assert found["stock"]["counts"]["scaled_mm"] == 20
+    assert found["fp8_blockwise"]["counts"]["scaled_mm"] == 3 * 17
+    assert found["kept"]["counts"]["scaled_mm"] == 15
+    assert found["stock"]["losses"] == found["kept"]["losses"] == found["fp8_blockwise"]["losses"][:1]
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def of_ranks(check: str, recipe: str, ranks: int = 2) -> Any:
-    name = f"{check}:{recipe}"
-    return checked(name, ranks=ranks)[name]
+def assert_twins_train_alike(found: dict[str, Any], relative: float) -> None:
+    low, twin = found["mxfp8"], found["bf16"]
+    assert low["losses"][-1] < low["losses"][0]
+    assert_close(low["losses"], twin["losses"], relative)
+    assert low["state"] == twin["state"]
 
 
-def test_tensor_parallel_ranks_compute_what_one_does():
-    found, alone = of_ranks("tensor_parallel", "mxfp8"), default("llama")["mxfp8"]
-    assert found["kinds"] == alone["kinds"]
-    assert_close(found["losses"], alone["losses"], 1e-3)
+def test_tensor_parallel_ranks_train_like_their_twin():
+    found = checked("tensor_parallel", ranks=2)["tensor_parallel"]
+    assert found["mxfp8"]["kinds"] == default("llama")["mxfp8"]["kinds"]
+    assert_twins_train_alike(found, 2e-3)
 
 
 @pytest.mark.slow
@@ -163,12 +165,8 @@ def test_pieces_that_split_blocks_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["fully_sharded", "sharded_experts", "expert_parallel"])
-def test_more_ranks_train_alike(check: str):
-    """Every rank has a batch of its own, so the twin is the measure."""
-    found, twin = (of_ranks(check, recipe) for recipe in ("mxfp8", "bf16"))
-    assert found["losses"][-1] < found["losses"][0]
-    assert_close(found["losses"], twin["losses"], 5e-3)
-    assert found["state"] == twin["state"]
+def test_more_ranks_train_like_their_twin(check: str):
+    assert_twins_train_alike(checked(check, ranks=2)[check], 5e-3)
 
 
 @pytest.mark.slow

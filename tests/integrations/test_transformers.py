@@ -46,7 +46,9 @@ def qwen_moe() -> nn.Module:
 def rows(count: int = 32) -> list[dict[str, torch.Tensor]]:
     """Sequences that count up, so that there is something to learn."""
     starts = torch.arange(count) % 64
-    return [{"input_ids": (start + torch.arange(16)) % 64, "labels": (start + torch.arange(16)) % 64} for start in starts]
+    return [
+        {"input_ids": (start + torch.arange(16)) % 64, "labels": (start + torch.arange(16)) % 64} for start in starts
+    ]
 
 
 def train(model: nn.Module, folder: Path, *callbacks: Any, resume: bool = False, **options: Any) -> list[float]:

@@ -38,7 +38,9 @@ class RecipeCallback(TrainerCallback):
         if shared_weights(model):
             attach(_torch_optimizer(given["optimizer"]), model)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         """Say which step comes; a run that resumes goes on where it was."""
         model: nn.Module = given["model"]
         set_step_(model, state.global_step)

@@ -1,8 +1,8 @@
 """`BlockScaledAC`: selective activation checkpointing that knows our products.
 
 torchtitan's policy keeps the results of what is slow to compute and computes the rest again: by name, and the names are
-torch's. Of a converted layer it would keep nothing. This one keeps the results of our products as torchtitan keeps those
-of torch's: of dense ones every second, of experts all. Operands of weights and inputs are made again.
+torch's. Of a converted layer it would keep nothing. This one keeps the results of our products as torchtitan keeps
+those of torch's: of dense ones every second, of experts all. Operands of weights and inputs are made again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from ... import gemm, grouped  # noqa: F401, their operators
+from ...gemm import scaled_mm
+from ...grouped import scaled_grouped_mm
+from ...library import OPERATORS
 
-DENSE = torch.ops.blockscale.scaled_mm.default
-GROUPED = torch.ops.blockscale.scaled_grouped_mm.default
+# imported above, so that they are defined
+DENSE, GROUPED = (OPERATORS[each.__name__] for each in (scaled_mm, scaled_grouped_mm))
 _TORCH_DENSE = (torch.ops.aten.mm.default, torch.ops.aten.linear.default)
 _KEEP, _COMPUTE_AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 Policy = Callable[..., CheckpointPolicy]

@@ -1,9 +1,8 @@
 """`BlockScaledExperts`: torchtitan's experts with their products in the formats of a recipe.
 
-Gates and ups are one product: their input is gathered and cast once, and silu(gate) * up is cast as it is computed. For
-that both weights are put side by side in every forward, a copy that costs as much as their cast; two products with the
-activation between them would read and write about twice as much more. Group sizes are whatever the router gives, empty
-ones included: nothing has to be padded by the dispatcher.
+Gates and ups are one product: their input is cast once, and silu(gate) * up is cast as it is computed. For that both
+weights are put side by side in every forward, a copy that costs about as much as their cast. Group sizes are whatever
+the router gives, empty ones included: nothing has to be padded by the dispatcher.
 
 Experts with an activation of their own (gpt-oss) keep their forward; their products follow the recipe.
 """
@@ -76,7 +75,7 @@ def experts_class(plain: type[Any]) -> type[Any]:
             name: str = ""
 
         def __init__(self, config: Any) -> None:
-            plain.__init__(self, config)
+            super().__init__(config)  # pyright: ignore[reportCallIssue]
             self.begin(config.recipe, config.name)
 
         def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:

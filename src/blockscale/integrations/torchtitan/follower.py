@@ -1,9 +1,9 @@
 """`TitanFollower`: what layers of torchtitan that follow a recipe have in common.
 
-They are built from a config on the meta device, cut for tensor parallelism, and filled later. A piece must not split the
+They are built from a config on the meta device, cut for tensor parallelism, and filled later. A piece must not split
 blocks that share a scale, which is checked as soon as the number of pieces is known. Layers whose recipe draws move on
-to the next draws after every optimizer step, by the optimizer's own count: a run that resumes goes on as if it had never
-stopped, and checkpoints stay those of the plain model.
+to the next draws after every optimizer step, by the optimizer's own count: a run that resumes goes on as if it had
+never stopped, and checkpoints stay those of the plain model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`BlockScaledLinear`: torchtitan's linear layer with its products in the formats of a recipe.
 
 Parameters, initialisation and sharding are the parent's; checkpoints do not change. Under tensor parallelism weights
-and activations are DTensors: every rank casts and multiplies its own pieces, so that nothing is gathered that torchtitan
-would not gather, and results are placed as torch's own product places them.
+and activations are DTensors: every rank casts and multiplies its own pieces, so that nothing is gathered that
+torchtitan would not gather, and results are placed as torch's own product places them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BlockScaledLinear(TitanFollower, nn.Linear, Linear):
             rounding=rounding,
         )
         whole = DTensor.from_local(y, mesh, [way.y for way in ways], run_check=False)
-        return whole if self.bias is None else whole + self.bias
+        return whole if self.bias is None else whole + self.bias  # pyright: ignore[reportUnnecessaryComparison]
 
 
 class _Way(NamedTuple):

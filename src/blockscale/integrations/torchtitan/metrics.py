@@ -1,7 +1,7 @@
 """`BlockScaledMetrics`: torchtitan's metrics without a utilisation that means nothing.
 
-torchtitan prints FLOP/s as a share of the bf16 peak, unless it knows that layers are in low precision, and it knows only
-its own. With ours the share could pass 100 %. tokens/s and TFLOP/s (those of the model, whatever the format) stay.
+torchtitan prints FLOP/s as a share of the bf16 peak, unless it knows that layers are in low precision, and it knows
+only its own. With ours the share could pass 100 %. tokens/s and TFLOP/s (those of the model, whatever the format) stay.
 """
 
 from __future__ import annotations
@@ -20,4 +20,5 @@ class BlockScaledMetrics(MetricsProcessor):
         """As torchtitan's."""
 
     def __init__(self, config: Config, **given: Any) -> None:
-        super().__init__(config, **(given | {"has_quantization": True}))
+        given["has_quantization"] = True
+        super().__init__(config, **given)

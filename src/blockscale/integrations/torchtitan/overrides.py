@@ -6,6 +6,9 @@ An override sees a layer's config and not its name. What needs names, the ends o
 draws by a layer's name, is the converter's.
 """
 
+# torchtitan's decorator returns the function that it is given, and does not say so
+# pyright: reportUntypedFunctionDecorator=false
+
 from __future__ import annotations
 
 from typing import Any
