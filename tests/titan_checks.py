@@ -43,7 +43,7 @@ class Calls(TorchDispatchMode):
 
 
 def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) -> dict[str, Any]:
-    """One run by torchtitan's own trainer, of one block of a model: losses, kinds of layers, and counts of operators."""
+    """One run by torchtitan's own trainer, of one block of a model: losses, kinds of layers, counts of operators."""
     import torchtitan.trainer
     from torchtitan.config.manager import ConfigManager
 
@@ -121,13 +121,13 @@ def experts() -> dict[str, Any]:
 
 
 def checkpoints() -> dict[str, Any]:
-    """A step by one recipe, saved; another by the other."""
+    """Two steps by one recipe, the learning rate's warm-up, saved; a third by the other."""
     found: dict[str, Any] = {}
-    save = ("--checkpoint.enable", "--checkpoint.interval", "1", "--checkpoint.no-last-save-model-only")
+    save = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only")
     for first, second in (("bf16", "mxfp8"), ("mxfp8", "bf16")):
         folder = ("--dump-folder", str(titan_cpu.assets() / f"from-{first}"))
-        before = train("--config", f"llama3_debug_{first}", *save, *folder, *ONE_STEP)
-        after = train("--config", f"llama3_debug_{second}", *save, *folder, "--training.steps", "2")
+        before = train("--config", f"llama3_debug_{first}", *save, *folder, "--training.steps", "2")
+        after = train("--config", f"llama3_debug_{second}", *save, *folder)
         found[f"{first} to {second}"] = before["losses"] + after["losses"]
     return found
 
@@ -201,12 +201,12 @@ def _shapes(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 def draws() -> dict[str, Any]:
     """NVFP4: ticks go with the optimizer's steps, also where a run resumes. The third block is not spared."""
     save = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only")
-    line = ("--config", "llama3_debug_nvfp4", *save)
-    parts = ("--dump-folder", str(titan_cpu.assets() / "parts"))
+    line = ("--config", "llama3_debug_nvfp4", "--lr-scheduler.decay-ratio", "0", *save)
+    parts, four = ("--dump-folder", str(titan_cpu.assets() / "parts")), ("--training.steps", "4")
     first = train(*line, *parts, "--training.steps", "2", block=2)
-    second = train(*line, *parts, block=2)
-    whole = train(*line, "--dump-folder", str(titan_cpu.assets() / "whole"), block=2)
-    return {"whole": whole, "parts": first["losses"] + second["losses"], "ticks": second["ticks"]}
+    second = train(*line, *parts, *four, block=2)
+    whole = train(*line, "--dump-folder", str(titan_cpu.assets() / "whole"), *four, block=2)
+    return {"whole": whole, "parts": first["losses"] + second["losses"], "ticks": [first["ticks"], second["ticks"]]}
 
 
 def twins(model: str, *line: str, block: int = 0) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class PairError(BlockscaleError, NotImplementedError):
     """Two formats that no product combines."""
 
 
-class MissingPackageError(BlockscaleError, ImportError):
+class MissingPackageError(BlockscaleError, NotImplementedError, ImportError):
     """A package that is needed and not installed."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -149,5 +150,18 @@ def test_recipes_are_told_the_step(tmp_path: Path):
 
 
 def test_a_model_that_was_not_converted_is_an_error(tmp_path: Path):
-    with pytest.raises(OptionError, match="call blockscale.quantize_"):
+    with pytest.raises(OptionError, match=r"call blockscale\.quantize_"):
         train(llama(), tmp_path, RecipeCallback())
+
+
+def test_the_example_of_the_page_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(example, "transformers.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    said = re.findall(r"^print\(.*\)  # (.*)$", example, flags=re.MULTILINE)
+    assert len(said) == 2
+    assert set(said) <= set(printed)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torchtitan.components.optimizer import OptimizersContainer
 
 from ...autograd.recipe import Recipe, get_recipe
 from ...errors import OptionError, ShapeError, message
@@ -25,6 +26,7 @@ from ...nn.follower import Follower
 # a weight that changes only with an optimizer's step may be cast once for it; torchtitan's are FSDP's, gathered anew
 WEIGHT_CASTS = ("forward", "twice")
 _DRAWING: weakref.WeakSet[TitanFollower] = weakref.WeakSet()
+_KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Recipe:
@@ -96,6 +98,16 @@ def _listen() -> None:
 
 
 def _advance(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step. The first may be one that only makes state for a checkpoint to be loaded into."""
+    if isinstance(optimizer, OptimizersContainer):  # of those that step
+        return
+    if optimizer not in _KNOWN:
+        _KNOWN.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_set_ticks)
+    _set_ticks(optimizer)
+
+
+def _set_ticks(optimizer: Optimizer) -> None:
     """Set the ticks of the layers that this optimizer steps to its count of steps."""
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for layer in list(_DRAWING):
