@@ -136,7 +136,9 @@ def refusals() -> dict[str, str]:
     """What is said to those who ask for the impossible."""
     from torchtitan.models.llama3 import model_registry
 
+    from blockscale import get_recipe
     from blockscale.integrations.torchtitan import BlockScaledConverter, overrides
+    from blockscale.integrations.torchtitan.follower import check_piece
 
     def said(call: Any) -> str:
         try:
@@ -153,6 +155,10 @@ def refusals() -> dict[str, str]:
         "nothing matches": said(lambda: convert(fqns=["*blocks.*"])),
         "step": said(lambda: convert(weight_cast="step")),
         "recipe": said(lambda: convert(recipe="mxpf8")),
+        "pieces": said(
+            lambda: check_piece("layers.0.w1", "weight", (768, 256), (192, 256), get_recipe("fp8_blockwise"))
+        ),
+        "pieces that fit": said(lambda: check_piece("", "weight", (768, 256), (192, 256), get_recipe("mxfp8"))),
         "override that draws": said(lambda: overrides.linear(layer, recipe="nvfp4")),
     }
 
@@ -187,6 +193,25 @@ def conversions() -> dict[str, Any]:
     nvfp4.convert(importlib.import_module("torchtitan.models.llama3").model_registry("debugmodel").model)
     assert nvfp4.report is not None
     found["nvfp4"] = {each.name: each.reason for each in nvfp4.report.skipped if ".wo" in each.name}
+    return found
+
+
+def configs() -> dict[str, Any]:
+    """Every ready-made run: how many layers follow which recipe, and the classes around them."""
+    from blockscale.integrations.torchtitan import BlockScaledExperts, BlockScaledLinear
+    from blockscale.integrations.torchtitan.config_registry import CONFIGS
+
+    found: dict[str, Any] = {}
+    for name, make in CONFIGS.items():
+        config = make()
+        kinds = (BlockScaledLinear.Config, BlockScaledExperts.Config)
+        layers = [each for kind in kinds for _, each, _, _ in config.model_spec.model.traverse(kind)]
+        found[name] = {
+            "layers": len(layers),
+            "recipes": sorted({each.recipe.name for each in layers}),
+            "checkpointing": type(config.activation_checkpoint).__qualname__,
+            "metrics": type(config.metrics).__qualname__,
+        }
     return found
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from blockscale.autograd import RECIPES
+
 TESTS = Path(__file__).parent.parent
 DEBUG_LINEARS = 30
 
@@ -39,7 +41,7 @@ def checked(*names: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def default(name: str) -> Any:
-    return checked("conversions", "refusals", "llama", "experts", "checkpoints")[name]
+    return checked("conversions", "configs", "refusals", "llama", "experts", "checkpoints")[name]
 
 
 def assert_close(losses: list[float], others: list[float], relative: float) -> None:
@@ -85,6 +87,27 @@ def test_parameters_and_state_are_those_of_the_plain_model(model: str):
     assert found["same parameters"]
     assert found["same state"]
     assert found["casts"] == ["twice"]
+
+
+def test_ready_made_runs_have_twins():
+    found = default("configs")
+    layers = {"llama3_debug": DEBUG_LINEARS, "deepseek_v3_debug": 4 * 6 + 3 + 3 * 5 + 5, "llama3_8b": 5 * 32}
+    assert set(found) == {f"{model}_{recipe}" for model in layers for recipe in RECIPES}
+    for model, count in layers.items():
+        assert found[f"{model}_bf16"] == {
+            "layers": 0,
+            "recipes": [],
+            "checkpointing": "BlockScaledAC.Config",
+            "metrics": "MetricsProcessor.Config",
+        }
+        for recipe in ("fp8_blockwise", "mxfp8", "mxfp8_wgrad_bf16", "mxfp6"):
+            assert found[f"{model}_{recipe}"] == {
+                "layers": count,
+                "recipes": [recipe],
+                "checkpointing": "BlockScaledAC.Config",
+                "metrics": "BlockScaledMetrics.Config",
+            }
+        assert 0 < found[f"{model}_nvfp4"]["layers"] < count
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -192,4 +215,7 @@ def test_requests_that_make_no_sense_are_errors():
     assert "FSDP2" in found["step"]
     assert "use 'forward'" in found["step"]
     assert "did you mean" in found["recipe"]
+    assert "layers.0.w1.weight (768, 256) is cut into pieces of 192 along axis 0" in found["pieces"]
+    assert "a scale for every 128 values" in found["pieces"]
+    assert found["pieces that fit"] == "nothing"
     assert "use BlockScaledConverter" in found["override that draws"]

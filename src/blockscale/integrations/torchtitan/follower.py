@@ -64,7 +64,7 @@ class TitanFollower(Follower):
         super().parallelize(parallel_dims)  # pyright: ignore[reportAttributeAccessIssue]
         self.rng = rng
         for name, shape in whole.items():
-            _check_piece(self.name, name, shape, tuple(local(self.get_parameter(name)).shape), self.recipe)
+            check_piece(self.name, name, shape, tuple(local(self.get_parameter(name)).shape), self.recipe)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _check_piece(layer: str, name: str, whole: tuple[int, ...], piece: tuple[int, ...], recipe: Recipe) -> None:
+def check_piece(layer: str, name: str, whole: tuple[int, ...], piece: tuple[int, ...], recipe: Recipe) -> None:
     """Raise where a weight is cut inside of a block; both of its last axes are contracted, by fprop or by dgrad."""
     formats = (recipe.formats()[role] for role in ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w"))
     block = max((max(get_format(format).block) for format in formats if format is not None), default=1)
