@@ -132,6 +132,36 @@ def checkpoints() -> dict[str, Any]:
     return found
 
 
+def experts_alone() -> dict[str, Any]:
+    """Both kinds of experts beside the plain ones with the same weights: relative errors of the result and of all
+    gradients. One expert has no rows, and three rows belong to none."""
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+    from blockscale import get_recipe
+    from blockscale.integrations.torchtitan.convert import converted_config
+
+    found: dict[str, Any] = {}
+    for kind in (GroupedExperts, GptOssGroupedExperts):
+        config = kind.Config(dim=64, hidden_dim=96, num_experts=4)
+        torch.manual_seed(0)
+        plain, low = config.build(), converted_config(config, get_recipe("mxfp8"), "experts").build()
+        for parameter in plain.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        low.load_state_dict(plain.state_dict())
+        results: list[dict[str, torch.Tensor]] = []
+        for module in (plain, low):
+            x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+            y = module(x, torch.tensor([9, 0, 20, 8]))
+            y[:37].float().square().sum().backward()
+            gradients = {name: each.grad for name, each in module.named_parameters()}
+            results.append({"y": y[:37].detach(), "x": x.grad[:37], **gradients})
+        want, got = results
+        errors = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
+        found[kind.__name__] = {"class": type(low).__name__, "errors": errors}
+    return found
+
+
 def refusals() -> dict[str, str]:
     """What is said to those who ask for the impossible."""
     from torchtitan.models.llama3 import model_registry

@@ -41,7 +41,7 @@ def checked(*names: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def default(name: str) -> Any:
-    return checked("conversions", "configs", "refusals", "llama", "experts", "checkpoints")[name]
+    return checked("conversions", "configs", "experts_alone", "refusals", "llama", "experts", "checkpoints")[name]
 
 
 def assert_close(losses: list[float], others: list[float], relative: float) -> None:
@@ -108,6 +108,18 @@ def test_ready_made_runs_have_twins():
                 "metrics": "BlockScaledMetrics.Config",
             }
         assert 0 < found[f"{model}_nvfp4"]["layers"] < count
+
+
+@pytest.mark.parametrize(
+    ("plain", "low"),
+    [("GroupedExperts", "BlockScaledExperts"), ("GptOssGroupedExperts", "BlockScaledGptOssGroupedExperts")],
+)
+def test_experts_compute_what_the_plain_ones_do(plain: str, low: str):
+    found = default("experts_alone")[plain]
+    assert found["class"] == low
+    for name, error in found["errors"].items():
+        # MXFP8 keeps three bits after the point; a wrong product would be off by all
+        assert 0.01 < error < 0.1, name
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
