@@ -17,6 +17,8 @@ from filelock import FileLock
 from blockscale.autograd import RECIPES
 
 TESTS = Path(__file__).parent.parent
+# started first, by whatever worker
+pytestmark = pytest.mark.slow
 MARK = "RESULT "
 DEBUG_LINEARS = 30
 Checked = Callable[..., dict[str, Any]]
@@ -208,7 +210,7 @@ def test_tensor_parallel_ranks_train_like_their_twin(default: Default, checked: 
     assert_twins_train_alike(found, 2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pieces_that_split_blocks_are_refused(checked: Checked):
     """256 features in 4 pieces are 64, and FP8 has a scale for 128."""
     found = checked("pieces", ranks=4)["pieces"]
@@ -217,13 +219,13 @@ def test_pieces_that_split_blocks_are_refused(checked: Checked):
     assert "multiple of 128" in found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("check", ["fully_sharded", "sharded_experts", "expert_parallel"])
 def test_more_ranks_train_like_their_twin(checked: Checked, check: str):
     assert_twins_train_alike(checked(check, ranks=2)[check], 5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_draws_go_on_where_a_run_resumes(checked: Checked):
     """The fourth loss is the first that the third step's draws show in."""
     found = checked("draws")["draws"]
@@ -232,11 +234,11 @@ def test_draws_go_on_where_a_run_resumes(checked: Checked):
     assert found["parts"] == found["whole"]["losses"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_blocks_train(default: Default, checked: Checked):
     found = checked("compiled")["compiled"]
-    assert found["fp8_blockwise"]["losses"] == pytest.approx(default("llama")["fp8_blockwise"]["losses"], rel=1e-3)
-    assert found["recompiled"] == 0
+    assert found["losses"] == pytest.approx(default("llama")["fp8_blockwise"]["losses"], rel=1e-3)
+    assert found["graphs"] == 2  # of the block and of the loss: three steps compiled neither again
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
