@@ -18,13 +18,14 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   warmup    compile ahead what a model's linear layers need
   tune      time other plans for a model's products on this GPU, and keep those that win
   train     train a small model, or a large one, by a recipe
+  compare   train by several recipes in pairs: does it still converge, and what is won
   roofline  the most that low precision can win for a model's layers, and from how many tokens on
 """
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
 )
-COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup", "tune", "train", "roofline")
+COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup", "tune", "train", "compare", "roofline")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

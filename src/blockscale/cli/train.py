@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
     words = list(arguments)
     name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
-    about = "\n".join(f"  {each:<10} {_first_line(each)}" for each in PRESETS)
+    about = "\n".join(f"  {each:<10} {first_line(each)}" for each in PRESETS)
     shorts = ", ".join(f"{short} for {full}" for short, full in SHORT.items())
     config = tyro.cli(
         RunConfig,
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         description=f"Train a preset (the first word; {DEFAULT} without one), changed by options.\n\n{about}\n\n"
         f"Options shown are those of the preset. Short: {shorts}.",
         default=get_preset(name),
-        args=[_full(word) for word in words],
+        args=[full_option(word) for word in words],
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
     )
     return run(config)
@@ -66,10 +66,12 @@ def run(config: RunConfig | None = None) -> int:
     return 130 if result.stopped == "interrupted" else 0
 
 
-def _first_line(name: str) -> str:
+def first_line(name: str) -> str:
+    """What a preset is."""
     return (PRESETS[name].__doc__ or "").partition("\n")[0]
 
 
-def _full(word: str) -> str:
+def full_option(word: str) -> str:
+    """An option as the config calls it, for the short name that people write."""
     option, mark, value = word.partition("=")
     return SHORT.get(option, option) + mark + value

@@ -9,6 +9,8 @@
     checkpoint.py  all or nothing, on disk            recompute.py  what the backward computes again
     faults.py      NaN, memory                        metrics.py    JSON lines, TensorBoard
     view.py        the terminal                       hugging_face.py  safetensors for any Llama loader
+    compare.py     recipes in pairs, with a null      statistics.py gaps, intervals, verdicts
+    report.py      table and page; charts.py          breakdown.py  where a step's time goes
 
 Names are resolved on first use: the command line reads presets to print its help, and importing torch takes seconds.
 """
