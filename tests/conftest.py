@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # before blockscale is imported: outputs start as NaN bytes, so what a kernel forgets to write is seen
 os.environ["BLOCKSCALE_POISON"] = "1"
@@ -69,6 +70,17 @@ def compared() -> Counter[str]:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """The memory of calls (`blockscale.replay`), with nothing known; and no poison, which no replay would write."""
+    from blockscale import library, replay
+
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(replay, "_KNOWN", known)
+    monkeypatch.setattr(library, "_POISON", False)
+    return known
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -186,10 +186,13 @@ def grouped_products(mesh: DeviceMesh) -> Iterator[Case]:
         got = bs.scaled_grouped_mm(da, db, ends, bias=put(bias, mesh, None))
         pieces += compare(got, bs.scaled_grouped_mm(a, b, offs, bias=bias), mesh)
         if n % 8 == 0:
-            acc = torch.ones(64, n)
+            acc, starts = torch.ones(64, n), offsets([0, 20, 30])
             sent = put(acc.clone(), mesh, 1)
             bs.scaled_grouped_mm(da, db, ends, accumulate=sent)
             pieces += compare(sent, bs.scaled_grouped_mm(a, b, offs, accumulate=acc), mesh)
+            begins = put(starts, mesh, None)
+            bs.scaled_grouped_mm(da, db, begins + 9, accumulate=sent, starts=begins)
+            pieces += compare(sent, bs.scaled_grouped_mm(a, b, starts + 9, accumulate=acc, starts=starts), mesh)
         return pieces
 
     def k_grouped(name: str) -> int:

@@ -285,6 +285,21 @@ def test_group_sizes_are_data_not_constants(device):
     assert same_compiled(function, *calls) == 1
 
 
+def test_counts_of_experts_with_room_are_data_not_constants(device):
+    def function(x, w, starts, counts, acc):
+        a, b = bs.quantize(x.flatten(0, 1), "mxfp8_e4m3"), bs.quantize(w, "mxfp8_e4m3")
+        y = bs.scaled_grouped_mm(a, b, starts + counts, starts=starts).unflatten(0, x.shape[:2])
+        return y[:, :1], bs.scaled_grouped_mm(a, b, starts + counts, accumulate=acc, starts=starts)
+
+    x, w = gaussian(3, 20, K, device=device), gaussian(3, N, K, device=device)
+    starts = torch.arange(0, 60, 20, dtype=torch.int32, device=device)
+    calls = [
+        (x, w, starts, torch.tensor(counts, dtype=torch.int32, device=device), torch.ones(60, N, device=device))
+        for counts in ([1, 2, 3], [20, 1, 20])
+    ]
+    assert same_compiled(function, *calls) == 1
+
+
 def test_a_demanded_backend_is_obeyed_inside_a_graph(device):
     """Selection happens when the graph runs, not when it is traced."""
     q = bs.quantize(gaussian(16, K, device=device), "fp8_1x128")

@@ -63,7 +63,7 @@ def test_readme_format_table_is_the_real_one() -> None:
         assert f"`{spec.default_rule()}`" in rows[name][5]
 
 
-@pytest.mark.parametrize("name", ["experts", "recipes", "weights"])
+@pytest.mark.parametrize("name", ["experts", "recipes", "training", "weights"])
 def test_examples_of_pages_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One after the other; what a print is said to print, it prints."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL)

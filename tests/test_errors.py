@@ -234,6 +234,37 @@ GROUPED: list[Case] = [
         OptionError,
         "bias in a k-grouped product",
     ),
+    (
+        "k-grouped starts",
+        lambda: bs.scaled_grouped_mm(tokens(), tokens(), OFFS, starts=OFFS),
+        OptionError,
+        "starts in a k-grouped product",
+    ),
+    ("starts list", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=[0, 2, 2]), DtypeError, "starts is a list"),
+    (
+        "starts dtype",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS.long()),
+        ShapeError,
+        "starts is torch.int64 (3,)",
+    ),
+    (
+        "starts count",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS[:2]),
+        ShapeError,
+        "each of the 3 group ends",
+    ),
+    (
+        "starts device",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS.to("meta")),
+        ShapeError,
+        "on meta",
+    ),
+    (
+        "starts in another group",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS - 2),
+        ShapeError,
+        "offs is [2, 2, 8] and starts is [0, 0, 6] for 8 rows",
+    ),
     ("bias shape", lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, bias=torch.ones(8)), ShapeError, "float32 (8,)"),
     (
         "bias and acc",
@@ -382,7 +413,7 @@ def test_bad_input_leaves_the_accumulator_alone():
 def test_every_error_is_a_value_error_or_a_not_implemented_error():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BlockscaleError)]
     kinds.remove(BlockscaleError)
-    assert len(kinds) == 13
+    assert len(kinds) == 17
     missing = {PairError, BackendError, AssemblyError, MissingPackageError, VersionError}
     assert {kind for kind in kinds if issubclass(kind, NotImplementedError)} == missing
     assert {kind for kind in kinds if issubclass(kind, ValueError)} == set(kinds) - missing
@@ -391,9 +422,12 @@ def test_every_error_is_a_value_error_or_a_not_implemented_error():
 
 def test_every_error_is_raised_somewhere_here():
     cases = [*CASTS, *PRODUCTS, *GROUPED, *OPERANDS, *NAMES]
-    # the last three by tests/autograd/test_weights_writes.py and tests/integrations/test_packages.py
-    others = {PairError, BackendError, StaleWeightError, MissingPackageError, VersionError}
-    raised = {kind for _, _, kind, _ in cases} | others
+    # the last by tests/autograd/test_weights_writes.py
+    raised = {kind for _, _, kind, _ in cases} | {PairError, BackendError, StaleWeightError}
+    # by tests/train
+    raised |= {errors.CheckpointError, errors.DataError, errors.NonFiniteError, errors.OutOfMemoryError}
+    # by tests/integrations
+    raised |= {MissingPackageError, VersionError}
     assert raised == set(BlockscaleError.__subclasses__())
 
 

@@ -158,12 +158,18 @@ def grouped_operands(device):
 def grouped_samples(device):
     for a, b, offs, shape in grouped_operands(device):
         bias = gaussian(3, 24, device=device) if len(shape) == 2 else None
-        yield *parts(a), *parts(b), a.length, offs, bias, torch.bfloat16
+        yield *parts(a), *parts(b), a.length, offs, None, bias, torch.bfloat16
+        if len(shape) == 2:  # every row is of a group: others are undefined, and no two calls alike
+            starts, ends = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in ([0, 3, 3], [3, 3, 36]))
+            yield *parts(a), *parts(b), a.length, ends, starts, bias, torch.bfloat16
 
 
 def grouped_add_samples(device):
     for a, b, offs, shape in grouped_operands(device):
-        yield torch.ones(shape, device=device), *parts(a), *parts(b), a.length, offs
+        yield torch.ones(shape, device=device), *parts(a), *parts(b), a.length, offs, None
+        if len(shape) == 2:
+            starts = torch.tensor([0, 5, 7], dtype=torch.int32, device=device)
+            yield torch.ones(shape, device=device), *parts(a), *parts(b), a.length, starts + 2, starts
 
 
 def chosen_experts(device):
@@ -345,6 +351,7 @@ def test_flops_of_grouped_products(device, name):
     acc = torch.zeros(m, n, device=device)
     assert flops(lambda: bs.scaled_grouped_mm(a, b, offs)) == 2 * m * n * k
     assert flops(lambda: bs.scaled_grouped_mm(a, b, offs, accumulate=acc)) == 2 * m * n * k
+    assert flops(lambda: bs.scaled_grouped_mm(a, b, offs, starts=offs)) == 2 * m * n * k
     a = bs.quantize(gaussian(m, n, device=device), name, axis=-2, offs=offs).mT
     b = bs.quantize(gaussian(m, k, device=device), name, axis=-2, offs=offs).mT
     acc = torch.zeros(3, n, k, device=device)

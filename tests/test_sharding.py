@@ -236,6 +236,7 @@ def test_grouped_products_are_cut_along_columns(mesh):
     ends, x = put(offsets([3, 0, 30]), mesh, None), put(gaussian(64, 128), mesh, None)
     a, b = bs.quantize(x, "mxfp8_e4m3"), bs.quantize(put(gaussian(3, 64, 128), mesh, 1), "mxfp8_e4m3")
     assert where(bs.scaled_grouped_mm(a, b, ends)) == "S1"
+    assert where(bs.scaled_grouped_mm(a, b, ends, starts=ends)) == "S1"
     acc = put(torch.zeros(64, 64), mesh, 1)
     assert where(bs.scaled_grouped_mm(a, b, ends, accumulate=acc)) == "S1"
     rows = bs.quantize(put(gaussian(64, 128), mesh, 0), "mxfp8_e4m3")

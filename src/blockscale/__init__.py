@@ -51,7 +51,7 @@ _PUBLIC = {
 _ROOMS = ("casts", "gemm", "grouped")
 _SUBMODULES = (
     "autograd", "casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "nn", "registry",
-    "roofline",
+    "roofline", "train",
 )  # fmt: skip
 
 __all__ = [

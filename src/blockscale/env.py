@@ -25,6 +25,7 @@ class Variable:
 
 VARIABLES: tuple[Variable, ...] = (
     Variable("BLOCKSCALE_BACKEND", "force this backend for every operation that it implements, as use_backend() does"),
+    Variable("BLOCKSCALE_CHECK", "1: check starts and ends of groups on the GPU; a wrong one stops the program", "0"),
     Variable("BLOCKSCALE_CHECK_WEIGHTS", "1: compare shared casts of weights with the weights in every forward", "0"),
     Variable("BLOCKSCALE_LOG", "print messages of this level and above: debug, info, warning or error"),
     Variable("BLOCKSCALE_MULTICAST", "1: Hopper's FP8 product in clusters of two (Triton 3.9; gains little)", "0"),
@@ -54,6 +55,11 @@ def flag(name: str) -> bool:
 def of_others(name: str) -> str:
     """The value of a variable that belongs to another program and that this library respects; empty when unset."""
     return os.environ.get(name, "").strip()
+
+
+def suggest_to_others(name: str, value: str) -> None:
+    """A setting of another library, unless somebody has set it; before that library is imported."""
+    os.environ.setdefault(name, value)
 
 
 def cache_folder(name: str) -> Path:

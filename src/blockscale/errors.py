@@ -56,6 +56,22 @@ class StaleWeightError(BlockscaleError, ValueError):
     """A shared cast of a weight that has changed since."""
 
 
+class DataError(BlockscaleError, ValueError):
+    """Text to train on that is not there, too short, or cannot be read or kept."""
+
+
+class CheckpointError(BlockscaleError, ValueError):
+    """A checkpoint that is damaged, that belongs to another run, or that could not be written."""
+
+
+class NonFiniteError(BlockscaleError, ValueError):
+    """A loss or a gradient that is no number, and where it first was not."""
+
+
+class OutOfMemoryError(BlockscaleError, ValueError):
+    """A run that does not fit the memory of its device."""
+
+
 class PairError(BlockscaleError, NotImplementedError):
     """Two formats that no product combines."""
 

@@ -50,7 +50,7 @@ class Request:
     formats: one name for a cast, a pair for a product, none for a move of rows.  shape: (rows, length) of a cast or a
     move, (M, N, K) of a product, (M, N, K, G) of a grouped one.  dtype: input of a cast, output of everything else.
     layouts: of the operands' scales.  options: what else is asked for, such as "bias", "accumulate", "stochastic",
-    "hadamard", "offs".
+    "hadamard", "offs", "starts".
     """
 
     op: str

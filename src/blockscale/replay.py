@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import env
+
 
 class Launch(NamedTuple):
     """A kernel's start: a function of the device, addresses and the rest.
@@ -183,6 +185,8 @@ def record(
     inputs: every tensor that the call reads or writes and does not allocate.  results: of what the call returned, the
     tensors that a replay is to return, each at the start of its buffer, and a note to be kept with them.
     """
+    if env.flag("BLOCKSCALE_CHECK"):
+        return call(), None  # by whoever looks at the ends of groups, and is told of by no launch
     found = Recorder(list(inputs), len(inputs))
     _state.recorder = found
     try:

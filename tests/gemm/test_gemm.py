@@ -13,8 +13,9 @@ import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS, BlockScaled
 from blockscale.formats.decoding import decode_blocks
-from blockscale.gemm import _torch, exact_mm
+from blockscale.gemm import exact_mm
 from blockscale.gemm.ops import gemm_request
+from blockscale.gemm.upcast import exact_bf16
 from products import (
     FEW,
     PAIRS,
@@ -462,4 +463,4 @@ def test_operands_of_the_upcast_are_exact(form: str, device: torch.device) -> No
     if spec.hadamard and not spec.is_2d:
         casts.append(bs.quantize(x, form, hadamard=True))
     for operand in casts:
-        assert_same_bits(_torch.exact_bf16(operand).float(), decode_blocks(operand))
+        assert_same_bits(exact_bf16(operand).float(), decode_blocks(operand))

@@ -6,8 +6,9 @@ import.
 
 Prints `cases values mismatches` and the first mismatches. A value is right when it is within what fp32 sums of its
 terms can lose, and a 16-bit result within its rounding of that; where nothing is summed it must be exact. What products
-are added to is a window of a larger buffer, of which nothing else may change. For Blackwell `tests/interpreter.py`
-supplies `tl.dot_scaled`.
+are added to is a window of a larger buffer, of which nothing else may change. Of groups with starts, rows of no group
+must stay as they were allocated, and the others have the bytes of the product of packed rows. For Blackwell
+`tests/interpreter.py` supplies `tl.dot_scaled`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
 from blockscale.grouped import _blackwell, _schedule, _triton  # noqa: E402
 from blockscale.grouped._reference import exact_grouped  # noqa: E402
 from blockscale.registry import kernel, rows  # noqa: E402
+from grouped_kernels import room  # noqa: E402
 
 # lists are tested elsewhere, and take the interpreter long
 _schedule._PROGRAMS, _schedule._CHUNK = 1, 64  # pyright: ignore[reportPrivateUsage]
@@ -46,6 +48,8 @@ PATTERNS: dict[str, tuple[list[int], int]] = {
     "one has everything": ([70], 0),
     "no tokens": ([0, 0], 0),
 }
+# rows of each expert, and the room that each has
+ROOMS = [([0, 0, 5, 0], 16), ([7, 0, 13, 1], 13), ([33], 70), ([129, 3], 130), ([0, 0], 8)]
 FEW, MANY = ([3, 0, 7], 2), (list(range(1, 41)), 0)
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SMALLEST = {torch.float32: 0.0, torch.float16: 2.0**-24, torch.bfloat16: 0.0}
@@ -56,6 +60,9 @@ class Case(NamedTuple):
     a: BlockScaled
     b: BlockScaled
     offs: Tensor
+    starts: Tensor | None = None
+    packed: BlockScaled | None = None  # the same rows without gaps
+    packed_ends: Tensor | None = None
 
 
 class Epilogue(NamedTuple):
@@ -88,6 +95,17 @@ def operands(
     return Case(name, a, bs.quantize(w, pair[1], **amax, **options), offs)  # pyright: ignore[reportArgumentType]
 
 
+def placed(pair: tuple[str, str], counts: list[int], capacity: int, n: int, k: int) -> Case:
+    """Experts that have room for so many rows each; of NVFP4 one tensor scale for all rows, which gaps enter."""
+    made, w = room(counts, capacity, k), torch.randn(len(counts), n, k)
+    nvfp4 = FORMATS[pair[0]].family == "nvfp4"
+    amax = {"amax": made.placed.float().abs().max()} if nvfp4 else {}
+    a, packed = (bs.quantize(x, pair[0], **amax) for x in (made.placed, made.packed))
+    b = bs.quantize(w, pair[1], **({"amax": "group"} if nvfp4 else {}))
+    name = f"m-grouped {pair} {counts} of {capacity} {n} {k}"
+    return Case(name, a, b, made.ends, made.starts, packed, made.packed_ends)
+
+
 def cases(m_pairs: list[tuple[str, str]], k_pairs: list[tuple[str, str]], width: int) -> Iterator[Case]:
     """Every pair, every kind of groups for one pair of a family, tails in all directions, other layouts.
     width: more columns than a tile has."""
@@ -102,6 +120,9 @@ def cases(m_pairs: list[tuple[str, str]], k_pairs: list[tuple[str, str]], width:
             yield operands(pair, PATTERNS["unaligned"], width, 150, of_tokens=of_tokens)
             if name != "fp8":
                 yield operands(pair, FEW, width, 70, of_tokens=of_tokens, scale_layout="blocked")
+            if not of_tokens:
+                for counts, capacity in ROOMS:
+                    yield placed(pair, counts, capacity, 40, 150)
         yield operands(pairs[0], MANY, 20, 33, of_tokens=of_tokens)
         yield operands(("nvfp4", "nvfp4"), FEW, 20, 40, of_tokens=of_tokens, hadamard=True)
 
@@ -113,19 +134,36 @@ def magnitudes(case: Case) -> Tensor:
         sign = 0x88 if q.spec.codes_per_byte == 2 else 1 << (q.spec.element.bits - 1)
         codes = q.data.view(torch.uint8) & ~sign & 0xFF
         parts.append(replace(q, data=codes.view(q.data.dtype)))
-    return exact_grouped(parts[0], parts[1], case.offs)
+    return exact_grouped(parts[0], parts[1], case.offs, case.starts)
 
 
-def biased(want: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+def spans(case: Case) -> list[tuple[int, int]]:
+    ends = case.offs.tolist()
+    return list(zip([0, *ends[:-1]] if case.starts is None else case.starts.tolist(), ends, strict=True))
+
+
+def biased(want: Tensor, bias: Tensor, case: Case) -> Tensor:
     want = want.clone()
-    for group, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+    for group, (start, end) in enumerate(spans(case)):
         want[start:end] += bias[group].double()
     return want
 
 
+def misplaced(case: Case, got: Tensor, bias: Tensor | None) -> int:
+    """Rows of no group that were written, and others whose bytes are not those of the packed rows."""
+    inside = torch.zeros(got.shape[0], dtype=torch.bool)
+    for start, end in spans(case):
+        inside[start:end] = True
+    assert case.packed is not None
+    assert case.packed_ends is not None
+    want = bs.scaled_grouped_mm(case.packed, case.b, case.packed_ends, got.dtype, bias=bias)[: int(inside.sum())]
+    outside = got[~inside].contiguous().view(torch.uint8)
+    return int((outside != 0xFF).sum()) + int((got[inside] != want).sum())
+
+
 def wrong(case: Case, epilogue: Epilogue, backend: str) -> int:
     dtype, has_bias, accumulates = epilogue
-    exact = exact_grouped(case.a, case.b, case.offs)
+    exact = exact_grouped(case.a, case.b, case.offs, case.starts)
     most = magnitudes(case) * (case.a.length + 4) * 2.0**-24
     has_bias = has_bias and len(case.b.shape) == 3
     bias = torch.randn(case.offs.shape[0], case.b.rows).to(dtype) if has_bias else None
@@ -133,9 +171,12 @@ def wrong(case: Case, epilogue: Epilogue, backend: str) -> int:
     before = None if frame is None else frame.clone()
     total = None if frame is None else frame[..., 1:-1, 1:-1]
     with bs.use_backend(m_grouped=backend, k_grouped=backend):
-        got = bs.scaled_grouped_mm(case.a, case.b, case.offs, dtype, bias=bias, accumulate=total)
-    want = exact if bias is None else biased(exact, bias, case.offs)
-    count = 0
+        got = bs.scaled_grouped_mm(case.a, case.b, case.offs, dtype, bias=bias, accumulate=total, starts=case.starts)
+        placed = case.starts is not None and not accumulates
+        count = misplaced(case, got, bias) if placed else 0
+    want = exact if bias is None else biased(exact, bias, case)
+    if placed:
+        got = torch.where(got.isnan(), 0.0, got)  # rows of no group, as was seen; others were compared
     if before is not None and frame is not None:
         want = want + before[..., 1:-1, 1:-1].double()
         before[..., 1:-1, 1:-1] = got
@@ -155,11 +196,12 @@ def blackwell() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
         @kernel(op, "interpreted", devices=("cpu",), formats=row.formats, layouts=row.layouts, reject=row.reject)
         def product(
-            a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
-        ) -> None:
+            a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool,
+            starts: Tensor | None = None,
+        ) -> None:  # fmt: skip
             tile = _blackwell.tile_for_sm100(a, b, offs, out)
             tile = tile if out.dtype == torch.float32 else tile._replace(bn=256)
-            _blackwell.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile)
+            _blackwell.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile, starts=starts)
 
         found.append(sorted(row.formats))
     return found[0], found[1]

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["BLOCKSCALE_POISON"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 
 from blockscale.grouped import _schedule  # noqa: E402
 from blockscale.grouped._schedule import group_spans, row_tiles  # noqa: E402
+from grouped_kernels import CAPACITIES  # noqa: E402
 
 # the interpreter takes long over a scan, and each program makes one: as few as can still divide the work wrongly
 _schedule._PROGRAMS, _schedule._CHUNK = 2, 512  # pyright: ignore[reportPrivateUsage]
@@ -53,24 +57,52 @@ def patterns() -> Iterator[tuple[str, list[int], int]]:
         yield f"drawn {number}", ends(sizes), sum(sizes) + draw.choice((0, 1, 500))
 
 
-def clamped(ends: list[int], rows: int) -> list[tuple[int, int]]:
+def placed_patterns() -> Iterator[tuple[str, list[int], list[int], int]]:
+    """Starts and ends of groups, and rows."""
+    draw = random.Random(6)
+
+    def rooms(counts: list[int], capacity: int) -> tuple[list[int], list[int], int]:
+        starts = [capacity * group for group in range(len(counts))]
+        return starts, [start + count for start, count in zip(starts, counts, strict=True)], capacity * len(counts)
+
+    for name, (counts, capacity) in CAPACITIES.items():
+        yield name, *rooms(counts, capacity)
+    yield "1024 rooms", *rooms([draw.randint(0, 61) for _ in range(1024)], 61)
+    yield "no groups", [], [], 130
+    yield "starts within the group before", [0, 50, 90], [100, 120, 200], 300
+    yield "starts behind ends", [90, 30, 200], [50, 100, 150], 300
+    yield "negative starts", [-5, -100, 130], [20, 100, 160], 200
+    yield "past the rows", [0, 600, 900, -(2**31)], [100, 2**31 - 1, 950, 640], 640
+    yield "descending", [200, 100, 0], [300, 150, 50], 400
+    for number in range(8):
+        bounds = sorted(draw.randint(0, 2000) for _ in range(2 * draw.randint(1, 20)))
+        yield f"drawn {number}", bounds[::2], bounds[1::2], 2000
+
+
+def clamped(ends: list[int], rows: int, starts: list[int] | None = None) -> list[tuple[int, int]]:
     """First and end row of every group."""
     most, found = 0, []
-    for end in ends:
+    for group, end in enumerate(ends):
         first, most = most, max(most, min(end, rows))
+        if starts is not None:
+            first = max(first, min(starts[group], rows))
         found.append((first, most))
     return found
 
 
-def tiles(ends: list[int], rows: int, height: int, step: int) -> list[Entry]:
-    spans = clamped(ends, rows)
-    spans.append((spans[-1][1] if spans else 0, rows))
+def tiles(ends: list[int], rows: int, height: int, step: int, starts: list[int] | None = None) -> list[Entry]:
+    spans = clamped(ends, rows, starts)
+    if starts is None:
+        spans.append((spans[-1][1] if spans else 0, rows))
     found = [
         (row, min(row + height, end), group, max(row, first))
         for group, (first, end) in enumerate(spans)
         for row in range(first // step * step, end, height)
         if first < end
     ]
+    written = [row for _, end, _, begin in found for row in range(begin, end)]
+    assert len(written) == len(set(written)), "a row of two tiles"
+    assert set(written) <= set(range(rows)), "a row outside"
     return [(len(found), 0, 0, 0), *found]
 
 
@@ -86,13 +118,17 @@ def spans(ends: list[int]) -> list[Entry]:
 def main() -> int:
     counted = cases = 0
     bad: list[str] = []
-    for what, ends, rows in patterns():
+    every = [(what, None, ends, rows) for what, ends, rows in patterns()]
+    for what, starts, ends, rows in [*every, *placed_patterns()]:
         offs = torch.tensor(ends, dtype=torch.int32)
+        first = None if starts is None else torch.tensor(starts, dtype=torch.int32)
         for height, step in ((64, 4), (192, 4), (128, 1), (128, 128)):
-            want, got = tiles(ends, rows, height, step), row_tiles(offs, rows, height, step)
+            want, got = tiles(ends, rows, height, step, starts), row_tiles(offs, rows, height, step, first)
             right = len(want) <= len(got) and got[: len(want)].tolist() == [list(entry) for entry in want]
             cases, counted = cases + 1, counted + len(want)
             bad += [] if right else [f"tiles of {height} rows from multiples of {step}, {what}"]
+    for what, _, ends, _ in every:
+        offs = torch.tensor(ends, dtype=torch.int32)
         want, got = spans(ends), group_spans(offs)
         cases, counted = cases + 1, counted + len(want)
         bad += [] if got.tolist() == [list(entry) for entry in want] else [f"spans, {what}"]

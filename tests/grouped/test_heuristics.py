@@ -10,7 +10,7 @@ import torch
 
 import blockscale as bs
 from blockscale.gemm.heuristics import SHARED_BYTES
-from blockscale.grouped import heuristics_mx
+from blockscale.grouped import heuristics_mx, heuristics_upcast
 from blockscale.grouped.heuristics import (
     TILES,
     Problem,
@@ -106,6 +106,30 @@ def test_small_groups_of_mxfp8_get_low_tiles() -> None:
     assert times == sorted(times)
 
 
+# ---- decoded operands ----------------------------------------------------------------------------------------------
+
+
+def test_every_candidate_for_decoded_operands_fits() -> None:
+    for problem in problems():
+        for tile, us in heuristics_upcast.candidates(problem):
+            assert us > bound(problem)[0] + heuristics_upcast.decoding_us(problem)
+            assert tile.stages >= 2
+            assert (tile.run, tile.loads, tile.rows, tile.cluster) == (1, 1, 256, 1)
+            assert heuristics_upcast.shared_bytes(tile, problem) <= SHARED_BYTES
+        adding = heuristics_upcast.candidates(replace(problem, wide=True, add=True))
+        assert {tile.waves for tile, _ in adding} == {1}
+
+
+def test_few_rows_of_decoded_operands_get_low_tiles() -> None:
+    chosen = [
+        heuristics_upcast.choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132)) for rows in (1, 16, 300, 4096)
+    ]
+    heights = [tile.bm for tile, _ in chosen]
+    assert heights[0] == 64
+    assert heights[-1] == 256
+    assert heights == sorted(heights)
+
+
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 # what Hopper's rows serve: the operation, its formats, and the layouts that are read as they are
@@ -172,7 +196,8 @@ def test_outputs_that_the_kernel_cannot_write(kind: str, n: int, monkeypatch: py
         a, b = (bs.quantize(source, left, axis=-2, offs=offs).mT for source in (x, y))
     product, added = _reference.exact_grouped(a, b, offs).float(), []
 
-    def launch(a, b, offs, out, bias, *, accumulate, tile) -> None:
+    def launch(a, b, offs, out, bias, *, accumulate, tile, starts) -> None:
+        assert starts is None
         assert launches.can_be_described(out)
         assert out.dim() == 2
         assert tile.waves == 1 or not accumulate
@@ -208,5 +233,5 @@ def test_mxfp8_with_scales_of_each_row_is_left_to_the_upcast() -> None:
         ("k_grouped", ("mxfp8_e4m3", "mxfp8_e4m3")),
     ):
         asked = replace(request("mx", (512, 256, 1024, 4)), op=op, formats=formats, layouts=layouts)
-        assert select(asked).backend == "torch"
+        assert select(asked).backend == "hopper_upcast"
         assert "does not serve mxfp8_e4m3 @ mxfp8_e4m3" in str(explain_request(asked))

@@ -157,7 +157,8 @@ class Casts:
 
     def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
         """Of silu(gate) * up, which is never written in high precision: the operand of a role, made from [M, 2H]."""
-        return swiglu_cast(gate_up, *self.low(role, gate_up), axis, self.offs)
+        resolved = self.low(role, gate_up)
+        return swiglu_cast(gate_up, *resolved, axis, _ends(self.offs, resolved, axis))
 
     def swiglu_gradient(
         self, grad: Tensor, gate_up: Tensor, hidden: Resolved | None
@@ -179,7 +180,17 @@ def _cast(
     if colsum:
         replay.refuse("a sum by torch")
         total = column_sums(x, offs)
-    return None if row is None else cast(x, *row, -1, offs), None if col is None else cast(x, *col, -2, offs), total
+    return _one(x, row, -1, offs), _one(x, col, -2, offs), total
+
+
+def _one(x: Tensor, resolved: Resolved | None, axis: int, offs: Tensor | None) -> BlockScaled | None:
+    return None if resolved is None else cast(x, *resolved, axis, _ends(offs, resolved, axis))
+
+
+def _ends(offs: Tensor | None, resolved: Resolved, axis: int) -> Tensor | None:
+    """Ends of groups for a cast that depends on them. Blocks inside rows do not, and their cast alone is quicker
+    without: a row of no group is then cast too, and no product reads it."""
+    return offs if axis == -2 or resolved[1].grouped_amax else None
 
 
 def column_sums(x: Tensor, offs: Tensor | None) -> Tensor:

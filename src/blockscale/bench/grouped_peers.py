@@ -1,5 +1,5 @@
 """What else multiplies the same groups: the other rows of our table, torch's grouped products in bf16 and in FP8 with a
-scale per row, and ours with rows in equal groups.
+scale per row, and ours with rows in equal groups, or with room for more of each.
 
 As in `product_peers.py` each takes the form that it needs, and casts are outside of the timing. torch looks at group
 sizes on the device and stops the program at one that it does not take, so such a peer is not even started.
@@ -15,13 +15,13 @@ from torch.nn import functional
 
 from ..grouped import scaled_grouped_mm
 from ..registry import Request
-from .grouped_products import Grouped, KGrouped
+from .grouped_products import Grouped, KGrouped, MGrouped
 from .peers import Peer
 from .product_peers import FAST, judged, table_rows
 from .products import gate_db
 
 ALL_PEERS = frozenset({"rows", "bf16", "rowwise"})
-BALANCED = "balanced"
+BALANCED, PLACED = "balanced", "with room"
 # rows of a group in a product that contracts them by FP8 units: 16 bytes
 _ALIGNED = 16
 
@@ -31,14 +31,19 @@ def multiply(operands: Grouped) -> Tensor:
     return scaled_grouped_mm(operands.a, operands.b, operands.offs, operands.dtype, accumulate=operands.acc)
 
 
-def peers(request: Request, sizes: Sequence[int], names: frozenset[str], *, even: bool) -> dict[str, Peer | str]:
-    """The named peers of a grouped product; even: groups are equal, so that there is nothing to compare them with."""
+def peers(
+    request: Request, sizes: Sequence[int], names: frozenset[str], *, even: bool, decoding: bool = False
+) -> dict[str, Peer | str]:
+    """The named peers of a grouped product; even: groups are equal, so that there is nothing to compare them with.
+    decoding: also ours where every group has room for more rows."""
     found: dict[str, Peer | str] = {}
     gate = gate_db(request.formats[0], request.dtype)
     if "rows" in names:
         found |= table_rows(request, multiply)
         if not even:
             found[BALANCED] = judged_evenly(gate)
+        if decoding:
+            found[PLACED] = judged_placed(gate)
     if "bf16" in names:
         found["bf16"] = Peer(plain, accuracy=lambda operands: operands.plain_accuracy(plain))
     if "rowwise" in names:
@@ -55,6 +60,16 @@ def judged_evenly(gate: float) -> Peer:
     assert one.accuracy is not None
     accuracy = one.accuracy
     return Peer(lambda o: multiply(o.evenly), gate_db=gate, accuracy=lambda o: accuracy(o.evenly))
+
+
+def judged_placed(gate: float) -> Peer:
+    """Ours with the same rows in groups that have room for more; those that count are judged."""
+
+    def run(operands: MGrouped) -> Tensor:
+        a, starts, ends, _ = operands.placed
+        return scaled_grouped_mm(a, operands.b, ends, operands.dtype, starts=starts)
+
+    return Peer(run, gate_db=gate, accuracy=lambda o: o.accuracy(lambda o: run(o)[o.placed[3]]))
 
 
 def plain(operands: Grouped) -> Tensor:

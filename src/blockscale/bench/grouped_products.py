@@ -23,6 +23,7 @@ from .products import Operands, cast_rows, spread, sqnr_db, take, take_rows
 
 # groups that are looked at, rows of each, and rows of the result of every group where rows are contracted
 GROUPS, ROWS_OF_GROUP, ROWS_OF_RESULT = 16, 16, 16
+ROOM = 8  # times the rows of the largest group, where each has room for more
 MANY = 128
 
 
@@ -88,6 +89,17 @@ class MGrouped(Grouped):
     def evenly(self) -> Grouped:
         sizes = sizes_of(sum(self.sizes), len(self.sizes))
         return replace(self, sizes=sizes, offs=ends_of(sizes, self.x.device))
+
+    @functools.cached_property
+    def placed(self) -> tuple[BlockScaled, Tensor, Tensor, Tensor]:
+        """The same rows where every group has room for more: the operand, starts and ends, and where each row went."""
+        device, room, groups = self.x.device, ROOM * max(self.sizes), len(self.sizes)
+        starts = room * torch.arange(groups, dtype=torch.int32, device=device)
+        counts = torch.tensor(self.sizes, dtype=torch.int32, device=device)
+        rows = torch.cat([torch.arange(size, device=device) + room * group for group, size in enumerate(self.sizes)])
+        x = self.x.new_zeros(groups * room, self.x.shape[1])
+        x[rows] = self.x
+        return quantize(x, self.a.format), starts, starts + counts, rows
 
 
 class KGrouped(Grouped):

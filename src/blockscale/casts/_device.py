@@ -153,14 +153,21 @@ def round_to_bf16(x):
 
 
 @triton.jit
-def random_word(position, group, state_ptr, stream):
-    """int64 positions in the whole source tensor -> one uint32 each, a pure function of seed, tick, stream, group."""
+def random_words(four, group, state_ptr, stream):
+    """int64 numbers of fours of positions in the whole source tensor -> one uint32 for each of the four, a pure
+    function of seed, tick, stream, group."""
     seed = tl.load(state_ptr)
     tick = tl.load(state_ptr + 1)
-    c0 = (position >> 2).to(tl.uint32)
-    c1 = (group.to(tl.int64) * 65536 + (position >> 34)).to(tl.uint32)
-    zero = tl.zeros(position.shape, tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero + tick.to(tl.uint32), zero + stream.to(tl.uint32))
+    c0 = four.to(tl.uint32)
+    c1 = (group.to(tl.int64) * 65536 + (four >> 32)).to(tl.uint32)
+    zero = tl.zeros(four.shape, tl.uint32)
+    return tl.philox(seed, c0, c1, zero + tick.to(tl.uint32), zero + stream.to(tl.uint32))
+
+
+@triton.jit
+def random_word(position, group, state_ptr, stream):
+    """The word of each position."""
+    w0, w1, w2, w3 = random_words(position >> 2, group, state_ptr, stream)
     place = position & 3
     return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
 

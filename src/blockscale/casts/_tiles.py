@@ -55,9 +55,10 @@ class Side(NamedTuple):
     mask: int
     stochastic: bool
     grouped: bool  # one tensor scale per group, or per matrix
+    fours: bool  # four neighbours in a row share a draw of random words
 
 
-def side(plan: CastPlan, sm: int, *, grouped: bool) -> Side:
+def side(plan: CastPlan, sm: int, *, grouped: bool, fours: bool = False) -> Side:
     """The compile-time part of a plan; sm=0 stands for the interpreter."""
     spec, element = plan.spec, plan.spec.element
     short = {"e4m3": 89, "e5m2": 89, "e2m1": 80}.get(element.name, 999)
@@ -68,6 +69,7 @@ def side(plan: CastPlan, sm: int, *, grouped: bool) -> Side:
         8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, *spec.block, spec.block[1] // spec.granule,
         hardware, sm > 0, sm >= 89,
         0 if plan.hadamard is None else spec.hadamard, _signed(plan.hadamard or 0), plan.stream is not None, grouped,
+        fours and plan.stream is not None,
     )  # fmt: skip
 
 

@@ -200,7 +200,10 @@ def _prepare(
         stored, tiles_m, tiles_k, groups, *scopes, 0, 1.0 / columns, source.eps,
         *_random(row, columns), *_random(col, columns),
     )  # fmt: skip
-    sides = [None if out is None else side(out.plan, sm, grouped=_per_group(out)) for out in (row, col)]
+    sides = [
+        None if out is None else side(out.plan, sm, grouped=_per_group(out), fours=_share_draws(out, columns))
+        for out in (row, col)
+    ]
     constants = (
         *sides, source.name, mode, held, sm > 0 and held in ("bf16", "fp16"), even, _group_bound(offs),
         source.indices is not None, colsum is not None, power_of_two(max(1, *scopes)), GROUP_ALIGN, sm > 0,
@@ -262,6 +265,12 @@ def _random(out: Output | None, columns: int) -> tuple[int, int, int, int, int]:
         return 0, 0, 0, 0, 0
     first_row, first_column, all_columns = out.plan.origin or (0, 0, columns)
     return out.plan.stream, out.plan.first_group, first_row, first_column, all_columns
+
+
+def _share_draws(out: Output, columns: int) -> bool:
+    """Whether positions of four neighbours in a row, from a multiple of four columns on, differ in two bits only."""
+    _, _, _, first_column, all_columns = _random(out, columns)
+    return first_column % 4 == 0 and all_columns % 4 == 0
 
 
 def _per_group(out: Output | None) -> bool:

@@ -9,7 +9,7 @@
 import triton
 import triton.language as tl
 
-from ._device import block_scale, random_word
+from ._device import block_scale, random_word, random_words
 from ._device_codes import (
     encode_eight_words,
     encode_four_words,
@@ -96,7 +96,7 @@ def write_row(
     else:
         if not S.hadamard:
             lo, hi = values(lo, hi, MODE)
-        word_lo, word_hi = _random_pair(random, m, w, S)
+        word_lo, word_hi = _random_pair(random, m, pk, W, S)
         code = encode_two(lo * spread, hi * spread, word_lo, word_hi, S)
         if not EVEN.columns:
             code = tl.where(2 * w + 1 < columns, code, tl.where(2 * w < columns, code & ((1 << S.code_bits) - 1), 0))
@@ -169,7 +169,7 @@ def write_column(
         if not S.hadamard:
             lo, hi = values(lo, hi, MODE)
         m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
-        word_lo, word_hi = _random_pair(random, m, pk * W + tl.arange(0, W)[None, None, :], S)
+        word_lo, word_hi = _random_pair(random, m, pk, W, S)
         low, high = _pack_rows(lo * low, word_lo, S), _pack_rows(hi * high, word_hi, S)
     packed = tl.reshape(tl.join(low, high), (BM // PER_WORD, 2 * W))
     word = tl.arange(0, BM // PER_WORD)[:, None]
@@ -251,11 +251,21 @@ def _pack_rows(v, word, S: tl.constexpr):
 
 
 @triton.jit
-def _random_pair(random, m, w, S: tl.constexpr):
-    """Random words of the tile's pairs, or anything when codes are rounded to nearest."""
-    if S.stochastic:
+def _random_pair(random, m, pk, W: tl.constexpr, S: tl.constexpr):
+    """Random words of the pairs pk * W .. of rows m [MQ, J, 1], or anything when codes are rounded to nearest.
+
+    A draw gives four words: those of neighbours in a row where rows start at multiples of four, one draw for four
+    values. Elsewhere each value makes its own and drops three.
+    """
+    if S.fours:
         state_ptr, stream, group, first, stride = random
-        position = first + m.to(tl.int64) * stride + 2 * w
+        row = tl.cast(first, tl.int64) // 4 + m.to(tl.int64) * (stride // 4)
+        a, b, c, d = random_words(row + pk * (W // 2) + tl.arange(0, W // 2)[None, None, :], group, state_ptr, stream)
+        shape: tl.constexpr = (m.shape[0], m.shape[1], W)
+        return tl.reshape(tl.join(a, c), shape), tl.reshape(tl.join(b, d), shape)
+    elif S.stochastic:
+        state_ptr, stream, group, first, stride = random
+        position = first + m.to(tl.int64) * stride + 2 * (pk * W + tl.arange(0, W)[None, None, :])
         return random_word(position, group, state_ptr, stream), random_word(position + 1, group, state_ptr, stream)
     else:
         return 0, 0

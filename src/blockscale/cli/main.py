@@ -17,13 +17,15 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   bench     check and time casts and products; bench report rewrites the tables of the documentation
   warmup    compile ahead what a model's linear layers need
   tune      time other plans for a model's products on this GPU, and keep those that win
+  train     train a small model, or a large one, by a recipe
+  compare   train by several recipes in pairs: does it still converge, and what is won
   roofline  the most that low precision can win for a model's layers, and from how many tokens on
 """
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
 )
-COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup", "tune", "roofline")
+COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup", "tune", "train", "compare", "roofline")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +64,8 @@ def _run(command: str, arguments: list[str]) -> int:
     module = importlib.import_module(f".{command}", __package__)
     if _is_plain(command, arguments):
         return module.run(*arguments)
+    if hasattr(module, "main"):  # its options depend on its first word
+        return module.main(arguments)
     import tyro
 
     # tyro gives every option two dashes, and people write -m

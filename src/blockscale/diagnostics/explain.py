@@ -38,6 +38,7 @@ def explain(
     bias: bool = False,
     accumulate: bool = False,
     offs: Tensor | None = None,
+    starts: Tensor | None = None,
     on: Capability | None = None,
 ) -> Explanation:
     """Every kernel for one call, best first, with the reason it was refused; print the result.
@@ -72,8 +73,9 @@ def explain(
             check_dense(a, b)
             request = gemm_request(a, b, out_dtype, bias=bias, accumulate=accumulate)
         case ("grouped", [BlockScaled() as a, BlockScaled() as b, Tensor() as ends]):
-            check_grouped(a, b, ends)
-            request = grouped_request(a, b, ends.shape[0], out_dtype, bias=bias, accumulate=accumulate)
+            check_grouped(a, b, ends, starts)
+            asked = {"bias": bias, "accumulate": accumulate, "starts": starts is not None}
+            request = grouped_request(a, b, ends.shape[0], out_dtype, **asked)
         case ("permute_rows" | "combine_rows", [Tensor() as x, Tensor() as rows]):
             request = rows_request(op, x, rows)
         case ("combine_dots", [Tensor() as x, Tensor() as grad, Tensor() as rows]):

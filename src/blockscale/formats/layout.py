@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import env
 from ..errors import ShapeError, message
 from .spec import Format
 
@@ -173,19 +174,30 @@ def cuts_length(spec: Format, length: int, layout: str, parts: int) -> bool:
 # groups
 
 
-def check_group_ends(offs: Tensor | None, rows: int) -> None:
-    """Raise unless ends ascend within the rows. Only on the CPU: on a GPU looking would make the host wait."""
-    if offs is None or offs.device.type != "cpu" or offs.shape[0] == 0:
+def check_group_ends(offs: Tensor | None, rows: int, starts: Tensor | None = None) -> None:
+    """Raise unless ends ascend within the rows, and groups with starts follow each other.
+
+    Only on the CPU: on a GPU looking would make the host wait. With BLOCKSCALE_CHECK=1 the device looks, for nobody to
+    wait for, and what it finds stops the program (`torch._assert_async`).
+    """
+    if offs is None or offs.shape[0] == 0 or offs.is_meta:
         return
-    ends = offs.tolist()
-    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > rows:
-        raise ShapeError(
-            message(
-                f"offs is {ends} for {rows} rows",
-                rule="group ends are inclusive, never descend, and lie within the rows",
-                fix="pass sizes.cumsum(0).to(torch.int32)",
-            )
-        )
+    rule = "group ends are inclusive, never descend, and lie within the rows"
+    rule += "" if starts is None else "; a group starts where the one before it ends, or later, and ends no earlier"
+    if offs.device.type != "cpu":
+        if env.flag("BLOCKSCALE_CHECK"):
+            found = _are_in_order(offs, rows, starts)
+            torch._assert_async(found, rule)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif not _are_in_order(offs, rows, starts):
+        given = f"offs is {offs.tolist()}" + ("" if starts is None else f" and starts is {starts.tolist()}")
+        fix = "pass sizes.cumsum(0).to(torch.int32)" if starts is None else "pass starts + counts as offs"
+        raise ShapeError(message(f"{given} for {rows} rows", rule=rule, fix=fix))
+
+
+def _are_in_order(offs: Tensor, rows: int, starts: Tensor | None) -> Tensor:
+    """A bool on their device: 0 <= first start <= first end <= next start, and so on, up to the rows."""
+    order = offs if starts is None else torch.stack((starts, offs), 1).flatten()
+    return (order[1:] >= order[:-1]).all() & (order[0] >= 0) & (order[-1] <= rows)
 
 
 def padded_length(rows: int, groups: int) -> int:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..casts.ops import dequantize_request
 from ..formats.decoding import decode_blocks
 from ..formats.spec import BF16_EXACT_PAIRS, FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
 from ..library import empty
-from ..registry import Request, kernel, select
+from ..registry import Request, kernel
 from .epilogue import apply_tensor_scales, finish
 from .ops import reject_fp8_of_vendor
+from .upcast import exact_bf16
 
 try:
     from ._finish import finish_at_once
@@ -191,14 +190,3 @@ def _rounded_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
             torch.mm(x, y, out=out)
         finally:
             setattr(matmul, name, before if parts is None else (before, parts))
-
-
-def exact_bf16(operand: BlockScaled) -> Tensor:
-    """The values that `decode_blocks` gives, in bf16 and by the best `dequantize` here: one read and one write."""
-    # tensor scales wait for the fp32 product, and rotations of both operands cancel in it
-    one = None if operand.global_scale is None else torch.ones((), device=operand.device)
-    shape = (operand.rows, operand.length)  # a rotated tail is longer than its source
-    bare = replace(operand, global_scale=one, hadamard=None, shape=shape)
-    out = empty(shape, torch.bfloat16, operand.device)
-    select(dequantize_request(bare, torch.bfloat16)).launch(bare, out, offs=None)
-    return out

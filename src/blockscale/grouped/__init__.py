@@ -1,7 +1,8 @@
 """Grouped products for mixture-of-experts layers: one call over groups of tokens whose sizes only the device knows.
 
 Two operands of rank 2 and 3 make it m-grouped (fprop, dgrad): rows of `a` meet the matrix of their group. Two of rank 2
-make it k-grouped (wgrad): tokens are contracted group by group. Any group sizes: empty, one row, unaligned.
+make it k-grouped (wgrad): tokens are contracted group by group. Any group sizes: empty, one row, unaligned. Groups of
+rows follow each other, or stand where `starts` says, as in decoding, where every expert has room for so many rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..casts import check_group_count, check_offs
-from ..errors import OptionError, ShapeError, message
+from ..errors import DtypeError, OptionError, ShapeError, message
 from ..formats.tensor import BlockScaled, to_parts
 from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
 from . import _reference as _reference  # registers its rows
@@ -32,6 +33,7 @@ __all__ = ["Routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _hopper as _hopper
     from . import _hopper_mx as _hopper_mx
+    from . import _hopper_upcast as _hopper_upcast
 
 
 def scaled_grouped_mm(
@@ -42,12 +44,16 @@ def scaled_grouped_mm(
     *,
     bias: Tensor | None = None,
     accumulate: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """m-grouped: a [M, K], b [E, N, K] -> [M, N]; k-grouped: a [N, M], b [K, M] -> [G, N, K], M summed by group.
 
     offs: inclusive ends of the groups (int32, on the device), as the tokens were before any padding. k-grouped operands
     are cast with `quantize(x, format, axis=-2, offs=offs)` and passed as `.mT`. Rows after the last group give zero.
     bias: [E, N], m-grouped only.  accumulate: an fp32 buffer that the product is added into and that is returned.
+    starts: first row of each group (int32, on the device), m-grouped only, for groups with other rows between them:
+    group g is rows starts[g] to offs[g]. What other rows of `a` hold enters nothing, and those of the result are not
+    written: they are undefined, or with `accumulate` what they were.
 
     >>> import blockscale as bs
     >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -55,11 +61,18 @@ def scaled_grouped_mm(
     >>> w = bs.quantize(torch.ones(3, 4, 64), "mxfp8_e4m3")
     >>> scaled_grouped_mm(x, w, offs).shape
     torch.Size([5, 4])
+
+    Room for 4 rows of each of 2 experts, which have 1 and 3:
+
+    >>> x, w = (bs.quantize(torch.ones(*shape, 64), "mxfp8_e4m3") for shape in ((2 * 4,), (2, 16)))
+    >>> starts, counts = (torch.tensor(rows, dtype=torch.int32) for rows in ([0, 4], [1, 3]))
+    >>> scaled_grouped_mm(x, w, starts + counts, starts=starts).unflatten(0, (2, 4))[1, 2, 0].item()
+    64.0
     """
-    shape = check_grouped(a, b, offs)
+    shape = check_grouped(a, b, offs, starts)
     if accumulate is not None:
         check_accumulator(accumulate, bias, shape, a.device)
-        return multiply_grouped(a, b, offs, out_dtype, None, accumulate)
+        return multiply_grouped(a, b, offs, out_dtype, None, accumulate, starts)
     check_output(out_dtype)
     if bias is not None:
         if len(b.shape) != 3:
@@ -67,7 +80,7 @@ def scaled_grouped_mm(
                 message("bias in a k-grouped product", rule="weight gradients have no bias", fix="leave it out")
             )
         check_bias(bias, (b.shape[0], b.rows), a.device)
-    return multiply_grouped(a, b, offs, out_dtype, bias)
+    return multiply_grouped(a, b, offs, out_dtype, bias, None, starts)
 
 
 def multiply_grouped(
@@ -77,22 +90,32 @@ def multiply_grouped(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     accumulate: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """`scaled_grouped_mm` for those who have checked."""
     if accumulate is None:
-        return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, bias, out_dtype)
-    ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs)
+        return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, starts, bias, out_dtype)
+    ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs, starts)
     return accumulate
 
 
-def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:
+def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None = None) -> tuple[int, ...]:
     """Raise unless `scaled_grouped_mm` takes these operands; the shape of its result."""
     if isinstance(b, BlockScaled) and len(b.shape) == 3:  # pyright: ignore[reportUnnecessaryIsInstance]
-        return _check_m_grouped(a, b, offs)
-    return _check_k_grouped(a, b, offs)
+        return _check_m_grouped(a, b, offs, starts)
+    shape = _check_k_grouped(a, b, offs)
+    if starts is not None:
+        raise OptionError(
+            message(
+                "starts in a k-grouped product",
+                rule="tokens of a group start where the cast of its operands has put them",
+                fix="leave it out",
+            )
+        )
+    return shape
 
 
-def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:
+def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None) -> tuple[int, ...]:
     check_operands(a, b, ranks=(2, 3))
     check_contraction(a, b)
     check_offs(offs, a.device, 2, required=True)
@@ -104,6 +127,7 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
                 fix="repeat the previous end for a group without rows",
             )
         )
+    _check_starts(starts, offs)
     for name, q in (("a", a), ("b", b)):
         check_group_count(q, offs, name)
     if a.spec.is_2d:
@@ -119,6 +143,22 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
             message(f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1")
         )
     return (a.rows, b.rows)
+
+
+def _check_starts(starts: Tensor | None, offs: Tensor) -> None:
+    if starts is None:
+        return
+    if not isinstance(starts, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        fix = "pass torch.tensor(starts, dtype=torch.int32)"
+        raise DtypeError(message(f"starts is a {type(starts).__name__}", rule="starts are an int32 tensor", fix=fix))
+    if starts.dtype != torch.int32 or starts.shape != offs.shape or starts.device != offs.device:
+        raise ShapeError(
+            message(
+                f"starts is {starts.dtype} {tuple(starts.shape)} on {starts.device}",
+                rule=f"starts are an int32 vector on {offs.device}, one for each of the {offs.shape[0]} group ends",
+                fix="pass capacity * torch.arange(groups, dtype=torch.int32, device=offs.device)",
+            )
+        )
 
 
 def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:

@@ -92,10 +92,17 @@ def _fitted(tile: Tile, b: BlockScaled) -> Tile:
     by_demand=True,  # it has never run
 )
 def m_grouped_sm100(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    accumulate: bool,
+    starts: Tensor | None = None,
 ) -> None:
     """Triton: block-scaled product of sm_100's tensor cores (tcgen05) by tiles of groups"""
-    launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm100(a, b, offs, out))
+    launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm100(a, b, offs, out), starts=starts)
 
 
 @kernel(
@@ -126,10 +133,17 @@ def k_grouped_sm100(
     by_demand=True,  # it has never run
 )
 def m_grouped_sm120(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    accumulate: bool,
+    starts: Tensor | None = None,
 ) -> None:
     """Triton: block-scaled product of sm_120's tensor cores (mma.sync) by tiles of groups"""
-    launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b))
+    launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b), starts=starts)
 
 
 @kernel(
@@ -150,14 +164,22 @@ def k_grouped_sm120(
 
 
 def launch(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool, tile: Tile
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    accumulate: bool,
+    tile: Tile,
+    starts: Tensor | None = None,
 ) -> None:
     """The product by tiles of one shape; scales are blocked."""
     assert {a.scale_layout, b.scale_layout} == {"blocked"}
     assert tile.bm == _SCALE_ROWS
     k_grouped = len(b.shape) == 2
     with made_current(out.device):  # kernels go to the current device
-        tiles, programs = listed(a, b, offs, tile, _SCALE_ROWS)
+        tiles, programs = listed(a, b, offs, tile, _SCALE_ROWS, starts)
         _grouped_mm_kernel[(programs,)](
             *described(a, b, tile), a.global_scale, b.global_scale,
             None if bias is None else bias.contiguous(), out, tiles, offs.shape[0], a.rows, b.rows, a.length,

@@ -70,10 +70,17 @@ def reject(request: Request) -> str | None:
     ahead=ahead,
 )
 def m_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    accumulate: bool,
+    starts: Tensor | None = None,
 ) -> None:
     """Gluon: warp-specialised FP8 product of groups of rows, promoted after every 128 of K"""
-    serve(a, b, offs, out, bias, accumulate=accumulate, choose=heuristics.choose, launch=launch)
+    serve(a, b, offs, out, bias, accumulate=accumulate, choose=heuristics.choose, launch=launch, starts=starts)
 
 
 @kernel(
@@ -104,6 +111,7 @@ def serve(
     accumulate: bool,
     choose: Choose,
     launch: Callable[..., None],
+    starts: Tensor | None = None,
 ) -> None:
     """By the tile that is chosen, into the output, or through a buffer where the copy engine cannot write that."""
     if out.numel() == 0:
@@ -114,10 +122,13 @@ def serve(
     tile, _ = choose(Problem(*sizes, len(b.shape) == 2, wide, multiprocessors(out.device), add))
     with made_current(out.device):  # kernels go to the current device
         if direct:
-            return launch(a, b, offs, out.view(-1, out.shape[-1]), bias, accumulate=accumulate, tile=tile)
+            matrix = out.view(-1, out.shape[-1])
+            return launch(a, b, offs, matrix, bias, accumulate=accumulate, tile=tile, starts=starts)
         # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
         product = addressable((out.shape[:-1].numel(), out.shape[-1]), out.dtype, out.device)
-        launch(a, b, offs, product, bias, accumulate=False, tile=tile)
+        if accumulate and starts is not None:
+            product.zero_()  # rows of no group are not written, and are added all the same
+        launch(a, b, offs, product, bias, accumulate=False, tile=tile, starts=starts)
         finish(product.unflatten(0, out.shape[:-1]), out, None, accumulate=accumulate)
 
 
@@ -135,6 +146,7 @@ def launch(
     *,
     accumulate: bool,
     tile: Tile,
+    starts: Tensor | None = None,
 ) -> None:
     """The product by one tile, into a matrix: the results of all groups below each other."""
     assert can_be_described(out), "a copy of the output would be written, and lost"
@@ -145,8 +157,8 @@ def launch(
     if k_grouped:
         listed, b_scale, steps = group_spans(offs), b.scale.mT, (0, 0)
     else:
-        listed, b_scale, steps = row_tiles(offs, m, tile.bm), b.scale, (b.scale.stride(1), b.scale.stride(0))
-        b_codes = b_codes.flatten(0, 1)
+        listed = row_tiles(offs, m, tile.bm, starts=starts)
+        b_codes, b_scale, steps = b_codes.flatten(0, 1), b.scale, (b.scale.stride(1), b.scale.stride(0))
     start_kernel(
         grouped_mm_kernel,
         multiprocessors(out.device),

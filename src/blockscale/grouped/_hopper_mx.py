@@ -35,10 +35,17 @@ from .heuristics_mx import choose
     ahead=functools.partial(_hopper.ahead, choose=choose),
 )
 def m_grouped_mx(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    accumulate: bool,
+    starts: Tensor | None = None,
 ) -> None:
     """Gluon: warp-specialised MXFP8 product of groups of rows, promoted after every 32 of K"""
-    _hopper.serve(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch)
+    _hopper.serve(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
 
 
 def launch(
@@ -50,6 +57,7 @@ def launch(
     *,
     accumulate: bool,
     tile: Tile,
+    starts: Tensor | None = None,
 ) -> None:
     """The product by one tile."""
     assert can_be_described(out), "a copy of the output would be written, and lost"
@@ -58,6 +66,7 @@ def launch(
     a_codes, b_codes = whole(a.data, k), whole(b.data.flatten(0, 1), k)
     a_layout = shared_layout(PART, 128, CODES[a.data.dtype])
     b_scale = b.scale.view(torch.uint8)
+    listed = row_tiles(offs, m, tile.bm, 1, starts)  # scales are loaded by threads, so tiles may start at any row
     start_kernel(
         grouped_mm_mx_kernel,
         multiprocessors(out.device),
@@ -67,8 +76,7 @@ def launch(
             Described(b_codes, (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
             Described(out, (PART, tile.bn), shared_layout(PART, tile.bn, LANGUAGE[out.dtype])),
         ),
-        # scales are loaded by threads, so that tiles may start at any row
-        (row_tiles(offs, m, tile.bm, 1), out, scale_words(a), b_scale, None if bias is None else bias.contiguous()),
+        (listed, out, scale_words(a), b_scale, None if bias is None else bias.contiguous()),
         (offs.shape[0], m, n, k, b_scale.stride(1), b_scale.stride(0), out.stride(0)),
         (tile, bias is not None, accumulate),
     )

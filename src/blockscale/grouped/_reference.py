@@ -20,16 +20,22 @@ from ..registry import kernel
 
 @kernel("m_grouped", "reference", devices=(), priority=-100)
 def m_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    accumulate: bool,
+    starts: Tensor | None = None,
 ) -> None:
     """exact torch reference, group by group"""
-    start = 0
-    for group, end in enumerate(offs.tolist()):
+    end = 0
+    for group, (start, end) in enumerate(_spans(offs, starts)):
         product = block_product(_rows(a, group, start, end), _matrix(b, group))
         finish(product, out[start:end], None if bias is None else bias[group], accumulate=accumulate)
-        start = end
-    if not accumulate:
-        out[start:] = 0
+    if starts is None and not accumulate:
+        out[end:] = 0
 
 
 @kernel("k_grouped", "reference", devices=(), priority=-100)
@@ -37,24 +43,26 @@ def k_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
 ) -> None:
     """exact torch reference, group by group"""
-    start = 0
-    for group, end in enumerate(padded_ends(offs).tolist()):
+    for group, (start, end) in enumerate(_spans(padded_ends(offs))):
         product = block_product(_tokens(a, group, start, end), _tokens(b, group, start, end))
         finish(product, out[group], None, accumulate=accumulate)
-        start = end
 
 
-def exact_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> Tensor:
-    """The same products in fp64, for tests: [M, N] (m-grouped) or [G, N, K] (k-grouped)."""
+def exact_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None = None) -> Tensor:
+    """The same products in fp64, for tests: [M, N] (m-grouped; rows of no group are zero) or [G, N, K] (k-grouped)."""
     if len(b.shape) == 3:
         out = torch.zeros(a.rows, b.rows, dtype=torch.float64, device=a.device)
-        start = 0
-        for group, end in enumerate(offs.tolist()):
+        for group, (start, end) in enumerate(_spans(offs, starts)):
             out[start:end] = exact_product(_rows(a, group, start, end), _matrix(b, group))
-            start = end
         return out
-    spans = enumerate(pairwise([0, *padded_ends(offs).tolist()]))
+    spans = enumerate(_spans(padded_ends(offs)))
     return torch.stack([exact_product(_tokens(a, g, lo, hi), _tokens(b, g, lo, hi)) for g, (lo, hi) in spans])
+
+
+def _spans(offs: Tensor, starts: Tensor | None = None) -> list[tuple[int, int]]:
+    """First and end of every group; without starts, each begins where the one before it ends."""
+    ends: list[int] = offs.tolist()
+    return list(pairwise([0, *ends])) if starts is None else list(zip(starts.tolist(), ends, strict=True))
 
 
 def _of_group(global_scale: Tensor | None, group: int) -> Tensor | None:

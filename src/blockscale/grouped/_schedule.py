@@ -1,7 +1,8 @@
 """Lists of tiles, made on the device from the ends of groups: what a kernel walks over and the host never knows.
 
 Sizes of lists follow from static sizes alone, so a captured graph serves any groups. Ends that descend or lie past the
-rows are clamped: whatever they are, a tile lies inside the rows, and no two share one.
+rows, and starts before the end of a group in front, are clamped: whatever they are, a tile lies inside the rows, and
+no two share one.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -28,17 +29,18 @@ _PROGRAMS, _CHUNK = 32, 16
 STEP = 4  # rows: the copy engine fetches scales of rows from multiples of 16 bytes on, and nowhere else
 
 
-def row_tiles(offs: Tensor, rows: int, height: int, step: int = STEP) -> Tensor:
+def row_tiles(offs: Tensor, rows: int, height: int, step: int = STEP, starts: Tensor | None = None) -> Tensor:
     """int32 [tiles_bound, 4]: (count, 0, 0, 0), then `count` tiles (first row, end row, group, first row of the group
     in it).
 
     Tiles have `height` rows, a group's last one what is left, and start at multiples of `step`: a group's first one may
     begin with rows of groups before, which are not its own. Groups are in order, and those without rows have no tiles.
     Behind them come tiles of group G: rows of no group. What follows the last tile is not written.
+    starts: of the groups, which then need not follow each other; rows of no group have no tiles.
     """
-    offs = offs.contiguous()
+    offs, starts = offs.contiguous(), None if starts is None else starts.contiguous()
     tiles = empty((tiles_bound(offs.shape[0], rows, height, step), 4), int32, offs.device)
-    _start(_row_tiles_kernel, _PROGRAMS, offs, tiles, (rows,), (height, step))
+    _start(_row_tiles_kernel, _PROGRAMS, (offs, starts, tiles), (rows,), (height, step))
     return tiles
 
 
@@ -56,7 +58,7 @@ def group_spans(offs: Tensor) -> Tensor:
     offs = offs.contiguous()
     spans = empty((offs.shape[0], 4), int32, offs.device)
     if offs.shape[0]:
-        _start(_group_spans_kernel, ceil_div(offs.shape[0], _CHUNK), offs, spans, (), (GROUP_ALIGN, _CHUNK))
+        _start(_group_spans_kernel, ceil_div(offs.shape[0], _CHUNK), (offs, spans), (), (GROUP_ALIGN, _CHUNK))
     return spans
 
 
@@ -66,10 +68,14 @@ def _larger(a, b):
 
 
 @triton.jit
-def _spans(offs_ptr, g, groups, most):
-    """First and end row of groups g, 0 .. a power of two: never descending, at most `most`; past the last, empty."""
+def _spans(offs_ptr, starts_ptr, g, groups, most):
+    """First and end row of groups g, 0 .. a power of two: none before the end of another in front, at most `most`; past
+    the last, empty.  starts_ptr: None where each starts at the end in front."""
     before = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= groups), other=0)
     first = tl.associative_scan(tl.minimum(tl.maximum(before, 0), most), 0, _larger)
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + g, mask=g < groups, other=0)
+        first = tl.maximum(first, tl.minimum(start, most))
     end = tl.load(offs_ptr + g, mask=g < groups, other=0)
     return first, tl.maximum(tl.minimum(end, most), first)
 
@@ -84,25 +90,28 @@ def _store_four(at, a, b, c, d, mask):
 
 @triton.jit(do_not_specialize=["groups", "rows"])
 def _row_tiles_kernel(
-    offs_ptr, tiles_ptr, groups, rows, HEIGHT: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr
+    offs_ptr, starts_ptr, tiles_ptr, groups, rows, HEIGHT: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     """Each program writes one in `num_programs` of every group's tiles."""
     g = tl.arange(0, GROUPS)
-    first, end = _spans(offs_ptr, g, groups, rows)
+    first, end = _spans(offs_ptr, starts_ptr, g, groups, rows)
     counts = _count_tiles(first, end, HEIGHT, STEP)
     place = tl.cumsum(counts, 0) - counts + 1
     for number in range(tl.program_id(0), tl.max(counts, 0), tl.num_programs(0)):
         row = first // STEP * STEP + number * HEIGHT
         at = tiles_ptr + (place + number) * 4
         _store_four(at, row, tl.minimum(row + HEIGHT, end), g, tl.maximum(row, first), number < counts)
-    total, last = tl.sum(counts, 0), tl.max(end, 0)
-    rest = _count_tiles(last, rows, HEIGHT, STEP)
-    for number in range(tl.program_id(0), rest, tl.num_programs(0)):
-        row = last // STEP * STEP + number * HEIGHT
-        at = tiles_ptr + (1 + total + number) * 4
-        _store_four(at, row, tl.minimum(row + HEIGHT, rows), groups, tl.maximum(row, last), True)
+    total = tl.sum(counts, 0)
+    if starts_ptr is None:
+        last = tl.max(end, 0)
+        rest = _count_tiles(last, rows, HEIGHT, STEP)
+        for number in range(tl.program_id(0), rest, tl.num_programs(0)):
+            row = last // STEP * STEP + number * HEIGHT
+            at = tiles_ptr + (1 + total + number) * 4
+            _store_four(at, row, tl.minimum(row + HEIGHT, rows), groups, tl.maximum(row, last), True)
+        total += rest
     if tl.program_id(0) == 0:
-        _store_four(tiles_ptr, total + rest, 0, 0, 0, True)
+        _store_four(tiles_ptr, total, 0, 0, 0, True)
 
 
 @triton.jit
@@ -117,7 +126,7 @@ def _group_spans_kernel(
 ):  # fmt: skip
     """Each program finds the ranks of CHUNK groups among all."""
     g = tl.arange(0, GROUPS)
-    first, end = _spans(offs_ptr, g, groups, 0x7FFFFF00)
+    first, end = _spans(offs_ptr, None, g, groups, 0x7FFFFF00)
     blocks = (end - first + ALIGN - 1) // ALIGN
     start = tl.cumsum(blocks, 0) - blocks
     mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -140,19 +149,27 @@ _MOST_KNOWN = 4096
 
 
 def _start(
-    kernel: Any, programs: int, offs: Tensor, out: Tensor, numbers: tuple[int, ...], constants: tuple[int, ...]
+    kernel: Any,
+    programs: int,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[int, ...],
 ) -> None:
-    """Straight to the compiled kernel where these sizes have been seen, as casts do."""
+    """Straight to the compiled kernel where these sizes have been seen, as casts do.  tensors: the ends first."""
+    offs = tensors[0]
+    assert offs is not None
     groups, device = offs.shape[0], offs.get_device()
-    key = (id(kernel), groups, numbers, constants, device, offs.data_ptr() % 16)
-    pointers, known = (offs.data_ptr(), out.data_ptr()), _KNOWN.get(key)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    aligned = tuple(None if pointer is None else pointer % 16 for pointer in pointers)
+    key = (id(kernel), groups, numbers, constants, device, aligned)
+    known = _KNOWN.get(key)
     if known is not None:
         known.launch(device, *pointers, *known.rest)
         return replay.launched(known.launch, pointers, known.rest, last=False)
     replay.refuse("a list of tiles whose kernel is being compiled")
     grid = (programs, 1, 1)
     rest = (groups, *numbers, *constants, power_of_two(max(groups, 1)))
-    compiled = start(kernel, grid, offs)(offs, out, *rest, num_warps=4)
+    compiled = start(kernel, grid, offs)(*tensors, *rest, num_warps=4)
     if compiled is not None and device >= 0:
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()

@@ -75,12 +75,14 @@ def store_group(
         store_tile(acc, c_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, end, N, c_m, c_n, False, False, False, INTERPRETED)
 
 
-def listed(a: BlockScaled, b: BlockScaled, offs: Tensor, tile: Tile, step: int = STEP) -> tuple[Tensor, int]:
+def listed(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, tile: Tile, step: int = STEP, starts: Tensor | None = None
+) -> tuple[Tensor, int]:
     """The list that `place_of` reads, and how many programs it takes. step: tiles of rows start at its multiples."""
     columns = ceil_div(b.rows, tile.bn)
     if len(b.shape) == 2:
         return group_spans(offs), offs.shape[0] * ceil_div(a.rows, tile.bm) * columns
-    tiles = row_tiles(offs, a.rows, tile.bm, step)
+    tiles = row_tiles(offs, a.rows, tile.bm, step, starts)
     return tiles, (tiles.shape[0] - 1) * columns
 
 

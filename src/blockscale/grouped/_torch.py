@@ -15,6 +15,7 @@ from ..formats.layout import locate, padded_ends
 from ..formats.spec import BF16_EXACT_PAIRS, FORMATS
 from ..formats.tensor import BlockScaled
 from ..gemm.epilogue import finish
+from ..gemm.upcast import exact_bf16
 from ..registry import Request, kernel
 
 
@@ -22,6 +23,8 @@ def _reject(request: Request) -> str | None:
     m, n, k, groups = request.shape
     if 0 in (m, n, k, groups):
         return "takes no empty operands"
+    if "starts" in request.options:
+        return "takes groups that follow each other, without rows between them"
     if request.capability.device == "cuda":
         return _reject_cuda(request)
     return f"wants K in multiples of 4, not {k}" if request.op == "m_grouped" and k % 4 else None
@@ -50,7 +53,7 @@ def m_grouped(
     group, _ = locate(torch.arange(a.rows, device=a.device), offs.to(torch.int64))
     inside = (group < offs.shape[0])[:, None]
     group = group.clamp(max=offs.shape[0] - 1)
-    product = _grouped_mm(decode_blocks(a), decode_blocks(b).mT, offs)
+    product = _grouped_mm(a, b, offs)
     for q in (a, b):
         if q.global_scale is not None:
             product = product * (q.global_scale[group][:, None] if q.global_scale.dim() else q.global_scale)
@@ -66,15 +69,14 @@ def k_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
 ) -> None:
     """exact upcast, then F.grouped_mm over padded groups"""
-    product = _grouped_mm(decode_blocks(a), decode_blocks(b).mT, padded_ends(offs).to(torch.int32))
+    product = _grouped_mm(a, b, padded_ends(offs).to(torch.int32))
     for q in (a, b):
         if q.global_scale is not None:
             product = product * (q.global_scale[:, None, None] if q.global_scale.dim() else q.global_scale)
     finish(product, out, None, accumulate=accumulate)
 
 
-def _grouped_mm(x: Tensor, y: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm(a: BlockScaled, b: BlockScaled, offs: Tensor) -> Tensor:
     """Operands that are exact in bf16, fp32 sums: bf16 matrix units and result on CUDA, fp32 on the CPU."""
-    if x.is_cuda:
-        x, y = x.bfloat16(), y.bfloat16()
-    return functional.grouped_mm(x, y, offs=offs)
+    decode = exact_bf16 if a.data.is_cuda else decode_blocks
+    return functional.grouped_mm(decode(a), decode(b).mT, offs=offs)

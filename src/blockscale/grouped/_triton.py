@@ -59,10 +59,17 @@ K_PAIRS = [pair for pair in M_PAIRS if not FORMATS[pair[1]].is_2d]
 
 @kernel("m_grouped", "triton", devices=DEVICES, sm=(80, 999), formats=M_PAIRS, priority=8, reject=reject)
 def m_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    accumulate: bool,
+    starts: Tensor | None = None,
 ) -> None:
     """Triton: FP8 dot and promotion, or exact upcast in the kernel, by tiles of groups"""
-    _launch(a, b, offs, out, bias, accumulate=accumulate)
+    _launch(a, b, offs, out, bias, accumulate=accumulate, starts=starts)
 
 
 @kernel("k_grouped", "triton", devices=DEVICES, sm=(80, 999), formats=K_PAIRS, priority=8, reject=reject)
@@ -74,7 +81,14 @@ def k_grouped(
 
 
 def _launch(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    accumulate: bool,
+    starts: Tensor | None = None,
 ) -> None:
     sm = 0 if INTERPRETED else capability(out.device).sm
     k_grouped, is_fp8 = len(b.shape) == 2, a.spec.family == "fp8"
@@ -84,7 +98,7 @@ def _launch(
     (sa, sa_steps), (sb, sb_steps) = scale_of(a), scale_of(b)
     b_group, sb_group = (0, 0) if k_grouped else (b.data.stride(0), sb.stride(0))
     with made_current(out.device):  # kernels go to the current device
-        tiles, programs = listed(a, b, offs, tile)
+        tiles, programs = listed(a, b, offs, tile, starts=starts)
         _grouped_mm_kernel[(programs,)](
             data_of(a, dot), data_of(b, dot), sa, sb, a.global_scale, b.global_scale,
             None if bias is None else bias.contiguous(), out, tiles, offs.shape[0], a.rows, b.rows, a.length,

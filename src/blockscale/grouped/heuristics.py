@@ -67,8 +67,14 @@ _BYTES_PER_US = 4.1e6
 _SAMPLES = 16  # sizes of groups that are looked at
 
 
+_LOW_BAND = 4  # of tiles of 128 rows, which are taken where groups have about as many
+
+
 def fitted(tile: Tile, problem: Problem) -> Tile:
-    """With as many stages as fit."""
+    """With as many stages as fit. A band of rows of tiles that holds many groups reads the matrices of all of them at
+    one time, each in short pieces; low ones keep memory quicker (docs/design/grouped.md)."""
+    if not problem.k_grouped and tile.bm == 128:
+        tile = tile._replace(band=_LOW_BAND)
     return dense.fitted(tile, replace(problem.one, m=dense.PART * 4))
 
 

@@ -18,11 +18,18 @@ from . import sharding
 
 
 def grouped_request(
-    a: BlockScaled, b: BlockScaled, groups: int, dtype: torch.dtype, *, bias: bool, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    bias: bool,
+    accumulate: bool,
+    starts: bool = False,
 ) -> Request:
     """What the kernel table is asked for a grouped product; a 3-D second operand makes it m-grouped."""
     op = "m_grouped" if len(b.shape) == 3 else "k_grouped"
-    options = product_options(a, b, bias=bias, accumulate=accumulate)
+    options = product_options(a, b, bias=bias, accumulate=accumulate) | ({"starts"} if starts else set())
     # the contracted length comes third, as in a dense product: K of the weights, or the padded tokens
     shape, layouts = (a.rows, b.rows, a.length, groups), (a.scale_layout, b.scale_layout)
     return Request(op, capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
@@ -42,16 +49,24 @@ def _large_request(op: str, a: str, b: str, device: torch.device) -> Request:
 
 
 def _launch(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    starts: Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    accumulate: bool,
 ) -> None:
     if out.numel() == 0:
         return  # no kernel is asked: some would wait for the device to learn that there is nothing to do
     # a k-grouped operand was checked when it was cast
-    check_group_ends(offs, a.rows if len(b.shape) == 3 else a.length)
-    has_bias = bias is not None
-    row = select(grouped_request(a, b, offs.shape[0], out.dtype, bias=has_bias, accumulate=accumulate))
+    check_group_ends(offs, a.rows if len(b.shape) == 3 else a.length, starts)
+    asked = {"bias": bias is not None, "accumulate": accumulate, "starts": starts is not None}
+    row = select(grouped_request(a, b, offs.shape[0], out.dtype, **asked))
     a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (a, b))
-    row.launch(a, b, offs, out, bias=bias, accumulate=accumulate)
+    placed = {} if starts is None else {"starts": starts}  # a row that refuses starts does not know the word
+    row.launch(a, b, offs, out, bias=bias, accumulate=accumulate, **placed)
 
 
 def _allocate(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,6 +85,7 @@ def _fake_scaled_grouped_mm(
     b_kind: str,
     length: int,
     offs: Tensor,
+    starts: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -88,14 +104,16 @@ def scaled_grouped_mm(
     b_kind: str,
     length: int,
     offs: Tensor,
+    starts: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """m-grouped when b has rank 3, else k-grouped; offs are the unpadded ends either way."""
+    """m-grouped when b has rank 3, else k-grouped; offs are the unpadded ends either way.  starts: of groups of rows
+    that do not follow each other."""
     out = _allocate(a, b, offs, out_dtype)
     left = operand_from_parts(a, a_scale, a_global, a_kind, length)
     right = operand_from_parts(b, b_scale, b_global, b_kind, length)
-    _launch(left, right, offs, out, bias, accumulate=False)
+    _launch(left, right, offs, starts, out, bias, accumulate=False)
     return out
 
 
@@ -111,6 +129,7 @@ def _fake_scaled_grouped_mm_add_(
     b_kind: str,
     length: int,
     offs: Tensor,
+    starts: Tensor | None,
 ) -> None:
     return None
 
@@ -133,8 +152,9 @@ def scaled_grouped_mm_add_(
     b_kind: str,
     length: int,
     offs: Tensor,
+    starts: Tensor | None,
 ) -> None:
-    """acc += the grouped product, in fp32."""
+    """acc += the grouped product, in fp32; rows of no group stay what they are."""
     left = operand_from_parts(a, a_scale, a_global, a_kind, length)
     right = operand_from_parts(b, b_scale, b_global, b_kind, length)
-    _launch(left, right, offs, acc, None, accumulate=True)
+    _launch(left, right, offs, starts, acc, None, accumulate=True)

@@ -1,6 +1,6 @@
 """Along which dimensions grouped products may be computed in pieces. Tensors stand for their shapes here.
 
-Only the rows of the second operand: group ends count the tokens of the whole.
+Only the rows of the second operand: starts and ends of groups count the tokens of the whole.
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ def scaled_grouped_mm(
     b_kind: str,
     length: int,
     offs: Tensor,
+    starts: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Iterator[Cut]:
@@ -50,6 +51,7 @@ def scaled_grouped_mm_add_(
     b_kind: str,
     length: int,
     offs: Tensor,
+    starts: Tensor | None,
 ) -> Iterator[Cut]:
     """The rows of b, the buffer being cut likewise."""
     if columns := cut_rows(parts, "b", b, b_kind):

@@ -127,7 +127,8 @@ class MoE(torch.nn.Module):
         scores = self.router(tokens)
         routing, weights = route(scores, self.top_k, bias=self.balance, normalize=self.normalize, scale=self.scale)
         if self.load is not None and self.training and torch.is_grad_enabled():
-            self.load += routing.load()
+            # in place: compiled recomputation takes no new attributes
+            self.load.add_(routing.load())
         return routing, weights
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 Products are those of a layer's forward and backward: fprop and dgrad (m-grouped), and wgrad (k-grouped) to bf16, to
 fp32 and added to fp32. `equal groups` are the sizes that goals are set for; the layers of models have rows that fall
 evenly on their experts, by Zipf's law, or all on one, where the same product with equal groups stands beside as a peer.
+`decoding` has 16 rows for each of 32 experts, and beside it the same rows where each has room for 128.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .moe_layers import LayersExtent
 GROUP = "grouped products"
 GROUPS = (GROUP, *moe_layers.GROUPS)
 ALL_PEERS = grouped_peers.ALL_PEERS | moe_layers.ALL_PEERS
-EQUAL = "equal groups"
+EQUAL, DECODING = "equal groups", "decoding"
 # rows of the experts of a model: 4096 tokens with eight experts each
 ROWS = 32768
 # experts that one of 32 or of 8 GPUs holds of DeepSeek-V3's
@@ -107,6 +108,7 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
         return gpu_extent(here, quick=quick, peers=peers)
     tiny = ("tiny", 4, 80, 128, 256)
     products = [*equal_groups((4,), 160, 128, 256), *_of_model(*tiny, most=40), *other_formats(4, 160, 128, 256)]
+    products.append(Problem(DECODING, "fprop", 4, 16, 128, 256))
     return Extent(here, tuple(products), moe_layers.cpu_extent(here, peers), peers)
 
 
@@ -115,6 +117,7 @@ def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str]
     n, k = shapes.EXPERT
     counts = (4, 64) if quick else shapes.EXPERT_COUNTS
     products = [*equal_groups(counts, moe_layers.ROWS, n, k), *_eight_experts()]
+    products += [Problem(DECODING, "fprop", 32, 32 * 16, *matrix) for matrix in ((4096, 7168), (7168, 2048))]
     if not quick:
         products += [*other_formats(4, moe_layers.ROWS, n, k), *_models()]
     return Extent(device, tuple(products), moe_layers.gpu_extent(device, peers, quick=quick), peers)
@@ -192,7 +195,13 @@ def case(problem: Problem, extent: Extent, ceilings: Ceilings) -> Case:
         backend=_backend,
         check=check_product,
         bytes=moved,
-        peers=peers(request(problem, extent.device), problem.sizes, extent.peers, even=problem.load == "balanced"),
+        peers=peers(
+            request(problem, extent.device),
+            problem.sizes,
+            extent.peers,
+            even=problem.load == "balanced",
+            decoding=problem.label == DECODING,
+        ),
         flops=flops,
         bound_us=ceilings.bound_us(flops, moved, units(kind, extent.device)),
         dtype=str(output.dtype)[6:],

@@ -1,0 +1,161 @@
+"""`blockscale compare`: does a model still converge in low precision, and what is won? Paired runs, a table, a page."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import env
+from ..train.config import RunConfig
+from ..train.presets import PRESETS, get_preset
+from .train import DEFAULT, first_line, full_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..train.compare import Comparison
+
+
+@dataclass(frozen=True)
+class Options(RunConfig):
+    """A run, and what it is compared with. Its recipe's name is set by the comparison; its seed is the first."""
+
+    recipes: str = "fp8_blockwise,mxfp8,nvfp4"
+    """Recipes, separated by commas; bf16 and the null are always run."""
+    seeds: int = 1
+    """Paired seeds; intervals need two or more."""
+    out: Path = Path("out/compare")
+    """Folder of the runs and of the page; runs that are there already are not run again."""
+    budget: float | None = None
+    """Largest accepted gap in percent; None: 0.25 for 8 and 6 bits, 2 for 4 bits."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Options:
+        """Those of a preset."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
+
+    @property
+    def config(self) -> RunConfig:
+        """The run alone."""
+        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
+
+
+def main(arguments: list[str]) -> int:
+    """Parse a preset, changes to it and the options of the comparison, and run it."""
+    import tyro
+
+    words = list(arguments)
+    name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
+    about = "\n".join(f"  {each:<10} {first_line(each)}" for each in PRESETS)
+    options = tyro.cli(
+        Options,
+        prog=f"blockscale compare {name}" if name in PRESETS else "blockscale compare",
+        description=f"Train a preset (the first word; {DEFAULT} without one) by several recipes, in pairs.\n\n{about}",
+        default=Options.of(get_preset(name)),
+        args=[full_option(word) for word in words],
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
+    return run(options)
+
+
+def run(options: Options | None = None) -> int:
+    """Run what is missing, show the table, write the page; 1 where a recipe is worse or diverged."""
+    from .arguments import numbers, refuse, wide_console
+
+    options = options or Options.of(get_preset(DEFAULT))
+    numbers(str(options.seeds), "seeds")
+    budget = options.budget
+    if budget is not None and not 0 < budget < 100:
+        refuse(f"budget={budget}", "it is a percentage of the loss", "pass --budget 0.25")
+    env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
+    console = wide_console()
+    with console.status("importing torch ..."):
+        from ..autograd import get_recipe
+        from ..train.compare import compare
+        from ..train.report import write
+
+    recipes = [each.strip() for each in options.recipes.split(",") if each.strip()]
+    for each in recipes:
+        get_recipe(each)
+    began = time.perf_counter()
+    total = options.seeds * len({*recipes, "bf16", "null"})
+    with _Progress(console, total) as shown:
+        found = compare(
+            options.config,
+            recipes,
+            range(options.seed, options.seed + options.seeds),
+            out=options.out,
+            budget=None if budget is None else budget / 100,
+            hooks=shown.hooks,
+        )
+    _show(console, found)
+    page = write(found, options.out / "report.html")
+    console.print(f"wrote {page} in {time.perf_counter() - began:.0f} s", highlight=False)
+    verdicts = [found.verdict(arm) for arm in found.arms]
+    return 1 if any(each is not None and each.kind in ("worse", "diverged") for each in verdicts) else 0
+
+
+class _Progress:
+    """One bar for all steps of all runs; lines where there is no terminal."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn(), TimeRemainingColumn())
+        self.console, self.total, self.begun = console, total, 0
+        self.bar = Progress(*columns, console=console, transient=True)
+        self.task: Any = None
+
+    def __enter__(self) -> _Progress:
+        self.bar.start()
+        self.task = self.bar.add_task("preparing text", total=None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def hooks(self, arm: Any, seed: int) -> list[Any]:
+        """What watches the next run."""
+        from ..train.records import Hooks
+
+        progress, self.begun = self, self.begun + 1
+        place, name = self.begun, f"run {self.begun} of {self.total}: {arm.name}, seed {seed}"
+
+        class Watch(Hooks):
+            def before_step(self, run: Any) -> None:
+                steps = run.config.steps
+                done = (place - 1) * steps + run.step
+                progress.bar.update(progress.task, completed=done, total=progress.total * steps, description=name)
+
+            def on_end(self, run: Any, result: Any) -> None:
+                progress.console.print(f"{name}: loss {result.loss:.4f}", highlight=False)
+
+        return [Watch()]
+
+
+def _show(console: Console, found: Comparison) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from ..train.report import HEAD, notes, table
+
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    for place, heading in enumerate(HEAD):
+        shown.add_column(heading, justify="left" if place in (0, len(HEAD) - 1) else "right", no_wrap=True)
+    for arm, cells in zip(found.arms, table(found), strict=True):
+        verdict = found.verdict(arm)
+        colour = (
+            ""
+            if verdict is None
+            else "green"
+            if verdict.is_good
+            else "yellow"
+            if verdict.kind == "undecided"
+            else "red"
+        )
+        shown.add_row(*cells[:-1], f"[{colour}]{cells[-1]}[/]" if colour else "")
+    console.print(shown)
+    for note in notes(found):
+        console.print(note, highlight=False)

@@ -1,0 +1,120 @@
+"""Grouped products of Hopper for MX and NVFP4 as rows of the table: operands decoded to bf16, exactly, then multiplied.
+
+Serves what Hopper has no units for, with everything that a product may be asked for: fp32 and fp16 results, a bias,
+sums that are added to, tensor scales. Costs the decoding: a pass over the operands.
+"""
+
+# pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..formats.spec import BF16_EXACT_PAIRS
+from ..formats.tensor import BlockScaled
+from ..gemm._hopper import LANGUAGE
+from ..gemm._hopper_launch import Described, can_be_described, start_kernel
+from ..gemm._hopper_mx import shared_layout
+from ..gemm.heuristics import PART
+from ..gemm.upcast import exact_bf16
+from ..hardware import multiprocessors
+from ..registry import Request, kernel
+from . import _hopper
+from ._hopper_upcast_kernel import grouped_mm_upcast_kernel
+from ._schedule import group_spans, row_tiles
+from .heuristics import Tile
+from .heuristics_upcast import choose
+
+_WIDTH = 64  # of K in a block of the ring: 128 bytes
+_forecast = functools.partial(_hopper.forecast, choose=choose)
+_ahead = functools.partial(_hopper.ahead, choose=choose)
+
+
+def _reject(request: Request) -> str | None:
+    k = request.shape[2]
+    if request.op == "m_grouped" and k % 8:
+        return f"wants rows of decoded values that start at multiples of 16 bytes, K = {k} is no multiple of 8"
+    return _hopper.reject(request)
+
+
+def _leave(request: Request) -> str | None:
+    return "decodes all experts, which the few rows of decoding do not pay for" if "starts" in request.options else None
+
+
+@kernel(
+    "m_grouped",
+    "hopper_upcast",
+    sm=(90, 90),
+    formats=BF16_EXACT_PAIRS,
+    priority=20,
+    reject=_reject,
+    leave=_leave,
+    forecast=_forecast,
+    ahead=_ahead,
+)
+def m_grouped(
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    accumulate: bool,
+    starts: Tensor | None = None,
+) -> None:
+    """exact upcast, then Gluon: warp-specialised bf16 product of groups of rows"""
+    _hopper.serve(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
+
+
+@kernel(
+    "k_grouped",
+    "hopper_upcast",
+    sm=(90, 90),
+    formats=BF16_EXACT_PAIRS,
+    priority=20,
+    reject=_reject,
+    forecast=_forecast,
+    ahead=_ahead,
+)
+def k_grouped(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
+) -> None:
+    """exact upcast, then Gluon: warp-specialised bf16 product over groups of tokens"""
+    _hopper.serve(a, b, offs, out, None, accumulate=accumulate, choose=choose, launch=launch)
+
+
+def launch(
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    accumulate: bool,
+    tile: Tile,
+    starts: Tensor | None = None,
+) -> None:
+    """The product by one tile, into a matrix: the results of all groups below each other."""
+    assert can_be_described(out), "a copy of the output would be written, and lost"
+    x, y = exact_bf16(a), exact_bf16(b)
+    k_grouped = y.dim() == 2
+    listed = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1, starts)
+    factors = [q.global_scale for q in (a, b)]
+    steps = [0 if factor is None else factor.dim() for factor in factors]
+    values = shared_layout(PART, _WIDTH, LANGUAGE[torch.bfloat16])
+    start_kernel(
+        grouped_mm_upcast_kernel,
+        multiprocessors(out.device),
+        (
+            Described(x, (tile.bm, _WIDTH), values),
+            Described(x, (PART, _WIDTH), values),
+            Described(y.flatten(0, -2), (tile.bn, _WIDTH), values),
+            Described(out, (PART, tile.bn), shared_layout(PART, tile.bn, LANGUAGE[out.dtype])),
+        ),
+        (listed, out, *factors, None if bias is None else bias.contiguous()),
+        (offs.shape[0], a.rows, b.rows, a.length, *steps, out.stride(0)),
+        (tile, k_grouped, bias is not None, accumulate, factors[0] is not None),
+    )

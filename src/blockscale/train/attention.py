@@ -1,0 +1,112 @@
+"""Attention: grouped queries with rotary positions (Llama), and latent attention (DeepSeek-V2 and V3).
+
+Projections that read the same input are one layer (`qkv`, `down`), so that the input is cast once and meets one
+product, as gate and up do in an MLP. The products of attention itself are torch's `scaled_dot_product_attention`, in
+the dtype of the residual stream, whatever the recipe. Positions rotate pairs (i, i + width / 2) of features, as Hugging
+Face's Llama has them, so that weights can be exchanged as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..nn import Linear
+from .config import LatentConfig, ModelConfig
+
+
+def linear(inputs: int, outputs: int) -> Linear:
+    """A projection without a bias in high precision; `quantize_` says what it becomes."""
+    return Linear(inputs, outputs, bias=False, recipe="bf16")
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in fp32 within the operator; the weight is rounded to x's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rotary_table(length: int, width: int, theta: float, device: torch.device | str | None = None) -> Tensor:
+    """Cosines and sines of all positions, fp32 [2, length, width / 2]."""
+    rates = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
+    angles = torch.arange(length, device=device, dtype=torch.float64)[:, None] * rates
+    return torch.stack((angles.cos(), angles.sin())).float()
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Positions into x [B, T, H, width]; table [2, T, width / 2]. In fp32, rounded once."""
+    cosine, sine = (each[:, None] for each in table)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of [B, T, H, width] each; k and v may have fewer heads."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped queries: `heads` of queries share `kv_heads` of keys and values."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.head_width
+        self.qkv = linear(config.dim, (self.heads + 2 * self.kv_heads) * self.width)
+        self.out = linear(self.heads * self.width, config.dim)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(self.width, config.norm_eps) for _ in range(2))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]; table: of `rotary_table`, for T positions."""
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.width)).split(counts, dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.out(attend(rotate(q, table), rotate(k, table), v).flatten(-2))
+
+
+class LatentAttention(nn.Module):
+    """Keys and values of all heads are made from one vector of `kv_rank` features, and one key carries the position.
+
+    `down` makes the query (or, with `q_rank`, the vector that it comes from), that vector and that key from one read.
+    """
+
+    def __init__(self, config: ModelConfig, latent: LatentConfig) -> None:
+        super().__init__()
+        self.heads, self.latent = config.heads, latent
+        self.query_width = latent.nope_dim + latent.rope_dim
+        queries = self.heads * self.query_width
+        self.down = linear(config.dim, (latent.q_rank or queries) + latent.kv_rank + latent.rope_dim)
+        self.q_norm = RMSNorm(latent.q_rank, config.norm_eps) if latent.q_rank else None
+        self.q_up = linear(latent.q_rank, queries) if latent.q_rank else None
+        self.kv_norm = RMSNorm(latent.kv_rank, config.norm_eps)
+        self.kv_up = linear(latent.kv_rank, self.heads * (latent.nope_dim + latent.value_dim))
+        self.out = linear(self.heads * latent.value_dim, config.dim)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]; table: of `rotary_table`, for T positions."""
+        sizes, heads = self.latent, self.heads
+        parts = (self.down.out_features - sizes.kv_rank - sizes.rope_dim, sizes.kv_rank, sizes.rope_dim)
+        q, narrow, k_rope = self.down(x).split(parts, dim=-1)
+        if self.q_norm is not None and self.q_up is not None:
+            q = self.q_up(self.q_norm(q))
+        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split((sizes.nope_dim, sizes.rope_dim), dim=-1)
+        kv = self.kv_up(self.kv_norm(narrow)).unflatten(-1, (heads, -1))
+        k_nope, v = kv.split((sizes.nope_dim, sizes.value_dim), dim=-1)
+        k_rope = rotate(k_rope[:, :, None], table).expand(-1, -1, heads, -1)
+        q = torch.cat((q_nope, rotate(q_rope, table)), dim=-1)
+        k = torch.cat((k_nope, k_rope), dim=-1)
+        # torch's fast attentions take one width for all three
+        padded = functional.pad(v, (0, max(0, self.query_width - sizes.value_dim)))
+        return self.out(attend(q, k, padded)[..., : sizes.value_dim].flatten(-2))

@@ -1,0 +1,96 @@
+"""Where the time of a step goes, in four kinds: linear products, casts, attention, all else.
+
+By the profiler: on a GPU kernels by their names, on a CPU operators. Operators nest; the outermost that is of a kind
+takes all of its time, so that a cast made of twenty small operators is a cast. A profiler slows small calls down: these
+are shares, never speeds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ..library import NAMESPACE
+
+KINDS: tuple[str, ...] = ("products", "casts", "attention", "other")
+_OPERATORS = {
+    "casts": (f"{NAMESPACE}::.*quantize",),
+    "products": (f"{NAMESPACE}::.*mm", "aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
+    "attention": ("aten::_?scaled_dot_product",),
+}
+# parts of names of kernels: ours, cuBLAS's and CUTLASS's, torch's attentions
+_KERNELS = {
+    "casts": ("cast_kernel", "amax_kernel", "colsum_kernel", "rstd_kernel", "quantize"),
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "products": ("gemm", "matmul", "nvjet", "cutlass", "splitk", "_mm_"),
+}
+
+
+def breakdown(work: Callable[[], None]) -> dict[str, float]:
+    """Shares of the time of `work` by kind, which add up to 1; empty where nothing was timed."""
+    on_gpu = torch.cuda.is_available()
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=kinds, acc_events=True) as found:
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events: list[Any] = list(found.events() or ())
+    times = _kernels(events) if on_gpu else _operators(events)
+    total = sum(times.values())
+    return {kind: times[kind] / total for kind in KINDS} if total > 0 else {}
+
+
+def _kernels(events: list[Any]) -> dict[str, float]:
+    times = dict.fromkeys(KINDS, 0.0)
+    for each in events:
+        if "cuda" in str(each.device_type).lower() and each.device_time_total > 0:
+            times[kernel_kind(each.name)] += each.device_time_total
+    return times
+
+
+def kernel_kind(name: str) -> str:
+    """What a kernel is for, by its name.
+
+    >>> kernel_kind("nvjet_tst_128x256_64x4_h_bz_coopA_TNT"), kernel_kind("_cast_kernel"), kernel_kind("fused_adamw")
+    ('products', 'casts', 'other')
+    """
+    low = name.lower()
+    return next((kind for kind, parts in _KERNELS.items() if any(part in low for part in parts)), "other")
+
+
+def _operators(events: list[Any]) -> dict[str, float]:
+    """Outermost operators of a kind, and what is left of the time from the first event to the last."""
+    times = dict.fromkeys(KINDS, 0.0)
+    if not events:
+        return times
+    for each in events:
+        kind = operator_kind(each.name)
+        if kind != "other" and not _is_inside(each):
+            times[kind] += each.cpu_time_total
+    whole = max(each.time_range.end for each in events) - min(each.time_range.start for each in events)
+    times["other"] = max(0.0, whole - sum(times.values()))
+    return times
+
+
+def operator_kind(name: str) -> str:
+    """What an operator is for.
+
+    >>> operator_kind("blockscale::quantize_both"), operator_kind("blockscale::scaled_mm"), operator_kind("aten::add")
+    ('casts', 'products', 'other')
+    """
+    return next(
+        (kind for kind, starts in _OPERATORS.items() if any(re.match(start, name) for start in starts)), "other"
+    )
+
+
+def _is_inside(event: Any) -> bool:
+    parent = event.cpu_parent
+    while parent is not None:
+        if operator_kind(parent.name) != "other":
+            return True
+        parent = parent.cpu_parent
+    return False

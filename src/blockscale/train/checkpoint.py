@@ -1,0 +1,235 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, in torch's distributed format.
+
+    folder/step-00000100/   *.distcp and .metadata, by torch.distributed.checkpoint; run.json, by us
+    folder/.saving-*        one that is being written, or was when the process died
+
+A checkpoint is written under another name, synced, and renamed, so one that has its name is complete, and old ones go
+only after that. `run.json` has the step, the config, the history so far and a checksum of every file. Tensors are those
+of the plain model: a run by one recipe can be continued by another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, message
+from .config import RunConfig, to_dict
+
+FORMAT = 1
+ABOUT = "run.json"
+_SAVING = ".saving-"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# beside tensors, what files and their directory take
+_ROOM = 1.05
+
+
+def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All tensors of a run by name: parameters and buffers, Adam's state of each parameter, torch's generators."""
+    found = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        state = _state_of(optimizer, parameter)
+        found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    found["generator.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        found["generator.cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Adam's, which it makes in its first step: made here too, so that there is something to load into."""
+    state = optimizer.state[parameter]
+    if not state and parameter.requires_grad:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for name in _MOMENTS:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state
+
+
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str, Any], keep: int) -> Path:
+    """Write a checkpoint, all or nothing; the last `keep` stay."""
+    final, fresh = folder / name_of(step), folder / f"{_SAVING}{step:08d}-{os.getpid()}"
+    try:
+        fresh.mkdir(parents=True)
+        _check_room(folder, tensors)
+        _write_tensors(fresh, tensors)
+        written = {"format": FORMAT, "step": step, "files": _checksums(fresh), **about}
+        _write_synced(fresh / ABOUT, json.dumps(written))
+        _sync(fresh)
+        if final.exists():  # the same step of the same run, saved again
+            shutil.rmtree(final)
+        fresh.rename(final)
+        _sync(folder)
+    except Exception as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        last = latest(folder)
+        kept = f"the last one is {last}" if last else "there is none yet"
+        raise CheckpointError(
+            message(
+                f"no checkpoint of step {step} in {folder}: {error}",
+                rule=f"one is written whole or not at all; {kept}",
+                fix="free some space or name another folder, then go on with resume=True",
+            )
+        ) from error
+    for old in complete(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def complete(folder: Path) -> list[Path]:
+    """Checkpoints that were written to their end, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / ABOUT).exists())
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest one."""
+    return next(reversed(complete(folder)), None)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What a process that was killed had begun to write."""
+    for path in folder.glob(f"{_SAVING}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself, checked against its files."""
+    try:
+        about: dict[str, Any] = json.loads((path / ABOUT).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            message(
+                f"{path} has no {ABOUT}",
+                rule="a checkpoint of this trainer has one",
+                fix="name the folder of a run, with step-* folders in it",
+            )
+        ) from None
+    except ValueError as error:
+        raise _damaged(path, f"{ABOUT}: {error}") from None
+    if about.get("format") != FORMAT:
+        raise CheckpointError(
+            message(
+                f"{path} has format {about.get('format')!r}",
+                rule=f"this version reads format {FORMAT}",
+                fix="load it with the version that wrote it",
+            )
+        )
+    return about
+
+
+def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str, Any]:
+    """Fill tensors from a checkpoint, in place; what it says of itself."""
+    about = read_about(path)
+    _check_same_model(path, about, config)
+    found = _checksums(path)
+    for name, mark in about["files"].items():
+        if found.get(name) != mark:
+            raise _damaged(path, f"{name} is {'missing' if name not in found else 'not what was written'}")
+    wanted = {name: value for name, value in tensors.items() if not name.startswith("generator.cuda")}
+    cuda = tensors.get("generator.cuda")
+    if cuda is not None and "generator.cuda" in about["tensors"]:
+        wanted["generator.cuda"] = cuda
+    try:
+        with _quiet():
+            state_dict_loader.load(wanted, checkpoint_id=str(path), no_dist=True)
+    except Exception as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    torch.set_rng_state(wanted["generator.cpu"])
+    if "generator.cuda" in wanted:
+        torch.cuda.set_rng_state(wanted["generator.cuda"])
+    return about
+
+
+def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -> None:
+    theirs, ours = about["config"]["model"], to_dict(config)["model"]
+    differ = [name for name in ours if theirs.get(name) != ours[name]]
+    for name in ("parameters", "seed"):
+        if about["config"].get(name) != getattr(config, name):
+            differ.append(name)
+    if differ:
+        said = about["config"] | theirs
+        here = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | ours
+        each = "; ".join(f"{name} was {said.get(name)}, is {here.get(name)}" for name in differ)
+        raise CheckpointError(
+            message(
+                f"{path} is of another run: {each}",
+                rule="a run goes on with the same model, dtype and seed",
+                fix="pass what it was, or another folder",
+            )
+        )
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    others = [each.name for each in complete(path.parent) if each != path]
+    fix = f"delete {path.name}; the run then goes on from {others[-1]}" if others else "start again in another folder"
+    return CheckpointError(
+        message(f"{path} is damaged: {what}", rule="all of its files have to be as they were written", fix=fix)
+    )
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    with _quiet():
+        writer = FileSystemWriter(str(folder), sync_files=True)
+        state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=True)
+
+
+def _quiet() -> warnings.catch_warnings[Any]:
+    """Without torch's remarks that there is but one process."""
+    return warnings.catch_warnings(action="ignore")
+
+
+def _check_room(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    needed, free = sum(each.nbytes for each in tensors.values()), shutil.disk_usage(folder).free
+    if free < _ROOM * needed:
+        raise OSError(f"{needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    return {path.name: _checksum(path) for path in sorted(folder.iterdir()) if path.name != ABOUT}
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    for part in _parts(path):
+        value = zlib.crc32(part, value)
+    return value
+
+
+def _parts(path: Path, size: int = 1 << 24) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(size):
+            yield part
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """A rename is safe once the folder it is in is on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,101 @@
+"""What cannot be trained is refused before anything is built, with the value, the rule and the fix."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from ..errors import OptionError, message
+from .config import ModelConfig, OptimizerConfig, RunConfig
+
+
+def _refuse(what: str, rule: str, fix: str) -> NoReturn:
+    raise OptionError(message(what, rule=rule, fix=fix))
+
+
+def check(config: RunConfig) -> None:
+    """Raise for what cannot be trained, with the value, the rule and the fix."""
+    _check_model(config.model)
+    _check_optimizer(config.optimizer)
+    for name, least in (("steps", 1), ("batch", 1), ("accumulate", 1), ("loss_chunks", 1), ("log_every", 1)):
+        if getattr(config, name) < least:
+            _refuse(f"{name}={getattr(config, name)}", f"it is {least} or more", f"pass {name}={least} or more")
+    for name in ("eval_every", "eval_batches", "save_every", "profile"):
+        if getattr(config, name) < 0:
+            _refuse(f"{name}={getattr(config, name)}", "it is a count, and 0 means never", f"pass {name}=0 or more")
+    if config.keep < 1:
+        _refuse(f"keep={config.keep}", "the last checkpoint always stays", "pass keep=1 or more")
+    if config.data.sequence < 2:
+        _refuse(f"sequence={config.data.sequence}", "a piece predicts at least one symbol", "pass sequence=2 or more")
+    if not 0 < config.data.held_out < 1:
+        _refuse(
+            f"held_out={config.data.held_out}",
+            "a share of the files between 0 and 1 is validated on",
+            "pass held_out=0.1",
+        )
+    if config.folder is None:
+        for name in ("resume", "save_every", "profile", "tensorboard"):
+            if getattr(config, name):
+                _refuse(
+                    f"{name}={getattr(config, name)} without a folder",
+                    "checkpoints, traces and metrics are kept in the folder of a run",
+                    f"pass folder=out/{config.name}",
+                )
+    if config.export is not None and (config.model.experts is not None or config.model.latent is not None):
+        _refuse(
+            f"export={config.export} of a model with experts or latent attention",
+            "dense models with grouped queries have names that every Llama loader knows",
+            "leave it out; checkpoints hold every weight by its own name",
+        )
+
+
+def _check_optimizer(config: OptimizerConfig) -> None:
+    for name, high in (("warmup", 1.0), ("decay", 1.0), ("floor", 1.0), ("beta1", 1.0), ("beta2", 1.0)):
+        if not 0 <= getattr(config, name) <= high:
+            _refuse(f"{name}={getattr(config, name)}", f"it is a share from 0 to {high:g}", f"pass {name}=0.1")
+    for name in ("rate", "eps", "weight_decay", "clip"):
+        if not 0 <= getattr(config, name) < float("inf"):
+            _refuse(f"{name}={getattr(config, name)}", "it is finite and not negative", "pass 0 or more")
+    if config.schedule == "wsd" and config.warmup + config.decay > 1:
+        _refuse(
+            f"warmup={config.warmup} and decay={config.decay}",
+            "both are shares of the same steps, and wsd has all of its phases",
+            "pass shares that add up to 1 at most",
+        )
+
+
+def _check_model(config: ModelConfig) -> None:
+    for name in ("dim", "layers", "heads", "kv_heads", "hidden", "vocabulary"):
+        if getattr(config, name) < 1:
+            _refuse(f"{name}={getattr(config, name)}", "sizes of a model are positive", f"pass {name}=1 or more")
+    if config.latent is None:
+        if config.heads % config.kv_heads:
+            _refuse(
+                f"heads={config.heads} with kv_heads={config.kv_heads}",
+                "each head of keys and values serves as many heads of queries",
+                "pass a kv_heads that divides heads",
+            )
+        if not config.head_dim and config.dim % config.heads:
+            _refuse(f"dim={config.dim} with heads={config.heads}", "heads share dim evenly", "pass head_dim too")
+        rotated = config.head_width
+    else:
+        rotated = config.latent.rope_dim
+        for name in ("kv_rank", "nope_dim", "value_dim"):
+            if getattr(config.latent, name) < 1:
+                _refuse(f"latent.{name}={getattr(config.latent, name)}", "sizes are positive", "pass 1 or more")
+    if rotated % 2:
+        _refuse(f"heads with {rotated} rotated features", "positions rotate pairs of features", "pass an even number")
+    experts = config.experts
+    if experts is None:
+        return
+    if not 1 <= experts.top_k <= experts.count:
+        _refuse(
+            f"top_k={experts.top_k} of {experts.count} experts",
+            "a token goes to at least one expert, and to each no more than once",
+            "pass experts.top_k between the two",
+        )
+    if experts.hidden < 1 or experts.shared < 0 or experts.dense_layers < 0:
+        _refuse(
+            f"experts.hidden={experts.hidden}, shared={experts.shared}, dense_layers={experts.dense_layers}",
+            "experts have hidden units, and the others are counts",
+            "pass hidden=1 or more, and the others 0 or more",
+        )

@@ -1,0 +1,134 @@
+"""Text from files: found, sorted, each content once, split into training and validation file by file.
+
+Which file is held out depends on its content alone, so copies and renames never leak and adding files moves none. The
+whole is named by a hash that is stored with every result: runs are compared only where it is the same. Nothing is
+downloaded; the default text is the Python source that every machine with this library has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import DataError, message
+
+# where a file that is no text shows it
+_PROBED = 8192
+_SKIPPED = frozenset({"__pycache__", ".git", ".hg", ".svn", "node_modules"})
+
+
+@dataclass
+class Corpus:
+    """Files by what they are for, in the order of their names.  hash: of all contents and of where they went."""
+
+    source: str
+    hash: str = ""
+    train: list[Path] = field(default_factory=list[Path])
+    held_out: list[Path] = field(default_factory=list[Path])
+    # a corpus of one file is split within it, at this share
+    split_at: float | None = None
+
+
+def collect(source: str, held_out: float) -> Corpus:
+    """Find the files of a source ("stdlib", "python", a file or a folder) and split them."""
+    seen: set[bytes] = set()
+    corpus, digest = Corpus(source), hashlib.sha256(f"{held_out}\0".encode())
+    for path in _files(source):
+        content = _text(path)
+        if content is None:
+            continue
+        mark = hashlib.sha256(content).digest()
+        if mark in seen:
+            continue
+        seen.add(mark)
+        digest.update(mark)
+        (corpus.held_out if _is_held_out(mark, held_out) else corpus.train).append(path)
+    found = sorted(corpus.train + corpus.held_out)
+    if not found:
+        raise DataError(
+            message(
+                f"no text in {source!r}",
+                rule="a file of UTF-8 without zero bytes is text, and empty ones do not count",
+                fix="name a folder with text files, a text file, 'stdlib' or 'python'",
+            )
+        )
+    if not corpus.train or not corpus.held_out:
+        # too few files for both sides: each is cut instead
+        corpus.train, corpus.held_out, corpus.split_at = found, found, 1 - held_out
+    corpus.hash = digest.hexdigest()[:16]
+    return corpus
+
+
+def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
+    """The files of one part, "train" or "held_out", as bytes."""
+    for path in corpus.train if part == "train" else corpus.held_out:
+        text = _text(path)
+        if text is None:
+            raise DataError(
+                message(
+                    f"{path} changed while it was read",
+                    rule="a corpus is read twice, and has to be the same both times",
+                    fix="start again once nobody writes there",
+                )
+            )
+        if corpus.split_at is None:
+            yield text
+        else:
+            cut = round(corpus.split_at * len(text))
+            yield text[:cut] if part == "train" else text[cut:]
+
+
+def _is_held_out(mark: bytes, share: float) -> bool:
+    return int.from_bytes(mark[:4]) < share * 2**32
+
+
+def _text(path: Path) -> bytes | None:
+    """The content of a text file; None for anything else."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_PROBED)
+            if not start.strip() or b"\0" in start:
+                return None
+            content = start + file.read()
+        content.decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if b"\0" in content else content
+
+
+def _files(source: str) -> Iterator[Path]:
+    """All files of a source, by name, so that every machine with the same ones has the same order."""
+    if source in ("stdlib", "python"):
+        library = Path(sysconfig.get_path("stdlib"))
+        packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+        if source == "stdlib":
+            yield from sorted(library.glob("*.py"))
+            return
+        yield from _walk(library, ".py", packages)
+        for folder in sorted(packages):
+            yield from _walk(folder, ".py", set())
+        return
+    path = Path(source).expanduser()
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from _walk(path, "", set())
+    else:
+        raise DataError(
+            message(
+                f"data source {source!r}",
+                rule="it is stdlib, python, or a file or folder that exists",
+                fix="check the path, or leave it out for Python's standard library",
+            )
+        )
+
+
+def _walk(folder: Path, suffix: str, without: set[Path]) -> Iterator[Path]:
+    """Files below a folder, sorted by their path within it, without other corpora that lie inside."""
+    for path in sorted(folder.rglob(f"*{suffix}"), key=lambda each: each.relative_to(folder).parts):
+        inner = path.relative_to(folder).parts[:-1]
+        if _SKIPPED.isdisjoint(inner) and without.isdisjoint(path.parents) and path.is_file():
+            yield path

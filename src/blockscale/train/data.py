@@ -1,0 +1,196 @@
+"""Symbols on disk, memory-mapped, and batches that are a pure function of the seed and the step.
+
+A corpus becomes two files of symbols in the cache: one byte each for bytes, four for a tokenizer, a separator after
+every file. They are written under another name and renamed, so a run that is stopped leaves nothing half done, and
+later runs with the same text and tokenizer find them. A step's pieces are drawn all at once by (seed, step) and dealt
+to its microbatches, so accumulation sees what one large batch sees, and a resumed run sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import env
+from ..errors import DataError, message
+from .config import DataConfig
+from .corpus import Corpus, collect, contents
+
+VERSION = 1
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_PARTS = ("train", "held_out")
+
+
+@dataclass(frozen=True, eq=False)
+class Symbols:
+    """Text as symbols.  train, held_out: [n], memory-mapped.  vocabulary: how many symbols there are.
+    bytes_per_symbol: of the held-out text, to turn nats per symbol into bits per byte.  hash: of text and tokenizer."""
+
+    train: Tensor
+    held_out: Tensor
+    vocabulary: int
+    bytes_per_symbol: float
+    hash: str
+
+    def batch(self, seed: int, step: int, micro: int, batch: int, accumulate: int, sequence: int) -> Tensor:
+        """Pieces [batch, sequence + 1] of a microbatch, int64."""
+        generator = torch.Generator().manual_seed(_mixed(seed, step))
+        starts = torch.randint(len(self.train) - sequence, (accumulate, batch), generator=generator)
+        return _pieces(self.train, starts[micro], sequence)
+
+    def validation(self, place: int, batches: int, batch: int, sequence: int) -> Tensor:
+        """The same pieces for every run: spread evenly over the held-out text."""
+        room = len(self.held_out) - sequence - 1
+        starts = torch.arange(batches * batch) * room // max(1, batches * batch - 1)
+        return _pieces(self.held_out, starts.view(batches, batch)[place], sequence)
+
+
+def _mixed(seed: int, step: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{step}".encode()).digest()[:7])
+
+
+def _pieces(text: Tensor, starts: Tensor, sequence: int) -> Tensor:
+    return text[starts[:, None] + torch.arange(sequence + 1)].long()
+
+
+def load(config: DataConfig) -> Symbols:
+    """The symbols of a config: prepared now, or before. Reads all of the text once, to name it."""
+    symbols = _prepared(config.source, config.tokenizer, config.held_out, config.cache)
+    for part in _PARTS:
+        if len(getattr(symbols, part)) <= config.sequence + 1:
+            raise DataError(
+                message(
+                    f"{len(getattr(symbols, part))} symbols to {'train' if part == 'train' else 'validate'} on, "
+                    f"for pieces of {config.sequence}",
+                    rule="both parts of the text have to be longer than one piece",
+                    fix="use more text, or a shorter data.sequence",
+                )
+            )
+    return symbols
+
+
+@functools.lru_cache(maxsize=4)
+def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path | None) -> Symbols:
+    """Kept for the runs of a comparison, which all ask for the same."""
+    corpus = collect(source, held_out)
+    named = hashlib.sha256(b"bytes" if tokenizer is None else _read_tokenizer(tokenizer)).hexdigest()
+    key = hashlib.sha256(f"{VERSION}:{corpus.hash}:{named}".encode()).hexdigest()[:16]
+    folder = (cache or env.cache_folder("corpora")) / key
+    if not (folder / "about.json").exists():
+        _write(folder, corpus, tokenizer)
+    about = json.loads((folder / "about.json").read_text())
+    dtype = torch.uint8 if tokenizer is None else torch.int32
+    parts = [_mapped(folder / f"{part}.bin", about["symbols"][part], dtype) for part in _PARTS]
+    return Symbols(parts[0], parts[1], about["vocabulary"], about["bytes_per_symbol"], key)
+
+
+def _mapped(path: Path, count: int, dtype: torch.dtype) -> Tensor:
+    if path.stat().st_size != count * dtype.itemsize:
+        raise DataError(
+            message(
+                f"{path} has {path.stat().st_size} bytes for {count} symbols",
+                rule="prepared text is written once and never changed",
+                fix=f"delete {path.parent}; it is made again",
+            )
+        )
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+
+
+def _write(folder: Path, corpus: Corpus, tokenizer: Path | None) -> None:
+    """Prepare a folder under another name, then rename it: whoever finds it finds all of it."""
+    encode, vocabulary = (None, 256) if tokenizer is None else _encoder(tokenizer)
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    try:
+        fresh.mkdir(parents=True, exist_ok=True)
+        counts = {part: _encode(fresh / f"{part}.bin", contents(corpus, part), encode) for part in _PARTS}
+        symbols, size = counts["held_out"]
+        about = {
+            "source": corpus.source,
+            "text": corpus.hash,
+            "files": {"train": len(corpus.train), "held_out": len(corpus.held_out)},
+            "symbols": {part: count for part, (count, _) in counts.items()},
+            "vocabulary": vocabulary,
+            "bytes_per_symbol": size / max(1, symbols),
+        }
+        (fresh / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        fresh.rename(folder)
+    except OSError as error:
+        if not (folder / "about.json").exists():  # another process may have been quicker
+            raise DataError(
+                message(
+                    f"text could not be prepared in {folder.parent}: {error}",
+                    rule="symbols are kept on disk, as many bytes as the text has, or four for each token",
+                    fix="free some space, or name another folder with data.cache",
+                )
+            ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _encode(path: Path, texts: Iterable[bytes], encode: Callable[[str], list[int]] | None) -> tuple[int, int]:
+    """Write symbols; how many there are, and how many bytes of text."""
+    symbols = size = 0
+    with path.open("wb") as file:
+        for text in texts:
+            size += len(text)
+            if encode is None:
+                file.write(text + b"\0")
+                symbols += len(text) + 1
+            else:
+                codes = array("i", encode(text.decode()))
+                codes.tofile(file)
+                symbols += len(codes)
+        file.flush()
+        os.fsync(file.fileno())
+    return symbols, size
+
+
+def _read_tokenizer(path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise DataError(
+            message(
+                f"tokenizer {str(path)!r}: {error.strerror}",
+                rule="it is a tokenizer.json as Hugging Face writes it",
+                fix="check the path, or leave it out to train on bytes",
+            )
+        ) from None
+
+
+def _encoder(path: Path) -> tuple[Callable[[str], list[int]], int]:
+    """A function from text to symbols with a separator behind, and the number of symbols."""
+    try:
+        from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(
+            message(
+                f"tokenizer {str(path)!r} without the package tokenizers",
+                rule="a tokenizer.json is read by Hugging Face's package",
+                fix="pip install tokenizers, or leave it out to train on bytes",
+            )
+        ) from None
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path.expanduser()))
+    except Exception as error:
+        raise DataError(
+            message(
+                f"tokenizer {str(path)!r}: {error}",
+                rule="it is a tokenizer.json as Hugging Face writes it",
+                fix="name such a file, or leave it out to train on bytes",
+            )
+        ) from None
+    found = [tokenizer.token_to_id(name) for name in _SEPARATORS]
+    end = [each for each in found if each is not None][:1]
+    return lambda text: [*tokenizer.encode(text, add_special_tokens=False).ids, *end], tokenizer.get_vocab_size()

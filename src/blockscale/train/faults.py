@@ -1,0 +1,171 @@
+"""What went wrong, in words that help: where a NaN first was, and what to change when memory runs out.
+
+The loop only notices that a loss or a gradient was no number, and holds the weights as they were then (the optimizer
+skips such steps on the device). `locate` replays the batch with a look at every layer: its input, its output, the
+gradients that come in and go out. Layers are called one by one for that, not fused, so last bits may differ.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import NonFiniteError, OutOfMemoryError, message
+from ..nn import GroupedLinear
+from .config import RunConfig
+from .model import Transformer
+
+# where torch keeps what `Module.compile` made
+_CALL = "_compiled_call_impl"
+
+
+@dataclass
+class Place:
+    """Where something that is no number first came up.  product: fprop, dgrad or wgrad of a linear layer, else what."""
+
+    layer: str
+    product: str
+
+
+def locate(model: Transformer, pieces: list[Tensor]) -> Place | None:
+    """The first layer and product whose inputs are finite and whose result is not; None if all is finite now."""
+    for name, parameter in model.named_parameters():
+        if not _finite(parameter):
+            return Place(name, "the weight itself")
+    with _plainly_called(model):
+        for batch in pieces:
+            found = _look_at(model, batch)
+            if found:
+                return found[0]
+    return None
+
+
+def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
+    """Forward and backward of a batch; what was found first comes first."""
+    found: list[Place] = []
+    model.zero_grad(set_to_none=True)
+    with ExitStack() as stack:
+        _watch(model, found, stack)
+        loss = model.loss(batch)
+        if not found and not _finite(loss):
+            found.append(Place("loss", "the cross entropy"))
+        if not found:
+            with warnings.catch_warnings(action="ignore"):  # of hooks on layers whose input has no gradient
+                loss.backward()
+    found += _bad_weight_gradients(model)
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@contextmanager
+def _plainly_called(model: Transformer) -> Generator[None]:
+    """Within it nothing is compiled: hooks see every layer."""
+    calls = [(module, getattr(module, _CALL)) for module in model.modules()]
+    entropy = vars(model).pop("entropy", None)
+    for module, _ in calls:
+        setattr(module, _CALL, None)
+    try:
+        yield
+    finally:
+        for module, call in calls:
+            setattr(module, _CALL, call)
+        if entropy is not None:
+            model.entropy = entropy
+
+
+def _watch(model: nn.Module, found: list[Place], stack: ExitStack) -> None:
+    """Look at every leaf, and at every linear layer, forward and backward."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | GroupedLinear) and any(True for _ in module.children()):
+            continue
+        for handle in (
+            module.register_forward_hook(_forward_look(name, found)),
+            module.register_full_backward_hook(_backward_look(name, found)),
+        ):
+            stack.callback(handle.remove)
+
+
+def _forward_look(name: str, found: list[Place]) -> Callable[..., None]:
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and not _finite(output):
+            found.append(Place(name, "fprop" if _is_linear(module) else "its forward"))
+
+    return look
+
+
+def _backward_look(name: str, found: list[Place]) -> Callable[..., None]:
+    def look(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        if found:
+            return
+        if not _finite(grad_output):
+            found.append(Place(name, "the gradient of its result, made by what follows it"))
+        elif not _finite(grad_input):
+            found.append(Place(name, "dgrad" if _is_linear(module) else "its backward"))
+
+    return look
+
+
+def _bad_weight_gradients(model: nn.Module) -> list[Place]:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not _finite(parameter.grad):
+            layer = name.removesuffix(".weight")
+            return [Place(layer, "wgrad" if parameter.dim() >= 2 else "the gradient of its parameter")]
+    return []
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | GroupedLinear)
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    return all(_finite(each) for each in value) if isinstance(value, tuple | list) else True
+
+
+def not_finite(step: int, what: str, place: Place | None, config: RunConfig) -> NonFiniteError:
+    """The error of a step whose loss or gradient is no number."""
+    where = f"first in {place.layer}, {place.product}" if place else "gone when the batch was replayed layer by layer"
+    advice = ["a lower optimizer.rate or a longer warmup"]
+    if config.recipe.name != "bf16":
+        advice.append("recipe bf16, which tells whether low precision is the cause")
+    if not config.optimizer.clip:
+        advice.append("optimizer.clip=1.0")
+    return NonFiniteError(
+        message(
+            f"step {step} of {config.name} by {config.recipe.name}: {what}; {where}",
+            rule="training stops before such a step changes a weight; weights are those before it",
+            fix=f"try {', or '.join(advice)}",
+        )
+    )
+
+
+def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
+    """What to change, of what has not been changed yet, most effective first."""
+    advice: list[str] = []
+    if config.recompute != "full":
+        advice.append("recompute=full" if config.recompute == "selective" else "recompute=selective, or full")
+    if config.batch > 1:
+        advice.append(f"batch={config.batch // 2} with accumulate={config.accumulate * 2}, the same tokens per step")
+    if config.model.vocabulary > 32768 and config.loss_chunks < 16:
+        advice.append(f"loss_chunks={max(8, 2 * config.loss_chunks)}")
+    if config.recipe.weight_cast == "step" and config.recipe.name != "bf16":
+        advice.append("recipe.weight_cast=twice, which saves 2 bytes per parameter")
+    if config.parameters == "float32":
+        advice.append("parameters=bfloat16, which halves weights, gradients and Adam's moments")
+    if config.model.layers > 1:
+        advice.append(f"model.layers={config.model.layers // 2}")
+    first = str(error).partition("\n")[0].partition(". GPU")[0]
+    return OutOfMemoryError(
+        message(
+            f"{config.name} with {config.batch} x {config.data.sequence} tokens in a microbatch: {first}",
+            rule="weights, gradients, Adam's moments and what waits for the backward have to fit the GPU together",
+            fix=f"try {'; '.join(advice)}",
+        )
+    )

@@ -1,0 +1,182 @@
+"""The loop: `train(config)` runs one config to its end, as often as one likes in a process.
+
+It says when a run logs, evaluates, saves and is traced, and keeps the time of steps alone. Results are read back from
+the device when it logs, and not in between.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..nn.convert import FilterFn
+from . import faults
+from .checks import check
+from .config import RunConfig
+from .hugging_face import export
+from .profiling import traced
+from .records import Hooks, Speed, TrainResult
+from .run import Run
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# before a trace begins: compilation, autotuning and recordings are over
+_SETTLED = 3
+
+
+def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> TrainResult:
+    """Run a config to its end.
+
+    hooks: who is told, see `Hooks`.  filter_fn: which layers follow the recipe, as for `quantize_`.
+
+    >>> from blockscale.train import get_preset, replace
+    >>> result = train(replace(get_preset("tiny"), steps=2, eval_batches=1))
+    >>> result.steps, result.loss < 6
+    (2, True)
+    """
+    check(config)
+    try:
+        run = Run(config, hooks, filter_fn)
+        with _attention(config), _interruptible(run):
+            return _Loop(run).to_the_end()
+    except torch.OutOfMemoryError as error:
+        raise faults.out_of_memory(config, error) from error
+    finally:
+        for each in hooks:
+            each.close()
+
+
+class _Loop:
+    """A run and the time that its steps take."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.config = run, run.config
+        self.began, self.timed_from = 0.0, 0
+        self.restart_clock()
+
+    def to_the_end(self) -> TrainResult:
+        """All steps, evaluations and checkpoints."""
+        run, config = self.run, self.config
+        if run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(run.device)
+        run.tell(lambda hook: hook.on_start(run))
+        self.restart_clock()
+        first = run.step
+        while run.step < config.steps and not run.wants_stop:
+            before = run.step
+            run.tell(lambda hook: hook.before_step(run))
+            if config.profile and before == first + _SETTLED:
+                self.trace(config.profile, writes=True)
+            elif run.wants_trace:
+                self.trace(1, writes=False)
+            else:
+                run.advance()
+            self.after_steps(before)
+        self.log()
+        if not run.wants_stop and (not run.evaluations or run.evaluations[-1].step != run.step):
+            self.evaluate()
+        if config.folder is not None and (run.saved is None or run.saved.name != run.checkpoint_name):
+            self.save()
+        result = run.result("interrupted" if run.step < config.steps else "done")
+        if config.export is not None and result.stopped == "done":
+            export(run.model, config.export)
+        run.tell(lambda hook: hook.on_end(run, result))
+        return result
+
+    def after_steps(self, before: int) -> None:
+        """What is due after one step, or several that were traced together."""
+        run, config = self.run, self.config
+
+        def is_due(every: int) -> bool:
+            return every > 0 and run.step // every > before // every
+
+        if is_due(config.log_every) or before == 0:
+            self.log()
+        if is_due(config.eval_every):
+            self.log()
+            self.evaluate()
+        if is_due(config.save_every):
+            self.log()
+            self.save()
+
+    def log(self) -> None:
+        """Read what has gathered on the device, and tell it with the speed since the last time."""
+        run, config = self.run, self.config
+        records = run.read()
+        if not records:
+            return
+        steps = run.step - self.timed_from
+        if steps:
+            seconds = max(1e-9, (time.perf_counter() - self.began) / steps)
+            rate = config.tokens_per_step / seconds
+            mfu = None if run.peak_rate is None else rate * run.flops_per_token / run.peak_rate
+            run.speeds.append(Speed(run.step, rate, seconds, mfu, run.cast_share))
+        speed = run.speeds[-1] if run.speeds else Speed(run.step, 0.0, 0.0)
+        run.tell(lambda hook: hook.on_log(run, records, speed))
+        self.restart_clock()
+
+    def evaluate(self) -> None:
+        """Held-out text; its time does not count."""
+        found = self.run.evaluate()
+        self.run.tell(lambda hook: hook.on_evaluation(self.run, found))
+        self.restart_clock()
+
+    def save(self) -> None:
+        """A checkpoint; its time does not count."""
+        path = self.run.save()
+        self.run.tell(lambda hook: hook.on_save(self.run, path))
+        self.restart_clock()
+
+    def trace(self, steps: int, *, writes: bool) -> None:
+        """Steps under the profiler, which are not timed. writes: for Perfetto, into the folder of the run."""
+        run, folder = self.run, self.config.folder
+        self.log()
+        path = folder / f"trace-{run.step:08d}.json.gz" if writes and folder is not None else None
+
+        def work() -> None:
+            for _ in range(min(steps, self.config.steps - run.step)):
+                run.advance()
+
+        run.cast_share, run.wants_trace = traced(work, path), False
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Time steps from here on."""
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize(self.run.device)
+        self.began, self.timed_from = time.perf_counter(), self.run.step
+
+
+def _attention(config: RunConfig) -> AbstractContextManager[Any]:
+    return nullcontext() if config.attention == "auto" else sdpa_kernel(_BACKENDS[config.attention])
+
+
+@contextmanager
+def _interruptible(run: Run) -> Generator[None]:
+    """Within it Ctrl-C and SIGTERM end the run after the present step; a second Ctrl-C ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if run.wants_stop:
+            raise KeyboardInterrupt
+        run.wants_stop = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,215 @@
+"""The models: Llama's dense transformer and DeepSeek-V3's with experts, from one config.
+
+Everything is built in high precision, from layers that can follow a recipe; `quantize_` then changes the recipe and
+nothing else, so runs by different recipes start from the same weights and have the same `state_dict`. The residual
+stream is bf16; parameters have the dtype of the config, and meet it in bf16 or as codes. Nothing in a forward waits for
+the host or depends on values, so a step can be captured.
+
+`Transformer.build` makes the modules without memory and fills them on their device, parameter by parameter, by the seed
+and the parameter's name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..nn import GroupedLinear, MoE, SwiGLU
+from .attention import Attention, LatentAttention, RMSNorm, linear, rotary_table
+from .config import ModelConfig, Recompute
+from .recompute import selective
+
+STREAM = torch.bfloat16
+# of a weight, times the square root of its inputs: GPT-2 has 0.55 at 768 features, DeepSeek-V3 0.51 at 7168
+INIT = 0.5
+EMBEDDING_INIT = 0.02
+
+
+class Block(nn.Module):
+    """Attention and an MLP or experts, each behind a norm and added to the stream."""
+
+    def __init__(self, config: ModelConfig, place: int) -> None:
+        super().__init__()
+        experts = config.experts
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config) if config.latent is None else LatentAttention(config, config.latent)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp: SwiGLU | MoE
+        if experts is None or place < experts.dense_layers:
+            self.mlp = SwiGLU(config.dim, config.hidden, recipe="bf16")
+        else:
+            self.mlp = MoE(
+                config.dim,
+                experts.hidden,
+                experts.count,
+                experts.top_k,
+                shared=experts.shared,
+                scoring=experts.scoring,
+                normalize=experts.normalize,
+                scale=experts.scale,
+                balance=experts.balance_rate > 0,
+                recipe="bf16",
+            )
+        self.recompute: Recompute = "none"
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.body(x, table)
+        named: dict[str, Any] = {"context_fn": selective} if self.recompute == "selective" else {}
+        # nothing here draws from torch's generators, and reading their state would end a capture
+        y: Any = checkpoint(self.body, x, table, use_reentrant=False, preserve_rng_state=False, **named)
+        return y
+
+    def body(self, x: Tensor, table: Tensor) -> Tensor:
+        """The block itself."""
+        x = x + self.attention(self.attention_norm(x), table)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """Symbols [B, T] to the mean loss of the next ones (`loss`), or to logits (`forward`)."""
+
+    table: Tensor
+
+    def __init__(self, config: ModelConfig, sequence: int) -> None:
+        super().__init__()
+        self.config, self.sequence = config, sequence
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        self.layers = nn.ModuleList(Block(config, place) for place in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = linear(config.dim, config.vocabulary)
+        self.register_buffer("table", self._table("meta"), persistent=False)
+        self.loss_chunks = 1
+        self.tie()
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        sequence: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Transformer:
+        """A model with its first weights; on the meta device without any.
+
+        >>> model = Transformer.build(ModelConfig(), 128, device="meta")
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        558208
+        """
+        with torch.device("meta"):
+            model = cls(config, sequence).to(dtype)
+        if torch.device(device).type == "meta":
+            return model
+        model.to_empty(device=device)
+        model.tie()
+        model.fill(seed)
+        return model
+
+    def tie(self) -> None:
+        """Embedding and head are one parameter again, where the config says so."""
+        if self.config.tied:
+            self.head.weight = self.embedding.weight
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        """First values of everything, each a function of the seed, its own name and the kind of device."""
+        outer = {f"{name}.weight" for name, _ in self._residual_outputs()}
+        shrink = 1 / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(1)
+                continue
+            generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, name))
+            std = EMBEDDING_INIT if name == "embedding.weight" else INIT / math.sqrt(parameter.shape[-1])
+            parameter.normal_(0, std * (shrink if name in outer else 1), generator=generator)
+        for module in self.modules():
+            if isinstance(module, MoE) and module.balance is not None and module.load is not None:
+                module.balance.zero_()
+                module.load.zero_()
+        self.table = self._table(self.embedding.weight.device)
+
+    def _table(self, device: torch.device | str) -> Tensor:
+        latent, config = self.config.latent, self.config
+        width = config.head_width if latent is None else latent.rope_dim
+        return rotary_table(self.sequence, width, config.rope_theta, device)
+
+    def _residual_outputs(self) -> Iterator[tuple[str, nn.Module]]:
+        """Layers that write to the stream: smaller at first, the more of them there are."""
+        for name, module in self.named_modules():
+            # latent attention has a `down` that reads the stream
+            writes = name.endswith((".out", ".down")) and not name.endswith("attention.down")
+            if writes and isinstance(module, nn.Linear | GroupedLinear):
+                yield name, module
+
+    def stream(self, symbols: Tensor) -> Tensor:
+        """What the head reads, [B, T, dim]."""
+        x = self.embedding(symbols).to(STREAM)
+        table = self.table[:, : symbols.shape[1]]
+        for block in self.layers:
+            x = block(x, table)
+        return self.norm(x)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] of the symbols that follow."""
+        return self.head(self.stream(symbols))
+
+    def loss(self, pieces: Tensor) -> Tensor:
+        """Mean nats of the last T symbols of pieces [B, T + 1], in fp32."""
+        rows, targets = self.stream(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten()
+        if self.loss_chunks == 1:
+            return self.entropy(rows, targets) / targets.numel()
+        total = rows.new_zeros((), dtype=torch.float32)
+        for part, aims in zip(rows.chunk(self.loss_chunks), targets.chunk(self.loss_chunks), strict=True):
+            # logits of one piece at a time: made again in the backward
+            total = total + checkpoint(self.entropy, part, aims, use_reentrant=False, preserve_rng_state=False)
+        return total / targets.numel()
+
+    def entropy(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Summed loss of rows [M, dim]."""
+        return functional.cross_entropy(self.head(rows).float(), targets, reduction="sum")
+
+    def mixtures(self) -> Iterator[MoE]:
+        """Layers with experts whose load is balanced."""
+        return (each for each in self.modules() if isinstance(each, MoE) and each.balance is not None)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7])
+
+
+@functools.cache
+def flops_per_token(config: ModelConfig, sequence: int) -> float:
+    """Of forward and backward, as torch counts operators; attention in full, nothing for recomputation.
+
+    >>> flops_per_token(ModelConfig(), 128) > 6 * 500_000
+    True
+    """
+    head = _count(replace(config, layers=0), sequence)
+    experts = config.experts
+    dense = config.layers if experts is None else min(experts.dense_layers, config.layers)
+    kinds = [(dense, replace(config, layers=1, experts=None))]
+    if experts is not None:
+        kinds.append((config.layers - dense, replace(config, layers=1, experts=replace(experts, dense_layers=0))))
+    # blocks of a kind are alike: one of each is counted
+    return (head + sum(times * (_count(kind, sequence) - head) for times, kind in kinds)) / sequence
+
+
+def _count(config: ModelConfig, sequence: int) -> int:
+    model = Transformer.build(config, sequence, device="meta", dtype=STREAM)
+    pieces = torch.zeros(1, sequence + 1, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model.loss(pieces).backward()
+    return counter.get_total_flops()

@@ -1,0 +1,228 @@
+"""The page of a comparison: one HTML file that needs nothing else, made from what the runs have stored.
+
+Verdicts come first, then curves, the gap over time, where a step's time goes, what each layer loses, and what it takes
+to run it again. `table` has the figures that the terminal shows too, so that both say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .breakdown import KINDS
+from .charts import Line, bars, lines
+from .compare import BASELINE, NULL, Arm, Comparison, Stored
+from .statistics import resolves
+
+CPU_SPEED = (
+    "Measured on a CPU, where low precision is emulated exactly and much slower than bf16: speeds, memory and shares "
+    "of time say nothing about a GPU. Losses do: casts give the same bytes on every device."
+)
+HEAD = ("recipe", "final loss", "gap to bf16", "tokens/s", "speedup", "peak memory", "low FLOPs", "verdict")
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+# layers up to which a table is shown at once
+_SHORT = 8
+_DECIBELS = ("x", "w", "dy", *PRODUCTS)
+
+
+def table(found: Comparison) -> list[list[str]]:
+    """One row for each arm, as `HEAD` says."""
+    return [_row(found, arm) for arm in found.arms]
+
+
+def _row(found: Comparison, arm: Arm) -> list[str]:
+    runs, verdict = found.runs[arm.name], found.verdict(arm)
+    loss = sum(run.loss for run in runs) / len(runs)
+    speed, base = found.tokens_per_second(arm.name), found.tokens_per_second(BASELINE)
+    memory = [run.end["peak_memory"] for run in runs if run.end.get("peak_memory") is not None]
+    is_recipe = arm.budget is not None
+    return [
+        arm.name,
+        f"{loss:.4f}",
+        "" if arm.name == BASELINE else str(found.gap(arm.name)),
+        f"{speed:,.0f}",
+        f"{speed / base:.2f}x" if is_recipe and base else "",
+        f"{max(memory) / 2**30:.2f} GiB" if memory else "not on a CPU",
+        f"{runs[0].about['flop_share']:.0%}" if is_recipe else "",
+        "" if verdict is None else _said(verdict.kind, arm),
+    ]
+
+
+def _said(kind: str, arm: Arm) -> str:
+    return f"{kind} {arm.budget:.2%}" if kind == "within budget" else kind
+
+
+def notes(found: Comparison) -> list[str]:
+    """What a reader has to know to read the table."""
+    null = next(arm for arm in found.arms if arm.name == NULL)
+    many, noise = len(found.seeds), found.noise
+    said = [
+        f"null: {null.says}; noise up to {100 * noise:.2g} %.",
+        "low FLOPs: share of linear FLOPs in low precision.",
+    ]
+    if many == 1:
+        said.append(
+            "One seed: gaps have no interval of their own. The null's largest gap in the second half of its run stands "
+            "in its place, or how far a recipe's own gap strayed there if that is more; more seeds would give one."
+        )
+    else:
+        said.append(f"± is the 95 % interval of the mean of {many} paired seeds (Student's t).")
+    tight = [arm.name for arm in found.arms if arm.budget is not None and not resolves(noise, arm.budget)]
+    if tight:
+        said.append(f"The noise is above a third of the budget of {', '.join(tight)}: too much to trust that verdict.")
+    for arm in found.arms:
+        verdict = found.verdict(arm)
+        if verdict is not None:
+            said.append(f"{arm.name}: {verdict.kind}; {verdict.why}.")
+        said += [f"{arm.name}, seed {seed}: {run.failed}" for seed, run in _runs(found, arm) if run.failed]
+    if not found.is_on_gpu:
+        said.append(CPU_SPEED)
+    return said
+
+
+def _runs(found: Comparison, arm: Arm) -> Sequence[tuple[int, Stored]]:
+    return list(zip(found.seeds, found.runs[arm.name], strict=True))
+
+
+def write(found: Comparison, path: Path) -> Path:
+    """The page, under another name first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(page(found))
+    fresh.rename(path)
+    return path
+
+
+def page(found: Comparison) -> str:
+    """All of it as text."""
+    base = found.runs[BASELINE][0]
+    config = base.about["config"]
+    title = f"{config['name']}: does it still converge?"
+    style = Path(__file__).with_name("page.css").read_text()
+    tokens = config["batch"] * config["accumulate"] * config["data"]["sequence"]
+    summary = (
+        f"{base.about['parameters'] / 1e6:,.2f}M parameters, {config['steps']} steps of {tokens:,} tokens, "
+        f"{len(found.seeds)} paired seed{'s' if len(found.seeds) > 1 else ''}, {base.where.get('name', '')}"
+    )
+    warning = "" if found.is_on_gpu else f"<p class='warn'>{CPU_SPEED}</p>"
+    body = [
+        f"<h1>{escape(title)}</h1><p class='note'>{escape(summary)}</p>{warning}",
+        _section("Verdicts", _verdicts(found)),
+        f"<div class='pair'>{_curves(found)}</div>",
+        _time(found),
+        *(_layers(arm, found.runs[arm.name][0]) for arm in found.arms if found.runs[arm.name][0].layers),
+        _section("How to run it again", _facts(found)),
+    ]
+    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title>"
+    return (
+        f"<!doctype html><html lang='en'><head>{head}<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _section(title: str, body: str, note: str = "") -> str:
+    said = f"<p class='note'>{escape(note)}</p>" if note else ""
+    return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
+
+
+def _verdicts(found: Comparison) -> str:
+    rows: list[str] = []
+    for arm, cells in zip(found.arms, table(found), strict=True):
+        verdict = found.verdict(arm)
+        kind = (
+            "" if verdict is None else "good" if verdict.is_good else "open" if verdict.kind == "undecided" else "bad"
+        )
+        last = f"<td class='{kind}'>{escape(cells[-1])}</td>"
+        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells[:-1]) + last)
+    said = "".join(f"<li>{escape(note)}</li>" for note in notes(found) if note != CPU_SPEED)
+    return f"{_table(HEAD, rows)}<ul class='note'>{said}</ul>"
+
+
+def _table(head: Sequence[str], rows: Sequence[str]) -> str:
+    top = "".join(f"<th>{escape(each)}</th>" for each in head)
+    return f"<div class='scroll'><table><tr>{top}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"
+
+
+def _curves(found: Comparison) -> str:
+    training: list[Line] = []
+    gaps: list[Line] = []
+    for place, arm in enumerate(found.arms):
+        runs = found.runs[arm.name]
+        training += [
+            Line(arm.name, smooth(sorted(run.losses.items())), place, faint=at > 0) for at, run in enumerate(runs)
+        ]
+        if arm.name != BASELINE and all(not run.failed for run in runs):
+            along = [(float(step), 100 * gap) for step, gap in found.along(arm.name)]
+            gaps.append(Line(arm.name, along, place, dashed=arm.name == NULL))
+    return _section(
+        "Training loss", lines(training, "training loss"), "Nats per symbol, smoothed; further seeds are faint."
+    ) + _section(
+        "Gap to bf16 over time",
+        lines(gaps, "gap to bf16", unit=" %", band=100 * found.noise),
+        "On held-out text, mean of the seeds; the strip is the null's noise at the end.",
+    )
+
+
+def smooth(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """A running mean over a fortieth of the run, thinned to what a screen shows."""
+    reach = max(1, len(points) // 40)
+    means: list[tuple[float, float]] = []
+    for at in range(len(points)):
+        near = [y for _, y in points[max(0, at - reach + 1) : at + 1]]
+        means.append((float(points[at][0]), sum(near) / len(near)))
+    return means[:: max(1, len(means) // 400)]
+
+
+def _time(found: Comparison) -> str:
+    rows = [(arm.name, found.runs[arm.name][0].shares) for arm in found.arms if found.runs[arm.name][0].shares]
+    note = "Shares of one step under the profiler: linear products, casts of our own, attention, everything else."
+    return _section(
+        "Where a step's time goes",
+        bars(rows, KINDS),
+        note if found.is_on_gpu else f"{note} On a CPU they say nothing about a GPU.",
+    )
+
+
+def _layers(arm: Arm, run: Stored) -> str:
+    head = ("layer", *_DECIBELS, "clipped", "underflow")
+    rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in run.layers]
+    note = (
+        "Signal to quantisation noise in dB on one batch of the trained model: of operands, and of the three products. "
+    )
+    note += "Clipped, underflow: the largest share among its operands."
+    lowest = min(
+        ((each[product], each["layer"], product) for each in run.layers for product in PRODUCTS if each[product]),
+        default=None,
+    )
+    worst = f"; least {lowest[0]:.1f} dB, {lowest[2]} of {lowest[1]}" if lowest else ""
+    summary = f"<summary>{len(rows)} layers{escape(worst)}</summary>"
+    opened = " open" if len(rows) <= _SHORT else ""
+    return _section(
+        f"What layers lose by {arm.name}", f"<details{opened}>{summary}{_table(head, rows)}</details>", note
+    )
+
+
+def _cells(layer: dict[str, Any]) -> list[str]:
+    decibels = [
+        "" if (value := layer[key]) is None or not math.isfinite(value) else f"{value:.1f}" for key in _DECIBELS
+    ]
+    return [f"<td>{each}</td>" for each in (*decibels, f"{layer['clipped']:.2%}", f"{layer['underflow']:.2%}")]
+
+
+def _facts(found: Comparison) -> str:
+    base = found.runs[BASELINE][0]
+    recipes = ",".join(arm.name for arm in found.arms if arm.name != NULL)
+    facts = {
+        "recipes": recipes,
+        "seeds": ", ".join(map(str, found.seeds)),
+        "text": base.about["data_hash"],
+        **base.where,
+    }
+    items = "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items())
+    arms = "".join(f"<dt>{escape(arm.name)}</dt><dd>{escape(arm.says)}</dd>" for arm in found.arms)
+    config = escape(json.dumps(base.about["config"], indent=1))
+    summary = f"<summary>config of bf16, seed {found.seeds[0]}</summary>"
+    return f"<dl>{items}</dl><dl>{arms}</dl><details>{summary}<pre>{config}</pre></details>"

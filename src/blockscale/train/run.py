@@ -1,0 +1,274 @@
+"""`Run`: a run that is under way. It can make a step, evaluate, save and go on from a checkpoint; when, the loop says.
+
+A step: for every microbatch pieces, forward, backward and the next draws of stochastic rounding; then the gradient is
+clipped, AdamW steps, attached weights are cast once, and experts are balanced. Nothing of it waits for the device. A
+loss or gradient that is no number stops every later update there, so that the weights are still those before it when
+the loop looks, and the place where it began can be found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..autograd import Recipe, attach, get_recipe, refresh_weights_
+from ..errors import CheckpointError, NonFiniteError, OptionError, message
+from ..hardware import default_device, gpu_name, named_device
+from ..nn import advance_, quantize_, set_step_
+from ..nn.convert import FilterFn
+from ..roofline import machine_of, nominal
+from . import checkpoint, faults
+from .config import RecipeConfig, RunConfig, to_dict
+from .data import Symbols, load
+from .micro import CapturedMicrobatch, Microbatch, compile_
+from .model import Block, Transformer, flops_per_token
+from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
+from .schedule import clip_, make_optimizer, rate_at
+
+
+class Run:
+    """What hooks are given.
+
+    model, optimizer, symbols: live.  step: how many are done.  report: of the conversion.  history, evaluations,
+    speeds: so far.  A hook may set `wants_stop`, and the run saves and ends after the present step, or `wants_trace`
+    before a step, and that step is profiled for `cast_share`.
+    """
+
+    def __init__(self, config: RunConfig, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> None:
+        self.config, self.hooks = config, tuple(hooks)
+        self.device = default_device() if config.device is None else named_device(config.device)
+        self.recipe = recipe_of(config.recipe)
+        self.symbols = load(config.data)
+        _check_fits(config, self.symbols, self.device)
+        self.model = self._build()
+        first, last = config.recipe.keep_first, config.recipe.keep_last
+        self.report = quantize_(self.model, self.recipe, filter_fn, keep_first=first, keep_last=last, seed=config.seed)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        kind = CapturedMicrobatch if config.cuda_graph else Microbatch
+        self.microbatch = kind(self.model, config.accumulate)
+        self.parameters = sum(each.numel() for each in self.model.parameters())
+        self.flops_per_token = flops_per_token(config.model, config.data.sequence)
+        machine = machine_of(gpu_name(self.device))
+        self.peak_rate = nominal(machine).bf16 if machine else None
+
+        self.step = 0
+        self.history: list[StepRecord] = []
+        self.evaluations: list[Evaluation] = []
+        self.speeds: list[Speed] = []
+        self.cast_share: float | None = None
+        self.wants_stop = self.wants_trace = False
+        self.saved: Path | None = None
+        # 1 once a loss or gradient was no number: AdamW then leaves weights and moments as they are
+        self.broken = torch.zeros((), device=self.device)
+        self._unread: list[tuple[int, float, Tensor, Tensor]] = []
+        self._resume()
+        attach(self.optimizer, self.model)
+        if config.compile != "none":
+            torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+            compile_(self.model, config.compile)
+
+    def _build(self) -> Transformer:
+        config = self.config
+        dtype: torch.dtype = getattr(torch, config.parameters)
+        model = Transformer.build(config.model, config.data.sequence, device=self.device, dtype=dtype, seed=config.seed)
+        model.loss_chunks = config.loss_chunks
+        for block in model.layers:
+            assert isinstance(block, Block)
+            block.recompute = config.recompute
+        return model
+
+    def tell(self, call: Callable[[Hooks], None]) -> None:
+        """All hooks, in their order."""
+        for hook in self.hooks:
+            call(hook)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """One optimizer step. Waits for nothing."""
+        config, model = self.config, self.model
+        set_step_(model, self.step)
+        self.microbatch.loss.zero_()
+        for micro in range(config.accumulate):
+            self.microbatch(self.pieces(self.step, micro))
+            advance_(model)
+        self.tell(lambda hook: hook.after_backward(self))
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        norm = clip_(gradients, config.optimizer.clip)
+        loss = self.microbatch.loss.clone()
+        self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))
+        rate = rate_at(self.step, config.steps, config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.found_inf = self.broken  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.step()
+        self._balance()
+        if config.cuda_graph:
+            torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._unread.append((self.step, rate, loss, norm))
+
+    def pieces(self, step: int, micro: int) -> Tensor:
+        """What a microbatch trains on, on its way to the device."""
+        config = self.config
+        return self._sent(
+            self.symbols.batch(config.seed, step, micro, config.batch, config.accumulate, config.data.sequence)
+        )
+
+    def _sent(self, batch: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return batch.to(self.device)
+        return batch.pin_memory().to(self.device, non_blocking=True)
+
+    def _balance(self) -> None:
+        experts = self.config.model.experts
+        for moe in self.model.mixtures():
+            assert experts is not None
+            assert moe.balance is not None
+            before = moe.balance.clone()
+            moe.update_balance_(experts.balance_rate)
+            moe.balance.copy_(torch.where(self.broken > 0, before, moe.balance))
+
+    def read(self) -> list[StepRecord]:
+        """The steps since the last call, added to the history: the only place where a run waits for its device."""
+        if not self._unread:
+            return []
+        steps, rates, losses, norms = zip(*self._unread, strict=True)
+        self._unread.clear()
+        values = torch.stack([torch.stack(losses), torch.stack(norms)]).tolist()
+        records = [StepRecord(*each) for each in zip(steps, *values, rates, strict=True)]
+        for record in records:
+            if not (math.isfinite(record.loss) and math.isfinite(record.norm)):
+                raise self._located(record)
+        self.history += records
+        return records
+
+    def _located(self, record: StepRecord) -> NonFiniteError:
+        """Replay the step that went wrong, with the weights and draws that it had, and say where."""
+        config, step = self.config, record.step - 1
+        refresh_weights_(self.model)
+        batches = [self.pieces(step, micro) for micro in range(config.accumulate)]
+        advance_(self.model, tick=step * config.accumulate)
+        what = f"loss {record.loss:.4f}, norm of the gradient {record.norm}"
+        return faults.not_finite(record.step, what, faults.locate(self.model, batches), config)
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """The loss on held-out text, in the precision of the recipe."""
+        config, total = self.config, torch.zeros((), device=self.device)
+        for place in range(config.eval_batches):
+            pieces = self.symbols.validation(place, config.eval_batches, config.batch, config.data.sequence)
+            total += self.model.loss(self._sent(pieces))
+        loss = float(total) / max(1, config.eval_batches)
+        found = Evaluation(self.step, loss, loss / math.log(2) / max(1e-9, self.symbols.bytes_per_symbol))
+        self.evaluations.append(found)
+        return found
+
+    # ---- checkpoints and the end -------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_name(self) -> str:
+        """Of the present step."""
+        return checkpoint.name_of(self.step)
+
+    def save(self) -> Path:
+        """A checkpoint of the present step."""
+        config = self.config
+        assert config.folder is not None
+        assert not self._unread, "what is no number is never saved"
+        tensors = checkpoint.tensors_of(self.model, self.optimizer)
+        about = {
+            "config": to_dict(config),
+            "data_hash": self.symbols.hash,
+            "tensors": sorted(tensors),
+            "history": [astuple(each) for each in self.history],
+            "evaluations": [astuple(each) for each in self.evaluations],
+        }
+        self.saved = checkpoint.save(config.folder, self.step, tensors, about, config.keep)
+        return self.saved
+
+    def _resume(self) -> None:
+        """Go on from the last checkpoint, if that is wanted and there is one."""
+        folder = self.config.folder
+        if folder is None:
+            return
+        last = checkpoint.latest(folder)
+        if not self.config.resume:
+            if last is not None:
+                raise CheckpointError(
+                    message(
+                        f"{folder} has {last.name} already",
+                        rule="a new run does not write over another",
+                        fix="pass resume=True to go on with it, or another folder",
+                    )
+                )
+            return
+        checkpoint.remove_leftovers(folder)
+        if last is None:
+            return
+        about = checkpoint.load(last, checkpoint.tensors_of(self.model, self.optimizer), self.config)
+        if about["data_hash"] != self.symbols.hash:
+            raise CheckpointError(
+                message(
+                    f"{last} was trained on text {about['data_hash']}, this is {self.symbols.hash}",
+                    rule="a run goes on with the text that it began with",
+                    fix="name the same data source and tokenizer, or another folder",
+                )
+            )
+        self.step, self.saved = about["step"], last
+        self.history = [StepRecord(*each) for each in about["history"]]
+        self.evaluations = [Evaluation(*each) for each in about["evaluations"]]
+        advance_(self.model, tick=self.step * self.config.accumulate)
+
+    def result(self, stopped: Literal["done", "interrupted"]) -> TrainResult:
+        """What the run has come to."""
+        is_gpu = self.device.type == "cuda"
+        return TrainResult(
+            self.config,
+            tuple(self.history),
+            tuple(self.evaluations),
+            tuple(self.speeds),
+            torch.cuda.max_memory_allocated(self.device) if is_gpu else None,
+            self.symbols.hash,
+            self.parameters,
+            self.flops_per_token,
+            self.report.flop_share,
+            stopped,
+            self.saved,
+            str(self.report),
+        )
+
+
+def recipe_of(config: RecipeConfig) -> Recipe:
+    """The recipe that a config names."""
+    recipe = get_recipe(config.name)
+    if config.weights is not None:
+        recipe = recipe.with_weights(config.weights)
+    return recipe.replace(name=recipe.name, weight_cast=config.weight_cast)
+
+
+def _check_fits(config: RunConfig, symbols: Symbols, device: torch.device) -> None:
+    if symbols.vocabulary > config.model.vocabulary:
+        raise OptionError(
+            message(
+                f"model.vocabulary={config.model.vocabulary} for {symbols.vocabulary} symbols",
+                rule="the model knows every symbol of its text",
+                fix=f"pass model.vocabulary={-(-symbols.vocabulary // 128) * 128}",
+            )
+        )
+    if config.cuda_graph and device.type != "cuda":
+        raise OptionError(
+            message(
+                f"cuda_graph on {device}",
+                rule="a CUDA graph is captured on a GPU",
+                fix="leave cuda_graph out",
+            )
+        )

@@ -1,0 +1,136 @@
+"""What a comparison may claim: paired gaps, their intervals, and one rule that turns them into a verdict.
+
+A gap is (loss - bf16's loss) / bf16's loss of the same seed. Seeds are pairs, so the interval is Student's, of the mean
+of the gaps. The null is bf16 against itself with sums in another order: whatever gap it has means nothing, and no
+recipe is judged finer than that. Plain numbers, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["diverged", "worse", "undecided", "within budget", "within noise"]
+
+# two-sided 95 %, by degrees of freedom from 1 on
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+_NORMAL = 1.95996
+
+
+def student(degrees: int) -> float:
+    """The quantile that a two-sided interval of 95 % takes.
+
+    >>> student(1), student(4), round(student(60), 2)
+    (12.706, 2.776, 2.0)
+    """
+    if degrees <= len(_STUDENT):
+        return _STUDENT[degrees - 1]
+    # Cornish and Fisher's expansion
+    z, over = _NORMAL, 1 / degrees
+    return z + (z**3 + z) / 4 * over + (5 * z**5 + 16 * z**3 + 3 * z) / 96 * over**2
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Paired relative gaps, one for each seed.  error: half of the interval of their mean; None of a single seed."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def error(self) -> float | None:
+        count = len(self.values)
+        if count < 2:
+            return None
+        return student(count - 1) * statistics.stdev(self.values) / math.sqrt(count)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every run ended with a number."""
+        return all(map(math.isfinite, self.values))
+
+    def __str__(self) -> str:
+        if not self.is_finite:
+            return "no number"
+        spread = "" if self.error is None else f" ± {100 * self.error:.2f}"
+        return f"{100 * self.mean:+.2f}{spread} %"
+
+
+def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
+    """Gaps of runs to the baseline's runs of the same seeds.
+
+    >>> print(paired([2.02, 2.04], [2.0, 2.0]))
+    +1.50 ± 6.35 %
+    """
+    return Gap(tuple(mine / theirs - 1 for mine, theirs in zip(losses, base, strict=True)))
+
+
+def wander(along: Sequence[float]) -> float:
+    """How far the gap of a single run strayed from where it ended, over the second half of the run."""
+    late = along[len(along) // 2 :]
+    return max((abs(each - late[-1]) for each in late), default=0.0)
+
+
+def noise_of(null: Gap, along: Sequence[float] = ()) -> float:
+    """The largest gap that may mean nothing: the far end of the null's interval. One seed has no interval; then it is
+    the largest gap that the null had in the second half of its run.  along: its gaps in the order of the steps."""
+    if not null.is_finite:
+        return math.nan
+    if null.error is not None:
+        return abs(null.mean) + null.error
+    late = along[len(along) // 2 :]
+    return max(abs(each) for each in (null.mean, *late))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kind: what may be said.  why: in words, with the figures it rests on."""
+
+    kind: Kind
+    why: str
+
+    @property
+    def is_good(self) -> bool:
+        return self.kind in ("within budget", "within noise")
+
+
+def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdict:
+    """The verdict on a recipe.  noise: of the null, see `noise_of`.  budget: the largest relative gap that is accepted.
+    strayed: of a single seed, see `wander`.
+
+    The gap's interval decides; a single seed has none, and the null's noise stands in its place, or how far the gap
+    strayed if that is more. Below the budget with all of it: within noise if the mean is no larger than the noise, else
+    within budget. Above budget and noise with all of it: worse. Anything else is open, and so is everything where the
+    null is no number.
+    """
+    if not gap.is_finite:
+        return Verdict("diverged", "a run ended without a loss that is a number")
+    if not math.isfinite(noise):
+        return Verdict("undecided", "the null has no finite gap, so the noise is not known")
+    error = max(noise, strayed) if gap.error is None else gap.error
+    low, high = gap.mean - error, gap.mean + error
+    reach = f"from {low:+.2%} to {high:+.2%}" + (
+        " (one seed: by the null's gap and by how far its own strayed)" if gap.error is None else ""
+    )
+    if high <= budget and abs(gap.mean) <= noise:
+        return Verdict("within noise", f"{reach}; the null alone makes {noise:.2%}")
+    if high <= budget:
+        return Verdict("within budget", f"{reach}; budget {budget:.2%}")
+    if low > max(budget, noise):
+        return Verdict("worse", f"{reach}, all above the budget of {budget:.2%} and the noise of {noise:.2%}")
+    return Verdict("undecided", f"{reach}, budget {budget:.2%}, noise {noise:.2%}: more seeds or steps would tell")
+
+
+def resolves(noise: float, budget: float) -> bool:
+    """Whether a comparison can see a budget at all: its noise is at most a third of it."""
+    return noise <= budget / 3

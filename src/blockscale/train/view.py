@@ -1,0 +1,131 @@
+"""What a person sees of a run: a live table in a terminal, plain lines elsewhere. A hook like any other.
+
+Share of time in casts is measured once, when the run has settled, by profiling a single step; on a CPU it is left out,
+where it would say how slow exact emulation is and nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
+from .run import Run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+
+# when compilation and autotuning are over
+_MEASURED_AT = 8
+
+
+class View(Hooks):
+    """Shows a run on a rich console."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live: Live | None = None
+        self.began = 0.0
+        self.first = 0
+        self.evaluation: Evaluation | None = None
+
+    def on_start(self, run: Run) -> None:
+        """What is trained, on what, how."""
+        config = run.config
+        self.began, self.first = time.perf_counter(), run.step
+        said = f"{config.name}: {run.parameters / 1e6:,.1f}M parameters, {config.recipe.name}, {run.device}"
+        said += f", {config.steps} steps of {config.tokens_per_step:,} tokens, text {run.symbols.hash}"
+        self.console.print(said, highlight=False)
+        converted = len(run.report.converted)
+        share = f"{converted} layers with {run.report.flop_share:.1%} of the linear FLOPs in low precision"
+        self.console.print(share if converted and run.recipe.is_low else "all layers in bf16", highlight=False)
+        if run.step:
+            self.console.print(f"going on from step {run.step}", highlight=False)
+        if self.console.is_terminal:
+            from rich.live import Live
+
+            self.live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
+
+    def before_step(self, run: Run) -> None:
+        """Once, a step that is profiled."""
+        if run.step == self.first + _MEASURED_AT and run.device.type == "cuda" and not run.config.profile:
+            run.wants_trace = True
+
+    def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
+        """The newest step."""
+        if self.live is not None:
+            self.live.update(self._table(run, records[-1], speed))
+        else:
+            self.console.print(self._line(run, records[-1], speed), highlight=False)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Kept for the table, or a line."""
+        self.evaluation = evaluation
+        if self.live is None:
+            said = f"step {evaluation.step:>6}  validation loss {evaluation.loss:.4f}"
+            self.console.print(f"{said}  ({evaluation.bits_per_byte:.3f} bits per byte)", highlight=False)
+
+    def on_save(self, run: Run, path: Path) -> None:
+        """Where it is."""
+        if self.live is None:
+            self.console.print(f"step {run.step:>6}  saved {path}", highlight=False)
+
+    def on_end(self, run: Run, result: TrainResult) -> None:
+        """How it ended."""
+        self.close()
+        said = f"{result.stopped} at step {result.steps}: validation loss {result.loss:.4f}, "
+        said += f"{result.tokens_per_second:,.0f} tokens/s"
+        if result.peak_memory is not None:
+            said += f", {result.peak_memory / 2**30:.1f} GiB at most"
+        self.console.print(said, highlight=False)
+        if run.device.type == "cpu":
+            self.console.print("speed on a CPU says nothing about a GPU: low precision is emulated exactly here")
+        if result.checkpoint is not None:
+            self.console.print(f"checkpoint {result.checkpoint}", highlight=False)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _left(self, run: Run) -> str:
+        done = run.step - self.first
+        seconds = (time.perf_counter() - self.began) / max(1, done) * (run.config.steps - run.step)
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+
+    def _figures(self, run: Run, record: StepRecord, speed: Speed) -> dict[str, str]:
+        figures = {
+            "step": f"{record.step}/{run.config.steps}",
+            "loss": f"{record.loss:.4f}",
+            "norm": f"{record.norm:.2f}",
+            "rate": f"{record.rate:.2e}",
+            "tokens/s": f"{speed.tokens_per_second:,.0f}",
+        }
+        if speed.mfu is not None:
+            figures["MFU"] = f"{speed.mfu:.1%}"
+        if speed.casts is not None:
+            figures["in casts"] = f"{speed.casts:.1%}"
+        return figures | {"left": self._left(run)}
+
+    def _line(self, run: Run, record: StepRecord, speed: Speed) -> str:
+        figures = self._figures(run, record, speed)
+        place = figures.pop("step").partition("/")[0]
+        return "  ".join([f"step {place:>6}", *(f"{name} {value}" for name, value in figures.items())])
+
+    def _table(self, run: Run, record: StepRecord, speed: Speed) -> Table:
+        from rich.table import Table
+
+        figures = self._figures(run, record, speed)
+        if self.evaluation is not None:
+            figures["validation"] = f"{self.evaluation.loss:.4f} at {self.evaluation.step}"
+        table = Table(*figures, title=f"{run.config.name}, {run.config.recipe.name}", title_justify="left")
+        table.add_row(*figures.values())
+        return table

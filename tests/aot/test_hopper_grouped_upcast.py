@@ -1,0 +1,69 @@
+"""The machine code of Hopper's grouped products of decoded operands, compiled without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
+from blockscale import quantize
+from blockscale.gemm.heuristics import SHARED_BYTES, Tile
+from blockscale.grouped import heuristics, heuristics_upcast
+from products import offsets
+
+_hopper_upcast = pytest.importorskip("blockscale.grouped._hopper_upcast", reason="this Triton has no Gluon for Hopper")
+addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
+pytestmark = [
+    pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
+    pytest.mark.slow,
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    tile: Tile
+    dtype: torch.dtype = torch.bfloat16
+    k_grouped: bool = False
+    bias: bool = False
+    accumulate: bool = False
+
+    def __str__(self) -> str:
+        kind = f"{'k' if self.k_grouped else 'm'}, {self.tile.label}, {self.dtype}"
+        return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
+
+
+_HIGH, _LOW, _ONE = heuristics_upcast.TILES
+# every tile with the epilogue that takes most of it, and those that people run
+_CASES = [
+    Case(_HIGH, bias=True),
+    Case(_HIGH, torch.float32, k_grouped=True),
+    Case(_LOW, torch.float32, k_grouped=True, accumulate=True),
+    Case(_ONE, bias=True),
+]
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
+    n, offs, wide = 512, offsets([100, 200, 212]), case.dtype == torch.float32
+    if case.k_grouped:
+        a, b = (quantize(torch.zeros(512, size), "nvfp4", axis=-2, offs=offs).mT for size in (256, n))
+    else:
+        a, b = quantize(torch.zeros(512, 256), "nvfp4"), quantize(torch.zeros(3, n, 256), "nvfp4")
+    problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, wide, 132, case.accumulate)
+    tile = heuristics_upcast.fitted(case.tile, problem)
+    out = addressable((a.rows * (3 if case.k_grouped else 1), n), case.dtype, torch.device("cpu"))
+    with compiled_for(90) as kernels:
+        bias = torch.zeros(3, n) if case.bias else None
+        _hopper_upcast.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)
+    found = report(kernels[-1])
+    assert found.spilled == 0
+    assert found.opcodes["HGMMA"] == tile.groups * tile.waves * 4, "one for each 16 of K in a block of the ring"
+    assert found.opcodes["FFMA"] == 0, "tensor scales are multiplied, rounded, and then added to"
+    assert not found.stray
+    estimate = heuristics_upcast.shared_bytes(tile, problem)
+    assert found.shared <= estimate <= SHARED_BYTES

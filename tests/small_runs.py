@@ -1,0 +1,46 @@
+"""Runs that take a second on a CPU, for the tests of the trainer: 16 symbols by 2 sequences, one or two blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from blockscale.train import DataConfig, ExpertsConfig, Hooks, LatentConfig, ModelConfig, RecipeConfig, RunConfig
+
+DENSE = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
+SPARSE = ModelConfig(
+    dim=32,
+    layers=2,
+    heads=2,
+    hidden=48,
+    latent=LatentConfig(kv_rank=16, nope_dim=16, rope_dim=8, value_dim=16),
+    experts=ExpertsConfig(count=4, top_k=2, hidden=16, shared=16),
+)
+
+
+def small(recipe: str = "fp8_blockwise", weight_cast: Any = "step", **changes: Any) -> RunConfig:
+    """A run on the CPU; all blocks follow the recipe."""
+    run = RunConfig(
+        "small",
+        DENSE,
+        DataConfig(sequence=16),
+        recipe=RecipeConfig(recipe, weight_cast, keep_first=0, keep_last=0),
+        steps=4,
+        batch=2,
+        device="cpu",
+        log_every=1,
+        eval_every=0,
+        eval_batches=1,
+    )
+    return replace(run, **changes)
+
+
+class Stopper(Hooks):
+    """Interrupts a run before a step, as Ctrl-C does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_step(self, run: Any) -> None:
+        if run.step == self.step - 1:
+            run.wants_stop = True

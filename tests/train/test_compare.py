@@ -1,0 +1,169 @@
+"""Comparisons: pairs are pairs, the null is the baseline in another order, finished runs are not run again, and what is
+broken comes out as worse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockscale.casts import _reference
+from blockscale.errors import NonFiniteError, OptionError
+from blockscale.train import ModelConfig, RecipeConfig, Run, RunConfig, get_preset
+from blockscale.train import compare as module
+from blockscale.train.breakdown import KINDS, breakdown
+from blockscale.train.compare import BASELINE, NULL, Comparison, arms_of, compare, null_of, read
+from small_runs import Stopper, small
+
+ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
+
+
+def little(**changes) -> RunConfig:
+    return small(**({"model": ONE_BLOCK, "steps": 3, "eval_every": 1} | changes))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compare")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Comparison:
+    return compare(little(), ["mxfp8"], 2, out=folder)
+
+
+def test_arms_differ_in_the_recipe_alone():
+    config = little()
+    arms = arms_of(config, ["bf16", "mxfp8", "nvfp4", "mxfp8"])
+    assert [arm.name for arm in arms] == ["bf16", "null", "mxfp8", "nvfp4"]
+    for arm in arms:
+        if arm.name != NULL:
+            assert replace(arm.config, recipe=config.recipe) == config
+    assert [arm.budget for arm in arms] == [None, None, 0.0025, 0.02]
+    assert arms_of(config, ["nvfp4"], budget=0.01)[-1].budget == 0.01
+
+
+@pytest.mark.parametrize(("batch", "accumulate"), [(4, 1), (3, 2)])
+def test_the_null_sees_the_same_pieces(batch: int, accumulate: int):
+    config = little(batch=batch, accumulate=accumulate, eval_batches=2)
+    null = null_of(config)[0]
+    runs = [Run(replace(each, recipe=replace(each.recipe, name="bf16"))) for each in (config, null)]
+    assert null.batch < batch
+    train, held_out = ([] for _ in range(2))
+    for run in runs:
+        mine = run.config
+        train.append(torch.cat([run.pieces(5, micro) for micro in range(mine.accumulate)]))
+        places = range(mine.eval_batches)
+        parts = [run.symbols.validation(at, mine.eval_batches, mine.batch, mine.data.sequence) for at in places]
+        held_out.append(torch.cat(parts))
+    assert torch.equal(*train)
+    assert torch.equal(*held_out)
+
+
+def test_a_null_of_one_sequence_sums_the_loss_in_pieces():
+    config = replace(get_preset("llama3-8b"), batch=1)
+    null, says = null_of(config)
+    assert (null.batch, null.loss_chunks) == (1, 16)
+    assert "16 pieces" in says
+
+
+def test_pairs_begin_alike(found: Comparison):
+    first = {name: [run.losses[1] for run in runs] for name, runs in found.runs.items()}
+    assert first[BASELINE][0] != first[BASELINE][1]
+    for name in (NULL, "mxfp8"):
+        for mine, theirs in zip(first[name], first[BASELINE], strict=True):
+            assert mine == pytest.approx(theirs, rel=3e-3)
+    assert len({run.about["data_hash"] for runs in found.runs.values() for run in runs}) == 1
+
+
+def test_what_is_found(found: Comparison):
+    assert found.gap(BASELINE).values == (0.0, 0.0)
+    assert [step for step, _ in found.along("mxfp8")] == [1, 2, 3]
+    last = found.along("mxfp8")[-1][1]
+    assert last == pytest.approx(found.gap("mxfp8").mean)
+    assert 0 <= found.noise < 0.01
+    run = found.runs["mxfp8"][0]
+    assert run.about["flop_share"] > 0.3
+    assert sum(run.shares.values()) == pytest.approx(1)
+    assert run.shares["casts"] > 0.05
+    assert found.runs[BASELINE][0].shares["casts"] == 0
+    layers = {each["layer"]: each for each in run.layers}
+    assert all(20 < layers["layers.0.mlp.down"][key] < 45 for key in ("x", "w", "dy", "fprop", "dgrad", "wgrad"))
+    assert found.runs[BASELINE][0].layers == []
+
+
+def test_finished_runs_are_read_and_not_run(found: Comparison, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "train", lambda *args, **named: pytest.fail("ran again"))
+    again = compare(little(), ["mxfp8"], 2, out=folder)
+    assert again.runs == found.runs
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path: Path):
+    config = little(steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, [], 1, out=tmp_path, hooks=lambda arm, seed: [Stopper(1)] if arm.name == NULL else [])
+    files = sorted(tmp_path.rglob("metrics.jsonl"))
+    assert [read(each).is_done for each in files] == [True, False]
+    before = files[0].read_text()
+    with files[1].open("a") as file:
+        file.write('{"kind": "step", "st')  # a process that was killed
+    done = compare(config, [], 1, out=tmp_path)
+    assert files[0].read_text() == before
+    assert set(done.runs[NULL][0].losses) == {1, 2}
+
+
+def test_a_run_without_numbers_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = module.train
+
+    def train(config: RunConfig, **named):
+        if config.recipe.name == "mxfp8":
+            named["hooks"][0].on_start(Run(config))
+            raise NonFiniteError("step 1: loss nan")
+        return real(config, **named)
+
+    monkeypatch.setattr(module, "train", train)
+    found = compare(little(steps=1), ["mxfp8"], 1, out=tmp_path)
+    verdict = found.verdict(found.arms[-1])
+    assert verdict is not None
+    assert verdict.kind == "diverged"
+    assert "loss nan" in found.runs["mxfp8"][0].failed
+
+
+def test_a_broken_cast_is_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Codes of a quarter of their values: every product shrinks, and the loss shows it."""
+    real = _reference.encode
+    monkeypatch.setattr(_reference, "encode", lambda v, element, words=None: real(v * 0.25, element, words))
+    config = little(steps=8, eval_every=0, eval_batches=4, recipe=RecipeConfig("bf16", "forward", None, 0, 0))
+    found = compare(config, ["mxfp8"], 3, out=tmp_path)
+    gap, verdict = found.gap("mxfp8"), found.verdict(found.arms[-1])
+    assert verdict is not None
+    assert verdict.kind == "worse", (gap, verdict)
+    assert gap.mean > 0.01
+
+
+def test_text_has_to_be_the_same(found: Comparison, folder: Path, tmp_path: Path):
+    for file in folder.rglob("metrics.jsonl"):
+        copy = tmp_path / file.relative_to(folder)
+        copy.parent.mkdir(parents=True)
+        copy.write_text(file.read_text())
+    victim = next(iter(sorted(tmp_path.rglob("metrics.jsonl"))))
+    rows = [json.loads(line) for line in victim.read_text().splitlines()]
+    victim.write_text("".join(json.dumps(row | {"data_hash": "other"}) + "\n" for row in rows))
+    with pytest.raises(OptionError, match="different text"):
+        compare(little(), ["mxfp8"], 2, out=tmp_path)
+
+
+def test_no_seed_is_no_comparison(tmp_path: Path):
+    with pytest.raises(OptionError, match="at least one seed"):
+        compare(little(), [], 0, out=tmp_path)
+
+
+def test_shares_are_of_what_ran():
+    a = torch.randn(256, 256)
+    shares = breakdown(lambda: [a @ a for _ in range(20)] and None)
+    assert set(shares) == set(KINDS)
+    assert shares["products"] > 0.3
+    assert shares["casts"] == 0

@@ -1,0 +1,93 @@
+"""Configs and presets: sizes of real models, shares in low precision, and what cannot be trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import blockscale as bs
+from blockscale.errors import OptionError, UnknownNameError
+from blockscale.train import PRESETS, OptimizerConfig, get_preset, with_layers
+from blockscale.train.checks import check
+from blockscale.train.config import to_dict
+from blockscale.train.model import Transformer, flops_per_token
+from small_runs import DENSE, SPARSE, small
+
+# what papers and model cards say; ours have bytes in place of a vocabulary in the first four
+PARAMETERS = {
+    "tiny": 558_208,
+    "tiny_moe": 787_520,
+    "125m": 124_275_456,
+    "moe-500m": 503_828_736,
+    "llama3-8b": 8_030_261_248,
+    "dsv3-16b": 15_706_484_224,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_and_share_of_flops(name: str):
+    run = get_preset(name)
+    check(run)
+    model = Transformer.build(run.model, run.data.sequence, device="meta")
+    assert sum(each.numel() for each in model.parameters()) == PARAMETERS[name]
+    report = bs.quantize_(model, "fp8_blockwise")
+    assert report.flop_share >= 0.9
+    assert {each.name for each in report.skipped} <= {"head", *(f"layers.{i}.mlp.router" for i in range(30))}
+
+
+def test_flops_are_six_per_parameter_and_token_and_attention():
+    run = get_preset("llama3-8b")
+    # 2 * 3 for each weight of a product, and 2 * 2 * 3 * heads * width for each position
+    products = 6 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
+    attention = 12 * 4096 * run.data.sequence * 32
+    assert flops_per_token(run.model, run.data.sequence) == pytest.approx(products + attention, rel=1e-6)
+
+
+def test_flops_of_experts_are_those_that_see_a_token():
+    run = get_preset("dsv3-16b")
+    model = Transformer.build(run.model, 128, device="meta")
+    idle = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name) * (64 - 6) // 64
+    norms_and_table = sum(each.numel() for each in model.parameters() if each.dim() < 2) + 102400 * 2048
+    products = 6 * (PARAMETERS["dsv3-16b"] - idle - norms_and_table)
+    # scores by 192 features of queries and keys, and as many of padded values
+    attention = 27 * 12 * 16 * 192 * 128
+    assert flops_per_token(run.model, 128) == pytest.approx(products + attention, rel=1e-6)
+
+
+def test_layers_can_be_cut():
+    assert with_layers(get_preset("dsv3-16b"), 3).model.layers == 3
+    with pytest.raises(UnknownNameError, match="llama3-8b"):
+        get_preset("llama-8b")
+
+
+def test_configs_are_json():
+    assert to_dict(get_preset("dsv3-16b"))["model"]["experts"]["top_k"] == 6
+    assert to_dict(small(folder=Path("out")))["folder"] == "out"
+
+
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [
+        (small(steps=0), "steps=0"),
+        (small(batch=0), "batch=0"),
+        (small(keep=0), "keep=0"),
+        (small(save_every=5), "save_every=5 without a folder"),
+        (small(resume=True), "resume=True without a folder"),
+        (small(model=replace(DENSE, heads=3)), "heads=3"),
+        (small(model=replace(DENSE, kv_heads=0)), "kv_heads=0"),
+        (small(model=replace(DENSE, heads=32, kv_heads=32)), "1 rotated"),
+        (small(model=replace(DENSE, vocabulary=0)), "vocabulary=0"),
+        (small(model=replace(SPARSE, experts=replace(SPARSE.experts, top_k=5))), "top_k=5 of 4"),
+        (small(model=SPARSE, export=Path("out")), "export"),
+        (small(data=replace(small().data, held_out=1.0)), "held_out=1.0"),
+        (small(optimizer=OptimizerConfig(rate=float("nan"))), "rate=nan"),
+        (small(optimizer=OptimizerConfig(schedule="wsd", warmup=0.6, decay=0.6)), "warmup=0.6"),
+    ],
+)
+def test_what_cannot_be_trained(run, what: str):
+    with pytest.raises(OptionError, match=what) as raised:
+        check(run)
+    assert "Rule: " in str(raised.value)
+    assert "Fix: " in str(raised.value)

@@ -1,0 +1,178 @@
+"""Text: sorted, each content once, split by content, prepared whole or not at all, and batches that repeat."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockscale.errors import DataError
+from blockscale.train import DataConfig
+from blockscale.train.corpus import collect, contents
+from blockscale.train.data import _prepared, load
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    _prepared.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "text"
+    for place in range(40):
+        path = root / f"part{place % 3}" / f"{place:02d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"file {place}: " + "words and more words, " * (place + 3))
+    return root
+
+
+def config(folder: Path, **changes) -> DataConfig:
+    return DataConfig(str(folder), sequence=16, cache=folder.parent / "cache", **changes)
+
+
+def test_files_are_sorted_and_split_by_content(folder: Path):
+    before = collect(str(folder), 0.2)
+    assert before.train == sorted(before.train)
+    assert 2 <= len(before.held_out) <= 16
+    assert set(before.train).isdisjoint(before.held_out)
+    assert len(before.train) + len(before.held_out) == 40
+    # a file that is renamed stays on its side, and new files move none
+    moved = before.held_out[0].rename(folder / "zzz.txt")
+    (folder / "aaa.txt").write_text("something else altogether")
+    after = collect(str(folder), 0.2)
+    assert moved in after.held_out
+    assert set(before.train) <= set(after.train)
+
+
+def test_copies_count_once_and_the_hash_sees_content(folder: Path):
+    before = collect(str(folder), 0.2)
+    shutil.copy(folder / "part0" / "00.txt", folder / "zz.txt")
+    assert collect(str(folder), 0.2).hash == before.hash
+    (folder / "part0" / "00.txt").write_text("changed")
+    assert collect(str(folder), 0.2).hash != before.hash
+
+
+def test_what_is_no_text_is_left_out(folder: Path):
+    before = collect(str(folder), 0.2)
+    (folder / "binary.txt").write_bytes(b"abc\0def")
+    (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    (folder / "empty.txt").write_text("  \n")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "x.txt").write_text("cached")
+    assert collect(str(folder), 0.2) == before
+
+
+def test_no_text(tmp_path: Path):
+    (tmp_path / "binary").write_bytes(b"\0\1\2")
+    with pytest.raises(DataError, match="no text in"):
+        collect(str(tmp_path), 0.1)
+    with pytest.raises(DataError, match="a file or folder that exists"):
+        collect(str(tmp_path / "nowhere"), 0.1)
+
+
+def test_one_file_is_cut(tmp_path: Path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"line {place}\n" for place in range(500)))
+    corpus = collect(str(path), 0.1)
+    train, held_out = (b"".join(contents(corpus, part)) for part in ("train", "held_out"))
+    assert train + held_out == path.read_bytes()
+    assert len(held_out) == pytest.approx(0.1 * len(train + held_out), abs=2)
+
+
+def test_symbols_are_the_bytes(folder: Path):
+    found = load(config(folder))
+    corpus = collect(str(folder), 0.1)
+    for part in ("train", "held_out"):
+        expected = b"".join(text + b"\0" for text in contents(corpus, part))
+        assert bytes(getattr(found, part).tolist()) == expected
+    assert found.vocabulary == 256
+
+
+def test_batches_are_functions_of_seed_and_step(folder: Path):
+    found = load(config(folder))
+    one = found.batch(1, 7, 0, 4, 1, 16)
+    assert one.shape == (4, 17)
+    assert one.dtype == torch.int64
+    assert torch.equal(one, found.batch(1, 7, 0, 4, 1, 16))
+    assert not torch.equal(one, found.batch(1, 8, 0, 4, 1, 16))
+    assert not torch.equal(one, found.batch(2, 7, 0, 4, 1, 16))
+    # microbatches are parts of the same batch
+    parts = [found.batch(1, 7, micro, 2, 2, 16) for micro in range(2)]
+    assert torch.equal(torch.cat(parts), one)
+    text = bytes(found.train.tolist())
+    assert all(bytes(row.tolist()) in text for row in one)
+
+
+def test_validation_covers_the_held_out_text(folder: Path):
+    found = load(config(folder))
+    batches = [found.validation(place, 3, 4, 16) for place in range(3)]
+    text = bytes(found.held_out.tolist())
+    assert bytes(batches[0][0].tolist()) == text[:17]
+    assert text.endswith(bytes(batches[-1][-1].tolist()))
+
+
+def test_prepared_text_is_found_again(folder: Path):
+    first = load(config(folder))
+    (cached,) = (folder.parent / "cache").iterdir()
+    written = os.stat(cached / "train.bin").st_mtime_ns
+    _prepared.cache_clear()
+    again = load(config(folder))
+    assert again.hash == first.hash == cached.name
+    assert os.stat(cached / "train.bin").st_mtime_ns == written
+    assert json.loads((cached / "about.json").read_text())["files"]["train"] > 20
+
+
+def test_text_that_was_cut_short_is_noticed(folder: Path):
+    load(config(folder))
+    (cached,) = (folder.parent / "cache").iterdir()
+    with (cached / "train.bin").open("r+b") as file:
+        file.truncate(100)
+    _prepared.cache_clear()
+    with pytest.raises(DataError, match="delete"):
+        load(config(folder))
+
+
+def test_text_shorter_than_a_piece(folder: Path):
+    with pytest.raises(DataError, match="longer than one piece"):
+        load(DataConfig(str(folder), sequence=100_000, cache=folder.parent / "cache"))
+
+
+def test_a_cache_that_cannot_be_written(folder: Path):
+    blocked = folder.parent / "file"
+    blocked.write_text("")
+    with pytest.raises(DataError, match="could not be prepared"):
+        load(DataConfig(str(folder), cache=blocked))
+
+
+def test_the_standard_library_is_there():
+    found = load(DataConfig())
+    assert len(found.train) > 1_000_000
+    assert len(found.held_out) > 100_000
+    assert found.train.dtype == torch.uint8
+
+
+def test_tokenizers_that_are_missing_or_wrong(folder: Path, tmp_path: Path):
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        load(config(folder, tokenizer=tmp_path / "none.json"))
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{}")
+    with pytest.raises(DataError, match="leave it out to train on bytes"):
+        load(config(folder, tokenizer=wrong))
+
+
+def test_a_tokenizer(folder: Path, tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "file": 1, "words": 2, "and": 3, "more": 4, ",": 5, ":": 6, "</s>": 7}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = load(config(folder, tokenizer=tmp_path / "tokenizer.json"))
+    assert found.vocabulary == 8
+    assert found.train.dtype == torch.int32
+    assert int((found.train == 7).sum()) == len(collect(str(folder), 0.1).train)
+    assert found.bytes_per_symbol > 3

@@ -1,0 +1,143 @@
+"""NaN: the step, the layer and the product; weights stay those before it. Memory: what to change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockscale.errors import NonFiniteError, OutOfMemoryError
+from blockscale.nn import Linear
+from blockscale.train import Hooks, OptimizerConfig, Run, faults, get_preset, train
+from blockscale.train.checkpoint import complete
+from small_runs import DENSE, SPARSE, small
+
+
+class Spoil(torch.autograd.Function):
+    """Passes a tensor on, and spoils one number of it, or of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward = backward
+        y = x.clone()
+        if forward:
+            y.view(-1)[0] = float("inf")
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        if ctx.backward:
+            grad.view(-1)[0] = float("nan")
+        return grad, None, None
+
+
+class Spoiler(Hooks):
+    """From a step on, a layer's product is no number: of forward, of the gradient of its input, or of its weight."""
+
+    def __init__(self, layer: str, product: str, step: int) -> None:
+        self.layer, self.product, self.step = layer, product, step
+        self.weights: list[torch.Tensor] = []
+
+    def before_step(self, run: Run) -> None:
+        if run.step != self.step:
+            return
+        self.weights = [each.detach().clone() for each in run.model.parameters()]
+        layer = run.model.get_submodule(self.layer)
+        plain, product = type(layer).forward, self.product
+
+        class Spoiled(type(layer)):
+            def forward(self, *args):
+                first, *rest = args
+                if product == "dgrad":
+                    first = Spoil.apply(first, False, True)
+                if product == "wgrad":
+                    weight = self.weight
+                    del self._parameters["weight"]
+                    self.weight = Spoil.apply(weight, False, True)
+                    try:
+                        return plain(self, first, *rest)
+                    finally:
+                        del self.weight
+                        self.register_parameter("weight", weight)
+                y = plain(self, first, *rest)
+                return Spoil.apply(y, True, False) if product == "fprop" else y
+
+        layer.__class__ = Spoiled
+
+
+@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize(
+    ("layer", "model"),
+    [("layers.1.attention.out", DENSE), ("layers.0.mlp.down", DENSE), ("layers.1.mlp.experts.gate_up", SPARSE)],
+)
+def test_a_nan_is_traced_to_its_product(layer: str, model, product: str, tmp_path: Path):
+    recipe = "bf16" if product == "wgrad" else "fp8_blockwise"  # where a weight may be a result
+    spoiler = Spoiler(layer, product, step=1)
+    run = small(recipe, weight_cast="forward", model=model, steps=6, log_every=5, folder=tmp_path, batch=1)
+    with pytest.raises(NonFiniteError) as raised:
+        train(run, hooks=[spoiler])
+    said = str(raised.value)
+    assert said.startswith("step 2 of small")
+    assert f"first in {layer}, {product}" in said
+    assert "Fix: try a lower optimizer.rate" in said
+    assert complete(tmp_path) == []
+
+
+def test_weights_stay_those_before_it():
+    spoiler = Spoiler("layers.0.mlp.down", "fprop", step=1)
+    run = Run(small("fp8_blockwise", model=SPARSE, log_every=10), [spoiler])
+    for _ in range(2):
+        spoiler.before_step(run)
+        run.advance()
+    balance = run.model.layers[1].mlp.balance.clone()
+    run.advance()
+    for before, now in zip(spoiler.weights, run.model.parameters(), strict=True):
+        assert torch.equal(before, now)
+    assert torch.equal(balance, run.model.layers[1].mlp.balance)
+    assert {float(state["step"]) for state in run.optimizer.state.values()} == {1.0}
+
+
+def test_other_places():
+    run = Run(small("bf16"))
+    pieces = [run.pieces(0, 0)]
+    assert faults.locate(run.model, pieces) is None
+    with torch.no_grad():
+        run.model.layers[1].mlp_norm.weight[0] = float("nan")
+    assert faults.locate(run.model, pieces) == faults.Place("layers.1.mlp_norm.weight", "the weight itself")
+
+
+def test_a_rate_that_is_too_high_is_found():
+    wild = OptimizerConfig(rate=1e38, warmup=0.0, clip=0.0)
+    with pytest.raises(NonFiniteError, match=r"step \d of small.*optimizer\.clip=1\.0"):
+        train(small("bf16", optimizer=wild, steps=5))
+
+
+def test_memory_says_what_to_change(monkeypatch: pytest.MonkeyPatch):
+    def fails(self: Run) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 1 GiB")
+
+    monkeypatch.setattr(Run, "advance", fails)
+    with pytest.raises(OutOfMemoryError) as raised:
+        train(small(batch=8))
+    said = str(raised.value)
+    for words in (
+        "Tried to allocate 2.00 GiB",
+        "recompute=selective",
+        "batch=4 with accumulate=2",
+        "weight_cast=twice",
+    ):
+        assert words in said
+    large = faults.out_of_memory(replace(get_preset("llama3-8b"), recompute="full"), RuntimeError("x"))
+    assert "recompute" not in str(large)
+    assert "loss_chunks=16" in str(large)
+    assert "parameters=bfloat16" not in str(large)
+
+
+def test_the_spoiler_spoils_one_layer():
+    """A control: without it the same runs end well."""
+    result = train(small(steps=2, weight_cast="forward"))
+    assert result.stopped == "done"
+    assert issubclass(type(Run(small()).model.layers[0].mlp.down), Linear)

@@ -1,0 +1,243 @@
+"""The loop: learns, repeats, resumes to the bit, accumulates as one batch, casts weights once per step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockscale.autograd.weights import shared_weights
+from blockscale.errors import CheckpointError, OptionError
+from blockscale.train import Hooks, RecipeConfig, Run, TrainResult, train
+from small_runs import DENSE, SPARSE, Stopper, small
+
+
+def losses(result: TrainResult) -> list[float]:
+    return [each.loss for each in result.history]
+
+
+def test_it_learns_and_repeats():
+    run = small("bf16", steps=40, batch=4, eval_every=20, log_every=7)
+    first = train(run)
+    assert [each.step for each in first.history] == list(range(1, 41))
+    assert [each.step for each in first.evaluations] == [20, 40]
+    assert first.history[0].loss == pytest.approx(5.6, abs=0.3)
+    assert first.loss < 4.0
+    assert first.stopped == "done"
+    assert first.tokens_per_second > 0
+    assert first.peak_memory is None
+    again = train(replace(run, log_every=1))
+    assert losses(again) == losses(first)
+    assert again.evaluations == first.evaluations
+    other = train(replace(run, steps=1, seed=1))
+    assert losses(other) != losses(first)[:1]
+
+
+def test_recipes_begin_alike_and_see_the_same_text():
+    results = [train(small(name, steps=1)) for name in ("bf16", "fp8_blockwise", "mxfp8")]
+    assert len({result.data_hash for result in results}) == 1
+    first = [result.history[0].loss for result in results]
+    assert len(set(first)) == 3
+    assert max(first) - min(first) < 0.02
+    assert results[1].flop_share > 0.6
+    assert "layers converted" in results[1].conversion
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [("fp8_blockwise", DENSE), ("fp8_blockwise", SPARSE), ("nvfp4", replace(DENSE, layers=1))],
+    ids=["dense", "sparse", "stochastic"],
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(recipe: str, model, tmp_path: Path):
+    run = small(recipe, model=model, steps=3, accumulate=2, batch=1, eval_every=2)
+    whole = train(run)
+    here = replace(run, folder=tmp_path)
+    part = train(here, hooks=[Stopper(2)])
+    assert (part.stopped, part.steps) == ("interrupted", 2)
+    torch.manual_seed(999)  # whatever the process did in between
+    rest = train(replace(here, resume=True))
+    assert rest.history == whole.history
+    assert rest.evaluations == whole.evaluations
+    assert (rest.stopped, rest.steps) == ("done", 3)
+
+
+def test_accumulation_is_one_large_batch():
+    """The same pieces: gradients differ by the order of sums in bf16 and fp32."""
+    gradients = []
+    for batch, accumulate in ((4, 1), (2, 2), (1, 4)):
+        run = Run(small("bf16", batch=batch, accumulate=accumulate))
+        for micro in range(accumulate):
+            run.microbatch(run.pieces(0, micro))
+        gradients.append((run.microbatch.loss, [each.grad for each in run.model.parameters()]))
+    whole_loss, whole = gradients[0]
+    for loss, parts in gradients[1:]:
+        assert torch.allclose(loss, whole_loss, rtol=1e-3)
+        for mine, theirs in zip(parts, whole, strict=True):
+            assert float((mine - theirs).norm() / theirs.norm()) < 0.02
+
+
+@pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_weights_are_cast_once_per_step(model):
+    run = Run(small(model=model, accumulate=3, batch=1))
+    casts = [cast for *_, cast in shared_weights(run.model)]
+    assert len(casts) == len(run.report.converted)
+    assert {cast.casts for cast in casts} == {1}
+    run.advance()
+    run.advance()
+    assert {cast.casts for cast in casts} == {3}
+    plain = Run(small(weight_cast="forward"))
+    assert shared_weights(plain.model) == []
+
+
+def test_sharing_casts_changes_no_bit():
+    run = small(accumulate=2, batch=1, steps=2)
+    shared = train(run)
+    each = train(replace(run, recipe=replace(run.recipe, weight_cast="forward")))
+    assert losses(shared) == losses(each)
+
+
+def test_draws_move_on_with_every_microbatch():
+    run = Run(small("nvfp4", model=replace(DENSE, layers=1), accumulate=2, batch=1))
+    run.advance()
+    rng = run.model.layers[0].mlp.down.rng
+    assert rng is not None
+    assert rng.tolist() == [0, 2]
+
+
+def test_experts_are_balanced():
+    run = Run(small("bf16", model=SPARSE))
+    moe = run.model.layers[1].mlp
+    run.advance()
+    assert set(moe.balance.tolist()) <= {0.0, *torch.tensor([1e-3, -1e-3]).tolist()}
+    assert float(moe.balance.abs().sum()) > 0
+    assert int(moe.load.sum()) == 0
+
+
+def test_parameters_can_be_bf16():
+    run = Run(small(parameters="bfloat16"))
+    run.advance()
+    assert {each.dtype for each in run.model.parameters()} == {torch.bfloat16}
+    assert run.optimizer.state[run.model.head.weight]["exp_avg"].dtype == torch.bfloat16
+    assert {each.dtype for each in Run(small()).model.parameters()} == {torch.float32}
+
+
+def test_hooks_are_told_in_order(tmp_path: Path):
+    told: list[str] = []
+
+    class Listener(Hooks):
+        pass
+
+    for name in ("on_start", "before_step", "after_backward", "on_log", "on_evaluation", "on_save", "on_end", "close"):
+        setattr(Listener, name, lambda self, *rest, name=name: told.append(name))
+    train(small("bf16", steps=2, folder=tmp_path), hooks=[Listener()])
+    step = ["before_step", "after_backward", "on_log"]
+    assert told == ["on_start", *step, *step, "on_evaluation", "on_save", "on_end", "close"]
+
+
+def test_ctrl_c_saves_and_ends(tmp_path: Path):
+    class Interrupt(Hooks):
+        def after_backward(self, run: Run) -> None:
+            if run.step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    result = train(small("bf16", folder=tmp_path), hooks=[Interrupt()])
+    assert (result.stopped, result.steps) == ("interrupted", 2)
+    assert result.checkpoint == tmp_path / "step-00000002"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_new_run_does_not_write_over_another(tmp_path: Path):
+    run = small("bf16", steps=1, folder=tmp_path)
+    train(run)
+    with pytest.raises(CheckpointError, match="resume=True"):
+        train(run)
+
+
+def test_text_with_more_symbols_than_the_model():
+    with pytest.raises(OptionError, match=r"model\.vocabulary=128 for 256"):
+        train(small(model=replace(DENSE, vocabulary=128)))
+
+
+def test_graphs_need_a_gpu():
+    with pytest.raises(OptionError, match="cuda_graph on cpu"):
+        train(small(cuda_graph=True))
+
+
+def test_a_trace_is_written(tmp_path: Path):
+    result = train(small(model=replace(DENSE, layers=1), steps=5, folder=tmp_path, profile=1))
+    (trace,) = tmp_path.glob("trace-*.json.gz")
+    assert trace.stat().st_size > 1000
+    assert result.steps == 5
+    assert result.speeds[-1].casts is not None
+    assert 0.05 < result.speeds[-1].casts < 1
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_eager_ones_to_the_bit(monkeypatch: pytest.MonkeyPatch):
+    """With a backend that changes no operator; inductor's own sums differ in last bits."""
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **named: compile_function(f, **named | {"backend": "aot_eager"}))
+    sparse = replace(SPARSE, experts=replace(SPARSE.experts, dense_layers=0), layers=1)
+    run = small(steps=1, model=sparse, recompute="selective")
+    compiled, eager = train(replace(run, compile="blocks")), train(run)
+    assert (compiled.history, compiled.evaluations) == (eager.history, eager.evaluations)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_a_captured_microbatch_is_the_eager_one(recipe: str, model):
+    wide = replace(model, dim=128, hidden=256, layers=3)
+    run = small(recipe, model=wide, device="cuda", steps=6, accumulate=2)
+    assert train(replace(run, cuda_graph=True)).history == train(run).history
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_compiled_and_captured_on_a_gpu(model, recompute):
+    wide = replace(model, dim=128, hidden=256, layers=3)
+    run = small(model=wide, device="cuda", steps=10, batch=8, recompute=recompute)
+    eager = train(run)
+    compiled = train(replace(run, compile="blocks"))
+    captured = train(replace(run, compile="blocks", cuda_graph=True))
+    assert compiled.loss == pytest.approx(eager.loss, rel=0.02)
+    assert captured.loss == pytest.approx(compiled.loss, rel=1e-5)
+    assert eager.peak_memory is not None
+    assert eager.peak_memory > 0
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu_within_a_step():
+    run = Run(small(model=SPARSE, device="cuda"))
+    for _ in range(3):
+        run.advance()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "nvfp4"])
+def test_resume_on_a_gpu(recipe: str, tmp_path: Path):
+    run = small(recipe, model=SPARSE, device="cuda", steps=4)
+    whole = train(run)
+    here = replace(run, folder=tmp_path)
+    train(here, hooks=[Stopper(2)])
+    assert train(replace(here, resume=True)).history == whole.history
+
+
+def test_recipes_by_config():
+    from blockscale.train.run import recipe_of
+
+    recipe = recipe_of(RecipeConfig("mxfp8", "twice", "mxfp8_e4m3_128x128"))
+    assert recipe.weight_cast == "twice"
+    assert recipe.name == "mxfp8, weights mxfp8_e4m3_128x128"
