@@ -29,7 +29,7 @@ setup: ## make .venv, or bring it up to date
 
 # Under three minutes; runs that are in out/compare already are read. `blockscale demo` shows what each format does.
 # One thread: layers are so small that others would only wait, and sums are taken in one order on every machine.
-DEMO = --recipes bf16,fp8_blockwise,mxfp8,nvfp4 --seeds 3 --steps 20 --eval-every 5 --eval-batches 4 --out out/compare
+DEMO = --recipes bf16,fp8_blockwise,mxfp8,nvfp4 --seeds 3 --steps 16 --eval-every 4 --eval-batches 4 --out out/compare
 demo: setup ## train a tiny model by four recipes in pairs: a table, and a page in out/compare/report.html
 	@OMP_NUM_THREADS=1 $(PY) -m blockscale compare tiny $(DEMO) $(ARGS)
 

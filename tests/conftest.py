@@ -44,11 +44,13 @@ def missing_gpu(item: pytest.Item) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip with a reason where what they need is missing; what takes long starts first, so that no worker is
-    left alone with it at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests skip with a reason where what they need is missing, and what takes minutes unless it is asked for; what
+    takes long starts first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
+        if item.get_closest_marker("long") and "long" not in config.getoption("-m"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: run it with -m long"))
         if item.get_closest_marker("gpu") and (reason := missing_gpu(item)):
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 GOLDEN = Path(__file__).parent / "golden" / "api.txt"
 REGENERATE = "PYTHONPATH=src python tests/test_api.py"
-# with tyro and rich, which only the command line needs; it has its own tests
-OPTIONAL = ("blockscale.cli", "blockscale.__main__")
+# with tyro and rich, which only the command line needs, and with trainers of others; they have their own tests
+OPTIONAL = ("blockscale.cli", "blockscale.__main__", "blockscale.integrations.t")
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(blockscale.__path__, "blockscale.")

@@ -91,6 +91,17 @@ def test_every_tool_that_is_installed_is_pinned(tool: ModuleType) -> None:
     assert {"torch", "triton", "numpy"} <= set(pins)
 
 
+def test_torchtitan_comes_without_wandb(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(tool, "pip", lambda task, *arguments: asked.append(arguments))
+    requires = ["torchdata>=0.8.0", "datasets<4.8.0,>=3.6.0", "wandb", "spmd_types==0.2.3", 'pytest; extra == "dev"']
+    monkeypatch.setattr(tool, "list_packages", lambda: {"torchtitan": requires})
+    pins = tool.read_pins()
+    tool.install_torchtitan(pins)
+    assert asked[0] == ("--no-deps", pins["torchtitan"])
+    assert asked[1][2:] == ("torchdata>=0.8.0", "datasets<4.8.0,>=3.6.0", "spmd_types==0.2.3")
+
+
 def test_the_package_needs_torch_alone() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dependencies"] == ["torch>=2.11"]

@@ -36,7 +36,9 @@ MADE_BY = VENV / "made-by"
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
-EXTRAS = ["cli"] if NEXT else ["cli", "plot", "train", "dev"]
+EXTRAS = ["cli"] if NEXT else ["cli", "plot", "train", "transformers", "dev"]
+# torchtitan asks for it, imports it only for its own logs, and finding a version that fits takes pip minutes.
+NOT_NEEDED = {"wandb"}
 # Beside the extras: what the tests of compiled and interpreted kernels import.
 NEXT_PACKAGES = ["numpy", "pytest", "pytest-xdist"]
 STACK = {"torch", "triton", "numpy"}
@@ -216,6 +218,8 @@ def install_all(torch_index):
             if NEXT:
                 del pins["triton"]
         pip("install Blockscale and its tools", *editable(extras, pins), *(NEXT_PACKAGES if NEXT else []))
+        if not NEXT:
+            install_torchtitan(pins)
     except PipError as error:
         raise SetupError(
             f"{error.output}\n\npip failed to {error.task}; what it said is above.\n"
@@ -223,6 +227,14 @@ def install_all(torch_index):
             "(TORCH_INDEX=URL), use one that is installed already (SYSTEM_TORCH=1), or, if there is none for Python\n"
             f"{sys.version_info[0]}.{sys.version_info[1]}, name another Python (PYTHON=python3.12)."
         ) from None
+
+
+def install_torchtitan(pins):
+    """Install torchtitan, the extra `titan`, without what its tests do not need."""
+    pip("install torchtitan", "--no-deps", pins["torchtitan"])
+    lines = [line.split(";") for line in list_packages()["torchtitan"]]
+    needed = [line[0].strip() for line in lines if len(line) == 1 and package_name(line[0]) not in NOT_NEEDED]
+    pip("install what torchtitan needs", "--constraint", str(VENV / "constraints.txt"), *needed)
 
 
 def install_beside():

@@ -57,6 +57,11 @@ def of_others(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
+def suggest_to_others(name: str, value: str) -> None:
+    """A setting of another library, unless somebody has set it; before that library is imported."""
+    os.environ.setdefault(name, value)
+
+
 def cache_folder(name: str) -> Path:
     """Where this user's files of one kind are kept between runs; it need not exist."""
     cache = of_others("XDG_CACHE_HOME") or os.path.join("~", ".cache")

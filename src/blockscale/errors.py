@@ -76,6 +76,14 @@ class PairError(BlockscaleError, NotImplementedError):
     """Two formats that no product combines."""
 
 
+class MissingPackageError(BlockscaleError, NotImplementedError, ImportError):
+    """A package that is needed and not installed."""
+
+
+class VersionError(BlockscaleError, NotImplementedError):
+    """A package in a version that this library was not written for. No ImportError: torchtitan hides those."""
+
+
 class BackendError(BlockscaleError, NotImplementedError):
     """No kernel in the table can serve this request."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import env
 from ..train.config import RunConfig
 from ..train.presets import PRESETS, get_preset
 from .train import DEFAULT, first_line, full_option
@@ -69,7 +69,7 @@ def run(options: Options | None = None) -> int:
     budget = options.budget
     if budget is not None and not 0 < budget < 100:
         refuse(f"budget={budget}", "it is a percentage of the loss", "pass --budget 0.25")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
+    env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
     console = wide_console()
     with console.status("importing torch ..."):
         from ..autograd import get_recipe

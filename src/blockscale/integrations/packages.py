@@ -1,0 +1,32 @@
+"""Whether a package that an integration builds on is there, in a version that the integration was written for."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from ..errors import MissingPackageError, VersionError, message
+
+
+def check_package(package: str, supported: str, extra: str, why: str) -> None:
+    """Raise unless the package is installed with a version that starts with `supported`, such as "0.3.".
+
+    extra: of ours, that installs it.  why: what another version lacks.
+    """
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise MissingPackageError(
+            message(
+                f"{package} is not installed",
+                rule=f"this integration builds on {package} {supported}*",
+                fix=f"pip install 'blockscale[{extra}]'",
+            )
+        ) from None
+    if not found.startswith(supported):
+        raise VersionError(
+            message(
+                f"{package} {found} is installed",
+                rule=f"this integration supports {package} {supported}*: {why}",
+                fix=f"pip install '{package}=={supported}*'",
+            )
+        )

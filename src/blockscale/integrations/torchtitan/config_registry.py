@@ -1,0 +1,54 @@
+"""Ready-made torchtitan runs, each beside its bf16 twin: `--module blockscale.integrations.torchtitan --config NAME`.
+
+A name is a model and a recipe, such as `llama3_debug_fp8_blockwise`:
+
+    llama3_debug    torchtitan's debug Llama
+    deepseek_v3_debug   its debug model with experts
+    llama3_8b       Llama 3 8B as torchtitan trains it
+
+Everything but the layers is the twin's: data, optimizer, schedule, and which results wait for the backward. Every field
+can be changed on the command line.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.config.override import derive
+from torchtitan.models import deepseek_v3, llama3
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.llama3.config_registry import llama3_8b, llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+from ...autograd.recipe import RECIPES, Recipe, get_recipe
+from .checkpointing import BlockScaledAC
+from .convert import BlockScaledConverter
+from .metrics import BlockScaledMetrics
+
+# model -> the plain run, who makes its model, and which one
+MODELS: dict[str, tuple[Callable[[], Trainer.Config], Callable[..., Any], str]] = {
+    "llama3_debug": (llama3_debugmodel, llama3.model_registry, "debugmodel"),
+    "deepseek_v3_debug": (deepseek_v3_debugmodel, deepseek_v3.model_registry, "debugmodel"),
+    "llama3_8b": (llama3_8b, llama3.model_registry, "8B"),
+}
+
+
+def make(model: str, recipe: str | Recipe) -> Trainer.Config:
+    """A run of a model by a recipe; `bf16` changes no layer."""
+    plain, registry, flavor = MODELS[model]
+    config = plain()
+    if config.activation_checkpoint is not None:
+        config.activation_checkpoint = derive(config.activation_checkpoint, BlockScaledAC.Config)
+    if get_recipe(recipe).is_low:
+        config.model_spec = registry(flavor, converters=[BlockScaledConverter.Config(recipe=recipe)])
+        config.metrics = derive(config.metrics, BlockScaledMetrics.Config)
+    return config
+
+
+CONFIGS: dict[str, Callable[[], Trainer.Config]] = {
+    f"{model}_{recipe}": functools.partial(make, model, recipe) for model in MODELS for recipe in RECIPES
+}
+# torchtitan looks for a function of the module by name
+globals().update(CONFIGS)

@@ -1,0 +1,184 @@
+"""`BlockScaledConverter`: a torchtitan model's config with linear layers and experts that follow a recipe.
+
+torchtitan builds models from a tree of configs, so nodes of that tree are exchanged and no module ever is. Whatever a
+node says (sizes, initialisation, sharding) is carried over. Layers are chosen by name; one that cannot be converted
+stays as it is, and the report, which torchtitan's logger prints, says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config.override import derive
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.tools.logging import logger
+
+from ...autograd.recipe import Recipe
+from ...errors import OptionError, message
+from ...nn.policy import KEPT_FIRST, KEPT_LAST, NARROW, has_four_bits
+from ...nn.report import ConversionReport, Converted, Skipped, speed_note
+from .experts import FollowingExperts, experts_class
+from .follower import TitanFollower, training_recipe
+from .linear import BlockScaledLinear
+
+# in the config tree of a trainer names begin with model_spec.model; `*` matches dots too
+FQNS = ("*layers.*",)
+SKIP = ("*.router.*", "*.gate", "*lm_head*")
+# experts of other classes may not send their products through the seam
+_EXPERTS = ("GroupedExperts", "GptOssGroupedExperts")
+
+
+class BlockScaledConverter(QuantizationConverter):
+    """Passed to a model's `model_registry(flavor, converters=[BlockScaledConverter.Config(recipe="mxfp8")])`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """recipe: a name or a `Recipe`.  weight_cast: "forward" or "twice"; None takes the recipe's.
+
+        fqns: globs of the layers to convert, linear ones and experts.  skip: globs of those to keep.  keep_first,
+        keep_last: blocks that stay in high precision at the ends, the last ones also by share; None keeps the first
+        two and the last 15 % with 4-bit formats, and none with others.
+        """
+
+        recipe: str | Recipe = "fp8_blockwise"
+        weight_cast: str | None = None
+        fqns: list[str] = field(default_factory=lambda: list(FQNS))
+        skip: list[str] = field(default_factory=lambda: list(SKIP))
+        keep_first: int | None = None
+        keep_last: float | None = None
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.report: ConversionReport | None = None
+
+    def convert(self, model_config: Any) -> Any:
+        """Exchange the layers of a model's config, in place."""
+        given = self.config
+        recipe = training_recipe(given.recipe, given.weight_cast)
+        nodes = list(_nodes(model_config))
+        ends = _ends(nodes, recipe, given.keep_first, given.keep_last)
+        converted: list[Converted] = []
+        skipped: list[Skipped] = []
+        matched = False
+        for node in nodes:
+            reason = _reason(node, given.fqns, given.skip)
+            matched = matched or reason is None
+            made = reason or ends.get(node.fqn) or converted_config(node.config, recipe, node.fqn)
+            if not isinstance(made, str):
+                _put(node, made)
+            for at, size in enumerate(node.sizes()):
+                if isinstance(made, str):
+                    skipped.append(Skipped(size[0], made, *size[1:]))
+                else:
+                    note = speed_note(recipe, size[1], size[2]) if at == 0 else ""
+                    converted.append(Converted(*size[:4], note, *size[4:]))
+        if not matched:
+            raise OptionError(
+                message(
+                    f"no layer matches fqns={given.fqns} and not skip={given.skip}",
+                    rule="a converter that converts nothing is a mistake; names are such as "
+                    f"{', '.join(node.fqn for node in nodes[:3]) or '(the model has no linear layers)'}",
+                    fix="write globs that match whole names, such as '*layers.*.feed_forward.*'",
+                )
+            )
+        self.report = ConversionReport(recipe, tuple(converted), tuple(skipped))
+        for line in str(self.report).splitlines():
+            logger.info(line)
+        return model_config
+
+
+def converted_config(config: Any, recipe: Recipe, name: str = "") -> Any | str:
+    """The config of the layer that follows the recipe and is otherwise the same; or why there is none."""
+    plain = type(config)._owner
+    named = {"name": name} if name else {}
+    if isinstance(config, GroupedExperts.Config):
+        if issubclass(plain, FollowingExperts):
+            return derive(config, type(config), recipe=recipe, **named)
+        if plain.__name__ not in _EXPERTS:
+            return f"a {plain.__name__}, which may compute something else"
+        return derive(config, experts_class(plain).Config, recipe=recipe, **named)
+    if plain is not Linear and not issubclass(plain, TitanFollower):
+        return f"a {plain.__name__}, which may compute something else"
+    if min(config.in_features, config.out_features) < NARROW:
+        return f"narrow: fewer than {NARROW} features on a side"
+    return derive(config, BlockScaledLinear.Config, recipe=recipe, **named)
+
+
+class _Node(NamedTuple):
+    """A layer in the tree of configs, and the place that holds it.  active: experts that see a token."""
+
+    fqn: str
+    config: Any
+    parent: Any
+    attribute: Any
+    active: int = 1
+
+    def sizes(self) -> Iterator[tuple[str, int, int, int, int, int]]:
+        """Name, inputs, outputs, parameters, experts and active ones of its weights."""
+        config = self.config
+        if isinstance(config, Linear.Config):
+            inner, outer = config.in_features, config.out_features
+            yield self.fqn, inner, outer, inner * outer + (outer if config.bias else 0), 1, 1
+            return
+        dim, hidden, experts = config.dim, config.hidden_dim, config.num_experts
+        for part, inner, outer in (("gate", dim, hidden), ("up", dim, hidden), ("down", hidden, dim)):
+            yield f"{self.fqn}.{part}", inner, outer, experts * inner * outer, experts, self.active
+
+
+def _nodes(model_config: Any) -> Iterator[_Node]:
+    for node in model_config.traverse(Linear.Config):
+        yield _Node(*node)
+    for node in model_config.traverse(GroupedExperts.Config):
+        dispatcher = getattr(node[2], "token_dispatcher", None)
+        yield _Node(*node, active=getattr(dispatcher, "top_k", 1))
+
+
+def _put(node: _Node, config: Any) -> None:
+    if isinstance(node.parent, list):
+        node.parent[node.attribute] = config
+    else:
+        setattr(node.parent, node.attribute, config)
+
+
+def _matches(fqn: str, globs: Iterable[str]) -> str | None:
+    return next((glob for glob in globs if fnmatchcase(fqn, glob)), None)
+
+
+def _reason(node: _Node, fqns: Sequence[str], skip: Sequence[str]) -> str | None:
+    """Why a layer is not asked for; None if it is."""
+    if node.parent is None:
+        return "the model itself, which nothing holds"
+    if _matches(node.fqn, fqns) is None:
+        return "not in fqns"
+    glob = _matches(node.fqn, skip)
+    return None if glob is None else f"skip has {glob}"
+
+
+def _ends(nodes: Sequence[_Node], recipe: Recipe, first: int | None, last: float | None) -> dict[str, str]:
+    """Why layers at either end of the model stay in high precision, by name."""
+    by_recipe = has_four_bits(recipe)
+    first = (KEPT_FIRST if by_recipe else 0) if first is None else first
+    last = (KEPT_LAST if by_recipe else 0) if last is None else last
+    numbers = {node.fqn: number for node in nodes if (number := _block_number(node.fqn)) is not None}
+    count = max(numbers.values(), default=-1) + 1
+    kept_last = math.ceil(last * count) if isinstance(last, float) else last
+    found: dict[str, str] = {}
+    for fqn, number in numbers.items():
+        if number < first:
+            found[fqn] = f"first {first} of {count} blocks"
+        elif number >= count - kept_last:
+            found[fqn] = f"last {kept_last} of {count} blocks"
+    return found
+
+
+def _block_number(fqn: str) -> int | None:
+    """The number of the block that a layer is in."""
+    parts = fqn.split(".")
+    at = parts.index("layers") + 1 if "layers" in parts else len(parts)
+    return int(parts[at]) if at < len(parts) and parts[at].isdigit() else None

@@ -1,0 +1,86 @@
+"""`BlockScaledExperts`: torchtitan's experts with their products in the formats of a recipe.
+
+Gates and ups are one product: their input is cast once, and silu(gate) * up is cast as it is computed. For that both
+weights are put side by side in every forward, a copy that costs about as much as their cast. Group sizes are whatever
+the router gives, empty ones included: nothing has to be padded by the dispatcher.
+
+Experts with an activation of their own (gpt-oss) keep their forward; their products follow the recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.models.common.moe import GroupedExperts
+
+from ...autograd.grouped import grouped_linear, grouped_swiglu_mlp
+from ...autograd.recipe import Recipe
+from ...formats.stochastic import Stochastic
+from .follower import TitanFollower, local
+
+
+class FollowingExperts(TitanFollower):
+    """Experts of any kind that follow a recipe."""
+
+    def rounding(self, part: str) -> Stochastic | None:
+        """What one of the products draws from."""
+        if not self.recipe_now.draws or self.rng is None:
+            return None
+        return Stochastic(self.rng, f"{self.name}.{part}")
+
+
+class BlockScaledExperts(FollowingExperts, GroupedExperts):
+    """Experts that are each w2(silu(w1(x)) * w3(x)), trained by a recipe."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """recipe, name: as for `BlockScaledLinear`."""
+
+        recipe: str | Recipe = "fp8_blockwise"
+        name: str = ""
+
+    def __init__(self, config: Config) -> None:
+        GroupedExperts.__init__(self, config)
+        self.begin(config.recipe, config.name)
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """Rows [R, D] sorted by expert and how many each has -> rows [R, D]."""
+        offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        gate, up, down = (local(each) for each in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
+        return grouped_swiglu_mlp(
+            x_RD.bfloat16(),
+            torch.cat((gate, up), dim=1),
+            down,
+            offs,
+            recipe=self.recipe_now,
+            roundings=(self.rounding("gate_up"), self.rounding("down")),
+        ).type_as(x_RD)
+
+
+@functools.cache
+def experts_class(plain: type[Any]) -> type[Any]:
+    """The class whose modules follow a recipe and are otherwise those of a plain class, by torchtitan's seam for
+    products: every one of them is `_grouped_mm`."""
+    if plain is GroupedExperts:
+        return BlockScaledExperts
+
+    class Experts(FollowingExperts, plain):
+        @dataclass(kw_only=True, slots=True)
+        class Config(plain.Config):
+            recipe: str | Recipe = "fp8_blockwise"
+            name: str = ""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)  # pyright: ignore[reportCallIssue]
+            self.begin(config.recipe, config.name)
+
+        def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+            rounding = self.rounding("x".join(map(str, B_t.shape[1:])))
+            return grouped_linear(A, B_t.mT, offs, recipe=self.recipe_now, rounding=rounding)
+
+    Experts.__name__ = Experts.__qualname__ = f"BlockScaled{plain.__name__}"
+    return Experts

@@ -1,0 +1,122 @@
+"""`TitanFollower`: what layers of torchtitan that follow a recipe have in common.
+
+They are built from a config on the meta device, cut for tensor parallelism, and filled later. A piece must not split
+blocks that share a scale, which is checked as soon as the number of pieces is known. Layers whose recipe draws move on
+to the next draws after every optimizer step, by the optimizer's own count: a run that resumes goes on as if it had
+never stopped, and checkpoints stay those of the plain model.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torchtitan.components.optimizer import OptimizersContainer
+
+from ...autograd.recipe import Recipe, get_recipe
+from ...errors import OptionError, ShapeError, message
+from ...formats.spec import get_format
+from ...nn.follower import Follower
+
+# a weight that changes only with an optimizer's step may be cast once for it; torchtitan's are FSDP's, gathered anew
+WEIGHT_CASTS = ("forward", "twice")
+_DRAWING: weakref.WeakSet[TitanFollower] = weakref.WeakSet()
+_KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Recipe:
+    """The recipe of a torchtitan run.  weight_cast: in place of the recipe's own."""
+    chosen = get_recipe(recipe)
+    if weight_cast is not None and weight_cast != chosen.weight_cast:
+        chosen = chosen.replace(name=chosen.name, weight_cast=weight_cast)
+    if chosen.weight_cast not in WEIGHT_CASTS:
+        raise OptionError(
+            message(
+                f"weight_cast={chosen.weight_cast!r} in torchtitan",
+                rule="it puts every model under FSDP2, where a rank has whole weights only during a layer's passes, so "
+                "nothing can be cast once for a step",
+                fix="use 'forward' (fastest) or 'twice' (nothing waits for the backward)",
+            )
+        )
+    return chosen
+
+
+class TitanFollower(Follower):
+    """A layer of torchtitan that follows a recipe; comes before torchtitan's class among the bases."""
+
+    def begin(self, recipe: str | Recipe, name: str) -> None:
+        """Follow the recipe of the config."""
+        self.follow(training_recipe(recipe), name=name)
+        if self.recipe.draws:
+            _DRAWING.add(self)
+            _listen()
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Cut the parameters as torchtitan does, and check what that does to blocks."""
+        whole = {name: tuple(each.shape) for name, each in self.named_parameters(recurse=False)}
+        # every buffer would need a placement; this one is the same on all ranks
+        rng, self.rng = self.rng, None
+        super().parallelize(parallel_dims)  # pyright: ignore[reportAttributeAccessIssue]
+        self.rng = rng
+        for name, shape in whole.items():
+            check_piece(self.name, name, shape, tuple(local(self.get_parameter(name)).shape), self.recipe)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's piece."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_piece(layer: str, name: str, whole: tuple[int, ...], piece: tuple[int, ...], recipe: Recipe) -> None:
+    """Raise where a weight is cut inside of a block; both of its last axes are contracted, by fprop or by dgrad."""
+    formats = (recipe.formats()[role] for role in ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w"))
+    block = max((max(get_format(format).block) for format in formats if format is not None), default=1)
+    if len(whole) < 2:
+        return
+    for axis in (-2, -1):
+        if piece[axis] != whole[axis] and piece[axis] % block:
+            where = f"{layer}.{name}" if layer else name
+            raise ShapeError(
+                message(
+                    f"{where} {whole} is cut into pieces of {piece[axis]} along axis {axis % len(whole)}",
+                    rule=f"{recipe.name} has a scale for every {block} values, and a piece holds whole blocks",
+                    fix=f"use another tensor parallel degree, so that a piece is a multiple of {block}, or leave the "
+                    "layer out (fqns, skip)",
+                )
+            )
+
+
+@functools.cache
+def _listen() -> None:
+    """Hear of every optimizer's step from now on."""
+    register_optimizer_step_post_hook(_advance)
+
+
+def _advance(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step. The first may be one that only makes state for a checkpoint to be loaded into."""
+    if isinstance(optimizer, OptimizersContainer):  # of those that step
+        return
+    if optimizer not in _KNOWN:
+        _KNOWN.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_set_ticks)
+    _set_ticks(optimizer)
+
+
+def _set_ticks(optimizer: Optimizer) -> None:
+    """Set the ticks of the layers that this optimizer steps to its count of steps."""
+    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for layer in list(_DRAWING):
+        weight = next((each for each in layer.parameters(recurse=False) if id(each) in stepped), None)
+        if weight is None or layer.rng is None:
+            continue
+        count = optimizer.state[weight].get("step")
+        with torch.no_grad():
+            if count is None:
+                layer.rng[1].add_(1)
+            else:
+                layer.rng[1].copy_(torch.as_tensor(count), non_blocking=True)

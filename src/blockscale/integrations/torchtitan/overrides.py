@@ -1,0 +1,59 @@
+"""Overrides: recipes for a torchtitan run that is changed by its command line alone.
+
+    --override.imports 'blockscale.integrations.torchtitan.overrides.linear={"recipe": "mxfp8"}'
+
+An override sees a layer's config and not its name. What needs names, the ends of a model that 4-bit formats spare and
+draws by a layer's name, is the converter's.
+"""
+
+# torchtitan's decorator returns the function that it is given, and does not say so
+# pyright: reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.config.override import override
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.tools.logging import logger
+
+from ...autograd.recipe import Recipe
+from ...errors import OptionError, message
+from ...nn.policy import has_four_bits
+from .convert import converted_config
+from .follower import training_recipe
+
+# names rather than sizes say what a router is: its gate is moe.router.gate, and lm_head lies outside of layers
+LINEAR_FQNS = ["*layers.*.attention.*", "*layers.*.feed_forward.*", "*layers.*.moe.shared_experts.*"]
+EXPERT_FQNS = ["*layers.*"]
+
+
+@override(target=Linear.Config, fqns=LINEAR_FQNS, description="linear layers that follow a recipe")
+def linear(config: Linear.Config, recipe: str = "fp8_blockwise", weight_cast: str | None = None) -> Any:
+    """The linear layers of blocks: attention, dense MLPs and shared experts."""
+    return _converted(config, recipe, weight_cast)
+
+
+@override(target=GroupedExperts.Config, fqns=EXPERT_FQNS, description="experts that follow a recipe")
+def experts(config: GroupedExperts.Config, recipe: str = "fp8_blockwise", weight_cast: str | None = None) -> Any:
+    """The routed experts of blocks."""
+    return _converted(config, recipe, weight_cast)
+
+
+def _converted(config: Any, recipe: str | Recipe, weight_cast: str | None) -> Any:
+    chosen = training_recipe(recipe, weight_cast)
+    if chosen.draws or has_four_bits(chosen):
+        raise OptionError(
+            message(
+                f"recipe {chosen.name!r} as an override",
+                rule="4-bit formats spare the first and last blocks, and drawn rounding goes by a layer's name; an "
+                "override knows neither",
+                fix="use BlockScaledConverter, or a config of blockscale.integrations.torchtitan",
+            )
+        )
+    made = converted_config(config, chosen)
+    if isinstance(made, str):
+        logger.info(f"kept in high precision: {made}")
+        return config
+    return made

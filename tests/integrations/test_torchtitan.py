@@ -1,0 +1,257 @@
+"""torchtitan's debug models by recipes, on a CPU and with torchtitan's own trainer; see tests/titan_checks.py."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from blockscale.autograd import RECIPES
+
+TESTS = Path(__file__).parent.parent
+# started first, by whatever worker
+pytestmark = pytest.mark.slow
+MARK = "RESULT "
+DEBUG_LINEARS = 30
+Checked = Callable[..., dict[str, Any]]
+Default = Callable[[str], Any]
+
+try:
+    importlib.metadata.version("torchtitan")
+except importlib.metadata.PackageNotFoundError:
+    pytest.skip("torchtitan is not installed: pip install 'blockscale[titan]'", allow_module_level=True)
+
+
+@pytest.fixture(scope="session")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    """What titan_checks.py found, by name; several in one process, since torchtitan takes long to start. Workers of one
+    run share what any of them has found."""
+    own = tmp_path_factory.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def check(*names: str, ranks: int = 1) -> dict[str, Any]:
+        file = folder / f"titan-{'-'.join(names)}.json"
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_text(json.dumps(run_checks(names, ranks)))
+        return json.loads(file.read_text())
+
+    return check
+
+
+def run_checks(names: Sequence[str], ranks: int) -> dict[str, Any]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(TESTS / "titan_checks.py"), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            found |= json.loads(line.removeprefix(MARK))
+    assert list(found) == list(names)
+    return found
+
+
+@pytest.fixture
+def default(checked: Checked) -> Default:
+    """What is looked at in every run of the tests."""
+    return checked("conversions", "configs", "experts_alone", "refusals", "llama", "experts", "checkpoints").__getitem__
+
+
+def assert_close(losses: list[float], others: list[float], relative: float) -> None:
+    assert losses == pytest.approx(others, rel=relative)
+    assert losses != others, "nothing was converted"
+
+
+# ---- which layers ----------------------------------------------------------------------------------------------------
+
+
+def test_linear_layers_of_blocks_are_converted_and_the_head_is_not(default: Default):
+    found = default("conversions")["llama3 debugmodel"]
+    assert found["kinds"] == {"BlockScaledLinear": DEBUG_LINEARS}
+    assert found["kept"] == {"lm_head": "not in fqns"}
+    assert default("conversions")["llama3 8B"]["kinds"] == {"BlockScaledLinear": 5 * 32}
+
+
+def test_experts_are_converted_and_router_gates_are_not(default: Default):
+    found = default("conversions")["deepseek_v3 debugmodel"]
+    assert found["kinds"] == {"BlockScaledLinear": 4 * 6 + 3 + 3 * 5, "BlockScaledExperts": 5}
+    gates = {f"layers.{layer}.moe.router.gate": "skip has *.router.*" for layer in range(1, 6)}
+    assert found["kept"] == {"lm_head": "not in fqns"} | gates
+
+
+def test_a_layer_of_another_kind_stays_with_a_reason(default: Default):
+    found = default("conversions")["gpt_oss debugmodel"]
+    assert found["kinds"] == {"BlockScaledLinear": 4, "BlockScaledGptOssGroupedExperts": 4}
+    assert found["kept"]["layers.0.attention.wo"] == "a ScaledBiasRowwiseLinear, which may compute something else"
+
+
+def test_four_bit_formats_spare_the_ends(default: Default):
+    kept = default("conversions")["nvfp4"]
+    assert kept == {
+        "layers.0.attention.wo": "first 2 of 6 blocks",
+        "layers.1.attention.wo": "first 2 of 6 blocks",
+        "layers.5.attention.wo": "last 1 of 6 blocks",
+    }
+
+
+@pytest.mark.parametrize("model", ["llama3 8B", "llama3 debugmodel", "deepseek_v3 debugmodel", "gpt_oss debugmodel"])
+def test_parameters_and_state_are_those_of_the_plain_model(default: Default, model: str):
+    found = default("conversions")[model]
+    assert found["same parameters"]
+    assert found["same state"]
+    assert found["casts"] == ["twice"]
+
+
+def test_ready_made_runs_have_twins(default: Default):
+    found = default("configs")
+    layers = {"llama3_debug": DEBUG_LINEARS, "deepseek_v3_debug": 4 * 6 + 3 + 3 * 5 + 5, "llama3_8b": 5 * 32}
+    assert set(found) == {f"{model}_{recipe}" for model in layers for recipe in RECIPES}
+    for model, count in layers.items():
+        assert found[f"{model}_bf16"] == {
+            "layers": 0,
+            "recipes": [],
+            "checkpointing": "BlockScaledAC.Config",
+            "metrics": "MetricsProcessor.Config",
+        }
+        for recipe in ("fp8_blockwise", "mxfp8", "mxfp8_wgrad_bf16", "mxfp6"):
+            assert found[f"{model}_{recipe}"] == {
+                "layers": count,
+                "recipes": [recipe],
+                "checkpointing": "BlockScaledAC.Config",
+                "metrics": "BlockScaledMetrics.Config",
+            }
+        assert 0 < found[f"{model}_nvfp4"]["layers"] < count
+
+
+@pytest.mark.parametrize(
+    ("plain", "low"),
+    [("GroupedExperts", "BlockScaledExperts"), ("GptOssGroupedExperts", "BlockScaledGptOssGroupedExperts")],
+)
+def test_experts_compute_what_the_plain_ones_do(default: Default, plain: str, low: str):
+    found = default("experts_alone")[plain]
+    assert found["class"] == low
+    for name, error in found["errors"].items():
+        # MXFP8 keeps three bits after the point; a wrong product would be off by all
+        assert 0.01 < error < 0.1, name
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8"])
+def test_a_llama_trains(default: Default, recipe: str):
+    found, twin = default("llama")[recipe], default("llama")["bf16"]
+    assert found["kinds"] == {"BlockScaledLinear": 5, "Linear": 1, "FusedQKVLinear": 1}
+    assert twin["kinds"] == {"Linear": 6, "FusedQKVLinear": 1}
+    assert found["head"] == "Linear"
+    assert found["state"] == twin["state"]
+    assert_close(found["losses"], twin["losses"], 2e-3)
+    assert found["losses"][2] < found["losses"][1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8"])
+def test_a_mixture_of_experts_trains(default: Default, recipe: str):
+    found, twin = default("experts")[recipe], default("experts")["bf16"]
+    kinds = {"BlockScaledLinear": 7, "BlockScaledExperts": 1, "Linear": 2, "RoutedExperts": 1}
+    assert found["kinds"] == kinds
+    assert found["state"] == twin["state"]
+    assert_close(found["losses"], twin["losses"], 4e-3)
+    assert found["losses"][1] < found["losses"][0]
+
+
+def test_converter_and_override_are_the_same_to_the_last_digit(default: Default):
+    assert default("llama")["override"]["kinds"] == default("llama")["fp8_blockwise"]["kinds"]
+    assert default("llama")["override"]["losses"] == default("llama")["fp8_blockwise"]["losses"]
+    assert default("experts")["override"]["kinds"] == default("experts")["mxfp8"]["kinds"]
+    assert default("experts")["override"]["losses"] == default("experts")["mxfp8"]["losses"]
+
+
+def test_checkpoints_go_from_plain_to_converted_and_back(default: Default):
+    found, plain, low = default("checkpoints"), default("llama")["bf16"]["losses"], default("llama")["mxfp8"]["losses"]
+    # the first steps are the one recipe's to the last digit; the third goes on from there
+    assert found["bf16 to mxfp8"] == [*plain[:2], pytest.approx(low[2], rel=1e-3)]
+    assert found["mxfp8 to bf16"] == [*low[:2], pytest.approx(plain[2], rel=1e-3)]
+    assert plain[0] - plain[2] > 1e-2 * plain[0], "a run that begins again would pass"
+
+
+def test_checkpointing_keeps_products(default: Default):
+    """Five products forward and ten backward in a step; forward ones again unless they are kept."""
+    found = default("llama")
+    assert found["stock"]["counts"]["scaled_mm"] == 20
+    assert found["fp8_blockwise"]["counts"]["scaled_mm"] == 3 * 17
+    assert found["kept"]["counts"]["scaled_mm"] == 15
+    assert found["stock"]["losses"] == found["kept"]["losses"] == found["fp8_blockwise"]["losses"][:1]
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def assert_twins_train_alike(found: dict[str, Any], relative: float) -> None:
+    low, twin = found["mxfp8"], found["bf16"]
+    assert low["losses"][-1] < low["losses"][0]
+    assert_close(low["losses"], twin["losses"], relative)
+    assert low["state"] == twin["state"]
+
+
+def test_tensor_parallel_ranks_train_like_their_twin(default: Default, checked: Checked):
+    found = checked("tensor_parallel", ranks=2)["tensor_parallel"]
+    assert found["mxfp8"]["kinds"] == default("llama")["mxfp8"]["kinds"]
+    assert_twins_train_alike(found, 2e-3)
+
+
+@pytest.mark.long
+def test_pieces_that_split_blocks_are_refused(checked: Checked):
+    """256 features in 4 pieces are 64, and FP8 has a scale for 128."""
+    found = checked("pieces", ranks=4)["pieces"]
+    assert "ShapeError: layers.0" in found
+    assert "is cut into pieces of" in found
+    assert "multiple of 128" in found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", ["fully_sharded", "sharded_experts", "expert_parallel"])
+def test_more_ranks_train_like_their_twin(checked: Checked, check: str):
+    assert_twins_train_alike(checked(check, ranks=2)[check], 5e-3)
+
+
+@pytest.mark.long
+def test_draws_go_on_where_a_run_resumes(checked: Checked):
+    """The fourth loss is the first that the third step's draws show in."""
+    found = checked("draws")["draws"]
+    assert found["ticks"] == [[2], [4]]
+    assert found["whole"]["ticks"] == [4]
+    assert found["parts"] == found["whole"]["losses"]
+
+
+@pytest.mark.long
+def test_compiled_blocks_train(default: Default, checked: Checked):
+    found = checked("compiled")["compiled"]
+    assert found["losses"] == pytest.approx(default("llama")["fp8_blockwise"]["losses"], rel=1e-3)
+    assert found["graphs"] == 2  # of the block and of the loss: three steps compiled neither again
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_make_no_sense_are_errors(default: Default):
+    found = default("refusals")
+    assert "no layer matches fqns=['*blocks.*']" in found["nothing matches"]
+    assert "layers.0.attention.qkv_linear.wqkv" in found["nothing matches"]
+    assert "FSDP2" in found["step"]
+    assert "use 'forward'" in found["step"]
+    assert "did you mean" in found["recipe"]
+    assert "layers.0.w1.weight (768, 256) is cut into pieces of 192 along axis 0" in found["pieces"]
+    assert "a scale for every 128 values" in found["pieces"]
+    assert found["pieces that fit"] == "nothing"
+    assert "use BlockScaledConverter" in found["override that draws"]
