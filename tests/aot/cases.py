@@ -66,9 +66,7 @@ MAY_SPILL = (
         arches=(80, 89, 100, 120),
     ),
     KnownSpill(r"mxfp6_e\dm\d both fp32$", 80, "codes made by integers for both operands", arches=(100, 120)),
-    KnownSpill(
-        r"\w+ row bf16 stochastic( given)?$", 8, "codes made by integers, and random words of four values"
-    ),
+    KnownSpill(r"\w+ row bf16 stochastic( given)?$", 8, "codes made by integers, and random words of four values"),
     KnownSpill(
         r"(mxfp8_e4m3|fp8)_128x128 both fp16$",
         64,
