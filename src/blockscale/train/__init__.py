@@ -5,13 +5,13 @@
     corpus.py      text from files                    data.py       symbols on disk, batches
     schedule.py    rates, AdamW, clipping             micro.py      forward and backward, compiled or captured
     run.py         one step, evaluation, resuming     loop.py       `train`: when what happens
-    records.py     results, hooks                     profiling.py  traces for Perfetto
+    records.py     results, hooks                     breakdown.py  where a step's time goes, traces for Perfetto
     checkpoint.py  all or nothing, on disk            recompute.py  what the backward computes again
     faults.py      NaN, memory                        metrics.py    JSON lines, TensorBoard
     numerics.py    samples of every layer's noise
     view.py        the terminal                       hugging_face.py  safetensors for any Llama loader
     compare.py     recipes in pairs, with a null      statistics.py gaps, intervals, verdicts
-    report.py      table and page; charts.py          breakdown.py  where a step's time goes
+    report.py      table and page; charts.py
 
 Names are resolved on first use: the command line reads presets to print its help, and importing torch takes seconds.
 """

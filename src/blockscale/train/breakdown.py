@@ -1,4 +1,4 @@
-"""Where the time of a step goes, in four kinds: linear products, casts, attention, all else.
+"""Where the time of a step goes, in four kinds: linear products, casts, attention, all else; and traces for Perfetto.
 
 By the profiler: on a GPU kernels by their names, on a CPU operators. Operators nest; the outermost that is of a kind
 takes all of its time, so that a cast made of twenty small operators is a cast. A profiler slows small calls down: these
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,18 +27,25 @@ _OPERATORS = {
 _KERNELS = {
     "casts": ("cast_kernel", "amax_kernel", "colsum_kernel", "rstd_kernel", "quantize"),
     "attention": ("flash", "fmha", "attention", "sdpa"),
-    "products": ("gemm", "matmul", "nvjet", "cutlass", "splitk", "_mm_"),
+    "products": ("gemm", "matmul", "nvjet", "cutlass", "splitk", "_mm_", "few_rows", "_finish_kernel"),
 }
+# the compiler's own, whose names list every operator that they were fused from
+_FUSED = ("triton_poi", "triton_red", "triton_per", "triton_for", "triton_mix")
 
 
-def breakdown(work: Callable[[], None]) -> dict[str, float]:
-    """Shares of the time of `work` by kind, which add up to 1; empty where nothing was timed."""
+def breakdown(work: Callable[[], None], path: Path | None = None) -> dict[str, float]:
+    """Shares of the time of `work` by kind, which add up to 1; empty where nothing was timed.  path: write a trace."""
     on_gpu = torch.cuda.is_available()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds, acc_events=True) as found:
         work()
         if on_gpu:
             torch.cuda.synchronize()
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}")
+        found.export_chrome_trace(str(fresh))
+        fresh.rename(path)
     events: list[Any] = list(found.events() or ())
     times = _kernels(events) if on_gpu else _operators(events)
     total = sum(times.values())
@@ -57,8 +65,12 @@ def kernel_kind(name: str) -> str:
 
     >>> kernel_kind("nvjet_tst_128x256_64x4_h_bz_coopA_TNT"), kernel_kind("_cast_kernel"), kernel_kind("fused_adamw")
     ('products', 'casts', 'other')
+    >>> kernel_kind("triton_poi_fused__to_copy_mm_silu_3")
+    'other'
     """
     low = name.lower()
+    if low.startswith(_FUSED):
+        return "other"
     return next((kind for kind, parts in _KERNELS.items() if any(part in low for part in parts)), "other")
 
 

@@ -22,7 +22,6 @@ from ..errors import NonFiniteError, OptionError, message
 from ..hardware import describe
 from .breakdown import breakdown
 from .config import RunConfig, fingerprint
-from .faults import _plainly_called  # pyright: ignore[reportPrivateUsage]
 from .loop import train
 from .metrics import JsonLines
 from .records import Hooks, TrainResult
@@ -226,10 +225,9 @@ class RunLog(JsonLines):
     def on_end(self, run: Run, result: TrainResult) -> None:
         """What is measured on the trained model; one step more than the run had, which nobody keeps."""
         if self.looks and result.stopped == "done":
-            with _plainly_called(run.model):
-                refresh_weights_(run.model)
-                batch = run.pieces(0, 0)
-                found = layer_numerics(run.model, lambda: run.model.loss(batch))
+            refresh_weights_(run.model)
+            batch = run.pieces(0, 0)
+            found = layer_numerics(run.model, lambda: run.model.loss(batch))
             self._write("layers", layers=[asdict(each) for each in found])
             self._write("shares", **breakdown(run.advance))
         super().on_end(run, result)

@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..nn.convert import FilterFn
 from . import faults
+from .breakdown import breakdown
 from .checks import check
 from .config import RunConfig
 from .hugging_face import export
-from .profiling import traced
 from .records import Hooks, Speed, TrainResult
 from .run import Run
 
@@ -148,7 +148,7 @@ class _Loop:
             for _ in range(min(steps, self.config.steps - run.step)):
                 run.advance()
 
-        run.cast_share, run.wants_trace = traced(work, path), False
+        run.cast_share, run.wants_trace = breakdown(work, path).get("casts"), False
         self.restart_clock()
 
     def restart_clock(self) -> None:
