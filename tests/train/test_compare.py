@@ -13,9 +13,10 @@ import torch
 from blockscale.casts import _reference
 from blockscale.errors import NonFiniteError, OptionError
 from blockscale.train import ModelConfig, RecipeConfig, Run, RunConfig, get_preset
-from blockscale.train import compare as module
+from blockscale.train import stored as module
 from blockscale.train.breakdown import KINDS, breakdown
-from blockscale.train.compare import BASELINE, NULL, Comparison, arms_of, compare, null_of, read
+from blockscale.train.compare import BASELINE, NULL, Comparison, arms_of, compare, config_of, null_of
+from blockscale.train.stored import read
 from small_runs import Stopper, small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
@@ -41,7 +42,8 @@ def test_arms_differ_in_the_recipe_alone():
     assert [arm.name for arm in arms] == ["bf16", "null", "mxfp8", "nvfp4"]
     for arm in arms:
         if arm.name != NULL:
-            assert replace(arm.config, recipe=config.recipe) == config
+            assert replace(config_of(arm.name, config), recipe=config.recipe) == config
+            assert config_of(arm.name, config).recipe.name == arm.name
     assert [arm.budget for arm in arms] == [None, None, 0.0025, 0.02]
     assert arms_of(config, ["nvfp4"], budget=0.01)[-1].budget == 0.01
 

@@ -10,8 +10,9 @@ import pytest
 
 from blockscale.cli.main import main
 from blockscale.train.charts import Line, lines, nice
-from blockscale.train.compare import BASELINE, NULL, Comparison, Stored, arms_of
+from blockscale.train.compare import BASELINE, NULL, Comparison, arms_of
 from blockscale.train.report import CPU_SPEED, HEAD, notes, page, smooth, table, write
+from blockscale.train.stored import Stored
 from small_runs import small
 
 LAYER = {"layer": "layers.0.<mlp>", "x": 31.5, "w": None, "dy": 30.0, "fprop": 29.0, "dgrad": 28.5, "wgrad": 27.25}

@@ -11,7 +11,9 @@
     numerics.py    samples of every layer's noise
     view.py        the terminal                       hugging_face.py  safetensors for any Llama loader
     compare.py     recipes in pairs, with a null      statistics.py gaps, intervals, verdicts
-    report.py      table and page; charts.py
+    stored.py      runs as their files tell them      side_by_side.py  runs in processes of their own
+    report.py      table and page; charts.py          throughput.py what a recipe wins in speed and memory
+    publish.py     folders of runs as few lines
 
 Names are resolved on first use: the command line reads presets to print its help, and importing torch takes seconds.
 """

@@ -8,25 +8,17 @@ with the runs that are missing, and one that is repeated with more seeds or reci
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ..autograd import Recipe, get_recipe, refresh_weights_
-from ..diagnostics.layers import layer_numerics
-from ..errors import NonFiniteError, OptionError, message
-from ..hardware import describe
-from .breakdown import breakdown
-from .config import RunConfig, fingerprint
-from .loop import train
-from .metrics import JsonLines
-from .records import Hooks, TrainResult
-from .run import Run
+from ..autograd import Recipe, get_recipe
+from ..errors import OptionError, message
+from .config import RunConfig
+from .records import Hooks
+from .side_by_side import Lines, side_by_side
 from .statistics import Gap, Verdict, judge, noise_of, paired, wander
+from .stored import LOOKS, Stored, run_or_read
 
 BASELINE, NULL = "bf16", "null"
 # accepted relative gaps by the bits of a recipe's narrowest element
@@ -39,32 +31,7 @@ class Arm:
 
     name: str
     says: str
-    config: RunConfig
     budget: float | None = None
-
-
-@dataclass
-class Stored:
-    """One run, as its file tells it.  about: of the line "run".  end: of the last line, empty where the run is not
-    done.  where: machine and versions.  shares: of a step's time.  layers: numerics.  failed: why it ended early."""
-
-    about: dict[str, Any] = field(default_factory=dict[str, Any])
-    losses: dict[int, float] = field(default_factory=dict[int, float])
-    evaluations: dict[int, float] = field(default_factory=dict[int, float])
-    end: dict[str, Any] = field(default_factory=dict[str, Any])
-    where: dict[str, Any] = field(default_factory=dict[str, Any])
-    shares: dict[str, float] = field(default_factory=dict[str, float])
-    layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    failed: str = ""
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.failed) or self.end.get("stopped") == "done"
-
-    @property
-    def loss(self) -> float:
-        """Of held-out text at the end; infinite where the run broke down."""
-        return float("inf") if self.failed else float(self.end["loss"])
 
 
 @dataclass(frozen=True)
@@ -106,6 +73,11 @@ class Comparison:
         return max(float(run.end.get("tokens_per_second", 0.0)) for run in self.runs[name])
 
     @property
+    def is_timed(self) -> bool:
+        """Whether speeds mean anything: each run had the machine to itself."""
+        return all(run.arm.get("jobs", 1) == 1 for runs in self.runs.values() for run in runs)
+
+    @property
     def is_on_gpu(self) -> bool:
         return str(self.runs[BASELINE][0].where.get("device", "")).startswith("cuda")
 
@@ -131,20 +103,17 @@ def null_of(config: RunConfig) -> tuple[RunConfig, str]:
 
 def arms_of(config: RunConfig, recipes: Sequence[str], budget: float | None = None) -> tuple[Arm, ...]:
     """The baseline, the null and the recipes, each once.  budget: for every recipe; None: by its bits."""
-    null, says = null_of(config)
-    arms = [
-        Arm(BASELINE, "what the others are compared with", _by(config, BASELINE)),
-        Arm(NULL, says, null),
-    ]
+    arms = [Arm(BASELINE, "what the others are compared with"), Arm(NULL, null_of(config)[1])]
     for name in dict.fromkeys(recipes):
         if name != BASELINE:
             recipe = get_recipe(name)
-            arms.append(Arm(name, str(recipe), _by(config, name), BUDGETS[_bits(recipe)] if budget is None else budget))
+            arms.append(Arm(name, str(recipe), BUDGETS[_bits(recipe)] if budget is None else budget))
     return tuple(arms)
 
 
-def _by(config: RunConfig, name: str) -> RunConfig:
-    return replace(config, recipe=replace(config.recipe, name=name))
+def config_of(name: str, config: RunConfig) -> RunConfig:
+    """What an arm runs."""
+    return null_of(config)[0] if name == NULL else replace(config, recipe=replace(config.recipe, name=name))
 
 
 def _bits(recipe: Recipe) -> int:
@@ -160,11 +129,14 @@ def compare(
     out: Path,
     budget: float | None = None,
     hooks: Callable[[Arm, int], Sequence[Hooks]] = lambda arm, seed: (),
+    jobs: int = 1,
+    commit: str | None = None,
 ) -> Comparison:
     """Run what is not there yet, and read all of it.
 
     recipes: names; bf16 and the null are always run.  seeds: how many, or which.  out: where runs are kept.  budget:
-    the relative gap that is accepted, such as 0.0025.  hooks: who watches a run, made for each.
+    the relative gap that is accepted, such as 0.0025.  hooks: who watches a run, made for each; not with several jobs.
+    jobs: runs at a time, each in its own process, so that speeds mean nothing.  commit: to record without git.
     """
     chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not chosen:
@@ -172,10 +144,20 @@ def compare(
             message(f"seeds={seeds!r}", rule="a comparison has at least one seed", fix="pass seeds=1 or more")
         )
     arms = arms_of(config, recipes, budget)
+    # seed by seed, so that an interrupted comparison has whole pairs
+    pairs = [(arm, seed) for seed in chosen for arm in arms]
+    configs = {arm.name: config_of(arm.name, config) for arm in arms}
+    tasks = [
+        (arm, replace(configs[arm.name], seed=seed), out, LOOKS if seed == chosen[0] else (), commit, jobs)
+        for arm, seed in pairs
+    ]
+    if jobs == 1:
+        found = {place: _run(*task, hooks(*pairs[place])) for place, task in enumerate(tasks)}
+    else:
+        found = dict(side_by_side(_run, tasks, jobs))
     runs: dict[str, list[Stored]] = {arm.name: [] for arm in arms}
-    for seed in chosen:  # seed by seed, so that an interrupted comparison has whole pairs
-        for arm in arms:
-            runs[arm.name].append(_run(arm, seed, out, hooks(arm, seed), looks=seed == chosen[0]))
+    for place, (arm, _) in enumerate(pairs):
+        runs[arm.name].append(found[place])
     texts = {run.about["data_hash"] for each in runs.values() for run in each}
     if len(texts) > 1:
         raise OptionError(
@@ -188,106 +170,19 @@ def compare(
     return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()})
 
 
-def _run(arm: Arm, seed: int, out: Path, hooks: Sequence[Hooks], *, looks: bool) -> Stored:
-    """One run, from its file or now.  looks: measure layers and shares of time at its end.
-
-    With `save_every` a run that was cut off goes on from its last checkpoint.
-    """
-    config = replace(arm.config, seed=seed, folder=None, resume=False)
-    folder = out / "runs" / f"{arm.name}-seed{seed}-{fingerprint(config)}"
-    found = read(folder / "metrics.jsonl")
-    if found.is_done:
-        return found
-    _mend(folder / "metrics.jsonl")
-    if config.save_every:
-        config = replace(config, folder=folder, resume=True)
-    try:
-        if train(config, hooks=[RunLog(folder, looks=looks), *hooks]).stopped == "interrupted":
-            raise KeyboardInterrupt
-    except NonFiniteError as error:
-        RunLog(folder).fail(str(error))
-    return read(folder / "metrics.jsonl")
+def _run(
+    arm: Arm,
+    config: RunConfig,
+    out: Path,
+    looks: Sequence[str],
+    commit: str | None,
+    jobs: int,
+    hooks: Sequence[Hooks] | None = None,
+) -> Stored:
+    """One run, from its file or now.  hooks: None in a process without a terminal, where it tells lines instead."""
+    facts = {"name": arm.name, "says": arm.says, "budget": arm.budget, "jobs": jobs}
+    watching = [Lines(f"{arm.name}, seed {config.seed}")] if hooks is None else hooks
+    return run_or_read(arm.name, config, out, watching, arm=facts, looks=looks, commit=commit)
 
 
-class RunLog(JsonLines):
-    """The metrics of a run, and what a comparison shows besides: machine, versions, shares of time, numerics."""
-
-    def __init__(self, folder: Path, *, looks: bool = True) -> None:
-        super().__init__(folder)
-        self.looks = looks
-
-    def on_start(self, run: Run) -> None:
-        """Where it runs."""
-        super().on_start(run)
-        versions = {name: _version(name) for name in ("blockscale", "torch", "triton")}
-        self._write("where", **describe(run.device), **versions, python=platform.python_version())
-
-    def on_end(self, run: Run, result: TrainResult) -> None:
-        """What is measured on the trained model; one step more than the run had, which nobody keeps."""
-        if self.looks and result.stopped == "done":
-            refresh_weights_(run.model)
-            batch = run.pieces(0, 0)
-            found = layer_numerics(run.model, lambda: run.model.loss(batch))
-            self._write("layers", layers=[asdict(each) for each in found])
-            self._write("shares", **breakdown(run.advance))
-        super().on_end(run, result)
-
-    def fail(self, why: str) -> None:
-        """A run that broke down is a result, and is not run again."""
-        self._write("failed", why=why)
-        self.close()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-def _mend(path: Path) -> None:
-    """Drop a last line that was cut off in the middle, so that the next one stands by itself."""
-    if path.exists() and not (text := path.read_text()).endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1])
-
-
-def read(path: Path) -> Stored:
-    """A run from its file; empty where there is none. A line that was cut off is the last one, and does not count."""
-    found = Stored()
-    if not path.exists():
-        return found
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        _take(found, row.pop("kind"), row)
-    return found
-
-
-def _take(found: Stored, kind: str, row: dict[str, Any]) -> None:
-    match kind:
-        case "run":  # again, or going on: what came after that step is run anew
-            found.about, found.end, found.failed = row, {}, ""
-            for kept in (found.losses, found.evaluations):
-                for step in [step for step in kept if step > row["step"]]:
-                    del kept[step]
-        case "step":
-            found.losses[row["step"]] = row["loss"]
-        case "evaluation":
-            found.evaluations[row["step"]] = row["loss"]
-        case "where":
-            found.where = row
-        case "shares":
-            found.shares = row
-        case "layers":
-            found.layers = row["layers"]
-        case "failed":
-            found.failed = row["why"]
-        case "end":
-            found.end = row
-        case _:
-            pass
-
-
-__all__ = ["BASELINE", "NULL", "Arm", "Comparison", "RunLog", "Stored", "arms_of", "compare", "null_of", "read"]
+__all__ = ["BASELINE", "NULL", "Arm", "Comparison", "arms_of", "compare", "config_of", "null_of"]

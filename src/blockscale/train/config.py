@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
 Compile = Literal["none", "blocks"]
+WeightCast = Literal["forward", "twice", "step"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Backend = Literal["auto", "flash", "cudnn", "efficient", "math"]
@@ -142,7 +143,7 @@ class RecipeConfig:
 
     name: str = "fp8_blockwise"
     """A recipe: bf16, fp8_blockwise, mxfp8, nvfp4, ..."""
-    weight_cast: Literal["forward", "twice", "step"] = "step"
+    weight_cast: WeightCast = "step"
     """When weights are cast, see docs/weights.md; step: once for all microbatches."""
     weights: str | None = None
     """Another format for weights, such as mxfp8_e4m3_128x128."""

@@ -15,13 +15,15 @@ from typing import Any
 
 from .breakdown import KINDS
 from .charts import Line, bars, lines
-from .compare import BASELINE, NULL, Arm, Comparison, Stored
+from .compare import BASELINE, NULL, Arm, Comparison
 from .statistics import resolves
+from .stored import Stored
 
 CPU_SPEED = (
     "Measured on a CPU, where low precision is emulated exactly and much slower than bf16: speeds, memory and shares "
     "of time say nothing about a GPU. Losses do: casts give the same bytes on every device."
 )
+SHARED = "Runs shared the machine (--jobs), so their speeds mean nothing and are not shown."
 HEAD = ("recipe", "final loss", "gap to bf16", "tokens/s", "speedup", "peak memory", "low FLOPs", "verdict")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 # layers up to which a table is shown at once
@@ -44,8 +46,8 @@ def _row(found: Comparison, arm: Arm) -> list[str]:
         arm.name,
         f"{loss:.4f}",
         "" if arm.name == BASELINE else str(found.gap(arm.name)),
-        f"{speed:,.0f}",
-        f"{speed / base:.2f}x" if is_recipe and base else "",
+        f"{speed:,.0f}" if found.is_timed else "",
+        f"{speed / base:.2f}x" if is_recipe and base and found.is_timed else "",
         f"{max(memory) / 2**30:.2f} GiB" if memory else "not on a CPU",
         f"{runs[0].about['flop_share']:.0%}" if is_recipe else "",
         "" if verdict is None else _said(verdict.kind, arm),
@@ -79,6 +81,8 @@ def notes(found: Comparison) -> list[str]:
         if verdict is not None:
             said.append(f"{arm.name}: {verdict.kind}; {verdict.why}.")
         said += [f"{arm.name}, seed {seed}: {run.failed}" for seed, run in _runs(found, arm) if run.failed]
+    if not found.is_timed:
+        said.append(SHARED)
     if not found.is_on_gpu:
         said.append(CPU_SPEED)
     return said

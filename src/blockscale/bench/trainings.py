@@ -1,0 +1,141 @@
+"""What trainings came to, as JSON lines: one for each arm of a comparison, one for each throughput that was measured.
+
+`train.publish` makes them from folders of runs; tables and the picture are made from them alone. A line replaces the
+line of the same key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import OptionError, message
+
+Points = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """One arm of a comparison, all of its seeds.
+
+    says: what the arm is.  losses: on held-out text at the end, by seed; None where a run broke down.  gap, error:
+    relative to bf16, the mean of the pairs and half of its interval of 95 %.  noise: what the null says that a gap may
+    be by chance.  curves: training loss, smoothed and thinned, by seed.  along: [step, mean gap on held-out text].
+    tokens_per_second, shares: None and empty where runs shared the machine.
+    """
+
+    model: str
+    arm: str
+    says: str
+    seeds: list[int]
+    steps: int
+    tokens_per_step: int
+    parameters: int
+    flop_share: float
+    data_hash: str
+    losses: list[float | None]
+    gap: float | None
+    error: float | None
+    noise: float | None
+    budget: float | None
+    verdict: str
+    why: str
+    curves: list[Points]
+    along: Points
+    tokens_per_second: float | None
+    peak_memory: int | None
+    shares: dict[str, float]
+    where: dict[str, Any]
+    kind: str = "convergence"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a line replaces when it is stored again."""
+        return self.kind, self.model, self.arm, self.steps, len(self.seeds), self.where.get("gpu")
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """One recipe, compiled or not, with weights cast at some time: what a step takes.
+
+    converted: parameters of layers in low precision.  step_ms, spread_ms: median and quartiles of timed steps, None
+    where the run failed.  warm_up: steps before, which do not count.  peak_memory: bytes.  failed: why there is none.
+    """
+
+    model: str
+    recipe: str
+    compile: str
+    weight_cast: str
+    layers: int
+    sequence: int
+    batch: int
+    accumulate: int
+    recompute: str
+    parameters: int
+    converted: int
+    flop_share: float
+    warm_up: int
+    timed: int
+    step_ms: float | None
+    spread_ms: list[float] | None
+    tokens_per_second: float | None
+    peak_memory: int | None
+    shares: dict[str, float] = field(default_factory=dict[str, float])
+    failed: str = ""
+    where: dict[str, Any] = field(default_factory=dict[str, Any])
+    kind: str = "throughput"
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What runs that are compared with each other have in common."""
+        size = (self.layers, self.sequence, self.batch, self.accumulate, self.recompute)
+        return self.model, self.compile, *size, self.where.get("gpu")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a line replaces when it is stored again."""
+        return self.kind, self.recipe, self.weight_cast, *self.setting
+
+
+Training = Convergence | Throughput
+_KINDS: dict[str, type[Training]] = {"convergence": Convergence, "throughput": Throughput}
+
+
+def read(path: Path) -> list[Training]:
+    """The lines of a file, in its order; nothing when there is no such file."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    try:
+        return [_KINDS[row["kind"]](**row) for row in rows]
+    except (KeyError, TypeError) as error:
+        rule, fix = "a file of trainings has what `blockscale collect` writes", "name another file"
+        raise OptionError(message(f"{path} has other lines ({error})", rule=rule, fix=fix)) from None
+
+
+def write(path: Path, rows: Iterable[Training]) -> None:
+    """Store lines: those of the same key are replaced in place, others appended. The file changes all at once."""
+    merged = {row.key: row for row in [*read(path), *rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text("".join(json.dumps(asdict(row)) + "\n" for row in merged.values()))
+    os.replace(fresh, path)
+
+
+def load(folder: Path) -> list[Training]:
+    """All that is stored."""
+    return [row for path in sorted(folder.glob("training-*.jsonl")) for row in read(path)]
+
+
+def convergences(rows: Sequence[Training]) -> list[Convergence]:
+    """Those of comparisons."""
+    return [row for row in rows if isinstance(row, Convergence)]
+
+
+def throughputs(rows: Sequence[Training]) -> list[Throughput]:
+    """Those of speed."""
+    return [row for row in rows if isinstance(row, Throughput)]

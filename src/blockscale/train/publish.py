@@ -1,0 +1,134 @@
+"""Folders of runs as the few lines that a repository keeps: curves thinned, gaps, verdicts, speeds, and where they are
+from.
+
+A folder is read as it is: runs that are missing or not done are named and left out, never run, so that what a machine
+had finished when it went away can be published.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..bench.trainings import Convergence, Points, Training
+from .compare import BASELINE, NULL, Arm, Comparison
+from .report import smooth
+from .stored import METRICS, RUNS, Stored, read
+from .throughput import KIND, throughput_of
+
+# points of a stored curve
+MOST = 150
+# of a run's config: what the null, seeds and recipes of one comparison may have different from each other
+_APART = ("seed", "batch", "accumulate", "eval_batches", "loss_chunks", "folder", "resume")
+
+
+@dataclass
+class Published:
+    """lines: what was found.  left_out: what was not, in words."""
+
+    lines: list[Training] = field(default_factory=list[Training])
+    left_out: list[str] = field(default_factory=list[str])
+
+
+def publish(folder: Path) -> Published:
+    """All comparisons and throughputs whose runs lie in a folder, at any depth."""
+    found = Published()
+    groups: dict[str, list[Stored]] = {}
+    for path in sorted(folder.rglob(f"{RUNS}/*/{METRICS}")):
+        run = read(path)
+        if not run.is_done or not run.about:
+            found.left_out.append(f"{path.parent.name}: not done, {len(run.losses)} steps")
+        elif run.arm.get("kind") == KIND:
+            found.lines.append(throughput_of(run))
+        elif "name" in run.arm:
+            groups.setdefault(f"{path.parents[2]} {_shared(run.about['config'])}", []).append(run)
+        else:
+            found.left_out.append(f"{path.parent.name}: does not say what it is in its comparison")
+    for runs in groups.values():
+        _compare(runs, found)
+    return found
+
+
+def _shared(config: dict[str, Any]) -> str:
+    """What all runs of one comparison have in common, as a key."""
+    recipe = {key: value for key, value in config["recipe"].items() if key != "name"}
+    tokens = config["batch"] * config["accumulate"]
+    rest = {key: value for key, value in config.items() if key not in _APART}
+    return json.dumps(rest | {"recipe": recipe, "sequences": tokens}, sort_keys=True)
+
+
+def _compare(runs: Sequence[Stored], found: Published) -> None:
+    """Pairs: the seeds that both bf16 and the null have, and the arms that have all of them."""
+    by_arm: dict[str, dict[int, Stored]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm["name"], {})[run.about["config"]["seed"]] = run
+    seeds = sorted({*by_arm.get(BASELINE, {})} & {*by_arm.get(NULL, {})})
+    title = f"{runs[0].about['config']['name']}, {runs[0].about['config']['steps']} steps"
+    if not seeds:
+        found.left_out.append(f"{title}: no seed has both bf16 and the null")
+        return
+    if len({run.about["data_hash"] for run in runs}) > 1:
+        found.left_out.append(f"{title}: runs of different text")
+        return
+    whole = [name for name, mine in by_arm.items() if {*seeds} <= {*mine}]
+    found.left_out += [
+        f"{title}: {name}, seeds {', '.join(str(seed) for seed in seeds if seed not in mine)} are missing"
+        for name, mine in by_arm.items()
+        if name not in whole
+    ]
+    ordered = [BASELINE, NULL, *sorted(name for name in whole if name not in (BASELINE, NULL))]
+    facts = {name: by_arm[name][seeds[0]].arm for name in ordered}
+    arms = tuple(Arm(name, facts[name]["says"], facts[name]["budget"]) for name in ordered)
+    compared = Comparison(arms, tuple(seeds), {name: tuple(by_arm[name][each] for each in seeds) for name in ordered})
+    found.lines += [_line(compared, arm) for arm in arms]
+
+
+def _line(found: Comparison, arm: Arm) -> Convergence:
+    runs = found.runs[arm.name]
+    first, gap, verdict = runs[0], found.gap(arm.name), found.verdict(arm)
+    config = first.about["config"]
+    memory = [run.end["peak_memory"] for run in runs if run.end.get("peak_memory") is not None]
+    is_timed = found.is_timed and gap.is_finite
+    return Convergence(
+        model=config["name"],
+        arm=arm.name,
+        says=arm.says,
+        seeds=list(found.seeds),
+        steps=config["steps"],
+        tokens_per_step=config["batch"] * config["accumulate"] * config["data"]["sequence"],
+        parameters=first.about["parameters"],
+        flop_share=first.about["flop_share"],
+        data_hash=first.about["data_hash"],
+        losses=[_number(run.loss) for run in runs],
+        gap=_number(gap.mean) if gap.is_finite else None,
+        error=gap.error if gap.is_finite else None,
+        noise=_number(found.noise),
+        budget=arm.budget,
+        verdict="" if verdict is None else verdict.kind,
+        why="" if verdict is None else verdict.why,
+        curves=[thin(smooth(sorted(run.losses.items()))) for run in runs],
+        along=thin(found.along(arm.name)),
+        tokens_per_second=found.tokens_per_second(arm.name) if is_timed else None,
+        peak_memory=max(memory, default=None),
+        shares=first.shares if found.is_timed else {},
+        where=first.where,
+    )
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def thin(points: Sequence[tuple[float, float]], most: int = MOST) -> Points:
+    """At most so many, evenly spread, the first and the last among them.
+
+    >>> thin([(step, 0.5) for step in range(1, 11)], 4)
+    [[1, 0.5], [4, 0.5], [7, 0.5], [10, 0.5]]
+    """
+    last = len(points) - 1
+    places = sorted({round(each * last / (most - 1)) for each in range(most)}) if last >= most else range(last + 1)
+    return [[points[place][0], round(points[place][1], 6)] for place in places]

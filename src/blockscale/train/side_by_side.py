@@ -1,0 +1,61 @@
+"""Runs in processes of their own, several at a time or one after the other, and what they say meanwhile.
+
+Small models leave most of a GPU idle while the host launches their kernels, so that several runs together end sooner
+than one by one; their speeds then mean nothing. A process of its own also gives back all of its memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, TypeVar
+
+from .records import Evaluation, Hooks, Speed, StepRecord
+from .run import Run
+
+T = TypeVar("T")
+
+
+def side_by_side(
+    function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], jobs: int, *, fresh: bool = False
+) -> Iterator[tuple[int, T]]:
+    """(place of the task, result of `function(*task)`) as they are done, `jobs` at a time.
+
+    fresh: each task has a process to itself. Functions and tasks are pickled; a process starts anew and imports all
+    that it needs, since CUDA does not survive a fork.
+    """
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1 if fresh else None)
+    try:
+        futures = {pool.submit(function, *task): place for place, task in enumerate(tasks)}
+        for each in as_completed(futures):
+            yield futures[each], each.result()
+    finally:  # after an error or Ctrl-C those that run end by themselves, and no other begins
+        pool.shutdown(cancel_futures=True)
+
+
+class Lines(Hooks):
+    """Progress as plain lines, for files, pipes and processes without a terminal.  every: steps between them; 0: with
+    each evaluation."""
+
+    def __init__(self, name: str, every: int = 0) -> None:
+        self.name, self.every = name, every
+        self.speed = 0.0
+
+    def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
+        """A line for the last step that is due."""
+        self.speed = speed.tokens_per_second
+        due = [each for each in records if self.every and (each.step == 1 or each.step % self.every == 0)]
+        if due:
+            self._say(run, f"{1e3 * speed.step_seconds:,.0f} ms a step")
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """A line with the loss on held-out text."""
+        if not self.every:
+            self._say(run, f"loss {evaluation.loss:.4f}")
+
+    def _say(self, run: Run, what: str) -> None:
+        steps = f"step {run.step} of {run.config.steps}"
+        sys.stdout.write(f"{self.name}: {steps}, {what}, {self.speed:,.0f} tokens/s\n")
+        sys.stdout.flush()

@@ -1,0 +1,179 @@
+"""A run as its file tells it: what is kept of each run of a comparison, who writes it, and how it is read.
+
+Everything that is shown of runs later (tables, pages, published results) is made from these files alone. A run that is
+finished is read and not run again; one that was cut off goes on from its last checkpoint, or begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..autograd import refresh_weights_
+from ..bench.store import where
+from ..diagnostics.layers import layer_numerics
+from ..errors import BlockscaleError, NonFiniteError
+from ..hardware import describe
+from .breakdown import breakdown
+from .config import RunConfig, fingerprint
+from .loop import train
+from .metrics import JsonLines
+from .records import Hooks, TrainResult
+from .run import Run
+
+RUNS, METRICS = "runs", "metrics.jsonl"
+# what may be measured when a run is over: every layer's numerics, and where a step's time goes
+LOOKS = ("layers", "shares")
+
+
+@dataclass
+class Stored:
+    """One run, as its file tells it.
+
+    about: of the line "run".  end: of the last line, empty where the run is not done.  where: machine, versions, commit
+    and command.  shares: of a step's time.  layers: numerics.  failed: why it ended early.  seconds: of a step, by the
+    step that told them.  arm: what the run is in its comparison.
+    """
+
+    about: dict[str, Any] = field(default_factory=dict[str, Any])
+    losses: dict[int, float] = field(default_factory=dict[int, float])
+    evaluations: dict[int, float] = field(default_factory=dict[int, float])
+    end: dict[str, Any] = field(default_factory=dict[str, Any])
+    where: dict[str, Any] = field(default_factory=dict[str, Any])
+    shares: dict[str, float] = field(default_factory=dict[str, float])
+    layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    failed: str = ""
+    seconds: dict[int, float] = field(default_factory=dict[int, float])
+    arm: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.failed) or self.end.get("stopped") == "done"
+
+    @property
+    def loss(self) -> float:
+        """Of held-out text at the end; infinite where the run broke down."""
+        return float("inf") if self.failed else float(self.end["loss"])
+
+
+def run_or_read(
+    label: str,
+    config: RunConfig,
+    out: Path,
+    hooks: Sequence[Hooks] = (),
+    *,
+    arm: dict[str, Any] | None = None,
+    looks: Sequence[str] = LOOKS,
+    commit: str | None = None,
+    results: tuple[type[BlockscaleError], ...] = (NonFiniteError,),
+) -> Stored:
+    """One run, from its file or now. With `save_every` a run that was cut off goes on from its last checkpoint.
+
+    label: the first part of its folder's name.  arm: what its file says of it besides.  looks: what is measured at its
+    end.  commit: to record where the source is no git checkout.  results: errors that are results of a run.
+    """
+    config = replace(config, folder=None, resume=False)
+    folder = out / RUNS / f"{label}-seed{config.seed}-{fingerprint(config)}"
+    found = read(folder / METRICS)
+    if found.is_done:
+        return found
+    _mend(folder / METRICS)
+    if config.save_every:
+        config = replace(config, folder=folder, resume=True)
+    log = RunLog(folder, arm, looks=looks, commit=commit)
+    try:
+        if train(config, hooks=[log, *hooks]).stopped == "interrupted":
+            raise KeyboardInterrupt
+    except results as error:
+        RunLog(folder).fail(str(error))
+    return read(folder / METRICS)
+
+
+class RunLog(JsonLines):
+    """The metrics of a run, and what a comparison shows besides: machine, versions, shares of time, numerics."""
+
+    def __init__(
+        self,
+        folder: Path,
+        arm: dict[str, Any] | None = None,
+        *,
+        looks: Sequence[str] = LOOKS,
+        commit: str | None = None,
+    ) -> None:
+        super().__init__(folder)
+        self.arm, self.looks, self.commit = arm or {}, looks, commit
+
+    def on_start(self, run: Run) -> None:
+        """What it is, and where it runs."""
+        super().on_start(run)
+        self._write("arm", **self.arm)
+        self._write("where", **(describe(run.device) | asdict(where(run.device, __version__, self.commit))))
+
+    def on_end(self, run: Run, result: TrainResult) -> None:
+        """What is measured on the trained model; one step more than the run had, which nobody keeps."""
+        if result.stopped == "done" and "layers" in self.looks:
+            refresh_weights_(run.model)
+            batch = run.pieces(0, 0)
+            found = layer_numerics(run.model, lambda: run.model.loss(batch))
+            self._write("layers", layers=[asdict(each) for each in found])
+        if result.stopped == "done" and "shares" in self.looks:
+            self._write("shares", **breakdown(run.advance))
+        super().on_end(run, result)
+
+    def fail(self, why: str) -> None:
+        """A run that broke down is a result, and is not run again."""
+        self._write("failed", why=why)
+        self.close()
+
+
+def _mend(path: Path) -> None:
+    """Drop a last line that was cut off in the middle, so that the next one stands by itself."""
+    if path.exists() and not (text := path.read_text()).endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1])
+
+
+def read(path: Path) -> Stored:
+    """A run from its file; empty where there is none. A line that was cut off is the last one, and does not count."""
+    found = Stored()
+    if not path.exists():
+        return found
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        _take(found, row.pop("kind"), row)
+    return found
+
+
+def _take(found: Stored, kind: str, row: dict[str, Any]) -> None:
+    match kind:
+        case "run":  # again, or going on: what came after that step is run anew
+            found.about, found.end, found.failed = row, {}, ""
+            for kept in (found.losses, found.evaluations, found.seconds):
+                for step in [step for step in kept if step > row["step"]]:
+                    del kept[step]
+        case "arm":
+            found.arm = row
+        case "step":
+            found.losses[row["step"]] = row["loss"]
+            if "step_seconds" in row:
+                found.seconds[row["step"]] = row["step_seconds"]
+        case "evaluation":
+            found.evaluations[row["step"]] = row["loss"]
+        case "where":
+            found.where = row
+        case "shares":
+            found.shares = row
+        case "layers":
+            found.layers = row["layers"]
+        case "failed":
+            found.failed = row["why"]
+        case "end":
+            found.end = row
+        case _:
+            pass
