@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench_rows import product, products, suite
-from blockscale.bench import picture, report, report_bars, report_gemm
+from blockscale.bench import picture, report, report_bars, report_gemm, trainings
 from blockscale.bench.store import Row
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,9 @@ def test_the_pages_are_up_to_date():
         pytest.skip("no results are stored")
     for page in report.PAGES:
         text = (ROOT / page).read_text()
-        assert report.render(text, rows) == text, f"{page}: run `blockscale bench report`"
+        assert report.render(text, rows, trainings.load(ROOT / report.RESULTS)) == text, (
+            f"{page}: run `blockscale bench report`"
+        )
 
 
 def test_a_slow_copy_is_told() -> None:

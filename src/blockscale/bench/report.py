@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import report_bars, report_gemm, report_layers, report_moe
+from . import report_bars, report_gemm, report_layers, report_moe, report_speed, report_training
 from .shapes import MAIN, MODELS, text
 from .store import Row, read
 from .tables import EMPTY, label, number, peer, provenance, spread, table
+from .trainings import Training
 
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/images/casts.svg")
+TRAINING_PICTURE = Path("docs") / report_training.PICTURE
 PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
 SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch")
 PEERS = ("eager", "compile", "torchao", "unfused")
@@ -157,25 +159,33 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "dispatch": dispatch_table,
 }
 
+TRAINING_SECTIONS: dict[str, Callable[[Sequence[Training]], str]] = {
+    "training": report_training.long_table,
+    "training-goals": report_training.goals_table,
+    "speed": report_speed.long_table,
+    "speed-goals": report_speed.goals_table,
+}
+
 
 # pages
 
 
-def render(page: str, rows: Sequence[Row]) -> str:
+def render(page: str, rows: Sequence[Row], trainings: Sequence[Training] = ()) -> str:
     """The page with every marked section rewritten."""
-    for name, section in SECTIONS.items():
+    bodies = {name: section(rows) for name, section in SECTIONS.items()}
+    bodies |= {name: section(trainings) for name, section in TRAINING_SECTIONS.items()}
+    for name, body in bodies.items():
         pattern = re.compile(rf"(<!-- bench:{name} -->\n).*?(<!-- /bench:{name} -->)", re.DOTALL)
-        body = section(rows)
         page = pattern.sub(lambda found, body=body: f"{found[1]}{body}\n{found[2]}", page)
     return page
 
 
-def update(root: Path, rows: Sequence[Row]) -> list[Path]:
+def update(root: Path, rows: Sequence[Row], trainings: Sequence[Training] = ()) -> list[Path]:
     """Rewrite the pages of a checkout; those that changed."""
     changed: list[Path] = []
     for name in PAGES:
         path = root / name
-        if path.exists() and (new := render(path.read_text(), rows)) != path.read_text():
+        if path.exists() and (new := render(path.read_text(), rows, trainings)) != path.read_text():
             path.write_text(new)
             changed.append(name)
     return changed

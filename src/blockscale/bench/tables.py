@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from .shapes import text
 from .store import Row
@@ -41,7 +42,14 @@ def label(row: Row) -> str:
     return row.case.removesuffix(" " + text(tuple(row.shape)))
 
 
-def provenance(rows: Sequence[Row]) -> str:
+class HasWhere(Protocol):
+    """Anything that says where it was measured."""
+
+    @property
+    def where(self) -> dict[str, Any]: ...
+
+
+def provenance(rows: Sequence[HasWhere]) -> str:
     """Where the figures come from; a line per GPU and commit."""
     lines: dict[str, None] = {}
     for row in rows:

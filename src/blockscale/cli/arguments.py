@@ -73,13 +73,13 @@ def worker_count(workers: int | None) -> int:
     return workers
 
 
-def wide_console() -> Console:
+def wide_console(width: int = FILE_WIDTH) -> Console:
     """A console whose tables are not cut where they go to a file."""
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, FILE_WIDTH)
+        console.width = max(console.width, width)
     return console
 
 

@@ -41,7 +41,7 @@ def run(
     Args:
         suite: casts: bandwidth of every cast. gemm: speed and accuracy of products. linear, mlp: forward and backward
             of layers. moe: grouped products, experts and mixtures of them. dispatch: host time per call. report:
-            rewrite the tables and the picture of the documentation from stored results.
+            rewrite the tables and the pictures of the documentation from stored results.
         json: Store the rows in this file, replacing rows of the same case and GPU (report: read this file instead of
             benchmarks/results).
         compare: Rows of an older run; shows new time over old and flags what became more than 3 % slower.
@@ -243,9 +243,10 @@ def _show_changes(console: Console, rows: Sequence[Row], path: Path) -> None:
 
 
 def _report(console: Console, source: Path | None) -> int:
-    from ..bench import picture, report
+    from ..bench import picture, report, training_picture, trainings
     from ..bench.store import read
 
+    found = trainings.load(report.RESULTS)
     rows = report.load(report.RESULTS) if source is None else read(source)
     if not rows:
         console.print(
@@ -258,6 +259,9 @@ def _report(console: Console, source: Path | None) -> int:
     if report.main_rows(rows):
         picture.draw(rows, report.PICTURE)
         console.print(f"wrote {report.PICTURE}")
-    for page in report.update(Path.cwd(), rows):
+    if trainings.convergences(found):
+        training_picture.draw(trainings.convergences(found), report.TRAINING_PICTURE)
+        console.print(f"wrote {report.TRAINING_PICTURE}")
+    for page in report.update(Path.cwd(), rows, found):
         console.print(f"wrote {page}")
     return 0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import env
 from ..train.config import RunConfig
-from ..train.presets import PRESETS, get_preset
-from .train import DEFAULT, first_line, full_option
+from ..train.presets import get_preset
+from .train import DEFAULT, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +30,10 @@ class Options(RunConfig):
     """Folder of the runs and of the page; runs that are there already are not run again."""
     budget: float | None = None
     """Largest accepted gap in percent; None: 0.25 for 8 and 6 bits, 2 for 4 bits."""
+    jobs: int = 1
+    """Runs at a time, each in a process of its own: for models that leave a GPU idle. Their speeds are not shown."""
+    commit: str | None = None
+    """Commit to record where the source is no git checkout."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Options:
@@ -44,20 +48,7 @@ class Options(RunConfig):
 
 def main(arguments: list[str]) -> int:
     """Parse a preset, changes to it and the options of the comparison, and run it."""
-    import tyro
-
-    words = list(arguments)
-    name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
-    about = "\n".join(f"  {each:<10} {first_line(each)}" for each in PRESETS)
-    options = tyro.cli(
-        Options,
-        prog=f"blockscale compare {name}" if name in PRESETS else "blockscale compare",
-        description=f"Train a preset (the first word; {DEFAULT} without one) by several recipes, in pairs.\n\n{about}",
-        default=Options.of(get_preset(name)),
-        args=[full_option(word) for word in words],
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-    )
-    return run(options)
+    return run(parse(arguments, "compare", "Train a preset by several recipes, in pairs.", Options.of))
 
 
 def run(options: Options | None = None) -> int:
@@ -66,6 +57,7 @@ def run(options: Options | None = None) -> int:
 
     options = options or Options.of(get_preset(DEFAULT))
     numbers(str(options.seeds), "seeds")
+    numbers(str(options.jobs), "jobs")
     budget = options.budget
     if budget is not None and not 0 < budget < 100:
         refuse(f"budget={budget}", "it is a percentage of the loss", "pass --budget 0.25")
@@ -89,6 +81,8 @@ def run(options: Options | None = None) -> int:
             out=options.out,
             budget=None if budget is None else budget / 100,
             hooks=shown.hooks,
+            jobs=options.jobs,
+            commit=options.commit,
         )
     _show(console, found)
     page = write(found, options.out / "report.html")
@@ -110,7 +104,7 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         self.bar.start()
-        self.task = self.bar.add_task("preparing text", total=None)
+        self.task = self.bar.add_task("running", total=None)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -119,6 +113,7 @@ class _Progress:
     def hooks(self, arm: Any, seed: int) -> list[Any]:
         """What watches the next run."""
         from ..train.records import Hooks
+        from ..train.side_by_side import Lines
 
         progress, self.begun = self, self.begun + 1
         place, name = self.begun, f"run {self.begun} of {self.total}: {arm.name}, seed {seed}"
@@ -132,7 +127,7 @@ class _Progress:
             def on_end(self, run: Any, result: Any) -> None:
                 progress.console.print(f"{name}: loss {result.loss:.4f}", highlight=False)
 
-        return [Watch()]
+        return [Watch(), *([] if self.console.is_terminal else [Lines(name)])]
 
 
 def _show(console: Console, found: Comparison) -> None:

@@ -19,6 +19,8 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   tune      time other plans for a model's products on this GPU, and keep those that win
   train     train a small model, or a large one, by a recipe
   compare   train by several recipes in pairs: does it still converge, and what is won
+  speed     time steps by several recipes: tokens/s, memory, and where a step's time goes
+  collect   folders of compare and speed as the few lines that a repository keeps
   advise    which layers should stay in bf16 for a loss budget, and what that costs in speed
   roofline  the most that low precision can win for a model's layers, and from how many tokens on
 """
@@ -26,7 +28,21 @@ MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
 )
-COMMANDS = ("doctor", "explain", "formats", "demo", "bench", "warmup", "tune", "train", "compare", "advise", "roofline")
+COMMANDS = (
+    "doctor",
+    "explain",
+    "formats",
+    "demo",
+    "bench",
+    "warmup",
+    "tune",
+    "train",
+    "compare",
+    "speed",
+    "collect",
+    "advise",
+    "roofline",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

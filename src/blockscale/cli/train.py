@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from ..train.config import RunConfig
 from ..train.presets import PRESETS, get_preset
@@ -10,6 +11,7 @@ from ..train.presets import PRESETS, get_preset
 if TYPE_CHECKING:
     from ..train.records import Hooks
 
+O = TypeVar("O")
 DEFAULT = "tiny"
 # options that people write, for fields that lie deeper
 SHORT = {
@@ -27,22 +29,29 @@ SHORT = {
 
 def main(arguments: list[str]) -> int:
     """Parse a preset and changes to it, and run it."""
+    shorts = ", ".join(f"{short} for {full}" for short, full in SHORT.items())
+    return run(
+        parse(arguments, "train", "Train a preset, changed by options.", lambda config: config, f"Short: {shorts}.")
+    )
+
+
+def parse(arguments: list[str], command: str, what: str, options: Callable[[RunConfig], O], more: str = "") -> O:
+    """A preset, which is the first word, as `options` of it, changed by what follows."""
     import tyro
 
     words = list(arguments)
     name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
     about = "\n".join(f"  {each:<10} {first_line(each)}" for each in PRESETS)
-    shorts = ", ".join(f"{short} for {full}" for short, full in SHORT.items())
-    config = tyro.cli(
-        RunConfig,
-        prog=f"blockscale train {name}" if name in PRESETS else "blockscale train",
-        description=f"Train a preset (the first word; {DEFAULT} without one), changed by options.\n\n{about}\n\n"
-        f"Options shown are those of the preset. Short: {shorts}.",
-        default=get_preset(name),
+    default = options(get_preset(name))
+    return tyro.cli(
+        type(default),
+        prog=f"blockscale {command} {name}",
+        description=f"{what} The first word is the preset, {DEFAULT} without one.\n\n{about}\n\n"
+        f"Options shown are those of the preset. {more}",
+        default=default,
         args=[full_option(word) for word in words],
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
     )
-    return run(config)
 
 
 def run(config: RunConfig | None = None) -> int:

@@ -18,7 +18,7 @@ from ..bench.trainings import Convergence, Points, Training
 from .compare import BASELINE, NULL, Arm, Comparison
 from .report import smooth
 from .stored import METRICS, RUNS, Stored, read
-from .throughput import KIND, throughput_of
+from .throughput import MEASURES, throughput_of
 
 # points of a stored curve
 MOST = 150
@@ -42,7 +42,7 @@ def publish(folder: Path) -> Published:
         run = read(path)
         if not run.is_done or not run.about:
             found.left_out.append(f"{path.parent.name}: not done, {len(run.losses)} steps")
-        elif run.arm.get("kind") == KIND:
+        elif run.arm.get("measures") == MEASURES:
             found.lines.append(throughput_of(run))
         elif "name" in run.arm:
             groups.setdefault(f"{path.parents[2]} {_shared(run.about['config'])}", []).append(run)

@@ -7,6 +7,7 @@ finished is read and not run again; one that was cut off goes on from its last c
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..diagnostics.layers import layer_numerics
 from ..errors import BlockscaleError, NonFiniteError
 from ..hardware import describe
 from .breakdown import breakdown
-from .config import RunConfig, fingerprint
+from .config import RunConfig, fingerprint, to_dict
 from .loop import train
 from .metrics import JsonLines
 from .records import Hooks, TrainResult
@@ -69,7 +70,7 @@ def run_or_read(
     arm: dict[str, Any] | None = None,
     looks: Sequence[str] = LOOKS,
     commit: str | None = None,
-    results: tuple[type[BlockscaleError], ...] = (NonFiniteError,),
+    results: tuple[type[Exception], ...] = (NonFiniteError,),
 ) -> Stored:
     """One run, from its file or now. With `save_every` a run that was cut off goes on from its last checkpoint.
 
@@ -89,7 +90,9 @@ def run_or_read(
         if train(config, hooks=[log, *hooks]).stopped == "interrupted":
             raise KeyboardInterrupt
     except results as error:
-        RunLog(folder).fail(str(error))
+        if not isinstance(error, BlockscaleError):
+            traceback.print_exc()
+        RunLog(folder, arm).fail(str(error) or type(error).__name__, config)
     return read(folder / METRICS)
 
 
@@ -124,9 +127,9 @@ class RunLog(JsonLines):
             self._write("shares", **breakdown(run.advance))
         super().on_end(run, result)
 
-    def fail(self, why: str) -> None:
-        """A run that broke down is a result, and is not run again."""
-        self._write("failed", why=why)
+    def fail(self, why: str, config: RunConfig) -> None:
+        """A run that broke down is a result, and is not run again. It may not have come as far as to say what it is."""
+        self._write("failed", why=why, config=to_dict(config), arm=self.arm)
         self.close()
 
 
@@ -172,7 +175,8 @@ def _take(found: Stored, kind: str, row: dict[str, Any]) -> None:
         case "layers":
             found.layers = row["layers"]
         case "failed":
-            found.failed = row["why"]
+            found.failed, found.arm = row["why"], row["arm"]
+            found.about.setdefault("config", row["config"])
         case "end":
             found.end = row
         case _:

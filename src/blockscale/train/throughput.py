@@ -1,8 +1,8 @@
 """What a recipe wins: steps of the same model by several recipes, compiled or not, with weights cast at several times.
 
-Each arm runs in a process of its own, one after the other: models of this size do not fit a GPU twice, and one that runs
-out of memory says so and leaves the others alone. The first steps, which hold compilation and autotuning, do not count;
-of the others the median counts, and quartiles say how far they spread. Losses mean nothing here.
+Each arm runs in a process of its own, one after the other: large models do not fit a GPU twice, and an arm that fails,
+out of memory for instance, says so and leaves the others alone. The first steps, which hold compilation and autotuning,
+do not count; of the others the median counts, and quartiles say how far they spread. Losses mean nothing here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import get_args
 
 from ..autograd import get_recipe
 from ..bench.trainings import Throughput
-from ..errors import NonFiniteError, OptionError, OutOfMemoryError, check_name, message
+from ..errors import OptionError, check_name, message
 from .compare import BASELINE
 from .config import Compile, RunConfig, WeightCast
 from .side_by_side import Lines, side_by_side
 from .stored import Stored, run_or_read
 
-KIND = "throughput"
+# what files of such runs say that they measure
+MEASURES = "throughput"
 
 
 def arms_of(
@@ -87,10 +88,10 @@ def _run(config: RunConfig, out: Path, warm_up: int, commit: str | None) -> Stor
         config,
         out,
         [Lines(label, every=5)],
-        arm={"kind": KIND, "warm_up": warm_up},
+        arm={"measures": MEASURES, "warm_up": warm_up},
         looks=("shares",),
         commit=commit,
-        results=(NonFiniteError, OutOfMemoryError),
+        results=(Exception,),
     )
 
 
@@ -112,9 +113,9 @@ def throughput_of(run: Stored) -> Throughput:
         batch=config["batch"],
         accumulate=config["accumulate"],
         recompute=config["recompute"],
-        parameters=run.about["parameters"],
-        converted=run.about["converted"],
-        flop_share=run.about["flop_share"],
+        parameters=run.about.get("parameters", 0),
+        converted=run.about.get("converted", 0),
+        flop_share=run.about.get("flop_share", 0.0),
         warm_up=warm_up,
         timed=len(seconds),
         step_ms=None if step is None else 1e3 * step,

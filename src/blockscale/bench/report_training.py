@@ -1,0 +1,157 @@
+"""Comparisons of trainings as tables: what recipes are meant to reach in loss, and what the stored runs say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .tables import provenance, table
+from .trainings import Convergence, Training, convergences
+
+NOT_YET = "not measured yet"
+PICTURE = "images/training.svg"
+BASELINE, NULL = "bf16", "null"
+# what the goals are for
+MACHINE = "H200"
+# of linear FLOPs in low precision, below which a small gap says little
+LEAST_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class LossGoal:
+    """A recipe on a model: gaps up to `most`, or up to the null's noise, are good.  share: of linear FLOPs that have to
+    be in low precision."""
+
+    model: str
+    recipe: str
+    most: float
+    share: float
+    least_steps: int
+    least_seeds: int
+    command: str
+
+    @property
+    def text(self) -> str:
+        length = f"{self.least_steps} steps" + (f", {self.least_seeds} seeds" if self.least_seeds > 1 else "")
+        return f"{self.model} by {self.recipe}, {length}: within {100 * self.most:g} %, or within the null's noise"
+
+    def row(self, rows: Sequence[Convergence]) -> Convergence | None:
+        """The longest that is long enough and has seeds enough."""
+        mine = [row for row in rows if (row.model, row.arm) == (self.model, self.recipe) and on_machine(row)]
+        fit = [row for row in mine if row.steps >= self.least_steps and len(row.seeds) >= self.least_seeds]
+        return max(fit, key=lambda row: len(row.seeds) if self.least_seeds > 1 else row.steps, default=None)
+
+    def is_met(self, row: Convergence) -> bool:
+        """By the mean gap; a run that broke down has none."""
+        if row.gap is None or row.flop_share < self.share:
+            return False
+        return row.gap <= max(self.most, row.noise or 0.0)
+
+
+def _goals() -> tuple[LossGoal, ...]:
+    recipes = "fp8_blockwise,mxfp8,nvfp4"
+    lengths = ((3000, 1, ""), (300, 5, " --steps 300 --seeds 5"))
+    bars = (
+        *(
+            (model, recipe, 0.0025, LEAST_SHARE)
+            for model in ("125m", "moe-500m")
+            for recipe in ("fp8_blockwise", "mxfp8")
+        ),
+        ("125m", "nvfp4", 0.02, 0.0),
+    )
+    return tuple(
+        LossGoal(*bar, steps, seeds, f"blockscale compare {bar[0]} --recipes {recipes}{more}")
+        for bar in bars
+        for steps, seeds, more in lengths
+    )
+
+
+GOALS = _goals()
+
+
+def goals_table(rows: Sequence[Training]) -> str:
+    """Every goal; what was not run says so."""
+    mine = convergences(rows)
+    head = ["goal", "gap", "noise of the null", "low FLOPs", "verdict", "met", "commit", "command"]
+    body = table(head, [_goal_line(goal, mine) for goal in GOALS])
+    picture = [f"![Loss and gap to bf16 over steps](docs/{PICTURE})"] if pictured(mine) else []
+    return "\n\n".join([*picture, body])
+
+
+def _goal_line(goal: LossGoal, rows: Sequence[Convergence]) -> list[str]:
+    row = goal.row(rows)
+    if row is None:
+        return [goal.text, NOT_YET, "-", "-", "-", "-", "-", f"`{goal.command}`"]
+    met = "yes" if goal.is_met(row) else "no"
+    shares = [percent(row.noise), f"{100 * row.flop_share:.1f} %"]
+    return [goal.text, gap_of(row), *shares, row.verdict, met, commit(row), f"`{row.where.get('command')}`"]
+
+
+def long_table(rows: Sequence[Training]) -> str:
+    """Every arm of every comparison."""
+    mine = convergences(rows)
+    if not mine:
+        return NOT_YET.capitalize() + "."
+    parts = [f"![Loss and gap to bf16 over steps]({PICTURE})"] if pictured(mine) else []
+    for group in comparisons(mine):
+        first = group[0]
+        title = f"**{first.model}**, {first.parameters / 1e6:,.0f}M parameters, {first.steps:,} steps of "
+        title += f"{first.tokens_per_step:,} tokens, {len(first.seeds)} seed{'s' * (len(first.seeds) > 1)}; text "
+        title += f"`{first.data_hash}`; `{first.where.get('command')}`"
+        null = next((f"null: {row.says}; noise {percent(row.noise)}." for row in group if row.arm == NULL), "")
+        head = ["arm", "final loss", "gap to bf16", "verdict", "low FLOPs", "tokens/s", "peak memory"]
+        parts += [title, provenance(group), null, table(head, [_cells(row) for row in group])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _cells(row: Convergence) -> list[str]:
+    losses = [each for each in row.losses if each is not None]
+    loss = f"{sum(losses) / len(losses):.4f}" if len(losses) == len(row.losses) else "no number"
+    speed = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+    gap = "" if row.arm == BASELINE else gap_of(row)
+    share = "" if row.arm in (BASELINE, NULL) else f"{100 * row.flop_share:.1f} %"
+    return [row.arm, loss, gap, row.verdict, share, speed, gib(row.peak_memory)]
+
+
+def comparisons(rows: Sequence[Convergence]) -> list[list[Convergence]]:
+    """Arms that were run together, longest runs of a model first."""
+    groups: dict[tuple[str, int, int, str], list[Convergence]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.steps, len(row.seeds), str(row.where.get("gpu"))), []).append(row)
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], -key[1], key[2], key[3]))]
+
+
+def pictured(rows: Sequence[Convergence]) -> list[list[Convergence]]:
+    """The longest comparison of each model."""
+    longest: dict[str, list[Convergence]] = {}
+    for group in comparisons(rows):
+        longest.setdefault(group[0].model, group)
+    return list(longest.values())
+
+
+def gap_of(row: Convergence) -> str:
+    """In percent, with the half of its interval where there is one."""
+    if row.gap is None:
+        return "no number"
+    spread = "" if row.error is None else f" ± {100 * row.error:.2f}"
+    return f"{100 * row.gap:+.2f}{spread} %"
+
+
+def percent(value: float | None) -> str:
+    """Of a relative figure."""
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def gib(value: int | None) -> str:
+    """Of bytes."""
+    return "-" if value is None else f"{value / 2**30:.1f} GiB"
+
+
+def on_machine(row: Training) -> bool:
+    """Whether it counts for the goals."""
+    return MACHINE in str(row.where.get("gpu"))
+
+
+def commit(row: Training) -> str:
+    """That was measured."""
+    return f"{row.where.get('commit') or 'none recorded'}{', with local changes' if row.where.get('dirty') else ''}"

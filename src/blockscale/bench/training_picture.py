@@ -1,0 +1,80 @@
+"""The picture of trainings: for each model the loss by recipe, and the gap to bf16 over time with the null's noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .report_training import BASELINE, NULL, pictured
+from .trainings import Convergence
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = {
+    BASELINE: "black",
+    NULL: "0.55",
+    "fp8_blockwise": "#3182bd",
+    "mxfp8": "#1b9e77",
+    "nvfp4": "#5e4fa2",
+    "mxfp4": "#d95f02",
+}
+
+
+def draw(rows: Sequence[Convergence], path: Path) -> None:
+    """Two panels for the longest comparison of each model. The same rows give the same file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = pictured(rows)
+    with matplotlib.rc_context({"svg.hashsalt": "blockscale", "font.size": 9}):
+        size = (10, 3.4 * len(groups))
+        figure, panels = pyplot.subplots(len(groups), 2, figsize=size, layout="constrained", squeeze=False)
+        for (loss, gap), group in zip(panels, groups, strict=True):
+            _losses(loss, group)
+            _gaps(gap, group)
+            for axes in (loss, gap):
+                axes.set_xlabel("step")
+                axes.spines[["top", "right"]].set_visible(False)
+        handles, names = panels[0][1].get_legend_handles_labels()
+        first_handles, first_names = panels[0][0].get_legend_handles_labels()
+        shown = dict(zip([*first_names, *names], [*first_handles, *handles], strict=True))
+        figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=7, frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
+
+
+def _colour(name: str) -> str:
+    return _COLOURS.get(name, "#b2182b")
+
+
+def _losses(axes: Axes, group: Sequence[Convergence]) -> None:
+    """Of the first seed; the null lies on bf16 and is left out."""
+    for row in group:
+        if row.arm != NULL and row.curves and row.curves[0]:
+            steps, losses = zip(*row.curves[0], strict=True)
+            axes.plot(steps, losses, color=_colour(row.arm), label=row.arm, linewidth=1.1)
+    first = group[0]
+    axes.set_title(f"{first.model}: training loss, nats per symbol, seed {first.seeds[0]}", loc="left", fontsize=9)
+    axes.set_yscale("log")
+
+
+def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:
+    """In percent of bf16's loss on held-out text, the mean of the seeds; the strip is the null's noise at the end."""
+    noise = next((row.noise for row in group if row.arm == NULL), None)
+    if noise is not None:
+        axes.axhspan(-100 * noise, 100 * noise, color="0.88", linewidth=0, label="the null's noise")
+    axes.axhline(0, color="black", linewidth=0.8)
+    for row in group:
+        if row.arm != BASELINE and row.along:
+            steps, gaps = zip(*row.along, strict=True)
+            dashed = "--" if row.arm == NULL else "-"
+            axes.plot(
+                steps, [100 * each for each in gaps], dashed, color=_colour(row.arm), label=row.arm, linewidth=1.3
+            )
+    many = len(group[0].seeds)
+    axes.set_title(f"gap to bf16, %, on held-out text ({many} seed{'s' * (many > 1)})", loc="left", fontsize=9)

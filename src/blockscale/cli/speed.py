@@ -1,0 +1,100 @@
+"""`blockscale speed`: what recipes win for a model, in tokens per second and memory, and where a step's time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import env
+from ..train.config import RunConfig
+from ..train.presets import get_preset
+from .train import DEFAULT, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from ..bench.trainings import Throughput
+
+# of its table
+WIDTH = 170
+CPU_SPEED = "On a CPU low precision is emulated exactly: these figures say nothing about a GPU."
+
+
+@dataclass(frozen=True)
+class Options(RunConfig):
+    """A run, and the ways in which it is timed. Steps, evaluations, reports and checkpoints are set by it."""
+
+    recipes: str = "fp8_blockwise"
+    """Recipes, separated by commas; bf16 is always timed."""
+    compiles: str = ""
+    """Ways to compile, of none and blocks, separated by commas; the run's own without."""
+    weight_casts: str = ""
+    """When weights are cast, of forward, twice and step, separated by commas; the run's own without."""
+    warm_up: int = 5
+    """Steps that do not count: compilation and autotuning."""
+    timed: int = 15
+    """Steps that do."""
+    out: Path = Path("out/speed")
+    """Folder of the runs; those that are there already are not run again."""
+    commit: str | None = None
+    """Commit to record where the source is no git checkout."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Options:
+        """Those of a preset."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
+
+    @property
+    def config(self) -> RunConfig:
+        """The run alone."""
+        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
+
+
+def main(arguments: list[str]) -> int:
+    """Parse a preset, changes to it and how it is timed, and run it."""
+    return run(parse(arguments, "speed", "Time steps of a preset by several recipes.", Options.of))
+
+
+def run(options: Options | None = None) -> int:
+    """Time what is missing and show the table; 1 where an arm failed."""
+    from .arguments import wide_console
+
+    options = options or Options.of(get_preset(DEFAULT))
+    env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
+    console = wide_console(WIDTH)
+    with console.status("importing torch ..."):
+        from ..train.throughput import arms_of, measure
+
+    arms = arms_of(
+        options.config, *(_words(each) for each in (options.recipes, options.compiles, options.weight_casts))
+    )
+    console.print(f"{options.name}: {len(arms)} arms, {options.warm_up} + {options.timed} steps each", highlight=False)
+    rows = measure(arms, out=options.out, warm_up=options.warm_up, timed=options.timed, commit=options.commit)
+    _show(console, rows)
+    return 1 if any(row.failed for row in rows) else 0
+
+
+def _words(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _show(console: Console, rows: Sequence[Throughput]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from ..bench.report_speed import HEAD, cells
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    for place, heading in enumerate(HEAD):
+        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row, rows))
+    console.print(table)
+    for row in rows:
+        if row.failed:
+            console.print(f"{row.recipe}, compile {row.compile}: {row.failed}", highlight=False)
+    if not str(rows[0].where.get("device", "")).startswith("cuda"):
+        console.print(CPU_SPEED)

@@ -1,0 +1,294 @@
+"""Folders of runs as lines of results: what a tiny comparison wrote comes out as it was; what is missing is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockscale.bench import report, report_speed, report_training, training_picture, trainings
+from blockscale.bench.trainings import Convergence, Throughput
+from blockscale.cli.main import main
+from blockscale.errors import OptionError, OutOfMemoryError
+from blockscale.train import ModelConfig, stored
+from blockscale.train.compare import Comparison, compare
+from blockscale.train.publish import MOST, publish, thin
+from blockscale.train.stored import run_or_read
+from blockscale.train.throughput import MEASURES, arms_of, measure, throughput_of
+from small_runs import small
+
+ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
+LITTLE = small("bf16", model=ONE_BLOCK, steps=3, eval_every=1)
+H200 = {
+    "gpu": "NVIDIA H200",
+    "commit": "abc1234",
+    "command": "blockscale compare",
+    "utc": "2026-11-16",
+    "torch": "2.11",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("published")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Comparison:
+    """Two runs at a time, in processes of their own."""
+    return compare(LITTLE, ["mxfp8"], 2, out=folder, jobs=2, commit="abc1234")
+
+
+def lines(folder: Path) -> dict[str, Convergence]:
+    return {row.arm: row for row in trainings.convergences(publish(folder).lines)}
+
+
+def test_runs_side_by_side_are_those_that_run_alone(found: Comparison, tmp_path: Path):
+    alone = compare(LITTLE, ["mxfp8"], 1, out=tmp_path)
+    for name in ("bf16", "null", "mxfp8"):
+        assert found.runs[name][0].losses == alone.runs[name][0].losses
+    assert alone.is_timed
+    assert not found.is_timed
+
+
+def test_lines_have_what_the_comparison_found(found: Comparison, folder: Path):
+    rows = lines(folder)
+    assert list(rows) == ["bf16", "null", "mxfp8"]
+    row, gap = rows["mxfp8"], found.gap("mxfp8")
+    verdict = found.verdict(found.arms[-1])
+    assert verdict is not None
+    assert (row.gap, row.error, row.noise) == (gap.mean, gap.error, found.noise)
+    assert (row.verdict, row.why, row.budget) == (verdict.kind, verdict.why, 0.0025)
+    assert row.losses == [run.loss for run in found.runs["mxfp8"]]
+    assert (row.model, row.steps, row.seeds, row.tokens_per_step) == ("small", 3, [0, 1], 32)
+    assert [[step for step, _ in curve] for curve in row.curves] == [[1, 2, 3], [1, 2, 3]]
+    assert row.along == [[step, round(gap, 6)] for step, gap in found.along("mxfp8")]
+    assert row.data_hash == found.runs["mxfp8"][0].about["data_hash"]
+    assert row.where["commit"] == "abc1234"
+    assert row.where["torch"]
+    assert row.tokens_per_second is None, "they shared the machine"
+    assert row.shares == {}
+    assert rows["null"].says.startswith("bf16 with each microbatch of 2 sequences in 2 parts")
+
+
+def test_what_is_missing_is_named_and_never_run(found: Comparison, folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (gone,) = tmp_path.glob("runs/mxfp8-seed1-*")
+    shutil.rmtree(gone)
+    assert publish(tmp_path).left_out == ["small, 3 steps: mxfp8, seeds 1 are missing"]
+    assert list(lines(tmp_path)) == ["bf16", "null"]
+    (cut,) = tmp_path.glob("runs/null-seed1-*/metrics.jsonl")
+    cut.write_text("".join(f"{line}\n" for line in cut.read_text().splitlines()[:-1]))
+    rows = lines(tmp_path)
+    assert rows["mxfp8"].seeds == [0], "the seeds that bf16 and the null have"
+    assert rows["mxfp8"].error is None
+    assert any("null-seed1" in each and "not done, 3 steps" in each for each in publish(tmp_path).left_out)
+    for each in tmp_path.glob("runs/null-*"):
+        shutil.rmtree(each)
+    assert lines(tmp_path) == {}
+
+
+def test_other_configs_are_other_comparisons(found: Comparison, folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob("runs/*-seed1-*/metrics.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows[0]["config"]["optimizer"]["rate"] = 1.0
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = trainings.convergences(publish(tmp_path).lines)
+    assert sorted((row.arm, row.seeds) for row in rows) == sorted(
+        (arm, [seed]) for arm in ("bf16", "null", "mxfp8") for seed in (0, 1)
+    )
+
+
+def test_curves_are_thinned():
+    points = thin([(step, 1 / step) for step in range(1, 3001)])
+    assert len(points) == MOST
+    assert points[0] == [1, 1.0]
+    assert points[-1] == [3000, round(1 / 3000, 6)]
+    assert thin([]) == []
+
+
+def test_collect_stores_and_replaces(
+    found: Comparison, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+    file = tmp_path / "training-cpu.jsonl"
+    for _ in range(2):
+        assert main(["collect", str(folder), "--json", str(file)]) == 0
+        assert "stored 3 lines" in capsys.readouterr().out
+        assert len(file.read_text().splitlines()) == 3
+    assert trainings.load(tmp_path) == publish(folder).lines
+    assert main(["collect", str(tmp_path), "--json", str(file)]) == 1
+    file.write_text('{"suite": "casts"}\n')
+    with pytest.raises(OptionError, match="other lines"):
+        trainings.read(file)
+
+
+# throughput
+
+
+def test_arms_of_throughput():
+    arms = arms_of(LITTLE, ["bf16", "fp8_blockwise"], ["none", "blocks"], ["forward", "step"])
+    names = [(each.compile, each.recipe.name, each.recipe.weight_cast) for each in arms]
+    one = [("bf16", "forward"), ("fp8_blockwise", "forward"), ("fp8_blockwise", "step")]
+    assert names == [(how, *each) for how in ("none", "blocks") for each in one]
+    assert [each.recipe.weight_cast for each in arms_of(LITTLE, ["mxfp8"])] == ["forward", "step"]
+    with pytest.raises(ValueError, match="unknown compile 'all'"):
+        arms_of(LITTLE, [], ["all"])
+
+
+def test_steps_are_timed_after_the_warm_up(tmp_path: Path):
+    told: list[Throughput] = []
+    rows = measure(arms_of(LITTLE, ["mxfp8"]), out=tmp_path, warm_up=2, timed=3, commit="abc", told=told.append)
+    assert told == rows
+    assert [row.recipe for row in rows] == ["bf16", "mxfp8"]
+    for row in rows:
+        assert (row.timed, row.warm_up, row.failed) == (3, 2, "")
+        assert row.step_ms
+        assert row.spread_ms
+        assert row.spread_ms[0] <= row.step_ms <= row.spread_ms[1]
+        assert row.tokens_per_second == pytest.approx(32e3 / row.step_ms)
+        assert sum(row.shares.values()) == pytest.approx(1)
+    assert 0 < rows[1].converted < rows[1].parameters
+    assert publish(tmp_path).lines == rows
+    with pytest.raises(OptionError, match="warm_up=0"):
+        measure([], out=tmp_path, warm_up=0)
+
+
+def test_a_warm_up_does_not_count():
+    about = {"config": stored.to_dict(LITTLE), "parameters": 10, "converted": 5, "flop_share": 0.5}
+    run = stored.Stored(about, seconds={1: 100.0, 2: 0.3, 3: 0.1, 4: 0.2}, arm={"warm_up": 1}, end={"stopped": "done"})
+    row = throughput_of(run)
+    assert (row.step_ms, row.timed) == (pytest.approx(200.0), 3)
+    assert row.spread_ms == pytest.approx([150.0, 250.0])
+
+
+def test_an_arm_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def train(*args: object, **named: object) -> None:
+        raise OutOfMemoryError("too large")
+
+    monkeypatch.setattr(stored, "train", train)
+    facts = {"measures": MEASURES, "warm_up": 1}
+    run_or_read("bf16", LITTLE, tmp_path, arm=facts, results=(Exception,))
+    (row,) = trainings.throughputs(publish(tmp_path).lines)
+    assert (row.failed, row.step_ms, row.model) == ("too large", None, "small")
+    assert "failed" in report_speed.long_table([row])
+    with pytest.raises(OutOfMemoryError):  # in a comparison it is none
+        run_or_read("bf16", replace(LITTLE, seed=5), tmp_path)
+
+
+# tables: made-up rows from here on
+
+
+def convergence(gap: float | None, **fields: object) -> Convergence:
+    given = {
+        "model": "125m", "arm": "fp8_blockwise", "says": "", "seeds": [0], "steps": 3000, "tokens_per_step": 32768,
+        "parameters": 124_000_000, "flop_share": 0.998, "data_hash": "abc", "losses": [1.0], "gap": gap, "error": None,
+        "noise": 0.001, "budget": 0.0025, "verdict": "within budget", "why": "", "curves": [[[1, 5.0], [2, 4.0]]],
+        "along": [[1, 0.01], [2, 0.0]], "tokens_per_second": None, "peak_memory": None, "shares": {}, "where": H200,
+    }  # fmt: skip
+    return Convergence(**(given | fields))  # pyright: ignore[reportArgumentType]
+
+
+def throughput(recipe: str, **fields: object) -> Throughput:
+    given = {
+        "model": "llama3-8b", "recipe": recipe, "compile": "blocks", "weight_cast": "forward", "layers": 32,
+        "sequence": 8192, "batch": 1, "accumulate": 1, "recompute": "selective", "parameters": 8_000_000_000,
+        "converted": 7_000_000_000, "flop_share": 0.93, "warm_up": 5, "timed": 15, "step_ms": 1000.0,
+        "spread_ms": [995.0, 1005.0], "tokens_per_second": 8192.0, "peak_memory": 100 * 10**9,
+        "shares": {"products": 0.7, "casts": 0.05, "attention": 0.15, "other": 0.1}, "where": H200,
+    }  # fmt: skip
+    return Throughput(**(given | fields))  # pyright: ignore[reportArgumentType]
+
+
+def met(text: str, start: str) -> list[str]:
+    """Cells of the one line that starts so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+FULL = "125m by fp8_blockwise, 3000 steps"
+
+
+def test_nothing_is_told_of_what_was_not_measured():
+    for goals in (report_training.goals_table([]), report_speed.goals_table([])):
+        lines = goals.splitlines()[2:]
+        assert lines
+        assert all("not measured yet" in line and "| yes |" not in line and "| no |" not in line for line in lines)
+    assert "training.svg" not in report_training.goals_table([])
+    assert report_training.long_table([]) == report_speed.long_table([]) == "Not measured yet."
+    on_cpu = convergence(0.0, where=H200 | {"gpu": "a CPU"})
+    assert met(report_training.goals_table([on_cpu]), FULL)[1] == "not measured yet"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (convergence(0.0024), "yes"),
+        (convergence(0.0026), "no"),
+        (convergence(0.0026, noise=0.003), "yes"),  # the null alone does as much
+        (convergence(None, verdict="diverged"), "no"),
+        (convergence(0.001, flop_share=0.5), "no"),  # half of it stayed in bf16
+        (convergence(0.001, steps=300), "-"),
+    ],
+)
+def test_goals_of_convergence(row: Convergence, says: str):
+    assert met(report_training.goals_table([row]), FULL)[5] == says
+
+
+def test_goals_by_length_and_recipe():
+    rows = [
+        convergence(0.019, arm="nvfp4", flop_share=0.7),
+        convergence(0.021, arm="nvfp4", steps=300, seeds=[0, 1, 2, 3, 4], error=0.001),
+    ]
+    text = report_training.goals_table(rows)
+    assert met(text, "125m by nvfp4, 3000 steps")[1:6] == ["+1.90 %", "0.10 %", "70.0 %", "within budget", "yes"]
+    assert met(text, "125m by nvfp4, 300 steps")[1] == "+2.10 ± 0.10 %"
+    assert met(text, "125m by nvfp4, 300 steps")[5:7] == ["no", "abc1234"]
+
+
+def test_goals_of_throughput():
+    bf16 = throughput("bf16")
+    forward = throughput("fp8_blockwise", tokens_per_second=10240.0, peak_memory=101 * 10**9)
+    step = throughput(
+        "fp8_blockwise", weight_cast="step", tokens_per_second=10000.0, peak_memory=1147 * 10**8, shares={"casts": 0.08}
+    )
+    text = report_speed.goals_table([bf16, forward, step])
+    start = "llama3-8b, weights cast"
+    assert met(text, f"{start} in every forward, tokens/s")[1:5] == ["1.25x", "yes", "32", "8,192"]
+    assert met(text, f"{start} in every forward, peak memory")[1:3] == ["1.01x", "no"]
+    assert met(text, f"{start} in every forward, casts")[1:3] == ["5.0 %", "yes"]
+    assert met(text, f"{start} once a step, tokens/s")[1:3] == ["1.22x", "no"]
+    assert met(text, f"{start} once a step, peak memory")[1:3] == ["2.10 bytes", "yes"]
+    assert met(text, f"{start} once a step, casts")[1:3] == ["8.0 %", "no"]
+    # only with bf16 of the same size beside it
+    assert met(report_speed.goals_table([bf16, replace(forward, layers=16)]), f"{start} in every forward, tok")[1] == (
+        "not measured yet"
+    )
+    few = [replace(row, layers=8) for row in (bf16, forward)]
+    assert met(report_speed.goals_table(few), f"{start} in every forward, tok")[2] == "no", "16 layers at least"
+
+
+def test_tables_of_pages_tell_what_lines_tell():
+    page = "<!-- bench:training -->\n<!-- /bench:training -->\n<!-- bench:speed -->\n<!-- /bench:speed -->\n"
+    rows = [convergence(0.0, arm="bf16"), convergence(0.001, arm="null"), convergence(None, losses=[None])]
+    text = report.render(page, [], [*rows, throughput("bf16"), throughput("mxfp8", tokens_per_second=4096.0)])
+    assert "| null | 1.0000 | +0.10 % |" in text
+    assert "| fp8_blockwise | no number | no number |" in text
+    assert "| mxfp8 | blocks | forward | 1,000.0 | 1.0 % | 4,096 | 0.50x | 93.1 GiB | 1.00x | 70.0 % | 5.0 % |" in text
+    assert report.render(text, [], [*rows, throughput("bf16"), throughput("mxfp8", tokens_per_second=4096.0)]) == text
+
+
+def test_the_picture_is_the_same_every_time(tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed")
+    rows = [convergence(0.0, arm=arm) for arm in ("bf16", "null", "mxfp8", "another")]
+    rows.append(convergence(None, model="moe-500m", curves=[[]], along=[]))
+    for name in ("one.svg", "two.svg"):
+        training_picture.draw(rows, tmp_path / name)
+    one = (tmp_path / "one.svg").read_bytes()
+    assert one == (tmp_path / "two.svg").read_bytes()
+    training_picture.draw([replace(row, along=[[1, 0.05], [2, 0.0]]) for row in rows], tmp_path / "two.svg")
+    assert one != (tmp_path / "two.svg").read_bytes()
