@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from torch.nn import Linear, Sequential
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +75,20 @@ def test_examples_of_pages_run(name: str, capsys: pytest.CaptureFixture[str]) ->
         exec(compile(block, f"{name}.md", "exec"), names)
         said = re.findall(r"^print\(.*\)  # (.*)$", block, flags=re.MULTILINE)
         assert capsys.readouterr().out.splitlines() == said
+
+
+def test_the_tutorial_is_followed_word_by_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block in its turn prints what stands below it. Compiled without inductor, which takes minutes."""
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == text.count("```python") == 9
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    names: dict[str, object] = {}
+    for block, said in blocks:
+        exec(compile(block, "tutorial.md", "exec"), names)
+        assert capsys.readouterr().out == said
 
 
 def test_recipes_page_has_the_roles_of_every_recipe() -> None:
