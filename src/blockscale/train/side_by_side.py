@@ -7,6 +7,7 @@ than one by one; their speeds then mean nothing. A process of its own also gives
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -26,13 +27,28 @@ def side_by_side(
     fresh: each task has a process to itself. Functions and tasks are pickled; a process starts anew and imports all
     that it needs, since CUDA does not survive a fork.
     """
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1 if fresh else None)
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, spawn, _deaf, max_tasks_per_child=1 if fresh else None)
     try:
-        futures = {pool.submit(function, *task): place for place, task in enumerate(tasks)}
+        futures = {pool.submit(_call, function, task): place for place, task in enumerate(tasks)}
         for each in as_completed(futures):
             yield futures[each], each.result()
     finally:  # after an error or Ctrl-C those that run end by themselves, and no other begins
         pool.shutdown(cancel_futures=True)
+
+
+def _deaf() -> None:
+    """Ctrl-C reaches every process. One that waits for work must not end by it: a pool hangs that lost a process so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _call(function: Callable[..., T], task: tuple[Any, ...]) -> T:
+    """In the other process: while it works, Ctrl-C counts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return function(*task)
+    finally:
+        _deaf()
 
 
 class Lines(Hooks):
