@@ -16,6 +16,7 @@ from blockscale.errors import OptionError, OutOfMemoryError
 from blockscale.train import ModelConfig, stored
 from blockscale.train.compare import Comparison, compare
 from blockscale.train.publish import MOST, publish, thin
+from blockscale.train.side_by_side import side_by_side
 from blockscale.train.stored import run_or_read
 from blockscale.train.throughput import MEASURES, arms_of, measure, throughput_of
 from small_runs import small
@@ -125,6 +126,15 @@ def test_collect_stores_and_replaces(
     file.write_text('{"suite": "casts"}\n')
     with pytest.raises(OptionError, match="other lines"):
         trainings.read(file)
+
+
+def test_nothing_begins_after_an_error(tmp_path: Path):
+    tasks = [(tmp_path / "one",), (tmp_path / "no folder" / "two",), (tmp_path / "three",)]
+    done = side_by_side(Path.touch, tasks, 1)
+    assert next(done) == (0, None)
+    with pytest.raises(FileNotFoundError):
+        next(done)
+    assert [each.name for each in tmp_path.iterdir()] == ["one"]
 
 
 # throughput

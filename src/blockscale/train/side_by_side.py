@@ -10,7 +10,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any, TypeVar
 
 from .records import Evaluation, Hooks, Speed, StepRecord
@@ -29,12 +29,16 @@ def side_by_side(
     """
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, spawn, _deaf, max_tasks_per_child=1 if fresh else None)
+    waiting, running = list(enumerate(tasks))[::-1], dict[Future[T], int]()
     try:
-        futures = {pool.submit(_call, function, task): place for place, task in enumerate(tasks)}
-        for each in as_completed(futures):
-            yield futures[each], each.result()
-    finally:  # after an error or Ctrl-C those that run end by themselves, and no other begins
-        pool.shutdown(cancel_futures=True)
+        while waiting or running:
+            while waiting and len(running) < jobs:  # none ahead of time: what is queued could not be called back
+                place, task = waiting.pop()
+                running[pool.submit(_call, function, task)] = place
+            for each in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(each), each.result()
+    finally:  # after an error or Ctrl-C those that run come to their end, and no other begins
+        pool.shutdown()
 
 
 def _deaf() -> None:
