@@ -104,7 +104,8 @@ def in_pairs(x: Tensor) -> bool:
 class Tile(NamedTuple):
     """MQ groups of J rows by BK columns, for a program of `warps`; see `_tiles.py`. `registers`: the most a thread may
     take, so that three programs fit on a multiprocessor. down: programs follow each other down the rows, so that what
-    they write of a column lies together; otherwise along the columns."""
+    they write of a column lies together; otherwise along the columns. narrow: a thread loads two pairs of a row instead
+    of four, so that with all J rows of a rotation it holds 64 values and none of them cross threads."""
 
     J: int
     MQ: int
@@ -112,6 +113,7 @@ class Tile(NamedTuple):
     warps: int
     registers: int | None = None
     down: bool = False
+    narrow: bool = False
 
 
 def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: Source, whole: bool) -> Tile:
@@ -141,6 +143,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         if four_bits:  # eight rows make a word
             return Tile(16, 8, 128, 16)
         return Tile(4, 32, 128, 8 if light and converted else 16)
+    if row is None and four_bits and source.held in ("bf16", "fp16") and not light:
+        return Tile(16, 4, 128, 4, 168 if sm == 90 and col.stream is not None else None, down=True, narrow=True)
     if any(plan.stream is not None for plan in plans):  # random words take registers, too
         return Tile(8, 16, 128, 16)
     if row is None:
