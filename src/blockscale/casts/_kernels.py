@@ -109,9 +109,11 @@ def _load_source(
         H = K if SOURCE == "swiglu" else K // 2
         TWICE: tl.constexpr = SOURCE == "swiglu_backward_any"
         up_ptr = x_ptr + (H * stride_k if MODE == "any" else H // 2)
-        steps, shape = (stride_m, stride_k), (J, MQ, BK, NARROW, TWICE)
-        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, *shape)
-        c, d = _load_tile(up_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, *shape)
+        steps = (stride_m, stride_k)
+        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, J, MQ, BK, NARROW, TWICE)
+        c, d = _load_tile(
+            up_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, J, MQ, BK, NARROW, TWICE
+        )
         gate_lo, gate_hi = values(a, b, MODE)
         up_lo, up_hi = values(c, d, MODE)
         if SOURCE == "swiglu":
@@ -119,7 +121,9 @@ def _load_source(
             return lo, hi, lo, hi
         else:
             y_ptr += e * y_e
-            a, b = _load_tile(y_ptr, index_ptr, row0, rows_end, pk, H, y_m, y_k, MODE, EVEN, GATHER, *shape)
+            a, b = _load_tile(
+                y_ptr, index_ptr, row0, rows_end, pk, H, y_m, y_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW, TWICE
+            )
             dy_lo, dy_hi = values(a, b, MODE)
             gate_lo, up_lo = swiglu_backward(dy_lo, gate_lo, up_lo)
             gate_hi, up_hi = swiglu_backward(dy_hi, gate_hi, up_hi)
