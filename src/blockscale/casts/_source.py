@@ -136,15 +136,16 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         if row.spec.block[0] == 128:
             return Tile(1, 128, 128, 4 if light else 8)
         # the widest strip that wastes least
-        width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
+        width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.walked, width), -width))
         rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
         return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
+    if row is None and four_bits and source.held in ("bf16", "fp16") and not light:
+        limited = sm == 90 and col.stream is not None and not source.name.startswith("swiglu_backward")
+        return Tile(16, 4, 128, 4, 168 if limited else None, down=True, narrow=True)
     if source.name == "swiglu_backward_any":  # three sources, and the addresses of none are known to lie together
         if four_bits:  # eight rows make a word
             return Tile(16, 8, 128, 16)
         return Tile(4, 32, 128, 8 if light and converted else 16)
-    if row is None and four_bits and source.held in ("bf16", "fp16") and not light:
-        return Tile(16, 4, 128, 4, 168 if sm == 90 and col.stream is not None else None, down=True, narrow=True)
     if any(plan.stream is not None for plan in plans):  # random words take registers, too
         return Tile(8, 16, 128, 16)
     if row is None:

@@ -67,18 +67,17 @@ def launch(
     source: Source, row: Output | None, col: Output | None, *, colsum: Tensor | None = None, offs: Tensor | None = None
 ) -> None:
     """Fill the buffers of one operand or both, from one read unless that is slower."""
-    if row is not None and col is not None and _apart(source, row.plan, col.plan):
+    if row is not None and col is not None and _apart(row.plan, col.plan):
         _launch(source, row, None, None, offs, last=False)
         _launch(source, None, col, colsum, offs)
     else:
         _launch(source, row, col, colsum, offs)
 
 
-def _apart(source: Source, row: CastPlan, col: CastPlan) -> bool:
+def _apart(row: CastPlan, col: CastPlan) -> bool:
     """Whether each operand is made by itself. Values that are rotated or rounded by random words are many instructions,
     not bytes: what the two do not share then costs more, in registers and barriers, than a second read."""
-    heavy = any(plan.stream is not None or plan.hadamard is not None for plan in (row, col))
-    return heavy and source.name in ("plain", "swiglu", "rmsnorm")
+    return any(plan.stream is not None or plan.hadamard is not None for plan in (row, col))
 
 
 def _launch(
