@@ -79,7 +79,6 @@ MAY_SPILL = (
         "168 registers leave room for a third program: 9 to 20 % less time on an H200 than without a limit",
         arches=(90,),
     ),
-    KnownSpill(r"\w+ both .*stochastic", 600, "random words of both operands beside a tile"),
     KnownSpill(r"\w+ both .*strided$", 220, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(r"\w+ col .*strided$", 120, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(
@@ -304,6 +303,10 @@ def cast(what: Cast, registers: int, per_value: float, ptx: str = "", *, everywh
     return Case(what.name, what, Budget(registers, per_value, ptx), ARCHES if everywhere else (90,))
 
 
+# a thread has all rows of a rotation, so it takes less of each
+_ROTATED = Cast("nvfp4", "col", hadamard=True, given=True)
+_DRAWN = replace(_ROTATED, stochastic=True)
+
 # Registers: 168 leave room for three programs of four warps, 128 for four, 64 for eight. At most 60 in all: one of each
 # kernel and family for every architecture, and what people run on sm_90; `make aot` has the rest.
 CASES = (
@@ -330,8 +333,9 @@ CASES = (
     cast(Cast("nvfp4_16x16", "both", given=True), 128, 27.5, E4M3),
     cast(Cast("fp8_1x128", "both", groups=True), 255, 25, E4M3),
     cast(Cast("mxfp8_e4m3", "both", layout="blocked"), 168, 12.8, E4M3),
-    cast(Cast("nvfp4", "row", stochastic=True, given=True), 96, 117, E4M3),
-    cast(Cast("nvfp4", "col", hadamard=True, given=True), 168, 38, E4M3),
+    cast(Cast("nvfp4", "row", stochastic=True, given=True), 72, 52, E4M3),
+    Case(_ROTATED.name, _ROTATED, Budget(80, 39, E4M3, wide=False), (90,)),
+    Case(_DRAWN.name, _DRAWN, Budget(168, 61, E4M3, wide=False), (90,)),
     Case("swiglu fp8_1x128", swiglu("fp8_1x128"), Budget(128, 42, E4M3), (90,)),
     Case("swiglu mxfp8_e4m3", swiglu("mxfp8_e4m3"), Budget(104, 42, E4M3), (90, 100)),
     Case("swiglu backward fp8_1x128", swiglu("fp8_1x128", backward=True), Budget(128, 67, E4M3), (90,)),

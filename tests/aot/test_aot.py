@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from aot.cases import CASES, MAY_SPILL, Budget, Case, Cast, problems, reports, variants
 from aot.compiled import CAN_COMPILE, TILES, compiled_for, launched, report, stray_reads
-from blockscale import quantize
+from blockscale import CastSpec, quantize, quantize_both
 from blockscale.errors import BackendError
 from blockscale.hardware import CPU, capability
 
@@ -55,7 +55,7 @@ def test_every_kernel_has_a_case() -> None:
 
 def test_it_stays_short() -> None:
     """Compiling is most of what these tests do; the long list is `make aot`'s."""
-    assert sum(len(case.arches) for case in CASES) <= 61
+    assert sum(len(case.arches) for case in CASES) <= 62
 
 
 def test_exceptions_name_something() -> None:
@@ -63,6 +63,19 @@ def test_exceptions_name_something() -> None:
     for known in MAY_SPILL:
         assert any(re.match(known.pattern, name) for name in names), known
         assert known.reason
+
+
+@pytest.mark.parametrize(
+    ("col", "kernels"),
+    [
+        (CastSpec("nvfp4_16x16"), ["amax_kernel", "cast_kernel"]),  # one maximum for both operands, one read
+        (CastSpec("nvfp4", hadamard=True), ["amax_kernel", "cast_kernel"] * 2),  # each by itself
+    ],
+)
+def test_kernels_of_both_operands(col: CastSpec, kernels: list[str]) -> None:
+    with compiled_for(90) as found:
+        quantize_both(torch.empty(256, 256, dtype=torch.bfloat16), replace(col, hadamard=False), col)
+    assert [kernel.metadata.name for kernel in found] == kernels
 
 
 # ---- the gate itself: what it must see -------------------------------------------------------------------------------

@@ -303,10 +303,38 @@ def encode_eight_words(a, b, c, d, e, f, g, h, low, high, S: tl.constexpr):
 # ---- from fp32 values, where there are no such words ----------------------------------------------------------------
 
 
+def _stochastic_code(out: str, value: str, word: str) -> list[str]:
+    """A value and its random word to an E2M1 code: `encode_stochastic` without conversions, which are slow.
+
+    x is the mantissa with its leading one on top, c how far right the point is: x and 32 zeros behind it, shifted by c,
+    are the code's last bits and the fraction. Adding the word's complement carries where the word is below it.
+    """
+    lines = [f"abs.f32 m, {value};", "min.f32 m, m, 0f40C00000;", "mov.b32 x, m;", "shr.u32 e, x, 23;"]
+    lines += ["shl.b32 x, x, 8;", "or.b32 x, x, 0x80000000;", "max.u32 b, e, 127;", "mad.lo.u32 b, b, 2, 2;"]
+    lines += ["min.u32 e, e, 127;", "sub.s32 c, 157, e;", "sub.s32 q, 125, e;", "max.s32 q, q, 0;", "shr.u32 q, x, q;"]
+    lines += ["shf.r.clamp.b32 q, 0, q, c;", "shr.u32 x, x, c;", f"not.b32 c, {word};", "add.cc.u32 q, q, c;"]
+    lines += ["addc.u32 x, x, b;", f"mov.b32 c, {value};", "shr.u32 c, c, 28;"]
+    return [*lines, f"lop3.b32 {out}, x, c, 7, {_SELECT};"]
+
+
+_TWO_STOCHASTIC = tl.constexpr(
+    _program(
+        [".reg .b32 x, e, b, c, q, s;", ".reg .f32 m;"],
+        _stochastic_code("s", "$2", "$4"),
+        _stochastic_code("$0", "$1", "$3"),
+        ["shl.b32 s, s, 4;", "or.b32 $0, $0, s;"],
+    )
+)
+
+
 @triton.jit
 def encode_two(a, b, word_a, word_b, S: tl.constexpr):
     """Two values -> two adjacent codes in the low bits of an int32, the first one lowest."""
-    if S.hardware == "e4m3":
+    if S.stochastic and S.fast and S.ebits == 2 and S.mbits == 1:
+        return tl.inline_asm_elementwise(
+            _TWO_STOCHASTIC, "=&r,f,f,r,r", [a, b, word_a, word_b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    elif S.hardware == "e4m3":
         return tl.inline_asm_elementwise(
             "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }",
             "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1,

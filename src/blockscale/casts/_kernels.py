@@ -34,10 +34,10 @@ def _place(offs_ptr, e, position, M, groups, GROUPS: tl.constexpr, ALIGN: tl.con
 def _load_tile(
     x_ptr, index_ptr, row0, rows_end, pk, columns, stride_m, stride_k,
     MODE: tl.constexpr, EVEN: tl.constexpr, GATHER: tl.constexpr, J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
-    TWICE: tl.constexpr = False,
+    NARROW: tl.constexpr, TWICE: tl.constexpr = False,
 ):  # fmt: skip
     """The tile [MQ, J, W] at (row0, pk * BK) of a matrix, as it is held; strides are in words unless MODE is "any".
-    TWICE: behind the last column comes the first again.
+    NARROW: a thread takes two neighbouring pairs, not four.  TWICE: behind the last column comes the first again.
 
     Loaded as a matrix whose rows are in the order (j, mq): then lanes and warps take the MQ groups and a thread keeps
     the J rows of one, by a rule that every Triton has for matrices. Among three dimensions versions choose differently.
@@ -47,6 +47,8 @@ def _load_tile(
     w = pk * (BK // 2) + tl.arange(0, BK // 2)[None, :]
     if TWICE:
         w = tl.where(w < columns // 2, w, w - columns // 2)
+    if NARROW:
+        w = tl.max_contiguous(w, (1, 2))
     ok = m < rows_end - row0
     if GATHER:
         source = tl.load(index_ptr + row0 + m, mask=ok, other=-1).to(tl.int64)
@@ -64,7 +66,7 @@ def _load_tile(
 def _load_source(
     source, e, row0, rows_end, pk, M, K,
     SOURCE: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr, GATHER: tl.constexpr, FAST: tl.constexpr,
-    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
+    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """The tile of what is cast and, for a backward of SwiGLU, the tile beside it: as they are held.
 
@@ -78,11 +80,13 @@ def _load_source(
     x_ptr += e * stride_e
     if SOURCE == "plain":
         lo, hi = _load_tile(
-            x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK
+            x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW
         )  # fmt: skip
         return lo, hi, lo, hi
     elif SOURCE == "rmsnorm" or SOURCE == "rmsnorm_rows":
-        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK)
+        a, b = _load_tile(
+            x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW
+        )  # fmt: skip
         lo, hi = values(a, b, MODE)
         m = tl.arange(0, MQ)[:, None, None] * J + tl.arange(0, J)[None, :, None]
         at = y_ptr + e * M + row0 + m
@@ -106,8 +110,10 @@ def _load_source(
         TWICE: tl.constexpr = SOURCE == "swiglu_backward_any"
         up_ptr = x_ptr + (H * stride_k if MODE == "any" else H // 2)
         steps = (stride_m, stride_k)
-        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, J, MQ, BK, TWICE)
-        c, d = _load_tile(up_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, J, MQ, BK, TWICE)
+        a, b = _load_tile(x_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, J, MQ, BK, NARROW, TWICE)
+        c, d = _load_tile(
+            up_ptr, index_ptr, row0, rows_end, pk, H, *steps, MODE, EVEN, GATHER, J, MQ, BK, NARROW, TWICE
+        )
         gate_lo, gate_hi = values(a, b, MODE)
         up_lo, up_hi = values(c, d, MODE)
         if SOURCE == "swiglu":
@@ -115,7 +121,9 @@ def _load_source(
             return lo, hi, lo, hi
         else:
             y_ptr += e * y_e
-            a, b = _load_tile(y_ptr, index_ptr, row0, rows_end, pk, H, y_m, y_k, MODE, EVEN, GATHER, J, MQ, BK, TWICE)
+            a, b = _load_tile(
+                y_ptr, index_ptr, row0, rows_end, pk, H, y_m, y_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW, TWICE
+            )
             dy_lo, dy_hi = values(a, b, MODE)
             gate_lo, up_lo = swiglu_backward(dy_lo, gate_lo, up_lo)
             gate_hi, up_hi = swiglu_backward(dy_hi, gate_hi, up_hi)
@@ -199,7 +207,7 @@ def cast_kernel(
     ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, GATHER: tl.constexpr, SUMS: tl.constexpr,
     COUNT: tl.constexpr, ALIGN: tl.constexpr, FAST: tl.constexpr,
-    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr, DOWN: tl.constexpr,
+    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr, DOWN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     e = (pid // tiles_k // tiles_m).to(tl.int64)
@@ -215,7 +223,7 @@ def cast_kernel(
     col = (col_data, col_scale, col_global, col_amax, col_state, col_units, col_pitch, col_scales, col_count,
            col_stream, col_group, col_first, col_origin, col_stride)  # fmt: skip
     lo, hi, next_lo, next_hi = _load_source(
-        source, e, place[1], place[3], pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK
+        source, e, place[1], place[3], pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK, NARROW
     )  # fmt: skip
     _write_tile(
         lo, hi, row, col, sums_ptr, e, pk, pm, place, position, pid == 0, M, K, length, tiles_m, zero,
@@ -242,7 +250,7 @@ def amax_kernel(
     group, row0, _, rows_end, inside = _place(offs_ptr, e, pm * (MQ * J), M, groups, GROUPS, ALIGN)
     source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, y_k, 0.0, 0.0)
     lo, hi, next_lo, next_hi = _load_source(
-        source, e, row0, rows_end, pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK
+        source, e, row0, rows_end, pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK, False
     )
     most = _tile_maximum(lo, hi, HELD, ROW, COL)
     if SOURCE == "swiglu_backward":

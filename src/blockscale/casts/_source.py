@@ -104,7 +104,8 @@ def in_pairs(x: Tensor) -> bool:
 class Tile(NamedTuple):
     """MQ groups of J rows by BK columns, for a program of `warps`; see `_tiles.py`. `registers`: the most a thread may
     take, so that three programs fit on a multiprocessor. down: programs follow each other down the rows, so that what
-    they write of a column lies together; otherwise along the columns."""
+    they write of a column lies together; otherwise along the columns. narrow: a thread loads two pairs of a row instead
+    of four, so that with all J rows of a rotation it holds 64 values and none of them cross threads."""
 
     J: int
     MQ: int
@@ -112,6 +113,7 @@ class Tile(NamedTuple):
     warps: int
     registers: int | None = None
     down: bool = False
+    narrow: bool = False
 
 
 def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: Source, whole: bool) -> Tile:
@@ -134,9 +136,12 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
         if row.spec.block[0] == 128:
             return Tile(1, 128, 128, 4 if light else 8)
         # the widest strip that wastes least
-        width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.columns, width), -width))
+        width = min((1024, 512, 256, 128), key=lambda width: (round_up(source.walked, width), -width))
         rows = max(row.spec.block[0], (8 if light else 4) * 1024 // width)
         return Tile(1, rows, width, 4 if light or rows * width <= 8192 else 8)
+    if row is None and four_bits and source.held in ("bf16", "fp16") and not light:
+        limited = sm == 90 and col.stream is not None and not source.name.startswith("swiglu_backward")
+        return Tile(16, 4, 128, 4, 168 if limited else None, down=True, narrow=True)
     if source.name == "swiglu_backward_any":  # three sources, and the addresses of none are known to lie together
         if four_bits:  # eight rows make a word
             return Tile(16, 8, 128, 16)

@@ -66,7 +66,30 @@ class Output(NamedTuple):
 def launch(
     source: Source, row: Output | None, col: Output | None, *, colsum: Tensor | None = None, offs: Tensor | None = None
 ) -> None:
-    """Fill the buffers of one operand or both. What depends on shapes alone is worked out once per shape."""
+    """Fill the buffers of one operand or both, from one read unless that is slower."""
+    if row is not None and col is not None and _apart(row.plan, col.plan):
+        _launch(source, row, None, None, offs, last=False)
+        _launch(source, None, col, colsum, offs)
+    else:
+        _launch(source, row, col, colsum, offs)
+
+
+def _apart(row: CastPlan, col: CastPlan) -> bool:
+    """Whether each operand is made by itself. Values that are rotated or rounded by random words are many instructions,
+    not bytes: what the two do not share then costs more, in registers and barriers, than a second read."""
+    return any(plan.stream is not None or plan.hadamard is not None for plan in (row, col))
+
+
+def _launch(
+    source: Source,
+    row: Output | None,
+    col: Output | None,
+    colsum: Tensor | None,
+    offs: Tensor | None,
+    *,
+    last: bool = True,
+) -> None:
+    """One kernel. What depends on shapes alone is worked out once per shape.  last: none follows for this cast."""
     row, col, offs = _dense(row), _dense(col), dense(offs)
     x = source.x
     address, device = x.data_ptr(), x.get_device()  # -1 for the CPU
@@ -79,7 +102,7 @@ def launch(
     known = _LAUNCHES.get(key)
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):  # kernels go to the current device
-            return launch(source, row, col, colsum=colsum, offs=offs)
+            return _launch(source, row, col, colsum, offs, last=last)
     if known is None:
         return _prepare(source, row, col, colsum, offs, key)
     amaxes = _amaxes(source, row, col, offs) if known.reads_amax else (None, None)  # held until the kernel has them
@@ -88,7 +111,7 @@ def launch(
     pointers = (address, *addresses, _address(sums), *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]))
     known.launch(device, *pointers, *known.rest)
     if not known.reads_amax:
-        replay.launched(known.launch, pointers, known.rest, last=colsum is None)
+        replay.launched(known.launch, pointers, known.rest, last=last and colsum is None)
     if known.sums is not None:
         pointers = (_address(sums), _address(offs), _address(colsum))
         known.sums.launch(device, *pointers, *known.sums.rest)
@@ -207,7 +230,7 @@ def _prepare(
     constants = (
         *sides, source.name, mode, held, sm > 0 and held in ("bf16", "fp16"), even, _group_bound(offs),
         source.indices is not None, colsum is not None, power_of_two(max(1, *scopes)), GROUP_ALIGN, sm > 0,
-        tile.J, tile.MQ, tile.BK, tile.down,
+        tile.J, tile.MQ, tile.BK, tile.down, tile.narrow,
     )  # fmt: skip
     compiled = start(cast_kernel, grid, source.x)(
         *source.arguments(), offs, sums,
@@ -280,7 +303,16 @@ def _per_group(out: Output | None) -> bool:
 def _amaxes(
     source: Source, row: Output | None, col: Output | None, offs: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    return _tensor_amax(source, row, offs, transposed=False), _tensor_amax(source, col, offs, transposed=True)
+    first = _tensor_amax(source, row, offs, transposed=False)
+    return first, first if _same_amax(row, col) else _tensor_amax(source, col, offs, transposed=True)
+
+
+def _same_amax(row: Output | None, col: Output | None) -> bool:
+    """Whether both operands have the same tensor scales, to be found in the source: neither is rotated."""
+    if row is None or col is None or row.plan.spec.family != "nvfp4" or col.plan.spec.family != "nvfp4":
+        return False
+    kinds = {(out.plan.hadamard, out.plan.grouped_amax, out.amax is None) for out in (row, col)}
+    return kinds in ({(None, True, True)}, {(None, False, True)})
 
 
 def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, transposed: bool) -> Tensor | None:
