@@ -17,14 +17,22 @@ from products import ONE_D, gaussian, offsets, partner
 
 
 def spied(call: Callable[[], object]) -> list[tuple[str, str]]:
-    """(operation, summary) of every kernel that a call launches."""
+    """(operation, summary) of every kernel that a call launches; not those that such a kernel asks for in its turn, as
+    a product does whose operands are decoded first."""
     seen: list[tuple[str, str]] = []
+    inside = 0
     kept = {op: list(rows) for op, rows in registry._TABLE.items()}
 
     def spy(row: Kernel) -> Kernel:
         def launch(*args, **named):
-            seen.append((row.op, row.summary))
-            return row.launch(*args, **named)
+            nonlocal inside
+            if not inside:
+                seen.append((row.op, row.summary))
+            inside += 1
+            try:
+                return row.launch(*args, **named)
+            finally:
+                inside -= 1
 
         return replace(row, launch=launch)
 
