@@ -34,16 +34,16 @@ def multiply(operands: Grouped) -> Tensor:
 def peers(
     request: Request, sizes: Sequence[int], names: frozenset[str], *, even: bool, decoding: bool = False
 ) -> dict[str, Peer | str]:
-    """The named peers of a grouped product; even: groups are equal, so that there is nothing to compare them with.
-    decoding: also ours where every group has room for more rows."""
+    """The named peers of a grouped product, and ours with other groups.  even: groups are equal, so that there is
+    nothing to compare them with.  decoding: also ours where every group has room for more rows."""
     found: dict[str, Peer | str] = {}
     gate = gate_db(request.formats[0], request.dtype)
     if "rows" in names:
         found |= table_rows(request, multiply)
-        if not even:
-            found[BALANCED] = judged_evenly(gate)
-        if decoding:
-            found[PLACED] = judged_placed(gate)
+    if not even:
+        found[BALANCED] = judged_evenly(gate)
+    if decoding:
+        found[PLACED] = judged_placed(gate)
     if "bf16" in names:
         found["bf16"] = Peer(plain, accuracy=lambda operands: operands.plain_accuracy(plain))
     if "rowwise" in names:

@@ -170,12 +170,17 @@ def _assembler_of(device: torch.device) -> str | None:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The command without folders of somebody's machine.
+    """The command without folders of somebody's machine, and without what says where results go and of which commit.
 
-    >>> command_line(["/somewhere/blockscale/__main__.py", "bench", "casts", "--json", "/else/where.jsonl"])
-    'blockscale bench casts --json where.jsonl'
+    >>> command_line(["/somewhere/blockscale/__main__.py", "bench", "casts", "--json", "where.jsonl", "/some/rows"])
+    'blockscale bench casts rows'
     """
-    return " ".join(["blockscale", *(Path(word).name if word.startswith("/") else word for word in words[1:])])
+    after = [False, *(word in _NOT_TOLD for word in words[1:])]
+    told = [word for word, skip in zip(words[1:], after, strict=False) if not skip and word not in _NOT_TOLD]
+    return " ".join(["blockscale", *(Path(word).name if word.startswith("/") else word for word in told)])
+
+
+_NOT_TOLD = ("--json", "--out", "--commit")
 
 
 def _version(package: str) -> str | None:
