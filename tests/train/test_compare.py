@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from blockscale.casts import _reference
 from blockscale.errors import NonFiniteError, OptionError
 from blockscale.train import ModelConfig, RecipeConfig, Run, RunConfig, get_preset
+from blockscale.train import breakdown as breakdowns
 from blockscale.train import stored as module
 from blockscale.train.breakdown import KINDS, breakdown
 from blockscale.train.compare import BASELINE, NULL, Comparison, arms_of, compare, config_of, null_of
@@ -165,7 +167,21 @@ def test_no_seed_is_no_comparison(tmp_path: Path):
 
 def test_shares_are_of_what_ran():
     a = torch.randn(256, 256)
-    shares = breakdown(lambda: [a @ a for _ in range(20)] and None)
+    found = breakdown(lambda: [a @ a for _ in range(20)] and None)
+    shares = found.shares
+    assert found.longest == {}  # kernels are a GPU's
     assert set(shares) == set(KINDS)
     assert shares["products"] > 0.3
     assert shares["casts"] == 0
+
+
+def test_kernels_are_added_by_name(monkeypatch: pytest.MonkeyPatch):
+    """As the profiler of a GPU tells of them, among operators of the host."""
+    kernels = [("cast_kernel", 30.0), ("nvjet_tst_128x256", 100.0), ("nvjet_tst_128x256", 50.0), ("fused_adamw", 20.0)]
+    events = [SimpleNamespace(name=name, device_type="DeviceType.CUDA", device_time_total=us) for name, us in kernels]
+    events.append(SimpleNamespace(name="aten::mm", device_type="DeviceType.CPU", device_time_total=7.0))
+    monkeypatch.setattr(breakdowns, "_recorded", lambda work, path, on_gpu: events)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = breakdown(lambda: None)
+    assert found.longest == {"nvjet_tst_128x256": 0.75, "cast_kernel": 0.15, "fused_adamw": 0.1}
+    assert found.shares == {"products": 0.75, "casts": 0.15, "attention": 0.0, "other": 0.1}

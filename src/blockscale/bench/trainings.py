@@ -63,7 +63,8 @@ class Throughput:
     """One recipe, compiled or not, with weights cast at some time: what a step takes.
 
     converted: parameters of layers in low precision.  step_ms, spread_ms: median and quartiles of timed steps, None
-    where the run failed.  warm_up: steps before, which do not count.  peak_memory: bytes.  failed: why there is none.
+    where the run failed.  warm_up: steps before, which do not count.  peak_memory: bytes.  longest: kernels and their
+    shares of the step.  failed: why there is none.
     """
 
     model: str
@@ -85,6 +86,7 @@ class Throughput:
     tokens_per_second: float | None
     peak_memory: int | None
     shares: dict[str, float] = field(default_factory=dict[str, float])
+    longest: dict[str, float] = field(default_factory=dict[str, float])
     failed: str = ""
     where: dict[str, Any] = field(default_factory=dict[str, Any])
     kind: str = "throughput"

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
+    from rich.table import Table
 
     from ..bench.trainings import Throughput
 
 # of its table
 WIDTH = 170
+# that are shown by name, of each arm
+_KERNELS = 10
 CPU_SPEED = "On a CPU low precision is emulated exactly: these figures say nothing about a GPU."
 
 
@@ -93,8 +96,25 @@ def _show(console: Console, rows: Sequence[Throughput]) -> None:
     for row in rows:
         table.add_row(*cells(row, rows))
     console.print(table)
+    if any(row.longest for row in rows):
+        console.print(_kernels(rows))
     for row in rows:
         if row.failed:
             console.print(f"{row.recipe}, compile {row.compile}: {row.failed}", highlight=False)
     if not str(rows[0].where.get("device", "")).startswith("cuda"):
         console.print(CPU_SPEED)
+
+
+def _kernels(rows: Sequence[Throughput]) -> Table:
+    """The kernels that take longest in any of the arms, and their milliseconds in each."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    names = dict.fromkeys(name for row in rows for name in list(row.longest)[:_KERNELS])
+    table = Table("kernel, about ms a step", box=SIMPLE_HEAD, padding=(0, 1))
+    for row in rows:
+        table.add_column(f"{row.recipe} {row.compile} {row.weight_cast}", justify="right")
+    for name in sorted(names, key=lambda name: -max(row.longest.get(name, 0.0) for row in rows)):
+        times = [row.longest.get(name, 0.0) * (row.step_ms or 0.0) for row in rows]
+        table.add_row(name, *(f"{time:.1f}" if time else "-" for time in times))
+    return table

@@ -8,7 +8,9 @@ are shares, never speeds.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,33 @@ _KERNELS = {
 _FUSED = ("triton_poi", "triton_red", "triton_per", "triton_for", "triton_mix")
 
 
-def breakdown(work: Callable[[], None], path: Path | None = None) -> dict[str, float]:
-    """Shares of the time of `work` by kind, which add up to 1; empty where nothing was timed.  path: write a trace."""
+_LONGEST, _LETTERS = 16, 72  # kernels that are told by name, and how much of a name
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """shares: of the time by kind, which add up to 1; empty where nothing was timed.  longest: the kernels of a GPU
+    that took most, by the start of their names, and their shares of the same time."""
+
+    shares: dict[str, float]
+    longest: dict[str, float]
+
+
+def breakdown(work: Callable[[], None], path: Path | None = None) -> Breakdown:
+    """What the time of `work` goes to.  path: write a trace."""
     on_gpu = torch.cuda.is_available()
+    events = _recorded(work, path, on_gpu=on_gpu)
+    kernels = _kernels(events)
+    times = _by_kind(kernels) if on_gpu else _operators(events)
+    total = sum(times.values())
+    if total <= 0:
+        return Breakdown({}, {})
+    longest = {name[:_LETTERS]: time / total for name, time in kernels.most_common(_LONGEST)}
+    return Breakdown({kind: times[kind] / total for kind in KINDS}, longest)
+
+
+def _recorded(work: Callable[[], None], path: Path | None, *, on_gpu: bool) -> list[Any]:
+    """What the profiler saw of it."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds, acc_events=True) as found:
         work()
@@ -46,17 +72,22 @@ def breakdown(work: Callable[[], None], path: Path | None = None) -> dict[str, f
         fresh = path.with_name(f".{path.name}")
         found.export_chrome_trace(str(fresh))
         fresh.rename(path)
-    events: list[Any] = list(found.events() or ())
-    times = _kernels(events) if on_gpu else _operators(events)
-    total = sum(times.values())
-    return {kind: times[kind] / total for kind in KINDS} if total > 0 else {}
+    return list(found.events() or ())
 
 
-def _kernels(events: list[Any]) -> dict[str, float]:
-    times = dict.fromkeys(KINDS, 0.0)
+def _kernels(events: list[Any]) -> Counter[str]:
+    """Microseconds of every kernel of a GPU by its name."""
+    times: Counter[str] = Counter()
     for each in events:
         if "cuda" in str(each.device_type).lower() and each.device_time_total > 0:
-            times[kernel_kind(each.name)] += each.device_time_total
+            times[each.name] += each.device_time_total
+    return times
+
+
+def _by_kind(kernels: Counter[str]) -> dict[str, float]:
+    times = dict.fromkeys(KINDS, 0.0)
+    for name, time in kernels.items():
+        times[kernel_kind(name)] += time
     return times
 
 

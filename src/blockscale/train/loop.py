@@ -148,7 +148,7 @@ class _Loop:
             for _ in range(min(steps, self.config.steps - run.step)):
                 run.advance()
 
-        run.cast_share, run.wants_trace = breakdown(work, path).get("casts"), False
+        run.cast_share, run.wants_trace = breakdown(work, path).shares.get("casts"), False
         self.restart_clock()
 
     def restart_clock(self) -> None:

@@ -36,7 +36,8 @@ class Stored:
     """One run, as its file tells it.
 
     about: of the line "run".  end: of the last line, empty where the run is not done.  where: machine, versions, commit
-    and command.  shares: of a step's time.  layers: numerics.  failed: why it ended early.  seconds: of a step, by the
+    and command.  shares, longest: of a step's time, by kind and by kernel.  layers: numerics.  failed: why it ended
+    early.  seconds: of a step, by the
     step that told them.  arm: what the run is in its comparison.
     """
 
@@ -46,6 +47,7 @@ class Stored:
     end: dict[str, Any] = field(default_factory=dict[str, Any])
     where: dict[str, Any] = field(default_factory=dict[str, Any])
     shares: dict[str, float] = field(default_factory=dict[str, float])
+    longest: dict[str, float] = field(default_factory=dict[str, float])
     layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     failed: str = ""
     seconds: dict[int, float] = field(default_factory=dict[int, float])
@@ -124,7 +126,9 @@ class RunLog(JsonLines):
             found = layer_numerics(run.model, lambda: run.model.loss(batch))
             self._write("layers", layers=[asdict(each) for each in found])
         if result.stopped == "done" and "shares" in self.looks:
-            self._write("shares", **breakdown(run.advance))
+            found = breakdown(run.advance)
+            self._write("shares", **found.shares)
+            self._write("kernels", longest=found.longest)
         super().on_end(run, result)
 
     def fail(self, why: str, config: RunConfig) -> None:
@@ -172,6 +176,8 @@ def _take(found: Stored, kind: str, row: dict[str, Any]) -> None:
             found.where = row
         case "shares":
             found.shares = row
+        case "kernels":
+            found.longest = row["longest"]
         case "layers":
             found.layers = row["layers"]
         case "failed":

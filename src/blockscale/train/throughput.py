@@ -123,6 +123,7 @@ def throughput_of(run: Stored) -> Throughput:
         tokens_per_second=None if step is None else tokens / step,
         peak_memory=run.end.get("peak_memory"),
         shares=run.shares,
+        longest=run.longest,
         failed=run.failed,
         where=run.where,
     )
