@@ -93,8 +93,22 @@ def cases(name: str) -> Iterator[tuple[str, str, Call]]:
         "",
         lambda i: bs.swiglu_backward_quantize_both(i.grad, i.wide, name, name, hidden=name),
     )
+    if FORMATS[name].codes_per_byte == 2:
+        yield "cast_both", "drawn", lambda i: bs.quantize_both(i.x, *drawn(name, i), offs=i.offs)
+        yield (
+            "swiglu_backward_both",
+            "drawn",
+            lambda i: bs.swiglu_backward_quantize_both(i.grad, i.wide, *drawn(name, i)),
+        )
     yield "rmsnorm", "", lambda i: bs.rmsnorm_quantize(i.x, i.weight, name)
     yield "rmsnorm_both", "", lambda i: bs.rmsnorm_quantize_both(i.x, i.weight, name, name)
+
+
+def drawn(name: str, inputs: Inputs) -> tuple[bs.CastSpec, bs.CastSpec]:
+    """How gradients are cast in training: rounded by random words, and rotated for the gradient of a weight."""
+    rounding = bs.Stochastic(bs.rng_state(0, device=inputs.x.device), "sanitized")
+    row = bs.CastSpec(name, rounding=rounding, role="dgrad_dy")
+    return row, bs.CastSpec(name, rounding=rounding, hadamard=True, role="wgrad_dy")
 
 
 def moves() -> Iterator[tuple[str, str, Call]]:
