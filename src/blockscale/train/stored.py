@@ -37,8 +37,7 @@ class Stored:
 
     about: of the line "run".  end: of the last line, empty where the run is not done.  where: machine, versions, commit
     and command.  shares, longest: of a step's time, by kind and by kernel.  layers: numerics.  failed: why it ended
-    early.  seconds: of a step, by the
-    step that told them.  arm: what the run is in its comparison.
+    early.  seconds: of a step, by the step that told them.  arm: what the run is in its comparison.
     """
 
     about: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -47,11 +46,11 @@ class Stored:
     end: dict[str, Any] = field(default_factory=dict[str, Any])
     where: dict[str, Any] = field(default_factory=dict[str, Any])
     shares: dict[str, float] = field(default_factory=dict[str, float])
-    longest: dict[str, float] = field(default_factory=dict[str, float])
     layers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     failed: str = ""
     seconds: dict[int, float] = field(default_factory=dict[int, float])
     arm: dict[str, Any] = field(default_factory=dict[str, Any])
+    longest: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def is_done(self) -> bool:
