@@ -16,7 +16,7 @@ NEXT := .venv-next/bin/python
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-next demo doctor test test-next test-gpu sanitize aot bench convergence lint format clean
+.PHONY: help setup setup-next demo doctor test test-all test-next test-gpu sanitize aot bench convergence lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ doctor: setup ## say what runs on this machine, and check that it is right
 # One thread per worker: the workers already keep every core busy.
 test: setup ## run the tests, one worker per core
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(ARGS)
+
+test-all: setup ## run every variant of every test that needs no GPU, also those that `make test` has one of
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --all $(ARGS)
 
 # The newest triton may be newer than any torch asks for: what it changes is better seen here than by a user.
 setup-next: # make .venv-next: the same torch, the newest triton

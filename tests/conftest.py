@@ -29,6 +29,7 @@ _COMPARED: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests that are marked sweep")
     parser.addoption("--results", type=Path, default=None, help="append one JSON line per GPU test to this file")
 
 
@@ -45,12 +46,14 @@ def missing_gpu(item: pytest.Item) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests skip with a reason where what they need is missing, and what takes minutes unless it is asked for; what
-    takes long starts first, so that no worker is left alone with it at the end."""
+    """GPU tests skip with a reason where what they need is missing, and what takes minutes, or is one more of a kind,
+    unless it is asked for; what takes long starts first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("long") and "long" not in config.getoption("-m"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run it with -m long"))
+        if item.get_closest_marker("sweep") and not config.getoption("--all"):
+            item.add_marker(pytest.mark.skip(reason="one more of a kind: run it with --all"))
         if item.get_closest_marker("gpu") and (reason := missing_gpu(item)):
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -24,6 +26,15 @@ FP8 = ["fp8_1x128", "fp8_128x128"]
 ONE_D = [name for name, spec in FORMATS.items() if not spec.is_2d]
 FORMAT_RULES = [(name, rule) for name, spec in FORMATS.items() for rule in spec.rules]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def first_of(values: Iterable[Any], kept: Callable[[Any], bool]) -> list[Any]:
+    """Parameters of which `make test` runs those that are kept, and `make test-all` the others too."""
+    return [value if kept(value) else pytest.param(*_several(value), marks=pytest.mark.sweep) for value in values]
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) and not hasattr(value, "_fields") else (value,)
 
 
 # ---- bits ----------------------------------------------------------------------------------------------------------
