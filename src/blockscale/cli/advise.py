@@ -6,13 +6,13 @@ The first word is a run's folder, whose numerics are read, or a preset, which is
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..train.config import RunConfig
 from ..train.presets import PRESETS, get_preset
-from .train import DEFAULT, full_option
+from .train import DEFAULT, RunOptions, full_option
 
 if TYPE_CHECKING:
     from ..diagnostics.advice import Advice
@@ -39,18 +39,8 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Options(RunConfig, Wanted):
+class Options(RunOptions, Wanted):
     """A preset, changed by options as for `blockscale train`, and what is asked."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Options:
-        """Those of a preset."""
-        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
-
-    @property
-    def config(self) -> RunConfig:
-        """The run alone."""
-        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
 
 
 def main(arguments: list[str]) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import env
-from ..train.config import RunConfig
 from ..train.presets import get_preset
-from .train import DEFAULT, parse
+from .train import DEFAULT, RunOptions, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options(RunConfig):
+class Options(RunOptions):
     """A run, and what it is compared with. Its recipe's name is set by the comparison; its seed is the first."""
 
     recipes: str = "fp8_blockwise,mxfp8,nvfp4"
@@ -34,16 +33,6 @@ class Options(RunConfig):
     """Runs at a time, each in a process of its own: for models that leave a GPU idle. Their speeds are not shown."""
     commit: str | None = None
     """Commit to record where the source is no git checkout."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Options:
-        """Those of a preset."""
-        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
-
-    @property
-    def config(self) -> RunConfig:
-        """The run alone."""
-        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
 
 
 def main(arguments: list[str]) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import env
-from ..train.config import RunConfig
 from ..train.presets import get_preset
-from .train import DEFAULT, parse
+from .train import DEFAULT, RunOptions, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ CPU_SPEED = "On a CPU low precision is emulated exactly: these figures say nothi
 
 
 @dataclass(frozen=True)
-class Options(RunConfig):
+class Options(RunOptions):
     """A run, and the ways in which it is timed. Steps, evaluations, reports and checkpoints are set by it."""
 
     recipes: str = "fp8_blockwise"
@@ -44,16 +43,6 @@ class Options(RunConfig):
     """Folder of the runs; those that are there already are not run again."""
     commit: str | None = None
     """Commit to record where the source is no git checkout."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Options:
-        """Those of a preset."""
-        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
-
-    @property
-    def config(self) -> RunConfig:
-        """The run alone."""
-        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
 
 
 def main(arguments: list[str]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from ..train.config import RunConfig
 from ..train.presets import PRESETS, get_preset
@@ -25,6 +26,21 @@ SHORT = {
     "--rate": "--optimizer.rate",
     "--schedule": "--optimizer.schedule",
 }
+
+
+@dataclass(frozen=True)
+class RunOptions(RunConfig):
+    """A run with options of a command beside its own."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Those of a preset."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
+
+    @property
+    def config(self) -> RunConfig:
+        """The run alone."""
+        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
 
 
 def main(arguments: list[str]) -> int:
