@@ -125,6 +125,11 @@ def moves() -> Iterator[tuple[str, str, Call]]:
         found = routing_ops.combine_dots(i.x, i.x[: ROWS // 4], bs.sort_by_expert(i.experts, 9).rows)
         return found.bfloat16()  # the order of a sum is free
 
+    def cleared(i: Inputs) -> Tensor:
+        found = i.x.clone()
+        routing_ops.clear_rows(found, bs.sort_by_expert(i.experts, 9).offs // 2)
+        return found
+
     def weights(i: Inputs) -> Tensor:
         return i.x[: ROWS // 4, :4].float()
 
@@ -132,6 +137,7 @@ def moves() -> Iterator[tuple[str, str, Call]]:
         yield operation, "", lambda i, call=call: call(i, None)
         yield operation, "weighted", lambda i, call=call: call(i, weights(i))
     yield "combine_dots", "", dots
+    yield "clear_rows", "", cleared
 
 
 # (row, formats, M, N, K): every kind of tile of Hopper's products, shared ones among them, with tails in all directions

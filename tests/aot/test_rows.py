@@ -16,13 +16,13 @@ pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
 ]
-KERNELS = ("_permute_rows_kernel", "_combine_rows_kernel", "_combine_dots_kernel")
+KERNELS = ("_permute_rows_kernel", "_combine_rows_kernel", "_combine_dots_kernel", "_clear_rows_kernel")
 TOKENS, SLOTS, COLUMNS = 256, 8, 7168
 
 
 def compiled(arch: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[Report]:
     for name in KERNELS:
-        monkeypatch.setitem(TILES, name, ("BM", "BD"))
+        monkeypatch.setitem(TILES, name, ("BD",) if "clear" in name else ("BM", "BD"))
     routing = sort_by_expert(torch.rand(TOKENS, 64).topk(SLOTS).indices, 64)
     x, y = (torch.empty(count, columns, dtype=torch.bfloat16) for count in (TOKENS, TOKENS * SLOTS))
     weights = torch.rand(TOKENS, SLOTS)
@@ -31,6 +31,7 @@ def compiled(arch: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[R
             _triton_rows.permute_rows(x, routing.tokens, routing.rows, each, y)
             _triton_rows.combine_rows(y, routing.rows, each, x)
         _triton_rows.combine_dots(y, x, routing.rows, weights)
+        _triton_rows.clear_rows(y, routing.offs)
     return [report(kernel) for kernel in kernels]
 
 
@@ -42,7 +43,8 @@ def test_machine_code(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert each.spilled == 0, each.kernel
         assert each.registers <= 80, each.kernel
         # a slot of each of two pieces of a tile, and the token's vector for dot products
-        assert each.loads.get(128, 0) >= (16 if "combine_rows" in each.kernel else 2), each.kernel
+        least = {"_combine_rows_kernel": 16, "_clear_rows_kernel": 0}.get(each.kernel, 2)
+        assert each.loads.get(128, 0) >= least, each.kernel
         if "dots" not in each.kernel:
             assert set(each.stores) == {128}, each.kernel
 

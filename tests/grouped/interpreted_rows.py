@@ -17,7 +17,7 @@ import blockscale as bs
 from blockscale.grouped import routing_ops
 
 SIZES = [(1, 1, 1), (5, 17, 2), (33, 264, 3), (7, 1500, 8)]
-OPERATIONS = ("permute_rows", "combine_rows", "combine_dots")
+OPERATIONS = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
 
 
 def comparisons() -> Iterator[tuple[int, int]]:
@@ -36,7 +36,9 @@ def comparisons() -> Iterator[tuple[int, int]]:
                 with bs.use_backend(**dict.fromkeys(OPERATIONS, backend)):
                     permuted = routing_ops.permute_rows(x, routing.tokens, routing.rows, weights)
                     combined = routing_ops.combine_rows(y, routing.rows, weights)
-                    found.append([permuted, combined, routing_ops.combine_dots(y, x, routing.rows)])
+                    cleared = y.clone()
+                    routing_ops.clear_rows(cleared, routing.offs // 2)
+                    found.append([permuted, combined, cleared, routing_ops.combine_dots(y, x, routing.rows)])
             *bits, dots = zip(*found, strict=True)
             for got, want in bits:
                 words = [each.view(torch.int16 if dtype.itemsize == 2 else torch.int32) for each in (got, want)]

@@ -45,6 +45,15 @@ def test_bits_on_the_gpu(tokens: int, columns: int, k: int, dtype: torch.dtype) 
     torch.testing.assert_close(found[0][0], found[2][0], rtol=1e-4, atol=1e-4 * columns**0.5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [0, 1, 4095, 4096])
+def test_rows_of_no_group_are_cleared_and_no_others(last: int) -> None:
+    x = torch.full((4096, 1408), float("nan"), device="cuda", dtype=torch.bfloat16)
+    routing_ops.clear_rows(x, torch.tensor([0, last], device="cuda", dtype=torch.int32))
+    assert torch.equal(x.isnan().all(1).sum(), torch.tensor(last, device="cuda"))
+    assert int((x == 0).sum()) == (4096 - last) * 1408
+
+
 def test_what_is_left_to_the_reference() -> None:
     x, rows = torch.empty(8, 16), torch.zeros(8, 2, dtype=torch.int32)
     on = Capability("cuda", 90)

@@ -180,8 +180,21 @@ def test_kernels_are_added_by_name(monkeypatch: pytest.MonkeyPatch):
     kernels = [("cast_kernel", 30.0), ("nvjet_tst_128x256", 100.0), ("nvjet_tst_128x256", 50.0), ("fused_adamw", 20.0)]
     events = [SimpleNamespace(name=name, device_type="DeviceType.CUDA", device_time_total=us) for name, us in kernels]
     events.append(SimpleNamespace(name="aten::mm", device_type="DeviceType.CPU", device_time_total=7.0))
+    ranges = {"name": "Optimizer.step#AdamW.step", "device_time_total": 20.0, "is_user_annotation": True}
+    events.append(SimpleNamespace(device_type="DeviceType.CUDA", **ranges))
     monkeypatch.setattr(breakdowns, "_recorded", lambda work, path, on_gpu: events)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = breakdown(lambda: None)
     assert found.longest == {"nvjet_tst_128x256": 0.75, "cast_kernel": 0.15, "fused_adamw": 0.1}
     assert found.shares == {"products": 0.75, "casts": 0.15, "attention": 0.0, "other": 0.1}
+
+
+def test_names_that_begin_alike_are_one_kernel(monkeypatch: pytest.MonkeyPatch):
+    """A cut name stands for all of them, not for the last."""
+    events = [
+        SimpleNamespace(name="k" * 100 + end, device_type="DeviceType.CUDA", device_time_total=us)
+        for end, us in (("a", 60.0), ("b", 40.0))
+    ]
+    monkeypatch.setattr(breakdowns, "_recorded", lambda work, path, on_gpu: events)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert breakdown(lambda: None).longest == {"k" * 72: 1.0}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Operation = Literal[
     "cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped",
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both",
-    "permute_rows", "combine_rows", "combine_dots",
+    "permute_rows", "combine_rows", "combine_dots", "clear_rows",
 ]  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def run(
     Args:
         operation: What is called. A cast takes M x K, a product M x K with N x K, SwiGLU gates and ups of M x K each, a
             permutation N of M rows; rows go from M tokens to G experts and back (permute_rows, combine_rows, and
-            combine_dots for the gradient of weights).
+            combine_dots for the gradient of weights; clear_rows zeroes those of no group).
         a: Format of the tensor, or of the product's first operand.
         b: Format of the second operand; the natural partner of the first when left out, or the same for two casts.
         m: Rows of the first operand (N of a k-grouped product's result).
@@ -100,6 +100,8 @@ def _operands(
             return [empty(m, k), slots]
         case "combine_rows":
             return [empty(m * groups, k), slots]
+        case "clear_rows":
+            return [empty(m, k)]
         case "combine_dots":
             return [empty(m * groups, k), empty(m, k), slots]
         case "dequantize":

@@ -27,7 +27,7 @@ from ..registry import Explanation, Request, explain_request
 FUSED = (
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both"
 )  # fmt: skip
-MOVES = ("permute_rows", "combine_rows", "combine_dots")
+MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
 OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED, *MOVES)
 
 
@@ -78,6 +78,8 @@ def explain(
             request = grouped_request(a, b, ends.shape[0], out_dtype, **asked)
         case ("permute_rows" | "combine_rows", [Tensor() as x, Tensor() as rows]):
             request = rows_request(op, x, rows)
+        case ("clear_rows", [Tensor() as x]):
+            request = rows_request(op, x, None)
         case ("combine_dots", [Tensor() as x, Tensor() as grad, Tensor() as rows]):
             request = rows_request(op, x, rows, grad)
         case _ if op in FUSED and (fused := _fused_request(op, operands, offs)) is not None:

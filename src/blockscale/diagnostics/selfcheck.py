@@ -166,6 +166,7 @@ def move_choices(samples: Samples) -> list[Choice]:
         "permute_rows": explain("permute_rows", x, rows),
         "combine_rows": explain("combine_rows", y, rows),
         "combine_dots": explain("combine_dots", y, x, rows),
+        "clear_rows": explain("clear_rows", y),
     }
     return [
         Choice(name, ANY, each.taken.backend if each.taken else "none", _reason(each)) for name, each in found.items()
@@ -177,12 +178,14 @@ def move_checks(samples: Samples) -> list[Check]:
     routing, x, y = _routing(samples), samples.x[:46], samples.x[:138]
     weights = samples.x[:46, :3].float()
 
-    def moved() -> tuple[Tensor, Tensor, Tensor]:
-        permuted = routing_ops.permute_rows(x, routing.tokens, routing.rows, weights)
+    def moved() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        permuted, cleared = routing_ops.permute_rows(x, routing.tokens, routing.rows, weights), y.clone()
+        routing_ops.clear_rows(cleared, routing.offs // 2)
         return (
             permuted,
             routing_ops.combine_rows(y, routing.rows, weights),
             routing_ops.combine_dots(y, x, routing.rows),
+            cleared,
         )
 
     got = moved()
@@ -192,6 +195,7 @@ def move_checks(samples: Samples) -> list[Check]:
     return [
         _equality("permute_rows", ANY, torch.equal(_raw(got[0]), _raw(want[0]))),
         _equality("combine_rows", ANY, torch.equal(_raw(got[1]), _raw(want[1]))),
+        _equality("clear_rows", ANY, torch.equal(_raw(got[3]), _raw(want[3]))),
         Check(f"combine_dots, {ANY}", figure >= _GATE_DB, f"{figure:.1f} dB of at least {_GATE_DB:.0f}"),
     ]
 

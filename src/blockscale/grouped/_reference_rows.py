@@ -44,6 +44,12 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
         out[:, slot] = (x.index_select(0, rows[:, slot]).to(out.dtype) * held).sum(-1)
 
 
+@kernel("clear_rows", "reference", devices=(), priority=-100)
+def clear_rows(x: Tensor, offs: Tensor) -> None:
+    """torch, any device: a pass over all rows"""
+    x.masked_fill_((torch.arange(x.shape[0], device=x.device) >= offs[-1])[:, None], 0.0)
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums are in."""
     return torch.promote_types(dtype, torch.float32)

@@ -19,6 +19,7 @@ from ..registry import Request, kernel
 
 # slots are unrolled
 MOST_SLOTS = 16
+_CLEARING = 256  # programs that clear rows, of which there are mostly none
 
 
 @triton.jit
@@ -91,6 +92,16 @@ def _combine_dots_kernel(
     tl.store(out_ptr + t * K + slot, tl.sum(total, 1), mask=t < T)
 
 
+@triton.jit
+def _clear_rows_kernel(out_ptr, last_ptr, M, D, step, BD: tl.constexpr):
+    row = (tl.maximum(tl.load(last_ptr), 0) + tl.program_id(0)).to(tl.int64)
+    while row < M:
+        for start in range(0, D, BD):
+            d = start + tl.arange(0, BD)
+            tl.store(out_ptr + row * step + d, tl.zeros([BD], out_ptr.dtype.element_ty), mask=d < D)
+        row += tl.num_programs(0)
+
+
 INTERPRETED = not isinstance(_combine_rows_kernel, triton.runtime.JITFunction)
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -142,6 +153,13 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
     _combine_dots_kernel[(ceil_div(tokens, bm), slots)](
         x, grad, rows, out, tokens, columns, x.stride(0), grad.stride(0), slots, bm, bd
     )
+
+
+@kernel("clear_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
+def clear_rows(x: Tensor, offs: Tensor) -> None:
+    """Triton: looks at the last end, and touches nothing where all rows have a group"""
+    rows, columns = x.shape
+    _clear_rows_kernel[(min(rows, _CLEARING),)](x, offs[-1:], rows, columns, x.stride(0), _tile(columns)[1])
 
 
 def _fp32(weights: Tensor | None) -> Tensor | None:

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from .. import replay
 from ..casts.sharding import whole
-from ..formats.layout import check_group_ends, locate
+from ..formats.layout import check_group_ends
 from ..library import define_op
+from .routing_ops import clear_rows
 
 _ALIGNED = 16
 
@@ -38,11 +39,9 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if not (_is_served(a) and _is_served(b)):
         return _loop(a, b, offs)
     product = functional.grouped_mm(a, b, offs=offs)
-    if not m_grouped:
-        return product
-    # rows of no group hold whatever the product left there
-    group, _ = locate(torch.arange(a.shape[0], device=a.device), offs.to(torch.int64))
-    return torch.where((group < offs.shape[0])[:, None], product, 0.0)
+    if m_grouped:
+        clear_rows(product, offs)  # rows of no group hold whatever the product left there
+    return product
 
 
 def _is_served(x: Tensor) -> bool:

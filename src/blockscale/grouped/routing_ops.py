@@ -55,11 +55,11 @@ def _check_range(experts: Tensor, count: int) -> None:
 # moves of rows
 
 
-def rows_request(op: str, x: Tensor, rows: Tensor, *others: Tensor) -> Request:
-    """What the kernel table is asked for a move of rows: the shape and dtype of what is read."""
+def rows_request(op: str, x: Tensor, rows: Tensor | None, *others: Tensor) -> Request:
+    """What the kernel table is asked for a move of rows: the shape and dtype of what is read.  rows: [T, k]."""
     asked = {
         "strided": any(each.stride(1) != 1 for each in (x, *others)),
-        "many_slots": rows.shape[1] > 16,
+        "many_slots": rows is not None and rows.shape[1] > 16,
     }
     options = frozenset(name for name, on in asked.items() if on)
     return Request(op, capability(x.device), (), (x.shape[0], x.shape[1]), x.dtype, (), options)
@@ -111,3 +111,10 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
     with made_current(x.device):
         row.launch(x, grad, rows.contiguous(), out)
     return out
+
+
+def clear_rows(x: Tensor, offs: Tensor) -> None:
+    """Zero, in place, the rows of no group: those behind the last end, which stays on the device."""
+    row = select(rows_request("clear_rows", x, None))
+    with made_current(x.device):
+        row.launch(x, offs)

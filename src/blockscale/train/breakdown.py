@@ -35,6 +35,7 @@ _KERNELS = {
 _FUSED = ("triton_poi", "triton_red", "triton_per", "triton_for", "triton_mix")
 
 
+_NAMESPACES = re.compile(r"\bvoid |\b(?:at|c10|cuda|native|detail|cutlass|std)::|\(anonymous namespace\)::")
 _LONGEST, _LETTERS = 16, 72  # kernels that are told by name, and how much of a name
 
 
@@ -56,8 +57,11 @@ def breakdown(work: Callable[[], None], path: Path | None = None) -> Breakdown:
     total = sum(times.values())
     if total <= 0:
         return Breakdown({}, {})
-    longest = {name[:_LETTERS]: time / total for name, time in kernels.most_common(_LONGEST)}
-    return Breakdown({kind: times[kind] / total for kind in KINDS}, longest)
+    longest: Counter[str] = Counter()
+    for name, time in kernels.items():
+        longest[short_name(name)] += time
+    shares = {name: time / total for name, time in longest.most_common(_LONGEST)}
+    return Breakdown({kind: times[kind] / total for kind in KINDS}, shares)
 
 
 def _recorded(work: Callable[[], None], path: Path | None, *, on_gpu: bool) -> list[Any]:
@@ -76,10 +80,11 @@ def _recorded(work: Callable[[], None], path: Path | None, *, on_gpu: bool) -> l
 
 
 def _kernels(events: list[Any]) -> Counter[str]:
-    """Microseconds of every kernel of a GPU by its name."""
+    """Microseconds of every kernel of a GPU by its name; ranges that annotate a stream hold kernels, and are none."""
     times: Counter[str] = Counter()
     for each in events:
-        if "cuda" in str(each.device_type).lower() and each.device_time_total > 0:
+        on_gpu = "cuda" in str(each.device_type).lower() and not getattr(each, "is_user_annotation", False)
+        if on_gpu and each.device_time_total > 0:
             times[each.name] += each.device_time_total
     return times
 
@@ -89,6 +94,15 @@ def _by_kind(kernels: Counter[str]) -> dict[str, float]:
     for name, time in kernels.items():
         times[kernel_kind(name)] += time
     return times
+
+
+def short_name(name: str) -> str:
+    """What tells one kernel from another: torch's templates begin with the same hundred letters.
+
+    >>> short_name("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>(int)")
+    'vectorized_elementwise_kernel<8, CUDAFunctor_add<BFloat16>>(int)'
+    """
+    return _NAMESPACES.sub("", name)[:_LETTERS]
 
 
 def kernel_kind(name: str) -> str:
