@@ -33,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, default=None, help="append one JSON line per GPU test to this file")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs that tests start are told too."""
+    if config.getoption("--all"):
+        os.environ["BLOCKSCALE_TESTS"] = "all"
+
+
 def missing_gpu(item: pytest.Item) -> str | None:
     """Why a GPU test cannot run here, or None."""
     if not torch.cuda.is_available():

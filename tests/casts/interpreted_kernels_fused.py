@@ -7,6 +7,7 @@ Prints `cases values mismatches` and the first mismatches, as `interpreted.py` d
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from blockscale import rng_state
 from blockscale.casts import fused_ops as ops
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 
+THOROUGH = os.environ.get("BLOCKSCALE_TESTS") == "all"
 ENDS = torch.tensor([3, 3, 110], dtype=torch.int32)
 
 
@@ -39,8 +41,9 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     text = spec.plan().text()
     nothing = None, None, None, None
     sources = ((torch.bfloat16, 130, 256), (torch.float32, 40, 74), (torch.float16, 33, 95))
-    # how a source is read does not depend on the format, and tiles of 128x128 are slow
-    for dtype, rows, hidden in sources[: 1 if name.endswith("128x128") else 3]:
+    # how a source is read does not depend on the format, and tiles of 128x128 and NVFP4's two passes are slow
+    few = name.endswith("128x128") or (name == "nvfp4" and not THOROUGH)
+    for dtype, rows, hidden in sources[: 1 if few else 3]:
         x = gates(rows, hidden, dtype, finite=form.family == "nvfp4" and dtype != torch.float16)
         yield x.numel(), compared(f"swiglu both {dtype}", ops.swiglu_quantize_both, x, text, text, *nothing, None)
         for axis in (-1, -2):
@@ -50,7 +53,7 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     rest = None, None, None, None, None, None, None
     yield x.numel(), compared("swiglu backward", ops.swiglu_backward_quantize_both, grad, x, text, text, hidden, *rest)
     # halves that are no whole tiles: a tile holds gates and ups; how it is read does not depend on the format
-    ragged = ((torch.bfloat16, 130, 192), (torch.float32, 40, 74)) if name in ("fp8_1x128", "nvfp4") else ()
+    ragged = ((torch.bfloat16, 130, 192), (torch.float32, 40, 74)) if name == "fp8_1x128" or THOROUGH else ()
     for dtype, rows, width in ragged:
         x, grad = gates(rows, width, dtype, finite=form.family == "nvfp4"), torch.randn(rows, width).to(dtype)
         backward = compared(
@@ -93,7 +96,7 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     nobody = torch.full((120,), -1, dtype=torch.int32)
     args = tokens[:0], nobody, text, text, None, None, top, top, ENDS
     yield 0, compared("no tokens", ops.permute_quantize_both, *args)
-    if name in ("mxfp8_e4m3", "nvfp4"):
+    if name == "fp8_1x128" or THOROUGH:
         yield from apart(text, form.family == "nvfp4")
 
 
