@@ -22,7 +22,7 @@ from blockscale import rng_state
 from blockscale.casts import fused_ops as ops
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 
-THOROUGH = os.environ.get("BLOCKSCALE_TESTS") == "all"
+THOROUGH = "ALL_TESTS" in os.environ
 ENDS = torch.tensor([3, 3, 110], dtype=torch.int32)
 
 

@@ -26,7 +26,7 @@ from blockscale.gemm._finish import finish_at_once  # noqa: E402
 from blockscale.gemm.epilogue import finish  # noqa: E402
 
 # tails in every direction, an odd K, whole blocks, one row
-THOROUGH = os.environ.get("BLOCKSCALE_TESTS") == "all"
+THOROUGH = "ALL_TESTS" in os.environ
 SIZES = ((33, 70, 150), (5, 66, 257), (40, 64, 256), (1, 1, 1))
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # output, bias, accumulate; every case has the first, whose bound is the closest, and two more in turn: what finishes a
