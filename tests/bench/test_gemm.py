@@ -37,7 +37,7 @@ def request(*formats: str, product: tuple[int, int, int] = (16, 256, 256), sm: i
 def test_every_case_is_listed_once():
     found = list(gemm.cases(gemm.gpu_extent(HOPPER), CEILINGS))
     names = [case.name for case in found]
-    assert len(names) == len(set(names)) == 16 + 12 + 24 + 130 + 3 + 8
+    assert len(names) == len(set(names)) == 16 + 12 + 24 + 150 + 3 + 8
     assert list(dict.fromkeys(case.group for case in found)) == list(report_gemm.GROUPS)
     for name in (
         "1x128 @ 128x128 4096x7168x18432",

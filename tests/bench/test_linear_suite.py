@@ -12,7 +12,7 @@ from torch import nn
 
 import blockscale.nn
 from bench_rows import row as made_up
-from blockscale.bench import harness, layer_peers, layers, report, report_layers, shapes, store, telemetry
+from blockscale.bench import harness, layer_peers, layers, report, report_layers, store, telemetry
 from blockscale.bench.rooflines import Roofs
 from blockscale.bench.suites import layers as common
 from blockscale.bench.suites import linear, mlp
@@ -29,7 +29,7 @@ SOME = frozenset({"bf16", "casts"})
 
 def extent(peers: frozenset[str] = SOME) -> linear.Extent:
     tiny = linear.extent(CPU, peers=peers)
-    return dataclasses.replace(tiny, models={"tiny": (LAYER,)}, wide=frozenset({LAYER}), tokens=(128,))
+    return dataclasses.replace(tiny, models={"tiny": (LAYER,)}, wide=frozenset({LAYER}), tokens=(128,), peers=peers)
 
 
 def case(name: str = common.FP8, peers: frozenset[str] = SOME, **named: Any) -> harness.Case:
@@ -54,8 +54,8 @@ def test_every_case_is_listed_once():
     names = [case.name for case in found]
     assert len(names) == len(set(names))
     assert list(dict.fromkeys(case.group for case in found)) == list(linear.GROUPS)
-    assert sum(name.startswith("fp8_blockwise M=4096") for name in names) == 24
-    assert sum(name.startswith("fp8_blockwise M=16384") for name in names) == 24
+    assert sum(name.startswith("fp8_blockwise M=4096") for name in names) == 28
+    assert sum(name.startswith("fp8_blockwise M=16384") for name in names) == 28
     for name in (
         "fp8_blockwise M=4096 DeepSeek-V3 671B 7168->18432",
         "fp8_blockwise 8 microbatches M=4096 DeepSeek 16B 10944->2048",
@@ -65,10 +65,14 @@ def test_every_case_is_listed_once():
         assert name in names
 
 
-def test_compiling_and_tuning_are_left_to_few_layers():
+def test_feed_forward_layers_have_every_peer():
     found = {case.name: case for case in linear.cases(linear.gpu_extent(HOPPER), ROOFS)}
-    large, small = (found[f"fp8_blockwise M=4096 {end}"] for end in ("Llama3 8B 4096->14336", "Llama3 8B 4096->6144"))
-    assert not any(isinstance(peer, str) for peer in large.peers.values())
+    for start in ("M=4096", "M=16384", "8 microbatches M=4096"):
+        for layer in ("DeepSeek-V3 671B 7168->18432", "Llama3 70B 28672->8192", "Qwen3 32B 5120->25600"):
+            beside = found[f"fp8_blockwise {start} {layer}"].peers
+            assert {"bf16 compiled", "compiled", "torchao", "torchao compiled", "rowwise compiled"} <= set(beside)
+            assert not any(isinstance(peer, str) for peer in beside.values())
+    small = found["fp8_blockwise M=4096 Llama3 8B 4096->6144"]
     assert small.peers["torchao"] == small.peers["rowwise compiled"] == layer_peers.NOT_COMPILED
     odd = found["fp8_blockwise M=4096 DeepSeek 16B 2048->10944"]
     assert "multiples of 128" in str(odd.peers["torchao"])
@@ -164,17 +168,36 @@ def test_the_exact_mlp_is_itself():
 
 
 def test_an_mlp_is_timed_beside_three_layers():
-    extent = dataclasses.replace(mlp.extent(CPU, peers=SOME), units={"tiny": (128, 256)}, tokens=128)
-    (only,) = mlp.cases(extent, ROOFS)
-    row = run(only, "mlp")
-    assert not row.fault
-    assert {"bf16", "cast per step"} == {name for name, cell in row.peers.items() if "us" in cell}
-    assert row.details["kept_bytes cast per step"] < row.details["kept_bytes bf16"]
+    one, several = (run(case, "mlp") for case in mlp.cases(mlp.extent(CPU, peers=SOME), ROOFS))
+    assert not one.fault
+    assert {"bf16", "cast per step"} == {name for name, cell in one.peers.items() if "us" in cell}
+    assert one.details["kept_bytes cast per step"] < one.details["kept_bytes bf16"]
+    assert not several.fault
+    assert {"bf16", "fp32 main_grad"} == {name for name, cell in several.peers.items() if "us" in cell}
+    assert several.group == "SwiGLU MLP, 8 microbatches"
 
 
-def test_gated_units_are_those_of_the_models():
-    for name, unit in mlp.UNITS.items():
-        assert unit in shapes.mlps(shapes.MODELS[name])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_an_mlp_with_one_wrong_gradient_is_found(index: int):
+    one = layers.make_batch(mlp.plain_unit((128, 512), CPU), 384, (128, 128), CPU)
+    right = layers.take(layers.plain_way(), one)
+    gradients = [dw * 1.1 if index == at else dw for at, dw in enumerate(right.dw)]
+    *rest, worst = mlp.judge(one, right._replace(dw=gradients))
+    assert min(rest) > 100
+    assert 19 < worst < 21
+    wrong_rows = mlp.judge(one, right._replace(y=right.y * 1.1, dx=right.dx * 1.1))
+    assert max(wrong_rows[:2]) < 21
+
+
+def test_every_mlp_is_listed_once():
+    assert list(mlp.UNITS) == ["DeepSeek-V3 671B", "DeepSeek 16B", "Llama3 8B", "Llama3 70B", "Qwen3 32B"]
+    assert mlp.UNITS["Llama3 70B"] == (8192, 28672)
+    names = [case.name for case in mlp.cases(mlp.gpu_extent(HOPPER), ROOFS)]
+    assert len(names) == len(set(names))
+    fp8 = [name for name in names if name.startswith("fp8_blockwise MLP")]
+    for start, count in (("M=4096", 5), ("M=16384", 5), ("8 microbatches M=4096", 5)):
+        assert sum(name.startswith(f"fp8_blockwise MLP {start}") for name in fp8) == count
+    assert len(list(mlp.cases(mlp.gpu_extent(HOPPER, quick=True), ROOFS))) == 2
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -225,7 +248,14 @@ def test_goals_are_judged_by_their_rows():
     ((text, *_),) = goals(host).values()
     assert text == "2.00x"
     peers = {"bf16": {"us": 1.0, "ratio": 1.5}, "torchao compiled": {"us": 1.0, "ratio": 0.9}}
-    unit = stored("fp8_blockwise MLP M=4096 x", suite="mlp", shape=[4096, 7168, 18432], peers=peers, details={})
+    unit = stored(
+        "fp8_blockwise MLP M=4096 x",
+        suite="mlp",
+        group="SwiGLU MLP",
+        shape=[4096, 7168, 18432],
+        peers=peers,
+        details={},
+    )
     assert [cells[1] for cells in goals(unit).values()] == ["yes", "no"]
 
 

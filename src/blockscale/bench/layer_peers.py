@@ -54,13 +54,12 @@ def peers(
     gate_db: float,
     *,
     microbatches: int = 1,
-    blockwise: bool = True,
     compiling: bool = True,
 ) -> dict[str, Peer | str]:
     """The named peers of a layer that we train by `main`, and by `others` with the weight cast at other times.
 
-    sizes: of its weights.  gate_db: what ours must reach.  blockwise: whether torchao's, which tunes for every shape,
-    takes part; compiling: whether whoever is to be compiled does.
+    sizes: of its weights.  gate_db: what ours must reach.  compiling: whether those take part that are compiled, or
+    tune for every shape as torchao does.
     """
 
     def peer(way: Way, gate: float | None, note: str = "") -> Peer:
@@ -83,7 +82,7 @@ def peers(
         whole = all(size % _BLOCK == 0 for size in sizes)
         if not whole:
             found[TORCHAO] = f"not run: takes features in multiples of {_BLOCK} only"
-        elif not blockwise:
+        elif not compiling:
             found[TORCHAO] = NOT_COMPILED
         else:
             found |= with_compiled(TORCHAO, Way(each(_blockwise)), gate_db - NEAR_DB, "Float8BlockwiseLinear")

@@ -12,7 +12,7 @@ from .store import Row
 from .tables import EMPTY, number, provenance, table
 
 SUITES = ("linear", "mlp")
-GROUPS = ("layers", "8 microbatches", "SwiGLU MLP", "host time")
+GROUPS = ("layers", "8 microbatches", "SwiGLU MLP", "SwiGLU MLP, 8 microbatches", "host time")
 HOST = "nn.Linear"
 
 
@@ -173,11 +173,12 @@ def _ffn(group: str, model: str = _DEEPSEEK) -> Callable[[Row], bool]:
 
 
 def _large_mlp(row: Row) -> bool:
-    return row.suite == "mlp" and row.format == "fp8_blockwise" and row.shape == [4096, 7168, 18432]
+    mine = (row.group, row.format) == ("SwiGLU MLP", "fp8_blockwise")
+    return row.suite == "mlp" and mine and row.shape == [4096, 7168, 18432]
 
 
 _ONE, _EIGHT = "linear --only 'fp8_blockwise M=4096 DeepSeek'", "linear --only 'fp8_blockwise 8 microbatches'"
-_MLP = "mlp --only 'fp8_blockwise MLP'"
+_MLP = "mlp --only 'fp8_blockwise MLP M=4096 DeepSeek-V3'"
 GOALS = (
     Goal(
         "DeepSeek-V3's feed-forward layers, 4096 tokens, eager, over bf16", "1.45x", _ONE, _ffn("layers"), speedup,

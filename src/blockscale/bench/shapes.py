@@ -48,13 +48,14 @@ DECODED: tuple[tuple[int, int], ...] = (
     (7168, 18432), (18432, 7168), (7168, 16384), (24576, 1536), (7168, 2048), (2112, 7168)
 )  # fmt: skip
 
-# (K, N) of the linear layers: attention first, then the feed-forward part
+# (K, N) of the linear layers: attention first, then the feed-forward part, where a model has one without experts
 MODELS: Mapping[str, tuple[tuple[int, int], ...]] = {
     "DeepSeek-V3 671B": ((7168, 2112), (1536, 24576), (512, 32768), (16384, 7168), (7168, 18432), (18432, 7168)),
     "DeepSeek 16B": ((2048, 3072), (2048, 576), (512, 4096), (2048, 2048), (2048, 10944), (10944, 2048)),
     "Llama3 8B": ((4096, 6144), (4096, 4096), (4096, 14336), (14336, 4096)),
     "Llama3 70B": ((8192, 10240), (8192, 8192), (8192, 28672), (28672, 8192)),
     "Qwen3": ((2048, 5120), (4096, 2048), (4096, 9216), (8192, 4096)),
+    "Qwen3 32B": ((5120, 10240), (8192, 5120), (5120, 25600), (25600, 5120)),
     "gpt-oss": ((2880, 5120), (4096, 2880)),
 }
 MODEL_ROWS = (1, 16, 128, 4096, 16384)

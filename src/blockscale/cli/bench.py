@@ -46,7 +46,7 @@ def run(
             benchmarks/results).
         compare: Rows of an older run; shows new time over old and flags what became more than 3 % slower.
         quick: Fewer shapes and rounds.
-        only: Only cases whose name or group contains this.
+        only: Only cases whose name or group contains this, or one of several texts with | between them.
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         peers: Whom to compare with, separated by commas: eager, compile, torchao for casts; rows, bf16, rowwise,
             torchao for gemm; bf16, casts, torchao, rowwise, compile for linear and mlp; rows, bf16, rowwise, casts,
@@ -70,7 +70,7 @@ def run(
 
     where = default_device() if device is None else named_device(device)
     every = _cases(console, suite, where, quick, peers)
-    cases = [case for case in every if only in case.name or only in case.group]
+    cases = [case for case in every if any(text in case.name or text in case.group for text in only.split("|"))]
     if not cases:
         fix = f"use a part of one, such as {every[0].name!r}"
         raise OptionError(message(f"only={only!r}", rule="a case whose name contains it is run", fix=fix))

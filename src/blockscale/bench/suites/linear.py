@@ -36,7 +36,7 @@ GATES: Mapping[str, tuple[float, float, float]] = {
     MXFP8_NATIVE: (28.0, 28.0, 28.0),
     NVFP4: (16.2, 14.1, 14.6),
 }
-MODELS = ("DeepSeek-V3 671B", "DeepSeek 16B", "Llama3 8B", "Llama3 70B", "Qwen3")
+MODELS = ("DeepSeek-V3 671B", "DeepSeek 16B", "Llama3 8B", "Llama3 70B", "Qwen3", "Qwen3 32B")
 TOKENS = (4096, 16384)
 MICROBATCHES = 8
 HOST_TOKENS, HOST_LAYER = 16, (256, 256)
@@ -47,15 +47,14 @@ GROUPS = ("layers", "8 microbatches", "host time")
 class Extent:
     """Which layers to run, and whom to compare with.
 
-    models: the layers of each.  wide: those that torchao runs and that are trained in microbatches.  compiled: those
-    that are compiled.  tokens: of a forward; what costs seconds to make runs with the first alone.  others: the layers
-    of recipes other than FP8's.
+    models: the layers of each.  wide: feed-forward layers, which torchao runs too, which are compiled and trained in
+    microbatches.  tokens: of a forward; microbatches and recipes other than FP8's have the first alone.  others: the
+    layers of those recipes.
     """
 
     device: Capability
     models: Mapping[str, tuple[Layer, ...]]
     wide: frozenset[Layer]
-    compiled: frozenset[Layer]
     tokens: tuple[int, ...]
     others: frozenset[Layer]
     peers: frozenset[str]
@@ -67,7 +66,7 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
         return gpu_extent(capability(device), quick=quick, peers=peers)
     layer = (128, 256)
     some = frozenset({layer})
-    return Extent(capability(device), {"tiny": (layer,)}, some, frozenset(), (128,), some, peers)
+    return Extent(capability(device), {"tiny": (layer,)}, some, (128,), some, peers - {"compile"})
 
 
 def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
@@ -77,9 +76,8 @@ def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str]
     large = frozenset({(7168, 18432), (18432, 7168)})
     if quick:
         models = {name: tuple(layer for layer in layers if layer in both) for name, layers in models.items()}
-    some = large if quick else large | {(4096, 14336)}
-    others = frozenset[Layer]() if quick else some
-    return Extent(device, models, frozenset(both), some, TOKENS[:1] if quick else TOKENS, others, peers)
+    others = frozenset[Layer]() if quick else large | {(4096, 14336)}
+    return Extent(device, models, frozenset(both), TOKENS[:1] if quick else TOKENS, others, peers)
 
 
 def cases(extent: Extent, roofs: Roofs | None) -> Iterator[Case]:
@@ -121,7 +119,6 @@ def case(
         others = {MAIN_GRAD: our_way(our_linear, recipe, weight_cast, main_grads=True)}
     else:
         others = {TWICE: our_way(our_linear, recipe, "twice"), PER_STEP: our_way(our_linear, recipe, "step")}
-    first, compiling = tokens == extent.tokens[0], layer in extent.compiled
     beside = peers(
         main,
         others,
@@ -130,8 +127,7 @@ def case(
         judge,
         min(GATES[name]),
         microbatches=microbatches,
-        blockwise=layer in extent.wide and first,
-        compiling=compiling and first,
+        compiling=layer in extent.wide,
     )
     use = Use(microbatches=microbatches, weight_cast=weight_cast)
     details = roof_details(linear_cost, (tokens, k, n), recipe, roofs, use)

@@ -1,7 +1,8 @@
 """SwiGLU MLPs: forward and backward of down(silu(gate(x)) * up(x)), beside bf16 and torchao in the same turns.
 
 Ours is one module with gate and up in one weight and the activation fused into the casts. bf16 and torchao are three
-layers with `silu(gate) * up` in between, as models are written; compiled, that part is one kernel each way.
+layers with `silu(gate) * up` in between, as models are written; compiled, that part is one kernel each way. A row of 8
+microbatches is a whole step, as in `linear.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from ...nn import SwiGLU
 from ...roofline import Use, swiglu_cost
 from .. import shapes
 from ..harness import Args, Case
-from ..layer_peers import ALL_PEERS, PER_STEP, peers
+from ..layer_peers import ALL_PEERS, MAIN_GRAD, PER_STEP, peers
 from ..layers import Batch, Build, Results, Way, make_batch, normal_linear, our_way, step
-from ..products import sqnr_db
+from ..products import ROWS, spread, sqnr_db
 from ..rooflines import Roofs
+from . import linear
 from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details
 
 Unit = tuple[int, int]  # (features, hidden)
@@ -35,22 +37,21 @@ GATES: Mapping[str, tuple[float, float, float]] = {
     MXFP8_NATIVE: (23.4, 23.1, 22.9),
     NVFP4: (11.6, 9.8, 9.9),
 }
-UNITS: Mapping[str, Unit] = {
-    "DeepSeek-V3 671B": (7168, 18432),
-    "DeepSeek 16B": (2048, 10944),
-    "Llama3 8B": (4096, 14336),
-}
-TOKENS = 4096
-GROUP = "SwiGLU MLP"
+UNITS: Mapping[str, Unit] = {name: unit for name in linear.MODELS for unit in shapes.mlps(shapes.MODELS[name])}
+TOKENS, MICROBATCHES = linear.TOKENS, linear.MICROBATCHES
+GROUPS = ("SwiGLU MLP", "SwiGLU MLP, 8 microbatches")
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Which MLPs to run, with how many tokens, by which recipes, and whom to compare with."""
+    """Which MLPs to run, with how many tokens, by which recipes, and whom to compare with.
+
+    tokens: of a forward; microbatches and recipes other than FP8's have the first alone.
+    """
 
     device: Capability
     units: Mapping[str, Unit]
-    tokens: int
+    tokens: tuple[int, ...]
     recipes: tuple[str, ...]
     peers: frozenset[str]
 
@@ -70,47 +71,71 @@ class GatedUnit(nn.Module):
 def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
     """What fits the device and the patience."""
     if device.type != "cuda":
-        return Extent(capability(device), {"tiny": (128, 256)}, 128, (FP8,), peers - {"compile"})
-    units = dict(list(UNITS.items())[:1]) if quick else UNITS
-    return Extent(capability(device), units, TOKENS, (FP8,) if quick else tuple(RECIPES), peers)
+        return Extent(capability(device), {"tiny": (128, 256)}, (128,), (FP8,), peers - {"compile"})
+    return gpu_extent(capability(device), quick=quick, peers=peers)
+
+
+def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
+    """The MLPs of a GPU; the choice itself needs none."""
+    if quick:
+        return Extent(device, dict(list(UNITS.items())[:1]), TOKENS[:1], (FP8,), peers)
+    return Extent(device, UNITS, TOKENS, tuple(RECIPES), peers)
 
 
 def cases(extent: Extent, roofs: Roofs | None) -> Iterator[Case]:
     """FP8 over all MLPs, other recipes over the first."""
     for name in extent.recipes:
         for model, unit in list(extent.units.items())[: None if name == FP8 else 1]:
-            yield case(name, RECIPES[name], model, unit, extent, roofs)
+            for tokens in extent.tokens if name == FP8 else extent.tokens[:1]:
+                yield case(name, RECIPES[name], model, unit, tokens, extent, roofs)
+            yield case(name, RECIPES[name], model, unit, extent.tokens[0], extent, roofs, microbatches=MICROBATCHES)
 
 
-def case(name: str, recipe: Recipe, model: str, unit: Unit, extent: Extent, roofs: Roofs | None) -> Case:
-    """One MLP by one recipe, with weights cast in every forward."""
-    (features, hidden), tokens = unit, extent.tokens
-    main = our_way(ours, recipe)
+def case(
+    name: str,
+    recipe: Recipe,
+    model: str,
+    unit: Unit,
+    tokens: int,
+    extent: Extent,
+    roofs: Roofs | None,
+    *,
+    microbatches: int = 1,
+) -> Case:
+    """One MLP by one recipe; microbatches: of a step, which share the casts of weights if there are several."""
+    (features, hidden), several = unit, microbatches > 1
+    weight_cast = "step" if several else "forward"
+    main = our_way(ours, recipe, weight_cast)
     others: dict[str, Way] = {PER_STEP: our_way(ours, recipe, "step")}
-    details = roof_details(swiglu_cost, (tokens, features, hidden), recipe, roofs, Use())
+    if several:
+        others = {MAIN_GRAD: our_way(ours, recipe, weight_cast, main_grads=True)}
+    use = Use(microbatches=microbatches, weight_cast=weight_cast)
+    details = roof_details(swiglu_cost, (tokens, features, hidden), recipe, roofs, use)
     up = ((tokens, 2 * hidden, features), (tokens, features, 2 * hidden), (2 * hidden, features, tokens))
+    each = f"{microbatches} microbatches " if several else ""
     return Case(
-        name=f"{name} MLP M={tokens} {model} {shapes.text(unit)}",
-        group=GROUP,
+        name=f"{name} MLP {each}M={tokens} {model} {shapes.text(unit)}",
+        group=GROUPS[several],
         format=name,
         axis="",
         shape=(tokens, features, hidden),
         make=lambda device: (make_batch(plain_unit(unit, device), tokens, (features, features), device),),
         another=_another,
-        run=functools.partial(step, main, 1),
+        run=functools.partial(step, main, microbatches),
         backend=lambda _: backends(recipe, extent.device, up),
         check=checker(main, judge, GATES[name], memory_ways(main, others), _HOW),
         # input and gradient, weights and theirs, and gates, ups and their product each way
         bytes=2 * (4 * tokens * features + 6 * features * hidden + 6 * tokens * hidden),
-        peers=peers(main, others, unit, extent.peers, judge, min(GATES[name])),
+        peers=peers(main, others, unit, extent.peers, judge, min(GATES[name]), microbatches=microbatches),
         flops=3 * 2 * tokens * 3 * features * hidden,
         bound_us=details.pop("bound_us", None),
         captured=False,
+        parts=microbatches,
         details=details,
     )
 
 
-_HOW = "y, dX and every dW against the exact MLP, all values in two runs"
+_HOW = f"{ROWS} rows of y and dX and {ROWS} hidden features of every dW against the exact MLP, all values in two runs"
 
 
 def plain_unit(unit: Unit, device: torch.device) -> GatedUnit:
@@ -137,19 +162,28 @@ def ours(recipe: Recipe) -> Build:
 
 
 def judge(batch: Batch, results: Results) -> tuple[float, float, float]:
-    """SQNR of output, dX and the worst dW against the MLP in fp64.
+    """SQNR of output, dX and the worst dW against the MLP in fp64: some rows of the first two, and what some hidden
+    features have in each dW.
 
     Gradients of gate, up and down lie one after the other in either form.
     """
-    plain = batch.forms.plain
-    weights = [weight.detach().double().requires_grad_() for weight in plain.parameters()]
-    x = batch.x.detach().double().requires_grad_()
-    gate, up, down = weights
-    y = functional.linear(functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down)
-    dx, *dws = torch.autograd.grad(y, (x, *weights), batch.dy.double())
-    found = torch.cat([tensor.flatten() for tensor in results.dw]).split([dw.numel() for dw in dws])
-    worst = min(sqnr_db(dw.flatten(), mine) for dw, mine in zip(dws, found, strict=True))
-    return sqnr_db(y.detach(), results.y), sqnr_db(dx, results.dx), worst
+    gate, up, down = (weight.detach().double() for weight in batch.forms.plain.parameters())
+    rows, some = (spread(size, ROWS, gate.device) for size in (batch.x.shape[0], gate.shape[0]))
+    y, dx, _ = _exact(batch.x[rows], batch.dy[rows], (gate, up, down))
+    _, _, dws = _exact(batch.x, batch.dy, (gate[some], up[some], down[:, some]))
+    flat = torch.cat([tensor.flatten() for tensor in results.dw]).split([gate.numel()] * 3)
+    mine = (flat[0].view_as(gate)[some], flat[1].view_as(up)[some], flat[2].view_as(down)[:, some])
+    worst = min(sqnr_db(dw, found) for dw, found in zip(dws, mine, strict=True))
+    return sqnr_db(y, results.y[rows]), sqnr_db(dx, results.dx[rows]), worst
+
+
+def _exact(x: Tensor, dy: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """y, dX and the dWs of an MLP in fp64."""
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *weights)]
+    rows, gate, up, down = leaves
+    y = functional.linear(functional.silu(functional.linear(rows, gate)) * functional.linear(rows, up), down)
+    dx, *dws = torch.autograd.grad(y, leaves, dy.double())
+    return y.detach(), dx, tuple(dws)
 
 
 def _another(batch: Batch) -> Args:
