@@ -17,8 +17,9 @@ from torch import nn
 from .layers import Batch, Build, Results, Way, plain_way, step, take
 from .peers import NOT_COMPILED, Peer, torchao
 
-ALL_PEERS = frozenset({"bf16", "casts", "torchao", "rowwise", "compile"})
 BF16, TORCHAO, COMPILED = "bf16", "torchao", "compiled"
+TORCHAO_COMPILED = f"{TORCHAO} {COMPILED}"
+ALL_PEERS = frozenset({BF16, "casts", TORCHAO, TORCHAO_COMPILED, "rowwise", "compile"})
 PER_STEP, TWICE = "cast per step", "cast twice"
 MAIN_GRAD = "fp32 main_grad"
 # a product in bf16 has 56 dB, and an MLP is several roundings
@@ -65,27 +66,25 @@ def peers(
     def peer(way: Way, gate: float | None, note: str = "") -> Peer:
         return trained(way, judge, gate, note, microbatches=microbatches)
 
-    def with_compiled(name: str, way: Way, gate: float | None, note: str = "") -> dict[str, Peer | str]:
-        found: dict[str, Peer | str] = {name: peer(way, gate, note)}
-        if "compile" in names:
-            found[f"{name} {COMPILED}"] = peer(compiled(way), gate, note) if compiling else NOT_COMPILED
-        return found
-
     found: dict[str, Peer | str] = {}
-    if "bf16" in names:
-        found |= with_compiled(BF16, plain_way(), BF16_DB)
+    if BF16 in names:
+        found[BF16] = peer(plain_way(), BF16_DB)
+    if BF16 in names and "compile" in names:
+        found[f"{BF16} {COMPILED}"] = peer(compiled(plain_way()), BF16_DB) if compiling else NOT_COMPILED
     if "casts" in names:
         found |= {name: peer(way, gate_db) for name, way in others.items()}
     if "compile" in names:
         found[COMPILED] = peer(compiled(main, fullgraph=True), gate_db) if compiling else NOT_COMPILED
-    if "torchao" in names:
-        whole = all(size % _BLOCK == 0 for size in sizes)
-        if not whole:
+    if TORCHAO in names:
+        way, gate, note = Way(each(_blockwise)), gate_db - NEAR_DB, "Float8BlockwiseLinear"
+        if not all(size % _BLOCK == 0 for size in sizes):
             found[TORCHAO] = f"not run: takes features in multiples of {_BLOCK} only"
         elif not compiling:
             found[TORCHAO] = NOT_COMPILED
         else:
-            found |= with_compiled(TORCHAO, Way(each(_blockwise)), gate_db - NEAR_DB, "Float8BlockwiseLinear")
+            found[TORCHAO] = peer(way, gate, note)
+            if TORCHAO_COMPILED in names:
+                found[TORCHAO_COMPILED] = peer(compiled(way), gate, note)
     if "rowwise" in names and "compile" in names:
         rowwise = peer(compiled(Way(each(_rowwise))), None, "torchao.float8, recipe rowwise")
         found[f"rowwise {COMPILED}"] = rowwise if compiling else NOT_COMPILED

@@ -49,8 +49,8 @@ def run(
         only: Only cases whose name or group contains this, or one of several texts with | between them.
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         peers: Whom to compare with, separated by commas: eager, compile, torchao for casts; rows, bf16, rowwise,
-            torchao for gemm; bf16, casts, torchao, rowwise, compile for linear and mlp; rows, bf16, rowwise, casts,
-            torchao for moe. All by default.
+            torchao for gemm; bf16, casts, torchao, torchao compiled, rowwise, compile for linear and mlp; rows, bf16,
+            rowwise, casts, torchao for moe. All by default.
         commit: Commit to record where the source is no git checkout.
     """
     from rich.console import Console
