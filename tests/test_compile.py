@@ -13,6 +13,7 @@ import blockscale as bs
 from blockscale import CastSpec, Stochastic, rng_state
 from blockscale.formats import FORMATS
 from blockscale.hardware import has_cpp_compiler
+from helpers import first_of
 from products import ONE_D, assert_same_bits, gaussian, offsets, partner
 
 K, N = 96, 40
@@ -102,7 +103,11 @@ CASES = [(kind, name) for kind in KINDS for name in FORMATS]
 CASES += [(kind, name) for kind in ("m_grouped", "k_grouped") for name in ONE_D]
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+# a format of each family for what differs from other tests in how it is traced, not in what
+FAMILIES = ["mxfp8_e4m3", "nvfp4", "fp8_1x128"]
+
+
+@pytest.mark.parametrize(("kind", "name"), first_of(CASES, lambda case: case[1] in FAMILIES))
 def test_eager_backend(device, kind, name):
     function, calls = problem(kind, name, device)
     assert same_compiled(function, calls[0], backend="eager") == 1
@@ -121,14 +126,10 @@ def round_trip_args(rows: int, device: torch.device) -> tuple[torch.Tensor, ...]
     return x, w, torch.ones(rows, N, device=device), gaussian(N, device=device, seed=1)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", first_of(FORMATS, lambda name: name in FAMILIES))
 def test_aot_eager_backend_with_dynamic_sizes(device, name):
     calls = [round_trip_args(rows, device) for rows in ROWS]
     assert same_compiled(partial(round_trip, name=name), *calls, dynamic=True) == 1
-
-
-# a format of each family for what differs from other tests in how it is traced, not in what
-FAMILIES = ["mxfp8_e4m3", "nvfp4", "fp8_1x128"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -87,7 +87,7 @@ def compiled(arch: int, code: Code, dtype: torch.dtype, *, bias: bool, accumulat
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET")
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", helpers.first_of([80, 90, 100], lambda arch: arch == 90))
 @pytest.mark.parametrize("code", _CODES, ids=str)
 def test_machine_code(code: Code, arch: int) -> None:
     """The epilogue that people run: a bias, or a sum into a buffer."""
