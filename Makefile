@@ -38,7 +38,7 @@ doctor: setup ## say what runs on this machine, and check that it is right
 
 # One thread per worker: the workers already keep every core busy.
 test: setup ## run the tests, one worker per core
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --durations=25 $(ARGS)
 
 test-all: setup ## run every variant of every test that needs no GPU, also those that `make test` has one of
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --all $(ARGS)
