@@ -64,7 +64,7 @@ _CASES = [
 ]
 
 
-# of each kind those with a bias or an addition, which take more registers than those without
+# of rows those with a bias, of tokens those that are added to; the others with --all
 @pytest.mark.parametrize(
     "case", first_of(_CASES, lambda case: case.bias or (case.k_grouped and case.accumulate)), ids=str
 )

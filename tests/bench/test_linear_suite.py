@@ -76,6 +76,11 @@ def test_feed_forward_layers_have_every_peer():
     assert small.peers["torchao"] == small.peers["rowwise compiled"] == layer_peers.NOT_COMPILED
     odd = found["fp8_blockwise M=4096 DeepSeek 16B 2048->10944"]
     assert "multiples of 128" in str(odd.peers["torchao"])
+    assert odd.peers["torchao"] == odd.peers["torchao compiled"]
+    alone = linear.gpu_extent(HOPPER, peers=frozenset({"torchao compiled"}))
+    assert {name for case in linear.cases(alone, ROOFS) for name in case.peers} - {"nn.Linear", "cast twice"} == {
+        "torchao compiled", "cast per step"
+    }  # fmt: skip
     assert len(list(linear.cases(linear.gpu_extent(HOPPER, quick=True), ROOFS))) < 10
 
 

@@ -19,7 +19,9 @@ from .peers import NOT_COMPILED, Peer, torchao
 
 BF16, TORCHAO, COMPILED = "bf16", "torchao", "compiled"
 TORCHAO_COMPILED = f"{TORCHAO} {COMPILED}"
-ALL_PEERS = frozenset({BF16, "casts", TORCHAO, TORCHAO_COMPILED, "rowwise", "compile"})
+# those that are compiled; without `compile` no rowwise either
+COMPILING = frozenset({"compile", TORCHAO_COMPILED})
+ALL_PEERS = COMPILING | {BF16, "casts", TORCHAO, "rowwise"}
 PER_STEP, TWICE = "cast per step", "cast twice"
 MAIN_GRAD = "fp32 main_grad"
 # a product in bf16 has 56 dB, and an MLP is several roundings
@@ -75,16 +77,12 @@ def peers(
         found |= {name: peer(way, gate_db) for name, way in others.items()}
     if "compile" in names:
         found[COMPILED] = peer(compiled(main, fullgraph=True), gate_db) if compiling else NOT_COMPILED
-    if TORCHAO in names:
-        way, gate, note = Way(each(_blockwise)), gate_db - NEAR_DB, "Float8BlockwiseLinear"
-        if not all(size % _BLOCK == 0 for size in sizes):
-            found[TORCHAO] = f"not run: takes features in multiples of {_BLOCK} only"
-        elif not compiling:
-            found[TORCHAO] = NOT_COMPILED
-        else:
-            found[TORCHAO] = peer(way, gate, note)
-            if TORCHAO_COMPILED in names:
-                found[TORCHAO_COMPILED] = peer(compiled(way), gate, note)
+    blockwise = Way(each(_blockwise))
+    for name, way in ((TORCHAO, blockwise), (TORCHAO_COMPILED, compiled(blockwise))):
+        if name in names and not all(size % _BLOCK == 0 for size in sizes):
+            found[name] = f"not run: takes features in multiples of {_BLOCK} only"
+        elif name in names:
+            found[name] = peer(way, gate_db - NEAR_DB, "Float8BlockwiseLinear") if compiling else NOT_COMPILED
     if "rowwise" in names and "compile" in names:
         rowwise = peer(compiled(Way(each(_rowwise))), None, "torchao.float8, recipe rowwise")
         found[f"rowwise {COMPILED}"] = rowwise if compiling else NOT_COMPILED

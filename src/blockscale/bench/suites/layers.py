@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from ...registry import Request, would_serve
 from ...roofline import BF16, NOMINAL, CostOf, Use, architecture_of, machine_of
 from .. import ceilings
 from ..harness import Args, Case, Verdict, failure
-from ..layer_peers import Judge
-from ..layers import Batch, Results, Way, kept_bytes, plain_way, take
+from ..layer_peers import MAIN_GRAD, PER_STEP, TWICE, Judge
+from ..layers import Batch, Ours, Results, Way, kept_bytes, our_way, plain_way, take
 from ..rooflines import Roofs
 
 FP8, MXFP8, NVFP4 = "fp8_blockwise", "mxfp8", "nvfp4"
@@ -32,6 +33,30 @@ RECIPES: Mapping[str, Recipe] = {
     NVFP4: get_recipe(NVFP4),
 }
 OUTPUTS = ("y", "dx", "dw")
+
+
+class Ways(NamedTuple):
+    """How the layer of a row is trained.
+
+    main: what the row is about.  others: ours with weights cast at other times, or gradients added up elsewhere.  use:
+    of the layer in a step, as the roof asks.  label: in front of its sizes in a name.
+    """
+
+    main: Way
+    others: dict[str, Way]
+    use: Use
+    label: str
+
+
+def ways_of(ours: Ours, recipe: Recipe, microbatches: int, *, twice: bool = False) -> Ways:
+    """One microbatch casts its weights in the forward; several share the casts of their step.  twice: beside one also
+    where weights are cast once more in the backward."""
+    if microbatches > 1:
+        main, added = (our_way(ours, recipe, "step", main_grads=main_grads) for main_grads in (False, True))
+        use = Use(microbatches=microbatches, weight_cast="step")
+        return Ways(main, {MAIN_GRAD: added}, use, f"{microbatches} microbatches ")
+    others = {TWICE: our_way(ours, recipe, "twice")} if twice else {}
+    return Ways(our_way(ours, recipe), others | {PER_STEP: our_way(ours, recipe, "step")}, Use(), "")
 
 
 def find_roofs(device: torch.device) -> Roofs | None:

@@ -18,15 +18,15 @@ from torch import nn
 
 from ...autograd.recipe import Recipe
 from ...hardware import Capability, capability
-from ...roofline import Use, linear_cost
+from ...roofline import linear_cost
 from .. import shapes
 from ..harness import Args, Case
-from ..layer_peers import ALL_PEERS, MAIN_GRAD, PER_STEP, TWICE, peers
-from ..layers import Batch, Results, make_batch, normal_linear, our_linear, our_way, plain_way, step
+from ..layer_peers import ALL_PEERS, COMPILING, peers
+from ..layers import Batch, Results, make_batch, normal_linear, our_linear, plain_way, step
 from ..peers import Peer
 from ..products import ROWS, spread, sqnr_db
 from ..rooflines import Roofs
-from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details
+from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details, ways_of
 
 Layer = tuple[int, int]  # (K, N)
 # of output, dX and dW on normal values, against the unquantised layer
@@ -66,7 +66,7 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
         return gpu_extent(capability(device), quick=quick, peers=peers)
     layer = (128, 256)
     some = frozenset({layer})
-    return Extent(capability(device), {"tiny": (layer,)}, some, (128,), some, peers - {"compile"})
+    return Extent(capability(device), {"tiny": (layer,)}, some, (128,), some, peers - COMPILING)
 
 
 def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
@@ -112,13 +112,8 @@ def case(
     microbatches: int = 1,
 ) -> Case:
     """One layer by one recipe; microbatches: of a step, which share the weight's cast if there are several."""
-    (k, n), several = layer, microbatches > 1
-    weight_cast = "step" if several else "forward"
-    main = our_way(our_linear, recipe, weight_cast)
-    if several:
-        others = {MAIN_GRAD: our_way(our_linear, recipe, weight_cast, main_grads=True)}
-    else:
-        others = {TWICE: our_way(our_linear, recipe, "twice"), PER_STEP: our_way(our_linear, recipe, "step")}
+    k, n = layer
+    main, others, use, label = ways_of(our_linear, recipe, microbatches, twice=True)
     beside = peers(
         main,
         others,
@@ -129,14 +124,12 @@ def case(
         microbatches=microbatches,
         compiling=layer in extent.wide,
     )
-    use = Use(microbatches=microbatches, weight_cast=weight_cast)
     details = roof_details(linear_cost, (tokens, k, n), recipe, roofs, use)
-    each = f"{microbatches} microbatches " if several else ""
     check = checker(main, judge, GATES[name], memory_ways(main, others), _HOW)
     products = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
     return Case(
-        name=f"{name} {each}M={tokens} {model} {k}->{n}",
-        group=GROUPS[1] if several else GROUPS[0],
+        name=f"{name} {label}M={tokens} {model} {k}->{n}",
+        group=GROUPS[microbatches > 1],
         format=name,
         axis="",
         shape=(tokens, n, k),
@@ -162,8 +155,7 @@ _HOW = f"{ROWS} rows of y, dX and dW against the exact layer, all values in two 
 def host_case(name: str, recipe: Recipe, extent: Extent) -> Case:
     """What the host spends on a forward and backward, ours and torch's."""
     (k, n), tokens = HOST_LAYER, HOST_TOKENS
-    main, plain = our_way(our_linear, recipe), plain_way()
-    others = {TWICE: our_way(our_linear, recipe, "twice"), PER_STEP: our_way(our_linear, recipe, "step")}
+    plain, (main, others, _, _) = plain_way(), ways_of(our_linear, recipe, 1, twice=True)
     # sixteen tokens are too few for a statement in decibels
     check = checker(main, judge, (0.0, 0.0, 0.0), {}, _HOW)
     beside: dict[str, Peer | str] = {"nn.Linear": Peer(functools.partial(step, plain, 1), compared=False)}

@@ -18,15 +18,15 @@ from torch.nn import functional
 from ...autograd.recipe import Recipe
 from ...hardware import Capability, capability
 from ...nn import SwiGLU
-from ...roofline import Use, swiglu_cost
+from ...roofline import swiglu_cost
 from .. import shapes
 from ..harness import Args, Case
-from ..layer_peers import ALL_PEERS, MAIN_GRAD, PER_STEP, peers
-from ..layers import Batch, Build, Results, Way, make_batch, normal_linear, our_way, step
+from ..layer_peers import ALL_PEERS, COMPILING, peers
+from ..layers import Batch, Build, Results, make_batch, normal_linear, step
 from ..products import ROWS, spread, sqnr_db
 from ..rooflines import Roofs
 from . import linear
-from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details
+from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details, ways_of
 
 Unit = tuple[int, int]  # (features, hidden)
 # of output, dX and the worst dW on normal values, against the unquantised MLP: below those of one layer, to whose noise
@@ -71,7 +71,7 @@ class GatedUnit(nn.Module):
 def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
     """What fits the device and the patience."""
     if device.type != "cuda":
-        return Extent(capability(device), {"tiny": (128, 256)}, (128,), (FP8,), peers - {"compile"})
+        return Extent(capability(device), {"tiny": (128, 256)}, (128,), (FP8,), peers - COMPILING)
     return gpu_extent(capability(device), quick=quick, peers=peers)
 
 
@@ -103,19 +103,13 @@ def case(
     microbatches: int = 1,
 ) -> Case:
     """One MLP by one recipe; microbatches: of a step, which share the casts of weights if there are several."""
-    (features, hidden), several = unit, microbatches > 1
-    weight_cast = "step" if several else "forward"
-    main = our_way(ours, recipe, weight_cast)
-    others: dict[str, Way] = {PER_STEP: our_way(ours, recipe, "step")}
-    if several:
-        others = {MAIN_GRAD: our_way(ours, recipe, weight_cast, main_grads=True)}
-    use = Use(microbatches=microbatches, weight_cast=weight_cast)
+    features, hidden = unit
+    main, others, use, label = ways_of(ours, recipe, microbatches)
     details = roof_details(swiglu_cost, (tokens, features, hidden), recipe, roofs, use)
     up = ((tokens, 2 * hidden, features), (tokens, features, 2 * hidden), (2 * hidden, features, tokens))
-    each = f"{microbatches} microbatches " if several else ""
     return Case(
-        name=f"{name} MLP {each}M={tokens} {model} {shapes.text(unit)}",
-        group=GROUPS[several],
+        name=f"{name} MLP {label}M={tokens} {model} {shapes.text(unit)}",
+        group=GROUPS[microbatches > 1],
         format=name,
         axis="",
         shape=(tokens, features, hidden),

@@ -29,7 +29,7 @@ from ..expert_layers import (
     torchao_linear,
 )
 from ..harness import Args, Case, Verdict
-from ..layer_peers import BF16, BF16_DB, MAIN_GRAD, NEAR_DB, PER_STEP, TORCHAO, peers, trained
+from ..layer_peers import BF16, BF16_DB, NEAR_DB, PER_STEP, TORCHAO, peers, trained
 from ..layers import Batch, Way, infer, infer_again, make_batch, our_way, plain_way, step, take
 from ..loads import Load, sizes
 from ..peers import Peer
@@ -37,7 +37,7 @@ from ..rooflines import Roofs
 from ..shapes import Mixture
 from ..timing import host_syncs
 from . import linear, mlp
-from .layers import FP8, MXFP8, RECIPES, backends, checker, memory_ways, roof_details
+from .layers import FP8, MXFP8, RECIPES, backends, checker, memory_ways, roof_details, ways_of
 
 ROWS = 16640
 MICROBATCHES = linear.MICROBATCHES
@@ -133,23 +133,17 @@ def linear_case(
     name: str, recipe: Recipe, experts: int, extent: LayersExtent, roofs: Roofs | None, *, microbatches: int = 1
 ) -> Case:
     """Forward and backward of one layer; microbatches: of a step, which share the cast if there are several."""
-    (k, n), rows, several = extent.layer, extent.rows, microbatches > 1
-    weight_cast = "step" if several else "forward"
-    main = our_way(expert_layers.our_linear, recipe, weight_cast)
-    others = {PER_STEP: our_way(expert_layers.our_linear, recipe, "step")}
-    if several:
-        others = {MAIN_GRAD: our_way(expert_layers.our_linear, recipe, weight_cast, main_grads=True)}
+    (k, n), rows = extent.layer, extent.rows
+    main, others, use, label = ways_of(expert_layers.our_linear, recipe, microbatches)
     gates = linear.GATES[name]
     beside = peers(
         main, others, (k, n), extent.peers - {"torchao"}, judge_linear, min(gates), microbatches=microbatches
     )
-    if "torchao" in extent.peers and name == FP8 and not several:
+    if "torchao" in extent.peers and name == FP8 and microbatches == 1:
         beside |= _torchao_peers(min(gates))
-    use = Use(microbatches=microbatches, weight_cast=weight_cast)
     details = roof_details(functools.partial(linear_cost, experts=experts), (rows, k, n), recipe, roofs, use)
-    each = f"{microbatches} microbatches " if several else ""
     return Case(
-        name=f"{name} {each}M={rows} E={experts} {k}->{n}",
+        name=f"{name} {label}M={rows} E={experts} {k}->{n}",
         group=GROUPS[0],
         format=name,
         axis="",
