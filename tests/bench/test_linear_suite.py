@@ -118,6 +118,18 @@ def test_microbatches_share_a_cast_and_times_are_of_one(monkeypatch: pytest.Monk
     assert timing.shared_by(several.parts).us == 10.0
 
 
+def test_ways_differ_in_when_weights_are_cast_and_where_gradients_are_added():
+    one = common.ways_of(layers.our_linear, common.RECIPES[common.FP8], 1, twice=True)
+    assert (one.main.refreshes, one.main.main_grads, one.label, one.use.microbatches) == (False, False, "", 1)
+    assert {name: way.refreshes for name, way in one.others.items()} == {"cast twice": False, "cast per step": True}
+    several = common.ways_of(layers.our_linear, common.RECIPES[common.FP8], 8)
+    assert (several.main.refreshes, several.main.main_grads) == (True, False)
+    assert [(name, way.refreshes, way.main_grads) for name, way in several.others.items()] == [
+        ("fp32 main_grad", True, True)
+    ]
+    assert (several.label, several.use.microbatches, several.use.weight_cast) == ("8 microbatches ", 8, "step")
+
+
 def test_a_wrong_layer_gets_no_figures(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(linear.GATES, common.FP8, (28.2, 60.0, 28.2))
     row = run(case(peers=frozenset()))
@@ -262,6 +274,7 @@ def test_goals_are_judged_by_their_rows():
         details={},
     )
     assert [cells[1] for cells in goals(unit).values()] == ["yes", "no"]
+    assert not goals(dataclasses.replace(unit, group="SwiGLU MLP, 8 microbatches")), "a step is another goal"
 
 
 def test_no_rows_are_no_tables():
