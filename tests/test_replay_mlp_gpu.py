@@ -18,20 +18,6 @@ pytestmark = [pytest.mark.usefixtures("forgotten"), pytest.mark.gpu, pytest.mark
 STEPS, TOKENS, DIM, HIDDEN = 7, 256, 384, 512
 
 
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """What was replayed."""
-    found: list[Recording] = []
-    plain = Recording.replay
-
-    def counted(self: Recording, inputs: Any) -> list[Tensor | None]:
-        found.append(self)
-        return plain(self, inputs)
-
-    monkeypatch.setattr(Recording, "replay", counted)
-    return found
-
-
 class Experts(nn.Module):
     """Experts with groups whose ends change from step to step."""
 
