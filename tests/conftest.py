@@ -92,6 +92,22 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     return known
 
 
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was replayed: recordings of `blockscale.replay`."""
+    from blockscale.replay import Recording
+
+    found: list[Any] = []
+    plain = Recording.replay
+
+    def counted(self: Recording, inputs: Any) -> list[torch.Tensor | None]:
+        found.append(self)
+        return plain(self, inputs)
+
+    monkeypatch.setattr(Recording, "replay", counted)
+    return found
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Under xdist every worker hands its counts to the controller."""
     output = getattr(session.config, "workeroutput", None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
+from blockscale import recall
 from blockscale.replay import Recording
 from products import assert_same_bits, gaussian
 
@@ -19,17 +20,9 @@ STEPS = 8
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """What was replayed."""
-    found: list[Recording] = []
-    plain = Recording.replay
-
-    def counted(self: Recording, inputs: Any) -> list[Tensor | None]:
-        found.append(self)
-        return plain(self, inputs)
-
-    monkeypatch.setattr(Recording, "replay", counted)
-    return found
+def layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators are not remembered, so that what is replayed are calls of layers."""
+    monkeypatch.setattr(recall, "_is_free", lambda tensor: False)
 
 
 class Training:
@@ -80,6 +73,7 @@ SIZES = (256, 512, 384)
 
 @pytest.mark.gpu
 @pytest.mark.sm90
+@pytest.mark.usefixtures("layers_alone")
 @pytest.mark.parametrize("weight_cast", ["forward", "twice", "step"])
 def test_replayed_calls_give_ordinary_bytes(replays: list[Recording], weight_cast: str):
     same_training(*SIZES, weight_cast=weight_cast)
@@ -195,6 +189,7 @@ def test_a_second_thread_replays_too(replays: list[Recording], own_stream: bool)
 
 @pytest.mark.gpu
 @pytest.mark.sm90
+@pytest.mark.usefixtures("layers_alone")
 def test_a_profiler_sees_operators_and_the_same_bytes(replays: list[Recording]):
     one, other = Training(*SIZES), Training(*SIZES)
     for x in one.xs[:6]:
@@ -212,3 +207,19 @@ def test_a_profiler_sees_operators_and_the_same_bytes(replays: list[Recording]):
     assert len(replays) == before + 2
     with bs.use_backend("auto"):
         assert_same_bits(got, other.run(one.xs[7]))
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_below_a_profiler_operators_are_remembered(replays: list[Recording]):
+    one, other = Training(*SIZES), Training(*SIZES)
+    for at, x in enumerate(one.xs):
+        before = len(replays)
+        with torch.profiler.profile():
+            got = one.run(x)
+        # the first call compiles, the second is recorded
+        assert at > 1 or len(replays) == before
+        # the casts and products of a forward and a backward
+        assert at < 4 or len(replays) >= before + 5
+        with bs.use_backend("auto"):
+            assert_same_bits(got, other.run(x))

@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from . import env, replay
+from .recall import remembered
 
 NAMESPACE = "blockscale"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -67,11 +68,12 @@ def define_op(
         name = body.__name__
         schema = torch.library.infer_schema(_prototype(body), mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, _filled(_shielded(body)), "CompositeExplicitAutograd")
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        again = remembered(name, body, _tensor_places(packet.default))
+        _LIBRARY.impl(name, _filled(_shielded(again)), "CompositeExplicitAutograd")
         # results never require grad, so a backward through a bare operator raises; torch would only warn
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _filled(fake), lib=_LIBRARY)
-        packet = getattr(getattr(torch.ops, NAMESPACE), name)
         if flops is not None:
             register_flop_formula(packet)(flops)
         if sharding is not None:
@@ -79,7 +81,7 @@ def define_op(
             _register_sharding(packet.default, sharding)
         OPERATORS[name] = packet.default
         # the dispatcher counts the versions of what is written in place
-        return packet.default if mutates else _direct(packet.default, body)
+        return packet.default if mutates else _direct(packet.default, again)
 
     return define
 
@@ -134,6 +136,10 @@ def _prototype(body: Callable[..., Any]) -> Callable[..., Any]:
 
     prototype.__signature__ = signature.replace(return_annotation=result)  # pyright: ignore[reportAttributeAccessIssue]
     return prototype
+
+
+def _tensor_places(op: OpOverload) -> list[int]:
+    return [at for at, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
 
 
 def _filled(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,8 +207,7 @@ def is_watched(tensors: Sequence[Tensor]) -> bool:
 def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
     """The operator, or its body alone where nobody can tell: plain tensors on a CPU or GPU, no mode, no transform, no
     tracer and no profiler. The dispatcher and its way back into Python cost more than all of the body."""
-    shielded = _shielded(body)
-    places = [at for at, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
+    shielded, places = _shielded(body), _tensor_places(op)
 
     @functools.wraps(body)
     def call(*args: Any) -> Any:

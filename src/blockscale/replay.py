@@ -226,7 +226,7 @@ def _arranged(found: Recorder, device: int, results: tuple[int | None, ...], not
     return Recording(device, tuple(seen), tuple(offsets), size, launches, returned, note)
 
 
-_MOST_KNOWN = 4096
+_MOST_KNOWN = 16384  # a layer's call, and each of its operators'
 _TRIES = 3
 # a recording, or how often a call was made that could not be recorded: the first compiles its kernels
 _KNOWN: dict[tuple[object, ...], Recording | int] = {}

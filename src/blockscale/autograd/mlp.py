@@ -19,13 +19,12 @@ from torch.nn import functional
 
 from ..errors import ShapeError, message
 from ..formats.stochastic import Stochastic
-from ..formats.tensor import BlockScaled
 from .activation import Activation
 from .linear import check_linear, check_low, check_rounding, linear, main_grad_of, output_dtype, to_source
+from .mlp_work import Given, MadeMLP, MLPWork
 from .once import once
-from .operands import Casts, Groups, Needs, Pair, column_sums, matrix, needs_of, set_aside
+from .operands import Groups, Pair, matrix, needs_of
 from .recipe import Recipe, get_recipe
-from .work import dgrad, product, wgrad
 
 
 def swiglu_mlp(
@@ -75,31 +74,14 @@ def fused_mlp(
     for weight, bias, rounding in zip(weights, biases, roundings, strict=True):
         check_low(source, weight, bias)
         check_rounding(recipe, rounding)
-    casts = Casts(recipe, roundings[0], groups), Casts(recipe, roundings[1], groups)
     above = needs_of(source, weights[0], biases[0])
     needs = above, needs_of(source, weights[1], biases[1])._replace(x=any(above))
-    pair = x.operands(recipe) if isinstance(x, Activation) else casts[0].input(matrix(x), waits=above.weight)
-    operands = [
-        casts[at].weight(weight, waits=needs[at].x and recipe.weight_cast != "twice") if given is None else given
-        for at, (weight, given) in enumerate(zip(weights, weight_operands, strict=True))
-    ]
-    dtype = output_dtype(source)
+    given = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
+    work = MLPWork(recipe, roundings, needs, output_dtype(source))
     if not any((*needs[0], *needs[1])):
-        rows = pair[0], operands[0][0], operands[1][0]
-        return _shaped(_fprop(rows, biases, casts[1], dtype)[1], source)
-    return SwiGLUFunction.apply(  # pyright: ignore[reportReturnType]
-        source,
-        *weights,
-        *biases,
-        main_grad_of(weights[0]),
-        main_grad_of(weights[1]),
-        (*pair, *operands[0], *operands[1]),
-        roundings,
-        groups,
-        recipe,
-        needs,
-        dtype,
-    )
+        return _shaped(work.forward(source, weights, biases, given, groups).y, source)
+    main_grads = main_grad_of(weights[0]), main_grad_of(weights[1])
+    return SwiGLUFunction.apply(source, *weights, *biases, *main_grads, given, work, groups)  # pyright: ignore[reportReturnType]
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
@@ -131,32 +113,24 @@ class SwiGLUFunction(torch.autograd.Function):
         down_bias: Tensor | None,
         gate_up_main: Tensor | None,
         down_main: Tensor | None,
-        operands: tuple[BlockScaled | None, ...],
-        roundings: tuple[Stochastic | None, Stochastic | None],
+        given: Given,
+        work: MLPWork,
         groups: Groups | None,
-        recipe: Recipe,
-        needs: tuple[Needs, Needs],
-        dtype: torch.dtype,
     ) -> Tensor:
-        x_row, x_col, gate_up_row, gate_up_col, down_row, down_col = operands
-        casts = Casts(recipe, roundings[1], groups)
-        gate_up, y = _fprop((x_row, gate_up_row, down_row), (gate_up_bias, down_bias), casts, dtype)
-        wanted = (x_col, needs[0].weight), (gate_up_col, needs[0].x), (down_col, needs[1].x)
-        kept = [set_aside(operand if is_needed else None) for operand, is_needed in wanted]
-        ctx.waits = [waiting for waiting, _ in kept]
+        weights, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
+        y, gate_up, kept, memory = work.forward(x, weights, biases, given, groups)
         ctx.save_for_backward(
-            x if needs[0].weight and x_col is None else None,
-            gate_up if needs[1].x or needs[1].weight else None,
+            x if work.needs[0].weight and kept[0][0] is None else None,
+            gate_up,
             # in any case: a change before the backward is an error, as for torch's own layers
-            gate_up_weight,
-            down_weight,
+            *weights,
             *(part for _, parts in kept for part in parts),
             *(groups or ()),
         )
         # not saved: other backward passes may add to them before this one
         ctx.main_grads = gate_up_main, down_main
-        ctx.recipe, ctx.roundings, ctx.needs, ctx.shape, ctx.dtype = recipe, roundings, needs, x.shape, x.dtype
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_up_bias, down_bias)]
+        ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (*(waits for waits, _ in kept), memory), x.shape, x.dtype
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
         return _shaped(y, x)
 
@@ -164,63 +138,21 @@ class SwiGLUFunction(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return (None,) * 13
+            return (None,) * 10
         x, gate_up, gate_up_weight, down_weight, *parts = ctx.saved_tensors
-        gate_up_main, down_main = ctx.main_grads
         groups = Groups(*parts[9:]) if len(parts) > 9 else None
-        first, second = (Casts(ctx.recipe, rounding, groups) for rounding in ctx.roundings)
-        above, below = ctx.needs
-        x_kept, gate_up_kept, down_kept = (
-            (waits, tuple(parts[3 * at : 3 * at + 3])) for at, waits in enumerate(ctx.waits)
-        )
-        dx = dw_gate_up = dw_down = db_gate_up = None
-        made: tuple[Any, Any, Any] = (None, None, None)
-        dy_row, dy_col, db_down = second.gradient(matrix(grad), below)
-        if below.x:
-            down_col = second.column(down_kept, down_weight, "dgrad_w")
-            dh = dgrad(grad, dy_row, down_weight, down_col, gate_up.dtype, groups)
-            if above.x or above.weight:
-                wanted = second.spec("wgrad_x", gate_up) if below.weight else None
-                made = first.swiglu_gradient(dh, gate_up, wanted)
-            if above.bias:
-                db_gate_up = swiglu_bias_gradient(dh, gate_up, first.offs).to(ctx.bias_dtypes[0])
-        row, col, hidden = made
-        if below.weight:
-            hidden = second.swiglu(gate_up, "wgrad_x", axis=-2) if hidden is None else hidden
-            dw_down = wgrad(grad, dy_col, None, hidden, down_weight.dtype, down_main, groups)
-        if above.x:
-            gate_up_col = first.column(gate_up_kept, gate_up_weight, "dgrad_w")
-            dx = to_source(dgrad(grad, row, gate_up_weight, gate_up_col, ctx.dtype, groups), ctx.shape, groups)
-        if above.weight:
-            x_col = first.column(x_kept, x, "wgrad_x")
-            dw_gate_up = wgrad(grad, col, None, x_col, gate_up_weight.dtype, gate_up_main, groups)
-        db_down = None if db_down is None else db_down.to(ctx.bias_dtypes[1])
-        return dx, dw_gate_up, dw_down, db_gate_up, db_down, *(None,) * 8
-
-
-def _fprop(
-    rows: tuple[Any, Any, Any],
-    biases: tuple[Tensor | None, Tensor | None],
-    casts: Casts,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """gate_up [M, 2H] and y [M, D] of the row operands of x and both weights; casts: of the second layer."""
-    x_row, gate_up_row, down_row = rows
-    gate_up = product(x_row, gate_up_row, dtype, casts.groups, bias=biases[0])
-    hidden = casts.swiglu(gate_up, "fprop_x")
-    return gate_up, product(hidden, down_row, dtype, casts.groups, bias=biases[1])
-
-
-def swiglu_bias_gradient(grad: Tensor, gate_up: Tensor, offs: Tensor | None = None) -> Tensor:
-    """fp32 sums [2H] over rows of the gradient of gate and up, in high precision and by torch; [E, 2H] of groups.
-
-    The fused cast of that gradient has no sums, and codes are not what a bias's gradient is made of. So a bias before
-    the activation costs another pass; operands are the fused cast's with and without.
-    """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    dy, s = grad.float(), torch.sigmoid(gate)
-    dgate, dup = dy * up * (s * (1 + gate * (1 - s))), dy * (gate * s)
-    return torch.cat((column_sums(dgate, offs), column_sums(dup, offs)), dim=-1)
+        *waits, memory = ctx.waits
+        first, second, third = ((waiting, tuple(parts[3 * at : 3 * at + 3])) for at, waiting in enumerate(waits))
+        made = MadeMLP(grad, gate_up, (first, second, third), memory)
+        work = ctx.work
+        if work.dtype != ctx.dtype:
+            work = work._replace(dtype=ctx.dtype)
+        found = work.backward(matrix(grad), x, (gate_up_weight, down_weight), ctx.main_grads, made, groups)
+        biases = (found.gate_up_bias, found.down_bias)
+        totals = [
+            None if total is None else total.to(dtype) for total, dtype in zip(biases, ctx.bias_dtypes, strict=True)
+        ]
+        return to_source(found.x, ctx.shape, groups), found.gate_up, found.down, *totals, *(None,) * 5
 
 
 def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:

@@ -56,7 +56,7 @@ class Work(NamedTuple):
         inputs = [x, weight] if bias is None else [x, weight, bias]
         if groups is not None:
             inputs += _tensors(groups)
-        if self.casts.rounding is not None or not _can_be_replayed(inputs):
+        if self.casts.rounding is not None or not can_be_replayed(inputs):
             return self._forward(x, weight, bias, given, groups)
         shares = (given[0] is None, given[1] is None)
         key = (*self[1:], self.casts.recipe, x.device, shares, *map(replay.layout, inputs))
@@ -91,7 +91,7 @@ class Work(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dX [M, K], dW and the column sums of grad [M, N], those that are needed."""
         memory = made.memory
-        if memory is None or not _can_be_replayed((grad,)):
+        if memory is None or not can_be_replayed((grad,)):
             return self._backward(grad, x, weight, main_grad, made, groups)
         read = weight if made.weight[0] is None else None  # a weight whose operand waits is not read
         optional = (x, read, main_grad, *made.x[1], *made.weight[1], *(groups or ()))
@@ -133,7 +133,7 @@ def _forward_results(made: Made) -> tuple[list[Tensor | None], object]:
     return [made.y, *made.x[1], *made.weight[1]], (made.x[0], made.weight[0])
 
 
-def _can_be_replayed(tensors: Sequence[Tensor]) -> bool:
+def can_be_replayed(tensors: Sequence[Tensor]) -> bool:
     """On a GPU, with kernels of the table's choice, where nobody watches."""
     first = tensors[0]
     return (

@@ -11,15 +11,13 @@ no two share one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor, int32
 
-from .. import replay
-from ..casts._launch import launcher, start
+from ..casts._launch import Known, start_again
 from ..casts._source import power_of_two
 from ..formats.layout import GROUP_ALIGN, ceil_div
 from ..library import empty
@@ -137,15 +135,7 @@ def _group_spans_kernel(
     _store_four(spans_ptr + rank * 4, mine, tl.sum(here * start[None, :], 1), size, mine * 0, mine < groups)
 
 
-class _Known(NamedTuple):
-    """A compiled kernel on its grid, and its arguments but for addresses."""
-
-    launch: Callable[..., None]
-    rest: tuple[object, ...]
-
-
-_KNOWN: dict[tuple[object, ...], _Known] = {}
-_MOST_KNOWN = 4096
+_KNOWN: dict[tuple[object, ...], Known] = {}
 
 
 def _start(
@@ -155,22 +145,9 @@ def _start(
     numbers: tuple[int, ...],
     constants: tuple[int, ...],
 ) -> None:
-    """Straight to the compiled kernel where these sizes have been seen, as casts do.  tensors: the ends first."""
+    """tensors: the ends first."""
     offs = tensors[0]
     assert offs is not None
-    groups, device = offs.shape[0], offs.get_device()
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    aligned = tuple(None if pointer is None else pointer % 16 for pointer in pointers)
-    key = (id(kernel), groups, numbers, constants, device, aligned)
-    known = _KNOWN.get(key)
-    if known is not None:
-        known.launch(device, *pointers, *known.rest)
-        return replay.launched(known.launch, pointers, known.rest, last=False)
-    replay.refuse("a list of tiles whose kernel is being compiled")
-    grid = (programs, 1, 1)
+    groups = offs.shape[0]
     rest = (groups, *numbers, *constants, power_of_two(max(groups, 1)))
-    compiled = start(kernel, grid, offs)(*tensors, *rest, num_warps=4)
-    if compiled is not None and device >= 0:
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[key] = _Known(launcher(compiled, grid), rest)
+    start_again(_KNOWN, kernel, (programs, 1, 1), tensors, rest, last=False, num_warps=4)

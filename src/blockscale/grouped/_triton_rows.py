@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..casts._device import round_to_bf16
+from ..casts._launch import Known, start_again
 from ..casts._source import power_of_two
 from ..formats.layout import ceil_div
 from ..registry import Request, kernel
@@ -105,6 +106,7 @@ def _clear_rows_kernel(out_ptr, last_ptr, M, D, step, BD: tl.constexpr):
 INTERPRETED = not isinstance(_combine_rows_kernel, triton.runtime.JITFunction)
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KNOWN: dict[tuple[object, ...], Known] = {}
 
 
 def _reject(request: Request) -> str | None:
@@ -128,38 +130,37 @@ def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None
     """Triton: one read, one write"""
     (m, columns), slots = out.shape, rows.shape[1]
     bm, bd = _tile(columns)
-    _permute_rows_kernel[(ceil_div(m, bm), ceil_div(columns, bd))](
-        x, tokens, rows, _fp32(weights), out, m, columns, x.stride(0), slots, weights is not None, INTERPRETED, bm, bd,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    rest = (m, columns, x.stride(0), slots, weights is not None, INTERPRETED, bm, bd)
+    tensors, grid = (x, tokens, rows, _fp32(weights), out), (ceil_div(m, bm), ceil_div(columns, bd), 1)
+    start_again(_KNOWN, _permute_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
 
 
 @kernel("combine_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
 def combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
     """Triton: every row is read once, sums in registers"""
-    (tokens, columns), slots = out.shape, rows.shape[1]
+    (count, columns), slots = out.shape, rows.shape[1]
     bm, bd = _tile(columns)
-    _combine_rows_kernel[(ceil_div(tokens, bm), ceil_div(columns, bd))](
-        x, rows, _fp32(weights), out, tokens, columns, x.stride(0), slots, weights is not None, INTERPRETED, bm, bd,
-        enable_fp_fusion=False,  # a product is rounded before it is added
-    )  # fmt: skip
+    rest = (count, columns, x.stride(0), slots, weights is not None, INTERPRETED, bm, bd)
+    tensors, grid = (x, rows, _fp32(weights), out), (ceil_div(count, bm), ceil_div(columns, bd), 1)
+    # a product is rounded before it is added
+    start_again(_KNOWN, _combine_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
 
 
 @kernel("combine_dots", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
 def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
     """Triton: a program for some tokens and a slot"""
-    (tokens, slots), columns = rows.shape, x.shape[1]
+    (count, slots), columns = rows.shape, x.shape[1]
     bm, bd = _tile(columns)
-    _combine_dots_kernel[(ceil_div(tokens, bm), slots)](
-        x, grad, rows, out, tokens, columns, x.stride(0), grad.stride(0), slots, bm, bd
-    )
+    rest = (count, columns, x.stride(0), grad.stride(0), slots, bm, bd)
+    start_again(_KNOWN, _combine_dots_kernel, (ceil_div(count, bm), slots, 1), (x, grad, rows, out), rest)
 
 
 @kernel("clear_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
 def clear_rows(x: Tensor, offs: Tensor) -> None:
     """Triton: looks at the last end, and touches nothing where all rows have a group"""
     rows, columns = x.shape
-    _clear_rows_kernel[(min(rows, _CLEARING),)](x, offs[-1:], rows, columns, x.stride(0), _tile(columns)[1])
+    rest = (rows, columns, x.stride(0), _tile(columns)[1])
+    start_again(_KNOWN, _clear_rows_kernel, (min(rows, _CLEARING), 1, 1), (x, offs[-1:]), rest)
 
 
 def _fp32(weights: Tensor | None) -> Tensor | None:

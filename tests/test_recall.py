@@ -1,0 +1,182 @@
+"""Operators that are remembered: the results of their bodies, and when they are asked again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockscale import library, recall, replay
+from blockscale.library import define_op
+from blockscale.recall import remembered
+from products import assert_same_bits
+from recorded import N, floats, run_add
+
+pytestmark = pytest.mark.usefixtures("forgotten")
+
+CALLS: list[str] = []
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if tensors were on a GPU; the kernels of `recorded.py` run anywhere."""
+    monkeypatch.setattr(recall, "_is_free", lambda tensor: recall.demands_nothing())
+    CALLS.clear()
+
+
+def body(a: Tensor, b: Tensor | None, plus: float) -> tuple[Tensor, Tensor | None]:
+    """a + b + plus, and the same once more where there is a b."""
+    CALLS.append("body")
+    first = run_add(a, b, plus)
+    return first, None if b is None else run_add(a, b, plus)
+
+
+def run() -> Callable[..., Any]:
+    """Remembered under a name of its own."""
+    return remembered(f"op{next(_numbers)}", body, (0, 1))
+
+
+def test_the_third_call_asks_nobody():
+    op = run()
+    for number in range(5):
+        a, b = floats(number), floats(number + 10)
+        first, second = op(a, b, 0.0)
+        assert_same_bits([first, second], [a + b, a + b])
+        assert first.data_ptr() != second.data_ptr()
+    assert len(CALLS) == 2
+
+
+def test_results_that_are_none_stay_none():
+    op = run()
+    for number in range(4):
+        a = floats(number)
+        first, second = op(a, None, 0.0)
+        assert_same_bits(first, a)
+        assert second is None
+    assert len(CALLS) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ((floats(1), floats(2), 2.0), "a number"),
+        ((floats(1), None, 1.0), "a tensor that is not there"),
+        ((torch.cat((floats(1), floats(1)))[::2], floats(2), 1.0), "strides"),
+        ((torch.cat((floats(1), floats(1)))[1 : N + 1], floats(2), 1.0), "alignment"),
+        ((floats(1)[None], floats(2), 1.0), "a shape"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_differs_is_another_call(other: tuple[Any, ...], what: str):
+    op = run()
+    for _ in range(3):
+        op(floats(1), floats(2), 1.0)
+    assert len(CALLS) == 2
+    op(*other)
+    assert len(CALLS) == 3, what
+
+
+def test_devices_are_part_of_a_layout(monkeypatch: pytest.MonkeyPatch):
+    """A tensor on the wrong device has an address that a kernel must not see."""
+    x = floats(1)
+    here = recall._layout(x)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
+    assert recall._layout(x) != here  # pyright: ignore[reportPrivateUsage]
+
+
+def test_views_come_back_as_views():
+    op = remembered(f"op{next(_numbers)}", lambda a: run_add(a, None).view(3, 11).mT, (0,))
+    for number in range(4):
+        a = floats(number)
+        got = op(a)
+        assert got.stride() == (1, 11)
+        assert_same_bits(got, a.view(3, 11).mT)
+
+
+def test_one_that_writes_in_place_is_replayed_in_place():
+    def add_(total: Tensor, a: Tensor) -> None:
+        CALLS.append("add_")
+        run_add(a, total, out=total)
+
+    op, total = remembered(f"op{next(_numbers)}", add_, (0, 1)), torch.zeros(N)
+    for _ in range(4):
+        assert op(total, floats(1)) is None
+    assert_same_bits(total, floats(1) + floats(1) + floats(1) + floats(1))
+    assert len(CALLS) == 2
+
+
+def test_one_that_does_more_than_it_tells_is_never_replayed():
+    def more(a: Tensor) -> Tensor:
+        CALLS.append("more")
+        replay.refuse("a sum by torch")
+        return run_add(a, None) + a.sum()
+
+    op = remembered(f"op{next(_numbers)}", more, (0,))
+    for number in range(8):
+        assert_same_bits(op(floats(number)), floats(number) + floats(number).sum())
+    assert len(CALLS) == 8
+
+
+def test_an_error_is_an_error_each_time():
+    def broken(a: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    op = remembered(f"op{next(_numbers)}", broken, (0,))
+    for _ in range(5):
+        with pytest.raises(ValueError, match="no"):
+            op(floats(1))
+    assert replay.recorder() is None
+
+
+def test_a_recorded_layer_hears_of_every_launch():
+    """Its own recording has the launches, also of an operator that is known already."""
+    op = remembered(f"op{next(_numbers)}", lambda a: run_add(a, None, 1.0), (0,))
+    for _ in range(3):
+        op(floats(1))
+    a = floats(5)
+    _, recording = replay.record(lambda: op(op(a)), (a,), lambda found: ([found], None))
+    assert recording is not None
+    assert len(recording.launches) == 2
+    assert_same_bits(recording.replay([floats(6)]), [floats(6) + 1 + 1])
+
+
+def test_a_demand_for_a_backend_is_heard(monkeypatch: pytest.MonkeyPatch):
+    op = run()
+    for _ in range(3):
+        op(floats(1), floats(2), 1.0)
+    monkeypatch.setattr(recall, "demands_nothing", lambda: False)
+    op(floats(1), floats(2), 1.0)
+    assert len(CALLS) == 3
+
+
+def test_names_of_arguments_go_to_the_body():
+    op = run()
+    for _ in range(4):
+        first, _ = op(floats(1), floats(2), plus=0.0)
+        assert_same_bits(first, floats(1) + floats(2))
+    assert len(CALLS) == 4
+
+
+def test_every_way_to_an_operator_is_remembered(monkeypatch: pytest.MonkeyPatch):
+    """Directly, through the dispatcher, and from compiled code."""
+
+    def fake(a: Tensor, b: Tensor) -> Tensor:
+        return torch.empty_like(a)
+
+    def recall_test_add(a: Tensor, b: Tensor) -> Tensor:
+        CALLS.append("operator")
+        return run_add(a, b)
+
+    direct = define_op(fake=fake)(recall_test_add)
+    op = torch.ops.blockscale.recall_test_add
+    compiled = torch.compile(lambda a, b: op(a, b) * 1, backend="aot_eager")
+    for number, call in enumerate((direct, direct, direct, op, op, compiled, compiled)):
+        a, b = floats(number), floats(number + 10)
+        assert_same_bits(call(a, b), a + b)
+    assert len(CALLS) == 2
+    library.OPERATORS.pop("recall_test_add")

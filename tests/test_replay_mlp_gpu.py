@@ -1,0 +1,154 @@
+"""Remembered calls of MLPs, experts, mixtures and compiled layers on a GPU: the bytes of calls that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockscale as bs
+from blockscale.replay import Recording
+from products import assert_same_bits, gaussian
+
+pytestmark = [pytest.mark.usefixtures("forgotten"), pytest.mark.gpu, pytest.mark.sm90]
+
+STEPS, TOKENS, DIM, HIDDEN = 7, 256, 384, 512
+
+
+class Experts(nn.Module):
+    """Experts with groups whose ends change from step to step."""
+
+    def __init__(self, recipe: Any, bias: bool) -> None:
+        super().__init__()
+        self.experts = bs.nn.GroupedExperts(4, DIM, HIDDEN, bias, "cuda", torch.bfloat16, recipe=recipe)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        offs = torch.tensor([3, 3, 17 * self.step, TOKENS - self.step], dtype=torch.int32, device="cuda")
+        return self.experts(x, offs)
+
+
+def swiglu(recipe: Any, bias: bool) -> nn.Module:
+    return bs.nn.SwiGLU(DIM, HIDDEN, bias, "cuda", torch.bfloat16, recipe=recipe)
+
+
+def mixture(recipe: Any, bias: bool) -> nn.Module:
+    return bs.nn.MoE(DIM, HIDDEN, 8, 2, bias, "cuda", torch.bfloat16, shared=256, recipe=recipe)
+
+
+BUILDS: dict[str, Callable[[Any, bool], nn.Module]] = {"MLP": swiglu, "experts": Experts, "mixture": mixture}
+
+
+class Training:
+    """A module and its optimizer."""
+
+    def __init__(self, build: Callable[[Any, bool], nn.Module], weight_cast: str = "forward", *, bias: bool = False):
+        recipe = bs.get_recipe("fp8_blockwise").replace(weight_cast=weight_cast)
+        torch.manual_seed(0)
+        self.module = build(recipe, bias)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01, fused=True)
+        if weight_cast == "step":
+            bs.attach(self.optimizer, self.module)
+        self.call: Callable[[Tensor], Tensor] = self.module
+
+    def run(self, seed: int) -> list[Tensor | None]:
+        """y and all gradients; the weights change."""
+        x = gaussian(TOKENS, DIM, device="cuda", seed=seed).requires_grad_()
+        self.optimizer.zero_grad()
+        y = self.call(x)
+        y.backward(gaussian(TOKENS, DIM, device="cuda", seed=99))
+        found = [y.detach(), x.grad, *(each.grad for each in self.module.parameters())]
+        self.optimizer.step()
+        return found
+
+
+def same(one: Training, other: Training) -> None:
+    """Replayed where it may be, and in the ordinary way, step by step."""
+    for seed in range(STEPS):
+        got = one.run(seed)
+        with bs.use_backend("auto"):
+            assert_same_bits(got, other.run(seed))
+    assert_same_bits(list(one.module.parameters()), list(other.module.parameters()))
+
+
+@pytest.mark.parametrize("weight_cast", ["forward", "twice", "step"])
+@pytest.mark.parametrize("name", BUILDS)
+def test_replayed_calls_give_ordinary_bytes(replays: list[Recording], name: str, weight_cast: str):
+    same(Training(BUILDS[name], weight_cast), Training(BUILDS[name], weight_cast))
+    assert len(replays) >= STEPS
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_biases_give_ordinary_bytes(name: str):
+    same(Training(BUILDS[name], bias=True), Training(BUILDS[name], bias=True))
+
+
+@pytest.mark.parametrize("name", ["MLP", "experts"])
+def test_main_grads_are_added_to_by_replays(replays: list[Recording], name: str):
+    one, other = Training(BUILDS[name]), Training(BUILDS[name])
+    for each in (one, other):
+        for weight in each.module.parameters():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
+    same(one, other)
+    for mine, theirs in zip(one.module.parameters(), other.module.parameters(), strict=True):
+        assert_same_bits(mine.main_grad, theirs.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
+    assert replays
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_forward_without_a_backward_is_replayed(replays: list[Recording], name: str):
+    module = Training(BUILDS[name]).module
+    with torch.no_grad():
+        for seed in range(4):
+            x = gaussian(TOKENS, DIM, device="cuda", seed=seed)
+            if isinstance(module, Experts):
+                module.step = 0
+            got = module(x)
+            if isinstance(module, Experts):
+                module.step = 0
+            with bs.use_backend("auto"):
+                assert_same_bits(got, module(x))
+    assert replays
+
+
+@pytest.mark.parametrize("name", ["MLP", "mixture"])
+def test_operators_of_compiled_code_are_replayed(replays: list[Recording], name: str):
+    one, other = Training(BUILDS[name]), Training(BUILDS[name])
+    one.call = torch.compile(one.module, fullgraph=True, dynamic=False, backend="aot_eager")
+    same(one, other)
+    assert len(replays) >= STEPS
+
+
+def test_drawn_roundings_are_those_of_their_step(replays: list[Recording]):
+    """The state is read by the kernel, so a replay draws what its step draws."""
+
+    def build(recipe: Any, bias: bool) -> nn.Module:
+        rng = bs.rng_state(1, device="cuda")
+        return bs.nn.Linear(DIM, DIM, False, "cuda", torch.bfloat16, recipe="nvfp4", name="layer", rng=rng)
+
+    same(Training(build), Training(build))
+
+
+def test_steps_of_one_module_do_not_share_buffers():
+    """Two forwards before their backwards."""
+    module = swiglu("fp8_blockwise", False)
+    xs = [gaussian(TOKENS, DIM, device="cuda", seed=seed).requires_grad_() for seed in range(2)]
+    dy = gaussian(TOKENS, DIM, device="cuda", seed=9)
+    for _ in range(5):
+        module(xs[0]).backward(dy)
+    for x in xs:
+        x.grad = None
+    ys = [module(x) for x in xs]
+    for y in reversed(ys):
+        y.backward(dy)
+    got = [x.grad for x in xs]
+    with bs.use_backend("auto"):
+        for x, mine, y in zip(xs, got, ys, strict=True):
+            x.grad = None
+            again = module(x)
+            again.backward(dy)
+            assert_same_bits([y.detach(), mine], [again.detach(), x.grad])
