@@ -36,7 +36,7 @@ class Options(RunOptions):
 
 
 SEVERAL_PROCESSES = (
-    "several processes share a GPU: FP8 blockwise was seen to hang so on Hopper (docs/design/gemm.md); not with --jobs 1"
+    "several processes share a GPU: FP8 blockwise was seen to hang on Hopper (docs/design/gemm.md); not with --jobs 1"
 )
 
 
