@@ -26,7 +26,7 @@ def test_it_learns_and_repeats():
     assert [each.step for each in first.history] == list(range(1, 41))
     assert [each.step for each in first.evaluations] == [20, 40]
     assert first.history[0].loss == pytest.approx(5.6, abs=0.3)
-    assert first.loss < 4.0
+    assert first.loss < 4.3
     assert first.stopped == "done"
     assert first.tokens_per_second > 0
     assert first.peak_memory is None
