@@ -16,7 +16,6 @@ _SECONDS, _START_UP = 8, 60
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-@pytest.mark.xfail(reason="seen to hang on an H200 with Triton 3.6: docs/design/gemm.md, Beside other processes")
 def test_products_end_beside_others():
     running = {
         name: subprocess.Popen([sys.executable, str(_SCRIPT), name, str(_SECONDS)], stdout=subprocess.PIPE, text=True)
@@ -36,4 +35,5 @@ def test_products_end_beside_others():
         for process in running.values():
             process.kill()
             process.wait()
-    assert not hung
+    if hung:  # and nothing else: a product that fails is no known problem
+        pytest.xfail(f"{', '.join(hung)} hung, as seen with Triton 3.6: docs/design/gemm.md, Beside other processes")

@@ -15,7 +15,7 @@ from ..formats.stochastic import Stochastic
 from ..replay import Recording
 from .operands import Casts, Groups, Kept, Needs, Pair, column_sums, matrix, set_aside
 from .recipe import Recipe
-from .work import can_be_replayed, dgrad, product, wgrad
+from .work import backward_again, can_be_replayed, dgrad, product, tensors_of, wgrad
 
 Weights = tuple[Tensor, Tensor]
 Biases = tuple[Tensor | None, Tensor | None]
@@ -60,10 +60,7 @@ class MLPWork(NamedTuple):
         layouts = (None if each is None else replay.layout(each) for each in optional)
         shares = tuple(pair is None for pair in given)
         key = (self.recipe, *self[2:], x.device, shares, *map(replay.layout, (x, *weights)), *layouts)
-        for pair in given:
-            for operand in pair or ():
-                if operand is not None:
-                    inputs += (operand.data, operand.scale)
+        inputs += tensors_of(given)
         known = replay.known(key)
         if known is None:
             return replay.learn(key, lambda: self._forward(x, weights, biases, given, groups), inputs, _results)
@@ -107,13 +104,8 @@ class MLPWork(NamedTuple):
         read = (weight if waits is None else None for weight, (waits, _) in zip(weights, made.kept[1:], strict=True))
         parts = (part for _, three in made.kept for part in three)
         optional = (x, made.gate_up, *read, *main_grads, *parts, *(groups or ()))
-        inputs = [grad, *(each for each in optional if each is not None)]
-        key = (memory, *(None if each is None else replay.layout(each) for each in (grad, *optional)))
-        known = replay.known(key)
-        if known is None:
-            call = functools.partial(self._backward, grad, x, weights, main_grads, made, groups)
-            return replay.learn(key, call, inputs, lambda found: (found, None))
-        return Gradients(*known.replay(inputs))
+        call = functools.partial(self._backward, grad, x, weights, main_grads, made, groups)
+        return Gradients(*backward_again(memory, grad, optional, call))
 
     def _backward(
         self,

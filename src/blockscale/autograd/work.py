@@ -9,7 +9,7 @@ on (`replay.py`); what it leaves for the backward is then whole buffers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +60,7 @@ class Work(NamedTuple):
             return self._forward(x, weight, bias, given, groups)
         shares = (given[0] is None, given[1] is None)
         key = (*self[1:], self.casts.recipe, x.device, shares, *map(replay.layout, inputs))
-        for pair in given:
-            for operand in pair or ():
-                if operand is not None:
-                    inputs += (operand.data, operand.scale)
+        inputs += tensors_of(given)
         known = replay.known(key)
         if known is None:
             return replay.learn(key, lambda: self._forward(x, weight, bias, given, groups), inputs, _forward_results)
@@ -95,13 +92,8 @@ class Work(NamedTuple):
             return self._backward(grad, x, weight, main_grad, made, groups)
         read = weight if made.weight[0] is None else None  # a weight whose operand waits is not read
         optional = (x, read, main_grad, *made.x[1], *made.weight[1], *(groups or ()))
-        inputs = [grad, *(each for each in optional if each is not None)]
-        key = (memory, *(None if each is None else replay.layout(each) for each in (grad, *optional)))
-        known = replay.known(key)
-        if known is None:
-            call = functools.partial(self._backward, grad, x, weight, main_grad, made, groups)
-            return replay.learn(key, call, inputs, lambda found: (found, None))
-        dx, dw, total = known.replay(inputs)
+        call = functools.partial(self._backward, grad, x, weight, main_grad, made, groups)
+        dx, dw, total = backward_again(memory, grad, optional, call)
         return dx, dw, total
 
     def _backward(
@@ -131,6 +123,23 @@ def _tensors(groups: Groups) -> list[Tensor]:
 
 def _forward_results(made: Made) -> tuple[list[Tensor | None], object]:
     return [made.y, *made.x[1], *made.weight[1]], (made.x[0], made.weight[0])
+
+
+def tensors_of(given: Iterable[Pair | None]) -> list[Tensor]:
+    """Codes and scales of operands that were made before."""
+    operands = (operand for pair in given for operand in pair or () if operand is not None)
+    return [part for operand in operands for part in (operand.data, operand.scale)]
+
+
+def backward_again(
+    memory: Recording, grad: Tensor, optional: Sequence[Tensor | None], call: Callable[[], Sequence[Tensor | None]]
+) -> Sequence[Tensor | None]:
+    """The backward of a replayed forward: replayed too, or done, and learnt if it may be.  optional: what it reads or
+    adds to besides grad."""
+    inputs = [grad, *(each for each in optional if each is not None)]
+    key = (memory, *(None if each is None else replay.layout(each) for each in (grad, *optional)))
+    known = replay.known(key)
+    return replay.learn(key, call, inputs, lambda found: (found, None)) if known is None else known.replay(inputs)
 
 
 def can_be_replayed(tensors: Sequence[Tensor]) -> bool:
