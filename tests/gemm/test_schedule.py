@@ -13,9 +13,7 @@ schedule = pytest.importorskip("blockscale.gemm._hopper_schedule", reason="this 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions behind the kernel's, called with integers."""
-    for name in (
-        "tile_at", "share", "owner", "count_items", "item_at", "pieces_of", "slot_of", "count_turns", "turn_at",
-    ):  # fmt: skip
+    for name in ("tile_at", "share", "owner", "count_items", "item_at", "pieces_of", "count_turns", "turn_at"):
         monkeypatch.setattr(schedule, name, getattr(schedule, name).fn)
 
 
@@ -50,16 +48,17 @@ def test_every_block_is_worked_on_once_and_pieces_are_counted() -> None:
                 assert [piece[2] for piece in pieces] == list(range(*who))
 
 
-def test_no_two_pieces_share_a_slot() -> None:
+def test_a_program_leaves_one_piece_first_and_adds_others_last() -> None:
+    """So its place in the workspace is its own, and whom it waits for waits for nobody."""
     for programs, tiles, rounds, blocks in plans():
-        slots: list[int] = []
         for program in range(programs):
+            adds: list[bool] = []
             for item in range(rounds, schedule.count_items(program, programs, tiles, rounds, blocks)):
                 tile, start, stop = schedule.item_at(item, program, programs, tiles, rounds, blocks)
                 if stop - start < blocks:
-                    slots.append(schedule.slot_of(program, tile, programs, tiles, rounds, blocks))
-        assert len(slots) == len(set(slots))
-        assert all(0 <= slot < 2 * programs for slot in slots)
+                    adds.append(program == schedule.pieces_of(tile, programs, tiles, rounds, blocks)[0])
+                    assert adds[-1] == (start == 0), "it has the tile's first blocks"
+            assert adds in ([], [False], [True], [False, True])
 
 
 def test_tiles_in_bands_cover_the_output() -> None:

@@ -139,8 +139,8 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
 
 
 def workspace_for(plan: Plan, device: torch.device) -> Tensor:
-    """Counters, one for each part of a shared tile, then room for two pieces of a tile from each program."""
-    size = COUNTERS.value + 2 * plan.programs * plan.tile.bm * plan.tile.bn
+    """Counters, one for each part of a shared tile, then room for a piece of a tile from each program."""
+    size = COUNTERS.value + plan.programs * plan.tile.bm * plan.tile.bn
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         # a graph may run beside other work, so it has one of its own
         space = torch.empty(size, dtype=torch.float32, device=device)

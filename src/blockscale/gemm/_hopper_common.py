@@ -15,7 +15,7 @@ from ._gluon import (
     tma_store,
     tma_store_wait,
 )
-from ._hopper_schedule import count_items, item_at, pieces_of, slot_of
+from ._hopper_schedule import count_items, item_at, pieces_of
 
 COUNTERS: gl.constexpr = gl.constexpr(1024)  # parts of shared tiles: four for each of fewer than two rounds of tiles
 
@@ -144,9 +144,13 @@ def store_tile(acc, output, buffer, row, column, N, BIAS: gl.constexpr, ADD: gl.
 
 @gluon.jit
 def gathered(acc, place, part, sizes, TILE: gl.constexpr):
-    """A piece of a shared tile: leave it in the workspace, and whoever is last adds all pieces, in their order.
+    """A piece of a shared tile. Whoever has the tile's first blocks adds the others' pieces to its own, in their order;
+    the others leave theirs in the workspace, and tell.
 
-    Returns the sum, and whether this program was the last.
+    A tile's first blocks are the last work of their program, and all others' first: it seldom waits, and whom it waits
+    for waits for nobody. Who does what is known beforehand, so the warps of a group cannot disagree.
+
+    Returns the sum, and whether this program has it.
     """
     workspace, tile = place
     _, _, K, _, tiles_m, tiles_n, rounds = sizes
@@ -158,15 +162,18 @@ def gathered(acc, place, part, sizes, TILE: gl.constexpr):
     counter = workspace.to(gl.pointer_type(gl.int32)) + (tile - rounds * programs) * parts + part
     inside = workspace + COUNTERS + part * (64 * TILE.bn) + m[:, None] * TILE.bn + n[None, :]
     begin, end = pieces_of(tile, programs, tiles, rounds, blocks)
-    mine = slot_of(program, tile, programs, tiles, rounds, blocks)
-    gl.store(inside + mine.to(gl.int64) * (parts * 64 * TILE.bn), acc)
-    thread_barrier()  # all threads have stored before one tells
-    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == end - begin - 1
-    if last:
-        gl.store(counter, 0)  # for the next launch
-        acc = gl.zeros_like(acc)
-        for other in range(begin, end):
-            slot = slot_of(other, tile, programs, tiles, rounds, blocks)
+    adds = program == begin
+    if adds:
+        while gl.load(counter, volatile=True) < end - begin - 1:
+            pass
+        thread_barrier()  # all threads have seen it before one takes it back
+        gl.atomic_xchg(counter, 0, sem="acquire", scope="gpu")  # for the next launch
+        thread_barrier()
+        for other in range(begin + 1, end):
             # past the first-level cache, which does not see what other multiprocessors write
-            acc = acc + gl.load(inside + slot.to(gl.int64) * (parts * 64 * TILE.bn), cache_modifier=".cg")
-    return acc, last
+            acc = acc + gl.load(inside + other.to(gl.int64) * (parts * 64 * TILE.bn), cache_modifier=".cg")
+    else:
+        gl.store(inside + program.to(gl.int64) * (parts * 64 * TILE.bn), acc)
+        thread_barrier()  # all threads have stored before one tells
+        gl.atomic_add(counter, 1, sem="release", scope="gpu")
+    return acc, adds

@@ -63,13 +63,6 @@ def pieces_of(tile, programs, tiles, rounds, blocks):
 
 
 @gluon.jit
-def slot_of(program, tile, programs, tiles, rounds, blocks):
-    """Where a program leaves its piece of a tile. It has two pieces at most: a tile's end, and another's start."""
-    begin, _ = share(program, programs, (tiles - rounds * programs) * blocks)
-    return 2 * program + (0 if tile - rounds * programs == begin // blocks else 1)
-
-
-@gluon.jit
 def count_turns(program, programs, tiles):
     """How many tiles a program takes where these differ in cost: one of each round, and perhaps one that is left."""
     rounds = tiles // programs
