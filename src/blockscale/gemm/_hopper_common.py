@@ -21,10 +21,17 @@ COUNTERS: gl.constexpr = gl.constexpr(1024)  # parts of shared tiles: four for e
 
 
 @gluon.jit
+def _sharer():
+    """This program's number among those that share tiles: from behind. One that waits for pieces waits for greater
+    numbers, and the hardware starts programs in order: with few multiprocessors, these must be the ones that run."""
+    return gl.num_programs(0) - 1 - gl.program_id(0)
+
+
+@gluon.jit
 def count_work(tiles, rounds, blocks, SHARED: gl.constexpr):
     """How many tiles, or pieces of tiles, this program works on."""
     if SHARED:
-        return count_items(gl.program_id(0), gl.num_programs(0), tiles, rounds, blocks)
+        return count_items(_sharer(), gl.num_programs(0), tiles, rounds, blocks)
     else:
         return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
 
@@ -33,7 +40,7 @@ def count_work(tiles, rounds, blocks, SHARED: gl.constexpr):
 def work_at(item, tiles, rounds, blocks, SHARED: gl.constexpr):
     """A tile, and its blocks of K from, to."""
     if SHARED:
-        return item_at(item, gl.program_id(0), gl.num_programs(0), tiles, rounds, blocks)
+        return item_at(item, _sharer(), gl.num_programs(0), tiles, rounds, blocks)
     else:
         return gl.program_id(0) + item * gl.num_programs(0), 0, blocks
 
@@ -155,7 +162,7 @@ def gathered(acc, place, part, sizes, TILE: gl.constexpr):
     workspace, tile = place
     _, _, K, _, tiles_m, tiles_n, rounds = sizes
     parts: gl.constexpr = TILE.groups * TILE.waves
-    program, programs, tiles, blocks = gl.program_id(0), gl.num_programs(0), tiles_m * tiles_n, gl.cdiv(K, 128)
+    program, programs, tiles, blocks = _sharer(), gl.num_programs(0), tiles_m * tiles_n, gl.cdiv(K, 128)
     m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     # counters lie in front of the pieces
