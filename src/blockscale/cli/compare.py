@@ -35,11 +35,6 @@ class Options(RunOptions):
     """Commit to record where the source is no git checkout."""
 
 
-SEVERAL_PROCESSES = (
-    "several processes share a GPU: FP8 blockwise was seen to hang on Hopper (docs/design/gemm.md); not with --jobs 1"
-)
-
-
 def main(arguments: list[str]) -> int:
     """Parse a preset, changes to it and the options of the comparison, and run it."""
     return run(parse(arguments, "compare", "Train a preset by several recipes, in pairs.", Options.of))
@@ -59,16 +54,12 @@ def run(options: Options | None = None) -> int:
     console = wide_console()
     with console.status("importing torch ..."):
         from ..autograd import get_recipe
-        from ..hardware import default_device, named_device
         from ..train.compare import compare
         from ..train.report import write
 
     recipes = [each.strip() for each in options.recipes.split(",") if each.strip()]
     for each in recipes:
         get_recipe(each)
-    device = options.config.device
-    if options.jobs > 1 and (default_device() if device is None else named_device(device)).type == "cuda":
-        console.print(SEVERAL_PROCESSES, style="yellow")
     began = time.perf_counter()
     total = options.seeds * len({*recipes, "bf16", "null"})
     with _Progress(console, total) as shown:
