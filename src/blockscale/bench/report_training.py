@@ -41,16 +41,16 @@ class LossGoal:
         fit = [row for row in mine if row.steps >= self.least_steps and len(row.seeds) >= self.least_seeds]
         return max(fit, key=lambda row: len(row.seeds) if self.least_seeds > 1 else row.steps, default=None)
 
-    def is_met(self, row: Convergence) -> bool:
-        """By the mean gap; a run that broke down has none."""
-        if row.gap is None or row.flop_share < self.share:
-            return False
-        return row.gap <= max(self.most, row.noise or 0.0)
+    def met(self, row: Convergence) -> str:
+        """By the mean gap, of which the verdict says whether it is known well enough; a run that broke down has none."""
+        if row.gap is None or row.flop_share < self.share or row.gap > max(self.most, row.noise or 0.0):
+            return "no"
+        return "in the mean" if row.verdict == "undecided" else "yes"
 
 
 def _goals() -> tuple[LossGoal, ...]:
     recipes = "fp8_blockwise,mxfp8,nvfp4"
-    lengths = ((3000, 1, ""), (300, 5, " --steps 300 --seeds 5"))
+    lengths = ((3000, 1, ""), (300, 5, " --steps 300 --seeds 5 --optimizer.warmup 0.3"))
     bars = (
         *(
             (model, recipe, 0.0025, LEAST_SHARE)
@@ -82,9 +82,8 @@ def _goal_line(goal: LossGoal, rows: Sequence[Convergence]) -> list[str]:
     row = goal.row(rows)
     if row is None:
         return [goal.text, NOT_YET, "-", "-", "-", "-", "-", f"`{goal.command}`"]
-    met = "yes" if goal.is_met(row) else "no"
     shares = [percent(row.noise), f"{100 * row.flop_share:.1f} %"]
-    return [goal.text, gap_of(row), *shares, row.verdict, met, commit(row), f"`{row.where.get('command')}`"]
+    return [goal.text, gap_of(row), *shares, row.verdict, goal.met(row), commit(row), f"`{row.where.get('command')}`"]
 
 
 def long_table(rows: Sequence[Training]) -> str:

@@ -61,6 +61,8 @@ def _losses(axes: Axes, group: Sequence[Convergence]) -> None:
     first = group[0]
     axes.set_title(f"{first.model}: training loss, nats per symbol, seed {first.seeds[0]}", loc="left", fontsize=9)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")  # a loss moves within one power of ten
 
 
 def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:
