@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -185,8 +184,14 @@ def all_bf16() -> torch.Tensor:
 def interpreted(program: Path, *arguments: str) -> tuple[int, int, int]:
     """Cases, values and mismatches that a program counts in Triton's interpreter, which is chosen at import."""
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(Path(__file__).with_name("quick_interpreter.py")),
+            str(program),
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         timeout=600,

@@ -42,7 +42,7 @@ class LossGoal:
         return max(fit, key=lambda row: len(row.seeds) if self.least_seeds > 1 else row.steps, default=None)
 
     def met(self, row: Convergence) -> str:
-        """By the mean gap, of which the verdict says whether it is known well enough; a run that broke down has none."""
+        """By the mean gap, which the verdict may call open; a run that broke down has none."""
         if row.gap is None or row.flop_share < self.share or row.gap > max(self.most, row.noise or 0.0):
             return "no"
         return "in the mean" if row.verdict == "undecided" else "yes"
