@@ -81,6 +81,40 @@ def test_accumulation_is_one_large_batch():
 
 
 @pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_products_add_up_gradients_as_autograd_would(model):
+    run = Run(small(model=model, accumulate=3, batch=1))
+    summed = run.microbatch.summed
+    assert len(summed) == len(run.report.converted)
+    places = [each.grad.data_ptr() for each in summed]
+
+    def gradients() -> list[torch.Tensor]:
+        for micro in range(3):
+            run.microbatch(run.pieces(0, micro))
+        found = [each.grad.clone() for each in run.model.parameters()]
+        run.microbatch.clear()
+        return found
+
+    by_products = gradients()
+    assert [each.grad.data_ptr() for each in summed] == places
+    for each in summed:
+        each.grad = each.main_grad = None
+    by_autograd = gradients()
+    assert all(torch.equal(*pair) for pair in zip(by_products, by_autograd, strict=True))
+
+
+def test_gradients_that_nothing_adds_to_are_given_back():
+    for run in (Run(small(accumulate=1)), Run(small("bf16", accumulate=2))):
+        run.advance()
+        assert run.microbatch.summed == []
+        assert all(each.grad is None for each in run.model.parameters())
+    run = Run(small(accumulate=2, batch=1))
+    run.advance()
+    kept = [each for each in run.model.parameters() if each.grad is not None]
+    assert {id(each) for each in kept} == {id(each) for each in run.microbatch.summed}
+    assert not any(each.grad.count_nonzero() for each in kept)
+
+
+@pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_weights_are_cast_once_per_step(model):
     run = Run(small(model=model, accumulate=3, batch=1))
     casts = [cast for *_, cast in shared_weights(run.model)]

@@ -9,7 +9,7 @@ import torch
 
 from blockscale.train import OptimizerConfig
 from blockscale.train.model import Transformer
-from blockscale.train.schedule import clip_, make_optimizer, rate_at
+from blockscale.train.schedule import make_optimizer, norm_and_scale, rate_at
 from small_runs import SPARSE
 
 
@@ -50,18 +50,29 @@ def test_few_steps_have_rates(steps: int, schedule):
     assert all(0 <= rate_at(step, steps, config) <= 1 for step in range(steps))
 
 
-def test_clipping_is_torchs():
-    gradients = [torch.randn(5, 5), torch.randn(7)]
-    weights = [torch.nn.Parameter(torch.zeros_like(each)) for each in gradients]
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = gradient.clone()
-    norm = torch.nn.utils.clip_grad_norm_(weights, 0.5)
-    assert torch.equal(clip_(gradients, 0.5), norm)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        assert torch.equal(weight.grad, gradient)
-    small = [torch.full((4,), 0.01)]
-    clip_(small, 1.0)
-    assert torch.equal(small[0], torch.full((4,), 0.01))
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_clipping_is_torchs(limit: float):
+    def weights() -> list[torch.nn.Parameter]:
+        draw = torch.Generator().manual_seed(0)
+        made = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((5, 5), (7,))]
+        for each in made:
+            each.grad = torch.randn(each.shape, generator=draw)
+        return made
+
+    ours, theirs = weights(), weights()
+    mine, plain = (torch.optim.AdamW(each, lr=0.1, eps=1e-2, fused=True) for each in (ours, theirs))
+    norm, mine.grad_scale = norm_and_scale([each.grad for each in ours if each.grad is not None], limit)
+    assert torch.equal(torch.nn.utils.clip_grad_norm_(theirs, limit), norm)
+    assert (mine.grad_scale == 1) == (norm < limit)
+    for optimizer in (mine, plain):
+        optimizer.step()
+    # a quotient in place of a product with its inverse
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_no_limit_scales_nothing():
+    norm, scale = norm_and_scale([torch.full((4,), 3.0)], 0.0)
+    assert (norm, scale) == (6.0, None)
 
 
 def test_norms_do_not_decay():

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..casts import FLOAT_DTYPES
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
@@ -24,7 +23,7 @@ from .activation import Activation
 from .once import once
 from .operands import Groups, Pair, matrix, needs_of
 from .recipe import Recipe, get_recipe
-from .work import Given, Made, Work, work_of
+from .work import Given, Made, Work, high_linear, work_of
 
 
 def linear(
@@ -55,7 +54,7 @@ def linear(
     check_linear(source, weight)
     dtype = output_dtype(source)
     if not chosen.is_low:
-        return functional.linear(source.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return high_linear(source, weight, bias, dtype)
     check_low(source, weight, bias)
     check_rounding(chosen, rounding)
     needs = needs_of(source, weight, bias)

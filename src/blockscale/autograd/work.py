@@ -23,6 +23,7 @@ from ..formats.tensor import BlockScaled
 from ..gemm import multiply
 from ..grouped import multiply_grouped
 from ..grouped.high import grouped_mm
+from ..hardware import for_products
 from ..library import is_watched
 from ..replay import Recording
 from .operands import Casts, Groups, Kept, Needs, Pair, matrix, set_aside
@@ -200,9 +201,20 @@ def fprop(
     bias = None if bias is None else bias.to(dtype)
     if groups is None:
         with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x.to(dtype), weight.to(dtype), bias)
+            return high_linear(x, weight, bias, dtype)
     y = grouped_mm(groups.gathered(x).to(dtype), weight.to(dtype).mT, groups.offs)
     return y if bias is None else y + _of_rows(bias, y.shape[0], groups.offs)
+
+
+def high_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """y [..., N] of operands in this dtype."""
+    operands = (each.to(dtype) for each in (x, weight, bias) if each is not None)
+    return functional.linear(*for_products(*operands)).to(dtype)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their dtype."""
+    return torch.mm(*for_products(a, b)).to(a.dtype)
 
 
 def _of_rows(values: Tensor, rows: int, offs: Tensor) -> Tensor:
@@ -224,7 +236,7 @@ def dgrad(
         return product(row, w_col.operand, dtype, groups)
     replay.refuse(_HIGH)
     wide = weight.to(grad.dtype)
-    return (torch.mm(grad, wide) if groups is None else grouped_mm(grad, wide, groups.offs)).to(dtype)
+    return (_mm(grad, wide) if groups is None else grouped_mm(grad, wide, groups.offs)).to(dtype)
 
 
 def wgrad(
@@ -243,7 +255,7 @@ def wgrad(
     assert x is not None, "an input that is not cast is kept"
     replay.refuse(_HIGH)
     if groups is None:
-        dw = torch.mm(grad.mT, matrix(x).to(grad.dtype))
+        dw = _mm(grad.mT, matrix(x).to(grad.dtype))
     else:
         dw = grouped_mm(grad.mT, groups.gathered(x).to(grad.dtype), groups.offs)
     if main_grad is None:

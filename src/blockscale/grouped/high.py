@@ -11,6 +11,7 @@ from torch.nn import functional
 from .. import replay
 from ..casts.sharding import whole
 from ..formats.layout import check_group_ends
+from ..hardware import for_products
 from ..library import define_op
 from .routing_ops import clear_rows
 
@@ -36,9 +37,11 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     replay.refuse("a product in high precision")
     m_grouped = b.dim() == 3
     check_group_ends(offs, a.shape[0] if m_grouped else a.shape[1])
+    dtype = a.dtype
+    a, b = for_products(a, b)
     if not (_is_served(a) and _is_served(b)):
-        return _loop(a, b, offs)
-    product = functional.grouped_mm(a, b, offs=offs)
+        return _loop(a, b, offs).to(dtype)
+    product = functional.grouped_mm(a, b, offs=offs).to(dtype)
     if m_grouped:
         clear_rows(product, offs)  # rows of no group hold whatever the product left there
     return product

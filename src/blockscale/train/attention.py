@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..hardware import for_products
 from ..nn import Linear
 from .config import LatentConfig, ModelConfig
 
@@ -50,9 +51,10 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of [B, T, H, width] each; k and v may have fewer heads."""
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    dtype, grouped = q.dtype, q.shape[2] != k.shape[2]
+    q, k, v = (each.transpose(1, 2) for each in for_products(q, k, v))
+    y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return y.transpose(1, 2).to(dtype)
 
 
 class Attention(nn.Module):

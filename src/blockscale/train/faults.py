@@ -49,7 +49,7 @@ def locate(model: Transformer, pieces: list[Tensor]) -> Place | None:
 def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
     """Forward and backward of a batch; what was found first comes first."""
     found: list[Place] = []
-    model.zero_grad(set_to_none=True)
+    _forget_gradients(model)
     with ExitStack() as stack:
         _watch(model, found, stack)
         loss = model.loss(batch)
@@ -59,8 +59,14 @@ def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
             with warnings.catch_warnings(action="ignore"):  # of hooks on layers whose input has no gradient
                 loss.backward()
     found += _bad_weight_gradients(model)
-    model.zero_grad(set_to_none=True)
+    _forget_gradients(model)
     return found
+
+
+def _forget_gradients(model: Transformer) -> None:
+    """Also those that products would add to: the replay looks for new ones."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

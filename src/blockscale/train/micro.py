@@ -4,15 +4,20 @@ A captured microbatch reads its pieces from one buffer, adds its gradients into 
 all that a step does between replays is a copy of the next pieces. Weights that the optimizer moves, casts of weights
 that are refreshed in place, ticks of stochastic rounding and loads of experts all keep their storage, which is what
 makes the replay right. Recipes that change at a step are captured again.
+
+Where a step has several microbatches, layers that follow a recipe add to `.grad` from within their products: autograd
+would write each gradient, then read it and the sum and write the sum, and round twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..nn import GroupedLinear, Linear
 from .config import Compile
 from .model import Transformer
 
@@ -36,12 +41,23 @@ def compile_(model: Transformer, how: Compile) -> None:
 
 
 class Microbatch:
-    """Adds gradients of loss / accumulate to `.grad`, and loss / accumulate to `loss`, which the loop sets to zero."""
+    """Adds gradients of loss / accumulate to `.grad`, and loss / accumulate to `loss`; `clear` forgets both."""
 
     def __init__(self, model: Transformer, accumulate: int) -> None:
         self.model, self.accumulate = model, accumulate
         device = model.embedding.weight.device
         self.loss = torch.zeros((), device=device)
+        # of one microbatch a gradient is kept as the product wrote it, which nothing beats
+        self.summed = _summed_in_place(model) if accumulate > 1 else []
+
+    def clear(self) -> None:
+        """After a step: gradients that nothing adds to in place are given back."""
+        self.loss.zero_()
+        kept = {id(each) for each in self.summed}
+        for parameter in self.model.parameters():
+            if id(parameter) not in kept:
+                parameter.grad = None
+        _zero_gradients(self.summed)
 
     def __call__(self, pieces: Tensor) -> None:
         """pieces [B, T + 1], on the device."""
@@ -55,6 +71,7 @@ class CapturedMicrobatch(Microbatch):
 
     def __init__(self, model: Transformer, accumulate: int) -> None:
         super().__init__(model, accumulate)
+        _allocate(model.parameters())
         self.pieces: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.recipes: list[Any] = []
@@ -68,6 +85,11 @@ class CapturedMicrobatch(Microbatch):
         assert self.pieces is not None
         self.pieces.copy_(pieces, non_blocking=True)
         self.graph.replay()
+
+    def clear(self) -> None:
+        """In place, all of it."""
+        self.loss.zero_()
+        _zero_gradients(self.model.parameters())
 
     def _capture(self, pieces: Tensor) -> None:
         """Run it a few times beside, forget what that did, then capture."""
@@ -89,11 +111,31 @@ class CapturedMicrobatch(Microbatch):
         self.graph = graph
 
 
-def _running(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    """What a microbatch adds to: gradients, loads and the loss. Gradients have to be there before."""
-    for parameter in model.parameters():
+def _allocate(parameters: Iterable[nn.Parameter]) -> None:
+    """Gradients that are there before anything is added to them."""
+    for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+
+
+def _summed_in_place(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of layers in low precision, each with its gradient as what its products add to."""
+    layers = [each for each in model.modules() if isinstance(each, Linear | GroupedLinear) and each.recipe.is_low]
+    weights = [each.weight for each in layers if each.weight.requires_grad]
+    _allocate(weights)
+    for weight in weights:
+        weight.main_grad = weight.grad  # pyright: ignore[reportAttributeAccessIssue]
+    return weights
+
+
+def _zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if gradients:
+        torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def _running(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    """What a microbatch adds to: gradients, loads and the loss."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     loads = [load for module in model.modules() if isinstance(load := getattr(module, "load", None), Tensor)]
     return [loss, *gradients, *loads]

@@ -1,7 +1,7 @@
 """`Run`: a run that is under way. It can make a step, evaluate, save and go on from a checkpoint; when, the loop says.
 
-A step: for every microbatch pieces, forward, backward and the next draws of stochastic rounding; then the gradient is
-clipped, AdamW steps, attached weights are cast once, and experts are balanced. Nothing of it waits for the device. A
+A step: for every microbatch pieces, forward, backward and the next draws of stochastic rounding; then AdamW steps by
+the clipped gradient, attached weights are cast once, and experts are balanced. Nothing of it waits for the device. A
 loss or gradient that is no number stops every later update there, so that the weights are still those before it when
 the loop looks, and the place where it began can be found.
 """
@@ -30,7 +30,7 @@ from .data import Symbols, load
 from .micro import CapturedMicrobatch, Microbatch, compile_
 from .model import Block, Transformer, flops_per_token
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
-from .schedule import clip_, make_optimizer, rate_at
+from .schedule import make_optimizer, norm_and_scale, rate_at
 
 
 class Run:
@@ -97,13 +97,12 @@ class Run:
         """One optimizer step. Waits for nothing."""
         config, model = self.config, self.model
         set_step_(model, self.step)
-        self.microbatch.loss.zero_()
         for micro in range(config.accumulate):
             self.microbatch(self.pieces(self.step, micro))
             advance_(model)
         self.tell(lambda hook: hook.after_backward(self))
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        norm = clip_(gradients, config.optimizer.clip)
+        norm, self.optimizer.grad_scale = norm_and_scale(gradients, config.optimizer.clip)  # pyright: ignore[reportAttributeAccessIssue]
         loss = self.microbatch.loss.clone()
         self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))
         rate = rate_at(self.step, config.steps, config.optimizer)
@@ -112,10 +111,7 @@ class Run:
         self.optimizer.found_inf = self.broken  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.step()
         self._balance()
-        if config.cuda_graph:
-            torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
+        self.microbatch.clear()
         self.step += 1
         self._unread.append((self.step, rate, loss, norm))
 

@@ -42,12 +42,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 
 
 @torch.no_grad()
-def clip_(gradients: list[torch.Tensor], limit: float) -> torch.Tensor:
-    """Scale gradients to a norm of at most `limit` (0: leave them); the norm that they had, on their device.
+def norm_and_scale(gradients: list[torch.Tensor], limit: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The norm of all gradients, and what divides them to a norm of at most `limit` (0: None, as they are); in fp32.
 
-    Nothing is read back: a factor of 1 is multiplied where nothing is to be clipped.
+    AdamW divides by its `grad_scale` as it reads: clipping takes no pass of its own, and in bf16 no rounding. Nothing
+    is read back: 1 where nothing is to be clipped.
     """
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if limit:
-        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    return norm
+    norms = torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm, ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
