@@ -154,9 +154,9 @@ PRODUCTS: list[Case] = [
     ("bias device", lambda: bs.scaled_mm(q(), q(), bias=torch.ones(8, device="meta")), ShapeError, "on meta"),
     (
         "acc dtype",
-        lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 8).bfloat16()),
+        lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 8).half()),
         ShapeError,
-        "bfloat16 (8, 8)",
+        "accumulate is torch.float16 (8, 8)",
     ),
     ("acc shape", lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 9)), ShapeError, "float32 (8, 9)"),
     ("acc device", lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 8, device="meta")), ShapeError, "on meta"),

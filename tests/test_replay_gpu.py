@@ -109,10 +109,11 @@ def test_a_forward_without_a_backward_is_replayed(replays: list[Recording]):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_main_grads_are_added_to_by_replays(replays: list[Recording]):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grads_are_added_to_by_replays(replays: list[Recording], dtype: torch.dtype):
     one, other = Training(*SIZES), Training(*SIZES)
     for each in (one, other):
-        each.layer.weight.main_grad = torch.zeros(512, 384, device="cuda")  # pyright: ignore[reportAttributeAccessIssue]
+        each.layer.weight.main_grad = torch.zeros(512, 384, dtype=dtype, device="cuda")  # pyright: ignore[reportAttributeAccessIssue]
     for x in one.xs:
         got = one.run(x)
         with bs.use_backend("auto"):

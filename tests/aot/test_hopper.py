@@ -35,13 +35,14 @@ _EPILOGUES = (
     (torch.float32, False, True, False),
     (torch.float32, False, True, True),
     (torch.float16, False, False, False),
+    (torch.bfloat16, False, True, False),
 )
 # Every tile with a bias, in the order of TILES; shared, one of each count of groups and waves; the tile with the fewest
 # registers with all but fp16, which differs from bf16 in one instruction.
 _CASES = [
     (tile, weight, _EPILOGUES[number])
     for weight in ("fp8_128x128", "fp8_1x128")
-    for tile, numbers in zip(heuristics.TILES, ((0, 1), (0, 1, 2, 3), (0, 1), (0,), (0, 1), (0,)), strict=True)
+    for tile, numbers in zip(heuristics.TILES, ((0, 1), (0, 1, 2, 3, 5), (0, 1), (0,), (0, 1), (0,)), strict=True)
     for number in numbers
 ] + [(heuristics.TILES[1], "fp8_128x128", _EPILOGUES[4])]
 # Values that the compiler moves out of copies of the consumer; they are stored and loaded once for each launch.

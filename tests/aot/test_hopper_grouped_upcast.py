@@ -42,6 +42,7 @@ _CASES = [
     Case(_HIGH, bias=True),
     Case(_HIGH, torch.float32, k_grouped=True),
     Case(_LOW, torch.float32, k_grouped=True, accumulate=True),
+    Case(_LOW, k_grouped=True, accumulate=True),
     Case(_ONE, bias=True),
 ]
 

@@ -43,6 +43,7 @@ class Case:
 _EVERY_TILE = [Case(tile, bias=True) for tile in heuristics_mx.TILES]
 _OTHERS = [
     *(Case(tile, torch.float32, accumulate=True) for tile in heuristics_mx.TILES),
+    Case(heuristics_mx.TILES[0], accumulate=True),
     Case(heuristics_mx.TILES[0], torch.float16),
     Case(heuristics_mx.TILES[0], left="mxfp8_e5m2"),
     *(Case(heuristics_mx.TILES[0], bias=True, n=n, k=2047) for n in (511, 1)),
@@ -65,7 +66,7 @@ def test_machine_code_by_the_other_assembler(case: Case, monkeypatch: pytest.Mon
 
 def check(case: Case) -> None:
     tile, n, k = case.tile, case.n, case.k
-    problem = heuristics.Problem(512, n, k, False, case.dtype == torch.float32, 132)
+    problem = heuristics.Problem(512, n, k, False, case.dtype == torch.float32, 132, case.accumulate)
     plan = heuristics_mx.plan_for(tile, problem)
     a, b = quantize(torch.zeros(512, k), case.left), quantize(torch.zeros(n, k), "mxfp8_e4m3_128x128")
     out, bias = addressable((512, n), case.dtype, torch.device("cpu")), torch.zeros(n) if case.bias else None

@@ -76,11 +76,12 @@ def test_as_many_kernels_as_plans_whatever_m(weight: str, dtype: torch.dtype) ->
     assert len(seen) == len(plans) <= MOST_KERNELS
 
 
-def test_as_many_kernels_as_plans_for_gradients_of_weights() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_as_many_kernels_as_plans_for_gradients_of_weights(dtype: torch.dtype) -> None:
     """There K is the number of tokens, any number."""
     tokens = [m for m in range(1, 8193, 7) if m % 256 < 64 or m < 256]
     with keys() as seen:
-        cases = [(n, k, m, "fp8_1x128", torch.float32) for n, k in WEIGHTS for m in tokens]
+        cases = [(n, k, m, "fp8_1x128", dtype) for n, k in WEIGHTS for m in tokens]
         for case in cases:
             product(*case, accumulate=True)
         plans = {variant(*case, accumulate=True) for case in cases}

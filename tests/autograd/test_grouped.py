@@ -16,6 +16,7 @@ import blockscale as bs
 from blockscale.autograd import get_recipe, grouped_linear, grouped_swiglu_mlp, linear
 from blockscale.autograd.weights import SharedWeight
 from blockscale.errors import DtypeError, OptionError, ShapeError
+from blockscale.gemm import ACCUMULATOR_DTYPES
 from grouped_reference import (
     PATTERNS,
     ExactSwiGLU,
@@ -285,15 +286,16 @@ def test_memory_that_waits():
 
 
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "nvfp4", "mxfp8_wgrad_bf16", "bf16"])
-def test_weight_gradients_are_added_into_main_grads(name: str):
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
+def test_weight_gradients_are_added_into_main_grads(name: str, dtype: torch.dtype):
     p, q = (Experts((31, 0, 20), *ODD, dtype=torch.float32) for _ in range(2))
     p.run(name)
     for weight in (q.gate_up, q.down):
-        weight.main_grad = torch.ones_like(weight)  # pyright: ignore[reportAttributeAccessIssue]
+        weight.main_grad = torch.ones_like(weight, dtype=dtype)  # pyright: ignore[reportAttributeAccessIssue]
     q.run(name)
     for weight, other in ((q.gate_up, p.gate_up), (q.down, p.down)):
         assert weight.grad is None
-        torch.testing.assert_close(weight.main_grad, other.grad + 1)  # pyright: ignore[reportAttributeAccessIssue]
+        assert_same_bits(weight.main_grad, (other.grad + 1).to(dtype))  # pyright: ignore[reportAttributeAccessIssue]
     assert_same_bits(q.x.grad, p.x.grad)
 
 

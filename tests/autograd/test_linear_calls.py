@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.errors import DeviceError, OptionError
+from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.hardware import has_cpp_compiler
 from linear_reference import LOW, VARIANTS, Calls, Problem, by_fake_casts, drawn, fake_casts, saved_bytes, sqnr
 from products import assert_same_bits, gaussian
@@ -54,22 +55,24 @@ def test_a_region_without_autocast_is_left_alone():
 # ---- main gradients ------------------------------------------------------------------------------------------------
 
 
-def with_main_grad(value: Any = 1.0, **named: Any) -> Problem:
+def with_main_grad(value: Any = 1.0, main_dtype: torch.dtype = torch.float32, **named: Any) -> Problem:
     p = Problem(*ODD, **named)
-    p.weight.main_grad = torch.full(p.weight.shape, value)  # pyright: ignore[reportAttributeAccessIssue]
+    p.weight.main_grad = torch.full(p.weight.shape, value, dtype=main_dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return p
 
 
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4", "mxfp8_wgrad_bf16"])
-def test_weight_gradients_are_added_into_main_grad(name: str):
-    p, q = with_main_grad(dtype=torch.float32), Problem(*ODD, dtype=torch.float32)
-    want = q.run(name)
-    for passes in (1, 2):
+def test_weight_gradients_are_added_into_main_grad(name: str, dtype: torch.dtype):
+    p, q = with_main_grad(main_dtype=dtype, dtype=torch.float32), Problem(*ODD, dtype=torch.float32)
+    want, total = q.run(name), torch.ones(1, dtype=dtype)
+    for _ in range(2):
         p.x.grad = None
         y = p.forward(name)
         y.backward(p.dy)
         assert p.weight.grad is None
-        torch.testing.assert_close(p.weight.main_grad, passes * want[2] + 1)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalOperand]
+        total = (total.float() + want[2]).to(dtype)  # pyright: ignore[reportOperatorIssue]
+        assert_same_bits(p.weight.main_grad, total)  # pyright: ignore[reportAttributeAccessIssue]
     assert_same_bits([y.detach(), p.x.grad], want[:2])
 
 
@@ -96,7 +99,7 @@ def test_two_forwards_may_come_before_their_backwards():
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [
-        (torch.zeros(200, 72, dtype=torch.bfloat16), OptionError, r"main_grad is torch.bfloat16 \(200, 72\)"),
+        (torch.zeros(200, 72, dtype=torch.float16), OptionError, r"float16 \(200, 72\).*into a float32 or bfloat16"),
         (torch.zeros(72, 200), OptionError, r"torch.float32 \(72, 200\) for a weight \(200, 72\)"),
         (3.0, OptionError, "main_grad is a float"),
         (torch.zeros(200, 72, device="meta"), DeviceError, "main_grad is on meta"),
@@ -226,8 +229,9 @@ def test_compiled_with_leading_dimensions_and_a_frozen_weight(fresh_dynamo: None
     assert compiled_frames("mxfp8", problems, dynamic=True) == 1
 
 
-def test_compiled_with_a_main_grad(fresh_dynamo: None):
-    p, q = with_main_grad(), with_main_grad()
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
+def test_compiled_with_a_main_grad(fresh_dynamo: None, dtype: torch.dtype):
+    p, q = with_main_grad(main_dtype=dtype), with_main_grad(main_dtype=dtype)
     y = torch.compile(linear, backend="aot_eager", fullgraph=True)(p.x, p.weight, p.bias, "mxfp8")
     y.backward(p.dy)
     q.run("mxfp8")

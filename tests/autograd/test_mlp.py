@@ -16,6 +16,7 @@ import blockscale as bs
 from blockscale.autograd import get_recipe, linear, swiglu_mlp, work
 from blockscale.casts import activation as exact
 from blockscale.errors import DtypeError, OptionError, ShapeError
+from blockscale.gemm import ACCUMULATOR_DTYPES
 from linear_reference import Calls, saved_bytes
 from products import assert_same_bits, gaussian
 
@@ -288,15 +289,16 @@ def test_a_weight_that_changed_before_the_backward_is_noticed():
             y.backward(p.dy)
 
 
-def test_weight_gradients_are_added_into_main_grads():
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
+def test_weight_gradients_are_added_into_main_grads(dtype: torch.dtype):
     p, q = Problem(*ODD, dtype=torch.float32), Problem(*ODD, dtype=torch.float32)
     p.run("mxfp8")
     for weight in (q.gate_up, q.down):
-        weight.main_grad = torch.ones_like(weight)  # pyright: ignore[reportAttributeAccessIssue]
+        weight.main_grad = torch.ones_like(weight, dtype=dtype)  # pyright: ignore[reportAttributeAccessIssue]
     q.run("mxfp8")
     for weight, other in ((q.gate_up, p.gate_up), (q.down, p.down)):
         assert weight.grad is None
-        torch.testing.assert_close(weight.main_grad, other.grad + 1)  # pyright: ignore[reportAttributeAccessIssue]
+        assert_same_bits(weight.main_grad, (other.grad + 1).to(dtype))  # pyright: ignore[reportAttributeAccessIssue]
     assert_same_bits(q.x.grad, p.x.grad)
 
 

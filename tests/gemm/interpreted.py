@@ -21,7 +21,7 @@ from torch import Tensor  # noqa: E402
 import blockscale as bs  # noqa: E402
 from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
 from blockscale.formats.spec import LEGAL_PAIRS  # noqa: E402
-from blockscale.gemm import exact_mm  # noqa: E402
+from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm  # noqa: E402
 from blockscale.gemm._finish import finish_at_once  # noqa: E402
 from blockscale.gemm.epilogue import finish  # noqa: E402
 
@@ -31,7 +31,8 @@ SIZES = ((33, 70, 150), (5, 66, 257), (40, 64, 256), (1, 1, 1))
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # output, bias, accumulate; every case has the first, whose bound is the closest, and two more in turn: what finishes a
 # product does not depend on its operands, and the sizes of a format have all of them
-EPILOGUES = [(dtype, bias, False) for dtype in ROUNDING for bias in (False, True)] + [(torch.float32, False, True)]
+EPILOGUES = [(dtype, bias, False) for dtype in ROUNDING for bias in (False, True)]
+EPILOGUES += [(dtype, False, True) for dtype in ACCUMULATOR_DTYPES]
 OF_A_CASE = 3
 
 
@@ -75,9 +76,10 @@ def epilogues(number: int) -> list[tuple[torch.dtype, bool, bool]]:
 
 def wrong(a: BlockScaled, b: BlockScaled, backend: str, number: int) -> int:
     exact, most = exact_mm(a, b), bound(a, b)
-    bias, before = torch.randn(b.rows), torch.randn(a.rows, b.rows)
+    bias, start = torch.randn(b.rows), torch.randn(a.rows, b.rows)
     count = 0
     for dtype, has_bias, accumulate in epilogues(number):
+        before = start.to(dtype)
         given, total = bias.to(dtype) if has_bias else None, before.clone() if accumulate else None
         with bs.use_backend(gemm=backend):
             got = bs.scaled_mm(a, b, dtype, bias=given, accumulate=total).double()
@@ -96,7 +98,7 @@ def finished() -> Iterator[tuple[str, int, int]]:
         for dtype in ROUNDING:
             for given in (None, bias, bias.to(dtype)):
                 for factors in (None, scales):
-                    for accumulate in (False, True) if dtype == torch.float32 and given is None else (False,):
+                    for accumulate in (False, True) if dtype in ACCUMULATOR_DTYPES and given is None else (False,):
                         scaled = product if factors is None else product * factors[0] * factors[1]
                         got, want = (torch.ones(2 * rows, 3 * columns).to(dtype) for _ in range(2))
                         finish(scaled, want[::2, ::3], given, accumulate=accumulate)

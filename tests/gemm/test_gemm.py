@@ -13,7 +13,7 @@ import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS, BlockScaled
 from blockscale.formats.decoding import decode_blocks
-from blockscale.gemm import exact_mm
+from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm
 from blockscale.gemm.ops import gemm_request
 from blockscale.gemm.upcast import exact_bf16
 from products import (
@@ -167,26 +167,29 @@ def test_bias_belongs_to_columns(row, device, pair):
     assert torch.equal(biased, product + bias.float())
 
 
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @pytest.mark.parametrize(("row", "device", "pair"), cases("gemm", FEW))
-def test_accumulate_adds_in_place_with_one_rounding(row, device, pair):
+def test_accumulate_adds_in_place_with_one_rounding(row, device, pair, dtype):
     a, b = operands(pair, 20, 48, 256, device)
-    skip_refused(row, request(a, b, accumulate=True))
-    acc = gaussian(20, 48, device=device, seed=3).float()
+    skip_refused(row, request(a, b, dtype, accumulate=True))
+    acc = gaussian(20, 48, device=device, seed=3).to(dtype)
     start = acc.clone()
     with only(row):
         product = bs.scaled_mm(a, b, torch.float32)
         assert bs.scaled_mm(a, b, accumulate=acc) is acc
-        assert torch.equal(acc, start + product)
+        once = (start.float() + product).to(dtype)
+        assert torch.equal(acc, once)
         assert bs.scaled_mm(a, b, torch.float16, accumulate=acc) is acc
-    assert torch.equal(acc, (start + product) + product)
-    assert acc.dtype == torch.float32
+    assert torch.equal(acc, (once.float() + product).to(dtype))
+    assert acc.dtype == dtype
 
 
-def test_accumulate_into_a_transposed_buffer(device):
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
+def test_accumulate_into_a_transposed_buffer(device, dtype):
     a, b = operands(("mxfp8_e4m3", "mxfp8_e4m3"), 20, 48, 256, device)
-    buffer = torch.ones(48, 20, device=device)
+    buffer = torch.ones(48, 20, dtype=dtype, device=device)
     bs.scaled_mm(a, b, accumulate=buffer.mT)
-    assert torch.equal(buffer.mT, torch.ones(20, 48, device=device) + bs.scaled_mm(a, b, torch.float32))
+    assert torch.equal(buffer.mT, (1 + bs.scaled_mm(a, b, torch.float32)).to(dtype))
 
 
 # ---- operands in other clothes -------------------------------------------------------------------------------------

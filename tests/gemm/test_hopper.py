@@ -12,7 +12,7 @@ import blockscale as bs
 from blockscale import env
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
-from blockscale.gemm import exact_mm, heuristics
+from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm, heuristics
 from products import HOPPER_DB, ODD_SIZES, check_frame, fp8_operands, framed, hopper_gate, with_poisoned_pad
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
@@ -79,9 +79,11 @@ def test_any_n_and_k(k: int, n: int, weight: str) -> None:
                 got = bs.scaled_mm(a, b, dtype, bias=given)
                 assert got.is_contiguous()
                 assert sqnr_db(exact, got) > hopper_gate(dtype, m, n), (m, n, k, dtype)
-        total = before.clone()
-        bs.scaled_mm(a, b, accumulate=total)
-        assert torch.equal(total, before + bs.scaled_mm(a, b, torch.float32)), "one more rounding, no other sum"
+        alone = bs.scaled_mm(a, b, torch.float32)
+        for dtype in ACCUMULATOR_DTYPES:
+            start = before.to(dtype)
+            total = bs.scaled_mm(a, b, accumulate=start.clone())
+            assert torch.equal(total, (start.float() + alone).to(dtype)), "one more rounding, no other sum"
         frame, window = framed(m, n, torch.float32)
         bs.scaled_mm(a, b, accumulate=window.copy_(before))
     assert sqnr_db(want + before.double(), window) > hopper_gate(torch.float32, m, n)
@@ -113,20 +115,22 @@ def test_pads_of_rows_are_not_read(row: str) -> None:
                 assert torch.equal(got, bs.scaled_mm(a, b, torch.float32))
 
 
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
 @pytest.mark.parametrize("tile", [tile for tile in heuristics.TILES if tile.waves == 1], ids=lambda tile: tile.label)
-def test_every_tile_adds(tile: heuristics.Tile, weight: str) -> None:
+def test_every_tile_adds(tile: heuristics.Tile, weight: str, dtype: torch.dtype) -> None:
     """Into a window of a buffer; the same bytes twice."""
+    wide = dtype == torch.float32
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (517, 2111, 4095), (2048, 1536, 1024)):
         a, b = fp8_operands(m, n, k, weight)
-        want, before = exact_mm(a, b), torch.randn(m, n, device="cuda")
-        for plan in plans(tile, heuristics.Problem(m, n, k, weight == "fp8_1x128", True, 132, add=True)):
+        want, before = exact_mm(a, b), torch.randn(m, n, device="cuda").to(dtype)
+        for plan in plans(tile, heuristics.Problem(m, n, k, weight == "fp8_1x128", wide, 132, add=True)):
             results: list[Tensor] = []
             for _ in range(2):
-                frame, out = framed(m, n, torch.float32)
+                frame, out = framed(m, n, dtype)
                 out.copy_(before)
                 _hopper.launch(a, b, out, None, accumulate=True, plan=plan)
-                assert sqnr_db(want + before.double(), out) > HOPPER_DB[torch.float32], (m, n, k, plan)
+                assert sqnr_db(want + before.double(), out) > HOPPER_DB[dtype], (m, n, k, plan)
                 check_frame(frame, m, n, pads=True)
                 results.append(out)
             assert torch.equal(*results)
@@ -192,13 +196,14 @@ def test_buffers_off_alignment() -> None:
     m, n, k = 200, 304, 528
     a, b = fp8_operands(m, n, k, "fp8_128x128")
     want = exact_mm(a, b)
-    off = torch.empty(m * n + 1, device="cuda")[1:].view(m, n).zero_()
-    apart = torch.zeros(n, m, device="cuda").mT
-    for buffer in (off, apart):
-        with bs.use_backend(gemm="hopper"):
-            bs.scaled_mm(a, b, accumulate=buffer)
-            bs.scaled_mm(a, b, accumulate=buffer)
-        assert sqnr_db(2 * want, buffer) > HOPPER_DB[torch.float32]
+    for dtype in ACCUMULATOR_DTYPES:
+        off = torch.empty(m * n + 1, dtype=dtype, device="cuda")[1:].view(m, n).zero_()
+        apart = torch.zeros(n, m, dtype=dtype, device="cuda").mT
+        for buffer in (off, apart):
+            with bs.use_backend(gemm="hopper"):
+                bs.scaled_mm(a, b, accumulate=buffer)
+                bs.scaled_mm(a, b, accumulate=buffer)
+            assert sqnr_db(2 * want, buffer) > HOPPER_DB[dtype]
     raw = torch.empty(m * k + 1, dtype=torch.uint8, device="cuda")[1:].view(m, k)
     raw.copy_(a.data.view(torch.uint8))
     moved = BlockScaled(raw.view(a.data.dtype), a.scale, a.global_scale, a.format, a.axis, a.scale_layout, a.shape)

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton, which is not installed")
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
-from blockscale.gemm import exact_mm
+from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm
 from blockscale.gemm.heuristics import Plan
 from products import HOPPER_DB
 
@@ -107,16 +107,19 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
         out = torch.full((5, n), torch.nan, dtype=dtype)
         serve(a, b, out, bias=bias, accumulate=False)
         assert torch.equal(out, (product + bias).to(dtype))
-    for frame in (torch.ones(5, n), torch.ones(5, n + -n % 4), torch.ones(5, n + 1 + -n % 4)):
-        total = frame[:, -n:]
-        serve(a, b, total, bias=None, accumulate=True)
-        assert torch.equal(total, 1 + product)
-        assert added[-1] == _launch.can_be_written(total), "a buffer that it can write is added to at once"
-        assert bool((frame[:, :-n] == 1).all())
-    frame = torch.ones(5, n + -n % 4 + 4)  # whose rows can be addressed, and go on after the window
-    serve(a, b, frame[:, :n], bias=None, accumulate=True)
-    assert torch.equal(frame[:, :n], 1 + product)
-    assert bool((frame[:, n:] == 1).all()), "written outside the window"
+    for dtype in ACCUMULATOR_DTYPES:
+        want, pad = (1 + product).to(dtype), -n % (16 // dtype.itemsize)
+        for width in (n, n + pad, n + 1 + pad):
+            frame = torch.ones(5, width, dtype=dtype)
+            total = frame[:, -n:]
+            serve(a, b, total, bias=None, accumulate=True)
+            assert torch.equal(total, want)
+            assert added[-1] == _launch.can_be_written(total), "a buffer that it can write is added to at once"
+            assert bool((frame[:, :-n] == 1).all())
+        frame = torch.ones(5, n + pad + 8, dtype=dtype)  # whose rows can be addressed, and go on after the window
+        serve(a, b, frame[:, :n], bias=None, accumulate=True)
+        assert torch.equal(frame[:, :n], want)
+        assert bool((frame[:, n:] == 1).all()), "written outside the window"
 
 
 def test_kinds_of_sizes() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
-from blockscale.gemm import exact_mm, heuristics, heuristics_mx
+from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm, heuristics, heuristics_mx
 from blockscale.gemm._reference import block_product
 from products import HOPPER_DB, ODD_SIZES, check_frame, framed, hopper_gate, with_poisoned_pad
 
@@ -35,8 +35,10 @@ def weights(n: int, k: int) -> BlockScaled:
     return bs.quantize(w.bfloat16(), WEIGHT)
 
 
-def plan_for(tile: heuristics.Tile, m: int, n: int, k: int, dtype: torch.dtype) -> heuristics.Plan:
-    return heuristics_mx.plan_for(tile, heuristics.Problem(m, n, k, False, dtype == torch.float32, 132))
+def plan_for(
+    tile: heuristics.Tile, m: int, n: int, k: int, dtype: torch.dtype, *, add: bool = False
+) -> heuristics.Plan:
+    return heuristics_mx.plan_for(tile, heuristics.Problem(m, n, k, False, dtype == torch.float32, 132, add))
 
 
 def product(a: BlockScaled, b: BlockScaled, tile: heuristics.Tile, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,10 +98,12 @@ def test_every_tile_takes_odd_sizes(tile: heuristics.Tile) -> None:
             (torch.bfloat16, bias, False),
             (torch.float32, None, False),
             (torch.float32, None, True),
+            (torch.bfloat16, None, True),
         ):
             exact = want if given is None else want + given.double()
             frame, out = framed(m, n, dtype)
-            _hopper_mx.launch(a, b, out.fill_(1), given, accumulate=add, plan=plan_for(tile, m, n, k, dtype))
+            plan = plan_for(tile, m, n, k, dtype, add=add)
+            _hopper_mx.launch(a, b, out.fill_(1), given, accumulate=add, plan=plan)
             assert db(exact + 1 if add else exact, out) > hopper_gate(dtype, m, n), (m, n, k, dtype, add)
             check_frame(frame, m, n, pads=True)
 
@@ -110,14 +114,15 @@ def test_any_n_and_k(k: int, n: int) -> None:
     """All outputs, with a bias and added to a buffer; what the kernel cannot write by itself goes through a second."""
     m = 517
     a, b = activations(m, k), weights(n, k)
-    want, bias, total = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16(), torch.ones(m, n, device="cuda")
+    want, bias = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
     with bs.use_backend(gemm="hopper"):
         for dtype in HOPPER_DB:
             for given in (None, bias):
                 exact = want if given is None else want + given.double()
                 assert db(exact, bs.scaled_mm(a, b, dtype, bias=given)) > hopper_gate(dtype, m, n), (n, k, dtype)
-        bs.scaled_mm(a, b, accumulate=total)
-        assert torch.equal(total, 1 + bs.scaled_mm(a, b, torch.float32))
+        for dtype in ACCUMULATOR_DTYPES:
+            total = bs.scaled_mm(a, b, accumulate=torch.ones(m, n, dtype=dtype, device="cuda"))
+            assert torch.equal(total, (1 + bs.scaled_mm(a, b, torch.float32)).to(dtype))
         got = bs.scaled_mm(with_poisoned_pad(a), with_poisoned_pad(b))
         assert torch.equal(got, bs.scaled_mm(a, b)), "the pads of rows are not read"
 
@@ -146,19 +151,20 @@ def test_gate_a(kind: str, gate: float, record_property: pytest.RecordProperty) 
     assert found > gate
 
 
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @every_tile
-def test_every_tile_adds(tile: heuristics.Tile) -> None:
+def test_every_tile_adds(tile: heuristics.Tile, dtype: torch.dtype) -> None:
     """Into a window of a buffer; the same bytes twice."""
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (4096, 4096, 1024)):
         a, b = activations(m, k), weights(n, k)
-        want, before = exact_mm(a, b), torch.randn(m, n, device="cuda")
+        want, before = exact_mm(a, b), torch.randn(m, n, device="cuda").to(dtype)
         results: list[Tensor] = []
         for _ in range(2):
-            frame, out = framed(m, n, torch.float32)
+            frame, out = framed(m, n, dtype)
             out.copy_(before)
-            plan = plan_for(tile, m, n, k, torch.float32)
+            plan = plan_for(tile, m, n, k, dtype, add=True)
             _hopper_mx.launch(a, b, out, None, accumulate=True, plan=plan)
-            assert db(want + before.double(), out) > HOPPER_DB[torch.float32], (m, n, k)
+            assert db(want + before.double(), out) > HOPPER_DB[dtype], (m, n, k)
             check_frame(frame, m, n)
             results.append(out)
         assert torch.equal(*results)

@@ -7,7 +7,7 @@ import torch
 
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
-from blockscale.gemm import exact_mm, heuristics
+from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm, heuristics
 from products import HOPPER_DB, check_frame, fp8_operands, framed, hopper_gate
 
 _rows = pytest.importorskip("blockscale.gemm._hopper_rows", reason="this Triton has no Gluon for Hopper")
@@ -54,14 +54,17 @@ def test_any_n_and_k(m: int, weight: str) -> None:
                 check_frame(frame, m, n)
 
 
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-def test_adding(weight: str) -> None:
+def test_adding(weight: str, dtype: torch.dtype) -> None:
     for m, n, k in ((1, 2112, 7168), (27, 576, 2048), (27, 2111, 4095), (32, 2111, 17)):
         a, b = fp8_operands(m, n, k, weight)
-        want, before = exact_mm(a, b), torch.randn(m, n, device="cuda")
-        out = before.clone()
-        _rows.launch(a, b, out, None, accumulate=True, plan=plan_of(m, n, k, weight))
-        assert sqnr_db(want + before.double(), out) > HOPPER_DB[torch.float32], (m, n, k)
+        plan, before = plan_of(m, n, k, weight), torch.randn(m, n, device="cuda").to(dtype)
+        out, alone = before.clone(), torch.empty(m, n, device="cuda")
+        _rows.launch(a, b, out, None, accumulate=True, plan=plan)
+        _rows.launch(a, b, alone, None, accumulate=False, plan=plan)
+        assert sqnr_db(exact_mm(a, b), alone) > HOPPER_DB[torch.float32], (m, n, k)
+        assert torch.equal(out, (before.float() + alone).to(dtype)), (m, n, k)
 
 
 def test_by_demand() -> None:

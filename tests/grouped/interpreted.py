@@ -31,6 +31,7 @@ from torch import Tensor  # noqa: E402
 import blockscale as bs  # noqa: E402
 import interpreter  # noqa: E402
 from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
+from blockscale.gemm import ACCUMULATOR_DTYPES  # noqa: E402
 from blockscale.grouped import _blackwell, _schedule, _triton  # noqa: E402
 from blockscale.grouped._reference import exact_grouped  # noqa: E402
 from blockscale.registry import kernel, rows  # noqa: E402
@@ -73,7 +74,7 @@ class Epilogue(NamedTuple):
 
 # in turn: what finishes a product does not depend on its operands
 EPILOGUES = [Epilogue(dtype, bias) for dtype in ROUNDING for bias in (False, True)]
-EPILOGUES.append(Epilogue(torch.float32, accumulate=True))
+EPILOGUES += [Epilogue(dtype, accumulate=True) for dtype in ACCUMULATOR_DTYPES]
 
 
 def operands(
@@ -167,7 +168,8 @@ def wrong(case: Case, epilogue: Epilogue, backend: str) -> int:
     most = magnitudes(case) * (case.a.length + 4) * 2.0**-24
     has_bias = has_bias and len(case.b.shape) == 3
     bias = torch.randn(case.offs.shape[0], case.b.rows).to(dtype) if has_bias else None
-    frame = torch.randn(*exact.shape[:-2], exact.shape[-2] + 2, exact.shape[-1] + 2) if accumulates else None
+    room = (*exact.shape[:-2], exact.shape[-2] + 2, exact.shape[-1] + 2)
+    frame = torch.randn(room).to(dtype) if accumulates else None
     before = None if frame is None else frame.clone()
     total = None if frame is None else frame[..., 1:-1, 1:-1]
     with bs.use_backend(m_grouped=backend, k_grouped=backend):

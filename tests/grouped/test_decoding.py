@@ -47,9 +47,7 @@ def rows_taken(row: Kernel, device: torch.device, pair: tuple[str, str], name: s
     made = room(*CAPACITIES[name], K, device)
     amax = made.placed.float().abs().max()
     a, packed, b = cast(made.placed, pair, amax), cast(made.packed, pair, amax), experts(made, pair)
-    skip_refused(
-        row, grouped_request(a, b, len(made.counts), dtype, bias=True, accumulate=dtype == torch.float32, starts=True)
-    )
+    skip_refused(row, grouped_request(a, b, len(made.counts), dtype, bias=True, accumulate=True, starts=True))
     bias, inside = gaussian(len(made.counts), N, device=device), made.inside
     taken = int(inside.sum())
     with only(row):
@@ -57,12 +55,11 @@ def rows_taken(row: Kernel, device: torch.device, pair: tuple[str, str], name: s
         want = bs.scaled_grouped_mm(packed, b, made.packed_ends, dtype, bias=bias)[:taken]
         assert torch.equal(raw(got[inside]), raw(want))
         assert not written(got[~inside]).any()
-        if dtype == torch.float32:
-            total = torch.full_like(got, SENTINEL)
-            bs.scaled_grouped_mm(a, b, made.ends, accumulate=total, starts=made.starts)
-            alone = bs.scaled_grouped_mm(a, b, made.ends, dtype, starts=made.starts)
-            assert torch.equal(total[inside], SENTINEL + alone[inside])
-            assert bool((total[~inside] == SENTINEL).all())
+        total = torch.full_like(got, 100.0)
+        bs.scaled_grouped_mm(a, b, made.ends, accumulate=total, starts=made.starts)
+        alone = bs.scaled_grouped_mm(a, b, made.ends, torch.float32, starts=made.starts)
+        assert torch.equal(total[inside], (100.0 + alone[inside]).to(dtype))
+        assert bool((total[~inside] == 100.0).all())
 
 
 @pytest.mark.parametrize("name", CAPACITIES)

@@ -14,6 +14,7 @@ from blockscale.diagnostics.quality import sqnr_db
 from blockscale.errors import OptionError
 from blockscale.formats import FORMATS, BlockScaled
 from blockscale.formats.layout import padded_length
+from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.grouped._reference import exact_grouped
 from blockscale.grouped.ops import grouped_request
 from products import FEW, ONE_D, PAIRS, accepts, cases, gate_a, gaussian, offsets, only, skip_refused, step
@@ -310,19 +311,20 @@ def test_bias(row, device, pair):
     assert torch.equal(low, got.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
-def test_accumulate(row, device, pair):
+def test_accumulate(row, device, pair, dtype):
     kind = MGrouped if row.op == "m_grouped" else KGrouped
     problem = kind(pair, [3, 0, 20, 9], 4, device)
-    skip_refused(row, request(problem, accumulate=True))
+    skip_refused(row, request(problem, dtype, accumulate=True))
     with only(row):
         product = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, torch.float32)
-        acc = gaussian(*product.shape, device=device, seed=5).float()
-        start = acc.clone()
+        acc = gaussian(*product.shape, device=device, seed=5).to(dtype)
+        once = (acc.float() + product).to(dtype)
         assert bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, accumulate=acc) is acc
-        assert torch.equal(acc, start + product)
+        assert torch.equal(acc, once)
         bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, accumulate=acc)
-    assert torch.equal(acc, (start + product) + product)
+    assert torch.equal(acc, (once.float() + product).to(dtype))
 
 
 @pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))

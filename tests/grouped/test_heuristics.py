@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import blockscale as bs
+from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import SHARED_BYTES
 from blockscale.grouped import heuristics_mx, heuristics_upcast
 from blockscale.grouped.heuristics import (
@@ -43,10 +44,9 @@ def test_every_candidate_fits() -> None:
 
 def test_adding_takes_tiles_of_one_wave() -> None:
     for problem in problems():
-        if problem.wide:
-            plain, adding = dict(candidates(problem)), dict(candidates(replace(problem, add=True)))
-            assert {tile.waves for tile in adding} == {1}
-            assert all(us >= plain[tile] for tile, us in adding.items()), "what is added to is fetched, too"
+        plain, adding = dict(candidates(problem)), dict(candidates(replace(problem, add=True)))
+        assert {tile.waves for tile in adding} == {1}
+        assert all(us >= plain[tile] for tile, us in adding.items()), "what is added to is fetched, too"
 
 
 def test_small_groups_get_low_tiles() -> None:
@@ -75,6 +75,9 @@ def test_a_pass_over_odd_outputs_is_counted() -> None:
     part, us = kernel_part(odd)
     assert not part.add
     assert us > 100
+    narrow, less = kernel_part(replace(odd, wide=False))
+    assert narrow == part, "what is added in a second pass was not rounded before"
+    assert less < us
     assert kernel_part(replace(odd, n=8192)) == (replace(odd, n=8192), 0.0)
 
 
@@ -215,15 +218,18 @@ def test_outputs_that_the_kernel_cannot_write(kind: str, n: int, monkeypatch: py
         serve(a, b, offs, out, bias=None, accumulate=False)
         assert torch.equal(out, product.to(dtype))
     room = [*product.shape[:-1]]
-    for width in (n, n + -n % 4, n + 4 + -n % 4):
-        frame = torch.ones(*room, width)
-        serve(a, b, offs, frame[..., :n], bias=None, accumulate=True)
-        assert torch.equal(frame[..., :n], 1 + product)
-        assert bool((frame[..., n:] == 1).all()), "written outside the window"
-    apart = torch.ones(room[0] * 2, *room[1:], n)[::2]  # matrices, or rows, that do not lie below each other
-    serve(a, b, offs, apart, bias=None, accumulate=True)
-    assert torch.equal(apart, 1 + product)
-    assert added[-1] == (op == "m_grouped" and n == 24)
+    for dtype in ACCUMULATOR_DTYPES:
+        want, pad = (1 + product).to(dtype), -n % (16 // dtype.itemsize)
+        for width in (n, n + pad, n + 8 + pad):
+            frame = torch.ones(*room, width, dtype=dtype)
+            serve(a, b, offs, frame[..., :n], bias=None, accumulate=True)
+            assert torch.equal(frame[..., :n], want)
+            assert bool((frame[..., n:] == 1).all()), "written outside the window"
+        # matrices, or rows, that do not lie below each other
+        apart = torch.ones(room[0] * 2, *room[1:], n, dtype=dtype)[::2]
+        serve(a, b, offs, apart, bias=None, accumulate=True)
+        assert torch.equal(apart, want)
+        assert added[-1] == (op == "m_grouped" and n == 24)
 
 
 def test_mxfp8_with_scales_of_each_row_is_left_to_the_upcast() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
+from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics
 from blockscale.grouped._reference import exact_grouped
@@ -97,9 +98,10 @@ def test_products_are_added(tile: Tile, name: str) -> None:
     for make in (of_rows, of_tokens):
         a, b, offs = make(sizes, rest, 336, 400)
         alone = launched(tile, a, b, offs, torch.float32)
-        before = torch.randn(alone.shape, device="cuda")
-        got = launched(tile, a, b, offs, torch.float32, before=before)
-        assert torch.equal(got, before + alone), "one more rounding, no other sum"
+        for dtype in ACCUMULATOR_DTYPES:
+            before = torch.randn(alone.shape, device="cuda").to(dtype)
+            got = launched(tile, a, b, offs, dtype, before=before)
+            assert torch.equal(got, (before.float() + alone).to(dtype)), "one more rounding, no other sum"
 
 
 @pytest.mark.parametrize("n", [1, 15, 17, 333])
@@ -115,9 +117,10 @@ def test_any_n_and_k(k: int, n: int) -> None:
                 got = bs.scaled_grouped_mm(a, b, offs, dtype)
                 assert got.is_contiguous()
                 assert sqnr_db(want, got) > db - 6, dtype  # of few values and short sums, chance may pick bad ones
-            total = torch.ones(want.shape, device="cuda")
-            bs.scaled_grouped_mm(a, b, offs, accumulate=total)
-            assert torch.equal(total, 1 + bs.scaled_grouped_mm(a, b, offs, torch.float32))
+            for dtype in ACCUMULATOR_DTYPES:
+                total = torch.ones(want.shape, dtype=dtype, device="cuda")
+                bs.scaled_grouped_mm(a, b, offs, accumulate=total)
+                assert torch.equal(total, (1 + bs.scaled_grouped_mm(a, b, offs, torch.float32)).to(dtype))
 
 
 @pytest.mark.parametrize("make", [of_rows, of_tokens])

@@ -13,6 +13,7 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
+from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics, heuristics_mx
 from blockscale.grouped._reference import exact_grouped
@@ -76,10 +77,11 @@ def test_every_epilogue(tile: Tile, name: str) -> None:
     for dtype in HOPPER_DB:
         assert is_right(launched(tile, a, b, offs, dtype), want), dtype
     assert is_right(launched(tile, a, b, offs, torch.bfloat16, bias), with_bias(want, bias, offs))
-    before = torch.randn(want.shape, device="cuda")
-    added = launched(tile, a, b, offs, torch.float32, before=before)
     alone = launched(tile, a, b, offs, torch.float32)
-    assert torch.equal(added, before + alone), "one more rounding, no other sum"
+    for dtype in ACCUMULATOR_DTYPES:
+        before = torch.randn(want.shape, device="cuda").to(dtype)
+        added = launched(tile, a, b, offs, dtype, before=before)
+        assert torch.equal(added, (before.float() + alone).to(dtype)), "one more rounding, no other sum"
 
 
 def test_bytes_are_those_of_the_dense_product() -> None:
@@ -107,9 +109,10 @@ def test_any_n_and_k(k: int, n: int) -> None:
             got = bs.scaled_grouped_mm(a, b, offs, dtype)
             assert got.is_contiguous()
             assert sqnr_db(want, got).item() > db - 6, dtype  # of few values and short sums, chance may pick bad ones
-        total = torch.ones(want.shape, device="cuda")
-        bs.scaled_grouped_mm(a, b, offs, accumulate=total)
-        assert torch.equal(total, 1 + bs.scaled_grouped_mm(a, b, offs, torch.float32))
+        for dtype in ACCUMULATOR_DTYPES:
+            total = torch.ones(want.shape, dtype=dtype, device="cuda")
+            bs.scaled_grouped_mm(a, b, offs, accumulate=total)
+            assert torch.equal(total, (1 + bs.scaled_grouped_mm(a, b, offs, torch.float32)).to(dtype))
 
 
 @pytest.mark.parametrize("sizes", [list(range(1, 131)), [i % 21 for i in range(1024)]], ids=["1 to 130", "1024 groups"])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale.formats import BlockScaled
+from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics, heuristics_upcast
 from blockscale.grouped._reference import exact_grouped
@@ -100,10 +101,11 @@ def test_every_epilogue(tile: Tile, name: str, *, k_grouped: bool) -> None:
         bias = torch.randn(len(sizes), 336, device="cuda").bfloat16()
         assert is_right(launched(tile, a, b, offs, torch.bfloat16, bias), with_bias(want, bias, offs))
     if tile.waves == 1:
-        before = torch.randn(want.shape, device="cuda")
-        added = launched(tile, a, b, offs, torch.float32, before=before)
         alone = launched(tile, a, b, offs, torch.float32)
-        assert torch.equal(added, before + alone), "one more rounding, no other sum"
+        for dtype in ACCUMULATOR_DTYPES:
+            before = torch.randn(want.shape, device="cuda").to(dtype)
+            added = launched(tile, a, b, offs, dtype, before=before)
+            assert torch.equal(added, (before.float() + alone).to(dtype)), "one more rounding, no other sum"
 
 
 @every_kind
@@ -118,9 +120,10 @@ def test_every_format(pair: tuple[str, str], *, k_grouped: bool) -> None:
     with bs.use_backend(**BACKEND):
         for dtype in HOPPER_DB:
             assert is_right(bs.scaled_grouped_mm(a, b, offs, dtype), want), dtype
-        total = torch.ones(want.shape, device="cuda")
-        bs.scaled_grouped_mm(a, b, offs, accumulate=total)
-        assert torch.equal(total, 1 + bs.scaled_grouped_mm(a, b, offs, torch.float32))
+        for dtype in ACCUMULATOR_DTYPES:
+            total = torch.ones(want.shape, dtype=dtype, device="cuda")
+            bs.scaled_grouped_mm(a, b, offs, accumulate=total)
+            assert torch.equal(total, (1 + bs.scaled_grouped_mm(a, b, offs, torch.float32)).to(dtype))
 
 
 @pytest.mark.parametrize("n", [1, 17, 333])

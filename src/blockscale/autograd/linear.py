@@ -17,7 +17,7 @@ from torch import Tensor
 from ..casts import FLOAT_DTYPES
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
-from ..gemm import check_bias
+from ..gemm import ACCUMULATOR_DTYPES, check_bias
 from ..grouped.routing_ops import combine_rows
 from .activation import Activation
 from .once import once
@@ -40,8 +40,8 @@ def linear(
     x: a tensor, or an `activation` that several layers share.  rounding: state and name of a layer whose recipe draws.
     weight_operands: casts of the weight that are known to be those of its present values (`weights.py`).
 
-    The result has autocast's dtype where that is on, else x's. Where `weight.main_grad` is an fp32 tensor, wgrad is
-    added into it and weight.grad stays None.
+    The result has autocast's dtype where that is on, else x's. Where `weight.main_grad` is an fp32 or bf16 tensor,
+    wgrad is added into it, in fp32 and with one rounding to its dtype, and weight.grad stays None.
 
     >>> x = torch.randn(4, 128, requires_grad=True)
     >>> weight = torch.randn(256, 128, requires_grad=True)
@@ -122,7 +122,7 @@ def output_dtype(x: Tensor) -> torch.dtype:
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The fp32 buffer that weight gradients are added into, if the weight has one."""
+    """The buffer that weight gradients are added into, if the weight has one."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return None
@@ -134,11 +134,12 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
                 fix="delete weight.main_grad, or reduce main_grad yourself without DistributedDataParallel",
             )
         )
-    if not isinstance(main_grad, Tensor) or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
+    fits = isinstance(main_grad, Tensor) and main_grad.dtype in ACCUMULATOR_DTYPES and main_grad.shape == weight.shape
+    if not fits:
         raise OptionError(
             message(
                 f"weight.main_grad is {_in_words(main_grad)} for a weight {tuple(weight.shape)}",
-                rule="weight gradients are added in fp32 into a tensor of the weight's shape",
+                rule="weight gradients are added into a float32 or bfloat16 tensor of the weight's shape",
                 fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
             )
         )

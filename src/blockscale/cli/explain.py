@@ -50,7 +50,7 @@ def run(
         dtype: Input of a cast, output of everything else.
         device: cpu, cuda, or an architecture such as sm_90 that need not be here; default: what is here.
         bias: Whether a bias is added.
-        accumulate: Whether the product is added into an fp32 buffer.
+        accumulate: Whether the product is added into a buffer of that dtype.
     """
     import torch
     from rich.console import Console

@@ -48,7 +48,8 @@ def explain(
     `explain("grouped", a, b, offs)`; for fused casts too: `explain("swiglu_both", gate_up, "nvfp4", "nvfp4")`,
     `explain("rmsnorm", x, weight, "mxfp4")`, `explain("permute_both", x, indices, offs, "mxfp4", "mxfp4")`; for moves
     of rows with the rows [T, k] of a routing: `explain("combine_rows", y, routing.rows)`. on: ask for another device,
-    such as `Capability("cuda", 90)`; operands on the meta device will do then.
+    such as `Capability("cuda", 90)`; operands on the meta device will do then. out_dtype: with accumulate, the
+    buffer's.
 
     >>> import blockscale as bs
     >>> q = bs.quantize(torch.randn(8, 64), "mxfp8_e4m3")

@@ -25,6 +25,9 @@ with contextlib.suppress(ImportError):  # CPU builds of torch come without trito
     from . import _hopper_rows as _hopper_rows
     from . import _triton as _triton
 
+# of buffers that products are added into
+ACCUMULATOR_DTYPES = (torch.float32, torch.bfloat16)
+
 
 def scaled_mm(
     a: BlockScaled,
@@ -36,8 +39,8 @@ def scaled_mm(
 ) -> Tensor:
     """a [M, K] @ b [N, K].mT, products exact, sums and scales in fp32, one rounding to `out_dtype` at the end.
 
-    bias: [N], added in fp32 before the rounding.  accumulate: an fp32 [M, N] buffer that the product is added into and
-    that is returned; out_dtype is then not used.
+    bias: [N], added in fp32 before the rounding.  accumulate: an fp32 or bf16 [M, N] buffer that the product is added
+    into, in fp32 and with one rounding to the buffer's dtype, and that is returned; out_dtype is then not used.
 
     >>> import blockscale as bs
     >>> x = bs.quantize(torch.ones(2, 128), "fp8_1x128")
@@ -155,15 +158,15 @@ def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], 
     """Raise unless a product of this shape can be added into the buffer, and nothing else."""
     if not isinstance(acc, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass accumulate=torch.zeros(shape)"
-        raise DtypeError(message(f"accumulate is a {type(acc).__name__}", rule="it is an fp32 buffer", fix=fix))
+        raise DtypeError(message(f"accumulate is a {type(acc).__name__}", rule="it is an fp32 or bf16 buffer", fix=fix))
     if bias is not None:
         fix = "add the bias yourself"
         raise OptionError(message("bias and accumulate together", rule="an accumulated product has no bias", fix=fix))
-    if acc.dtype != torch.float32 or tuple(acc.shape) != shape or acc.device != device:
+    if acc.dtype not in ACCUMULATOR_DTYPES or tuple(acc.shape) != shape or acc.device != device:
         raise ShapeError(
             message(
                 f"accumulate is {acc.dtype} {tuple(acc.shape)} on {acc.device}",
-                rule=f"the buffer is float32 {shape} on {device}",
+                rule=f"the buffer is float32 or bfloat16 {shape} on {device}",
                 fix="allocate it with torch.zeros",
             )
         )

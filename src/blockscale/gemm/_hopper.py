@@ -19,7 +19,16 @@ from . import tuned
 from ._gluon import HAS_MULTICAST, gl
 from ._hopper_common import COUNTERS
 from ._hopper_kernel import scaled_mm_kernel
-from ._hopper_launch import Described, addressable, can_be_described, can_be_written, kind_of, start_kernel, whole
+from ._hopper_launch import (
+    Described,
+    addressable,
+    can_be_described,
+    can_be_written,
+    kernel_dtype,
+    kind_of,
+    start_kernel,
+    whole,
+)
 from .epilogue import finish
 from .heuristics import PART, Plan, Problem, bound, in_clusters, kernel_part
 from .ops import reject_fp8_of_hopper, reject_fp8_of_vendor
@@ -32,7 +41,7 @@ LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float3
 def _problem(request: Request, count: int) -> Problem:
     m, n, k = request.shape
     add = "accumulate" in request.options
-    return Problem(m, n, k, request.formats[1] == "fp8_1x128", add or request.dtype == torch.float32, count, add)
+    return Problem(m, n, k, request.formats[1] == "fp8_1x128", request.dtype == torch.float32, count, add)
 
 
 def problem_of(request: Request) -> tuple[Problem, str]:
@@ -102,13 +111,14 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     """Gluon: warp-specialised FP8 product, promoted after every 128 of K"""
     direct = can_be_written(out)
     m, n, k = a.rows, b.rows, a.length
-    wide, add = out.dtype == torch.float32, accumulate and direct
+    dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
+    wide, add = dtype == torch.float32, accumulate and direct
     problem = Problem(m, n, k, not b.spec.is_2d, wide, multiprocessors(out.device), add)
     plan = _choose(problem, gpu_name(out.device)).plan
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
-    product = addressable(out.shape, out.dtype, out.device)
+    product = addressable(out.shape, dtype, out.device)
     launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)
 

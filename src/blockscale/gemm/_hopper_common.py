@@ -130,7 +130,7 @@ def finished(acc, output, buffer, column, N, BIAS: gl.constexpr, ADD: gl.constex
         n = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         acc = acc + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
     if ADD:
-        acc = acc + buffer.load(acc.type.layout)
+        acc = acc + buffer.load(acc.type.layout).to(gl.float32)
     return acc
 
 

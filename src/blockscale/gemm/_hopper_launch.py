@@ -140,6 +140,11 @@ def can_be_written(tensor: Tensor) -> bool:
     return can_be_described(tensor) and tensor.shape[1] * tensor.element_size() % 16 == 0
 
 
+def kernel_dtype(out: Tensor, *, accumulate: bool, direct: bool) -> torch.dtype:
+    """Of what a kernel writes: the output's. But sums that a later pass adds to a buffer are not rounded before."""
+    return torch.float32 if accumulate and not direct else out.dtype
+
+
 def addressable(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for a matrix of any size that the copy engine can address: rows are padded to multiples of 16 bytes."""
     rows, columns = shape

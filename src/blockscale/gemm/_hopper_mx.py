@@ -16,7 +16,16 @@ from ..hardware import multiprocessors
 from ..registry import Forecast, Request, kernel
 from ._gluon import gl
 from ._hopper import LANGUAGE, PASS, problem_of
-from ._hopper_launch import Described, addressable, can_be_described, can_be_written, kind_of, start_kernel, whole
+from ._hopper_launch import (
+    Described,
+    addressable,
+    can_be_described,
+    can_be_written,
+    kernel_dtype,
+    kind_of,
+    start_kernel,
+    whole,
+)
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .epilogue import finish
 from .heuristics import PART, Plan, Problem, bound, kernel_part
@@ -61,12 +70,13 @@ def ahead(request: Request) -> Hashable:
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised MXFP8 product, promoted after every 32 of K"""
     direct = can_be_written(out)
-    wide, add = out.dtype == torch.float32, accumulate and direct
+    dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
+    wide, add = dtype == torch.float32, accumulate and direct
     plan, _ = choose(Problem(a.rows, b.rows, a.length, False, wide, multiprocessors(out.device), add))
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
-    product = addressable(out.shape, out.dtype, out.device)
+    product = addressable(out.shape, dtype, out.device)
     launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)
 

@@ -136,7 +136,7 @@ def _store(acc, output, row, M, N, BIAS: gl.constexpr, ADD: gl.constexpr):
     if BIAS:
         acc = acc + gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     if ADD:
-        acc = acc + gl.load(at, mask=inside, other=0.0)
+        acc = acc + gl.load(at, mask=inside, other=0.0).to(gl.float32)
     gl.store(at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -52,7 +52,7 @@ def store_tile(
     at = c_ptr + m.to(tl.int64)[:, None] * c_m + n.to(tl.int64)[None, :] * c_n
     ok = (m < M)[:, None] & (n < N)[None, :]
     if ADD:
-        acc += tl.load(at, mask=ok, other=0.0)
+        acc += tl.load(at, mask=ok, other=0.0).to(tl.float32)
     if INTERPRETED and c_ptr.dtype.element_ty == tl.bfloat16:
         acc = round_to_bf16(acc)
     tl.store(at, acc.to(c_ptr.dtype.element_ty), mask=ok)

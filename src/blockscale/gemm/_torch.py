@@ -101,8 +101,8 @@ def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Te
 
 
 def _reject_mxfp4(request: Request) -> str | None:
-    if "bias" in request.options:
-        return "gives bf16, and adding a bias would round a second time"
+    if request.options & {"bias", "accumulate"}:
+        return "gives bf16, and adding to that would round a second time"
     if not _has_mxfp4():
         return "needs a torch that was built with its optional library of FP4 products (MSLK)"
     return _reject_blackwell(request)

@@ -16,10 +16,10 @@ def apply_tensor_scales(product: Tensor, a: BlockScaled, b: BlockScaled) -> Tens
 
 
 def finish(product: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
-    """Bias in fp32, then one rounding to the output; or one fp32 addition into it."""
+    """Bias in fp32, then one rounding to the output; or a sum with it in fp32, rounded once if it is bf16."""
     if bias is not None:
         product = product + bias.float()
     if accumulate:
-        out.add_(product)
+        out.add_(product)  # torch widens both to the product's fp32
     else:
         out.copy_(product)

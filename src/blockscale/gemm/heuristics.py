@@ -121,7 +121,7 @@ SHARED_BYTES = 232_448  # bytes that a program may have on sm_90
 _LAUNCH_US = 2.5
 _BYTES_PER_US = 4.1e6  # of memory
 _PIECE_BYTES_PER_US = 2.3e3  # a piece of a shared tile, on its way to the second-level cache and back
-_ADDING_US_PER_ROW = 0.02  # of a tile whose sums are added to memory: fetched and stored in fp32
+_ADDING_US_PER_ROW = 0.02  # of a tile whose sums are added to memory: fetched and stored, measured in fp32
 _SHARING_MARGIN = 1.03  # what it must win by: with idle multiprocessors the others run at a higher clock
 # a guess: after so many rounds power is short, and a round with no programs would be shorter by this share
 _LONG, _LAST_ROUND = 4, 0.25
@@ -204,7 +204,7 @@ def predicted_us(plan: Plan, cost: Cost, problem: Problem) -> float:
 def moved_bytes(problem: Problem) -> int:
     """The fewest: operands once, the output once, and what it is added to."""
     m, n, k = problem.m, problem.n, problem.k
-    return (m + n) * k + m * n * ((8 if problem.add else 4) if problem.wide else 2)
+    return (m + n) * k + m * n * problem.output_bytes * (2 if problem.add else 1)
 
 
 def kernel_part(problem: Problem) -> tuple[Problem, float]:
@@ -218,8 +218,9 @@ def kernel_part(problem: Problem) -> tuple[Problem, float]:
     """
     if problem.direct:
         return problem, 0.0
-    touched = problem.m * problem.n * problem.output_bytes * (3 if problem.add else 2)
-    return replace(problem, add=False), _LAUNCH_US + touched / _BYTES_PER_US
+    part = replace(problem, wide=problem.wide or problem.add, add=False)  # what is added later is not rounded before
+    touched = problem.m * problem.n * (part.output_bytes + problem.output_bytes * (2 if problem.add else 1))
+    return part, _LAUNCH_US + touched / _BYTES_PER_US
 
 
 # What the vendor's plain products reached on the same H200, whose multiprocessors are this many: rowwise FP8 with fast

@@ -1,6 +1,6 @@
 """The product operators. An operand crosses as codes, scales, tensor scale and `format layout`, scaled axis last.
 
-`scaled_mm` is functional; `scaled_mm_add_` adds into an fp32 buffer that the caller owns (gradient accumulation). Both
+`scaled_mm` is functional; `scaled_mm_add_` adds into a buffer that the caller owns (gradient accumulation). Both
 bodies select a row, convert scale layouts where the row reads another one, and launch.
 """
 
@@ -165,7 +165,7 @@ def scaled_mm_add_(
     b_kind: str,
     length: int,
 ) -> None:
-    """acc += a @ b.mT, in fp32."""
+    """acc += a @ b.mT, in fp32, rounded once to acc's dtype."""
     left = operand_from_parts(a, a_scale, a_global, a_kind, length)
     right = operand_from_parts(b, b_scale, b_global, b_kind, length)
     _launch(left, right, acc, None, accumulate=True)

@@ -50,7 +50,8 @@ def scaled_grouped_mm(
 
     offs: inclusive ends of the groups (int32, on the device), as the tokens were before any padding. k-grouped operands
     are cast with `quantize(x, format, axis=-2, offs=offs)` and passed as `.mT`. Rows after the last group give zero.
-    bias: [E, N], m-grouped only.  accumulate: an fp32 buffer that the product is added into and that is returned.
+    bias: [E, N], m-grouped only.  accumulate: an fp32 or bf16 buffer that the product is added into, as in `scaled_mm`,
+    and that is returned.
     starts: first row of each group (int32, on the device), m-grouped only, for groups with other rows between them:
     group g is rows starts[g] to offs[g]. What other rows of `a` hold enters nothing, and those of the result are not
     written: they are undefined, or with `accumulate` what they were.

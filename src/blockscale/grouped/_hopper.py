@@ -11,7 +11,16 @@ from torch import Tensor
 
 from ..formats.tensor import BlockScaled
 from ..gemm._hopper import PASS, shared_layouts
-from ..gemm._hopper_launch import Described, addressable, can_be_described, can_be_written, kind_of, start_kernel, whole
+from ..gemm._hopper_launch import (
+    Described,
+    addressable,
+    can_be_described,
+    can_be_written,
+    kernel_dtype,
+    kind_of,
+    start_kernel,
+    whole,
+)
 from ..gemm.epilogue import finish
 from ..gemm.heuristics import PART
 from ..hardware import USUAL_MULTIPROCESSORS, capability, made_current, multiprocessors
@@ -27,7 +36,7 @@ Choose = Callable[[Problem], tuple[Tile, float]]
 def _problem(request: Request, count: int) -> Problem:
     m, n, k, groups = request.shape
     add = "accumulate" in request.options
-    return Problem(m, n, k, groups, request.op == "k_grouped", add or request.dtype == torch.float32, count, add)
+    return Problem(m, n, k, groups, request.op == "k_grouped", request.dtype == torch.float32, count, add)
 
 
 def forecast(request: Request, choose: Choose = heuristics.choose) -> Forecast:
@@ -117,7 +126,8 @@ def serve(
     if out.numel() == 0:
         return
     direct = _is_matrix(out) and can_be_written(out.view(-1, out.shape[-1]))
-    wide, add = out.dtype == torch.float32, accumulate and direct
+    dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
+    wide, add = dtype == torch.float32, accumulate and direct
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
     tile, _ = choose(Problem(*sizes, len(b.shape) == 2, wide, multiprocessors(out.device), add))
     with made_current(out.device):  # kernels go to the current device
@@ -125,7 +135,7 @@ def serve(
             matrix = out.view(-1, out.shape[-1])
             return launch(a, b, offs, matrix, bias, accumulate=accumulate, tile=tile, starts=starts)
         # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
-        product = addressable((out.shape[:-1].numel(), out.shape[-1]), out.dtype, out.device)
+        product = addressable((out.shape[:-1].numel(), out.shape[-1]), dtype, out.device)
         if accumulate and starts is not None:
             product.zero_()  # rows of no group are not written, and are added all the same
         launch(a, b, offs, product, bias, accumulate=False, tile=tile, starts=starts)

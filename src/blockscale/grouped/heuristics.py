@@ -119,8 +119,8 @@ def kernel_part(problem: Problem) -> tuple[Problem, float]:
     if problem.one.direct:
         return problem, 0.0
     rows = problem.m * (problem.groups if problem.k_grouped else 1)
-    _, us = dense.kernel_part(replace(problem.one, m=rows))
-    return replace(problem, add=False), us
+    part, us = dense.kernel_part(replace(problem.one, m=rows))
+    return replace(problem, wide=part.wide, add=False), us
 
 
 def bound(problem: Problem) -> tuple[float, str]:

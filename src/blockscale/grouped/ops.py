@@ -154,7 +154,7 @@ def scaled_grouped_mm_add_(
     offs: Tensor,
     starts: Tensor | None,
 ) -> None:
-    """acc += the grouped product, in fp32; rows of no group stay what they are."""
+    """acc += the grouped product, in fp32, rounded once to acc's dtype; rows of no group stay what they are."""
     left = operand_from_parts(a, a_scale, a_global, a_kind, length)
     right = operand_from_parts(b, b_scale, b_global, b_kind, length)
     _launch(left, right, offs, starts, acc, None, accumulate=True)
