@@ -169,7 +169,7 @@ def test_shares_are_of_what_ran():
     a = torch.randn(256, 256)
     found = breakdown(lambda: [a @ a for _ in range(20)] and None)
     shares = found.shares
-    assert found.longest == {}  # kernels are a GPU's
+    assert (found.longest, found.kernel_ms) == ({}, None)  # kernels are a GPU's
     assert set(shares) == set(KINDS)
     assert shares["products"] > 0.3
     assert shares["casts"] == 0
@@ -187,6 +187,7 @@ def test_kernels_are_added_by_name(monkeypatch: pytest.MonkeyPatch):
     found = breakdown(lambda: None)
     assert found.longest == {"nvjet_tst_128x256": 0.75, "cast_kernel": 0.15, "fused_adamw": 0.1}
     assert found.shares == {"products": 0.75, "casts": 0.15, "attention": 0.0, "other": 0.1}
+    assert found.kernel_ms == pytest.approx(0.2)
 
 
 def test_names_that_begin_alike_are_one_kernel(monkeypatch: pytest.MonkeyPatch):

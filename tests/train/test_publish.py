@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from blockscale.bench import report, report_speed, report_training, training_picture, trainings
-from blockscale.bench.trainings import Convergence, Throughput
+from blockscale.bench.trainings import Convergence, Throughput, Training
 from blockscale.cli.main import main
 from blockscale.errors import OptionError, OutOfMemoryError
 from blockscale.train import ModelConfig, stored
@@ -285,12 +285,24 @@ def test_goals_of_throughput():
 
 def test_tables_of_pages_tell_what_lines_tell():
     page = "<!-- bench:training -->\n<!-- /bench:training -->\n<!-- bench:speed -->\n<!-- /bench:speed -->\n"
-    rows = [convergence(0.0, arm="bf16"), convergence(0.001, arm="null"), convergence(None, losses=[None])]
-    text = report.render(page, [], [*rows, throughput("bf16"), throughput("mxfp8", tokens_per_second=4096.0)])
+    rows: list[Training] = [
+        convergence(0.0, arm="bf16"),
+        convergence(0.001, arm="null"),
+        convergence(None, losses=[None]),
+    ]
+    mxfp8 = throughput("mxfp8", tokens_per_second=4096.0, kernel_ms=800.0)
+    rows += [throughput("bf16"), mxfp8]
+    text = report.render(page, [], rows)
     assert "| null | 1.0000 | +0.10 % |" in text
     assert "| fp8_blockwise | no number | no number |" in text
-    assert "| mxfp8 | blocks | forward | 1,000.0 | 1.0 % | 4,096 | 0.50x | 93.1 GiB | 1.00x | 70.0 % | 5.0 % |" in text
-    assert report.render(text, [], [*rows, throughput("bf16"), throughput("mxfp8", tokens_per_second=4096.0)]) == text
+    line = "| mxfp8 | blocks | forward | 1,000.0 | 1.0 % | 4,096 | 0.50x | 93.1 GiB | 1.00x | 80 % | 70.0 % | 5.0 % |"
+    assert line in text
+    assert report.render(text, [], rows) == text
+    # without bf16 that was captured too, there is nothing to compare with
+    captured = replace(mxfp8, captured=True)
+    assert "| mxfp8 | blocks, captured | forward | 1,000.0 | 1.0 % | 4,096 | - |" in report.render(
+        page, [], [*rows, captured]
+    )
 
 
 def test_the_picture_is_the_same_every_time(tmp_path: Path):

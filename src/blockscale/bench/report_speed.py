@@ -11,7 +11,7 @@ from .trainings import Throughput, Training, throughputs
 
 HEAD = (
     "recipe", "compile", "weights cast", "ms a step", "spread", "tokens/s", "speedup", "peak memory", "over bf16's",
-    "products", "casts", "attention", "other",
+    "GPU busy", "products", "casts", "attention", "other",
 )  # fmt: skip
 RECIPE = "fp8_blockwise"
 
@@ -142,11 +142,12 @@ def long_table(rows: Sequence[Training]) -> str:
 def cells(row: Throughput, rows: Sequence[Throughput]) -> list[str]:
     """A row of the table, as `HEAD` says."""
     cast = "-" if row.recipe == BASELINE else row.weight_cast
-    names = [row.recipe, row.compile, cast]
+    names = [row.recipe, f"{row.compile}, captured" if row.captured else row.compile, cast]
     if row.step_ms is None or row.spread_ms is None or row.tokens_per_second is None:
         return [*names, "failed", *["-"] * (len(HEAD) - 4)]
     spread = f"{100 * (row.spread_ms[1] - row.spread_ms[0]) / row.step_ms:.1f} %"
     won, memory = speedup(row, rows), memory_ratio(row, rows)
     figures = [f"{row.step_ms:,.1f}", spread, f"{row.tokens_per_second:,.0f}", "-" if won is None else f"{won:.2f}x"]
     shares = [f"{100 * row.shares[kind]:.1f} %" if kind in row.shares else "-" for kind in HEAD[-4:]]
-    return [*names, *figures, gib(row.peak_memory), "-" if memory is None else f"{memory:.2f}x", *shares]
+    busy = "-" if row.kernel_ms is None else f"{min(100.0, 100 * row.kernel_ms / row.step_ms):.0f} %"
+    return [*names, *figures, gib(row.peak_memory), "-" if memory is None else f"{memory:.2f}x", busy, *shares]

@@ -64,7 +64,8 @@ class Throughput:
 
     converted: parameters of layers in low precision.  step_ms, spread_ms: median and quartiles of timed steps, None
     where the run failed.  warm_up: steps before, which do not count.  peak_memory: bytes.  longest: kernels and their
-    shares of the step.  failed: why there is none.
+    shares of the step.  kernel_ms: of all kernels of a step.  captured: microbatches are replayed as CUDA graphs.
+    failed: why there is none.
     """
 
     model: str
@@ -87,6 +88,8 @@ class Throughput:
     peak_memory: int | None
     shares: dict[str, float] = field(default_factory=dict[str, float])
     longest: dict[str, float] = field(default_factory=dict[str, float])
+    kernel_ms: float | None = None
+    captured: bool = False
     failed: str = ""
     where: dict[str, Any] = field(default_factory=dict[str, Any])
     kind: str = "throughput"
@@ -95,7 +98,7 @@ class Throughput:
     def setting(self) -> tuple[Any, ...]:
         """What runs that are compared with each other have in common."""
         size = (self.layers, self.sequence, self.batch, self.accumulate, self.recompute)
-        return self.model, self.compile, *size, self.where.get("gpu")
+        return self.model, self.compile, self.captured, *size, self.where.get("gpu")
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..bench.trainings import Throughput
 
 # of its table
-WIDTH = 170
+WIDTH = 180
 # that are shown by name, of each arm
 _KERNELS = 10
 CPU_SPEED = "On a CPU low precision is emulated exactly: these figures say nothing about a GPU."
@@ -104,6 +104,6 @@ def _kernels(rows: Sequence[Throughput]) -> Table:
     for row in rows:
         table.add_column(f"{row.recipe} {row.compile} {row.weight_cast}", justify="right")
     for name in sorted(names, key=lambda name: -max(row.longest.get(name, 0.0) for row in rows)):
-        times = [row.longest.get(name, 0.0) * (row.step_ms or 0.0) for row in rows]
+        times = [row.longest.get(name, 0.0) * (row.kernel_ms or row.step_ms or 0.0) for row in rows]
         table.add_row(name, *(f"{time:.1f}" if time else "-" for time in times))
     return table

@@ -42,10 +42,12 @@ _LONGEST, _LETTERS = 16, 72  # kernels that are told by name, and how much of a 
 @dataclass(frozen=True)
 class Breakdown:
     """shares: of the time by kind, which add up to 1; empty where nothing was timed.  longest: the kernels of a GPU
-    that took most, by the start of their names, and their shares of the same time."""
+    that took most, by the start of their names, and their shares of the same time.  kernel_ms: of all kernels of a GPU
+    together, which a profiler does not slow down; what a step takes beyond it, the GPU waits for the host."""
 
     shares: dict[str, float]
     longest: dict[str, float]
+    kernel_ms: float | None = None
 
 
 def breakdown(work: Callable[[], None], path: Path | None = None) -> Breakdown:
@@ -61,7 +63,7 @@ def breakdown(work: Callable[[], None], path: Path | None = None) -> Breakdown:
     for name, time in kernels.items():
         longest[short_name(name)] += time
     shares = {name: time / total for name, time in longest.most_common(_LONGEST)}
-    return Breakdown({kind: times[kind] / total for kind in KINDS}, shares)
+    return Breakdown({kind: times[kind] / total for kind in KINDS}, shares, total / 1e3 if on_gpu else None)
 
 
 def _recorded(work: Callable[[], None], path: Path | None, *, on_gpu: bool) -> list[Any]:

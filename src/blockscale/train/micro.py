@@ -111,14 +111,14 @@ class CapturedMicrobatch(Microbatch):
         self.graph = graph
 
 
-def _allocate(parameters: Iterable[nn.Parameter]) -> None:
+def _allocate(parameters: Iterable[Tensor]) -> None:
     """Gradients that are there before anything is added to them."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _summed_in_place(model: nn.Module) -> list[nn.Parameter]:
+def _summed_in_place(model: nn.Module) -> list[Tensor]:
     """Weights of layers in low precision, each with its gradient as what its products add to."""
     layers = [each for each in model.modules() if isinstance(each, Linear | GroupedLinear) and each.recipe.is_low]
     weights = [each.weight for each in layers if each.weight.requires_grad]
@@ -128,7 +128,7 @@ def _summed_in_place(model: nn.Module) -> list[nn.Parameter]:
     return weights
 
 
-def _zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def _zero_gradients(parameters: Iterable[Tensor]) -> None:
     gradients = [each.grad for each in parameters if each.grad is not None]
     if gradients:
         torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

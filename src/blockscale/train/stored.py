@@ -36,7 +36,7 @@ class Stored:
     """One run, as its file tells it.
 
     about: of the line "run".  end: of the last line, empty where the run is not done.  where: machine, versions, commit
-    and command.  shares, longest: of a step's time, by kind and by kernel.  layers: numerics.  failed: why it ended
+    and command.  shares, longest, kernel_ms: of a `Breakdown` of one step.  layers: numerics.  failed: why it ended
     early.  seconds: of a step, by the step that told them.  arm: what the run is in its comparison.
     """
 
@@ -51,6 +51,7 @@ class Stored:
     seconds: dict[int, float] = field(default_factory=dict[int, float])
     arm: dict[str, Any] = field(default_factory=dict[str, Any])
     longest: dict[str, float] = field(default_factory=dict[str, float])
+    kernel_ms: float | None = None
 
     @property
     def is_done(self) -> bool:
@@ -127,7 +128,7 @@ class RunLog(JsonLines):
         if result.stopped == "done" and "shares" in self.looks:
             found = breakdown(run.advance)
             self._write("shares", **found.shares)
-            self._write("kernels", longest=found.longest)
+            self._write("kernels", longest=found.longest, ms=found.kernel_ms)
         super().on_end(run, result)
 
     def fail(self, why: str, config: RunConfig) -> None:
@@ -176,7 +177,7 @@ def _take(found: Stored, kind: str, row: dict[str, Any]) -> None:
         case "shares":
             found.shares = row
         case "kernels":
-            found.longest = row["longest"]
+            found.longest, found.kernel_ms = row["longest"], row.get("ms")
         case "layers":
             found.layers = row["layers"]
         case "failed":

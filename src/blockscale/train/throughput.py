@@ -124,6 +124,8 @@ def throughput_of(run: Stored) -> Throughput:
         peak_memory=run.end.get("peak_memory"),
         shares=run.shares,
         longest=run.longest,
+        kernel_ms=run.kernel_ms,
+        captured=config.get("cuda_graph", False),
         failed=run.failed,
         where=run.where,
     )
