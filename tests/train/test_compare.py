@@ -190,6 +190,27 @@ def test_kernels_are_added_by_name(monkeypatch: pytest.MonkeyPatch):
     assert found.kernel_ms == pytest.approx(0.2)
 
 
+def test_kernels_of_ours_are_told_by_operator(monkeypatch: pytest.MonkeyPatch):
+    """Two operators launch the same kernel, and one launch of it belongs to neither."""
+
+    def launched_by(name: str, us: float) -> SimpleNamespace:
+        kernels = [SimpleNamespace(name="cast_kernel", device=0, duration=us)]
+        return SimpleNamespace(name=name, device_type="DeviceType.CPU", device_time_total=us, kernels=kernels)
+
+    events = [
+        SimpleNamespace(name="cast_kernel", device_type="DeviceType.CUDA", device_time_total=us) for us in (10, 20, 30)
+    ]
+    operators = [("blockscale::quantize_both", 10.0), ("blockscale::swiglu_quantize", 20.0), ("aten::mm", 30.0)]
+    events += [launched_by(*each) for each in operators]
+    monkeypatch.setattr(breakdowns, "_recorded", lambda work, path, on_gpu: events)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = breakdown(lambda: None)
+    assert found.shares["casts"] == 1
+    assert found.longest == pytest.approx(
+        {"cast_kernel": 1 / 2, "cast_kernel of swiglu_quantize": 1 / 3, "cast_kernel of quantize_both": 1 / 6}
+    )
+
+
 def test_names_that_begin_alike_are_one_kernel(monkeypatch: pytest.MonkeyPatch):
     """A cut name stands for all of them, not for the last."""
     events = [

@@ -208,8 +208,11 @@ def fprop(
 
 def high_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """y [..., N] of operands in this dtype."""
-    operands = (each.to(dtype) for each in (x, weight, bias) if each is not None)
-    return functional.linear(*for_products(*operands)).to(dtype)
+    operands = for_products(*(each.to(dtype) for each in (x, weight, bias) if each is not None))
+    if operands[0].dtype == dtype:
+        return functional.linear(*operands)
+    with torch.autocast(x.device.type, enabled=False):  # which would narrow them again
+        return functional.linear(*operands).to(dtype)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ _FUSED = ("triton_poi", "triton_red", "triton_per", "triton_for", "triton_mix")
 
 
 _NAMESPACES = re.compile(r"\bvoid |\b(?:at|c10|cuda|native|detail|cutlass|std)::|\(anonymous namespace\)::")
+# between a kernel of ours and the operator that launched it
+_LAUNCHED_BY = " of "
 _LONGEST, _LETTERS = 16, 72  # kernels that are told by name, and how much of a name
 
 
@@ -82,13 +84,19 @@ def _recorded(work: Callable[[], None], path: Path | None, *, on_gpu: bool) -> l
 
 
 def _kernels(events: list[Any]) -> Counter[str]:
-    """Microseconds of every kernel of a GPU by its name; ranges that annotate a stream hold kernels, and are none."""
+    """Microseconds of every kernel of a GPU by its name, and of ours by the operator that launched it: all casts are
+    one kernel. Ranges that annotate a stream hold kernels, and are none."""
     times: Counter[str] = Counter()
     for each in events:
         on_gpu = "cuda" in str(each.device_type).lower() and not getattr(each, "is_user_annotation", False)
         if on_gpu and each.device_time_total > 0:
             times[each.name] += each.device_time_total
-    return times
+    for each in events:
+        for kernel in getattr(each, "kernels", ()) if each.name.startswith(f"{NAMESPACE}::") else ():
+            if times[kernel.name] >= kernel.duration:
+                times[kernel.name] -= kernel.duration
+                times[f"{kernel.name}{_LAUNCHED_BY}{each.name.partition('::')[2]}"] += kernel.duration
+    return +times
 
 
 def _by_kind(kernels: Counter[str]) -> dict[str, float]:
@@ -112,10 +120,10 @@ def kernel_kind(name: str) -> str:
 
     >>> kernel_kind("nvjet_tst_128x256_64x4_h_bz_coopA_TNT"), kernel_kind("_cast_kernel"), kernel_kind("fused_adamw")
     ('products', 'casts', 'other')
-    >>> kernel_kind("triton_poi_fused__to_copy_mm_silu_3")
-    'other'
+    >>> kernel_kind("triton_poi_fused__to_copy_mm_silu_3"), kernel_kind("_permute_rows_kernel of permute_quantize_both")
+    ('other', 'other')
     """
-    low = name.lower()
+    low = name.lower().partition(_LAUNCHED_BY)[0]
     if low.startswith(_FUSED):
         return "other"
     return next((kind for kind, parts in _KERNELS.items() if any(part in low for part in parts)), "other")
