@@ -1,11 +1,44 @@
-"""What device is this, and is it the current one."""
+"""What device is this, is it the current one, and how it multiplies."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockscale import hardware
+from blockscale.autograd import linear
+
+
+class Products(TorchDispatchMode):
+    """Sees in which dtype torch multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_16_bits_on_a_cpu_are_rounded_once(dtype: torch.dtype) -> None:
+    """In each of the three products of a layer; and nothing is multiplied in 16 bits, which many CPUs cannot."""
+    # integers: sums are exact in fp32, in any order, and too long for 16 bits
+    x, weight, grad = (torch.randint(-99, 99, shape).to(dtype) for shape in ((24, 64), (32, 64), (24, 32)))
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    with Products() as seen:
+        y = linear(x, weight, recipe="bf16")
+        made = torch.autograd.grad(y, leaves, grad)
+    wide = [each.detach().float() for each in (x, weight, grad)]
+    assert torch.equal(y, (wide[0] @ wide[1].mT).to(dtype))
+    assert torch.equal(made[0], (wide[2] @ wide[1]).to(dtype))
+    assert torch.equal(made[1], (wide[2].mT @ wide[0]).to(dtype))
+    assert seen.dtypes == [torch.float32] * 3
 
 
 def test_another_gpu_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:

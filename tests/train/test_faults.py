@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockscale.autograd import work
 from blockscale.errors import NonFiniteError, OutOfMemoryError
 from blockscale.nn import Linear
 from blockscale.train import Hooks, OptimizerConfig, Run, faults, get_preset, train
@@ -84,6 +85,24 @@ def test_a_nan_is_traced_to_its_product(layer: str, model, product: str, tmp_pat
     assert f"first in {layer}, {product}" in said
     assert "Fix: try a lower optimizer.rate" in said
     assert complete(tmp_path) == []
+
+
+def test_a_gradient_that_is_added_in_place_is_looked_at_too(monkeypatch: pytest.MonkeyPatch):
+    """With several microbatches wgrad adds to a buffer of the weight; the replay has to see what it made."""
+    run = Run(small("fp8_blockwise", weight_cast="forward", accumulate=2, batch=1))
+    plain, spoiled = work.wgrad, run.model.layers[1].attention.out.weight
+
+    def wgrad(grad, col, x, x_col, dtype, main_grad, groups=None):
+        made = plain(grad, col, x, x_col, dtype, main_grad, groups)
+        written = main_grad if made is None else made
+        if written.shape == spoiled.shape:
+            written.fill_(float("nan"))
+        return made
+
+    monkeypatch.setattr(work, "wgrad", wgrad)
+    place = faults.locate(run.model, [run.pieces(0, 0)])
+    assert place is not None
+    assert (place.layer.endswith("attention.out"), place.product) == (True, "wgrad")
 
 
 def test_weights_stay_those_before_it():

@@ -12,7 +12,7 @@ import torch
 
 from blockscale.autograd.weights import shared_weights
 from blockscale.errors import CheckpointError, OptionError
-from blockscale.train import Hooks, RecipeConfig, Run, TrainResult, train
+from blockscale.train import Hooks, OptimizerConfig, RecipeConfig, Run, TrainResult, train
 from small_runs import DENSE, SPARSE, Stopper, small
 
 
@@ -100,6 +100,14 @@ def test_products_add_up_gradients_as_autograd_would(model):
         each.grad = each.main_grad = None
     by_autograd = gradients()
     assert all(torch.equal(*pair) for pair in zip(by_products, by_autograd, strict=True))
+
+
+@pytest.mark.parametrize("parameters", ["float32", "bfloat16"])
+def test_steps_are_by_the_clipped_gradient(parameters):
+    run = Run(small("bf16", parameters=parameters, optimizer=OptimizerConfig(clip=1e-3, beta1=0.5)))
+    run.advance()
+    moments = [state["exp_avg"].float() for state in run.optimizer.state.values()]
+    assert float(torch.nn.utils.get_total_norm(moments)) == pytest.approx(0.5e-3, rel=0.01)
 
 
 def test_gradients_that_nothing_adds_to_are_given_back():
