@@ -220,7 +220,7 @@ def met(text: str, start: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-FULL = "125m by fp8_blockwise, 3000 steps"
+FULL = "125m by fp8_blockwise, 3000 steps:"
 
 
 def test_nothing_is_told_of_what_was_not_measured():
@@ -256,9 +256,14 @@ def test_goals_by_length_and_recipe():
         convergence(0.021, arm="nvfp4", steps=300, seeds=[0, 1, 2, 3, 4], error=0.001),
     ]
     text = report_training.goals_table(rows)
-    assert met(text, "125m by nvfp4, 3000 steps")[1:6] == ["+1.90 %", "0.10 %", "70.0 %", "within budget", "yes"]
+    assert met(text, "125m by nvfp4, 3000 steps:")[1:6] == ["+1.90 %", "0.10 %", "70.0 %", "within budget", "yes"]
     assert met(text, "125m by nvfp4, 300 steps")[1] == "+2.10 ± 0.10 %"
     assert met(text, "125m by nvfp4, 300 steps")[5:7] == ["no", "abc1234"]
+    late = "125m by nvfp4, 3000 steps, runs that part"
+    assert met(text, late)[1] == "not measured yet"
+    text = report_training.goals_table([convergence(0.001, arm="nvfp4", branch_at=1000)])
+    assert met(text, late)[1] == "+0.10 %"
+    assert met(text, "125m by nvfp4, 3000 steps:")[1] == "not measured yet"
 
 
 def test_goals_of_throughput():

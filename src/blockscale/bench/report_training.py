@@ -15,12 +15,14 @@ BASELINE, NULL = "bf16", "null"
 MACHINE = "H200"
 # of linear FLOPs in low precision, below which a small gap says little
 LEAST_SHARE = 0.9
+# where runs part that begin as one
+BRANCH_AT = 1000
 
 
 @dataclass(frozen=True)
 class LossGoal:
     """A recipe on a model: gaps up to `most`, or up to the null's noise, are good.  share: of linear FLOPs that have to
-    be in low precision."""
+    be in low precision.  branches: of runs that part late, see `Convergence.branch_at`."""
 
     model: str
     recipe: str
@@ -28,17 +30,20 @@ class LossGoal:
     share: float
     least_steps: int
     least_seeds: int
+    branches: bool
     command: str
 
     @property
     def text(self) -> str:
         length = f"{self.least_steps} steps" + (f", {self.least_seeds} seeds" if self.least_seeds > 1 else "")
+        length += f", runs that part at {BRANCH_AT}" if self.branches else ""
         return f"{self.model} by {self.recipe}, {length}: within {100 * self.most:g} %, or within the null's noise"
 
     def row(self, rows: Sequence[Convergence]) -> Convergence | None:
         """The longest that is long enough and has seeds enough."""
         mine = [row for row in rows if (row.model, row.arm) == (self.model, self.recipe) and on_machine(row)]
         fit = [row for row in mine if row.steps >= self.least_steps and len(row.seeds) >= self.least_seeds]
+        fit = [row for row in fit if row.branch_at == (BRANCH_AT if self.branches else 0)]
         return max(fit, key=lambda row: len(row.seeds) if self.least_seeds > 1 else row.steps, default=None)
 
     def met(self, row: Convergence) -> str:
@@ -50,7 +55,11 @@ class LossGoal:
 
 def _goals() -> tuple[LossGoal, ...]:
     recipes = "fp8_blockwise,mxfp8,nvfp4"
-    lengths = ((3000, 1, ""), (300, 5, " --steps 300 --seeds 5 --optimizer.warmup 0.3"))
+    lengths = (
+        (3000, 1, False, ""),
+        (3000, 1, True, f" --branch-at {BRANCH_AT}"),
+        (300, 5, False, " --steps 300 --seeds 5 --optimizer.warmup 0.3"),
+    )
     bars = (
         *(
             (model, recipe, 0.0025, LEAST_SHARE)
@@ -60,9 +69,9 @@ def _goals() -> tuple[LossGoal, ...]:
         ("125m", "nvfp4", 0.02, 0.0),
     )
     return tuple(
-        LossGoal(*bar, steps, seeds, f"blockscale compare {bar[0]} --recipes {recipes}{more}")
+        LossGoal(*bar, steps, seeds, branches, f"blockscale compare {bar[0]} --recipes {recipes}{more}")
         for bar in bars
-        for steps, seeds, more in lengths
+        for steps, seeds, branches, more in lengths
     )
 
 
@@ -95,8 +104,8 @@ def long_table(rows: Sequence[Training]) -> str:
     for group in comparisons(mine):
         first = group[0]
         title = f"**{first.model}**, {first.parameters / 1e6:,.0f}M parameters, {first.steps:,} steps of "
-        title += f"{first.tokens_per_step:,} tokens, {len(first.seeds)} seed{'s' * (len(first.seeds) > 1)}; text "
-        title += f"`{first.data_hash}`; `{first.where.get('command')}`"
+        title += f"{first.tokens_per_step:,} tokens, {apart(first)}{len(first.seeds)} seed"
+        title += f"{'s' * (len(first.seeds) > 1)}; text `{first.data_hash}`; `{first.where.get('command')}`"
         null = next((f"null: {row.says}; noise {percent(row.noise)}." for row in group if row.arm == NULL), "")
         head = ["arm", "final loss", "gap to bf16", "verdict", "low FLOPs", "tokens/s", "peak memory"]
         parts += [title, provenance(group), null, table(head, [_cells(row) for row in group])]
@@ -114,18 +123,24 @@ def _cells(row: Convergence) -> list[str]:
 
 def comparisons(rows: Sequence[Convergence]) -> list[list[Convergence]]:
     """Arms that were run together, longest runs of a model first."""
-    groups: dict[tuple[str, int, int, str], list[Convergence]] = {}
+    groups: dict[tuple[str, int, int, int, str], list[Convergence]] = {}
     for row in rows:
-        groups.setdefault((row.model, row.steps, len(row.seeds), str(row.where.get("gpu"))), []).append(row)
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], -key[1], key[2], key[3]))]
+        key = (row.model, -row.steps, row.branch_at, len(row.seeds), str(row.where.get("gpu")))
+        groups.setdefault(key, []).append(row)
+    return [groups[key] for key in sorted(groups)]
 
 
 def pictured(rows: Sequence[Convergence]) -> list[list[Convergence]]:
-    """The longest comparison of each model."""
-    longest: dict[str, list[Convergence]] = {}
+    """The longest comparison of each model, and the longest of runs that part late."""
+    longest: dict[tuple[str, bool], list[Convergence]] = {}
     for group in comparisons(rows):
-        longest.setdefault(group[0].model, group)
+        longest.setdefault((group[0].model, group[0].branch_at > 0), group)
     return list(longest.values())
+
+
+def apart(row: Convergence) -> str:
+    """Where its runs part, in words, if that is not at once."""
+    return f"bf16 up to step {row.branch_at:,}, " if row.branch_at else ""
 
 
 def gap_of(row: Convergence) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .report_training import BASELINE, NULL, pictured
+from .report_training import BASELINE, NULL, apart, pictured
 from .trainings import Convergence
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _COLOURS = {
 
 
 def draw(rows: Sequence[Convergence], path: Path) -> None:
-    """Two panels for the longest comparison of each model. The same rows give the same file."""
+    """Two panels for each of the longest comparisons. The same rows give the same file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -79,4 +79,5 @@ def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:
                 steps, [100 * each for each in gaps], dashed, color=_colour(row.arm), label=row.arm, linewidth=1.3
             )
     many = len(group[0].seeds)
-    axes.set_title(f"gap to bf16, %, on held-out text ({many} seed{'s' * (many > 1)})", loc="left", fontsize=9)
+    title = f"gap to bf16, %, on held-out text ({apart(group[0])}{many} seed{'s' * (many > 1)})"
+    axes.set_title(title, loc="left", fontsize=9)

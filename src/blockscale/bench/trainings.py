@@ -25,7 +25,8 @@ class Convergence:
     says: what the arm is.  losses: on held-out text at the end, by seed; None where a run broke down.  gap, error:
     relative to bf16, the mean of the pairs and half of its interval of 95 %.  noise: what the null says that a gap may
     be by chance.  curves: training loss, smoothed and thinned, by seed.  along: [step, mean gap on held-out text].
-    tokens_per_second, shares: None and empty where runs shared the machine.
+    tokens_per_second, shares: None and empty where runs shared the machine.  branch_at: the step up to which all runs
+    of a seed are bf16's; 0: they part at the first.
     """
 
     model: str
@@ -50,12 +51,13 @@ class Convergence:
     peak_memory: int | None
     shares: dict[str, float]
     where: dict[str, Any]
+    branch_at: int = 0
     kind: str = "convergence"
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What a line replaces when it is stored again."""
-        return self.kind, self.model, self.arm, self.steps, len(self.seeds), self.where.get("gpu")
+        return self.kind, self.model, self.arm, self.steps, self.branch_at, len(self.seeds), self.where.get("gpu")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class Options(RunOptions):
     """Paired seeds; intervals need two or more."""
     out: Path = Path("out/compare")
     """Folder of the runs and of the page; runs that are there already are not run again."""
+    branch_at: int = 0
+    """Step up to which all runs of a seed are bf16's, so that early luck is the same for all; 0: they part at once."""
     budget: float | None = None
     """Largest accepted gap in percent; None: 0.25 for 8 and 6 bits, 2 for 4 bits."""
     jobs: int = 1
@@ -61,7 +63,7 @@ def run(options: Options | None = None) -> int:
     for each in recipes:
         get_recipe(each)
     began = time.perf_counter()
-    total = options.seeds * len({*recipes, "bf16", "null"})
+    total = options.seeds * (len({*recipes, "bf16", "null"}) + bool(options.branch_at))
     with _Progress(console, total) as shown:
         found = compare(
             options.config,
@@ -72,6 +74,7 @@ def run(options: Options | None = None) -> int:
             hooks=shown.hooks,
             jobs=options.jobs,
             commit=options.commit,
+            branch_at=options.branch_at,
         )
     _show(console, found)
     page = write(found, options.out / "report.html")

@@ -3,23 +3,28 @@
 Every run of a seed starts from the same weights and sees the same pieces in the same order; only the recipe differs.
 The null differs from bf16 in nothing but the order in which sums are taken, see `null_of`. Each run has a folder with
 one file of JSON lines, which is all that tables and the page are made from: a comparison that was interrupted goes on
-with the runs that are missing, and one that is repeated with more seeds or recipes runs those alone.
+with the runs that are missing, and one that is repeated with more seeds or recipes runs those alone. Runs may also part
+later than at their first step, see `branch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from ..autograd import Recipe, get_recipe
 from ..errors import OptionError, message
+from .branch import trunk
+from .checkpoint import read_about
 from .config import RunConfig
 from .records import Hooks
 from .side_by_side import Lines, side_by_side
 from .statistics import Gap, Verdict, judge, noise_of, paired, wander
 from .stored import LOOKS, Stored, run_or_read
 
+T = TypeVar("T")
 BASELINE, NULL = "bf16", "null"
 # accepted relative gaps by the bits of a recipe's narrowest element
 BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
@@ -71,6 +76,11 @@ class Comparison:
     def tokens_per_second(self, name: str) -> float:
         """The best of its seeds: what disturbs a machine only slows it down."""
         return max(float(run.end.get("tokens_per_second", 0.0)) for run in self.runs[name])
+
+    @property
+    def branch_at(self) -> int:
+        """Up to which step all runs of a seed are one; 0: they part at the first."""
+        return int(self.runs[BASELINE][0].arm.get("branch_at", 0))
 
     @property
     def is_timed(self) -> bool:
@@ -131,30 +141,41 @@ def compare(
     hooks: Callable[[Arm, int], Sequence[Hooks]] = lambda arm, seed: (),
     jobs: int = 1,
     commit: str | None = None,
+    branch_at: int = 0,
 ) -> Comparison:
     """Run what is not there yet, and read all of it.
 
     recipes: names; bf16 and the null are always run.  seeds: how many, or which.  out: where runs are kept.  budget:
     the relative gap that is accepted, such as 0.0025.  hooks: who watches a run, made for each; not with several jobs.
     jobs: runs at a time, each in its own process, so that speeds mean nothing.  commit: to record without git.
+    branch_at: the step up to which all runs of a seed are bf16's; with `config.start` they begin with that checkpoint.
     """
     chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not chosen:
         raise OptionError(
             message(f"seeds={seeds!r}", rule="a comparison has at least one seed", fix="pass seeds=1 or more")
         )
+    _check_branch(config, chosen, branch_at)
     arms = arms_of(config, recipes, budget)
+    starts = dict.fromkeys(chosen, config.start)
+    if branch_at:
+        trunks = [(replace(config, seed=seed), branch_at, out) for seed in chosen]
+        made = _each(trunk, trunks, jobs, lambda place: hooks(arms[0], chosen[place]))
+        starts |= {chosen[place]: path for place, path in made}
+    elif config.start is not None:
+        branch_at = read_about(config.start)["step"]
     # seed by seed, so that an interrupted comparison has whole pairs
     pairs = [(arm, seed) for seed in chosen for arm in arms]
     configs = {arm.name: config_of(arm.name, config) for arm in arms}
+    facts = {"jobs": jobs} | ({"branch_at": branch_at} if branch_at else {})
     tasks = [
-        (arm, replace(configs[arm.name], seed=seed), out, LOOKS if seed == chosen[0] else (), commit, jobs)
+        (
+            *(arm, replace(configs[arm.name], seed=seed, start=starts[seed])),
+            *(out, facts, LOOKS if seed == chosen[0] else (), commit),
+        )
         for arm, seed in pairs
     ]
-    if jobs == 1:
-        found = {place: _run(*task, hooks(*pairs[place])) for place, task in enumerate(tasks)}
-    else:
-        found = dict(side_by_side(_run, tasks, jobs))
+    found = dict(_each(_run, tasks, jobs, lambda place: hooks(*pairs[place])))
     runs: dict[str, list[Stored]] = {arm.name: [] for arm in arms}
     for place, (arm, _) in enumerate(pairs):
         runs[arm.name].append(found[place])
@@ -170,17 +191,43 @@ def compare(
     return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()})
 
 
+def _check_branch(config: RunConfig, seeds: Sequence[int], branch_at: int) -> None:
+    def refuse(what: str, rule: str, fix: str) -> NoReturn:
+        raise OptionError(message(what, rule=rule, fix=fix))
+
+    if branch_at and not 0 < branch_at < config.steps:
+        rule = "runs part after one step at least, and before the last"
+        refuse(f"branch_at={branch_at} of {config.steps} steps", rule, f"pass 1 to {config.steps - 1}, or 0")
+    if config.start is not None and branch_at:
+        rule = "runs begin with one checkpoint"
+        refuse(f"branch_at={branch_at} and start={config.start}", rule, "leave one of them out")
+    if config.start is not None and len(seeds) > 1:
+        rule = "a checkpoint is of one seed"
+        refuse(f"start={config.start} for {len(seeds)} seeds", rule, "pass branch_at, which makes one for each seed")
+
+
+def _each(
+    function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], jobs: int, hooks: Callable[[int], Sequence[Hooks]]
+) -> Iterator[tuple[int, T]]:
+    """(place, result) of each task: here and watched, or several at a time in processes of their own."""
+    if jobs > 1:
+        yield from side_by_side(function, tasks, jobs)
+    else:
+        for place, task in enumerate(tasks):
+            yield place, function(*task, hooks(place))
+
+
 def _run(
     arm: Arm,
     config: RunConfig,
     out: Path,
+    facts: dict[str, Any],
     looks: Sequence[str],
     commit: str | None,
-    jobs: int,
     hooks: Sequence[Hooks] | None = None,
 ) -> Stored:
     """One run, from its file or now.  hooks: None in a process without a terminal, where it tells lines instead."""
-    facts = {"name": arm.name, "says": arm.says, "budget": arm.budget, "jobs": jobs}
+    facts = {"name": arm.name, "says": arm.says, "budget": arm.budget, **facts}
     watching = [Lines(f"{arm.name}, seed {config.seed}")] if hooks is None else hooks
     return run_or_read(arm.name, config, out, watching, arm=facts, looks=looks, commit=commit)
 

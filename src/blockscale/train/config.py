@@ -201,6 +201,8 @@ class RunConfig:
     """Checkpoints that stay."""
     resume: bool = False
     """Go on from the last checkpoint in the folder."""
+    start: Path | None = None
+    """Begin with another run's checkpoint, such as out/a/step-00001000; that run's recipe may have been another."""
     profile: int = 0
     """Steps to write a profiler trace of, for Perfetto, after the first three."""
     numerics_every: int = 0

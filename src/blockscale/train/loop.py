@@ -71,6 +71,8 @@ class _Loop:
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
         run.tell(lambda hook: hook.on_start(run))
+        if config.start is not None and run.saved is None:  # what its recipe makes of weights that it did not train
+            self.evaluate()
         self.restart_clock()
         first = run.step
         while run.step < config.steps and not run.wants_stop:

@@ -23,7 +23,7 @@ from .throughput import MEASURES, throughput_of
 # points of a stored curve
 MOST = 150
 # of a run's config: what the null, seeds and recipes of one comparison may have different from each other
-_APART = ("seed", "batch", "accumulate", "eval_batches", "loss_chunks", "folder", "resume")
+_APART = ("seed", "batch", "accumulate", "eval_batches", "loss_chunks", "folder", "resume", "start")
 
 
 @dataclass
@@ -45,7 +45,8 @@ def publish(folder: Path) -> Published:
         elif run.arm.get("measures") == MEASURES:
             found.lines.append(throughput_of(run))
         elif "name" in run.arm:
-            groups.setdefault(f"{path.parents[2]} {_shared(run.about['config'])}", []).append(run)
+            key = f"{path.parents[2]} {_shared(run.about['config'])} {run.arm.get('branch_at', 0)}"
+            groups.setdefault(key, []).append(run)
         else:
             found.left_out.append(f"{path.parent.name}: does not say what it is in its comparison")
     for runs in groups.values():
@@ -116,6 +117,7 @@ def _line(found: Comparison, arm: Arm) -> Convergence:
         peak_memory=max(memory, default=None),
         shares=first.shares if found.is_timed else {},
         where=first.where,
+        branch_at=found.branch_at,
     )
 
 

@@ -66,6 +66,11 @@ def notes(found: Comparison) -> list[str]:
         f"null: {null.says}; noise up to {100 * noise:.2g} %.",
         "low FLOPs: share of linear FLOPs in low precision.",
     ]
+    if found.branch_at:
+        said.append(
+            f"All runs of a seed are bf16's up to step {found.branch_at}; the first gap of a recipe is what it makes "
+            "of weights that it did not train."
+        )
     if many == 1:
         said.append(
             "One seed: gaps have no interval of their own. The null's largest gap in the second half of its run stands "
@@ -108,9 +113,10 @@ def page(found: Comparison) -> str:
     title = f"{config['name']}: does it still converge?"
     style = Path(__file__).with_name("page.css").read_text()
     tokens = config["batch"] * config["accumulate"] * config["data"]["sequence"]
+    together = f"bf16 up to step {found.branch_at}, " if found.branch_at else ""
     summary = (
         f"{base.about['parameters'] / 1e6:,.2f}M parameters, {config['steps']} steps of {tokens:,} tokens, "
-        f"{len(found.seeds)} paired seed{'s' if len(found.seeds) > 1 else ''}, {base.where.get('name', '')}"
+        f"{together}{len(found.seeds)} paired seed{'s' if len(found.seeds) > 1 else ''}, {base.where.get('name', '')}"
     )
     warning = "" if found.is_on_gpu else f"<p class='warn'>{CPU_SPEED}</p>"
     body = [

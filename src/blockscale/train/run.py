@@ -195,37 +195,50 @@ class Run:
         return self.saved
 
     def _resume(self) -> None:
-        """Go on from the last checkpoint, if that is wanted and there is one."""
-        folder = self.config.folder
-        if folder is None:
+        """Go on from the last checkpoint of the folder, if that is wanted and there is one, or from another run's."""
+        self.saved = self._last()
+        found = self.saved or self.config.start
+        if found is None:
             return
-        last = checkpoint.latest(folder)
-        if not self.config.resume:
-            if last is not None:
-                raise CheckpointError(
-                    message(
-                        f"{folder} has {last.name} already",
-                        rule="a new run does not write over another",
-                        fix="pass resume=True to go on with it, or another folder",
-                    )
-                )
-            return
-        checkpoint.remove_leftovers(folder)
-        if last is None:
-            return
-        about = checkpoint.load(last, checkpoint.tensors_of(self.model, self.optimizer), self.config)
+        about = checkpoint.load(found, checkpoint.tensors_of(self.model, self.optimizer), self.config)
         if about["data_hash"] != self.symbols.hash:
             raise CheckpointError(
                 message(
-                    f"{last} was trained on text {about['data_hash']}, this is {self.symbols.hash}",
+                    f"{found} was trained on text {about['data_hash']}, this is {self.symbols.hash}",
                     rule="a run goes on with the text that it began with",
                     fix="name the same data source and tokenizer, or another folder",
                 )
             )
-        self.step, self.saved = about["step"], last
+        if about["step"] >= self.config.steps and self.saved is None:
+            raise CheckpointError(
+                message(
+                    f"start={found} of a run of {self.config.steps} steps",
+                    rule="a run has steps left after the checkpoint it begins with",
+                    fix=f"pass steps={about['step'] + 1} or more, or an earlier checkpoint",
+                )
+            )
+        self.step = about["step"]
         self.history = [StepRecord(*each) for each in about["history"]]
         self.evaluations = [Evaluation(*each) for each in about["evaluations"]]
         advance_(self.model, tick=self.step * self.config.accumulate)
+
+    def _last(self) -> Path | None:
+        """The last checkpoint of this run itself."""
+        folder = self.config.folder
+        if folder is None:
+            return None
+        last = checkpoint.latest(folder)
+        if self.config.resume:
+            checkpoint.remove_leftovers(folder)
+        elif last is not None:
+            raise CheckpointError(
+                message(
+                    f"{folder} has {last.name} already",
+                    rule="a new run does not write over another",
+                    fix="pass resume=True to go on with it, or another folder",
+                )
+            )
+        return last
 
     def result(self, stopped: Literal["done", "interrupted"]) -> TrainResult:
         """What the run has come to."""

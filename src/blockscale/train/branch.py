@@ -1,0 +1,49 @@
+"""Runs that part late: bf16 up to some step, and from its checkpoint on by each recipe.
+
+Two runs of the same precision part in their first few hundred steps and keep that distance to the end, by luck: a head
+start of thirty steps is a quarter of a percent after three thousand (docs/design/training.md). Runs with a beginning in
+common differ by what comes after it alone, and tell recipes apart that seeds would take days to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from . import checkpoint
+from .config import RunConfig, fingerprint
+from .loop import train
+from .records import Hooks
+from .run import Run
+from .side_by_side import Lines
+
+FOLDER, BASELINE = "trunks", "bf16"
+
+
+class _StopAfter(Hooks):
+    """Ends a run that is not at its end yet, with a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_step(self, run: Run) -> None:
+        if run.step == self.step - 1:
+            run.wants_stop = True
+
+
+def trunk(config: RunConfig, step: int, out: Path, hooks: Sequence[Hooks] | None = None) -> Path:
+    """The checkpoint of a step that runs by every recipe begin with, made where it is not there yet.
+
+    config: of the whole run, whose schedule it follows.  out: the folder of the comparison.  hooks: None in a process
+    without a terminal, where it tells lines instead.
+    """
+    config = replace(config, recipe=replace(config.recipe, name=BASELINE), folder=None, resume=False, start=None)
+    folder = out / FOLDER / f"step{step}-seed{config.seed}-{fingerprint(config)}"
+    made = folder / checkpoint.name_of(step)
+    if not made.exists():
+        watching = [Lines(f"{BASELINE} up to step {step}, seed {config.seed}")] if hooks is None else hooks
+        train(replace(config, folder=folder, resume=True), hooks=[_StopAfter(step), *watching])
+        if not made.exists():
+            raise KeyboardInterrupt
+    return made

@@ -1,0 +1,103 @@
+"""Runs that part late: what they have in common is bf16's to the bit, and what follows is their own recipe's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockscale.errors import CheckpointError, OptionError
+from blockscale.train import ModelConfig, Run, train
+from blockscale.train.branch import trunk
+from blockscale.train.compare import BASELINE, NULL, Comparison, compare
+from blockscale.train.publish import publish
+from blockscale.train.report import notes, page
+from small_runs import Stopper, small
+
+ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
+LITTLE = small("bf16", model=ONE_BLOCK, steps=5, eval_every=1)
+AT = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("branches")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Comparison:
+    """Two runs at a time, in processes of their own."""
+    return compare(LITTLE, ["mxfp8"], 2, out=folder, jobs=2, branch_at=AT)
+
+
+def test_bf16_is_the_run_that_never_parted(found: Comparison):
+    for seed, run in zip(found.seeds, found.runs[BASELINE], strict=True):
+        whole = train(replace(LITTLE, seed=seed))
+        assert run.losses == {each.step: each.loss for each in whole.history if each.step > AT}
+        assert run.loss == whole.loss
+
+
+def test_the_first_gap_is_that_of_rounding(found: Comparison, folder: Path):
+    assert [step for step, _ in found.along("mxfp8")] == [3, 4, 5]
+    start = trunk(LITTLE, AT, folder)
+    losses = {
+        name: Run(replace(LITTLE, start=start, recipe=replace(LITTLE.recipe, name=name))).evaluate().loss
+        for name in ("bf16", "mxfp8")
+    }
+    assert losses["bf16"] != losses["mxfp8"]
+    assert {name: found.runs[name][0].evaluations[AT] for name in losses} == losses
+    # all of them go on with the same pieces: a loss of training differs by rounding alone
+    first = {name: runs[0].losses[AT + 1] for name, runs in found.runs.items()}
+    assert first[NULL] == pytest.approx(first[BASELINE], rel=1e-4)
+    assert first["mxfp8"] == pytest.approx(first[BASELINE], rel=5e-3)
+    assert first["mxfp8"] != first[BASELINE]
+
+
+def test_it_is_said(found: Comparison):
+    assert found.branch_at == AT
+    assert any("up to step 3" in note for note in notes(found))
+    assert "bf16 up to step 3" in page(found)
+
+
+def test_published_apart_from_runs_that_part_at_once(found: Comparison, folder: Path):
+    whole = compare(LITTLE, ["mxfp8"], 2, out=folder)
+    assert whole.branch_at == 0
+    lines = publish(folder).lines
+    assert sorted((line.branch_at, line.arm) for line in lines) == [  # pyright: ignore[reportAttributeAccessIssue]
+        (at, arm) for at in (0, AT) for arm in ("bf16", "mxfp8", "null")
+    ]
+    assert len({line.key for line in lines}) == 6
+
+
+def test_one_that_was_interrupted_goes_on(tmp_path: Path):
+    config = replace(LITTLE, save_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        trunk(config, AT, tmp_path, [Stopper(2)])
+    made = trunk(config, AT, tmp_path, [])
+    assert made.name == "step-00000003"
+    again = replace(config, start=made, folder=tmp_path / "own", recipe=replace(config.recipe, name="mxfp8"))
+    train(again, hooks=[Stopper(4)])
+    resumed = Run(replace(again, resume=True))
+    assert resumed.step == 4, "its own checkpoint, not the one it began with"
+
+
+def test_a_start_of_ones_own(tmp_path: Path):
+    made = trunk(LITTLE, AT, tmp_path, [])
+    found = compare(replace(LITTLE, start=made), ["mxfp8"], out=tmp_path)
+    assert found.branch_at == AT
+    assert found.gap("mxfp8").is_finite
+    with pytest.raises(CheckpointError, match="is of another run: seed"):
+        train(replace(LITTLE, start=made, seed=1))
+    with pytest.raises(CheckpointError, match="steps=4 or more"):
+        train(replace(LITTLE, start=made, steps=3))
+    with pytest.raises(OptionError, match="a checkpoint is of one seed"):
+        compare(replace(LITTLE, start=made), ["mxfp8"], 2, out=tmp_path)
+    with pytest.raises(OptionError, match="one checkpoint"):
+        compare(replace(LITTLE, start=made), ["mxfp8"], out=tmp_path, branch_at=AT)
+
+
+@pytest.mark.parametrize("at", [-1, 5, 6])
+def test_where_nothing_parts(at: int, tmp_path: Path):
+    with pytest.raises(OptionError, match="pass 1 to 4, or 0"):
+        compare(LITTLE, ["mxfp8"], out=tmp_path, branch_at=at)
