@@ -68,9 +68,11 @@ def test_noise_is_the_far_end_of_the_null():
         ((math.inf, 0.1, 0.1), 0.05, "diverged"),
         ((math.nan, 0.1, 0.1), 0.05, "diverged"),
         ((0.03,), 0.05, "within noise"),
-        ((0.15,), 0.05, "within budget"),
-        ((0.22,), 0.05, "undecided"),
+        ((0.09,), 0.05, "within budget"),
+        ((0.11,), 0.05, "undecided"),
         ((3.0,), 0.05, "worse"),
+        # one null is one draw from the noise: twice as much is no proof, though all of it lies above both
+        ((0.66,), 0.30, "undecided"),
     ],
 )
 def test_each_rule(values: tuple[float, ...], noise: float, kind: str):

@@ -66,7 +66,10 @@ def _losses(axes: Axes, group: Sequence[Convergence]) -> None:
 
 
 def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:
-    """In percent of bf16's loss on held-out text, the mean of the seeds; the strip is the null's noise at the end."""
+    """In percent of bf16's loss on held-out text, the mean of the seeds; the strip is the null's noise at the end.
+
+    The axis is made for the later two thirds: runs leave an early plateau at different times, which is luck.
+    """
     noise = next((row.noise for row in group if row.arm == NULL), None)
     if noise is not None:
         axes.axhspan(-100 * noise, 100 * noise, color="0.88", linewidth=0, label="the null's noise")
@@ -78,6 +81,9 @@ def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:
             axes.plot(
                 steps, [100 * each for each in gaps], dashed, color=_colour(row.arm), label=row.arm, linewidth=1.3
             )
+    late = [abs(gap) for row in group for step, gap in row.along if 3 * step >= row.steps]
+    if reach := 130 * max([*late, noise or 0.0], default=0.0):
+        axes.set_ylim(-reach, reach)
     many = len(group[0].seeds)
     title = f"gap to bf16, %, on held-out text ({apart(group[0])}{many} seed{'s' * (many > 1)})"
     axes.set_title(title, loc="left", fontsize=9)

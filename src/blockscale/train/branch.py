@@ -1,8 +1,8 @@
 """Runs that part late: bf16 up to some step, and from its checkpoint on by each recipe.
 
-Two runs of the same precision part in their first few hundred steps and keep that distance to the end, by luck: a head
-start of thirty steps is a quarter of a percent after three thousand (docs/design/training.md). Runs with a beginning in
-common differ by what comes after it alone, and tell recipes apart that seeds would take days to.
+Two runs of the same precision part in their first few hundred steps, and some of that distance stays to the end, by
+luck: a quarter of a percent between two runs of bf16 (docs/design/training.md). Runs with a beginning in common differ
+by what comes after it alone, and tell recipes apart that seeds would take days to.
 """
 
 from __future__ import annotations

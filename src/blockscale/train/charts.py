@@ -23,14 +23,18 @@ class Line:
     dashed: bool = False
 
 
-def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | None = None) -> str:
-    """Curves over steps.  band: half of a strip around zero, such as noise."""
+def lines(
+    curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | None = None, late: float = 0.0
+) -> str:
+    """Curves over steps.  band: half of a strip around zero, such as noise.  late: the share of the steps at the
+    beginning that the axis is not made for; what lies outside of it there is cut off."""
     curves = [each for each in curves if each.points]
     finite = [(x, y) for each in curves for x, y in each.points if math.isfinite(y)]
     if not finite:
         return "<p class='note'>nothing to draw</p>"
     low_x, high_x = min(x for x, _ in finite), max(x for x, _ in finite)
-    edges = [y for _, y in finite] + ([band, -band] if band is not None and math.isfinite(band) else [])
+    told = [y for x, y in finite if x >= low_x + late * (high_x - low_x)]
+    edges = told + ([band, -band] if band is not None and math.isfinite(band) else [])
     ticks = nice(min(edges), max(edges))
     low_y, high_y = min(ticks[0], *edges), max(ticks[-1], *edges)
 
@@ -39,7 +43,9 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
         up = (y - low_y) / ((high_y - low_y) or 1)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
-    parts: list[str] = []
+    # one for all charts of a page, whose plots are of one size
+    box = f"x='{LEFT}' y='{TOP}' width='{WIDTH - LEFT - RIGHT}' height='{HEIGHT - TOP - BOTTOM}'"
+    parts = [f"<clipPath id='plot'><rect {box}/></clipPath>"]
     if band is not None and math.isfinite(band):
         top, floor = at(low_x, band)[1], at(low_x, -band)[1]
         parts.append(
@@ -60,12 +66,15 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
         kind = "curve" + (" faint" if each.faint else "") + (" dashed" if each.dashed else "")
         style = f"stroke:var(--c{each.place % 8})"
         parts.append(
-            f"<polyline class='{kind}' style='{style}' points='{path}'><title>{escape(each.name)}</title></polyline>"
+            f"<polyline class='{kind}' style='{style}' clip-path='url(#plot)' points='{path}'>"
+            f"<title>{escape(each.name)}</title></polyline>"
         )
         if len(each.points) <= 12 and not each.faint:
             dots = (at(*p) for p in each.points if math.isfinite(p[1]))
             parts += [
-                f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.6' style='fill:var(--c{each.place % 8})'/>" for x, y in dots
+                f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.6' style='fill:var(--c{each.place % 8})'/>"
+                for x, y in dots
+                if TOP <= y <= HEIGHT - BOTTOM
             ]
     body = "".join(parts)
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escape(y_name)}'>{body}</svg>" + legend(

@@ -73,8 +73,9 @@ def notes(found: Comparison) -> list[str]:
         )
     if many == 1:
         said.append(
-            "One seed: gaps have no interval of their own. The null's largest gap in the second half of its run stands "
-            "in its place, or how far a recipe's own gap strayed there if that is more; more seeds would give one."
+            "One seed: gaps have no interval of their own. Three times the null's largest gap in the second half of its "
+            "run stand in its place, or how far a recipe's own gap strayed there if that is more; more seeds would "
+            "give one."
         )
     else:
         said.append(f"± is the 95 % interval of the mean of {many} paired seeds (Student's t).")
@@ -171,8 +172,9 @@ def _curves(found: Comparison) -> str:
         "Training loss", lines(training, "training loss"), "Nats per symbol, smoothed; further seeds are faint."
     ) + _section(
         "Gap to bf16 over time",
-        lines(gaps, "gap to bf16", unit=" %", band=100 * found.noise),
-        "On held-out text, mean of the seeds; the strip is the null's noise at the end.",
+        lines(gaps, "gap to bf16", unit=" %", band=100 * found.noise, late=1 / 3),
+        "On held-out text, mean of the seeds; the strip is the null's noise at the end. The axis is made for the later "
+        "two thirds.",
     )
 
 

@@ -22,6 +22,9 @@ _STUDENT = (
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 _NORMAL = 1.95996
+# A single null is one draw from the noise, and a second draw is larger than the first in every second case, larger than
+# it three times in one of five (normal noise): gaps up to so many times the null's say little.
+_ONE_DRAW = 3
 
 
 def student(degrees: int) -> float:
@@ -108,8 +111,8 @@ def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdic
     """The verdict on a recipe.  noise: of the null, see `noise_of`.  budget: the largest relative gap that is accepted.
     strayed: of a single seed, see `wander`.
 
-    The gap's interval decides; a single seed has none, and the null's noise stands in its place, or how far the gap
-    strayed if that is more. Below the budget with all of it: within noise if the mean is no larger than the noise, else
+    The gap's interval decides; a single seed has none, and three times the null's noise stand in its place, or how far
+    the gap strayed if that is more. Below the budget with all of it: within noise if the mean is no larger than the noise, else
     within budget. Above budget and noise with all of it: worse. Anything else is open, and so is everything where the
     null is no number.
     """
@@ -117,10 +120,10 @@ def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdic
         return Verdict("diverged", "a run ended without a loss that is a number")
     if not math.isfinite(noise):
         return Verdict("undecided", "the null has no finite gap, so the noise is not known")
-    error = max(noise, strayed) if gap.error is None else gap.error
+    error = max(_ONE_DRAW * noise, strayed) if gap.error is None else gap.error
     low, high = gap.mean - error, gap.mean + error
     reach = f"from {low:+.2%} to {high:+.2%}" + (
-        " (one seed: by the null's gap and by how far its own strayed)" if gap.error is None else ""
+        " (one seed: by three times the null's gap, or by how far its own strayed)" if gap.error is None else ""
     )
     if high <= budget and abs(gap.mean) <= noise:
         return Verdict("within noise", f"{reach}; the null alone makes {noise:.2%}")
