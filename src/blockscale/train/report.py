@@ -73,9 +73,9 @@ def notes(found: Comparison) -> list[str]:
         )
     if many == 1:
         said.append(
-            "One seed: gaps have no interval of their own. Three times the null's largest gap in the second half of its "
-            "run stand in its place, or how far a recipe's own gap strayed there if that is more; more seeds would "
-            "give one."
+            "One seed: gaps have no interval of their own. Three times the null's largest gap in the second half of "
+            "its run stand in its place, or how far a recipe's own gap strayed there if that is more; more seeds "
+            "would give one."
         )
     else:
         said.append(f"± is the 95 % interval of the mean of {many} paired seeds (Student's t).")

@@ -112,9 +112,9 @@ def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdic
     strayed: of a single seed, see `wander`.
 
     The gap's interval decides; a single seed has none, and three times the null's noise stand in its place, or how far
-    the gap strayed if that is more. Below the budget with all of it: within noise if the mean is no larger than the noise, else
-    within budget. Above budget and noise with all of it: worse. Anything else is open, and so is everything where the
-    null is no number.
+    the gap strayed if that is more. Below the budget with all of it: within noise if the mean is no larger than the
+    noise, else within budget. Above budget and noise with all of it: worse. Anything else is open, and so is everything
+    where the null is no number.
     """
     if not gap.is_finite:
         return Verdict("diverged", "a run ended without a loss that is a number")
