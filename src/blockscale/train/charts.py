@@ -23,9 +23,7 @@ class Line:
     dashed: bool = False
 
 
-def lines(
-    curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | None = None, late: float = 0.0
-) -> str:
+def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | None = None, late: float = 0.0) -> str:
     """Curves over steps.  band: half of a strip around zero, such as noise.  late: the share of the steps at the
     beginning that the axis is not made for; what lies outside of it there is cut off."""
     curves = [each for each in curves if each.points]
