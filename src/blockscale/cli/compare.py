@@ -117,7 +117,8 @@ class _Progress:
                 progress.bar.update(progress.task, completed=done, total=progress.total * steps, description=name)
 
             def on_end(self, run: Any, result: Any) -> None:
-                progress.console.print(f"{name}: loss {result.loss:.4f}", highlight=False)
+                said = f"loss {result.loss:.4f}" if result.evaluations else f"{result.steps} steps"
+                progress.console.print(f"{name}: {said}", highlight=False)
 
         return [Watch(), *([] if self.console.is_terminal else [Lines(name)])]
 

@@ -160,7 +160,8 @@ def compare(
     starts = dict.fromkeys(chosen, config.start)
     if branch_at:
         trunks = [(replace(config, seed=seed), branch_at, out) for seed in chosen]
-        made = _each(trunk, trunks, jobs, lambda place: hooks(arms[0], chosen[place]))
+        shared = replace(arms[0], name=f"{BASELINE} up to step {branch_at}")
+        made = _each(trunk, trunks, jobs, lambda place: hooks(shared, chosen[place]))
         starts |= {chosen[place]: path for place, path in made}
     elif config.start is not None:
         branch_at = read_about(config.start)["step"]
