@@ -5,8 +5,9 @@
         --parallelism.spmd-backend partial_dtensor --parallelism.tensor-parallel-degree 2
 
 The trainer wants an accelerator, a tokenizer and text. Here it is told that the device is the CPU, attention is dense
-(FlexAttention has no backward there), gloo only adds, a barrier on a CUDA device is left out, and text is made up, one
-byte a token. Nothing else differs. Import this before torchtitan, which looks for its device when it is imported.
+(FlexAttention has no backward there), gloo only adds, a barrier on a CUDA device is left out, products of bf16 are taken
+in fp32 and rounded once, and text is made up, one byte a token. Nothing else differs. Import this before torchtitan,
+which looks for its device when it is imported.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SIZES = ["--training.seq-len", "64", "--training.local-batch-size", "2", "--trai
 def patch_torch() -> None:
     """Before torchtitan is imported."""
     torch._utils._get_available_device_type = lambda: "cpu"
+    widen_products()
     properties = SimpleNamespace(total_memory=16 << 30)
     for name, stub in {
         "get_device_name": lambda device=None: "cpu",
@@ -46,6 +48,22 @@ def patch_torch() -> None:
     }.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, stub)
+
+
+@functools.cache
+def widen_products() -> torch.library.Library:
+    """Products of bf16 by fp32's: a CPU that has no instructions for them takes 250 times as long."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("mm", "addmm", "bmm", "baddbmm"):
+        library.impl(name, functools.partial(_wide, getattr(torch.ops.aten, name).out), "CPU")
+    return library
+
+
+def _wide(product: Any, *operands: Any, **named: Any) -> torch.Tensor:
+    dtype = operands[0].dtype
+    inner = torch.float32 if dtype == torch.bfloat16 else dtype
+    found = product(*(each.to(inner) for each in operands), **named, out=torch.empty(0, dtype=inner))
+    return found.to(dtype)
 
 
 def patch_torchtitan() -> None:

@@ -27,8 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Comparison:
-    """Two runs at a time, in processes of their own."""
-    return compare(LITTLE, ["mxfp8"], 2, out=folder, jobs=2, branch_at=AT)
+    return compare(LITTLE, ["mxfp8"], 2, out=folder, branch_at=AT)
 
 
 def test_bf16_is_the_run_that_never_parted(found: Comparison):
