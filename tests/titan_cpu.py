@@ -5,9 +5,9 @@
         --parallelism.spmd-backend partial_dtensor --parallelism.tensor-parallel-degree 2
 
 The trainer wants an accelerator, a tokenizer and text. Here it is told that the device is the CPU, attention is dense
-(FlexAttention has no backward there), gloo only adds, a barrier on a CUDA device is left out, products of bf16 are taken
-in fp32 and rounded once, and text is made up, one byte a token. Nothing else differs. Import this before torchtitan,
-which looks for its device when it is imported.
+(FlexAttention has no backward there), gloo only adds, a barrier on a CUDA device is left out, products of bf16 are
+taken in fp32 and rounded once, and text is made up, one byte a token. Nothing else differs. Import this before
+torchtitan, which looks for its device when it is imported.
 """
 
 from __future__ import annotations
