@@ -16,7 +16,8 @@ from blockscale.train.report import notes, page
 from small_runs import Stopper, small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
-LITTLE = small("bf16", model=ONE_BLOCK, steps=5, eval_every=1)
+# by a recipe that no arm has: what is shared is bf16's whatever a config says
+LITTLE = small("nvfp4", model=ONE_BLOCK, steps=5, eval_every=1)
 AT = 3
 
 
@@ -32,7 +33,7 @@ def found(folder: Path) -> Comparison:
 
 def test_bf16_is_the_run_that_never_parted(found: Comparison):
     for seed, run in zip(found.seeds, found.runs[BASELINE], strict=True):
-        whole = train(replace(LITTLE, seed=seed))
+        whole = train(replace(LITTLE, seed=seed, recipe=replace(LITTLE.recipe, name="bf16")))
         assert run.losses == {each.step: each.loss for each in whole.history if each.step > AT}
         assert run.loss == whole.loss
 
@@ -67,6 +68,11 @@ def test_published_apart_from_runs_that_part_at_once(found: Comparison, folder: 
         (at, arm) for at in (0, AT) for arm in ("bf16", "mxfp8", "null")
     ]
     assert len({line.key for line in lines}) == 6
+
+
+def test_each_step_has_a_trunk_of_its_own(tmp_path: Path):
+    """One that is longer already must not run on to the end."""
+    assert [trunk(LITTLE, step, tmp_path, []).name for step in (2, 1)] == ["step-00000002", "step-00000001"]
 
 
 def test_one_that_was_interrupted_goes_on(tmp_path: Path):

@@ -320,3 +320,18 @@ def test_the_picture_is_the_same_every_time(tmp_path: Path):
     assert one == (tmp_path / "two.svg").read_bytes()
     training_picture.draw([replace(row, along=[[1, 0.05], [2, 0.0]]) for row in rows], tmp_path / "two.svg")
     assert one != (tmp_path / "two.svg").read_bytes()
+
+
+def test_what_parts_late_is_pictured_beside_what_parts_at_once():
+    early, late = convergence(0.0, arm="bf16"), convergence(0.0, arm="bf16", branch_at=1000)
+    shorter = replace(late, steps=2000)
+    assert report_training.pictured([shorter, late, early]) == [[early], [late]]
+    assert "bf16 up to step 1,000, 1 seed" in report_training.long_table([early, late])
+
+
+def test_the_axis_of_gaps_is_made_for_late_ones():
+    figures = pytest.importorskip("matplotlib.figure", reason="the picture needs matplotlib, which is not installed")
+    axes = figures.Figure().subplots()
+    along = [[500, -0.09], [1000, 0.01], [3000, 0.004]]
+    training_picture._gaps(axes, [convergence(0.004, arm="mxfp8", along=along)])
+    assert axes.get_ylim() == pytest.approx((-1.3, 1.3))

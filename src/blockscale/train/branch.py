@@ -38,7 +38,7 @@ def trunk(config: RunConfig, step: int, out: Path, hooks: Sequence[Hooks] | None
     config: of the whole run, whose schedule it follows.  out: the folder of the comparison.  hooks: None in a process
     without a terminal, where it tells lines instead.
     """
-    config = replace(config, recipe=replace(config.recipe, name=BASELINE), folder=None, resume=False, start=None)
+    config = replace(config, recipe=replace(config.recipe, name=BASELINE), folder=None, resume=False)
     folder = out / FOLDER / f"step{step}-seed{config.seed}-{fingerprint(config)}"
     made = folder / checkpoint.name_of(step)
     if not made.exists():
