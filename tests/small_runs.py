@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from blockscale.train import DataConfig, ExpertsConfig, Hooks, LatentConfig, ModelConfig, RecipeConfig, RunConfig
+from blockscale.train import DataConfig, ExpertsConfig, LatentConfig, ModelConfig, RecipeConfig, RunConfig
 
 DENSE = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
 SPARSE = ModelConfig(
@@ -33,14 +33,3 @@ def small(recipe: str = "fp8_blockwise", weight_cast: Any = "step", **changes: A
         eval_batches=1,
     )
     return replace(run, **changes)
-
-
-class Stopper(Hooks):
-    """Interrupts a run before a step, as Ctrl-C does."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def before_step(self, run: Any) -> None:
-        if run.step == self.step - 1:
-            run.wants_stop = True

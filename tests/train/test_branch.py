@@ -9,11 +9,11 @@ import pytest
 
 from blockscale.errors import CheckpointError, OptionError
 from blockscale.train import ModelConfig, Run, train
-from blockscale.train.branch import trunk
+from blockscale.train.branch import StopAfter, trunk
 from blockscale.train.compare import BASELINE, NULL, Comparison, compare
 from blockscale.train.publish import publish
 from blockscale.train.report import notes, page
-from small_runs import Stopper, small
+from small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
 # by a recipe that no arm has: what is shared is bf16's whatever a config says
@@ -78,11 +78,11 @@ def test_each_step_has_a_trunk_of_its_own(tmp_path: Path):
 def test_one_that_was_interrupted_goes_on(tmp_path: Path):
     config = replace(LITTLE, save_every=1)
     with pytest.raises(KeyboardInterrupt):
-        trunk(config, AT, tmp_path, [Stopper(2)])
+        trunk(config, AT, tmp_path, [StopAfter(2)])
     made = trunk(config, AT, tmp_path, [])
     assert made.name == "step-00000003"
     again = replace(config, start=made, folder=tmp_path / "own", recipe=replace(config.recipe, name="mxfp8"))
-    train(again, hooks=[Stopper(4)])
+    train(again, hooks=[StopAfter(4)])
     resumed = Run(replace(again, resume=True))
     assert resumed.step == 4, "its own checkpoint, not the one it began with"
 

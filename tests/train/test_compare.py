@@ -16,10 +16,11 @@ from blockscale.errors import NonFiniteError, OptionError
 from blockscale.train import ModelConfig, RecipeConfig, Run, RunConfig, get_preset
 from blockscale.train import breakdown as breakdowns
 from blockscale.train import stored as module
+from blockscale.train.branch import StopAfter
 from blockscale.train.breakdown import KINDS, breakdown
 from blockscale.train.compare import BASELINE, NULL, Comparison, arms_of, compare, config_of, null_of
 from blockscale.train.stored import read
-from small_runs import Stopper, small
+from small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
 
@@ -108,7 +109,7 @@ def test_finished_runs_are_read_and_not_run(found: Comparison, folder: Path, mon
 def test_an_interrupted_comparison_goes_on(tmp_path: Path):
     config = little(steps=2)
     with pytest.raises(KeyboardInterrupt):
-        compare(config, [], 1, out=tmp_path, hooks=lambda arm, seed: [Stopper(1)] if arm.name == NULL else [])
+        compare(config, [], 1, out=tmp_path, hooks=lambda arm, seed: [StopAfter(1)] if arm.name == NULL else [])
     files = sorted(tmp_path.rglob("metrics.jsonl"))
     assert [read(each).is_done for each in files] == [True, False]
     before = files[0].read_text()

@@ -13,7 +13,8 @@ import torch
 from blockscale.autograd.weights import shared_weights
 from blockscale.errors import CheckpointError, OptionError
 from blockscale.train import Hooks, OptimizerConfig, RecipeConfig, Run, TrainResult, train
-from small_runs import DENSE, SPARSE, Stopper, small
+from blockscale.train.branch import StopAfter
+from small_runs import DENSE, SPARSE, small
 
 
 def losses(result: TrainResult) -> list[float]:
@@ -56,7 +57,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(recipe: str, model, tmp_pat
     run = small(recipe, model=model, steps=3, accumulate=2, batch=1, eval_every=2)
     whole = train(run)
     here = replace(run, folder=tmp_path)
-    part = train(here, hooks=[Stopper(2)])
+    part = train(here, hooks=[StopAfter(2)])
     assert (part.stopped, part.steps) == ("interrupted", 2)
     torch.manual_seed(999)  # whatever the process did in between
     rest = train(replace(here, resume=True))
@@ -273,7 +274,7 @@ def test_resume_on_a_gpu(recipe: str, tmp_path: Path):
     run = small(recipe, model=SPARSE, device="cuda", steps=4)
     whole = train(run)
     here = replace(run, folder=tmp_path)
-    train(here, hooks=[Stopper(2)])
+    train(here, hooks=[StopAfter(2)])
     assert train(replace(here, resume=True)).history == whole.history
 
 

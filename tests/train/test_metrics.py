@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from blockscale.train import train
+from blockscale.train.branch import StopAfter
 from blockscale.train.metrics import JsonLines, TensorBoard
-from small_runs import DENSE, Stopper, small
+from small_runs import DENSE, small
 
 rich = pytest.importorskip("rich.console", reason="the view needs rich")
 RUN = small("bf16", model=replace(DENSE, layers=1), steps=3, log_every=2)
@@ -19,7 +20,7 @@ RUN = small("bf16", model=replace(DENSE, layers=1), steps=3, log_every=2)
 
 def test_json_lines_of_a_run_that_resumed(tmp_path: Path):
     run = replace(RUN, folder=tmp_path)
-    train(run, hooks=[JsonLines(tmp_path), Stopper(2)])
+    train(run, hooks=[JsonLines(tmp_path), StopAfter(2)])
     result = train(replace(run, resume=True), hooks=[JsonLines(tmp_path)])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "run"] == [0, 2]

@@ -105,7 +105,7 @@ class _Balance(HTMLParser):
 
 
 def test_the_axis_is_made_for_late_gaps():
-    """An early plateau that one run leaves late must not flatten the rest, and is cut off, not moved."""
+    """A large early gap must not flatten the rest, and is cut off, not moved."""
     curve = Line("mxfp8", [(10.0, 9.0), (20.0, 0.5), (30.0, 0.4)], 1)
     whole, late = lines([curve], "gap"), lines([curve], "gap", late=1 / 3)
     assert ">8<" in whole

@@ -68,7 +68,7 @@ def _losses(axes: Axes, group: Sequence[Convergence]) -> None:
 def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:
     """In percent of bf16's loss on held-out text, the mean of the seeds; the strip is the null's noise at the end.
 
-    The axis is made for the later two thirds: runs leave an early plateau at different times, which is luck.
+    The axis is made for the later two thirds: early on one is some steps ahead of another, which is luck.
     """
     noise = next((row.noise for row in group if row.arm == NULL), None)
     if noise is not None:

@@ -21,8 +21,8 @@ from .side_by_side import Lines
 FOLDER, BASELINE = "trunks", "bf16"
 
 
-class _StopAfter(Hooks):
-    """Ends a run that is not at its end yet, with a checkpoint."""
+class StopAfter(Hooks):
+    """Ends a run after a step, as Ctrl-C during it does: with a checkpoint where it has a folder."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -43,7 +43,7 @@ def trunk(config: RunConfig, step: int, out: Path, hooks: Sequence[Hooks] | None
     made = folder / checkpoint.name_of(step)
     if not made.exists():
         watching = [Lines(f"{BASELINE} up to step {step}, seed {config.seed}")] if hooks is None else hooks
-        train(replace(config, folder=folder, resume=True), hooks=[_StopAfter(step), *watching])
+        train(replace(config, folder=folder, resume=True), hooks=[StopAfter(step), *watching])
         if not made.exists():
             raise KeyboardInterrupt
     return made

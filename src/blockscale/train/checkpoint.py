@@ -119,7 +119,7 @@ def read_about(path: Path) -> dict[str, Any]:
             message(
                 f"{path} has no {ABOUT}",
                 rule="a checkpoint of this trainer has one",
-                fix="name the folder of a run, with step-* folders in it",
+                fix="name one of the step-* folders that a run leaves in its folder",
             )
         ) from None
     except ValueError as error:

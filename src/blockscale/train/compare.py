@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..autograd import Recipe, get_recipe
 from ..errors import OptionError, message
-from .branch import trunk
+from .branch import BASELINE, trunk
 from .checkpoint import read_about
 from .config import RunConfig
 from .records import Hooks
@@ -25,7 +25,7 @@ from .statistics import Gap, Verdict, judge, noise_of, paired, wander
 from .stored import LOOKS, Stored, run_or_read
 
 T = TypeVar("T")
-BASELINE, NULL = "bf16", "null"
+NULL = "null"
 # accepted relative gaps by the bits of a recipe's narrowest element
 BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
 
