@@ -81,6 +81,7 @@ def test_configs_are_json():
         (small(model=replace(DENSE, vocabulary=0)), "vocabulary=0"),
         (small(model=replace(SPARSE, experts=replace(SPARSE.experts, top_k=5))), "top_k=5 of 4"),
         (small(model=SPARSE, export=Path("out")), "export"),
+        (small(deterministic=True, attention="cudnn"), "deterministic with attention=cudnn"),
         (small(data=replace(small().data, held_out=1.0)), "held_out=1.0"),
         (small(optimizer=OptimizerConfig(rate=float("nan"))), "rate=nan"),
         (small(optimizer=OptimizerConfig(schedule="wsd", warmup=0.6, decay=0.6)), "warmup=0.6"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 
 from blockscale.autograd.weights import shared_weights
 from blockscale.errors import CheckpointError, OptionError
-from blockscale.train import Hooks, OptimizerConfig, RecipeConfig, Run, TrainResult, train
+from blockscale.train import DataConfig, Hooks, OptimizerConfig, RecipeConfig, Run, TrainResult, train
 from blockscale.train.branch import StopAfter
 from small_runs import DENSE, SPARSE, small
 
@@ -231,6 +233,24 @@ def test_compiled_blocks_are_eager_ones_to_the_bit(monkeypatch: pytest.MonkeyPat
     assert (compiled.history, compiled.evaluations) == (eager.history, eager.evaluations)
 
 
+def test_a_compiled_run_is_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch):
+    """Compiled blocks are held in cycles; on a GPU the weights of two runs would lie beside each other."""
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **named: compile_function(f, **named | {"backend": "aot_eager"}))
+    config = small("bf16", model=replace(DENSE, layers=1), compile="blocks")
+    gc.disable()
+    try:
+        run = Run(config)
+        run.advance()
+        weight = weakref.ref(next(run.model.parameters()))
+        del run
+        assert weight() is not None
+        Run(config)
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
@@ -266,6 +286,46 @@ def test_nothing_waits_for_the_gpu_within_a_step():
         run.advance()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Sees(Hooks):
+    """What torch promises while a run makes its steps."""
+
+    def before_step(self, run: Run) -> None:
+        self.seen = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_deterministic_is_for_the_run_alone(fails: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also where it ends by an error; buffers are not filled."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    sees, config = Sees(), small(deterministic=True, steps=1)
+    if fails:
+        monkeypatch.setattr(Run, "advance", lambda run: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config, hooks=[sees])
+    else:
+        plain = train(replace(config, deterministic=False))
+        assert train(config, hooks=[sees]).history == plain.history
+    assert sees.seen == (True, False)
+    assert (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    ) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "mxfp8"])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_deterministic_runs_repeat_on_a_gpu(recipe: str, experts: bool, tmp_path: Path):
+    """With heads and lengths for which torch would take cuDNN's attention, compiled, and over a resume."""
+    mixture = replace(SPARSE.experts, hidden=128, shared=128) if experts else None
+    model = replace(DENSE, dim=256, hidden=512, heads=4, kv_heads=4, experts=mixture)
+    run = small(recipe, model=model, data=DataConfig(sequence=1024), device="cuda", steps=6, batch=4, compile="blocks")
+    run = replace(run, deterministic=True)
+    whole, here = train(run), replace(run, folder=tmp_path)
+    train(here, hooks=[StopAfter(3)])
+    assert train(replace(here, resume=True)).history == whole.history
 
 
 @pytest.mark.gpu

@@ -54,6 +54,8 @@ def _colour(name: str) -> str:
 
 def _losses(axes: Axes, group: Sequence[Convergence]) -> None:
     """Of the first seed; the null lies on bf16 and is left out."""
+    from matplotlib.ticker import LogLocator
+
     for row in group:
         if row.arm != NULL and row.curves and row.curves[0]:
             steps, losses = zip(*row.curves[0], strict=True)
@@ -62,7 +64,8 @@ def _losses(axes: Axes, group: Sequence[Convergence]) -> None:
     axes.set_title(f"{first.model}: training loss, nats per symbol, seed {first.seeds[0]}", loc="left", fontsize=9)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")  # a loss moves within one power of ten
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 4, 6, 8)))  # a loss moves within one power of ten
+    axes.yaxis.set_minor_formatter("{x:g}")
 
 
 def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:

@@ -40,6 +40,12 @@ def check(config: RunConfig) -> None:
                     "checkpoints, traces and metrics are kept in the folder of a run",
                     f"pass folder=out/{config.name}",
                 )
+    if config.deterministic and config.attention == "cudnn":
+        _refuse(
+            "deterministic with attention=cudnn",
+            "cuDNN adds up its backward in an order of its own in every run",
+            "pass attention=auto, or flash",
+        )
     if config.export is not None and (config.model.experts is not None or config.model.latent is not None):
         _refuse(
             f"export={config.export} of a model with experts or latent attention",

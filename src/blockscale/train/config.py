@@ -185,6 +185,8 @@ class RunConfig:
     """What the backward computes again. full: whole blocks. selective: all but products and attention."""
     attention: Backend = "auto"
     """Which of torch's attentions; auto leaves it to torch."""
+    deterministic: bool = False
+    """The same bits in every run on the same GPU and versions; attention's backward takes longer."""
     loss_chunks: int = 1
     """Pieces in which logits are made; more take less memory where the vocabulary is large."""
     log_every: int = 10

@@ -6,6 +6,7 @@ the device when it logs, and not in between.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import deterministic
 
 from ..nn.convert import FilterFn
 from . import faults
@@ -31,6 +33,8 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# a module with a property, which checkers of types do not see
+_memory: Any = deterministic
 # before a trace begins: compilation, autotuning and recordings are over
 _SETTLED = 3
 
@@ -47,9 +51,10 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
     """
     check(config)
     try:
-        run = Run(config, hooks, filter_fn)
-        with _attention(config), _interruptible(run):
-            return _Loop(run).to_the_end()
+        with _repeatable(config), _attention(config):
+            run = Run(config, hooks, filter_fn)
+            with _interruptible(run):
+                return _Loop(run).to_the_end()
     except torch.OutOfMemoryError as error:
         raise faults.out_of_memory(config, error) from error
     finally:
@@ -162,6 +167,23 @@ class _Loop:
 
 def _attention(config: RunConfig) -> AbstractContextManager[Any]:
     return nullcontext() if config.attention == "auto" else sdpa_kernel(_BACKENDS[config.attention])
+
+
+@contextmanager
+def _repeatable(config: RunConfig) -> Generator[None]:
+    """Within it torch takes what gives the same bits every time, if the config asks for that; our kernels always do."""
+    if not config.deterministic:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before every product
+    before = torch.are_deterministic_algorithms_enabled(), _memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    _memory.fill_uninitialized_memory = False  # what is read was written: buffers would be filled for nothing
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        _memory.fill_uninitialized_memory = before[1]
 
 
 @contextmanager

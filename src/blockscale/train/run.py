@@ -8,6 +8,7 @@ the loop looks, and the place where it began can be found.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -43,6 +44,8 @@ class Run:
 
     def __init__(self, config: RunConfig, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> None:
         self.config, self.hooks = config, tuple(hooks)
+        if config.compile != "none":
+            _forget_compiled()
         self.device = default_device() if config.device is None else named_device(config.device)
         self.recipe = recipe_of(config.recipe)
         self.symbols = load(config.data)
@@ -73,7 +76,6 @@ class Run:
         self._resume()
         attach(self.optimizer, self.model)
         if config.compile != "none":
-            torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
             compile_(self.model, config.compile)
 
     def _build(self) -> Transformer:
@@ -257,6 +259,13 @@ class Run:
             self.saved,
             str(self.report),
         )
+
+
+def _forget_compiled() -> None:
+    """Drop what is compiled, and the weights of an earlier run that it holds in cycles: they would still be there, and
+    counted, while this run has the device."""
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    gc.collect()
 
 
 def recipe_of(config: RecipeConfig) -> Recipe:
