@@ -57,7 +57,7 @@ class KnownSpill:
 
 MAY_SPILL = (
     KnownSpill(
-        r"swiglu backward \w+$", 40, "128 registers leave room for a second program of eight warps", arches=(90,)
+        r"swiglu backward \w+$", 72, "128 registers leave room for a second program of eight warps", arches=(90,)
     ),
     KnownSpill(
         r"(fp8_1x128 both (bf16|fp16)( plain)?|fp8_1x128 row bf16 ragged|mxfp6_e2m3 both fp16|swiglu mxfp8_e4m3)$",
@@ -81,8 +81,8 @@ MAY_SPILL = (
     ),
     KnownSpill(
         r"swiglu backward \w+ groups$",
-        168,
-        "room for a second program of eight warps: 23 % less time on an H200 than with 168 registers",
+        432,
+        "tiles at the ends of groups, with room for a second program of eight warps; others spill a quarter of it",
         arches=(90,),
     ),
     KnownSpill(r"\w+ both .*strided$", 220, "values loaded one by one: the slow path, for sources contiguous nowhere"),
@@ -271,11 +271,11 @@ def decode(name: str, axis: int) -> Callable[[], object]:
 
 
 def swiglu(name: str, *, backward: bool = False, hidden: int = 4096, groups: int = 0) -> Callable[[], object]:
-    """SwiGLU or its backward, to both operands."""
+    """SwiGLU or its backward, to both operands; the backward makes the column operand of SwiGLU itself besides."""
     offs = torch.arange(1, groups + 1, dtype=torch.int32) * 100 if groups else None
     gate_up, grad = (torch.empty(8192, columns, dtype=torch.bfloat16) for columns in (2 * hidden, hidden))
     if backward:
-        return lambda: swiglu_backward_quantize_both(grad, gate_up, name, name, offs=offs)
+        return lambda: swiglu_backward_quantize_both(grad, gate_up, name, name, hidden=name, offs=offs)
     return lambda: swiglu_quantize_both(gate_up, name, name, offs=offs)
 
 
@@ -339,24 +339,24 @@ CASES = (
     cast(Cast("nvfp4", "both", given=True), 128, 32.5, E4M3),
     cast(Cast("nvfp4_16x16", "row", given=True), 104, 14.3, E4M3),
     cast(Cast("nvfp4_16x16", "both", given=True), 128, 27.5, E4M3),
-    cast(Cast("fp8_1x128", "both", groups=True), 255, 25, E4M3),
+    cast(Cast("fp8_1x128", "both", groups=True), 255, 46, E4M3),  # with groups twice: tiles within one, and others
     cast(Cast("mxfp8_e4m3", "both", layout="blocked"), 168, 12.8, E4M3),
     cast(Cast("nvfp4", "row", stochastic=True, given=True), 72, 52, E4M3),
     Case(_ROTATED.name, _ROTATED, Budget(96, 39, E4M3, wide=False), (90,)),
     Case(_DRAWN.name, _DRAWN, Budget(168, 61, E4M3, wide=False), (90,)),
     Case("swiglu fp8_1x128", swiglu("fp8_1x128"), Budget(128, 42, E4M3), (90,)),
     Case("swiglu mxfp8_e4m3", swiglu("mxfp8_e4m3"), Budget(104, 42, E4M3), (90, 100)),
-    Case("swiglu backward fp8_1x128", swiglu("fp8_1x128", backward=True), Budget(128, 67, E4M3), (90,)),
+    Case("swiglu backward fp8_1x128", swiglu("fp8_1x128", backward=True), Budget(128, 76, E4M3), (90,)),
     Case(
         "swiglu backward of no whole tiles fp8_1x128",
         swiglu("fp8_1x128", backward=True, hidden=2880),
-        Budget(128, 48, E4M3),
+        Budget(168, 48, E4M3),
         (90,),
     ),
     Case(
         "swiglu backward fp8_1x128 groups",
         swiglu("fp8_1x128", backward=True, groups=64),
-        Budget(128, 72, E4M3),
+        Budget(128, 163, E4M3),
         (90,),
     ),
     Case("rmsnorm fp8_1x128", norm("fp8_1x128"), Budget(168, 0, E4M3, wide=False), ARCHES),

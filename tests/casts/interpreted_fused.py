@@ -48,7 +48,7 @@ def _sigmoid_kernel(gate, out, W: tl.constexpr):
 @triton.jit
 def _backward_kernel(dy, gate, up, out, size, W: tl.constexpr):
     at = tl.program_id(0) * W + tl.arange(0, W)
-    dgate, dup = device.swiglu_backward(tl.load(dy + at), tl.load(gate + at), tl.load(up + at))
+    dgate, dup, _ = device.swiglu_backward(tl.load(dy + at), tl.load(gate + at), tl.load(up + at))
     tl.store(out + at, dgate)
     tl.store(out + size + at, dup)
 

@@ -49,9 +49,10 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
         for axis in (-1, -2):
             yield x.numel(), compared(f"swiglu {axis}", ops.swiglu_quantize, x, text, axis, None, None, None)
     x, grad = gates(130, 256, torch.bfloat16, finite=form.family == "nvfp4"), torch.randn(130, 256).bfloat16()
-    hidden = text if name == "mxfp8_e4m3" else ""
     rest = None, None, None, None, None, None, None
-    yield x.numel(), compared("swiglu backward", ops.swiglu_backward_quantize_both, grad, x, text, text, hidden, *rest)
+    yield x.numel(), compared("swiglu backward", ops.swiglu_backward_quantize_both, grad, x, text, text, "", *rest)
+    if not form.is_2d and form.family != "nvfp4":
+        yield from three_operands(name)
     # halves that are no whole tiles: a tile holds gates and ups; how it is read does not depend on the format
     ragged = ((torch.bfloat16, 130, 192), (torch.float32, 40, 74)) if name == "fp8_1x128" or THOROUGH else ()
     for dtype, rows, width in ragged:
@@ -100,6 +101,25 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     yield 0, compared("no tokens", ops.permute_quantize_both, *args)
     if name == "fp8_1x128" or THOROUGH:
         yield from apart(text, form.family == "nvfp4")
+
+
+def three_operands(name: str) -> Iterator[tuple[int, Case]]:
+    """SwiGLU's backward with the operand of SwiGLU itself: one kernel writes all three if the formats are alike."""
+    call, plan = ops.swiglu_backward_quantize_both, CastSpec(name).plan()
+    text, rest = plan.text(), (None,) * 6
+    # a whole tile within a group, the rest of it, a short group, none, and rows of no group
+    ends = torch.tensor([3, 3, 300], dtype=torch.int32)
+    shapes = {"one matrix": ((130, 256), None), "two": ((2, 40, 128), None), "groups": ((320, 128), ends)}
+    for what, ((*rows, hidden), offs) in shapes.items():
+        x, grad = torch.randn(*rows, 2 * hidden).bfloat16(), torch.randn(*rows, hidden).bfloat16()
+        x[..., 0, 0], x[..., 9, 1], grad[..., 20, 2] = torch.nan, torch.inf, -torch.inf
+        yield x.numel(), compared(f"three operands, {what}", call, grad, x, text, text, text, *rest, offs)
+    for layout in plan.spec.layouts:
+        third = CastSpec(name, scale_layout=layout).plan().text()
+        yield x.numel(), compared(f"three operands, {layout}", call, grad, x, text, text, third, *rest, offs)
+    for other in ("mxfp4", "mxfp8_e5m2"):
+        third = CastSpec(other).plan().text()
+        yield x.numel(), compared(f"three operands, {other}", call, grad, x, text, text, third, *rest, offs)
 
 
 def spread(vector: Tensor) -> Tensor:

@@ -123,6 +123,20 @@ def test_swiglu_backward_of_groups(device: torch.device) -> None:
     same_operand(got[2], quantize(activation.swiglu(gate_up), spec, axis=-2, offs=offs))
 
 
+@pytest.mark.parametrize("name", ["fp8_1x128", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4"])
+@pytest.mark.parametrize("shape", [(300, 512), (2, 256, 256), (sum(SIZES) + EXTRA, 256)])
+def test_three_operands_of_one_format(shape: tuple[int, ...], name: str, device: torch.device) -> None:
+    """Hidden sizes of whole tiles, where one kernel writes all of them; the last shape is of groups, long and short."""
+    offs = ends_of(SIZES, device) if shape[0] == sum(SIZES) + EXTRA else None
+    gate_up = torch.randn(shape, device=device).bfloat16()
+    grad = torch.randn(*shape[:-1], shape[-1] // 2, device=device).bfloat16()
+    got = swiglu_backward_quantize_both(grad, gate_up, name, name, hidden=name, offs=offs)
+    want = quantize_both(activation.swiglu_backward(grad, gate_up), name, name, offs=offs)
+    same_operand(got[0], want[0])
+    same_operand(got[1], want[1])
+    same_operand(got[2], quantize(activation.swiglu(gate_up), name, axis=-2, offs=offs))
+
+
 def test_strides_do_not_matter(device: torch.device) -> None:
     x = torch.randn(256, 130, device=device).bfloat16().mT
     grad, weight = torch.randn(130, 256, device=device).bfloat16()[:, ::2], torch.randn(512, device=device)[::2]

@@ -182,10 +182,14 @@ def locate(offs_ptr, groups, position, M, GROUPS: tl.constexpr, ALIGN: tl.conste
     i = tl.arange(0, GROUPS)
     ends = tl.load(offs_ptr + i, mask=i < groups, other=0)
     starts = tl.load(offs_ptr + i - 1, mask=(i > 0) & (i < groups), other=0)
-    sizes = tl.where(i < groups, ends - starts, 0)
-    padded = tl.cdiv(sizes, ALIGN) * ALIGN
-    group = tl.sum(((tl.cumsum(padded, 0) <= position) & (i < groups)).to(tl.int32))
-    start = tl.sum(tl.where(i < group, sizes, 0))
-    end = tl.where(group < groups, start + tl.sum(tl.where(i == group, sizes, 0)), M)
-    row0 = start + position - tl.sum(tl.where(i < group, padded, 0))
+    padded_ends = tl.cumsum(tl.cdiv(tl.where(i < groups, ends - starts, 0), ALIGN) * ALIGN, 0)
+    # The last padded end that is not behind the position, and how many there are: ends grow with their numbers, so one
+    # maximum finds both. Every reduction is barriers that all warps wait at before the first load.
+    passed = tl.where((padded_ends <= position) & (i < groups), padded_ends.to(tl.int64) * (2 * GROUPS) + i + 1, 0)
+    most = tl.max(passed)
+    group = (most % (2 * GROUPS)).to(tl.int32)
+    start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(offs_ptr + group, mask=group < groups, other=0)
+    end = tl.where(group < groups, end, M)
+    row0 = start + position - (most // (2 * GROUPS)).to(tl.int32)
     return group, row0, start, end

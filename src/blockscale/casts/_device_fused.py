@@ -90,11 +90,11 @@ def swiglu(gate, up):
 
 @triton.jit
 def swiglu_backward(dy, gate, up):
-    """fp32 gradients of gate and of up."""
+    """fp32 gradients of gate and of up, and what `swiglu` gives."""
     gate = _bounded(gate)
     s = sigmoid(gate)
     slope = s * fma(gate, 1.0 - s, 1.0)
-    return (dy * up) * slope, dy * (gate * s)
+    return (dy * up) * slope, dy * (gate * s), (gate * s) * up
 
 
 @triton.constexpr_function

@@ -68,7 +68,8 @@ def _load_source(
     SOURCE: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr, GATHER: tl.constexpr, FAST: tl.constexpr,
     J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """The tile of what is cast and, for a backward of SwiGLU, the tile beside it: as they are held.
+    """The tile of what is cast and, for a backward of SwiGLU, the tile beside it and that of its forward: as they are
+    held.
 
     plain: x itself.  swiglu: x is [gate | up], the cast tensor its half.  swiglu_backward: y is the gradient of that,
     and the cast tensor [gradient of gate | gradient of up]; both halves at once, where they are whole tiles, else
@@ -82,7 +83,7 @@ def _load_source(
         lo, hi = _load_tile(
             x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW
         )  # fmt: skip
-        return lo, hi, lo, hi
+        return lo, hi, lo, hi, lo, hi
     elif SOURCE == "rmsnorm" or SOURCE == "rmsnorm_rows":
         a, b = _load_tile(
             x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW
@@ -104,7 +105,7 @@ def _load_source(
             first = tl.load(z_ptr + 2 * w, mask=2 * w < K, other=0.0).to(tl.float32)
             second = tl.load(z_ptr + 2 * w + 1, mask=2 * w + 1 < K, other=0.0).to(tl.float32)
         lo, hi = _rounded((lo * factor) * first, (hi * factor) * second, x_ptr, MODE, FAST)
-        return lo, hi, lo, hi
+        return lo, hi, lo, hi, lo, hi
     else:
         H = K if SOURCE == "swiglu" else K // 2
         TWICE: tl.constexpr = SOURCE == "swiglu_backward_any"
@@ -118,24 +119,25 @@ def _load_source(
         up_lo, up_hi = values(c, d, MODE)
         if SOURCE == "swiglu":
             lo, hi = _rounded(swiglu(gate_lo, up_lo), swiglu(gate_hi, up_hi), x_ptr, MODE, FAST)
-            return lo, hi, lo, hi
+            return lo, hi, lo, hi, lo, hi
         else:
             y_ptr += e * y_e
             a, b = _load_tile(
                 y_ptr, index_ptr, row0, rows_end, pk, H, y_m, y_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW, TWICE
             )
             dy_lo, dy_hi = values(a, b, MODE)
-            gate_lo, up_lo = swiglu_backward(dy_lo, gate_lo, up_lo)
-            gate_hi, up_hi = swiglu_backward(dy_hi, gate_hi, up_hi)
+            gate_lo, up_lo, y_lo = swiglu_backward(dy_lo, gate_lo, up_lo)
+            gate_hi, up_hi, y_hi = swiglu_backward(dy_hi, gate_hi, up_hi)
             if TWICE:
                 is_gate = pk * (BK // 2) + tl.arange(0, BK // 2)[None, None, :] < H // 2
                 lo, hi = tl.where(is_gate, gate_lo, up_lo), tl.where(is_gate, gate_hi, up_hi)
                 lo, hi = _rounded(lo, hi, x_ptr, MODE, FAST)
-                return lo, hi, lo, hi
+                return lo, hi, lo, hi, lo, hi
             else:
                 gate_lo, gate_hi = _rounded(gate_lo, gate_hi, x_ptr, MODE, FAST)
                 up_lo, up_hi = _rounded(up_lo, up_hi, x_ptr, MODE, FAST)
-                return gate_lo, gate_hi, up_lo, up_hi
+                y_lo, y_hi = _rounded(y_lo, y_hi, x_ptr, MODE, FAST)
+                return gate_lo, gate_hi, up_lo, up_hi, y_lo, y_hi
 
 
 @triton.jit
@@ -170,7 +172,7 @@ def _write_tile(
         random = (state, stream, group + number if GROUPED else e * 0, first, stride)
         write_column(
             data + e * K * units, scale + e * scales, lo, hi, position, length, inside, pk, K, units, pitch, factors,
-            random, HELD, PACKED, EVEN, GROUPED, COL,
+            random, HELD, PACKED, EVEN, GROUPED and not EVEN.rows, COL,
         )  # fmt: skip
     if ROW is not None:
         if COL is not None and PACKED and not (IS_SOURCE and takes_words(HELD, ROW)):
@@ -188,6 +190,37 @@ def _write_tile(
         )  # fmt: skip
 
 
+@triton.jit
+def _cast_tile(
+    source, row, col, third, sums_ptr, place, numbers,
+    ROW: tl.constexpr, COL: tl.constexpr, THIRD: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr,
+    HELD: tl.constexpr, PACKED: tl.constexpr, LOADS: tl.constexpr, EVEN: tl.constexpr, GROUPED: tl.constexpr,
+    GATHER: tl.constexpr, SUMS: tl.constexpr, COUNT: tl.constexpr, FAST: tl.constexpr,
+    J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Load a tile, or make it, and write its operands.  third: the column operand of what SwiGLU's backward is the
+    backward of.  LOADS, EVEN: whether loads and stores must ask for rows and columns."""
+    e, pk, pm, position, is_first, M, K, length, tiles_m, tiles_k, zero = numbers
+    lo, hi, next_lo, next_hi, third_lo, third_hi = _load_source(
+        source, e, place[1], place[3], pk, M, K, SOURCE, MODE, LOADS, GATHER, FAST, J, MQ, BK, NARROW
+    )  # fmt: skip
+    if THIRD is not None:  # first, so that it is not held while the others are written
+        data, scale, units, pitch, scales = third
+        write_column(
+            data + e * (K // 2) * units, scale + e * scales, third_lo, third_hi, position, length, place[4], pk, K // 2,
+            units, pitch, (1.0, 1.0), (None, 0, 0, 0, 0), HELD, PACKED, EVEN, GROUPED and not EVEN.rows, THIRD,
+        )  # fmt: skip
+    _write_tile(
+        lo, hi, row, col, sums_ptr, e, pk, pm, place, position, is_first, M, K, length, tiles_m, zero,
+        ROW, COL, HELD, PACKED, EVEN, GROUPED, SUMS, COUNT, BK, SOURCE == "plain",
+    )  # fmt: skip
+    if SOURCE == "swiglu_backward":
+        _write_tile(
+            next_lo, next_hi, row, col, sums_ptr, e, pk + tiles_k, pm, place, position, False, M, K, length, tiles_m,
+            zero, ROW, COL, HELD, PACKED, EVEN, GROUPED, SUMS, COUNT, BK, False,
+        )  # fmt: skip
+
+
 # Numbers that tell the compiler nothing: it would make a kernel for each of their kinds (1, multiple of 16, other).
 _PLAIN_NUMBERS = [
     "tiles_m", "tiles_k", "groups", "row_count", "col_count", "zero", "share", "eps",
@@ -200,13 +233,15 @@ _PLAIN_NUMBERS = [
 def cast_kernel(
     x_ptr, y_ptr, z_ptr, index_ptr, offs_ptr, sums_ptr,
     row_data, row_scale, row_global, row_amax, row_state, col_data, col_scale, col_global, col_amax, col_state,
+    third_data, third_scale,
     M, K, stride_e, stride_m, stride_k, y_e, y_m, y_k, row_units, col_units, row_pitch, col_pitch, row_scales,
-    col_scales, length, tiles_m, tiles_k, groups, row_count, col_count, zero, share, eps,
+    col_scales, third_units, third_pitch, third_scales, length, tiles_m, tiles_k, groups, row_count, col_count, zero,
+    share, eps,
     row_stream, row_group, row_first, row_origin, row_stride,
     col_stream, col_group, col_first, col_origin, col_stride,
-    ROW: tl.constexpr, COL: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr, HELD: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, GATHER: tl.constexpr, SUMS: tl.constexpr,
-    COUNT: tl.constexpr, ALIGN: tl.constexpr, FAST: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, THIRD: tl.constexpr, SOURCE: tl.constexpr, MODE: tl.constexpr,
+    HELD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, INNER: tl.constexpr, GROUPS: tl.constexpr,
+    GATHER: tl.constexpr, SUMS: tl.constexpr, COUNT: tl.constexpr, ALIGN: tl.constexpr, FAST: tl.constexpr,
     J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr, DOWN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -222,17 +257,23 @@ def cast_kernel(
            row_stream, row_group, row_first, row_origin, row_stride)  # fmt: skip
     col = (col_data, col_scale, col_global, col_amax, col_state, col_units, col_pitch, col_scales, col_count,
            col_stream, col_group, col_first, col_origin, col_stride)  # fmt: skip
-    lo, hi, next_lo, next_hi = _load_source(
-        source, e, place[1], place[3], pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK, NARROW
-    )  # fmt: skip
-    _write_tile(
-        lo, hi, row, col, sums_ptr, e, pk, pm, place, position, pid == 0, M, K, length, tiles_m, zero,
-        ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK, SOURCE == "plain",
-    )  # fmt: skip
-    if SOURCE == "swiglu_backward":
-        _write_tile(
-            next_lo, next_hi, row, col, sums_ptr, e, pk + tiles_k, pm, place, position, False, M, K, length, tiles_m,
-            zero, ROW, COL, HELD, PACKED, EVEN, GROUPS > 0, SUMS, COUNT, BK, False,
+    third = (third_data, third_scale, third_units, third_pitch, third_scales)
+    numbers = (e, pk, pm, position, pid == 0, M, K, length, tiles_m, tiles_k, zero)
+    if INNER is None:
+        _cast_tile(
+            source, row, col, third, sums_ptr, place, numbers, ROW, COL, THIRD, SOURCE, MODE, HELD, PACKED,
+            EVEN, EVEN, GROUPS > 0, GATHER, SUMS, COUNT, FAST, J, MQ, BK, NARROW,
+        )  # fmt: skip
+    elif place[4] & (place[3] - place[1] >= MQ * J):
+        # within a group, as nearly all tiles are: which rows are whose is not asked again
+        _cast_tile(
+            source, row, col, third, sums_ptr, place, numbers, ROW, COL, THIRD, SOURCE, MODE, HELD, PACKED,
+            EVEN if GATHER else INNER, INNER, GROUPS > 0, GATHER, SUMS, COUNT, FAST, J, MQ, BK, NARROW,
+        )  # fmt: skip
+    else:
+        _cast_tile(
+            source, row, col, third, sums_ptr, place, numbers, ROW, COL, THIRD, SOURCE, MODE, HELD, PACKED,
+            EVEN, EVEN, GROUPS > 0, GATHER, SUMS, COUNT, FAST, J, MQ, BK, NARROW,
         )  # fmt: skip
 
 
@@ -249,7 +290,7 @@ def amax_kernel(
     pk, pm, e = pid % tiles_k, (pid // tiles_k) % tiles_m, (pid // tiles_k // tiles_m).to(tl.int64)
     group, row0, _, rows_end, inside = _place(offs_ptr, e, pm * (MQ * J), M, groups, GROUPS, ALIGN)
     source = (x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, y_k, 0.0, 0.0)
-    lo, hi, next_lo, next_hi = _load_source(
+    lo, hi, next_lo, next_hi, _, _ = _load_source(
         source, e, row0, rows_end, pk, M, K, SOURCE, MODE, EVEN, GATHER, FAST, J, MQ, BK, False
     )
     most = _tile_maximum(lo, hi, HELD, ROW, COL)

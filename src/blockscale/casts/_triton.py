@@ -64,14 +64,29 @@ class Output(NamedTuple):
 
 
 def launch(
-    source: Source, row: Output | None, col: Output | None, *, colsum: Tensor | None = None, offs: Tensor | None = None
+    source: Source,
+    row: Output | None,
+    col: Output | None,
+    *,
+    colsum: Tensor | None = None,
+    offs: Tensor | None = None,
+    third: Output | None = None,
 ) -> None:
-    """Fill the buffers of one operand or both, from one read unless that is slower."""
+    """Fill the buffers of one operand or both, from one read unless that is slower.  third: the column operand of what
+    SwiGLU's backward is the backward of, where `takes_third` says so."""
     if row is not None and col is not None and _apart(row.plan, col.plan):
         _launch(source, row, None, None, offs, last=False)
         _launch(source, None, col, colsum, offs)
     else:
-        _launch(source, row, col, colsum, offs)
+        _launch(source, row, col, colsum, offs, third)
+
+
+def takes_third(source: Source, plans: tuple[CastPlan, CastPlan], third: CastPlan) -> bool:
+    """Whether SwiGLU's backward writes the operand of its forward's result from the same read: where tiles are whole,
+    blocks are plain, and it has the format of the column operand, which the tile is chosen for."""
+    row, col = plans
+    plain = not (_apart(row, col) or _apart(third, third) or col.spec.is_2d or col.spec.family == "nvfp4")
+    return source.name == "swiglu_backward" and plain and third.spec == col.spec
 
 
 def _apart(row: CastPlan, col: CastPlan) -> bool:
@@ -86,6 +101,7 @@ def _launch(
     col: Output | None,
     colsum: Tensor | None,
     offs: Tensor | None,
+    third: Output | None = None,
     *,
     last: bool = True,
 ) -> None:
@@ -97,18 +113,21 @@ def _launch(
     alone = source.y is None and source.indices is None and offs is None
     key = (
         source.name, source.columns, source.eps, x.shape, x.stride(), x.dtype, device, address % 16,
-        None if alone else tuple(map(_layout, others)), _recipe(row), _recipe(col), colsum is None,
+        None if alone else tuple(map(_layout, others)), _recipe(row), _recipe(col), _recipe(third), colsum is None,
     )  # fmt: skip
     known = _LAUNCHES.get(key)
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):  # kernels go to the current device
-            return _launch(source, row, col, colsum, offs, last=last)
+            return _launch(source, row, col, colsum, offs, third, last=last)
     if known is None:
-        return _prepare(source, row, col, colsum, offs, key)
+        return _prepare(source, row, col, colsum, offs, third, key)
     amaxes = _amaxes(source, row, col, offs) if known.reads_amax else (None, None)  # held until the kernel has them
     addresses = _NO_OTHERS if alone else map(_address, others)
     sums = None if known.sums is None else empty(known.sums.shape, torch.float64, x.device)
-    pointers = (address, *addresses, _address(sums), *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]))
+    pointers = (
+        address, *addresses, _address(sums), *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]),
+        *_addresses(third, None)[:2],
+    )  # fmt: skip
     known.launch(device, *pointers, *known.rest)
     if not known.reads_amax:
         replay.launched(known.launch, pointers, known.rest, last=last and colsum is None)
@@ -180,6 +199,7 @@ def _prepare(
     col: Output | None,
     colsum: Tensor | None,
     offs: Tensor | None,
+    third: Output | None,
     key: tuple[object, ...],
 ) -> None:
     """Launch through the compiler, and remember what it made."""
@@ -201,9 +221,12 @@ def _prepare(
     if col is not None:
         need = _covered(col.plan, columns, stored)
         cover_m, cover_k = max(cover_m, need[1]), max(cover_k, need[0])
+    if third is not None:
+        cover_m = max(cover_m, _covered(third.plan, source.walked, stored)[1])
     even = Even(
         dense and rows % block_rows == 0 and cover_m == rows, source.walked % tile.BK == 0 and cover_k == columns
     )
+    inner = None if offs is None else Even(True, even.columns)
     if offs is not None:
         cover_m = max(length, rows + (GROUP_ALIGN - 1) * (groups + 1))
     tiles_m, tiles_k = ceil_div(cover_m, block_rows), ceil_div(cover_k, tile.BK)
@@ -220,21 +243,23 @@ def _prepare(
         0 if row is None else row.buffers[0].stride(-2) * row.plan.spec.codes_per_byte // 2,
         0 if col is None else col.buffers[0].stride(-2) // 4,
         _pitch(row, columns), _pitch(col, stored), _scales(row, count), _scales(col, count),
+        0 if third is None else third.buffers[0].stride(-2) // 4, _pitch(third, stored), _scales(third, count),
         stored, tiles_m, tiles_k, groups, *scopes, 0, 1.0 / columns, source.eps,
         *_random(row, columns), *_random(col, columns),
     )  # fmt: skip
     sides = [
         None if out is None else side(out.plan, sm, grouped=_per_group(out), fours=_share_draws(out, columns))
-        for out in (row, col)
+        for out in (row, col, third)
     ]
     constants = (
-        *sides, source.name, mode, held, sm > 0 and held in ("bf16", "fp16"), even, _group_bound(offs),
+        *sides, source.name, mode, held, sm > 0 and held in ("bf16", "fp16"), even, inner, _group_bound(offs),
         source.indices is not None, colsum is not None, power_of_two(max(1, *scopes)), GROUP_ALIGN, sm > 0,
         tile.J, tile.MQ, tile.BK, tile.down, tile.narrow,
     )  # fmt: skip
     compiled = start(cast_kernel, grid, source.x)(
         *source.arguments(), offs, sums,
         *_pointers(row, amaxes[0], transposed=False), *_pointers(col, amaxes[1], transposed=True),
+        *_pointers(third, None, transposed=True)[:2],
         *numbers, *constants, num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     added = None

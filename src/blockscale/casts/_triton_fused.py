@@ -24,7 +24,7 @@ from ..registry import Request, kernel
 from ._device_fused import rstd as row_rstd
 from ._source import WORDS, Source, as_words, dense, in_pairs, power_of_two
 from ._tiles import Even, load_pairs, values
-from ._triton import DEVICES, Buffers, Output, launch, reject
+from ._triton import DEVICES, Buffers, Output, launch, reject, takes_third
 from .ops import is_far
 
 Plans = tuple[CastPlan, CastPlan]
@@ -90,14 +90,18 @@ def swiglu_backward_both(
     amaxes: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     offs: Tensor | None = None,
 ) -> None:
-    """Triton: one read, both operands of both gradients"""
+    """Triton: one read, both operands of both gradients, and the third where it is of the same format"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states[:2], amaxes[:2], strict=True))
     if is_far(grad.shape, grad.stride()):  # the table was asked about gate_up
         grad = grad.contiguous()
     # where a tile holds the end of gates and the start of ups, each tile is made by itself: sources are read twice
     name = "swiglu_backward_any" if gate_up.shape[-1] % 256 else "swiglu_backward"
-    launch(Source(name, gate_up, gate_up.shape[-1], grad), row, col, offs=offs)
-    if hidden is not None and hidden_out is not None:
+    source = Source(name, gate_up, gate_up.shape[-1], grad)
+    third = None
+    if hidden is not None and hidden_out is not None and takes_third(source, plans, hidden):
+        third = Output(hidden, hidden_out, states[2], amaxes[2])
+    launch(source, row, col, offs=offs, third=third)
+    if hidden is not None and hidden_out is not None and third is None:
         swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
 
 
