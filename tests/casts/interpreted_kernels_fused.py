@@ -86,6 +86,10 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
             copied = CastSpec(name, scale_layout=layout).plan().text()
             what = f"permute once {layout} {kind}"
             yield 120 * 96, compared(what, ops.quantize_permute, tokens, indices.to(kind), copied, None)
+    # whole tiles within a group, and positions that no token goes to
+    long, many = torch.tensor([3, 3, 290], dtype=torch.int32), torch.randint(-1, 50, (310,), dtype=torch.int32)
+    args = tokens, many, text, text, None, None, top, top, long
+    yield 2 * 310 * 96, compared("permute, long groups", ops.permute_quantize_both, *args)
     wide = torch.randn(9, 1100)  # rows of more than one tile of codes, and a maximum that poisons the row of zeros
     wide[7, 3] = torch.nan
     far = torch.randint(-1, 9, (130,))
@@ -107,8 +111,8 @@ def three_operands(name: str) -> Iterator[tuple[int, Case]]:
     """SwiGLU's backward with the operand of SwiGLU itself: one kernel writes all three if the formats are alike."""
     call, plan = ops.swiglu_backward_quantize_both, CastSpec(name).plan()
     text, rest = plan.text(), (None,) * 6
-    # a whole tile within a group, the rest of it, a short group, none, and rows of no group
-    ends = torch.tensor([3, 3, 300], dtype=torch.int32)
+    # one row less than a tile, none, a whole tile and the rest of its group, and rows of no group
+    ends = torch.tensor([127, 127, 300], dtype=torch.int32)
     shapes = {"one matrix": ((130, 256), None), "two": ((2, 40, 128), None), "groups": ((320, 128), ends)}
     for what, ((*rows, hidden), offs) in shapes.items():
         x, grad = torch.randn(*rows, 2 * hidden).bfloat16(), torch.randn(*rows, hidden).bfloat16()
