@@ -88,7 +88,8 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
             yield 120 * 96, compared(what, ops.quantize_permute, tokens, indices.to(kind), copied, None)
     # whole tiles within a group, and positions that no token goes to
     long, many = torch.tensor([3, 3, 290], dtype=torch.int32), torch.randint(-1, 50, (310,), dtype=torch.int32)
-    args = tokens, many, text, text, None, None, top, top, long
+    framed = torch.cat((torch.full((1, 96), 7.0), torch.randn(50, 96))).bfloat16()[1:]  # before them lies something
+    args = framed, many, text, text, None, None, top, top, long
     yield 2 * 310 * 96, compared("permute, long groups", ops.permute_quantize_both, *args)
     wide = torch.randn(9, 1100)  # rows of more than one tile of codes, and a maximum that poisons the row of zeros
     wide[7, 3] = torch.nan
