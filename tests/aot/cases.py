@@ -90,6 +90,7 @@ MAY_SPILL = (
     KnownSpill(
         r"mxfp6_e\dm\d (both .*|row .*)groups$", 80, "codes made by integers, ends of groups, column sums in fp64"
     ),
+    KnownSpill(r"mxfp8_e4m3 col bf16 groups stochastic$", 56, "random words, and ends of groups", arches=(100,)),
     KnownSpill(r"\w+ col .*stochastic", 200, "random words, with the assembler of triton 3.9", later=True),
     KnownSpill(r"\w+ row bf16 stochastic$", 350, "random words, with the assembler of triton 3.9", (80,), later=True),
     KnownSpill(r"\w+ col fp32$", 140, "codes made by integers, with the assembler of triton 3.9", (80,), later=True),

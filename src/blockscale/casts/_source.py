@@ -164,8 +164,8 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: S
     if not whole:
         if source.columns % 8:  # rows start off 16 bytes: an address for each piece of one
             return Tile(4, 32, 128, 8)
-        if source.name == "swiglu_backward" and measured:  # three sources and two tiles: 168 registers spill hundreds
-            return Tile(4, 32, 128, 8, 128)
+        if source.name == "swiglu_backward":  # three sources and two tiles: 168 registers spill hundreds
+            return Tile(4, 32, 128, 8, 128) if measured else Tile(4, 32, 128, 16)
         # a third program is worth the few registers that then live in memory, but for fp16, where they are many
         limited = measured and (source.held == "bf16" or source.indices is not None)
         return Tile(8, 16, 128, 4, 168 if limited else None)

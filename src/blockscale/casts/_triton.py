@@ -40,6 +40,10 @@ Buffers = tuple[Tensor, Tensor, Tensor | None]
 INTERPRETED = not isinstance(cast_kernel, triton.runtime.JITFunction)
 
 
+# Where programs may be larger for fewer instructions: elsewhere their tiles spill. 0 is the interpreter.
+_LARGER_PROGRAMS = (0, 90)
+
+
 def _covered(plan: CastPlan, rows: int, length: int) -> tuple[int, int]:
     """Rows and length that programs must walk over, so that pads of codes and scales are written too."""
     tiles, blocks = scale_counts(plan.spec, rows, length)
@@ -85,8 +89,9 @@ def takes_third(source: Source, plans: tuple[CastPlan, CastPlan], third: CastPla
     """Whether SwiGLU's backward writes the operand of its forward's result from the same read: where tiles are whole,
     blocks are plain, and it has the format of the column operand, which the tile is chosen for."""
     row, col = plans
+    sm = 0 if INTERPRETED else capability(source.x.device).sm
     plain = not (_apart(row, col) or _apart(third, third) or col.spec.is_2d or col.spec.family == "nvfp4")
-    return source.name == "swiglu_backward" and plain and third.spec == col.spec
+    return source.name == "swiglu_backward" and plain and third.spec == col.spec and sm in _LARGER_PROGRAMS
 
 
 def _apart(row: CastPlan, col: CastPlan) -> bool:
@@ -226,7 +231,9 @@ def _prepare(
     even = Even(
         dense and rows % block_rows == 0 and cover_m == rows, source.walked % tile.BK == 0 and cover_k == columns
     )
-    inner = None if offs is None else Even(True, even.columns)
+    # casts that rotate or draw are bound by their arithmetic, and a second body would spill
+    simple = all(plan is None or (plan.stream is None and plan.hadamard is None) for plan in plans)
+    inner = Even(True, even.columns) if offs is not None and simple and sm in _LARGER_PROGRAMS else None
     if offs is not None:
         cover_m = max(length, rows + (GROUP_ALIGN - 1) * (groups + 1))
     tiles_m, tiles_k = ceil_div(cover_m, block_rows), ceil_div(cover_k, tile.BK)
