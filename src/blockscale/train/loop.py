@@ -6,7 +6,6 @@ the device when it logs, and not in between.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 
+from .. import env
 from ..nn.convert import FilterFn
 from . import faults
 from .breakdown import breakdown
@@ -175,7 +175,7 @@ def _repeatable(config: RunConfig) -> Generator[None]:
     if not config.deterministic:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before every product
+    env.suggest_to_others("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before every product
     before = torch.are_deterministic_algorithms_enabled(), _memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     _memory.fill_uninitialized_memory = False  # what is read was written: buffers would be filled for nothing
