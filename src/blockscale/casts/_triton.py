@@ -78,7 +78,7 @@ def launch(
 ) -> None:
     """Fill the buffers of one operand or both, from one read unless that is slower.  third: the column operand of what
     SwiGLU's backward is the backward of, where `takes_third` says so."""
-    if row is not None and col is not None and _apart(row.plan, col.plan):
+    if row is not None and col is not None and _is_arithmetic(row.plan, col.plan):
         _launch(source, row, None, None, offs, last=False)
         _launch(source, None, col, colsum, offs)
     else:
@@ -89,15 +89,20 @@ def takes_third(source: Source, plans: tuple[CastPlan, CastPlan], third: CastPla
     """Whether SwiGLU's backward writes the operand of its forward's result from the same read: where tiles are whole,
     blocks are plain, and it has the format of the column operand, which the tile is chosen for."""
     row, col = plans
-    sm = 0 if INTERPRETED else capability(source.x.device).sm
-    plain = not (_apart(row, col) or _apart(third, third) or col.spec.is_2d or col.spec.family == "nvfp4")
-    return source.name == "swiglu_backward" and plain and third.spec == col.spec and sm in _LARGER_PROGRAMS
+    plain = not (_is_arithmetic(row, col, third) or col.spec.is_2d or col.spec.family == "nvfp4")
+    alike = third.spec == col.spec and _sm(source) in _LARGER_PROGRAMS
+    return source.name == "swiglu_backward" and plain and alike
 
 
-def _apart(row: CastPlan, col: CastPlan) -> bool:
-    """Whether each operand is made by itself. Values that are rotated or rounded by random words are many instructions,
-    not bytes: what the two do not share then costs more, in registers and barriers, than a second read."""
-    return any(plan.stream is not None or plan.hadamard is not None for plan in (row, col))
+def _is_arithmetic(*plans: CastPlan | None) -> bool:
+    """Whether values are rotated, or rounded by random words: many instructions, not bytes. Then each operand is made
+    by itself, since what two do not share costs more, in registers and barriers, than a second read."""
+    return any(plan is not None and (plan.stream is not None or plan.hadamard is not None) for plan in plans)
+
+
+def _sm(source: Source) -> int:
+    """What kernels are compiled for; 0 is the interpreter."""
+    return 0 if INTERPRETED else capability(source.x.device).sm
 
 
 def _launch(
@@ -211,7 +216,7 @@ def _prepare(
     matrices = source.matrices
     count, rows, columns = matrices.shape[0], source.rows, source.columns
     mode, held = source.mode, source.held
-    sm = 0 if INTERPRETED else capability(source.x.device).sm
+    sm = _sm(source)
     groups = 0 if offs is None else offs.shape[0]
     dense = offs is None and source.indices is None
     plans = [None if out is None else out.plan for out in (row, col)]
@@ -231,9 +236,8 @@ def _prepare(
     even = Even(
         dense and rows % block_rows == 0 and cover_m == rows, source.walked % tile.BK == 0 and cover_k == columns
     )
-    # casts that rotate or draw are bound by their arithmetic, and a second body would spill
-    simple = all(plan is None or (plan.stream is None and plan.hadamard is None) for plan in plans)
-    inner = Even(True, even.columns) if offs is not None and simple and sm in _LARGER_PROGRAMS else None
+    has_two_bodies = offs is not None and sm in _LARGER_PROGRAMS and not _is_arithmetic(*plans)
+    inner = Even(True, even.columns) if has_two_bodies else None
     if offs is not None:
         cover_m = max(length, rows + (GROUP_ALIGN - 1) * (groups + 1))
     tiles_m, tiles_k = ceil_div(cover_m, block_rows), ceil_div(cover_k, tile.BK)

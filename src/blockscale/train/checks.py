@@ -43,7 +43,7 @@ def check(config: RunConfig) -> None:
     if config.deterministic and config.attention == "cudnn":
         _refuse(
             "deterministic with attention=cudnn",
-            "cuDNN adds up its backward in an order of its own in every run",
+            "torch holds cuDNN's attention for not deterministic",
             "pass attention=auto, or flash",
         )
     if config.export is not None and (config.model.experts is not None or config.model.latent is not None):

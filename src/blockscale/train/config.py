@@ -186,7 +186,7 @@ class RunConfig:
     attention: Backend = "auto"
     """Which of torch's attentions; auto leaves it to torch."""
     deterministic: bool = False
-    """The same bits in every run on the same GPU and versions; attention's backward takes longer."""
+    """Torch takes what gives the same bits in every run on the same GPU and versions, and no cuDNN attention."""
     loss_chunks: int = 1
     """Pieces in which logits are made; more take less memory where the vocabulary is large."""
     log_every: int = 10
