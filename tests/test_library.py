@@ -87,7 +87,14 @@ def permute_samples(device):
 def permute_both_samples(device):
     offs = offsets([3, 0, 2], device)
     for x, indices, plan, amax in permute_samples(device):
-        yield x, indices, plan, plan, None, None, amax, amax, offs
+        for weights in (None, gaussian(5, device=device).float()):
+            yield x, indices, weights, plan, plan, None, None, amax, amax, offs
+
+
+def permute_columns_samples(device):
+    offs = offsets([3, 0, 2], device)
+    for x, indices, plan, amax in permute_samples(device):
+        yield x, indices, plan, None, amax, offs
 
 
 def parts(q):
@@ -236,6 +243,7 @@ SAMPLES = {
     "rmsnorm_quantize": rmsnorm_samples,
     "rmsnorm_quantize_both": rmsnorm_both_samples,
     "permute_quantize_both": permute_both_samples,
+    "permute_quantize_columns": permute_columns_samples,
     "quantize_permute": permute_samples,
     "dequantize": dequantize_samples,
     "scaled_mm": gemm_samples,

@@ -21,6 +21,7 @@ _PUBLIC = {
     "rmsnorm_quantize": "casts.fused",
     "rmsnorm_quantize_both": "casts.fused",
     "permute_quantize_both": "casts.fused",
+    "permute_quantize_columns": "casts.fused",
     "quantize_permute": "casts.fused",
     "scaled_mm": "gemm",
     "Routing": "grouped",
@@ -73,6 +74,7 @@ __all__ = [
     "invalidate",
     "permute",
     "permute_quantize_both",
+    "permute_quantize_columns",
     "quantize",
     "quantize_",
     "quantize_both",
@@ -107,6 +109,7 @@ if TYPE_CHECKING:
     from .casts import quantize as quantize
     from .casts import quantize_both as quantize_both
     from .casts.fused import permute_quantize_both as permute_quantize_both
+    from .casts.fused import permute_quantize_columns as permute_quantize_columns
     from .casts.fused import quantize_permute as quantize_permute
     from .casts.fused import rmsnorm_quantize as rmsnorm_quantize
     from .casts.fused import rmsnorm_quantize_both as rmsnorm_quantize_both

@@ -20,6 +20,8 @@ from blockscale import (
     CastSpec,
     Stochastic,
     dequantize,
+    permute_quantize_both,
+    permute_quantize_columns,
     quantize,
     quantize_both,
     quantize_permute,
@@ -88,6 +90,7 @@ MAY_SPILL = (
         "tiles at the ends of groups, with room for a second program of eight warps; others spill a quarter of it",
         arches=(90,),
     ),
+    KnownSpill(r"permute and weigh \w+$", 8, "168 registers leave room for a third program", arches=(90,)),
     KnownSpill(r"\w+ both .*strided$", 220, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(r"\w+ col .*strided$", 120, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(
@@ -301,6 +304,15 @@ def permute(name: str) -> Callable[[], object]:
     return lambda: quantize_permute(x, indices, name)
 
 
+def spread(name: str, *, columns: bool = False) -> Callable[[], object]:
+    """Weighted rows of tokens to both operands of experts, or rows as they are to the column operand."""
+    x, indices = torch.empty(8192, 2048, dtype=torch.bfloat16), torch.zeros(49152, dtype=torch.int32)
+    offs, weights = torch.arange(1, 65, dtype=torch.int32) * 768, torch.ones(49152)
+    if columns:
+        return lambda: permute_quantize_columns(x, indices, offs, name)
+    return lambda: permute_quantize_both(x, indices, offs, name, name, weights=weights)
+
+
 @dataclass(frozen=True)
 class Case:
     """A call of the library, the architectures to compile it for, and what is asked of the result."""
@@ -369,6 +381,8 @@ CASES = (
     Case("rmsnorm fp8_128x128", norm("fp8_128x128", 200, 264), Budget(wide=False), (90,)),
     Case("rmsnorm both fp8_1x128", norm_both("fp8_1x128"), Budget(255, 0, E4M3, wide=False), (90,)),
     Case("permute mxfp8_e4m3", permute("mxfp8_e4m3"), Budget(128), ARCHES),
+    Case("permute and weigh fp8_1x128", spread("fp8_1x128"), Budget(168, 41, E4M3), (90,)),
+    Case("permute columns fp8_1x128", spread("fp8_1x128", columns=True), Budget(112, 17.5, E4M3), (90,)),
     Case("decode fp8_1x128", decode("fp8_1x128", -1), Budget(64, 12, FROM_E4M3, wide=False), (90,)),
     Case("decode mxfp8_e4m3 col", decode("mxfp8_e4m3", -2), Budget(72, 12, FROM_E4M3, wide=False), ARCHES),
     Case("decode nvfp4", decode("nvfp4", -1), Budget(64, 14, wide=False), (90,)),

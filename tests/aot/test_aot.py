@@ -59,7 +59,7 @@ def test_every_kernel_has_a_case() -> None:
 
 def test_it_stays_short() -> None:
     """Compiling is most of what these tests do; the long list is `make aot`'s."""
-    assert sum(len(case.arches) for case in CASES) <= 63
+    assert sum(len(case.arches) for case in CASES) <= 65
 
 
 def test_exceptions_name_something() -> None:

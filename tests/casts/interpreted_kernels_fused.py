@@ -80,8 +80,12 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     tokens = torch.randn(50, 96).bfloat16()
     indices = torch.randint(-1, 50, (120,), dtype=torch.int32)
     for kind, given in ((torch.int32, None), (torch.int64, top)):
-        args = tokens, indices.to(kind), text, text, None, None, given, given, ENDS
-        yield 2 * 120 * 96, compared("permute", ops.permute_quantize_both, *args)
+        rest = None, None, given, given, ENDS
+        for weights in (None, torch.randn(120)):
+            args = tokens, indices.to(kind), weights, text, text, *rest
+            yield 2 * 120 * 96, compared("permute", ops.permute_quantize_both, *args)
+        args = tokens, indices.to(kind), text, None, given, ENDS
+        yield 120 * 96, compared("permute columns", ops.permute_quantize_columns, *args)
         for layout in form.layouts:
             copied = CastSpec(name, scale_layout=layout).plan().text()
             what = f"permute once {layout} {kind}"
@@ -89,8 +93,10 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     # whole tiles within a group, and positions that no token goes to
     long, many = torch.tensor([3, 3, 290], dtype=torch.int32), torch.randint(-1, 50, (310,), dtype=torch.int32)
     framed = torch.cat((torch.full((1, 96), 7.0), torch.randn(50, 96))).bfloat16()[1:]  # before them lies something
-    args = framed, many, text, text, None, None, top, top, long
-    yield 2 * 310 * 96, compared("permute, long groups", ops.permute_quantize_both, *args)
+    for weights in (None, torch.randn(310)):
+        args = framed, many, weights, text, text, None, None, top, top, long
+        yield 2 * 310 * 96, compared("permute, long groups", ops.permute_quantize_both, *args)
+    yield 310 * 96, compared("columns, long groups", ops.permute_quantize_columns, framed, many, text, None, top, long)
     wide = torch.randn(9, 1100)  # rows of more than one tile of codes, and a maximum that poisons the row of zeros
     wide[7, 3] = torch.nan
     far = torch.randint(-1, 9, (130,))
@@ -102,7 +108,7 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
         yield 120 * 96, compared("permute once, rotated", ops.quantize_permute, tokens, indices, turned, None)
     yield 0, compared("permute once, nowhere", ops.quantize_permute, tokens, indices[:0], text, None)
     nobody = torch.full((120,), -1, dtype=torch.int32)
-    args = tokens[:0], nobody, text, text, None, None, top, top, ENDS
+    args = tokens[:0], nobody, None, text, text, None, None, top, top, ENDS
     yield 0, compared("no tokens", ops.permute_quantize_both, *args)
     if name == "fp8_1x128" or THOROUGH:
         yield from apart(text, form.family == "nvfp4")
@@ -156,8 +162,10 @@ def apart(text: str, has_amax: bool) -> Iterator[tuple[int, Case]]:
     yield tokens.numel(), compared("rmsnorm ends", ops.rmsnorm_quantize_both, *args)
     indices = spread(torch.randint(-1, 110, (120,), dtype=torch.int32))
     tops = (spread(torch.tensor([9.0, 8.0, 7.0])), torch.tensor(9.0).expand(3)) if has_amax else (None, None)
-    args = tokens, indices, text, text, None, None, *tops, spread(ENDS)
+    args = tokens, indices, spread(torch.randn(120)), text, text, None, None, *tops, spread(ENDS)
     yield tokens.numel(), compared("permute indices", ops.permute_quantize_both, *args)
+    args = tokens, indices, text, None, tops[0], spread(ENDS)
+    yield tokens.numel(), compared("permute columns indices", ops.permute_quantize_columns, *args)
     yield tokens.numel(), compared("permute once indices", ops.quantize_permute, tokens, indices, text, None)
 
 

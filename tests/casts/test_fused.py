@@ -14,6 +14,7 @@ from blockscale import CastSpec, Stochastic, quantize, quantize_both, rng_state
 from blockscale.casts import activation
 from blockscale.casts.fused import (
     permute_quantize_both,
+    permute_quantize_columns,
     quantize_permute,
     rmsnorm_quantize,
     rmsnorm_quantize_both,
@@ -221,6 +222,24 @@ def test_permute_is_the_cast_of_the_gathered_rows(form: str, index_dtype: torch.
             want_row, want_col = quantize_both(gathered, spec, spec, offs=offs)
             same_operand(row, want_row)
             same_operand(col, want_col)
+            same_operand(permute_quantize_columns(x, indices, offs, spec), want_col)
+
+
+@pytest.mark.parametrize("form", ONE_D)
+def test_weighted_rows_are_rounded_before_the_cast(form: str, device: torch.device) -> None:
+    """Each gathered row times its own factor, in fp32 and rounded once; a factor is that of a position, not of a row of
+    x, and a row of zeros takes its sign."""
+    indices, offs = permutation(90, device, torch.int32)
+    weights = torch.randn(indices.shape, device=device) * 3
+    for dtype in DTYPES:
+        x = torch.randn(90, 70, device=device).to(dtype)
+        gathered = torch.where((indices < 0)[:, None], 0, x[indices.long()])
+        scaled = (gathered.float() * weights[:, None]).to(dtype)
+        for spec in (spec for spec in specs(device).values() if spec.format == form):
+            row, col = permute_quantize_both(x, indices, offs, spec, spec, weights=weights)
+            want_row, want_col = quantize_both(scaled, spec, spec, offs=offs)
+            same_operand(row, want_row)
+            same_operand(col, want_col)
 
 
 def test_padding_rows_are_zero(device: torch.device) -> None:
@@ -263,6 +282,7 @@ def test_no_tokens_and_no_positions(form: str, device: torch.device) -> None:
         want_row, want_col = quantize_both(want, form, form, offs=offs)
         same_operand(row, want_row)
         same_operand(col, want_col)
+        same_operand(permute_quantize_columns(x, indices, offs, form), want_col)
         if form != "nvfp4" or x.shape[0] == 0:
             same_operand(quantize_permute(x, indices, form), quantize(want, form))
 
@@ -278,6 +298,17 @@ CALLS: dict[str, Callable[..., object]] = {
     "rmsnorm both": lambda x, y: rmsnorm_quantize_both(x, x[0], "mxfp8_e4m3", "mxfp4", eps=1e-5),
     "permute both": lambda x, y: permute_quantize_both(
         x, torch.arange(9, device=x.device), torch.tensor([4, 9], dtype=torch.int32, device=x.device), "mxfp4", "nvfp4"
+    ),
+    "permute and weigh": lambda x, y: permute_quantize_both(
+        x,
+        torch.arange(9, device=x.device),
+        torch.tensor([4, 9], dtype=torch.int32, device=x.device),
+        "mxfp8_e4m3",
+        "fp8_1x128",
+        weights=x[:9, 0].float(),
+    ),
+    "permute columns": lambda x, y: permute_quantize_columns(
+        x, torch.arange(9, device=x.device), torch.tensor([4, 9], dtype=torch.int32, device=x.device), "mxfp8_e4m3"
     ),
     "permute": lambda x, y: quantize_permute(x, torch.arange(9, device=x.device), "fp8_1x128"),
 }
@@ -348,6 +379,18 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "a batch of tokens": (
         lambda: permute_quantize_both(X[None], torch.tensor([0]), OFFS, "mxfp4", "mxfp4"),
         "x has shape (1, 4, 64)",
+    ),
+    "weights of other rows": (
+        lambda: permute_quantize_both(X, torch.zeros(4).int(), OFFS, "mxfp4", "mxfp4", weights=torch.ones(3)),
+        "weights are torch.float32 (3,) for 4 permuted rows",
+    ),
+    "narrow weights": (
+        lambda: permute_quantize_both(X, torch.zeros(4).int(), OFFS, "mxfp4", "mxfp4", weights=torch.ones(4).half()),
+        "weights are torch.float16",
+    ),
+    "columns without ends": (
+        lambda: permute_quantize_columns(X, torch.tensor([0]), None, "mxfp4"),  # pyright: ignore[reportArgumentType]
+        "offs is a NoneType",
     ),
     "tiles": (lambda: quantize_permute(X, torch.tensor([0]), "fp8_128x128"), "quantize_permute to fp8_128x128"),
     "draws": (

@@ -107,7 +107,12 @@ def test_in_parts_where_somebody_could_tell():
     assert_same_bits(got, trained(parts, experts))
     routing, _ = bs.route(torch.rand(20, EXPERTS), 2)
     tokens = gaussian(20, DIM)
-    assert_same_bits(experts(tokens, routing), parts(bs.permute(tokens, routing), routing.offs))
+    rows = parts(bs.permute(tokens, routing), routing.offs)
+    assert_same_bits(experts(tokens, routing), rows)
+    weights = torch.rand(20, 2)
+    assert_same_bits(experts(tokens, routing, weights), bs.combine(rows, routing, weights))
+    with pytest.raises(OptionError, match="only a routing says whose they are"):
+        experts(bs.permute(tokens, routing), routing.offs, weights)
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 import blockscale as bs
@@ -191,3 +196,44 @@ def test_selective_recomputation_repeats_casts_and_no_product():
     assert counts["none"][product] == counts["selective"][product] == 12
     assert counts["full"][product] > 12
     assert counts["selective"]["blockscale::quantize_both"] > counts["none"]["blockscale::quantize_both"]
+
+
+def operators_of_graphs(recipe: bs.Recipe) -> tuple[Counter[str], Counter[str]]:
+    """Operators of ours in the compiled forward and backward of a block with experts, under selective recomputation."""
+    found: list[Counter[str]] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found.append(Counter(name.split(".")[1] for name in names if name.startswith("blockscale.")))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    experts = replace(SPARSE.experts, dense_layers=0)
+    model = Transformer.build(replace(SPARSE, layers=1, experts=experts), 16)
+    bs.quantize_(model, recipe, keep_first=0, keep_last=0)
+    block = model.layers[0]
+    block.recompute = "selective"
+    backend = aot_autograd(fw_compiler=counted, bw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
+    block.compile(backend=backend, fullgraph=True, dynamic=False)
+    model.loss(torch.randint(256, (2, 17))).backward()
+    forward, backward = found
+    return forward, backward
+
+
+@pytest.mark.slow
+def test_compiled_recomputation_makes_each_operand_where_it_is_multiplied():
+    recipe = bs.get_recipe("fp8_blockwise")
+    forward, backward = operators_of_graphs(recipe.recomputed())
+    products = forward["scaled_mm"] + forward["scaled_grouped_mm"]
+    assert backward["scaled_mm"] + backward["scaled_grouped_mm"] == 2 * products
+    # one operand of each input and weight in the forward, the other in the backward; of gradients both
+    assert forward["quantize_both"] == forward["permute_quantize_both"] == 0
+    assert (forward["quantize_permute"], backward["permute_quantize_columns"]) == (1, 1)
+    assert forward["quantize"] == backward["quantize"]
+    assert backward["permute_quantize_both"] == 1
+    # rows that were kept are those of the routing that was kept
+    assert (forward["sort_by_expert"], backward["sort_by_expert"]) == (1, 0)
+    # as the recipe is by itself, both operands would be made, and again
+    forward, backward = operators_of_graphs(recipe)
+    assert forward["quantize_both"] > 0
+    assert (forward["permute_quantize_both"], backward["permute_quantize_both"]) == (1, 2)

@@ -13,13 +13,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..casts import check_offs
-from ..errors import ShapeError, message
+from ..errors import OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
 from .linear import LinearFunction, check_low, check_rounding, main_grad_of, output_dtype
 from .mlp import fused_mlp, swiglu
 from .operands import Groups, Pair, groups_of, needs_of
 from .recipe import Recipe, get_recipe
+from .routing import check_slots, combine
 from .work import work_of
 
 
@@ -69,11 +70,15 @@ def grouped_swiglu_mlp(
     *,
     roundings: tuple[Stochastic | None, Stochastic | None] = (None, None),
     weight_operands: tuple[Pair | None, Pair | None] = (None, None),
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Rows [M, D], each silu(gate) * up of x @ gate_up_weight[e].mT, gates first, times down_weight[e].mT.
 
     gate_up_weight: [E, 2H, K].  down_weight: [E, D, H].  biases: [E, 2H] and [E, D].  offs: as for `grouped_linear`;
     the rest as for `swiglu_mlp`. A recipe with a product in high precision is served by two `grouped_linear`s.
+
+    weights: [T, k] of a `Routing`. The result is then [T, D], what `combine` makes of the rows, bit by bit; in the
+    backward the gradient of rows is cast as it is gathered from that of tokens, and never written in high precision.
 
     >>> import torch
     >>> x, offs = torch.randn(5, 128, requires_grad=True), torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -85,14 +90,31 @@ def grouped_swiglu_mlp(
     chosen, groups = get_recipe(recipe), groups_of(offs)
     check_experts(x, gate_up_weight, groups)
     check_expert_mlp(gate_up_weight, down_weight)
+    check_combined(weights, offs)
     if chosen.fprop is not None and chosen.dgrad is not None and chosen.wgrad is not None:
-        weights, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
-        return fused_mlp(x, weights, biases, chosen, roundings, weight_operands, groups)
+        layers, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
+        return fused_mlp(x, layers, biases, chosen, roundings, weight_operands, groups, weights)
     (first, second), (pair, other) = roundings, weight_operands
     gate_up = grouped_linear(x, gate_up_weight, offs, gate_up_bias, chosen, rounding=first, weight_operands=pair)
-    return grouped_linear(
+    rows = grouped_linear(
         swiglu(gate_up), down_weight, groups.offs, down_bias, chosen, rounding=second, weight_operands=other
     )
+    return combine(rows, offs, weights) if isinstance(offs, Routing) and weights is not None else rows
+
+
+def check_combined(weights: Tensor | None, offs: Tensor | Routing) -> None:
+    """Raise unless rows can be added up by token, where weights ask for that."""
+    if weights is None:
+        return
+    if not isinstance(offs, Routing):
+        raise OptionError(
+            message(
+                "weights of slots with the ends of groups",
+                rule="rows are added up by token, and only a routing says whose they are",
+                fix="pass the routing in place of its offs, with tokens in place of rows",
+            )
+        )
+    check_slots(weights, offs)
 
 
 def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:

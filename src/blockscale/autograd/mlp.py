@@ -19,12 +19,15 @@ from torch.nn import functional
 
 from ..errors import ShapeError, message
 from ..formats.stochastic import Stochastic
+from ..grouped import Routing
+from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
 from .activation import Activation
 from .linear import check_linear, check_low, check_rounding, linear, main_grad_of, output_dtype, to_source
 from .mlp_work import Given, MadeMLP, MLPWork
 from .once import once
-from .operands import Groups, Pair, matrix, needs_of
+from .operands import Groups, Needs, Pair, Spread, matrix, needs_of
 from .recipe import Recipe, get_recipe
+from .routing import combine
 
 
 def swiglu_mlp(
@@ -68,8 +71,10 @@ def fused_mlp(
     roundings: tuple[Stochastic | None, Stochastic | None],
     weight_operands: tuple[Pair | None, Pair | None],
     groups: Groups | None,
+    slots: Tensor | None = None,
 ) -> Tensor:
-    """`swiglu_mlp` of a recipe that has all products in low precision, or that of experts; shapes are checked."""
+    """`swiglu_mlp` of a recipe that has all products in low precision, or that of experts; shapes are checked.  slots:
+    weights [T, k] of the rows that groups were routed to, for the sum of each token's."""
     source = x.source if isinstance(x, Activation) else x
     for weight, bias, rounding in zip(weights, biases, roundings, strict=True):
         check_low(source, weight, bias)
@@ -79,9 +84,18 @@ def fused_mlp(
     given = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
     work = MLPWork(recipe, roundings, needs, output_dtype(source))
     if not any((*needs[0], *needs[1])):
-        return _shaped(work.forward(source, weights, biases, given, groups).y, source)
+        y = work.forward(source, weights, biases, given, groups).y
+        return _shaped(y, source) if slots is None else combine(y, Routing(*_routed(groups)), slots)
     main_grads = main_grad_of(weights[0]), main_grad_of(weights[1])
-    return SwiGLUFunction.apply(source, *weights, *biases, *main_grads, given, work, groups)  # pyright: ignore[reportReturnType]
+    return SwiGLUFunction.apply(source, *weights, *biases, *main_grads, slots, given, work, groups)  # pyright: ignore[reportReturnType]
+
+
+def _routed(groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups of tokens that were routed."""
+    assert groups is not None
+    assert groups.tokens is not None
+    assert groups.rows is not None
+    return groups.offs, groups.tokens, groups.rows
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
@@ -101,7 +115,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 class SwiGLUFunction(torch.autograd.Function):
     """Both fprops now, both dgrads and wgrads later. Of the hidden activation nothing is kept: gate and up are, which
-    its gradient needs anyway, and from which the backward makes wgrad's operand again."""
+    its gradient needs anyway, and from which the backward makes wgrad's operand again. With weights of slots the rows
+    of experts are added up by token, and their gradient is read from that of the tokens."""
 
     @staticmethod
     def forward(
@@ -113,6 +128,7 @@ class SwiGLUFunction(torch.autograd.Function):
         down_bias: Tensor | None,
         gate_up_main: Tensor | None,
         down_main: Tensor | None,
+        slots: Tensor | None,
         given: Given,
         work: MLPWork,
         groups: Groups | None,
@@ -125,6 +141,8 @@ class SwiGLUFunction(torch.autograd.Function):
             # in any case: a change before the backward is an error, as for torch's own layers
             *weights,
             *(part for _, parts in kept for part in parts),
+            y if slots is not None and ctx.needs_input_grad[7] else None,
+            slots,
             *(groups or ()),
         )
         # not saved: other backward passes may add to them before this one
@@ -132,27 +150,44 @@ class SwiGLUFunction(torch.autograd.Function):
         ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (*(waits for waits, _ in kept), memory), x.shape, x.dtype
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
-        return _shaped(y, x)
+        return _shaped(y, x) if slots is None else combine_rows(y, _routed(groups)[2], slots)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return (None,) * 10
+            return (None,) * 11
         x, gate_up, gate_up_weight, down_weight, *parts = ctx.saved_tensors
-        groups = Groups(*parts[9:]) if len(parts) > 9 else None
+        y, slots = parts[9:11]
+        groups = Groups(*parts[11:]) if len(parts) > 11 else None
         *waits, memory = ctx.waits
         first, second, third = ((waiting, tuple(parts[3 * at : 3 * at + 3])) for at, waiting in enumerate(waits))
         made = MadeMLP(grad, gate_up, (first, second, third), memory)
         work = ctx.work
         if work.dtype != ctx.dtype:
             work = work._replace(dtype=ctx.dtype)
-        found = work.backward(matrix(grad), x, (gate_up_weight, down_weight), ctx.main_grads, made, groups)
+        grad, dslots, spread = matrix(grad), None, None
+        if slots is not None:
+            _, tokens, rows = _routed(groups)
+            dslots = None if y is None else combine_dots(y, grad, rows).to(slots.dtype)
+            grad, spread = _spread(grad, tokens, rows, slots, work.needs[1])
+        found = work.backward(grad, x, (gate_up_weight, down_weight), ctx.main_grads, made, groups, spread)
         biases = (found.gate_up_bias, found.down_bias)
         totals = [
             None if total is None else total.to(dtype) for total, dtype in zip(biases, ctx.bias_dtypes, strict=True)
         ]
-        return to_source(found.x, ctx.shape, groups), found.gate_up, found.down, *totals, *(None,) * 5
+        dx = to_source(found.x, ctx.shape, groups)
+        return dx, found.gate_up, found.down, *totals, None, None, dslots, *(None,) * 3
+
+
+def _spread(grad: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor, needs: Needs) -> tuple[Tensor, Spread | None]:
+    """The gradient of tokens [T, D] with how it is spread to rows, where a cast of both operands will do that; else
+    that of the rows."""
+    if not (needs.x and needs.weight) or needs.bias:
+        return permute_rows(grad, tokens, rows, slots), None
+    weights = torch.empty(tokens.shape, dtype=torch.float32, device=grad.device)
+    weights = weights.scatter(0, rows.reshape(-1).to(torch.int64), slots.reshape(-1).to(torch.float32))
+    return grad, Spread(tokens, weights)
 
 
 def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import replay
 from ..formats.stochastic import Stochastic
 from ..replay import Recording
-from .operands import Casts, Groups, Kept, Needs, Pair, column_sums, matrix, set_aside
+from .operands import Casts, Groups, Kept, Needs, Pair, Spread, column_sums, matrix, set_aside
 from .recipe import Recipe
 from .work import backward_again, can_be_replayed, dgrad, product, tensors_of, wgrad
 
@@ -95,16 +95,18 @@ class MLPWork(NamedTuple):
         main_grads: Biases,
         made: MadeMLP,
         groups: Groups | None,
+        spread: Spread | None = None,
     ) -> Gradients:
-        """Of grad [M, D].  x: the input, where no operand of it waits; made.y is not looked at."""
+        """Of grad [M, D], or of tokens that it is spread from.  x: the input, where no operand of it waits; made.y is
+        not looked at."""
         memory = made.memory
         if memory is None or not can_be_replayed((grad,)):
-            return self._backward(grad, x, weights, main_grads, made, groups)
+            return self._backward(grad, x, weights, main_grads, made, groups, spread)
         # a weight whose operand waits is not read
         read = (weight if waits is None else None for weight, (waits, _) in zip(weights, made.kept[1:], strict=True))
         parts = (part for _, three in made.kept for part in three)
-        optional = (x, made.gate_up, *read, *main_grads, *parts, *(groups or ()))
-        call = functools.partial(self._backward, grad, x, weights, main_grads, made, groups)
+        optional = (x, made.gate_up, *read, *main_grads, *parts, *(groups or ()), *(spread or ()))
+        call = functools.partial(self._backward, grad, x, weights, main_grads, made, groups, spread)
         return Gradients(*backward_again(memory, grad, optional, call))
 
     def _backward(
@@ -115,11 +117,15 @@ class MLPWork(NamedTuple):
         main_grads: Biases,
         made: MadeMLP,
         groups: Groups | None,
+        spread: Spread | None,
     ) -> Gradients:
         (above, below), (first, second), gate_up = self.needs, self._casts(groups), made.gate_up
         (x_kept, gate_up_kept, down_kept), buffers = made.kept, made.memory is not None
-        dx = dw_gate_up = dw_down = db_gate_up = row = col = hidden = None
-        dy_row, dy_col, db_down = second.gradient(grad, below)
+        dx = dw_gate_up = dw_down = db_gate_up = db_down = row = col = hidden = None
+        if spread is None:
+            dy_row, dy_col, db_down = second.gradient(grad, below)
+        else:
+            dy_row, dy_col = second.spread_gradient(grad, spread)
         if below.x:
             assert gate_up is not None
             down_col = second.column(down_kept, weights[1], "dgrad_w", buffers=buffers)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import replay
 from ..casts import cast, cast_both
-from ..casts.fused import cast_permute, permute_cast_both, swiglu_backward_cast, swiglu_cast
+from ..casts.fused import cast_permute, permute_cast_both, permute_cast_columns, swiglu_backward_cast, swiglu_cast
 from ..formats.cast_spec import CastPlan, CastSpec
 from ..formats.layout import locate
 from ..formats.stochastic import Stochastic
@@ -63,6 +63,14 @@ class Groups(NamedTuple):
     def gathered(self, x: Tensor) -> Tensor:
         """The rows of the groups in high precision."""
         return x if self.tokens is None or self.rows is None else permute_rows(x, self.tokens, self.rows, None)
+
+
+class Spread(NamedTuple):
+    """How the gradient of tokens [T, D], each a weighted sum of its rows, becomes that of the rows: row i has that of
+    tokens[i], times weights[i] (fp32)."""
+
+    tokens: Tensor
+    weights: Tensor
 
 
 def groups_of(offs: Tensor | Routing) -> Groups:
@@ -140,6 +148,13 @@ class Casts:
         col = self.spec("wgrad_dy" if needs.weight else None, grad)
         return _cast(grad, row, col, self.offs, colsum=needs.bias)
 
+    def spread_gradient(self, grad: Tensor, spread: Spread) -> tuple[BlockScaled, BlockScaled]:
+        """Of the gradient of tokens [T, N]: dgrad's operand and wgrad's of the rows that it is spread to, which are
+        never written in high precision."""
+        (row, row_plan), (col, col_plan) = self.low("dgrad_dy", grad), self.low("wgrad_dy", grad)
+        assert self.offs is not None
+        return permute_cast_both(grad, spread.tokens, (row, col), (row_plan, col_plan), self.offs, spread.weights)
+
     def column(self, kept: Kept, source: Tensor | None, role: str, *, buffers: bool = False) -> BlockScaled | None:
         """The column operand that waited for a backward, or, where none did, one made now of the source; None in high
         precision.  buffers: what waited is whole buffers."""
@@ -149,11 +164,10 @@ class Casts:
         assert source is not None, role
         if self.recipe.operand(role) is None:
             return None
-        if self.groups is None:
-            source = matrix(source)
-        elif role == "wgrad_x":
-            source = self.groups.gathered(source)
-        return self.both(source, None, role)[1]
+        groups = self.groups
+        if role == "wgrad_x" and groups is not None and groups.tokens is not None:
+            return permute_cast_columns(source, groups.tokens, *self.low(role, source), groups.offs)
+        return self.both(matrix(source) if groups is None else source, None, role)[1]
 
     def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
         """Of silu(gate) * up, which is never written in high precision: the operand of a role, made from [M, 2H]."""

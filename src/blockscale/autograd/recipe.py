@@ -167,6 +167,18 @@ class Recipe:
         }
         return self.replace(name=f"{self.name}, weights {format}", **changed)
 
+    def recomputed(self) -> Recipe:
+        """The same recipe, bit by bit, for compiled layers under selective recomputation: each operand of an input or a
+        weight is made where it is multiplied. A compiler drops what nobody reads, but one operand of a cast that makes
+        two it cannot drop, so both would be made in the forward, and both again in the backward.
+
+        >>> found = get_recipe("fp8_blockwise").recomputed()
+        >>> found.name, found.keeps, found.weight_cast
+        ('fp8_blockwise', 'source', 'twice')
+        """
+        weight_cast = "twice" if self.weight_cast == "forward" else self.weight_cast
+        return self.replace(name=self.name, keeps="source", weight_cast=weight_cast)
+
     def __str__(self) -> str:
         products = (f"{name} {getattr(self, name) or 'in high precision'}" for name in PRODUCTS)
         return f"{self.name}: {'; '.join(products)}"

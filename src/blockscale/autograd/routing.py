@@ -62,14 +62,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     [2.5, 2.0]
     """
     _check_rows(y, routing.tokens.shape[0], "rows")
-    if weights is not None and weights.shape != routing.rows.shape:
-        raise ShapeError(
-            message(
-                f"weights {tuple(weights.shape)} for {tuple(routing.rows.shape)} slots",
-                rule="each slot of each token has a weight: [T, k]",
-                fix="pass the weights that route returned",
-            )
-        )
+    check_slots(weights, routing)
     return _Combine.apply(y, weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
 
@@ -144,6 +137,18 @@ def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
     if bias is not None and bias.shape != scores.shape[1:]:
         rule = "a bias of the choice has one number for each expert"
         raise ShapeError(message(f"bias {tuple(bias.shape)} for {scores.shape[1]} experts", rule=rule, fix="pass [E]"))
+
+
+def check_slots(weights: Tensor | None, routing: Routing) -> None:
+    """Raise unless there is a weight for each slot of each token."""
+    if weights is not None and weights.shape != routing.rows.shape:
+        raise ShapeError(
+            message(
+                f"weights {tuple(weights.shape)} for {tuple(routing.rows.shape)} slots",
+                rule="each slot of each token has a weight: [T, k]",
+                fix="pass the weights that route returned",
+            )
+        )
 
 
 def _check_rows(x: Tensor, count: int, what: str) -> None:

@@ -1,7 +1,8 @@
 """The cast kernel and its companions: which rows a program takes, from what source, and which operands it writes.
 
 One kernel makes the row operand, the column operand, or both from one read (`_write.py` writes them); its sources are a
-tensor, gathered rows, SwiGLU, its backward, and RMSNorm. Group ends are read on the device. Offsets are 64-bit.
+tensor, gathered or weighted rows, SwiGLU, its backward, and RMSNorm. Group ends are read on the device. Offsets are
+64-bit.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -34,10 +35,11 @@ def _place(offs_ptr, e, position, M, groups, GROUPS: tl.constexpr, ALIGN: tl.con
 def _load_tile(
     x_ptr, index_ptr, row0, rows_end, pk, columns, stride_m, stride_k,
     MODE: tl.constexpr, EVEN: tl.constexpr, GATHER: tl.constexpr, J: tl.constexpr, MQ: tl.constexpr, BK: tl.constexpr,
-    NARROW: tl.constexpr, TWICE: tl.constexpr = False,
+    NARROW: tl.constexpr, TWICE: tl.constexpr = False, weights_ptr=None, FAST: tl.constexpr = False,
 ):  # fmt: skip
     """The tile [MQ, J, W] at (row0, pk * BK) of a matrix, as it is held; strides are in words unless MODE is "any".
     NARROW: a thread takes two neighbouring pairs, not four.  TWICE: behind the last column comes the first again.
+    weights_ptr: a factor of each row, which is multiplied here, where values still lie as they were loaded.
 
     Loaded as a matrix whose rows are in the order (j, mq): then lanes and warps take the MQ groups and a thread keeps
     the J rows of one, by a rule that every Triton has for matrices. Among three dimensions versions choose differently.
@@ -50,6 +52,10 @@ def _load_tile(
     if NARROW:
         w = tl.max_contiguous(w, (1, 2))
     ok = m < rows_end - row0
+    if weights_ptr is not None:
+        # before the values: of two loads the compiler takes the layout of the later one for what both go into, and in
+        # this one's a whole tile of fp32 would cross threads
+        factor = tl.load(weights_ptr + row0 + m, mask=ok, other=0.0)
     if GATHER:
         source = tl.load(index_ptr + row0 + m, mask=ok, other=-1).to(tl.int64)
         lo, hi = load_pairs(x_ptr, source * stride_m, w, ok & (source >= 0), columns, stride_k, MODE, EVEN)
@@ -57,6 +63,9 @@ def _load_tile(
         # within a tile 32 bits are enough, and 64-bit offsets for each row would cost a third of the registers
         first = x_ptr + tl.cast(row0, tl.int64) * stride_m
         lo, hi = load_pairs(first, m * stride_m, w, ok, columns, stride_k, MODE, EVEN)
+    if weights_ptr is not None:
+        lo, hi = values(lo, hi, MODE)
+        lo, hi = _rounded(lo * factor, hi * factor, x_ptr, MODE, FAST)
     lo = tl.permute(tl.reshape(lo, (J, MQ, BK // 2)), (1, 0, 2))
     hi = tl.permute(tl.reshape(hi, (J, MQ, BK // 2)), (1, 0, 2))
     return lo, hi
@@ -74,14 +83,20 @@ def _load_source(
     plain: x itself.  swiglu: x is [gate | up], the cast tensor its half.  swiglu_backward: y is the gradient of that,
     and the cast tensor [gradient of gate | gradient of up]; both halves at once, where they are whole tiles, else
     (swiglu_backward_any) each tile by itself.  rmsnorm: y is rstd [rows], z the weight [columns].
-    rmsnorm_rows: the same for tiles that hold whole rows; rstd is computed and stored. What is computed is rounded to
-    the type of x.
+    rmsnorm_rows: the same for tiles that hold whole rows; rstd is computed and stored.  weighted: y is a factor of each
+    row. What is computed is rounded to the type of x.
     """
     x_ptr, y_ptr, z_ptr, index_ptr, stride_e, stride_m, stride_k, y_e, y_m, y_k, share, eps = source
     x_ptr += e * stride_e
     if SOURCE == "plain":
         lo, hi = _load_tile(
             x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW
+        )  # fmt: skip
+        return lo, hi, lo, hi, lo, hi
+    elif SOURCE == "weighted":
+        lo, hi = _load_tile(
+            x_ptr, index_ptr, row0, rows_end, pk, K, stride_m, stride_k, MODE, EVEN, GATHER, J, MQ, BK, NARROW,
+            weights_ptr=y_ptr, FAST=FAST,
         )  # fmt: skip
         return lo, hi, lo, hi, lo, hi
     elif SOURCE == "rmsnorm" or SOURCE == "rmsnorm_rows":

@@ -111,6 +111,7 @@ def rmsnorm_both(
 def permute_both(
     x: Tensor,
     indices: Tensor,
+    weights: Tensor | None,
     plans: Plans,
     outs: Outs,
     *,
@@ -119,7 +120,23 @@ def permute_both(
     offs: Tensor,
 ) -> None:
     """exact torch reference, any device"""
-    quantize_both(activation.gather_rows(x, indices), plans, outs, None, states=states, amaxes=amaxes, offs=offs)
+    rows = activation.gather_rows(x, indices, weights)
+    quantize_both(rows, plans, outs, None, states=states, amaxes=amaxes, offs=offs)
+
+
+@kernel("permute_columns", "reference", devices=(), priority=-100)
+def permute_columns(
+    x: Tensor,
+    indices: Tensor,
+    plan: CastPlan,
+    out: Buffers,
+    *,
+    state: Tensor | None = None,
+    amax: Tensor | None = None,
+    offs: Tensor,
+) -> None:
+    """exact torch reference, any device"""
+    quantize(activation.gather_rows(x, indices), plan, -2, out, state=state, amax=amax, offs=offs)
 
 
 @kernel("permute", "reference", devices=(), priority=-100)

@@ -35,8 +35,9 @@ class Source(NamedTuple):
         return self.x.shape[-2] if self.indices is None else self.indices.shape[0]
 
     @property
-    def is_norm(self) -> bool:
-        return self.name in ("rmsnorm", "rmsnorm_rows")
+    def has_factors(self) -> bool:
+        """Whether y is a factor of each row, not a matrix like x."""
+        return self.name in ("rmsnorm", "rmsnorm_rows", "weighted")
 
     @property
     def walked(self) -> int:
@@ -46,7 +47,7 @@ class Source(NamedTuple):
     @property
     def mode(self) -> str:
         """How pairs are loaded: by whole words where every pair lies on one, else value by value."""
-        tensors = [self.matrices] if self.y is None or self.is_norm else [self.matrices, self._y()]
+        tensors = [self.matrices] if self.y is None or self.has_factors else [self.matrices, self._y()]
         if self.columns % (4 if self.name.startswith("swiglu_backward") else 2):
             return "any"
         return WORDS[self.x.dtype] if all(map(in_pairs, tensors)) else "any"
@@ -58,7 +59,7 @@ class Source(NamedTuple):
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         """x, y, z and indices as kernels take them."""
-        y = None if self.y is None else self._y() if self.is_norm else as_words(self._y(), self.mode)
+        y = None if self.y is None else self._y() if self.has_factors else as_words(self._y(), self.mode)
         z = self.z
         if z is not None and z.dtype == self.x.dtype and self.mode in ("bf16", "fp16") and in_pairs(z):
             z = as_words(z, self.mode)
@@ -67,19 +68,19 @@ class Source(NamedTuple):
     def steps(self) -> tuple[int, ...]:
         """Strides of x and y, in words."""
         divisor = 1 if self.mode == "any" else 2
-        y = (0, 0, 0) if self.y is None or self.is_norm else self._y().stride()
+        y = (0, 0, 0) if self.y is None or self.has_factors else self._y().stride()
         x = self.matrices.stride()
         return x[0] // divisor, x[1] // divisor, x[2], y[0] // divisor, y[1] // divisor, y[2]
 
     @property
     def in_place(self) -> bool:
         """Whether kernels read the tensors themselves; leading axes that make no single axis are copied."""
-        y = None if self.y is None or self.is_norm else self.y
+        y = None if self.y is None or self.has_factors else self.y
         return self.matrices.data_ptr() == self.x.data_ptr() and (y is None or self._y().data_ptr() == y.data_ptr())
 
     def _y(self) -> Tensor:
         assert self.y is not None
-        return self.y if self.is_norm else self.y.reshape(self.y.shape[:-2].numel(), *self.y.shape[-2:])
+        return self.y if self.has_factors else self.y.reshape(self.y.shape[:-2].numel(), *self.y.shape[-2:])
 
 
 def plain(x: Tensor) -> Source:

@@ -109,6 +109,7 @@ def swiglu_backward_both(
 def permute_both(
     x: Tensor,
     indices: Tensor,
+    weights: Tensor | None,
     plans: Plans,
     outs: Outs,
     *,
@@ -118,7 +119,24 @@ def permute_both(
 ) -> None:
     """Triton: one gathered read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(Source("plain", x, x.shape[-1], indices=dense(indices)), row, col, offs=offs)
+    name = "plain" if weights is None else "weighted"
+    launch(Source(name, x, x.shape[-1], y=dense(weights), indices=dense(indices)), row, col, offs=offs)
+
+
+@kernel("permute_columns", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
+def permute_columns(
+    x: Tensor,
+    indices: Tensor,
+    plan: CastPlan,
+    out: Buffers,
+    *,
+    state: Tensor | None = None,
+    amax: Tensor | None = None,
+    offs: Tensor,
+) -> None:
+    """Triton: one gathered read, codes and scales in place"""
+    source = Source("plain", x, x.shape[-1], indices=dense(indices))
+    launch(source, None, Output(plan, out, state, amax), offs=offs)
 
 
 # ---- one cast, then copies of rows -----------------------------------------------------------------------------------

@@ -105,13 +105,15 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return ((wide * rstd[..., None]) * weight.float()).to(x.dtype), rstd
 
 
-def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
-    """x[indices], with a row of zeros for each -1.
+def gather_rows(x: Tensor, indices: Tensor, weights: Tensor | None = None) -> Tensor:
+    """x[indices], with a row of zeros for each -1; each times its weight [P] (fp32) where there are weights, in fp32
+    and rounded once to x's type.
 
     >>> gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 1])).flatten().tolist()
     [2.0, 0.0, 2.0]
     """
-    return with_zero_row(x).index_select(0, zero_row_for_padding(indices, x.shape[0]))
+    rows = with_zero_row(x).index_select(0, zero_row_for_padding(indices, x.shape[0]))
+    return rows if weights is None else (rows.float() * weights[:, None]).to(x.dtype)
 
 
 def with_zero_row(x: Tensor) -> Tensor:

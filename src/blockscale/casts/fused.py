@@ -160,11 +160,14 @@ def rmsnorm_quantize_both(
     return *_pair(plans, results, x.shape, offs), results[6]
 
 
-def permute_quantize_both(x: Tensor, indices: Tensor, offs: Tensor, row: Spec, col: Spec) -> Pair:
+def permute_quantize_both(
+    x: Tensor, indices: Tensor, offs: Tensor, row: Spec, col: Spec, *, weights: Tensor | None = None
+) -> Pair:
     """Both operands of x[indices], the tokens of each expert beside each other: `quantize_both(x[indices], ..., offs)`.
 
     x: [T, K].  indices: [P] int32 or int64, the source row of each permuted position; -1 makes a row of zeros.  offs:
-    inclusive ends of the experts among the P positions; `col` starts each at a multiple of 128.
+    inclusive ends of the experts among the P positions; `col` starts each at a multiple of 128.  weights: fp32 [P], a
+    factor of each permuted row, which is then rounded to x's type: what the gradient of a weighted sum of rows is.
 
     >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
     >>> row, col = permute_quantize_both(torch.randn(4, 64), indices, offs, "mxfp8_e4m3", "mxfp8_e4m3")
@@ -173,16 +176,42 @@ def permute_quantize_both(x: Tensor, indices: Tensor, offs: Tensor, row: Spec, c
     """
     check_permutation(x, indices)
     check_offs(offs, x.device, x.dim(), required=True)
+    check_row_weights(weights, indices)
     specs = (as_cast_spec(row), as_cast_spec(col))
-    return permute_cast_both(x, indices, specs, (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs)), offs)
+    plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
+    return permute_cast_both(x, indices, specs, plans, offs, weights)
 
 
 def permute_cast_both(
-    x: Tensor, indices: Tensor, specs: tuple[CastSpec, CastSpec], plans: tuple[CastPlan, CastPlan], offs: Tensor
+    x: Tensor,
+    indices: Tensor,
+    specs: tuple[CastSpec, CastSpec],
+    plans: tuple[CastPlan, CastPlan],
+    offs: Tensor,
+    weights: Tensor | None = None,
 ) -> Pair:
     """`permute_quantize_both` for those who have checked: plans are those of the specs."""
-    results = fused_ops.permute_quantize_both(x, indices, *_pair_arguments(plans, specs), offs)
+    results = fused_ops.permute_quantize_both(x, indices, weights, *_pair_arguments(plans, specs), offs)
     return _pair(plans, results, (indices.shape[0], x.shape[1]), offs)
+
+
+def permute_quantize_columns(x: Tensor, indices: Tensor, offs: Tensor, spec: Spec) -> BlockScaled:
+    """The column operand of x[indices] alone: what a weight gradient takes of tokens that were kept as they came.
+
+    >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
+    >>> permute_quantize_columns(torch.randn(4, 64), indices, offs, "mxfp8_e4m3").shape
+    (3, 64)
+    """
+    check_permutation(x, indices)
+    check_offs(offs, x.device, x.dim(), required=True)
+    cast = as_cast_spec(spec)
+    return permute_cast_columns(x, indices, cast, plan_cast(x, cast, offs), offs)
+
+
+def permute_cast_columns(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan, offs: Tensor) -> BlockScaled:
+    """`permute_quantize_columns` for those who have checked: plan is the spec's."""
+    buffers = fused_ops.permute_quantize_columns(x, indices, plan.text(), spec.state, spec.amax_tensor, offs)
+    return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -2, groups=_groups(offs))
 
 
 def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
@@ -311,6 +340,21 @@ def check_permutation(x: Tensor, indices: Tensor) -> None:
             )
         )
     _check_same_device(indices, "indices", x, "x")
+
+
+def check_row_weights(weights: Tensor | None, indices: Tensor) -> None:
+    """Raise unless there is a factor for each permuted row."""
+    if weights is None:
+        return
+    if weights.dtype != torch.float32 or weights.shape != indices.shape:
+        raise ShapeError(
+            message(
+                f"weights are {weights.dtype} {tuple(weights.shape)} for {indices.shape[0]} permuted rows",
+                rule="each row has one factor, in float32",
+                fix=f"pass float32 weights of shape ({indices.shape[0]},)",
+            )
+        )
+    _check_same_device(weights, "weights", indices, "indices")
 
 
 def check_copied_rows(plan: CastPlan) -> None:

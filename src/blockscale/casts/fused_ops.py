@@ -224,6 +224,7 @@ def rmsnorm_quantize_both(
 def _fake_permute_both(
     x: Tensor,
     indices: Tensor,
+    weights: Tensor | None,
     row: str,
     col: str,
     row_state: Tensor | None,
@@ -240,6 +241,7 @@ def _fake_permute_both(
 def permute_quantize_both(
     x: Tensor,
     indices: Tensor,
+    weights: Tensor | None,
     row: str,
     col: str,
     row_state: Tensor | None,
@@ -248,14 +250,34 @@ def permute_quantize_both(
     col_amax: Tensor | None,
     offs: Tensor,
 ) -> Six:
-    """Both operands of x[indices]."""
+    """Both operands of x[indices], each row times its weight where there are weights (fp32 [P])."""
     plans, amaxes, like = _parse(row, col), (row_amax, col_amax), permuted_like(x, indices)
     check_group_ends(offs, indices.shape[0])
     check_indices(indices, x.shape[0])
     outs = allocate_both(like, plans, amaxes, offs)
     chosen = select(cast_request("permute_both", like, plans, offs))
-    chosen.launch(x, indices, plans, outs, states=(row_state, col_state), amaxes=amaxes, offs=offs)
+    chosen.launch(x, indices, weights, plans, outs, states=(row_state, col_state), amaxes=amaxes, offs=offs)
     return *outs[0], *outs[1]
+
+
+def _fake_permute_columns(
+    x: Tensor, indices: Tensor, plan: str, state: Tensor | None, amax: Tensor | None, offs: Tensor
+) -> Three:
+    return allocate(permuted_like(x, indices), CastPlan.parse(plan), -2, amax, offs)
+
+
+@define_op(fake=_fake_permute_columns, sharding=whole)
+def permute_quantize_columns(
+    x: Tensor, indices: Tensor, plan: str, state: Tensor | None, amax: Tensor | None, offs: Tensor
+) -> Three:
+    """The column operand of x[indices] alone."""
+    resolved, like = CastPlan.parse(plan), permuted_like(x, indices)
+    check_group_ends(offs, indices.shape[0])
+    check_indices(indices, x.shape[0])
+    out = allocate(like, resolved, -2, amax, offs)
+    row = select(cast_request("permute_columns", like, (resolved,), offs))
+    row.launch(x, indices, resolved, out, state=state, amax=amax, offs=offs)
+    return out
 
 
 def _fake_permute(x: Tensor, indices: Tensor, plan: str, amax: Tensor | None) -> Three:

@@ -81,8 +81,9 @@ def _combine_dots_kernel(
     x_ptr, grad_ptr, rows_ptr, out_ptr, T, D, step, grad_step,
     K: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    slot = tl.program_id(1)
+    # slots of the same tokens follow each other, so that a gradient is fetched once for all of them
+    slot = tl.program_id(0) % K
+    t = (tl.program_id(0) // K).to(tl.int64) * BM + tl.arange(0, BM)
     row = tl.load(rows_ptr + t * K + slot, mask=t < T, other=0).to(tl.int64)
     total = tl.zeros([BM, BD], tl.float32)
     for start in range(0, D, BD):
@@ -152,7 +153,7 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
     (count, slots), columns = rows.shape, x.shape[1]
     bm, bd = _tile(columns)
     rest = (count, columns, x.stride(0), grad.stride(0), slots, bm, bd)
-    start_again(_KNOWN, _combine_dots_kernel, (ceil_div(count, bm), slots, 1), (x, grad, rows, out), rest)
+    start_again(_KNOWN, _combine_dots_kernel, (ceil_div(count, bm) * slots, 1, 1), (x, grad, rows, out), rest)
 
 
 @kernel("clear_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)

@@ -188,7 +188,7 @@ class AdaptedExperts(Follower):
             weights = weights.gather(1, experts)
         routing, recipe = sort_by_expert(experts, gate_up.shape[0]), self.recipe_now
         if self.style.activate is _plain:
-            rows = grouped_swiglu_mlp(
+            y = grouped_swiglu_mlp(
                 tokens,
                 gate_up,
                 down,
@@ -198,6 +198,7 @@ class AdaptedExperts(Follower):
                 recipe,
                 roundings=(rounding, other_rounding),
                 weight_operands=(pair, other),
+                weights=weights,
             )
         else:
             hidden = grouped_linear(tokens, gate_up, routing, bias, recipe, rounding=rounding, weight_operands=pair)
@@ -205,7 +206,8 @@ class AdaptedExperts(Follower):
             rows = grouped_linear(
                 hidden, down, routing.offs, other_bias, recipe, rounding=other_rounding, weight_operands=other
             )
-        return combine(rows, routing, weights).view(hidden_states.shape)
+            y = combine(rows, routing, weights)
+        return y.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
         return f"{self.plain_class.__name__}, recipe={self.recipe.name}"

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..autograd.grouped import grouped_linear, grouped_swiglu_mlp
+from ..autograd.grouped import check_combined, grouped_linear, grouped_swiglu_mlp
 from ..autograd.mlp import swiglu
 from ..autograd.recipe import Recipe, get_recipe
+from ..autograd.routing import combine
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
 from .follower import DEFAULT_SEED, Follower
@@ -115,12 +116,15 @@ class GroupedExperts(torch.nn.Module):
             layer = GroupedLinear(experts, inputs, outputs, bias, device, dtype, recipe=recipe, name=full, rng=rng)
             self.add_module(part, layer)
 
-    def forward(self, x: Tensor, offs: Tensor | Routing) -> Tensor:
-        """[M, dim] and the ends of the experts, or tokens [T, dim] and their routing -> rows [M, dim] by expert."""
+    def forward(self, x: Tensor, offs: Tensor | Routing, weights: Tensor | None = None) -> Tensor:
+        """[M, dim] and the ends of the experts, or tokens [T, dim] and their routing -> rows [M, dim] by expert, or
+        with the weights [T, k] of a routing tokens [T, dim], each the weighted sum of its rows."""
         first, second = self.gate_up, self.down
         if not self.is_fused:
+            check_combined(weights, offs)
             ends = offs.offs if isinstance(offs, Routing) else offs
-            return second(swiglu(first(x, offs)), ends)
+            rows = second(swiglu(first(x, offs)), ends)
+            return combine(rows, offs, weights) if isinstance(offs, Routing) and weights is not None else rows
         (rounding, operands), (other_rounding, other_operands) = first.given(), second.given()
         return grouped_swiglu_mlp(
             x,
@@ -132,6 +136,7 @@ class GroupedExperts(torch.nn.Module):
             first.recipe_now,
             roundings=(rounding, other_rounding),
             weight_operands=(operands, other_operands),
+            weights=weights,
         )
 
     @property

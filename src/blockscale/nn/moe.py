@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..autograd.recipe import Recipe, get_recipe
-from ..autograd.routing import combine, route
+from ..autograd.routing import route
 from ..errors import OptionError, check_name, message
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
@@ -117,7 +117,7 @@ class MoE(torch.nn.Module):
         """[..., dim] -> [..., dim]."""
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         routing, weights = self.route(tokens)
-        y = combine(self.experts(tokens, routing), routing, weights)
+        y = self.experts(tokens, routing, weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y if x.dim() == 2 else y.view(x.shape)

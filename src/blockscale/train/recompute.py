@@ -1,7 +1,8 @@
 """Selective recomputation: products and attention are kept, everything between them is computed again.
 
 Products take most of a block's time and casts, norms, activations and rotations most of its memory traffic, so the
-backward repeats what is cheap. Our products are operators like torch's, which is how they can be named here.
+backward repeats what is cheap. Our products are operators like torch's, which is how they can be named here. Which
+experts a token goes to is kept too: it is small, and rows that were kept must be those that it speaks of.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..library import OPERATORS
 
-# of torch, by name: products in high precision and every attention
+# of torch, by name: products in high precision, every attention, the choice of experts
 _KEPT = (
     "mm",
+    "topk",
     "_scaled_mm",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-_PRODUCTS = ("scaled_mm", "scaled_grouped_mm", "grouped_mm")
+_OURS = ("scaled_mm", "scaled_grouped_mm", "grouped_mm", "sort_by_expert")
 
 
 @functools.cache
 def kept_operators() -> frozenset[Any]:
     """Operators whose results wait for the backward."""
     theirs = (getattr(torch.ops.aten, name, None) for name in _KEPT)
-    ours = (operator for name, operator in OPERATORS.items() if name in _PRODUCTS)
+    ours = (operator for name, operator in OPERATORS.items() if name in _OURS)
     return frozenset([*(each.default for each in theirs if each is not None), *ours])
 
 

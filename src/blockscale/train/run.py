@@ -48,6 +48,8 @@ class Run:
             _forget_compiled()
         self.device = default_device() if config.device is None else named_device(config.device)
         self.recipe = recipe_of(config.recipe)
+        if config.compile != "none" and config.recompute == "selective":
+            self.recipe = self.recipe.recomputed()
         self.symbols = load(config.data)
         _check_fits(config, self.symbols, self.device)
         self.model = self._build()
