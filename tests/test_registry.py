@@ -23,7 +23,7 @@ from blockscale.registry import Forecast, Request, explain_request, kernel, sele
 from products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
 
 SRC = Path(__file__).parents[1] / "src"
-ONE_CAST = ("cast", "dequantize", "swiglu", "rmsnorm", "permute")
+ONE_CAST = ("cast", "dequantize", "swiglu", "rmsnorm", "permute", "permute_columns")
 TWO_CASTS = ("cast_both", "swiglu_both", "swiglu_backward_both", "rmsnorm_both", "permute_both")
 MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
 OPERATIONS = (*ONE_CAST, *TWO_CASTS, "gemm", "m_grouped", "k_grouped", *MOVES)

@@ -110,7 +110,16 @@ def test_explain_shows_configuration_prediction_and_bound(capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     "operation",
-    ["swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both"],
+    [
+        "swiglu",
+        "swiglu_both",
+        "swiglu_backward_both",
+        "rmsnorm",
+        "rmsnorm_both",
+        "permute",
+        "permute_both",
+        "permute_columns",
+    ],
 )
 def test_explain_knows_fused_casts(operation: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", operation, "--device", "sm_90", "--n", "512"]) == 0

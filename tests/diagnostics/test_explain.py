@@ -112,6 +112,10 @@ def test_it_names_what_runs_in_fused_casts(device):
             lambda: bs.permute_quantize_both(x, indices, offs, row, col),
             bs.explain("permute_both", x, indices, offs, row, col),
         ),
+        (
+            lambda: bs.permute_quantize_columns(x, indices, offs, col),
+            bs.explain("permute_columns", x, indices, offs, col),
+        ),
     ]
     for call, explanation in calls:
         assert spied(call) == [taken(explanation)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Operation = Literal[
     "cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped",
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both",
-    "permute_rows", "combine_rows", "combine_dots", "clear_rows",
+    "permute_columns", "permute_rows", "combine_rows", "combine_dots", "clear_rows",
 ]  # fmt: skip
 
 
@@ -93,9 +93,9 @@ def _operands(
             return [empty(m, k), empty(m, 2 * k), *formats]
         case "rmsnorm":
             return [empty(m, k), empty(k), *formats]
-        case "permute":
+        case "permute" | "permute_columns":
             indices = torch.empty(n, dtype=torch.int32, device="meta")
-            return [empty(m, k), indices, *([offs] if operation == "permute_both" else []), *formats]
+            return [empty(m, k), indices, *([] if operation == "permute" else [offs]), *formats]
         case "permute_rows":
             return [empty(m, k), slots]
         case "combine_rows":

@@ -25,7 +25,8 @@ from ..hardware import Capability
 from ..registry import Explanation, Request, explain_request
 
 FUSED = (
-    "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both"
+    "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both",
+    "permute_columns",
 )  # fmt: skip
 MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
 OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED, *MOVES)
@@ -118,7 +119,7 @@ def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> 
         case ("permute", [Tensor() as x, Tensor() as indices]):
             check_permutation(x, indices)
             source, like = x, x
-        case ("permute_both", [Tensor() as x, Tensor() as indices, Tensor() as ends]):
+        case ("permute_both" | "permute_columns", [Tensor() as x, Tensor() as indices, Tensor() as ends]):
             check_permutation(x, indices)
             check_offs(ends, x.device, x.dim(), required=True)
             source, like, offs = x, permuted_like(x, indices), ends

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..casts import dequantize, quantize, quantize_both
 from ..casts.fused import (
     permute_quantize_both,
+    permute_quantize_columns,
     quantize_permute,
     rmsnorm_quantize,
     rmsnorm_quantize_both,
@@ -68,6 +69,7 @@ class Samples:
         self.offs = torch.tensor([5, 5, 140], dtype=torch.int32, device=device)
         self.gate_up, self.grad, self.weight = draw(140, 512), draw(140, 256), draw(272)
         self.indices = torch.randint(-1, 140, (140,), generator=generator, dtype=torch.int32).to(device)
+        self.factors = torch.randn(140, generator=generator).to(device)
 
 
 def compiles_a_cast(samples: Samples) -> bool:
@@ -125,6 +127,7 @@ def _choices(name: str, samples: Samples) -> list[Choice]:
         found["k_grouped"] = explain("grouped", tokens, tokens, samples.offs)
         fused["permute"] = explain("permute", samples.x, samples.indices, name)
         fused["permute_both"] = explain("permute_both", samples.x, samples.indices, samples.offs, name, name)
+        fused["permute_columns"] = explain("permute_columns", samples.x, samples.indices, samples.offs, name)
     rows: list[Choice] = []
     for operation, explanation in (found | fused).items():
         backend = explanation.taken.backend if explanation.taken else "none"
@@ -271,6 +274,8 @@ def _fused_casts(name: str, samples: Samples) -> dict[str, Callable[[], tuple[Bl
         found["permute"] = lambda: (
             quantize_permute(x, indices, name),
             *permute_quantize_both(x, indices, offs, name, name),
+            *permute_quantize_both(x, indices, offs, name, name, weights=samples.factors),
+            permute_quantize_columns(x, indices, offs, name),
         )
     return found
 

@@ -14,10 +14,10 @@ from .. import env, replay
 from ..errors import OptionError, message
 from ..formats.tensor import BlockScaled
 from ..hardware import USUAL_MULTIPROCESSORS, capability, gpu_name, multiprocessors
+from ..library import empty
 from ..registry import Forecast, Request, kernel
 from . import tuned
 from ._gluon import HAS_MULTICAST, gl
-from ._hopper_common import COUNTERS
 from ._hopper_kernel import scaled_mm_kernel
 from ._hopper_launch import (
     Described,
@@ -130,7 +130,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
     a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype, tile.cluster)
-    workspace = workspace_for(plan, out.device) if plan.shared else out
+    counters, pieces = workspace_for(plan, out.device) if plan.shared else (out, out)
     start_kernel(
         scaled_mm_kernel,
         plan.programs,
@@ -141,30 +141,33 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
             Described(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
             Described(out, (PART * tile.cluster, tile.bn), out_layout),
         ),
-        (b_scale, None if bias is None else bias.contiguous(), workspace),
+        (b_scale, None if bias is None else bias.contiguous(), counters, pieces),
         (m, n, k, b_scale.stride(0), plan.rounds),
         (tile, vector, bias is not None, accumulate, plan.shared),
         cluster=tile.cluster,
     )
 
 
-def workspace_for(plan: Plan, device: torch.device) -> Tensor:
-    """Counters, one for each part of a shared tile, then room for a piece of a tile from each program."""
-    size = COUNTERS.value + plan.programs * plan.tile.bm * plan.tile.bn
+def workspace_for(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Counters, one for each part of a shared tile, and room for a piece of a tile from each program, which goes back
+    to the allocator after the call."""
+    return _counters(device), empty((plan.programs * plan.tile.bm * plan.tile.bn,), torch.float32, device)
+
+
+def _counters(device: torch.device) -> Tensor:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        # a graph may run beside other work, so it has one of its own
-        space = torch.empty(size, dtype=torch.float32, device=device)
-        space[: COUNTERS.value].zero_()
-        return space
+        # a graph may run beside other work, so it has some of its own
+        return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
-    if (found := _WORKSPACES.get((device, stream))) is None or found.numel() < size:
-        _WORKSPACES[device, stream] = found = torch.zeros(size, dtype=torch.float32, device=device)
-    replay.provided(found, functools.partial(workspace_for, plan, device))
+    if (found := _COUNTERS.get((device, stream))) is None:
+        _COUNTERS[device, stream] = found = torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
+    replay.provided(found, functools.partial(_counters, device))
     return found
 
 
-# By device and stream: a launch leaves the counters at zero, and launches of one stream follow each other.
-_WORKSPACES: dict[tuple[torch.device, int], Tensor] = {}
+# By device and stream: a launch leaves them at zero, and launches of one stream follow each other.
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+MOST_COUNTERS = 1024  # parts of shared tiles: four for each of fewer than two rounds of tiles
 
 
 @functools.lru_cache(maxsize=64)

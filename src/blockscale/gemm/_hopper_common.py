@@ -17,8 +17,6 @@ from ._gluon import (
 )
 from ._hopper_schedule import count_items, item_at, pieces_of
 
-COUNTERS: gl.constexpr = gl.constexpr(1024)  # parts of shared tiles: four for each of fewer than two rounds of tiles
-
 
 @gluon.jit
 def _sharer():
@@ -159,15 +157,14 @@ def gathered(acc, place, part, sizes, TILE: gl.constexpr):
 
     Returns the sum, and whether this program has it.
     """
-    workspace, tile = place
+    counters, pieces, tile = place
     _, _, K, _, tiles_m, tiles_n, rounds = sizes
     parts: gl.constexpr = TILE.groups * TILE.waves
     program, programs, tiles, blocks = _sharer(), gl.num_programs(0), tiles_m * tiles_n, gl.cdiv(K, 128)
     m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    # counters lie in front of the pieces
-    counter = workspace.to(gl.pointer_type(gl.int32)) + (tile - rounds * programs) * parts + part
-    inside = workspace + COUNTERS + part * (64 * TILE.bn) + m[:, None] * TILE.bn + n[None, :]
+    counter = counters + (tile - rounds * programs) * parts + part
+    inside = pieces + part * (64 * TILE.bn) + m[:, None] * TILE.bn + n[None, :]
     begin, end = pieces_of(tile, programs, tiles, rounds, blocks)
     adds = program == begin
     if adds:

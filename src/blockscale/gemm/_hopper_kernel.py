@@ -196,7 +196,7 @@ def sums_of_parts(
 
 @gluon.jit
 def _consumer(
-    output, rings, c_tile, bars, workspace, sizes,
+    output, rings, c_tile, bars, counters, pieces, sizes,
     GROUP: gl.constexpr, TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
@@ -230,7 +230,7 @@ def _consumer(
                 if SHARED:
                     ready = stop - start == blocks
                     if not ready:
-                        acc, ready = gathered(acc, (workspace, tile), GROUP * waves + wave, sizes, TILE)
+                        acc, ready = gathered(acc, (counters, pieces, tile), GROUP * waves + wave, sizes, TILE)
                     if ready:
                         store_tile(acc, output, buffer, top + wave * ROWS, column, N, BIAS, ADD)
                 else:
@@ -246,7 +246,7 @@ _ANY_NUMBER = ["M", "K", "sb_stride", "rounds"]
 
 @gluon.jit(do_not_specialize=_ANY_NUMBER)
 def scaled_mm_kernel(
-    a_desc, b_desc, sa_desc, sb_desc, c_desc, sb_ptr, bias_ptr, workspace, M, N, K, sb_stride, rounds,
+    a_desc, b_desc, sa_desc, sb_desc, c_desc, sb_ptr, bias_ptr, counters, pieces, M, N, K, sb_stride, rounds,
     TILE: gl.constexpr, VECTOR: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """TILE: a `heuristics.Tile`.  VECTOR: b has scales 1x128, not 128x128.  ADD: to what c holds.  SHARED: tiles past
@@ -286,19 +286,19 @@ def scaled_mm_kernel(
     sizes = (M, N, K, sb_stride, gl.cdiv(M, BM), gl.cdiv(N, TILE.bn), rounds)
     if groups == 1:
         gl.warp_specialize([
-            (_consumer, (output, rings, c_tile, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, rings, c_tile, bars, counters, pieces, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
             (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
         ], [1], [40])  # fmt: skip
     elif groups == 2:
         gl.warp_specialize([
-            (_consumer, (output, rings, c_tile, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_consumer, (output, rings, c_tile, bars, workspace, sizes, 1, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, rings, c_tile, bars, counters, pieces, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, rings, c_tile, bars, counters, pieces, sizes, 1, TILE, VECTOR, BIAS, ADD, SHARED)),
             (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
         ], [4, 1], [TILE.registers, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (output, rings, c_tile, bars, workspace, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_consumer, (output, rings, c_tile, bars, workspace, sizes, 1, TILE, VECTOR, BIAS, ADD, SHARED)),
-            (_consumer, (output, rings, c_tile, bars, workspace, sizes, 2, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, rings, c_tile, bars, counters, pieces, sizes, 0, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, rings, c_tile, bars, counters, pieces, sizes, 1, TILE, VECTOR, BIAS, ADD, SHARED)),
+            (_consumer, (output, rings, c_tile, bars, counters, pieces, sizes, 2, TILE, VECTOR, BIAS, ADD, SHARED)),
             (_producer, (operands, rings, bars, sizes, TILE, VECTOR, SHARED)),
         ], [4, 4, 1], [TILE.registers, TILE.registers, 32])  # fmt: skip
