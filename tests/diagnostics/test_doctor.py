@@ -92,7 +92,7 @@ def test_it_covers_everything(sound):
     report = sound
     everywhere = {"cast", "cast_both", "dequantize", "gemm"}
     everywhere |= {"swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both"}
-    one_d = {"m_grouped", "k_grouped", "permute", "permute_both"}
+    one_d = {"m_grouped", "k_grouped", "permute", "permute_both", "permute_columns"}
     cells = {(choice.operation, choice.format) for choice in report.choices}
     for name, spec in FORMATS.items():
         wanted = everywhere if spec.is_2d else everywhere | one_d
@@ -245,7 +245,8 @@ FUSED = {
     "rmsnorm": ("rmsnorm", 4),
     "rmsnorm_both": ("rmsnorm", 4),
     "permute": ("permute", 3),
-    "permute_both": ("permute", 3),
+    "permute_both": ("permute", 4),
+    "permute_columns": ("permute", 3),
 }
 
 

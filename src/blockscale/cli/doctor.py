@@ -78,14 +78,16 @@ def _matrices(report: DoctorReport) -> list[Table]:
     operations = list(dict.fromkeys(choice.operation for choice in report.choices))
     swiglu = [name for name in operations if name.startswith("swiglu")]
     moves = [name for name in operations if name.endswith("_rows") or name.startswith("combine")]
-    others = [name for name in operations if name.startswith(("rmsnorm", "permute")) and name not in moves]
+    norms = [name for name in operations if name.startswith("rmsnorm")]
+    permuted = [name for name in operations if name.startswith("permute") and name not in moves]
     products = [name for name in operations if name.startswith("gemm") or name.endswith("grouped")]
-    casts = [name for name in operations if name not in swiglu + others + products + moves]
+    casts = [name for name in operations if name not in swiglu + norms + permuted + products + moves]
     return [
         _matrix(report, "which backend serves which casts (numbers: why)", casts),
         _matrix(report, "products", products),
         _matrix(report, "casts fused with SwiGLU", swiglu),
-        _matrix(report, "casts fused with RMSNorm and with a permutation", others),
+        _matrix(report, "casts fused with RMSNorm", norms),
+        _matrix(report, "casts fused with a permutation", permuted),
         _matrix(report, "rows moved to experts and back", moves),
     ]
 
