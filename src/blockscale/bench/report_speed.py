@@ -110,10 +110,15 @@ def _goal_lines(goal: SpeedGoal, rows: Sequence[Throughput]) -> list[list[str]]:
         if (row.model, row.recipe, row.weight_cast, row.compile) == about and found is not None:
             met = "yes" if goal.is_met(found) and row.layers >= goal.least_layers else "no"
             size = [str(row.layers), f"{row.batch * row.accumulate * row.sequence:,}"]
-            digits = 1 if goal.unit == " %" else 4 if abs(found - 1) < 0.01 else 2
+            digits = 1 if goal.unit == " %" else _digits(abs(found - 1))
             figure = f"{found:.{digits}f}{goal.unit}"
             lines.append([title, figure, met, *size, commit(row), f"`{row.where.get('command')}`"])
     return lines or [[title, NOT_YET, "-", "-", "-", "-", f"`{goal.command}`"]]
+
+
+def _digits(apart: float) -> int:
+    """Of a ratio that is so far from one, as many as show on which side of it it is."""
+    return 2 if apart >= 0.01 else 4 if apart >= 0.00005 else 8
 
 
 def _cast(name: str) -> str:
