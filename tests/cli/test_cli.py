@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,18 @@ pytest.importorskip("rich", reason="the command line needs rich, which is not in
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "blockscale", *words], capture_output=True, text=True, timeout=300)
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    """As in `blockscale train tiny --help | head`."""
+    gone, output = os.pipe()
+    os.close(gone)
+    try:
+        words = [sys.executable, "-m", "blockscale", "train", "tiny", "--help"]
+        result = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, timeout=300)
+    finally:
+        os.close(output)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)
+    except BrokenPipeError:  # who read the output has gone, as `head` does; nor may the last flush fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _is_plain(command: str, arguments: Sequence[str]) -> bool:
