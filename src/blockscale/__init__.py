@@ -20,9 +20,9 @@ _PUBLIC = {
     "swiglu_backward_quantize_both": "casts.fused",
     "rmsnorm_quantize": "casts.fused",
     "rmsnorm_quantize_both": "casts.fused",
-    "permute_quantize_both": "casts.fused",
-    "permute_quantize_columns": "casts.fused",
-    "quantize_permute": "casts.fused",
+    "permute_quantize_both": "casts.permuted",
+    "permute_quantize_columns": "casts.permuted",
+    "quantize_permute": "casts.permuted",
     "scaled_mm": "gemm",
     "Routing": "grouped",
     "scaled_grouped_mm": "grouped",
@@ -108,14 +108,14 @@ if TYPE_CHECKING:
     from .casts import dequantize as dequantize
     from .casts import quantize as quantize
     from .casts import quantize_both as quantize_both
-    from .casts.fused import permute_quantize_both as permute_quantize_both
-    from .casts.fused import permute_quantize_columns as permute_quantize_columns
-    from .casts.fused import quantize_permute as quantize_permute
     from .casts.fused import rmsnorm_quantize as rmsnorm_quantize
     from .casts.fused import rmsnorm_quantize_both as rmsnorm_quantize_both
     from .casts.fused import swiglu_backward_quantize_both as swiglu_backward_quantize_both
     from .casts.fused import swiglu_quantize as swiglu_quantize
     from .casts.fused import swiglu_quantize_both as swiglu_quantize_both
+    from .casts.permuted import permute_quantize_both as permute_quantize_both
+    from .casts.permuted import permute_quantize_columns as permute_quantize_columns
+    from .casts.permuted import quantize_permute as quantize_permute
     from .diagnostics import doctor as doctor
     from .diagnostics import explain as explain
     from .formats import BlockScaled as BlockScaled

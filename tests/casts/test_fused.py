@@ -13,15 +13,13 @@ import blockscale as bs
 from blockscale import CastSpec, Stochastic, quantize, quantize_both, rng_state
 from blockscale.casts import activation
 from blockscale.casts.fused import (
-    permute_quantize_both,
-    permute_quantize_columns,
-    quantize_permute,
     rmsnorm_quantize,
     rmsnorm_quantize_both,
     swiglu_backward_quantize_both,
     swiglu_quantize,
     swiglu_quantize_both,
 )
+from blockscale.casts.permuted import permute_quantize_both, permute_quantize_columns, quantize_permute
 from blockscale.formats import FORMATS
 from helpers import ONE_D, all_bf16, bits, same_bits, same_operand
 from products import assert_same_bits

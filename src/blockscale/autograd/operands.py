@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import replay
 from ..casts import cast, cast_both
-from ..casts.fused import cast_permute, permute_cast_both, permute_cast_columns, swiglu_backward_cast, swiglu_cast
+from ..casts.fused import swiglu_backward_cast, swiglu_cast
+from ..casts.permuted import cast_permute, permute_cast_both, permute_cast_columns
 from ..formats.cast_spec import CastPlan, CastSpec
 from ..formats.layout import locate
 from ..formats.stochastic import Stochastic

@@ -1,7 +1,7 @@
 """Casts: high precision to block-scaled formats and back.
 
 `quantize` makes one operand, `quantize_both` makes the two that a layer needs from one read, `dequantize` goes back;
-`fused.py` has the casts that begin with an activation, a norm or a permutation.
+`fused.py` and `permuted.py` have the casts that begin with an activation or a norm, and with a gather of rows.
 Each works on any tensor of rank two or more; blocks run along one of the last two axes and a tail block counts as a
 whole one.
 """

@@ -1,7 +1,8 @@
 """Casts fused with what comes before them, so that a tensor is read once and never written in high precision.
 
 Each gives exactly the bytes of the cast of a tensor that docs/numerics.md, section 16, defines: computed in fp32 and
-rounded once to the input's type. As with every cast, results do not require grad.
+rounded once to the input's type. As with every cast, results do not require grad. `permuted.py` has the casts of rows
+that are gathered.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec
 from ..formats.tensor import BlockScaled, assemble, check_axis
-from . import FLOAT_DTYPES, check_offs, check_source, fused_ops, plan_cast
+from . import FLOAT_DTYPES, check_source, fused_ops, plan_cast
 
 Spec = str | CastSpec
 Pair = tuple[BlockScaled, BlockScaled]
@@ -24,6 +24,7 @@ Pair = tuple[BlockScaled, BlockScaled]
 def swiglu_quantize(gate_up: Tensor, spec: Spec, *, axis: int = -1, offs: Tensor | None = None) -> BlockScaled:
     """Cast silu(gate) * up, blocks along `axis`. gate_up: [..., M, 2H], gates in the first half of the last axis.
 
+    >>> import torch
     >>> q = swiglu_quantize(torch.ones(4, 128, dtype=torch.bfloat16), "mxfp8_e4m3")
     >>> q.shape
     (4, 64)
@@ -39,7 +40,7 @@ def swiglu_cast(
 ) -> BlockScaled:
     """`swiglu_quantize` for those who have checked: plan is the spec's."""
     buffers = fused_ops.swiglu_quantize(gate_up, plan.text(), axis, spec.state, spec.amax_tensor, offs)
-    return assemble(plan, buffers, _hidden_shape(gate_up), axis, groups=_groups(offs) if axis == -2 else None)
+    return assemble(plan, buffers, _hidden_shape(gate_up), axis, groups=count_groups(offs) if axis == -2 else None)
 
 
 def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor | None = None) -> Pair:
@@ -47,6 +48,7 @@ def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor 
 
     gate_up: [..., M, 2H], gates in the first half of the last axis.  offs: ends of groups of rows, as for `quantize`.
 
+    >>> import torch
     >>> row, col = swiglu_quantize_both(torch.randn(256, 512), "fp8_1x128", "fp8_1x128")
     >>> row.shape, row.axis, col.axis
     ((256, 256), -1, -2)
@@ -54,8 +56,8 @@ def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor 
     check_gate_up(gate_up)
     specs = (as_cast_spec(row), as_cast_spec(col))
     plans = (plan_cast(gate_up, specs[0], offs), plan_cast(gate_up, specs[1], offs))
-    results = fused_ops.swiglu_quantize_both(gate_up, *_pair_arguments(plans, specs), offs)
-    return _pair(plans, results, _hidden_shape(gate_up), offs)
+    results = fused_ops.swiglu_quantize_both(gate_up, *pair_arguments(plans, specs), offs)
+    return pair_of(plans, results, _hidden_shape(gate_up), offs)
 
 
 @overload
@@ -79,6 +81,7 @@ def swiglu_backward_quantize_both(
     which comes as a third result: the operand that the weight gradient of the next layer needs, recomputed from what
     is read anyway instead of kept since the forward.
 
+    >>> import torch
     >>> grad, gate_up = torch.randn(64, 32), torch.randn(64, 64)
     >>> row, col, h = swiglu_backward_quantize_both(grad, gate_up, "mxfp8_e4m3", "mxfp8_e4m3", hidden="mxfp8_e4m3")
     >>> row.shape, col.axis, h.shape, h.axis
@@ -122,10 +125,10 @@ def swiglu_backward_cast(
         None if hidden is None else hidden.amax_tensor,
         offs,
     )
-    pair = _pair(plans, results, gate_up.shape, offs)
+    pair = pair_of(plans, results, gate_up.shape, offs)
     if hidden_plan is None:
         return *pair, None
-    return *pair, assemble(hidden_plan, results[6:9], grad.shape, -2, groups=_groups(offs))
+    return *pair, assemble(hidden_plan, results[6:9], grad.shape, -2, groups=count_groups(offs))
 
 
 def rmsnorm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-6) -> tuple[BlockScaled, Tensor]:
@@ -133,6 +136,7 @@ def rmsnorm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-6
 
     Also returns rstd (fp32, [..., M]), which a backward needs.
 
+    >>> import torch
     >>> q, rstd = rmsnorm_quantize(torch.full((2, 64), 3.0), torch.ones(64), "mxfp8_e4m3")
     >>> q.shape, rstd.shape
     ((2, 64), torch.Size([2]))
@@ -149,6 +153,7 @@ def rmsnorm_quantize_both(
 ) -> tuple[BlockScaled, BlockScaled, Tensor]:
     """Both operands of x * rstd * weight, and rstd; see `rmsnorm_quantize`.
 
+    >>> import torch
     >>> row, col, rstd = rmsnorm_quantize_both(torch.randn(64, 32), torch.ones(32), "mxfp4", "mxfp4")
     >>> row.axis, col.axis, rstd.shape
     (-1, -2, torch.Size([64]))
@@ -156,90 +161,14 @@ def rmsnorm_quantize_both(
     check_norm(x, weight, eps)
     specs = (as_cast_spec(row), as_cast_spec(col))
     plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
-    results = fused_ops.rmsnorm_quantize_both(x, weight, eps, *_pair_arguments(plans, specs), offs)
-    return *_pair(plans, results, x.shape, offs), results[6]
-
-
-def permute_quantize_both(
-    x: Tensor, indices: Tensor, offs: Tensor, row: Spec, col: Spec, *, weights: Tensor | None = None
-) -> Pair:
-    """Both operands of x[indices], the tokens of each expert beside each other: `quantize_both(x[indices], ..., offs)`.
-
-    x: [T, K].  indices: [P] int32 or int64, the source row of each permuted position; -1 makes a row of zeros.  offs:
-    inclusive ends of the experts among the P positions; `col` starts each at a multiple of 128.  weights: fp32 [P], a
-    factor of each permuted row, which is then rounded to x's type: what the gradient of a weighted sum of rows is.
-
-    >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
-    >>> row, col = permute_quantize_both(torch.randn(4, 64), indices, offs, "mxfp8_e4m3", "mxfp8_e4m3")
-    >>> row.shape, col.groups
-    ((3, 64), 2)
-    """
-    check_permutation(x, indices)
-    check_offs(offs, x.device, x.dim(), required=True)
-    check_row_weights(weights, indices)
-    specs = (as_cast_spec(row), as_cast_spec(col))
-    plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
-    return permute_cast_both(x, indices, specs, plans, offs, weights)
-
-
-def permute_cast_both(
-    x: Tensor,
-    indices: Tensor,
-    specs: tuple[CastSpec, CastSpec],
-    plans: tuple[CastPlan, CastPlan],
-    offs: Tensor,
-    weights: Tensor | None = None,
-) -> Pair:
-    """`permute_quantize_both` for those who have checked: plans are those of the specs."""
-    results = fused_ops.permute_quantize_both(x, indices, weights, *_pair_arguments(plans, specs), offs)
-    return _pair(plans, results, (indices.shape[0], x.shape[1]), offs)
-
-
-def permute_quantize_columns(x: Tensor, indices: Tensor, offs: Tensor, spec: Spec) -> BlockScaled:
-    """The column operand of x[indices] alone: what a weight gradient takes of tokens that were kept as they came.
-
-    >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
-    >>> permute_quantize_columns(torch.randn(4, 64), indices, offs, "mxfp8_e4m3").shape
-    (3, 64)
-    """
-    check_permutation(x, indices)
-    check_offs(offs, x.device, x.dim(), required=True)
-    cast = as_cast_spec(spec)
-    return permute_cast_columns(x, indices, cast, plan_cast(x, cast, offs), offs)
-
-
-def permute_cast_columns(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan, offs: Tensor) -> BlockScaled:
-    """`permute_quantize_columns` for those who have checked: plan is the spec's."""
-    buffers = fused_ops.permute_quantize_columns(x, indices, plan.text(), spec.state, spec.amax_tensor, offs)
-    return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -2, groups=_groups(offs))
-
-
-def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
-    """Cast x [T, K] once, blocks along K, then gather rows of codes and scales: what a forward to experts needs.
-
-    The bytes of `quantize(x[indices], spec)`, but for NVFP4 without a supplied amax: its maximum is that of x, whether
-    or not every row is used. An index of -1 makes a row of zeros.
-
-    >>> quantize_permute(torch.randn(4, 64), torch.tensor([2, 0, 2, 1, -1]), "mxfp8_e4m3").shape
-    (5, 64)
-    """
-    check_permutation(x, indices)
-    cast = as_cast_spec(spec)
-    plan = plan_cast(x, cast, None)
-    check_copied_rows(plan)
-    return cast_permute(x, indices, cast, plan)
-
-
-def cast_permute(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan) -> BlockScaled:
-    """`quantize_permute` for those who have checked: plan is the spec's."""
-    buffers = fused_ops.quantize_permute(x, indices, plan.text(), spec.amax_tensor)
-    return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -1)
+    results = fused_ops.rmsnorm_quantize_both(x, weight, eps, *pair_arguments(plans, specs), offs)
+    return *pair_of(plans, results, x.shape, offs), results[6]
 
 
 # what the functions above share
 
 
-def _pair_arguments(
+def pair_arguments(
     plans: tuple[CastPlan, CastPlan], specs: tuple[CastSpec, CastSpec]
 ) -> tuple[str, str, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """How two casts cross an operator's boundary."""
@@ -247,14 +176,16 @@ def _pair_arguments(
     return plans[0].text(), plans[1].text(), row.state, col.state, row.amax_tensor, col.amax_tensor
 
 
-def _pair(
+def pair_of(
     plans: tuple[CastPlan, CastPlan], results: Sequence[Tensor], shape: Sequence[int], offs: Tensor | None
 ) -> Pair:
+    """Both operands of what an operator made."""
     row = assemble(plans[0], (results[0], results[1], results[2]), shape, -1)
-    return row, assemble(plans[1], (results[3], results[4], results[5]), shape, -2, groups=_groups(offs))
+    return row, assemble(plans[1], (results[3], results[4], results[5]), shape, -2, groups=count_groups(offs))
 
 
-def _groups(offs: Tensor | None) -> int | None:
+def count_groups(offs: Tensor | None) -> int | None:
+    """How many groups a column operand has."""
     return None if offs is None else offs.shape[0]
 
 
@@ -295,7 +226,7 @@ def check_grad(grad: Tensor, gate_up: Tensor) -> None:
                 fix="pass grad.to(gate_up.dtype)",
             )
         )
-    _check_same_device(grad, "grad", gate_up, "gate_up")
+    check_same_device(grad, "grad", gate_up, "gate_up")
 
 
 def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -315,69 +246,13 @@ def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
                 fix=f"pass a weight of shape ({x.shape[-1]},)",
             )
         )
-    _check_same_device(weight, "weight", x, "x")
+    check_same_device(weight, "weight", x, "x")
     if not eps >= 0:
         raise OptionError(message(f"eps={eps}", rule="it is added to a mean of squares", fix="pass eps=1e-6"))
 
 
-def check_permutation(x: Tensor, indices: Tensor) -> None:
-    """Raise unless x is a matrix of tokens and `indices` a vector of rows on its device."""
-    check_source(x, "x")
-    if x.dim() != 2:
-        fix = "flatten the tokens to [T, K]"
-        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule="tokens are rows of a matrix", fix=fix))
-    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):  # pyright: ignore[reportUnnecessaryIsInstance]
-        what = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DtypeError(
-            message(f"indices is {what}", rule="indices are int32 or int64 tensors", fix="pass indices.to(torch.int32)")
-        )
-    if indices.dim() != 1:
-        raise ShapeError(
-            message(
-                f"indices has shape {tuple(indices.shape)}",
-                rule="one source row for each permuted position, in a vector",
-                fix="pass indices.flatten()",
-            )
-        )
-    _check_same_device(indices, "indices", x, "x")
-
-
-def check_row_weights(weights: Tensor | None, indices: Tensor) -> None:
-    """Raise unless there is a factor for each permuted row."""
-    if weights is None:
-        return
-    if weights.dtype != torch.float32 or weights.shape != indices.shape:
-        raise ShapeError(
-            message(
-                f"weights are {weights.dtype} {tuple(weights.shape)} for {indices.shape[0]} permuted rows",
-                rule="each row has one factor, in float32",
-                fix=f"pass float32 weights of shape ({indices.shape[0]},)",
-            )
-        )
-    _check_same_device(weights, "weights", indices, "indices")
-
-
-def check_copied_rows(plan: CastPlan) -> None:
-    """Raise unless rows that are cast once may be copied to several places."""
-    if plan.spec.is_2d:
-        raise OptionError(
-            message(
-                f"quantize_permute to {plan.format}",
-                rule="rows are gathered one by one, and a 2-D block belongs to several",
-                fix="use a format with 1-D blocks",
-            )
-        )
-    if plan.stream is not None:
-        raise OptionError(
-            message(
-                "quantize_permute with stochastic rounding",
-                rule="a row is cast once, so its copies would share their random words",
-                fix="use permute_quantize_both, or quantize(x[indices], ...)",
-            )
-        )
-
-
-def _check_same_device(first: Tensor, first_name: str, second: Tensor, second_name: str) -> None:
+def check_same_device(first: Tensor, first_name: str, second: Tensor, second_name: str) -> None:
+    """Raise unless two tensors lie on one device."""
     if first.device != second.device:
         raise DeviceError(
             message(

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..casts import check_group_count, check_offs, check_source, plan_cast
-from ..casts.fused import check_copied_rows, check_gate_up, check_grad, check_norm, check_permutation
+from ..casts.fused import check_gate_up, check_grad, check_norm
 from ..casts.fused_ops import hidden_like, permuted_like
 from ..casts.ops import cast_request, dequantize_request
+from ..casts.permuted import check_copied_rows, check_permutation
 from ..errors import OptionError, check_name, message
 from ..formats.cast_spec import CastSpec, as_cast_spec
 from ..formats.tensor import BlockScaled, check_block_scaled

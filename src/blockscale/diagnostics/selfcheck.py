@@ -11,15 +11,13 @@ from torch import Tensor
 
 from ..casts import dequantize, quantize, quantize_both
 from ..casts.fused import (
-    permute_quantize_both,
-    permute_quantize_columns,
-    quantize_permute,
     rmsnorm_quantize,
     rmsnorm_quantize_both,
     swiglu_backward_quantize_both,
     swiglu_quantize,
     swiglu_quantize_both,
 )
+from ..casts.permuted import permute_quantize_both, permute_quantize_columns, quantize_permute
 from ..errors import BackendError, OptionError
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled

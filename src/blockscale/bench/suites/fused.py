@@ -43,10 +43,7 @@ def cases(extent: Extent) -> Iterator[Case]:
 
 
 def _find(name: str) -> Callable[..., Any] | None:
-    try:
-        return getattr(importlib.import_module("blockscale.casts.fused"), name, None)
-    except ModuleNotFoundError:
-        return None
+    return getattr(importlib.import_module("blockscale"), name, None)
 
 
 def _case(

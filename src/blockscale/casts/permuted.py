@@ -1,0 +1,148 @@
+"""Casts of rows that are gathered: the tokens of each expert beside each other, never written in high precision.
+
+As in `fused.py`, whose bytes docs/numerics.md, section 16, defines: results do not require grad.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError, OptionError, ShapeError, message
+from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec
+from ..formats.tensor import BlockScaled, assemble
+from . import check_offs, check_source, fused_ops, plan_cast
+from .fused import Pair, Spec, check_same_device, count_groups, pair_arguments, pair_of
+
+
+def permute_quantize_both(
+    x: Tensor, indices: Tensor, offs: Tensor, row: Spec, col: Spec, *, weights: Tensor | None = None
+) -> Pair:
+    """Both operands of x[indices], the tokens of each expert beside each other: `quantize_both(x[indices], ..., offs)`.
+
+    x: [T, K].  indices: [P] int32 or int64, the source row of each permuted position; -1 makes a row of zeros.  offs:
+    inclusive ends of the experts among the P positions; `col` starts each at a multiple of 128.  weights: fp32 [P], a
+    factor of each permuted row, which is then rounded to x's type: what the gradient of a weighted sum of rows is.
+
+    >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
+    >>> row, col = permute_quantize_both(torch.randn(4, 64), indices, offs, "mxfp8_e4m3", "mxfp8_e4m3")
+    >>> row.shape, col.groups
+    ((3, 64), 2)
+    """
+    check_permutation(x, indices)
+    check_offs(offs, x.device, x.dim(), required=True)
+    check_row_weights(weights, indices)
+    specs = (as_cast_spec(row), as_cast_spec(col))
+    plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
+    return permute_cast_both(x, indices, specs, plans, offs, weights)
+
+
+def permute_cast_both(
+    x: Tensor,
+    indices: Tensor,
+    specs: tuple[CastSpec, CastSpec],
+    plans: tuple[CastPlan, CastPlan],
+    offs: Tensor,
+    weights: Tensor | None = None,
+) -> Pair:
+    """`permute_quantize_both` for those who have checked: plans are those of the specs."""
+    results = fused_ops.permute_quantize_both(x, indices, weights, *pair_arguments(plans, specs), offs)
+    return pair_of(plans, results, (indices.shape[0], x.shape[1]), offs)
+
+
+def permute_quantize_columns(x: Tensor, indices: Tensor, offs: Tensor, spec: Spec) -> BlockScaled:
+    """The column operand of x[indices] alone: what a weight gradient takes of tokens that were kept as they came.
+
+    >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
+    >>> permute_quantize_columns(torch.randn(4, 64), indices, offs, "mxfp8_e4m3").shape
+    (3, 64)
+    """
+    check_permutation(x, indices)
+    check_offs(offs, x.device, x.dim(), required=True)
+    cast = as_cast_spec(spec)
+    return permute_cast_columns(x, indices, cast, plan_cast(x, cast, offs), offs)
+
+
+def permute_cast_columns(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan, offs: Tensor) -> BlockScaled:
+    """`permute_quantize_columns` for those who have checked: plan is the spec's."""
+    buffers = fused_ops.permute_quantize_columns(x, indices, plan.text(), spec.state, spec.amax_tensor, offs)
+    return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -2, groups=count_groups(offs))
+
+
+def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
+    """Cast x [T, K] once, blocks along K, then gather rows of codes and scales: what a forward to experts needs.
+
+    The bytes of `quantize(x[indices], spec)`, but for NVFP4 without a supplied amax: its maximum is that of x, whether
+    or not every row is used. An index of -1 makes a row of zeros.
+
+    >>> quantize_permute(torch.randn(4, 64), torch.tensor([2, 0, 2, 1, -1]), "mxfp8_e4m3").shape
+    (5, 64)
+    """
+    check_permutation(x, indices)
+    cast = as_cast_spec(spec)
+    plan = plan_cast(x, cast, None)
+    check_copied_rows(plan)
+    return cast_permute(x, indices, cast, plan)
+
+
+def cast_permute(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan) -> BlockScaled:
+    """`quantize_permute` for those who have checked: plan is the spec's."""
+    buffers = fused_ops.quantize_permute(x, indices, plan.text(), spec.amax_tensor)
+    return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -1)
+
+
+def check_permutation(x: Tensor, indices: Tensor) -> None:
+    """Raise unless x is a matrix of tokens and `indices` a vector of rows on its device."""
+    check_source(x, "x")
+    if x.dim() != 2:
+        fix = "flatten the tokens to [T, K]"
+        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule="tokens are rows of a matrix", fix=fix))
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):  # pyright: ignore[reportUnnecessaryIsInstance]
+        what = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DtypeError(
+            message(f"indices is {what}", rule="indices are int32 or int64 tensors", fix="pass indices.to(torch.int32)")
+        )
+    if indices.dim() != 1:
+        raise ShapeError(
+            message(
+                f"indices has shape {tuple(indices.shape)}",
+                rule="one source row for each permuted position, in a vector",
+                fix="pass indices.flatten()",
+            )
+        )
+    check_same_device(indices, "indices", x, "x")
+
+
+def check_row_weights(weights: Tensor | None, indices: Tensor) -> None:
+    """Raise unless there is a factor for each permuted row."""
+    if weights is None:
+        return
+    if weights.dtype != torch.float32 or weights.shape != indices.shape:
+        raise ShapeError(
+            message(
+                f"weights are {weights.dtype} {tuple(weights.shape)} for {indices.shape[0]} permuted rows",
+                rule="each row has one factor, in float32",
+                fix=f"pass float32 weights of shape ({indices.shape[0]},)",
+            )
+        )
+    check_same_device(weights, "weights", indices, "indices")
+
+
+def check_copied_rows(plan: CastPlan) -> None:
+    """Raise unless rows that are cast once may be copied to several places."""
+    if plan.spec.is_2d:
+        raise OptionError(
+            message(
+                f"quantize_permute to {plan.format}",
+                rule="rows are gathered one by one, and a 2-D block belongs to several",
+                fix="use a format with 1-D blocks",
+            )
+        )
+    if plan.stream is not None:
+        raise OptionError(
+            message(
+                "quantize_permute with stochastic rounding",
+                rule="a row is cast once, so its copies would share their random words",
+                fix="use permute_quantize_both, or quantize(x[indices], ...)",
+            )
+        )
