@@ -52,6 +52,7 @@ class Inputs:
     indices: Tensor
     offs: Tensor
     experts: Tensor
+    factors: Tensor
 
     def to(self, device: str) -> Inputs:
         """The same on another device."""
@@ -67,7 +68,7 @@ def inputs() -> Inputs:
     )
     indices = torch.randint(-1, ROWS, (ROWS + 33,), dtype=torch.int32)
     offs, experts = torch.tensor([7, 7, 190], dtype=torch.int32), torch.randint(0, 9, (ROWS // 4, 4))
-    return Inputs(x, gate_up, grad, wide, weight, indices, offs, experts)
+    return Inputs(x, gate_up, grad, wide, weight, indices, offs, experts, torch.randn(indices.shape))
 
 
 Call = Callable[[Inputs], object]
@@ -85,6 +86,12 @@ def cases(name: str) -> Iterator[tuple[str, str, Call]]:
     if not spec.is_2d:
         yield "cast_both", "groups", lambda i: bs.quantize_both(i.x, name, name, offs=i.offs, colsum=True)
         yield "permute_both", "", lambda i: bs.permute_quantize_both(i.x, i.indices, i.offs, name, name)
+        yield (
+            "permute_both",
+            "weighted",
+            lambda i: bs.permute_quantize_both(i.x, i.indices, i.offs, name, name, weights=i.factors),
+        )
+        yield "permute_columns", "", lambda i: bs.permute_quantize_columns(i.x, i.indices, i.offs, name)
     yield "dequantize", "", lambda i: [bs.dequantize(bs.quantize(i.x, name, axis=axis)) for axis in (-1, -2)]
     yield "swiglu", "", lambda i: [bs.swiglu_quantize(i.gate_up, name, axis=axis) for axis in (-1, -2)]
     yield "swiglu_both", "", lambda i: bs.swiglu_quantize_both(i.gate_up, name, name)
