@@ -86,9 +86,9 @@ def permute_samples(device):
 
 def permute_both_samples(device):
     offs = offsets([3, 0, 2], device)
-    for x, indices, plan, amax in permute_samples(device):
-        for weights in (None, gaussian(5, device=device).float()):
-            yield x, indices, weights, plan, plan, None, None, amax, amax, offs
+    for place, (x, indices, plan, amax) in enumerate(permute_samples(device)):
+        weights = gaussian(5, device=device).float() if place % 2 else None
+        yield x, indices, weights, plan, plan, None, None, amax, amax, offs
 
 
 def permute_columns_samples(device):
