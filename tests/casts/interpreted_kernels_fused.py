@@ -82,8 +82,6 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     for kind, given in ((torch.int32, None), (torch.int64, top)):
         args = tokens, indices.to(kind), None, text, text, None, None, given, given, ENDS
         yield 2 * 120 * 96, compared("permute", ops.permute_quantize_both, *args)
-        args = tokens, indices.to(kind), text, None, given, ENDS
-        yield 120 * 96, compared("permute columns", ops.permute_quantize_columns, *args)
         for layout in form.layouts:
             copied = CastSpec(name, scale_layout=layout).plan().text()
             what = f"permute once {layout} {kind}"
