@@ -99,6 +99,11 @@ def grouped_swiglu_mlp(
     rows = grouped_linear(
         swiglu(gate_up), down_weight, groups.offs, down_bias, chosen, rounding=second, weight_operands=other
     )
+    return combined(rows, offs, weights)
+
+
+def combined(rows: Tensor, offs: Tensor | Routing, weights: Tensor | None) -> Tensor:
+    """Rows as they are, or added up by token where weights ask for that."""
     return combine(rows, offs, weights) if isinstance(offs, Routing) and weights is not None else rows
 
 

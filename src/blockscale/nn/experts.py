@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..autograd.grouped import check_combined, grouped_linear, grouped_swiglu_mlp
+from ..autograd.grouped import check_combined, combined, grouped_linear, grouped_swiglu_mlp
 from ..autograd.mlp import swiglu
 from ..autograd.recipe import Recipe, get_recipe
-from ..autograd.routing import combine
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
 from .follower import DEFAULT_SEED, Follower
@@ -123,8 +122,7 @@ class GroupedExperts(torch.nn.Module):
         if not self.is_fused:
             check_combined(weights, offs)
             ends = offs.offs if isinstance(offs, Routing) else offs
-            rows = second(swiglu(first(x, offs)), ends)
-            return combine(rows, offs, weights) if isinstance(offs, Routing) and weights is not None else rows
+            return combined(second(swiglu(first(x, offs)), ends), offs, weights)
         (rounding, operands), (other_rounding, other_operands) = first.given(), second.given()
         return grouped_swiglu_mlp(
             x,
