@@ -15,6 +15,7 @@ from blockscale.cli.main import main
 from blockscale.errors import OptionError, OutOfMemoryError
 from blockscale.train import ModelConfig, stored
 from blockscale.train.compare import Comparison, compare
+from blockscale.train.pool import pool
 from blockscale.train.publish import MOST, publish, thin
 from blockscale.train.side_by_side import side_by_side
 from blockscale.train.stored import run_or_read
@@ -126,6 +127,47 @@ def test_collect_stores_and_replaces(
     file.write_text('{"suite": "casts"}\n')
     with pytest.raises(OptionError, match="other lines"):
         trainings.read(file)
+
+
+def of_seed(folder: Path, seed: int, to: Path) -> Path:
+    for each in folder.glob(f"runs/*-seed{seed}-*"):
+        shutil.copytree(each, to / "runs" / each.name)
+    return to
+
+
+def test_seeds_of_different_times_are_pooled(
+    found: Comparison, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Seed by seed and put together, a comparison says what it says of both at once."""
+    pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+    first, second = (of_seed(folder, seed, tmp_path / str(seed)) for seed in (0, 1))
+    file = tmp_path / "training-cpu.jsonl"
+    assert main(["collect", str(second), "--json", str(file)]) == 0
+    for _ in range(2):
+        assert main(["collect", str(first), "--json", str(file), "--pool"]) == 0
+        assert "stored 3 lines" in capsys.readouterr().out
+    kept = trainings.convergences(trainings.load(tmp_path))
+    assert [row.seeds for row in kept] == 3 * [[1]] + 3 * [[0, 1]], "single ones stay: they may have further arms"
+    whole = lines(folder)
+    for row in kept[3:]:
+        same = whole[row.arm]
+        assert replace(row, along=[], where={}) == replace(same, along=[], where={})
+        assert [step for step, _ in row.along] == [step for step, _ in same.along]
+        assert [gap for _, gap in row.along] == pytest.approx([gap for _, gap in same.along], abs=2e-6)
+
+
+def test_only_other_seeds_of_the_same_are_pooled(found: Comparison, folder: Path, tmp_path: Path):
+    one, other = (trainings.convergences(publish(of_seed(folder, seed, tmp_path / str(seed))).lines) for seed in (0, 1))
+    changes = [{"seeds": [1, 0]}, {"data_hash": "other"}, {"steps": 4}, {"branch_at": 2}, {"says": "another null"}]
+    for change in changes:
+        with pytest.raises(OptionError, match=r"seeds \[0\] of small, 3 steps, have no others"):
+            pool(one, [replace(row, **change) for row in other])
+    assert [row.arm for row in pool(one, other[:2])] == ["bf16", "null"], "arms that both have"
+    broken = [replace(row, losses=[None]) if row.arm == "mxfp8" else row for row in other]
+    row = pool(one, broken)[-1]
+    assert (row.gap, row.error, row.verdict) == (None, None, "diverged")
+    at = [replace(row, where=row.where | {"commit": "def5678"}) for row in other]
+    assert pool(one, at)[0].where["commit"] == "def5678; abc1234"
 
 
 def test_nothing_begins_after_an_error(tmp_path: Path):
@@ -258,7 +300,9 @@ def test_goals_by_length_and_recipe():
     text = report_training.goals_table(rows)
     assert met(text, "125m by nvfp4, 3000 steps:")[1:6] == ["+1.90 %", "0.10 %", "70.0 %", "within budget", "yes"]
     assert met(text, "125m by nvfp4, 300 steps")[1] == "+2.10 ± 0.10 %"
-    assert met(text, "125m by nvfp4, 300 steps")[5:7] == ["no", "abc1234"]
+    assert met(text, "125m by nvfp4, 300 steps")[5:8] == ["no", "5", "abc1234"]
+    more = convergence(0.018, arm="nvfp4", seeds=[0, 1, 2], error=0.001)
+    assert met(report_training.goals_table([*rows, more]), "125m by nvfp4, 3000 steps:")[1] == "+1.80 ± 0.10 %"
     late = "125m by nvfp4, 3000 steps, runs that part"
     assert met(text, late)[1] == "not measured yet"
     text = report_training.goals_table([convergence(0.001, arm="nvfp4", branch_at=1000)])

@@ -40,11 +40,11 @@ class LossGoal:
         return f"{self.model} by {self.recipe}, {length}: within {100 * self.most:g} %, or within the null's noise"
 
     def row(self, rows: Sequence[Convergence]) -> Convergence | None:
-        """The longest that is long enough and has seeds enough."""
+        """The one with the most seeds of those that are long enough, or the longest of these where one seed will do."""
         mine = [row for row in rows if (row.model, row.arm) == (self.model, self.recipe) and on_machine(row)]
         fit = [row for row in mine if row.steps >= self.least_steps and len(row.seeds) >= self.least_seeds]
         fit = [row for row in fit if row.branch_at == (BRANCH_AT if self.branches else 0)]
-        return max(fit, key=lambda row: len(row.seeds) if self.least_seeds > 1 else row.steps, default=None)
+        return max(fit, key=lambda row: (row.steps if self.least_seeds == 1 else 0, len(row.seeds)), default=None)
 
     def met(self, row: Convergence) -> str:
         """By the mean gap, which the verdict may call open; a run that broke down has none."""
@@ -81,7 +81,7 @@ GOALS = _goals()
 def goals_table(rows: Sequence[Training]) -> str:
     """Every goal; what was not run says so."""
     mine = convergences(rows)
-    head = ["goal", "gap", "noise of the null", "low FLOPs", "verdict", "met", "commit", "command"]
+    head = ["goal", "gap", "noise of the null", "low FLOPs", "verdict", "met", "seeds", "commit", "command"]
     body = table(head, [_goal_line(goal, mine) for goal in GOALS])
     picture = [f"![Loss and gap to bf16 over steps](docs/{PICTURE})"] if pictured(mine) else []
     return "\n\n".join([*picture, body])
@@ -90,9 +90,10 @@ def goals_table(rows: Sequence[Training]) -> str:
 def _goal_line(goal: LossGoal, rows: Sequence[Convergence]) -> list[str]:
     row = goal.row(rows)
     if row is None:
-        return [goal.text, NOT_YET, "-", "-", "-", "-", "-", f"`{goal.command}`"]
+        return [goal.text, NOT_YET, "-", "-", "-", "-", "-", "-", f"`{goal.command}`"]
     shares = [percent(row.noise), f"{100 * row.flop_share:.1f} %"]
-    return [goal.text, gap_of(row), *shares, row.verdict, goal.met(row), commit(row), f"`{row.where.get('command')}`"]
+    says = [row.verdict, goal.met(row), str(len(row.seeds)), commit(row)]
+    return [goal.text, gap_of(row), *shares, *says, f"`{row.where.get('command')}`"]
 
 
 def long_table(rows: Sequence[Training]) -> str:

@@ -1,0 +1,121 @@
+"""Seeds of one comparison that were run at different times, put together: what a first seed left open, further ones
+tell without running it again.
+
+Made from stored lines alone, by the rule that judges a comparison. Lines do not hold the whole config: that runs of the
+same model, length, text and arms were also given the same options is for who puts them together to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..bench.trainings import Convergence, Points
+from ..errors import OptionError, message
+from .compare import BASELINE, NULL
+from .statistics import Gap, judge, noise_of, paired
+
+Arms = dict[str, Convergence]
+
+
+def pool(fresh: Sequence[Convergence], kept: Sequence[Convergence]) -> list[Convergence]:
+    """Each comparison of `fresh` with the one of `kept` that is the same with other seeds, the most of them where there
+    are several; arms that both have."""
+    stored = _comparisons(kept)
+    return [line for arms in _comparisons(fresh) for line in _together(_partner(arms, stored), arms)]
+
+
+def _comparisons(lines: Sequence[Convergence]) -> list[Arms]:
+    groups: dict[tuple[Any, ...], Arms] = {}
+    for line in lines:
+        groups.setdefault((_setting(line), *line.seeds), {})[line.arm] = line
+    return list(groups.values())
+
+
+def _setting(line: Convergence) -> tuple[Any, ...]:
+    """What pairs of all seeds have in common."""
+    size = (line.steps, line.tokens_per_step, line.parameters, line.branch_at)
+    return line.model, *size, line.data_hash, line.where.get("gpu")
+
+
+def _partner(arms: Arms, stored: Sequence[Arms]) -> Arms:
+    mine = next(iter(arms.values()))
+    fit = [
+        other
+        for other in stored
+        if all(_setting(line) == _setting(mine) and not {*line.seeds} & {*mine.seeds} for line in other.values())
+        and all(_same(other.get(name), arms.get(name)) for name in (BASELINE, NULL))
+    ]
+    if not fit:
+        raise OptionError(
+            message(
+                f"seeds {mine.seeds} of {mine.model}, {mine.steps} steps, have no others to be put together with",
+                rule="the same model, length, text, null and GPU with other seeds is stored",
+                fix="leave --pool out to store them by themselves",
+            )
+        )
+    return max(fit, key=lambda other: len(other[BASELINE].seeds))
+
+
+def _same(one: Convergence | None, other: Convergence | None) -> bool:
+    """Whether two lines are of one arm."""
+    if one is None or other is None:
+        return False
+    return (one.says, one.budget, one.flop_share) == (other.says, other.budget, other.flop_share)
+
+
+def _together(first: Arms, second: Arms) -> list[Convergence]:
+    """Lines of all seeds, in the order of the seeds."""
+    arms = {name: _joined(line, second[name]) for name, line in first.items() if _same(line, second.get(name))}
+    null = _gap(arms[NULL], arms[BASELINE])
+    return [_judged(line, _gap(line, arms[BASELINE]), noise_of(null)) for line in arms.values()]
+
+
+def _joined(one: Convergence, other: Convergence) -> Convergence:
+    seeds = {seed: (line, place) for line in (one, other) for place, seed in enumerate(line.seeds)}
+    ordered = [seeds[seed] for seed in sorted(seeds)]
+    told = [line.where for line in (one, other)]
+    both = {key: "; ".join(dict.fromkeys(str(each.get(key)) for each in told)) for key in ("command", "commit")}
+    memory = [line.peak_memory for line in (one, other) if line.peak_memory is not None]
+    return replace(
+        one,
+        seeds=sorted(seeds),
+        losses=[line.losses[place] for line, place in ordered],
+        curves=[line.curves[place] for line, place in ordered],
+        along=_mean(one, other),
+        # other runs beside them, other machines: speeds of different times are none of the pool's
+        tokens_per_second=None,
+        shares={},
+        peak_memory=max(memory, default=None),
+        where=max(told, key=lambda each: str(each.get("utc"))) | both,
+    )
+
+
+def _mean(one: Convergence, other: Convergence) -> Points:
+    """Mean gap of all seeds at the steps that both have."""
+    gaps, (mine, theirs) = {int(step): gap for step, gap in other.along}, (len(one.seeds), len(other.seeds))
+    return [
+        [step, round((gap * mine + gaps[int(step)] * theirs) / (mine + theirs), 6)]
+        for step, gap in one.along
+        if int(step) in gaps
+    ]
+
+
+def _gap(line: Convergence, base: Convergence) -> Gap:
+    """Of runs that broke down: without a number, as in a comparison."""
+    ends = [[float("inf") if loss is None else loss for loss in each.losses] for each in (line, base)]
+    return paired(*ends)
+
+
+def _judged(line: Convergence, gap: Gap, noise: float) -> Convergence:
+    verdict = None if line.budget is None else judge(gap, noise, line.budget)
+    finite = gap.is_finite
+    return replace(
+        line,
+        gap=gap.mean if finite else None,
+        error=gap.error if finite else None,
+        noise=noise if noise == noise else None,
+        verdict="" if verdict is None else verdict.kind,
+        why="" if verdict is None else verdict.why,
+    )
