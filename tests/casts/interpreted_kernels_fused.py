@@ -102,12 +102,22 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     if form.hadamard:  # the sign of the first zero
         turned = CastSpec(name, hadamard=(1 << form.hadamard) - 1).plan().text()
         yield 120 * 96, compared("permute once, rotated", ops.quantize_permute, tokens, indices, turned, None)
+        yield weighted_and_rotated(name, top)
     yield 0, compared("permute once, nowhere", ops.quantize_permute, tokens, indices[:0], text, None)
     nobody = torch.full((120,), -1, dtype=torch.int32)
     args = tokens[:0], nobody, None, text, text, None, None, top, top, ENDS
     yield 0, compared("no tokens", ops.permute_quantize_both, *args)
     if name == "fp8_1x128" or THOROUGH:
         yield from apart(text, form.family == "nvfp4")
+
+
+def weighted_and_rotated(name: str, top: Tensor | None) -> tuple[int, Case]:
+    """A rotation mixes a row's zeros with those behind its last column, and a factor gives a sign to the former alone."""
+    text = CastSpec(name, hadamard=True).plan().text()
+    x, ends = torch.randn(50, 70).bfloat16(), torch.tensor([3, 30], dtype=torch.int32)
+    indices = torch.where(torch.arange(40) % 5 == 0, -1, torch.arange(40))
+    args = x, indices, -torch.rand(40), text, text, None, None, top, top, ends
+    return 2 * 40 * 70, compared("weighted, rotated", ops.permute_quantize_both, *args)
 
 
 def three_operands(name: str) -> Iterator[tuple[int, Case]]:

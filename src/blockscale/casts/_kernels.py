@@ -65,7 +65,11 @@ def _load_tile(
         lo, hi = load_pairs(first, m * stride_m, w, ok, columns, stride_k, MODE, EVEN)
     if weights_ptr is not None:
         lo, hi = values(lo, hi, MODE)
-        lo, hi = _rounded(lo * factor, hi * factor, x_ptr, MODE, FAST)
+        first, second = factor, factor
+        if not EVEN.columns:  # what lies behind the last column has no sign, whatever the factor of its row has
+            first = tl.where(2 * w < columns, factor, 0.0)
+            second = tl.where(2 * w + 1 < columns, factor, 0.0)
+        lo, hi = _rounded(lo * first, hi * second, x_ptr, MODE, FAST)
     lo = tl.permute(tl.reshape(lo, (J, MQ, BK // 2)), (1, 0, 2))
     hi = tl.permute(tl.reshape(hi, (J, MQ, BK // 2)), (1, 0, 2))
     return lo, hi
