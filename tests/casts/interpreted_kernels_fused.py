@@ -112,7 +112,7 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
 
 
 def weighted_and_rotated(name: str, top: Tensor | None) -> tuple[int, Case]:
-    """A rotation mixes a row's zeros with those behind its last column, and a factor gives a sign to the former alone."""
+    """A rotation mixes a row's zeros with those behind its last column; a factor gives a sign to the former alone."""
     text = CastSpec(name, hadamard=True).plan().text()
     x, ends = torch.randn(50, 70).bfloat16(), torch.tensor([3, 30], dtype=torch.int32)
     indices = torch.where(torch.arange(40) % 5 == 0, -1, torch.arange(40))

@@ -65,6 +65,26 @@ def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str
     assert said in capsys.readouterr().err
 
 
+def test_paths_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Whoever meets it, it is one line."""
+    (tmp_path / "file").write_text("text")
+    quick = ["--steps", "1", "--eval-batches", "1", "--device", "cpu"]
+    for words in (
+        ["train", "tiny", *quick, "--folder", str(tmp_path / "file")],
+        ["train", "tiny", *quick, "--export", str(tmp_path / "file")],
+        ["compare", "tiny", *quick, "--out", str(tmp_path / "file")],
+        ["compare", "tiny", *quick, "--seeds", "0"],
+        ["collect", str(tmp_path), "--json", str(tmp_path / "file" / "a.jsonl")],
+    ):
+        status = main(words)
+        said = capsys.readouterr()
+        assert status in (1, 2), words
+        assert "Traceback" not in said.err + said.out
+    (tmp_path / "folder").mkdir()
+    assert main(["advise", "tiny", "--device", "cpu", "--out", str(tmp_path / "folder")]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
 def test_help_imports_no_torch():
     code = "import sys; from blockscale.cli.train import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "print('torch' in sys.modules)"

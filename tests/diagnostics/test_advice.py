@@ -165,6 +165,30 @@ def test_what_is_stored_is_what_was_found(tmp_path, recipe):
     assert advise(stored.report, list(stored.samples.values())) == advise(report, [found, found])
 
 
+def test_samples_of_another_conversion_say_nothing_of_this_one(tmp_path):
+    """A run that went on with other layers in low precision, as advised, and then took a sample."""
+    first, later = converted(3), converted(2)
+    old, new = Numerics(1.0, (layer("0", 0.5), layer("2", 0.5))), Numerics(1.0, (layer("0", 0.001), layer("1", 0.0)))
+    lines = [model_line(first), sample_line(0, old), model_line(first), sample_line(5, old)]
+    path = tmp_path / "numerics.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    assert list(read(tmp_path).samples) == [0, 5], "the same goes on"
+    path.write_text("\n".join([*lines, model_line(later), sample_line(9, new)]) + "\n")
+    stored = read(tmp_path)
+    assert list(stored.samples) == [9]
+    assert advise(stored.report, list(stored.samples.values())).gaps[0] == pytest.approx(0.001)
+    # whoever gives samples of both by hand hears of the layers that are still there
+    assert {each.layer for each in advise(later, [old, new]).ranked} == {"0", "1"}
+
+
+def test_a_filter_of_another_model_is_refused(tmp_path):
+    report, found = measured(Net(2))
+    advise(report, [found]).save(tmp_path / "advice.json")
+    assert load_filter(tmp_path / "advice.json", Net(2))
+    with pytest.raises(OptionError, match=r"names layers\.0.*advice is for the model that was measured"):
+        load_filter(tmp_path / "advice.json", torch.nn.Sequential(torch.nn.Linear(8, 8)))
+
+
 def test_a_folder_without_samples_is_refused(tmp_path):
     with pytest.raises(OptionError, match="numerics-every"):
         read(tmp_path)

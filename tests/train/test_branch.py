@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blockscale.errors import CheckpointError, OptionError
-from blockscale.train import ModelConfig, Run, train
+from blockscale.train import ModelConfig, Run, branch, train
 from blockscale.train.branch import StopAfter, trunk
 from blockscale.train.compare import BASELINE, NULL, Comparison, compare
 from blockscale.train.publish import publish
@@ -73,6 +73,17 @@ def test_published_apart_from_runs_that_part_at_once(found: Comparison, folder: 
 def test_each_step_has_a_trunk_of_its_own(tmp_path: Path):
     """One that is longer already must not run on to the end."""
     assert [trunk(LITTLE, step, tmp_path, []).name for step in (2, 1)] == ["step-00000002", "step-00000001"]
+
+
+def test_a_finished_comparison_needs_no_trunk(found: Comparison, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nor does it matter how its folder is named."""
+    monkeypatch.setattr(branch, "train", lambda *args, **named: pytest.fail("trained"))
+    (folder / "trunks").rename(folder / "gone")
+    try:
+        monkeypatch.chdir(folder.parent)
+        assert compare(LITTLE, ["mxfp8"], 2, out=Path(folder.name), branch_at=AT).runs == found.runs
+    finally:
+        (folder / "gone").rename(folder / "trunks")
 
 
 def test_one_that_was_interrupted_goes_on(tmp_path: Path):

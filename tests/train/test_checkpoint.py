@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from blockscale.errors import CheckpointError
 from blockscale.train import DataConfig, train
@@ -111,6 +112,40 @@ def test_a_full_disk_leaves_the_last_one(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.undo()
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
     assert resumed(folder).steps == 3
+
+
+def test_a_disk_that_fills_up_while_torch_writes(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its error derives from BaseException, and holds the traceback of every process."""
+
+    def fails(self: object, *args: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fails)
+    with pytest.raises(CheckpointError, match=r"in .*run: \[Errno 28\] No space left on device. Rule:") as raised:
+        resumed(folder)
+    assert "Traceback" not in str(raised.value)
+    monkeypatch.undo()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("text", ["[]", "1", '{"format": 1}', '{"format": 1, "step": "2"}', '{"format": 2}'])
+def test_what_others_call_run_json(text: str, folder: Path):
+    (folder / "step-00000002" / "run.json").write_text(text)
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        resumed(folder)
+
+
+def test_what_is_no_folder(folder: Path):
+    (folder / "step-00000002" / ".notes").mkdir()  # something else of somebody else's
+    assert resumed(folder).steps == 3
+    (folder / "file").write_text("text")
+    with pytest.raises(CheckpointError, match=r"no run\.json"):
+        train(replace(RUN, start=folder / "file"))
+
+
+def test_a_run_that_is_to_end_before_its_checkpoint(folder: Path):
+    with pytest.raises(CheckpointError, match="step-00000002 for a run of 1 steps"):
+        resumed(folder, steps=1)
 
 
 KILLED = """

@@ -13,7 +13,7 @@ import torch
 
 from blockscale.casts import _reference
 from blockscale.errors import NonFiniteError, OptionError
-from blockscale.train import ModelConfig, RecipeConfig, Run, RunConfig, get_preset
+from blockscale.train import DataConfig, ModelConfig, RecipeConfig, Run, RunConfig, get_preset
 from blockscale.train import breakdown as breakdowns
 from blockscale.train import stored as module
 from blockscale.train.branch import StopAfter
@@ -141,7 +141,7 @@ def test_a_broken_cast_is_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Codes of a quarter of their values: every product shrinks, and the loss shows it."""
     real = _reference.encode
     monkeypatch.setattr(_reference, "encode", lambda v, element, words=None: real(v * 0.25, element, words))
-    config = little(steps=8, eval_every=0, eval_batches=4, recipe=RecipeConfig("bf16", "forward", None, 0, 0))
+    config = little(weight_cast="forward", steps=8, eval_every=0, eval_batches=4)
     found = compare(config, ["mxfp8"], 3, out=tmp_path)
     gap, verdict = found.gap("mxfp8"), found.verdict(found.arms[-1])
     assert verdict is not None
@@ -161,9 +161,52 @@ def test_text_has_to_be_the_same(found: Comparison, folder: Path, tmp_path: Path
         compare(little(), ["mxfp8"], 2, out=tmp_path)
 
 
+def test_text_that_changed_is_noticed_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = tmp_path / "text.txt"
+    text.write_text("something to read, " * 200)
+    config = little(steps=1, data=DataConfig(str(text), sequence=16, cache=tmp_path / "cache"))
+    compare(config, [], 1, out=tmp_path / "out")
+    text.write_text("something else to read, " * 200)
+    monkeypatch.setattr(module, "train", lambda *args, **named: pytest.fail("ran"))
+    with pytest.raises(OptionError, match="different text"):
+        compare(config, [], 2, out=tmp_path / "out")
+    assert len(compare(config, [], 1, out=tmp_path / "out").seeds) == 1, "all of it is there"
+
+
 def test_no_seed_is_no_comparison(tmp_path: Path):
     with pytest.raises(OptionError, match="at least one seed"):
         compare(little(), [], 0, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"export": Path("out")}, {"tensorboard": True}, {"numerics_every": 2}, {"profile": 1}, {"folder": Path("a")}],
+)
+def test_what_is_of_one_run_alone(change, tmp_path: Path):
+    with pytest.raises(OptionError, match="each run of a comparison has a folder of its own"):
+        compare(little(**change), [], out=tmp_path)
+
+
+def test_losses_of_held_out_text_are_compared(tmp_path: Path):
+    with pytest.raises(OptionError, match="eval_batches=0"):
+        compare(little(eval_batches=0), [], out=tmp_path)
+
+
+def test_a_recipe_that_converts_nothing_is_not_judged(tmp_path: Path):
+    config = replace(little(steps=1, model=replace(ONE_BLOCK, layers=3)), recipe=RecipeConfig(keep_first=3))
+    found = compare(config, ["mxfp8"], out=tmp_path)
+    verdict = found.verdict(found.arms[-1])
+    assert verdict is not None
+    assert (verdict.kind, "no layer was converted" in verdict.why) == ("undecided", True)
+
+
+def test_ctrl_c_in_the_last_step_ends_the_comparison_and_the_run_is_whole(tmp_path: Path):
+    config = little(steps=2, eval_every=0)
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, [], out=tmp_path, hooks=lambda arm, seed: [StopAfter(2)])
+    (only,) = tmp_path.rglob("metrics.jsonl")
+    assert read(only).is_done
+    assert read(only).loss == compare(config, [], out=tmp_path / "whole").runs[BASELINE][0].loss
 
 
 def test_shares_are_of_what_ran():

@@ -11,7 +11,7 @@ import blockscale as bs
 from blockscale.errors import OptionError, UnknownNameError
 from blockscale.train import PRESETS, OptimizerConfig, get_preset, with_layers
 from blockscale.train.checks import check
-from blockscale.train.config import to_dict
+from blockscale.train.config import fingerprint, to_dict
 from blockscale.train.model import Transformer, flops_per_token
 from small_runs import DENSE, SPARSE, small
 
@@ -51,8 +51,8 @@ def test_flops_of_experts_are_those_that_see_a_token():
     idle = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name) * (64 - 6) // 64
     norms_and_table = sum(each.numel() for each in model.parameters() if each.dim() < 2) + 102400 * 2048
     products = 6 * (PARAMETERS["dsv3-16b"] - idle - norms_and_table)
-    # scores by 192 features of queries and keys, and as many of padded values
-    attention = 27 * 12 * 16 * 192 * 128
+    # scores by 192 features of queries and keys, and 128 of values, whatever an attention pads them to
+    attention = 27 * 6 * 16 * (192 + 128) * 128
     assert flops_per_token(run.model, 128) == pytest.approx(products + attention, rel=1e-6)
 
 
@@ -84,6 +84,11 @@ def test_configs_are_json():
         (small(deterministic=True, attention="cudnn"), "deterministic with attention=cudnn"),
         (small(data=replace(small().data, held_out=1.0)), "held_out=1.0"),
         (small(optimizer=OptimizerConfig(rate=float("nan"))), "rate=nan"),
+        (small(optimizer=OptimizerConfig(beta1=1.0)), "beta1=1.0"),
+        (small(optimizer=OptimizerConfig(eps=0.0)), "eps=0.0"),
+        (small(model=replace(DENSE, head_dim=-2)), "head_dim=-2"),
+        (small(model=replace(DENSE, rope_theta=0.0)), "rope_theta=0.0"),
+        (small(model=replace(SPARSE, latent=replace(SPARSE.latent, q_rank=-4))), "q_rank=-4"),
         (small(optimizer=OptimizerConfig(schedule="wsd", warmup=0.6, decay=0.6)), "warmup=0.6"),
     ],
 )
@@ -92,3 +97,20 @@ def test_what_cannot_be_trained(run, what: str):
         check(run)
     assert "Rule: " in str(raised.value)
     assert "Fix: " in str(raised.value)
+
+
+def test_a_run_does_not_write_into_its_text(tmp_path: Path):
+    run = small(data=replace(small().data, source=str(tmp_path)))
+    check(run)
+    check(replace(run, folder=tmp_path.parent / "out"))
+    with pytest.raises(OptionError, match="on the text of"):
+        check(replace(run, folder=tmp_path / "out"))
+
+
+def test_a_config_is_named_by_the_checkpoint_and_not_by_how_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    names = {fingerprint(small(start=path)) for path in (Path("a/b"), tmp_path / "a/b", Path("a/../a/b"))}
+    assert len(names) == 1
+    assert names != {fingerprint(small(start=Path("b")))}

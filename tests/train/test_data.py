@@ -84,6 +84,30 @@ def test_one_file_is_cut(tmp_path: Path):
     assert len(held_out) == pytest.approx(0.1 * len(train + held_out), abs=2)
 
 
+@pytest.mark.parametrize("before", range(4))
+def test_a_cut_lies_between_characters(before: int, tmp_path: Path):
+    path = tmp_path / "book.txt"
+    path.write_text("x" * before + "日本語" * 1001)
+    corpus = collect(str(path), 0.1)
+    parts = [b"".join(contents(corpus, part)) for part in ("train", "held_out")]
+    assert "".join(part.decode() for part in parts) == path.read_text()
+    assert len(parts[1]) == pytest.approx(0.1 * path.stat().st_size, abs=4)
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(folder: Path):
+    corpus = collect(str(folder), 0.1)
+    corpus.train[0].write_text("something else")
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(contents(corpus, "train"))
+
+
+def test_a_file_that_changes_between_runs_of_a_process_is_read_again(folder: Path):
+    first = load(config(folder))
+    assert load(config(folder)) is first
+    (folder / "part0" / "00.txt").write_text("something else")
+    assert load(config(folder)).hash != first.hash
+
+
 def test_symbols_are_the_bytes(folder: Path):
     found = load(config(folder))
     corpus = collect(str(folder), 0.1)
@@ -176,3 +200,7 @@ def test_a_tokenizer(folder: Path, tmp_path: Path):
     assert found.train.dtype == torch.int32
     assert int((found.train == 7).sum()) == len(collect(str(folder), 0.1).train)
     assert found.bytes_per_symbol > 3
+    gap = tokenizers.Tokenizer(tokenizers.models.WordLevel(words | {"</s>": 300}, unk_token="[UNK]"))
+    gap.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    gap.save(str(tmp_path / "gap.json"))
+    assert load(config(folder, tokenizer=tmp_path / "gap.json")).vocabulary == 301, "numbers that are not used count"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from blockscale.autograd import work
-from blockscale.errors import NonFiniteError, OutOfMemoryError
+from blockscale.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from blockscale.nn import Linear
-from blockscale.train import Hooks, OptimizerConfig, Run, faults, get_preset, train
+from blockscale.train import Hooks, OptimizerConfig, Run, attention, faults, get_preset, train
 from blockscale.train.checkpoint import complete
+from blockscale.train.metrics import JsonLines
 from small_runs import DENSE, SPARSE, small
 
 
@@ -85,6 +87,73 @@ def test_a_nan_is_traced_to_its_product(layer: str, model, product: str, tmp_pat
     assert f"first in {layer}, {product}" in said
     assert "Fix: try a lower optimizer.rate" in said
     assert complete(tmp_path) == []
+
+
+def test_an_innocent_product_is_not_named(monkeypatch: pytest.MonkeyPatch):
+    """What attention made is no number; the product behind it only passes that on."""
+    plain = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda q, k, v: plain(q, k, v) * float("inf"))
+    with pytest.raises(
+        NonFiniteError, match=r"first in layers\.0\.attention\.out, its input, made by what precedes it"
+    ):
+        train(small("fp8_blockwise"))
+
+
+def test_steps_before_it_are_told(tmp_path: Path):
+    """Though they are read back together with the one that is no number."""
+    log = JsonLines(tmp_path)
+    run = small(steps=8, log_every=6, folder=tmp_path, save_every=2, eval_every=0)
+    with pytest.raises(NonFiniteError, match=r"step 6 .* the last checkpoint is .*step-00000004"):
+        train(run, hooks=[log, Spoiler("layers.0.mlp.down", "fprop", step=5)])
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if line["kind"] == "step"] == [1, 2, 3, 4, 5]
+
+
+class Full(Hooks):
+    """A hook whose disk is full."""
+
+    def __init__(self, also_closing: bool) -> None:
+        self.closed, self.also_closing = False, also_closing
+
+    def on_log(self, run: Run, records: object, speed: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        self.closed = True
+        if self.also_closing:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("also_closing", [False, True])
+def test_a_full_disk_is_a_message_and_all_hooks_are_closed(also_closing: bool, tmp_path: Path):
+    train(small("bf16", steps=2, folder=tmp_path))
+    hooks = [Full(also_closing), Full(also_closing)]
+    with pytest.raises(
+        CheckpointError, match=r"small could not be written: .*No space left.*go on from .*step-00000002"
+    ):
+        train(small("bf16", folder=tmp_path, resume=True), hooks=hooks)
+    assert all(each.closed for each in hooks)
+
+
+def test_an_export_that_cannot_be_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("text")
+    monkeypatch.setattr(Run, "advance", lambda self: pytest.fail("a step was made"))
+    with pytest.raises(CheckpointError, match="could not be written"):
+        train(small("bf16", export=tmp_path / "file"))
+
+
+def test_a_disk_that_is_full_when_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    safetensors = pytest.importorskip("safetensors", reason="weights are exported by safetensors")
+    torch_part = pytest.importorskip("safetensors.torch", reason="weights are exported by safetensors")
+
+    def fails(tensors: object, path: Path, **named: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(torch_part, "save_file", fails)
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(small("bf16", steps=1, export=tmp_path / "out"))
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_gradient_that_is_added_in_place_is_looked_at_too(monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import weakref
@@ -196,6 +197,21 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("eval_every", [0, 3])
+def test_a_run_that_is_stopped_in_its_last_step_is_complete(eval_every: int):
+    run = small(steps=4, eval_every=eval_every)
+    result = train(run, hooks=[StopAfter(4)])
+    assert result.stopped == "done"
+    assert result.loss == train(run).loss
+    assert result.evaluations[-1].step == 4
+
+
+def test_without_held_out_text_there_is_no_loss_of_it():
+    result = train(small(steps=1, eval_every=1, eval_batches=0))
+    assert result.evaluations == ()
+    assert math.isnan(result.loss)
+
+
 def test_a_new_run_does_not_write_over_another(tmp_path: Path):
     run = small("bf16", steps=1, folder=tmp_path)
     train(run)
@@ -220,6 +236,16 @@ def test_a_trace_is_written(tmp_path: Path):
     assert result.steps == 5
     assert result.speeds[-1].casts is not None
     assert 0.05 < result.speeds[-1].casts < 1
+
+
+def test_a_run_that_is_too_short_for_a_trace(tmp_path: Path):
+    with pytest.raises(OptionError, match=r"profile=2 of 3 steps.*pass steps=5"):
+        train(small(steps=3, profile=2, folder=tmp_path))
+
+
+def test_an_attention_of_gpus_needs_one():
+    with pytest.raises(OptionError, match="attention=cudnn on cpu"):
+        train(small(attention="cudnn"))
 
 
 @pytest.mark.slow

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from blockscale.diagnostics import store
+from blockscale.errors import OptionError
 from blockscale.train import train
 from blockscale.train.branch import StopAfter
 from blockscale.train.metrics import JsonLines, TensorBoard
+from blockscale.train.numerics import NumericsLog
+from blockscale.train.view import View
 from small_runs import DENSE, small
 
 rich = pytest.importorskip("rich.console", reason="the view needs rich")
@@ -58,3 +62,41 @@ def test_the_view(terminal: bool):
     assert f"done at step 3: validation loss {result.loss:.4f}" in text
     assert "speed on a CPU says nothing" in text
     assert ("step      2  loss" in text) == (not terminal)
+
+
+@pytest.mark.parametrize("left", ["", '{"kind": "st', '{"kind": "step", "long": "' + "x" * 200_000])
+def test_what_was_cut_off_does_not_hide_what_follows(left: str, tmp_path: Path):
+    """A process that was killed in the middle of a line; one may be longer than what is read at a time."""
+    path = tmp_path / "metrics.jsonl"
+    whole = '{"kind": "arm", "name": "é"}\n'
+    path.write_text(whole + left)
+    log = JsonLines(tmp_path)
+    log._write("end", loss=1.0)
+    log.close()
+    assert path.read_text() == whole + '{"kind": "end", "loss": 1.0}\n'
+    path.write_text(left)
+    JsonLines(tmp_path).close()
+    assert path.read_text() == ""
+
+
+def test_numerics_go_on_behind_a_line_that_was_cut_off(tmp_path: Path):
+    run = replace(RUN, recipe=small("mxfp8").recipe, folder=tmp_path, numerics_every=1)
+    train(run, hooks=[NumericsLog(tmp_path, 1), StopAfter(2)])
+    path = tmp_path / "numerics.jsonl"
+    path.write_text(path.read_text()[:-100])
+    train(replace(run, resume=True), hooks=[NumericsLog(tmp_path, 1)])
+    assert sorted(store.read(tmp_path).samples) == [0, 1, 2, 3]
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(OptionError, match="Rule: a run tells what it does in its folder"):
+        JsonLines(tmp_path / "file")
+
+
+def test_what_changed_is_shown(tmp_path: Path):
+    train(replace(RUN, folder=tmp_path), hooks=[StopAfter(2)])
+    console = rich.Console(file=io.StringIO(), width=200)
+    changed = replace(RUN, folder=tmp_path, resume=True, recipe=small("mxfp8").recipe, batch=4)
+    train(changed, hooks=[View(console)])
+    assert "other options than before: batch 2 -> 4, recipe.name bf16 -> mxfp8" in console.file.getvalue()

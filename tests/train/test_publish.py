@@ -105,6 +105,29 @@ def test_other_configs_are_other_comparisons(found: Comparison, folder: Path, tm
     )
 
 
+def test_runs_that_validate_on_other_text_are_other_comparisons(found: Comparison, folder: Path, tmp_path: Path):
+    """All in one folder, as `compare` with other options leaves them; each arm is paired with its own bf16."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for path in [*folder.glob("runs/*/metrics.jsonl")]:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows[0]["config"]["eval_batches"] *= 2
+        rows[-1]["loss"] *= 2
+        other = tmp_path / "runs" / f"0{path.parent.name}" / path.name
+        other.parent.mkdir()
+        other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = trainings.convergences(publish(tmp_path).lines)
+    assert [row.arm for row in rows] == 2 * ["bf16", "null", "mxfp8"]
+    assert {row.gap for row in rows if row.arm == "mxfp8"} == {found.gap("mxfp8").mean}
+
+
+def test_a_run_that_is_there_twice_is_named(found: Comparison, folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (one,) = folder.glob("runs/mxfp8-seed1-*")
+    shutil.copytree(one, tmp_path / "runs" / "again")
+    assert publish(tmp_path).left_out == ["small, 3 steps: mxfp8, seed 1 is there twice, with other options"]
+    assert lines(tmp_path) == {}
+
+
 def test_curves_are_thinned():
     points = thin([(step, 1 / step) for step in range(1, 3001)])
     assert len(points) == MOST
@@ -127,6 +150,17 @@ def test_collect_stores_and_replaces(
     file.write_text('{"suite": "casts"}\n')
     with pytest.raises(OptionError, match="other lines"):
         trainings.read(file)
+    file.write_text("no JSON\n")
+    with pytest.raises(OptionError, match="other lines"):
+        trainings.read(file)
+
+
+def test_another_model_of_the_same_name_replaces_nothing(tmp_path: Path):
+    file = tmp_path / "training-h200.jsonl"
+    sizes = [{}, {"parameters": 5}, {"tokens_per_step": 5}, {"data_hash": "other"}]
+    trainings.write(file, [convergence(0.001, **each) for each in sizes])
+    assert len(trainings.read(file)) == 4
+    assert len(report_training.comparisons(trainings.convergences(trainings.read(file)))) == 4
 
 
 def of_seed(folder: Path, seed: int, to: Path) -> Path:

@@ -66,7 +66,8 @@ def test_noise_is_the_far_end_of_the_null():
         # two seeds that disagree know little, whatever their mean is
         ((0.00, 0.10), 0.05, "undecided"),
         ((math.inf, 0.1, 0.1), 0.05, "diverged"),
-        ((math.nan, 0.1, 0.1), 0.05, "diverged"),
+        # bf16 broke down, which says nothing of the recipe
+        ((math.nan, 0.1, 0.1), 0.05, "undecided"),
         ((0.03,), 0.05, "within noise"),
         ((0.09,), 0.05, "within budget"),
         ((0.11,), 0.05, "undecided"),
@@ -95,3 +96,11 @@ def test_a_third_of_the_budget_is_resolved():
     assert resolves(BUDGET / 3, BUDGET)
     assert not resolves(BUDGET / 2, BUDGET)
     assert not resolves(math.nan, BUDGET)
+
+
+def test_a_baseline_that_broke_down_judges_nobody():
+    broken = paired([1.0, 1.0], [math.inf, 1.0])
+    assert not broken.is_finite
+    verdict = judge(broken, 0.01, BUDGET)
+    assert (verdict.kind, "bf16 itself" in verdict.why) == ("undecided", True)
+    assert judge(paired([math.nan], [1.0]), 0.01, BUDGET).kind == "diverged"

@@ -123,12 +123,12 @@ def _cells(row: Convergence) -> list[str]:
 
 
 def comparisons(rows: Sequence[Convergence]) -> list[list[Convergence]]:
-    """Arms that were run together, longest runs of a model first."""
-    groups: dict[tuple[str, int, int, int, str], list[Convergence]] = {}
+    """Arms that were run together, longest runs of a model first, and most seeds of these."""
+    groups: dict[tuple[object, ...], list[Convergence]] = {}
     for row in rows:
-        key = (row.model, -row.steps, row.branch_at, len(row.seeds), str(row.where.get("gpu")))
+        key = (row.model, -row.steps, row.branch_at, -len(row.seeds), *map(str, row.setting))
         groups.setdefault(key, []).append(row)
-    return [groups[key] for key in sorted(groups)]
+    return [groups[key] for key in sorted(groups)]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def pictured(rows: Sequence[Convergence]) -> list[list[Convergence]]:

@@ -57,7 +57,13 @@ class Convergence:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a line replaces when it is stored again."""
-        return self.kind, self.model, self.arm, self.steps, self.branch_at, len(self.seeds), self.where.get("gpu")
+        return self.kind, self.arm, *self.setting, len(self.seeds)
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What runs that are compared with each other have in common, but for their seeds."""
+        size = (self.steps, self.branch_at, self.tokens_per_step, self.parameters)
+        return self.model, *size, self.data_hash, self.where.get("gpu")
 
 
 @dataclass(frozen=True)
@@ -116,10 +122,10 @@ def read(path: Path) -> list[Training]:
     """The lines of a file, in its order; nothing when there is no such file."""
     if not path.exists():
         return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     try:
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         return [_KINDS[row["kind"]](**row) for row in rows]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         rule, fix = "a file of trainings has what `blockscale collect` writes", "name another file"
         raise OptionError(message(f"{path} has other lines ({error})", rule=rule, fix=fix)) from None
 

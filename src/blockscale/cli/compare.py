@@ -44,11 +44,12 @@ def main(arguments: list[str]) -> int:
 
 def run(options: Options | None = None) -> int:
     """Run what is missing, show the table, write the page; 1 where a recipe is worse or diverged."""
-    from .arguments import numbers, refuse, wide_console
+    from .arguments import refuse, wide_console
 
     options = options or Options.of(get_preset(DEFAULT))
-    numbers(str(options.seeds), "seeds")
-    numbers(str(options.jobs), "jobs")
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            refuse(f"{name}={getattr(options, name)}", "there is one at least", f"pass --{name} 1 or more")
     budget = options.budget
     if budget is not None and not 0 < budget < 100:
         refuse(f"budget={budget}", "it is a percentage of the loss", "pass --budget 0.25")

@@ -72,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who read the output has gone, as `head` does; nor may the last flush fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a file that is not there, or a folder that cannot be written to
+        return _fail(f"{error.filename or 'a file'}: {error.strerror or error}")
 
 
 def _is_plain(command: str, arguments: Sequence[str]) -> bool:

@@ -98,14 +98,17 @@ class _Filter:
         return any(each == place or each.startswith(f"{place}.") for each in self.low)
 
 
-def load_filter(path: str | Path) -> FilterFn:
-    """The filter of an advice that was saved: `quantize_(model, recipe, filter_fn=load_filter("advice.json"))`."""
+def load_filter(path: str | Path, model: nn.Module | None = None) -> FilterFn:
+    """The filter of an advice that was saved: `quantize_(model, recipe, filter_fn=load_filter("advice.json"))`.
+
+    model: raise where it has none of some layer that the advice names; it was given for another model then.
+    """
     place = Path(path)
     try:
         row = json.loads(place.read_text())
         if row["kind"] != KIND:
             raise KeyError(row["kind"])
-        return _Filter(tuple(row["low"]))
+        found = _Filter(tuple(row["low"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(
             message(
@@ -114,6 +117,23 @@ def load_filter(path: str | Path) -> FilterFn:
                 fix="blockscale advise out/run --out advice.json",
             )
         ) from error
+    if model is not None:
+        _check_names(place, [*row["low"], *row.get("keep", ())], model)
+    return found
+
+
+def _check_names(path: Path, names: Sequence[str], model: nn.Module) -> None:
+    """Layers are modules, or weights of modules."""
+    there = {*(name or ROOT for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())}
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise OptionError(
+            message(
+                f"{path} names {missing[0]}, and {len(missing) - 1} more that this model does not have",
+                rule="advice is for the model that was measured",
+                fix="blockscale advise for this one",
+            )
+        )
 
 
 def advise(
@@ -127,8 +147,9 @@ def advise(
 ) -> Advice:
     """Advice for a model that was converted as the report says, from numerics that were measured on it.
 
-    samples: the last ones count, in the mean.  budget: accepted relative gap of the loss.  gradient_budget: accepted
-    noise over the gradient's energy.  tokens, machine: what speed is predicted for.
+    samples: the last ones count, in the mean, for the layers that the very last one has.  budget: accepted relative gap
+    of the loss.  gradient_budget: accepted noise over the gradient's energy.  tokens, machine: what speed is predicted
+    for.
 
     >>> import torch, blockscale as bs
     >>> from blockscale.diagnostics import sample
@@ -140,7 +161,8 @@ def advise(
     ()
     """
     _check(budget, gradient_budget, samples)
-    figures = _figures(samples[-LAST:])
+    last = {each.layer: each for each in samples[-1].layers}
+    figures = {name: each for name, each in _figures(samples[-LAST:]).items() if name in last}
     budgets = (budget, gradient_budget)
     kept: list[str] = []
     while True:
@@ -150,7 +172,6 @@ def advise(
             break
         kept.append(max(left, key=lambda name: sum(figures[name][at] / budgets[at] for at in over)))
     order = sorted(figures, key=lambda name: -sum(figures[name][at] / budgets[at] for at in (0, 1)))
-    last = {each.layer: each for each in samples[-1].layers}
     ranked = tuple(Ranked(name, *figures[name], name in kept, worst(last[name])) for name in order)
     advised = _without(report, kept)
     speedups = (report.predicted_speedup(tokens, machine).linears, advised.predicted_speedup(tokens, machine).linears)
@@ -209,11 +230,11 @@ def _check(budget: float, gradient_budget: float, samples: Sequence[Numerics]) -
     for name, value in (("budget", budget), ("gradient_budget", gradient_budget)):
         if not 0 < value < math.inf:
             raise OptionError(message(f"{name}={value}", rule="it is a share above zero", fix=f"pass {name}=0.01"))
-    if not samples or not any(each.layers for each in samples):
+    if not samples or not samples[-1].layers:
         raise OptionError(
             message(
                 "no measured layer",
-                rule="advice is about layers in low precision",
-                fix="convert with a recipe other than bf16 before the sample is taken",
+                rule="advice is about layers in low precision, and all of these stay in high precision",
+                fix="take a recipe other than bf16, and keep_first and keep_last that leave it some blocks",
             )
         )

@@ -4,7 +4,8 @@
     {"kind": "numerics", "step": 100, "loss": 1.25, "layers": [{"layer": ..., "fprop": ..., "operands": ..., ...}]}
 
 The first line holds what `quantize_` did, so that advice can be given without the model. A run that resumes appends
-another; the last counts. A line that was cut off in the middle is the last, and no line.
+another; the last counts, and so do samples before it where it is the same. A line that was cut off in the middle is the
+last, and no line.
 """
 
 from __future__ import annotations
@@ -56,14 +57,16 @@ def read(path: Path) -> Stored:
             message(
                 f"{path} without {NAME}",
                 rule="a run leaves its numerics in its folder if it was asked to",
-                fix="train with --folder and --numerics-every 100, or name a preset",
+                fix="train with --folder and --numerics-every 500, or name a preset",
             )
         )
     report: ConversionReport | None = None
     samples: dict[int, Numerics] = {}
     for row in _rows(place):
         if row.get("kind") == "model":
-            report = _report(row)
+            before, report = report, _report(row)
+            if before != report:  # other layers, or another recipe: what was measured before says nothing of them
+                samples.clear()
         elif row.get("kind") == "numerics":
             samples[row["step"]] = _numerics(row)
     if report is None or not samples:

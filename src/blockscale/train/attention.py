@@ -109,6 +109,7 @@ class LatentAttention(nn.Module):
         k_rope = rotate(k_rope[:, :, None], table).expand(-1, -1, heads, -1)
         q = torch.cat((q_nope, rotate(q_rope, table)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
-        # torch's fast attentions take one width for all three
-        padded = functional.pad(v, (0, max(0, self.query_width - sizes.value_dim)))
+        # torch's fast attentions take one width for all three; FLOPs, counted without a device, are those of the model
+        wider = 0 if v.is_meta else max(0, self.query_width - sizes.value_dim)
+        padded = functional.pad(v, (0, wider)) if wider else v
         return self.out(attend(q, k, padded)[..., : sizes.value_dim].flatten(-2))

@@ -32,18 +32,26 @@ class StopAfter(Hooks):
             run.wants_stop = True
 
 
+def _bf16(config: RunConfig) -> RunConfig:
+    return replace(config, recipe=replace(config.recipe, name=BASELINE), folder=None, resume=False)
+
+
+def trunk_of(config: RunConfig, step: int, out: Path) -> Path:
+    """Where the checkpoint of `trunk` is, or will be."""
+    folder = out / FOLDER / f"step{step}-seed{config.seed}-{fingerprint(_bf16(config))}"
+    return folder / checkpoint.name_of(step)
+
+
 def trunk(config: RunConfig, step: int, out: Path, hooks: Sequence[Hooks] | None = None) -> Path:
     """The checkpoint of a step that runs by every recipe begin with, made where it is not there yet.
 
     config: of the whole run, whose schedule it follows.  out: the folder of the comparison.  hooks: None in a process
     without a terminal, where it tells lines instead.
     """
-    config = replace(config, recipe=replace(config.recipe, name=BASELINE), folder=None, resume=False)
-    folder = out / FOLDER / f"step{step}-seed{config.seed}-{fingerprint(config)}"
-    made = folder / checkpoint.name_of(step)
+    made, config = trunk_of(config, step, out), _bf16(config)
     if not made.exists():
         watching = [Lines(f"{BASELINE} up to step {step}, seed {config.seed}")] if hooks is None else hooks
-        train(replace(config, folder=folder, resume=True), hooks=[StopAfter(step), *watching])
+        train(replace(config, folder=made.parent, resume=True), hooks=[StopAfter(step), *watching])
         if not made.exists():
             raise KeyboardInterrupt
     return made

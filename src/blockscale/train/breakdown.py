@@ -25,11 +25,12 @@ _OPERATORS = {
     "products": (f"{NAMESPACE}::.*mm", "aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
     "attention": ("aten::_?scaled_dot_product",),
 }
-# parts of names of kernels: ours, cuBLAS's and CUTLASS's, torch's attentions
+# parts of names of kernels: torch's attentions, ours, cuBLAS's and CUTLASS's. The first that fits counts: there are
+# attentions made with CUTLASS, and products by an upcast_kernel.
 _KERNELS = {
-    "casts": ("cast_kernel", "amax_kernel", "colsum_kernel", "rstd_kernel", "quantize"),
     "attention": ("flash", "fmha", "attention", "sdpa"),
     "products": ("gemm", "matmul", "nvjet", "cutlass", "splitk", "_mm_", "few_rows", "_finish_kernel"),
+    "casts": ("cast_kernel", "amax_kernel", "colsum_kernel", "rstd_kernel", "quantize"),
 }
 # the compiler's own, whose names list every operator that they were fused from
 _FUSED = ("triton_poi", "triton_red", "triton_per", "triton_for", "triton_mix")
@@ -120,6 +121,8 @@ def kernel_kind(name: str) -> str:
 
     >>> kernel_kind("nvjet_tst_128x256_64x4_h_bz_coopA_TNT"), kernel_kind("_cast_kernel"), kernel_kind("fused_adamw")
     ('products', 'casts', 'other')
+    >>> kernel_kind("grouped_mm_upcast_kernel of scaled_grouped_mm"), kernel_kind("fmha_cutlassF_bf16")
+    ('products', 'attention')
     >>> kernel_kind("triton_poi_fused__to_copy_mm_silu_3"), kernel_kind("_permute_rows_kernel of permute_quantize_both")
     ('other', 'other')
     """

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
@@ -33,6 +34,10 @@ FORMAT = 1
 ABOUT = "run.json"
 _SAVING = ".saving-"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# of run.json: what is asked of it
+_PARTS_OF_ABOUT = {
+    "step": int, "config": dict, "files": dict, "tensors": list, "data_hash": str, "history": list, "evaluations": list
+}  # fmt: skip
 # beside tensors, what files and their directory take
 _ROOM = 1.05
 
@@ -78,13 +83,13 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
             shutil.rmtree(final)
         fresh.rename(final)
         _sync(folder)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
         shutil.rmtree(fresh, ignore_errors=True)
         last = latest(folder)
         kept = f"the last one is {last}" if last else "there is none yet"
         raise CheckpointError(
             message(
-                f"no checkpoint of step {step} in {folder}: {error}",
+                f"no checkpoint of step {step} in {folder}: {_reason(error)}",
                 rule=f"one is written whole or not at all; {kept}",
                 fix="free some space or name another folder, then go on with resume=True",
             )
@@ -92,6 +97,13 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
     for old in complete(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _reason(error: BaseException) -> str:
+    """Of what torch wraps, with every process's traceback, what it began with."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error) or type(error).__name__
 
 
 def complete(folder: Path) -> list[Path]:
@@ -114,24 +126,28 @@ def read_about(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself, checked against its files."""
     try:
         about: dict[str, Any] = json.loads((path / ABOUT).read_text())
-    except FileNotFoundError:
+    except OSError as error:
         raise CheckpointError(
             message(
-                f"{path} has no {ABOUT}",
+                f"{path} has no {ABOUT} that can be read ({error.strerror})",
                 rule="a checkpoint of this trainer has one",
                 fix="name one of the step-* folders that a run leaves in its folder",
             )
         ) from None
     except ValueError as error:
         raise _damaged(path, f"{ABOUT}: {error}") from None
-    if about.get("format") != FORMAT:
+    said = about.get("format") if isinstance(about, dict) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if said != FORMAT:
         raise CheckpointError(
             message(
-                f"{path} has format {about.get('format')!r}",
+                f"{path} has format {said!r}",
                 rule=f"this version reads format {FORMAT}",
                 fix="load it with the version that wrote it",
             )
         )
+    missing = [name for name, kind in _PARTS_OF_ABOUT.items() if not isinstance(about.get(name), kind)]
+    if missing:
+        raise _damaged(path, f"{ABOUT} without {', '.join(missing)}")
     return about
 
 
@@ -150,8 +166,8 @@ def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str,
     try:
         with _quiet():
             state_dict_loader.load(wanted, checkpoint_id=str(path), no_dist=True)
-    except Exception as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    except (Exception, CheckpointException) as error:
+        raise _damaged(path, f"{type(error).__name__}: {_reason(error)}") from error
     torch.set_rng_state(wanted["generator.cpu"])
     if "generator.cuda" in wanted:
         torch.cuda.set_rng_state(wanted["generator.cuda"])
@@ -159,7 +175,7 @@ def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str,
 
 
 def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -> None:
-    theirs, ours = about["config"]["model"], to_dict(config)["model"]
+    theirs, ours = about["config"].get("model") or {}, to_dict(config)["model"]
     differ = [name for name in ours if theirs.get(name) != ours[name]]
     for name in ("parameters", "seed"):
         if about["config"].get(name) != getattr(config, name):
@@ -203,7 +219,7 @@ def _check_room(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    return {path.name: _checksum(path) for path in sorted(folder.iterdir()) if path.name != ABOUT}
+    return {path.name: _checksum(path) for path in sorted(folder.iterdir()) if path.name != ABOUT and path.is_file()}
 
 
 def _checksum(path: Path) -> int:

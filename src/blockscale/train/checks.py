@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NoReturn
+
+import torch
 
 from ..errors import OptionError, message
 from .config import ModelConfig, OptimizerConfig, RunConfig
@@ -40,6 +43,8 @@ def check(config: RunConfig) -> None:
                     "checkpoints, traces and metrics are kept in the folder of a run",
                     f"pass folder=out/{config.name}",
                 )
+    if config.folder is not None:
+        check_apart(config, config.folder)
     if config.deterministic and config.attention == "cudnn":
         _refuse(
             "deterministic with attention=cudnn",
@@ -54,13 +59,29 @@ def check(config: RunConfig) -> None:
         )
 
 
+def check_apart(config: RunConfig, folder: Path) -> None:
+    """Raise where a run would write into the text that it reads."""
+    source = Path(config.data.source).expanduser()
+    if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+        _refuse(
+            f"a run in {folder} on the text of {source}",
+            "what it writes would be text for the next one, which could not go on with it",
+            "name a folder outside of the text",
+        )
+
+
 def _check_optimizer(config: OptimizerConfig) -> None:
-    for name, high in (("warmup", 1.0), ("decay", 1.0), ("floor", 1.0), ("beta1", 1.0), ("beta2", 1.0)):
-        if not 0 <= getattr(config, name) <= high:
-            _refuse(f"{name}={getattr(config, name)}", f"it is a share from 0 to {high:g}", f"pass {name}=0.1")
+    for name in ("warmup", "decay", "floor"):
+        if not 0 <= getattr(config, name) <= 1:
+            _refuse(f"{name}={getattr(config, name)}", "it is a share from 0 to 1", f"pass {name}=0.1")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            _refuse(f"{name}={getattr(config, name)}", "it is a share from 0 to below 1", f"pass {name}=0.95")
     for name in ("rate", "eps", "weight_decay", "clip"):
         if not 0 <= getattr(config, name) < float("inf"):
             _refuse(f"{name}={getattr(config, name)}", "it is finite and not negative", "pass 0 or more")
+    if not config.eps:
+        _refuse("eps=0.0", "Adam divides by it where a gradient has always been zero", "pass eps=1e-8")
     if config.schedule == "wsd" and config.warmup + config.decay > 1:
         _refuse(
             f"warmup={config.warmup} and decay={config.decay}",
@@ -73,6 +94,14 @@ def _check_model(config: ModelConfig) -> None:
     for name in ("dim", "layers", "heads", "kv_heads", "hidden", "vocabulary"):
         if getattr(config, name) < 1:
             _refuse(f"{name}={getattr(config, name)}", "sizes of a model are positive", f"pass {name}=1 or more")
+    if config.head_dim < 0:
+        _refuse(f"head_dim={config.head_dim}", "it is a size, and 0 is dim / heads", "pass head_dim=0 or more")
+    if config.rope_theta <= 0 or config.norm_eps < 0:
+        _refuse(
+            f"rope_theta={config.rope_theta}, norm_eps={config.norm_eps}",
+            "positions rotate by powers of a positive number, and a norm divides by a root",
+            "pass rope_theta=10000 and norm_eps=1e-5",
+        )
     if config.latent is None:
         if config.heads % config.kv_heads:
             _refuse(
@@ -88,6 +117,8 @@ def _check_model(config: ModelConfig) -> None:
         for name in ("kv_rank", "nope_dim", "value_dim"):
             if getattr(config.latent, name) < 1:
                 _refuse(f"latent.{name}={getattr(config.latent, name)}", "sizes are positive", "pass 1 or more")
+        if config.latent.q_rank < 0:
+            _refuse(f"latent.q_rank={config.latent.q_rank}", "0 means that queries have none", "pass 0 or more")
     if rotated % 2:
         _refuse(f"heads with {rotated} rotated features", "positions rotate pairs of features", "pass an even number")
     experts = config.experts
@@ -105,3 +136,17 @@ def _check_model(config: ModelConfig) -> None:
             "experts have hidden units, and the others are counts",
             "pass hidden=1 or more, and the others 0 or more",
         )
+
+
+def check_fits(config: RunConfig, symbols: int, device: torch.device) -> None:
+    """Raise for what the text or the device cannot serve."""
+    if symbols > config.model.vocabulary:
+        _refuse(
+            f"model.vocabulary={config.model.vocabulary} for {symbols} symbols",
+            "the model knows every symbol of its text",
+            f"pass model.vocabulary={-(-symbols // 128) * 128}",
+        )
+    if config.attention in ("cudnn", "efficient") and device.type != "cuda":
+        _refuse(f"attention={config.attention} on {device}", "that is an attention of GPUs", "pass attention=auto")
+    if config.cuda_graph and device.type != "cuda":
+        _refuse(f"cuda_graph on {device}", "a CUDA graph is captured on a GPU", "leave cuda_graph out")

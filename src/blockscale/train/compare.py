@@ -16,16 +16,19 @@ from typing import Any, NoReturn, TypeVar
 
 from ..autograd import Recipe, get_recipe
 from ..errors import OptionError, message
-from .branch import BASELINE, trunk
+from .branch import BASELINE, trunk, trunk_of
 from .checkpoint import read_about
+from .checks import check_apart
 from .config import RunConfig
+from .data import load
 from .records import Hooks
 from .side_by_side import Lines, side_by_side
 from .statistics import Gap, Verdict, judge, noise_of, paired, wander
-from .stored import LOOKS, Stored, run_or_read
+from .stored import LOOKS, METRICS, Stored, folder_of, read, run_or_read
 
 T = TypeVar("T")
 NULL = "null"
+_OF_ONE_RUN = ("folder", "export", "tensorboard", "numerics_every", "profile", "resume")
 # accepted relative gaps by the bits of a recipe's narrowest element
 BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
 
@@ -70,6 +73,8 @@ class Comparison:
         """On a recipe; None for the baseline and the null."""
         if arm.budget is None:
             return None
+        if not self.runs[arm.name][0].about.get("flop_share", 1.0):
+            return Verdict("undecided", "no layer was converted: it is bf16 (see keep_first and keep_last)")
         strayed = wander([gap for _, gap in self.along(arm.name)])
         return judge(self.gap(arm.name), self.noise, arm.budget, strayed)
 
@@ -155,32 +160,42 @@ def compare(
         raise OptionError(
             message(f"seeds={seeds!r}", rule="a comparison has at least one seed", fix="pass seeds=1 or more")
         )
+    _check_shared(config, out)
     _check_branch(config, chosen, branch_at)
     arms = arms_of(config, recipes, budget)
     starts = dict.fromkeys(chosen, config.start)
     if branch_at:
-        trunks = [(replace(config, seed=seed), branch_at, out) for seed in chosen]
-        shared = replace(arms[0], name=f"{BASELINE} up to step {branch_at}")
-        made = _each(trunk, trunks, jobs, lambda place: hooks(shared, chosen[place]))
-        starts |= {chosen[place]: path for place, path in made}
-    elif config.start is not None:
-        branch_at = read_about(config.start)["step"]
+        starts |= {seed: trunk_of(replace(config, seed=seed), branch_at, out) for seed in chosen}
     # seed by seed, so that an interrupted comparison has whole pairs
     pairs = [(arm, seed) for seed in chosen for arm in arms]
-    configs = {arm.name: config_of(arm.name, config) for arm in arms}
+    configs = [replace(config_of(arm.name, config), seed=seed, start=starts[seed]) for arm, seed in pairs]
+    kept = [read(folder_of(arm.name, each, out) / METRICS) for (arm, _), each in zip(pairs, configs, strict=True)]
+    _check_text(config, kept, out)
+    if branch_at:
+        needed = sorted({seed for (_, seed), run in zip(pairs, kept, strict=True) if not run.is_done})
+        trunks = [(replace(config, seed=seed), branch_at, out) for seed in needed]
+        shared = replace(arms[0], name=f"{BASELINE} up to step {branch_at}")
+        for _ in _each(trunk, trunks, jobs, lambda place: hooks(shared, needed[place])):
+            pass
+    elif config.start is not None:
+        branch_at = read_about(config.start)["step"]
     facts = {"jobs": jobs} | ({"branch_at": branch_at} if branch_at else {})
     tasks = [
-        (
-            *(arm, replace(configs[arm.name], seed=seed, start=starts[seed])),
-            *(out, facts, LOOKS if seed == chosen[0] else (), commit),
-        )
-        for arm, seed in pairs
+        (arm, each, out, facts, LOOKS if seed == chosen[0] else (), commit)
+        for (arm, seed), each in zip(pairs, configs, strict=True)
     ]
     found = dict(_each(_run, tasks, jobs, lambda place: hooks(*pairs[place])))
     runs: dict[str, list[Stored]] = {arm.name: [] for arm in arms}
     for place, (arm, _) in enumerate(pairs):
         runs[arm.name].append(found[place])
-    texts = {run.about["data_hash"] for each in runs.values() for run in each}
+    return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()})
+
+
+def _check_text(config: RunConfig, kept: Sequence[Stored], out: Path) -> None:
+    """Raise, before anything is run, where runs that are there saw another text than those that are missing would."""
+    texts = {run.about["data_hash"] for run in kept if "data_hash" in run.about}
+    if texts and not all(run.is_done for run in kept):
+        texts.add(load(config.data).hash)
     if len(texts) > 1:
         raise OptionError(
             message(
@@ -189,7 +204,24 @@ def compare(
                 fix="name another folder, or delete this one",
             )
         )
-    return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()})
+
+
+def _check_shared(config: RunConfig, out: Path) -> None:
+    """Raise for what runs of a comparison cannot all have, or have to."""
+    check_apart(config, out)
+    for name in _OF_ONE_RUN:
+        if getattr(config, name):
+            raise OptionError(
+                message(
+                    f"compare with {name}={getattr(config, name)}",
+                    rule="each run of a comparison has a folder of its own below out, with its metrics alone",
+                    fix=f"leave {name} out, or pass it to train",
+                )
+            )
+    if not config.eval_batches:
+        raise OptionError(
+            message("compare with eval_batches=0", rule="losses on held-out text are compared", fix="pass 1 or more")
+        )
 
 
 def _check_branch(config: RunConfig, seeds: Sequence[int], branch_at: int) -> None:

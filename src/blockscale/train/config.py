@@ -226,6 +226,28 @@ def to_dict(config: object) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def fingerprint(config: object) -> str:
-    """A short name of a config's content."""
+def fingerprint(config: RunConfig) -> str:
+    """A short name of a config's content, however the path of a checkpoint in it is written."""
+    if config.start is not None:
+        config = dataclasses.replace(config, start=config.start.resolve())
     return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+# of a run that goes on: where it is, how long, and what is written of it
+_MAY_CHANGE = frozenset({"name", "folder", "resume", "start", "device", "export", "profile", "keep", "data.cache"})
+
+
+def changes(before: dict[str, Any], now: dict[str, Any], at: str = "") -> list[str]:
+    """What differs between two configs as `to_dict` gives them, in words; fields that one of them lacks are new.
+
+    >>> changes({"steps": 10, "recipe": {"name": "bf16"}}, {"steps": 10, "recipe": {"name": "mxfp8"}})
+    ['recipe.name bf16 -> mxfp8']
+    """
+    found: list[str] = []
+    for key in before.keys() & now.keys():
+        old, new = before[key], now[key]
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += changes(old, new, f"{at}{key}.")
+        elif old != new and f"{at}{key}" not in _MAY_CHANGE:
+            found.append(f"{at}{key} {old} -> {new}")
+    return sorted(found)

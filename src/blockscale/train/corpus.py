@@ -30,6 +30,7 @@ class Corpus:
     held_out: list[Path] = field(default_factory=list[Path])
     # a corpus of one file is split within it, at this share
     split_at: float | None = None
+    marks: dict[Path, bytes] = field(default_factory=dict[Path, bytes])
 
 
 def collect(source: str, held_out: float) -> Corpus:
@@ -45,6 +46,7 @@ def collect(source: str, held_out: float) -> Corpus:
             continue
         seen.add(mark)
         digest.update(mark)
+        corpus.marks[path] = mark
         (corpus.held_out if _is_held_out(mark, held_out) else corpus.train).append(path)
     found = sorted(corpus.train + corpus.held_out)
     if not found:
@@ -58,15 +60,28 @@ def collect(source: str, held_out: float) -> Corpus:
     if not corpus.train or not corpus.held_out:
         # too few files for both sides: each is cut instead
         corpus.train, corpus.held_out, corpus.split_at = found, found, 1 - held_out
+        digest.update(b"between characters")
     corpus.hash = digest.hexdigest()[:16]
     return corpus
+
+
+def stamp_of(source: str, tokenizer: Path | None) -> str:
+    """Changes when a file comes, goes, or is written to; cheap, since no file is read."""
+    digest = hashlib.sha256()
+    for path in [*_files(source), *([tokenizer.expanduser()] if tokenizer else [])]:
+        try:
+            found = path.stat()
+        except OSError:  # whoever reads it will say so
+            continue
+        digest.update(f"{path}\0{found.st_size}\0{found.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
     """The files of one part, "train" or "held_out", as bytes."""
     for path in corpus.train if part == "train" else corpus.held_out:
         text = _text(path)
-        if text is None:
+        if text is None or hashlib.sha256(text).digest() != corpus.marks[path]:
             raise DataError(
                 message(
                     f"{path} changed while it was read",
@@ -78,6 +93,8 @@ def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
             yield text
         else:
             cut = round(corpus.split_at * len(text))
+            while cut < len(text) and text[cut] & 0xC0 == 0x80:  # within a character
+                cut -= 1
             yield text[:cut] if part == "train" else text[cut:]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import env
 from ..errors import DataError, message
 from .config import DataConfig
-from .corpus import Corpus, collect, contents
+from .corpus import Corpus, collect, contents, stamp_of
 
 VERSION = 1
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -66,7 +66,8 @@ def _pieces(text: Tensor, starts: Tensor, sequence: int) -> Tensor:
 
 def load(config: DataConfig) -> Symbols:
     """The symbols of a config: prepared now, or before. Reads all of the text once, to name it."""
-    symbols = _prepared(config.source, config.tokenizer, config.held_out, config.cache)
+    stamp = stamp_of(config.source, config.tokenizer)
+    symbols = _prepared(config.source, config.tokenizer, config.held_out, config.cache, stamp)
     for part in _PARTS:
         if len(getattr(symbols, part)) <= config.sequence + 1:
             raise DataError(
@@ -81,8 +82,8 @@ def load(config: DataConfig) -> Symbols:
 
 
 @functools.lru_cache(maxsize=4)
-def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path | None) -> Symbols:
-    """Kept for the runs of a comparison, which all ask for the same."""
+def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path | None, stamp: str) -> Symbols:
+    """Kept for the runs of a comparison, which all ask for the same, as long as files look the same."""
     corpus = collect(source, held_out)
     named = hashlib.sha256(b"bytes" if tokenizer is None else _read_tokenizer(tokenizer)).hexdigest()
     key = hashlib.sha256(f"{VERSION}:{corpus.hash}:{named}".encode()).hexdigest()[:16]
@@ -193,4 +194,5 @@ def _encoder(path: Path) -> tuple[Callable[[str], list[int]], int]:
         ) from None
     found = [tokenizer.token_to_id(name) for name in _SEPARATORS]
     end = [each for each in found if each is not None][:1]
-    return lambda text: [*tokenizer.encode(text, add_special_tokens=False).ids, *end], tokenizer.get_vocab_size()
+    most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # numbers may have gaps
+    return lambda text: [*tokenizer.encode(text, add_special_tokens=False).ids, *end], most + 1

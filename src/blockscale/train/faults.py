@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import NonFiniteError, OutOfMemoryError, message
+from ..errors import CheckpointError, NonFiniteError, OutOfMemoryError, message
 from ..nn import GroupedLinear
+from . import checkpoint
 from .config import RunConfig
 from .model import Transformer
 
@@ -100,7 +101,8 @@ def _watch(model: nn.Module, found: list[Place], stack: ExitStack) -> None:
 def _forward_look(name: str, found: list[Place]) -> Callable[..., None]:
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not _finite(output):
-            found.append(Place(name, "fprop" if _is_linear(module) else "its forward"))
+            made = "fprop" if _is_linear(module) else "its forward"
+            found.append(Place(name, made if _finite(inputs) else "its input, made by what precedes it"))
 
     return look
 
@@ -146,10 +148,15 @@ def not_finite(step: int, what: str, place: Place | None, config: RunConfig) -> 
     return NonFiniteError(
         message(
             f"step {step} of {config.name} by {config.recipe.name}: {what}; {where}",
-            rule="training stops before such a step changes a weight; weights are those before it",
+            rule=f"training stops before such a step changes a weight; weights are those before it{_saved(config)}",
             fix=f"try {', or '.join(advice)}",
         )
     )
+
+
+def _saved(config: RunConfig) -> str:
+    last = None if config.folder is None else checkpoint.latest(config.folder)
+    return f", and the last checkpoint is {last}" if last else ""
 
 
 def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
@@ -173,5 +180,19 @@ def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
             f"{config.name} with {config.batch} x {config.data.sequence} tokens in a microbatch: {first}",
             rule="weights, gradients, Adam's moments and what waits for the backward have to fit the GPU together",
             fix=f"try {'; '.join(advice)}",
+        )
+    )
+
+
+def not_written(config: RunConfig, error: OSError) -> CheckpointError:
+    """Of a file that a run could not write: metrics, a trace, an exported model. Checkpoints have an error of their
+    own, and one that is complete stays."""
+    last = None if config.folder is None else checkpoint.latest(config.folder)
+    goes_on = f"go on from {last} with resume=True" if last else "start again"
+    return CheckpointError(
+        message(
+            f"{config.name} could not be written: {error}",
+            rule="metrics, traces and exported weights go to disk while a run is under way",
+            fix=f"free some space or name another folder, then {goes_on}",
         )
     )

@@ -31,6 +31,7 @@ def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16
             )
         )
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise OptionError(
@@ -39,7 +40,11 @@ def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in hugging_face_tensors(model)}
     fresh = folder / ".model.safetensors.new"
-    save_file(tensors, fresh, metadata={"format": "pt"})
+    try:
+        save_file(tensors, fresh, metadata={"format": "pt"})
+    except SafetensorError as error:  # what it makes of a full disk
+        fresh.unlink(missing_ok=True)
+        raise OSError(str(error)) from error
     os.replace(fresh, folder / "model.safetensors")
     about = json.dumps(hugging_face_config(model, dtype), indent=2) + "\n"
     (folder / ".config.json.new").write_text(about)

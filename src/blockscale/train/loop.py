@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 
 from .. import env
+from ..errors import OptionError, message
 from ..nn.convert import FilterFn
 from . import faults
 from .breakdown import breakdown
 from .checks import check
 from .config import RunConfig
 from .hugging_face import export
-from .records import Hooks, Speed, TrainResult
+from .records import Hooks, Speed, StepRecord, TrainResult
 from .run import Run
 
 _BACKENDS = {
@@ -49,17 +50,19 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
     >>> result.steps, result.loss < 6
     (2, True)
     """
-    check(config)
     try:
-        with _repeatable(config), _attention(config):
-            run = Run(config, hooks, filter_fn)
-            with _interruptible(run):
-                return _Loop(run).to_the_end()
+        with _closing(hooks):
+            check(config)
+            with _repeatable(config), _attention(config):
+                run = Run(config, hooks, filter_fn)
+                with _interruptible(run):
+                    return _Loop(run).to_the_end()
     except torch.OutOfMemoryError as error:
         raise faults.out_of_memory(config, error) from error
-    finally:
-        for each in hooks:
-            each.close()
+    except BrokenPipeError:  # who read what is shown has gone
+        raise
+    except OSError as error:
+        raise faults.not_written(config, error) from error
 
 
 class _Loop:
@@ -75,11 +78,21 @@ class _Loop:
         run, config = self.run, self.config
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
+        if config.export is not None:  # where that cannot be, now is the time to say so
+            config.export.mkdir(parents=True, exist_ok=True)
         run.tell(lambda hook: hook.on_start(run))
         if config.start is not None and run.saved is None:  # what its recipe makes of weights that it did not train
             self.evaluate()
         self.restart_clock()
         first = run.step
+        if config.profile and config.steps - first <= _SETTLED:
+            raise OptionError(
+                message(
+                    f"profile={config.profile} of {config.steps - first} steps",
+                    rule=f"a trace begins after {_SETTLED} steps, when compilation and autotuning are over",
+                    fix=f"pass steps={first + _SETTLED + config.profile} or more",
+                )
+            )
         while run.step < config.steps and not run.wants_stop:
             before = run.step
             run.tell(lambda hook: hook.before_step(run))
@@ -91,11 +104,12 @@ class _Loop:
                 run.advance()
             self.after_steps(before)
         self.log()
-        if not run.wants_stop and (not run.evaluations or run.evaluations[-1].step != run.step):
+        is_done = run.step == config.steps  # and then complete, whoever wanted it to stop meanwhile
+        if is_done and (not run.evaluations or run.evaluations[-1].step != run.step):
             self.evaluate()
         if config.folder is not None and (run.saved is None or run.saved.name != run.checkpoint_name):
             self.save()
-        result = run.result("interrupted" if run.step < config.steps else "done")
+        result = run.result("done" if is_done else "interrupted")
         if config.export is not None and result.stopped == "done":
             export(run.model, config.export)
         run.tell(lambda hook: hook.on_end(run, result))
@@ -118,11 +132,17 @@ class _Loop:
             self.save()
 
     def log(self) -> None:
-        """Read what has gathered on the device, and tell it with the speed since the last time."""
-        run, config = self.run, self.config
+        """Read what has gathered on the device."""
+        run = self.run
         records = run.read()
-        if not records:
-            return
+        if records:
+            self.tell(records)
+        if run.broke_at is not None:
+            raise run.located(run.broke_at)
+
+    def tell(self, records: list[StepRecord]) -> None:
+        """What has been read, with the speed since the last time."""
+        run, config = self.run, self.config
         steps = run.step - self.timed_from
         if steps:
             seconds = max(1e-9, (time.perf_counter() - self.began) / steps)
@@ -134,7 +154,9 @@ class _Loop:
         self.restart_clock()
 
     def evaluate(self) -> None:
-        """Held-out text; its time does not count."""
+        """Held-out text, if there is to be any; its time does not count."""
+        if not self.config.eval_batches:
+            return
         found = self.run.evaluate()
         self.run.tell(lambda hook: hook.on_evaluation(self.run, found))
         self.restart_clock()
@@ -163,6 +185,22 @@ class _Loop:
         if self.run.device.type == "cuda":
             torch.cuda.synchronize(self.run.device)
         self.began, self.timed_from = time.perf_counter(), self.run.step
+
+
+@contextmanager
+def _closing(hooks: Sequence[Hooks]) -> Generator[None]:
+    """All of them at the end, however it came. What was written is on disk by then; a file that cannot be closed after
+    another error tells nothing new."""
+    try:
+        yield
+    except BaseException:
+        for each in hooks:
+            with suppress(OSError):
+                each.close()
+        raise
+    with ExitStack() as last:
+        for each in hooks:
+            last.callback(each.close)
 
 
 def _attention(config: RunConfig) -> AbstractContextManager[Any]:

@@ -6,23 +6,58 @@ resumes appends, and says so by another line for the run; a step that stands the
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from ..errors import OptionError, message
 from .config import to_dict
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
 from .run import Run
 
+# read back at a time, from the end of a file
+_PIECE = 1 << 16
+
+
+def appended(path: Path) -> TextIO:
+    """A file of lines to go on with. What a killed process left of a last line goes: the next would be glued to it, and
+    readers take a line that is none for the end."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")
+        _mend(file)
+    except OSError as error:
+        raise OptionError(
+            message(
+                f"{path}: {error.strerror}",
+                rule="a run tells what it does in its folder",
+                fix="name a folder that can be written to",
+            )
+        ) from None
+    return io.TextIOWrapper(file)
+
+
+def _mend(file: BinaryIO) -> None:
+    """Cut a file off after its last whole line."""
+    end = size = file.seek(0, io.SEEK_END)
+    while end:
+        start = max(0, end - _PIECE)
+        file.seek(start)
+        place = file.read(end - start).rfind(b"\n")
+        end = start if place < 0 else start + place + 1
+        if place >= 0:
+            break
+    if end < size:
+        file.truncate(end)
+
 
 class JsonLines(Hooks):
     """Appends to folder/metrics.jsonl, a line at a time, so that a run that is killed has told what it did."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / "metrics.jsonl").open("a")
+        self.file = appended(folder / "metrics.jsonl")
 
     def _write(self, kind: str, **fields: Any) -> None:
         self.file.write(json.dumps({"kind": kind, **fields}) + "\n")

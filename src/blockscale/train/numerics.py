@@ -11,6 +11,7 @@ from pathlib import Path
 from ..diagnostics.layers import ROWS, Sample, sample
 from ..diagnostics.store import NAME, model_line, sample_line
 from ..nn import set_step_
+from .metrics import appended
 from .records import Hooks, Speed, StepRecord, TrainResult
 from .run import Run
 
@@ -27,8 +28,7 @@ class NumericsLog(Hooks):
     """every: steps from one sample to the next; the first is taken before the first step."""
 
     def __init__(self, folder: Path, every: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file, self.every = (folder / NAME).open("a"), every
+        self.file, self.every = appended(folder / NAME), every
         self.unread: list[tuple[int, Sample]] = []
 
     def on_start(self, run: Run) -> None:

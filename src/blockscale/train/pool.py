@@ -29,14 +29,8 @@ def pool(fresh: Sequence[Convergence], kept: Sequence[Convergence]) -> list[Conv
 def _comparisons(lines: Sequence[Convergence]) -> list[Arms]:
     groups: dict[tuple[Any, ...], Arms] = {}
     for line in lines:
-        groups.setdefault((_setting(line), *line.seeds), {})[line.arm] = line
+        groups.setdefault((line.setting, *line.seeds), {})[line.arm] = line
     return list(groups.values())
-
-
-def _setting(line: Convergence) -> tuple[Any, ...]:
-    """What pairs of all seeds have in common."""
-    size = (line.steps, line.tokens_per_step, line.parameters, line.branch_at)
-    return line.model, *size, line.data_hash, line.where.get("gpu")
 
 
 def _partner(arms: Arms, stored: Sequence[Arms]) -> Arms:
@@ -44,7 +38,7 @@ def _partner(arms: Arms, stored: Sequence[Arms]) -> Arms:
     fit = [
         other
         for other in stored
-        if all(_setting(line) == _setting(mine) and not {*line.seeds} & {*mine.seeds} for line in other.values())
+        if all(line.setting == mine.setting and not {*line.seeds} & {*mine.seeds} for line in other.values())
         and all(_same(other.get(name), arms.get(name)) for name in (BASELINE, NULL))
     ]
     if not fit:

@@ -55,20 +55,24 @@ def publish(folder: Path) -> Published:
 
 
 def _shared(config: dict[str, Any]) -> str:
-    """What all runs of one comparison have in common, as a key."""
+    """What all runs of one comparison have in common, as a key; a null has its sequences in other parts."""
     recipe = {key: value for key, value in config["recipe"].items() if key != "name"}
-    tokens = config["batch"] * config["accumulate"]
+    trained, validated = config["batch"] * config["accumulate"], config["batch"] * config["eval_batches"]
     rest = {key: value for key, value in config.items() if key not in _APART}
-    return json.dumps(rest | {"recipe": recipe, "sequences": tokens}, sort_keys=True)
+    return json.dumps(rest | {"recipe": recipe, "trained": trained, "validated": validated}, sort_keys=True)
 
 
 def _compare(runs: Sequence[Stored], found: Published) -> None:
     """Pairs: the seeds that both bf16 and the null have, and the arms that have all of them."""
+    title = f"{runs[0].about['config']['name']}, {runs[0].about['config']['steps']} steps"
     by_arm: dict[str, dict[int, Stored]] = {}
     for run in runs:
-        by_arm.setdefault(run.arm["name"], {})[run.about["config"]["seed"]] = run
+        mine, seed = by_arm.setdefault(run.arm["name"], {}), run.about["config"]["seed"]
+        if seed in mine:
+            found.left_out.append(f"{title}: {run.arm['name']}, seed {seed} is there twice, with other options")
+            return
+        mine[seed] = run
     seeds = sorted({*by_arm.get(BASELINE, {})} & {*by_arm.get(NULL, {})})
-    title = f"{runs[0].about['config']['name']}, {runs[0].about['config']['steps']} steps"
     if not seeds:
         found.left_out.append(f"{title}: no seed has both bf16 and the null")
         return

@@ -20,14 +20,15 @@ from torch import Tensor
 
 from ..autograd import Recipe, attach, get_recipe, refresh_weights_
 from ..diagnostics.advice import load_filter
-from ..errors import CheckpointError, NonFiniteError, OptionError, message
+from ..errors import CheckpointError, NonFiniteError, message
 from ..hardware import default_device, gpu_name, named_device
 from ..nn import advance_, quantize_, set_step_
 from ..nn.convert import FilterFn
 from ..roofline import machine_of, nominal
 from . import checkpoint, faults
-from .config import RecipeConfig, RunConfig, to_dict
-from .data import Symbols, load
+from .checks import check_fits
+from .config import RecipeConfig, RunConfig, changes, to_dict
+from .data import load
 from .micro import CapturedMicrobatch, Microbatch, compile_
 from .model import Block, Transformer, flops_per_token
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
@@ -38,8 +39,9 @@ class Run:
     """What hooks are given.
 
     model, optimizer, symbols: live.  step: how many are done.  report: of the conversion.  history, evaluations,
-    speeds: so far.  A hook may set `wants_stop`, and the run saves and ends after the present step, or `wants_trace`
-    before a step, and that step is profiled for `cast_share`.
+    speeds: so far.  changed: in words, which options are not those of the checkpoint that it goes on from.  A hook may
+    set `wants_stop`, and the run saves and ends after the present step, or `wants_trace` before a step, and that one is
+    profiled for `cast_share`.
     """
 
     def __init__(self, config: RunConfig, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> None:
@@ -51,11 +53,11 @@ class Run:
         if config.compile != "none" and config.recompute == "selective":
             self.recipe = self.recipe.recomputed()
         self.symbols = load(config.data)
-        _check_fits(config, self.symbols, self.device)
+        check_fits(config, self.symbols.vocabulary, self.device)
         self.model = self._build()
         first, last = config.recipe.keep_first, config.recipe.keep_last
         if filter_fn is None and config.recipe.keep_file is not None:
-            filter_fn = load_filter(config.recipe.keep_file)
+            filter_fn = load_filter(config.recipe.keep_file, self.model)
         self.report = quantize_(self.model, self.recipe, filter_fn, keep_first=first, keep_last=last, seed=config.seed)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         kind = CapturedMicrobatch if config.cuda_graph else Microbatch
@@ -72,6 +74,8 @@ class Run:
         self.cast_share: float | None = None
         self.wants_stop = self.wants_trace = False
         self.saved: Path | None = None
+        self.broke_at: StepRecord | None = None
+        self.changed: list[str] = []
         # 1 once a loss or gradient was no number: AdamW then leaves weights and moments as they are
         self.broken = torch.zeros((), device=self.device)
         self._unread: list[tuple[int, float, Tensor, Tensor]] = []
@@ -141,20 +145,22 @@ class Run:
             moe.balance.copy_(torch.where(self.broken > 0, before, moe.balance))
 
     def read(self) -> list[StepRecord]:
-        """The steps since the last call, added to the history: the only place where a run waits for its device."""
+        """The steps since the last call, added to the history: the only place where a run waits for its device. After
+        one whose loss or gradient is no number, which `broke_at` then is, none counts."""
         if not self._unread:
             return []
         steps, rates, losses, norms = zip(*self._unread, strict=True)
         self._unread.clear()
         values = torch.stack([torch.stack(losses), torch.stack(norms)]).tolist()
         records = [StepRecord(*each) for each in zip(steps, *values, rates, strict=True)]
-        for record in records:
+        for place, record in enumerate(records):
             if not (math.isfinite(record.loss) and math.isfinite(record.norm)):
-                raise self._located(record)
+                self.broke_at, records = record, records[:place]
+                break
         self.history += records
         return records
 
-    def _located(self, record: StepRecord) -> NonFiniteError:
+    def located(self, record: StepRecord) -> NonFiniteError:
         """Replay the step that went wrong, with the weights and draws that it had, and say where."""
         config, step = self.config, record.step - 1
         refresh_weights_(self.model)
@@ -213,15 +219,15 @@ class Run:
                     fix="name the same data source and tokenizer, or another folder",
                 )
             )
-        if about["step"] >= self.config.steps and self.saved is None:
+        if about["step"] > self.config.steps or (about["step"] == self.config.steps and self.saved is None):
             raise CheckpointError(
                 message(
-                    f"start={found} of a run of {self.config.steps} steps",
+                    f"{found} for a run of {self.config.steps} steps",
                     rule="a run has steps left after the checkpoint it begins with",
                     fix=f"pass steps={about['step'] + 1} or more, or an earlier checkpoint",
                 )
             )
-        self.step = about["step"]
+        self.step, self.changed = about["step"], changes(about["config"], to_dict(self.config))
         self.history = [StepRecord(*each) for each in about["history"]]
         self.evaluations = [Evaluation(*each) for each in about["evaluations"]]
         advance_(self.model, tick=self.step * self.config.accumulate)
@@ -276,22 +282,3 @@ def recipe_of(config: RecipeConfig) -> Recipe:
     if config.weights is not None:
         recipe = recipe.with_weights(config.weights)
     return recipe.replace(name=recipe.name, weight_cast=config.weight_cast)
-
-
-def _check_fits(config: RunConfig, symbols: Symbols, device: torch.device) -> None:
-    if symbols.vocabulary > config.model.vocabulary:
-        raise OptionError(
-            message(
-                f"model.vocabulary={config.model.vocabulary} for {symbols.vocabulary} symbols",
-                rule="the model knows every symbol of its text",
-                fix=f"pass model.vocabulary={-(-symbols.vocabulary // 128) * 128}",
-            )
-        )
-    if config.cuda_graph and device.type != "cuda":
-        raise OptionError(
-            message(
-                f"cuda_graph on {device}",
-                rule="a CUDA graph is captured on a GPU",
-                fix="leave cuda_graph out",
-            )
-        )

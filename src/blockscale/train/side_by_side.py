@@ -7,16 +7,22 @@ than one by one; their speeds then mean nothing. A process of its own also gives
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from .records import Evaluation, Hooks, Speed, StepRecord
 from .run import Run
 
 T = TypeVar("T")
+# seconds that a run has to save in, whose parent is gone
+_GRACE = 120
 
 
 def side_by_side(
@@ -28,17 +34,53 @@ def side_by_side(
     that it needs, since CUDA does not survive a fork.
     """
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, spawn, _deaf, max_tasks_per_child=1 if fresh else None)
+    pool = ProcessPoolExecutor(jobs, spawn, _begin, (os.getpid(),), max_tasks_per_child=1 if fresh else None)
     waiting, running = list(enumerate(tasks))[::-1], dict[Future[T], int]()
+    with _told_to_end():
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:  # none ahead of time: what is queued could not be called back
+                    place, task = waiting.pop()
+                    running[pool.submit(_call, function, task)] = place
+                for each in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(each), each.result()
+        finally:  # after an error or Ctrl-C those that run come to their end, and no other begins
+            pool.shutdown()
+
+
+@contextmanager
+def _told_to_end() -> Generator[None]:
+    """Within it SIGTERM is Ctrl-C for all processes: a terminal tells each of them, who sends SIGTERM this one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        for each in multiprocessing.active_children():
+            if each.pid is not None:
+                os.kill(each.pid, signal.SIGINT)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:  # none ahead of time: what is queued could not be called back
-                place, task = waiting.pop()
-                running[pool.submit(_call, function, task)] = place
-            for each in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(each), each.result()
-    finally:  # after an error or Ctrl-C those that run come to their end, and no other begins
-        pool.shutdown()
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _begin(parent: int) -> None:
+    """In a new process, before any work."""
+    _deaf()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """A process whose parent was killed would wait for work for ever: it ends, and a run that is under way saves."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(_GRACE)
+    os._exit(1)
 
 
 def _deaf() -> None:

@@ -42,7 +42,8 @@ def student(degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """Paired relative gaps, one for each seed.  error: half of the interval of their mean; None of a single seed."""
+    """Paired relative gaps, one for each seed: infinite where its run broke down, nan where bf16's did.  error: half of
+    the interval of their mean; None of a single seed."""
 
     values: tuple[float, ...]
 
@@ -74,8 +75,16 @@ def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
 
     >>> print(paired([2.02, 2.04], [2.0, 2.0]))
     +1.50 ± 6.35 %
+    >>> paired([float("inf"), 2.0], [2.0, float("inf")]).values  # a run that broke down, and one without a pair
+    (inf, nan)
     """
-    return Gap(tuple(mine / theirs - 1 for mine, theirs in zip(losses, base, strict=True)))
+    return Gap(tuple(_relative(*pair) for pair in zip(losses, base, strict=True)))
+
+
+def _relative(loss: float, base: float) -> float:
+    if not math.isfinite(base):
+        return math.nan
+    return loss / base - 1 if math.isfinite(loss) else math.inf
 
 
 def wander(along: Sequence[float]) -> float:
@@ -116,6 +125,8 @@ def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdic
     noise, else within budget. Above budget and noise with all of it: worse. Anything else is open, and so is everything
     where the null is no number.
     """
+    if any(map(math.isnan, gap.values)):
+        return Verdict("undecided", "bf16 itself ended without a loss that is a number")
     if not gap.is_finite:
         return Verdict("diverged", "a run ended without a loss that is a number")
     if not math.isfinite(noise):

@@ -80,22 +80,27 @@ def run_or_read(
     end.  commit: to record where the source is no git checkout.  results: errors that are results of a run.
     """
     config = replace(config, folder=None, resume=False)
-    folder = out / RUNS / f"{label}-seed{config.seed}-{fingerprint(config)}"
+    folder = folder_of(label, config, out)
     found = read(folder / METRICS)
     if found.is_done:
         return found
-    _mend(folder / METRICS)
     if config.save_every:
         config = replace(config, folder=folder, resume=True)
     log = RunLog(folder, arm, looks=looks, commit=commit)
     try:
-        if train(config, hooks=[log, *hooks]).stopped == "interrupted":
+        if train(config, hooks=[log, *hooks]).stopped == "interrupted" or log.was_stopped:
             raise KeyboardInterrupt
     except results as error:
         if not isinstance(error, BlockscaleError):
             traceback.print_exc()
         RunLog(folder, arm).fail(str(error) or type(error).__name__, config)
     return read(folder / METRICS)
+
+
+def folder_of(label: str, config: RunConfig, out: Path) -> Path:
+    """Where a run of a comparison is kept."""
+    config = replace(config, folder=None, resume=False)
+    return out / RUNS / f"{label}-seed{config.seed}-{fingerprint(config)}"
 
 
 class RunLog(JsonLines):
@@ -111,6 +116,7 @@ class RunLog(JsonLines):
     ) -> None:
         super().__init__(folder)
         self.arm, self.looks, self.commit = arm or {}, looks, commit
+        self.was_stopped = False  # by Ctrl-C in the last step or after it: the run is done, what follows it is not
 
     def on_start(self, run: Run) -> None:
         """What it is, and where it runs."""
@@ -130,17 +136,12 @@ class RunLog(JsonLines):
             self._write("shares", **found.shares)
             self._write("kernels", longest=found.longest, ms=found.kernel_ms)
         super().on_end(run, result)
+        self.was_stopped = run.wants_stop
 
     def fail(self, why: str, config: RunConfig) -> None:
         """A run that broke down is a result, and is not run again. It may not have come as far as to say what it is."""
         self._write("failed", why=why, config=to_dict(config), arm=self.arm)
         self.close()
-
-
-def _mend(path: Path) -> None:
-    """Drop a last line that was cut off in the middle, so that the next one stands by itself."""
-    if path.exists() and not (text := path.read_text()).endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1])
 
 
 def read(path: Path) -> Stored:

@@ -45,6 +45,8 @@ class View(Hooks):
         self.console.print(share if converted and run.recipe.is_low else "all layers in bf16", highlight=False)
         if run.step:
             self.console.print(f"going on from step {run.step}", highlight=False)
+        if run.changed:
+            self.console.print(f"with other options than before: {', '.join(run.changed)}", highlight=False)
         if self.console.is_terminal:
             from rich.live import Live
 
