@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from blockscale.diagnostics import store
 from blockscale.errors import OptionError
-from blockscale.train import train
+from blockscale.train import stored, train
 from blockscale.train.branch import StopAfter
 from blockscale.train.metrics import JsonLines, TensorBoard
 from blockscale.train.numerics import NumericsLog
@@ -62,6 +63,12 @@ def test_the_view(terminal: bool):
     assert f"done at step 3: validation loss {result.loss:.4f}" in text
     assert "speed on a CPU says nothing" in text
     assert ("step      2  loss" in text) == (not terminal)
+
+
+def test_a_loss_that_was_not_taken_is_null(tmp_path: Path):
+    train(replace(RUN, eval_batches=0), hooks=[JsonLines(tmp_path)])
+    assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert math.isnan(stored.read(tmp_path / "metrics.jsonl").loss)
 
 
 @pytest.mark.parametrize("left", ["", '{"kind": "st', '{"kind": "step", "long": "' + "x" * 200_000])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -60,7 +61,11 @@ class JsonLines(Hooks):
         self.file = appended(folder / "metrics.jsonl")
 
     def _write(self, kind: str, **fields: Any) -> None:
-        self.file.write(json.dumps({"kind": kind, **fields}) + "\n")
+        """A loss that was not taken is null: NaN is no JSON."""
+        finite = {
+            key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in fields.items()
+        }
+        self.file.write(json.dumps({"kind": kind, **finite}) + "\n")
         self.file.flush()
 
     def on_start(self, run: Run) -> None:

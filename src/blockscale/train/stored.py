@@ -59,8 +59,9 @@ class Stored:
 
     @property
     def loss(self) -> float:
-        """Of held-out text at the end; infinite where the run broke down."""
-        return float("inf") if self.failed else float(self.end["loss"])
+        """Of held-out text at the end; infinite where the run broke down, nan where it was not taken."""
+        found = self.end.get("loss")
+        return float("inf") if self.failed else float("nan") if found is None else float(found)
 
 
 def run_or_read(
