@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..errors import DataError, message
 
+PYTHONS_OWN = ("stdlib", "python")
 # where a file that is no text shows it
 _PROBED = 8192
 _SKIPPED = frozenset({"__pycache__", ".git", ".hg", ".svn", "node_modules"})
@@ -66,9 +67,10 @@ def collect(source: str, held_out: float) -> Corpus:
 
 
 def stamp_of(source: str, tokenizer: Path | None) -> str:
-    """Changes when a file comes, goes, or is written to; cheap, since no file is read."""
+    """Changes when a file comes, goes, or is written to; no file is read. Python's own do not while it runs."""
     digest = hashlib.sha256()
-    for path in [*_files(source), *([tokenizer.expanduser()] if tokenizer else [])]:
+    files = () if source in PYTHONS_OWN else _files(source)
+    for path in [*files, *([tokenizer.expanduser()] if tokenizer else [])]:
         try:
             found = path.stat()
         except OSError:  # whoever reads it will say so
@@ -118,7 +120,7 @@ def _text(path: Path) -> bytes | None:
 
 def _files(source: str) -> Iterator[Path]:
     """All files of a source, by name, so that every machine with the same ones has the same order."""
-    if source in ("stdlib", "python"):
+    if source in PYTHONS_OWN:
         library = Path(sysconfig.get_path("stdlib"))
         packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
         if source == "stdlib":
