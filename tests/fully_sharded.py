@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -242,6 +242,8 @@ def refused(how: str) -> str:
         bs.refresh_weights_(model)
     if how == "root alone":
         fully_shard(model)
+    elif how == "first version":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     else:
         shard(model)
     if how in ("gathered", "root alone"):
@@ -299,7 +301,7 @@ def others() -> Iterator[Case]:
     yield "control", control
     for weight_cast in ("forward", "twice"):
         yield f"mixed {weight_cast}", functools.partial(mixed, weight_cast)
-    for how in ("refreshed", "attached", "gathered", "root alone", "before"):
+    for how in ("refreshed", "attached", "gathered", "root alone", "before", "first version"):
         yield f"refused {how}", functools.partial(refused, how)
     for reshard in (True, False):
         yield f"opened before reshard={reshard:d}", functools.partial(opened_before, reshard)

@@ -185,6 +185,8 @@ def refusals() -> dict[str, str]:
         "nothing matches": said(lambda: convert(fqns=["*blocks.*"])),
         "step": said(lambda: convert(weight_cast="step")),
         "recipe": said(lambda: convert(recipe="mxpf8")),
+        "until": said(lambda: convert(recipe=get_recipe("mxfp8").replace(until={"fprop": 10}))),
+        "ends": said(lambda: convert(keep_last=1.5)),
         "pieces": said(
             lambda: check_piece("layers.0.w1", "weight", (768, 256), (192, 256), get_recipe("fp8_blockwise"))
         ),

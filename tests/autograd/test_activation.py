@@ -12,7 +12,8 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.autograd import activation, get_recipe, linear
+from blockscale import replay
+from blockscale.autograd import activation, get_recipe, linear, mlp_work, swiglu_mlp, work
 from blockscale.errors import DtypeError, OptionError, ShapeError
 from linear_reference import LOW, Calls, drawn
 from products import assert_same_bits, gaussian
@@ -192,3 +193,30 @@ def test_modules_take_it():
     x = gaussian(37, K)
     shared = activation(x, "mxfp8")
     assert_same_bits([layer(shared) for layer in layers], [layer(x) for layer in layers])
+
+
+def test_what_is_replayed_knows_which_operands_there_are(monkeypatch):
+    """A frozen layer whose input needs no gradient does the same work in training and without autograd, but an
+    activation has a column operand in the one and none in the other: addresses would be off by two."""
+    keys: list[tuple[object, int]] = []
+
+    def learn(key, call, inputs, results):
+        keys.append((key, len(inputs)))
+        return call()
+
+    for module in (work, mlp_work):
+        monkeypatch.setattr(module, "can_be_replayed", lambda tensors: True)
+    monkeypatch.setattr(replay, "learn", learn)
+    monkeypatch.setattr(replay, "known", lambda key: None)
+    x, weight, down = torch.randn(8, 64), torch.randn(64, 64), torch.randn(32, 32)
+    for call in (
+        lambda: linear(activation(x, "mxfp8"), weight, recipe="mxfp8"),
+        lambda: swiglu_mlp(activation(x, "mxfp8"), weight, down, recipe="mxfp8"),
+    ):
+        keys.clear()
+        call()
+        with torch.no_grad():
+            call()
+        (first, some), (second, fewer) = keys
+        assert (first == second) == (some == fewer)
+        assert some != fewer

@@ -68,7 +68,7 @@ def check_casts(results: Results) -> None:
 
 def check_refusals(results: Results) -> None:
     refused = [found for label, found in results.items() if label.startswith("refused")]
-    assert len(refused) == 5
+    assert len(refused) == 6
     for text in refused:
         assert text.startswith("a shared cast of a sharded weight"), text
         assert "weight_cast='twice'" in text

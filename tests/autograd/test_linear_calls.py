@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import blockscale as bs
-from blockscale.autograd import get_recipe, linear
+from blockscale.autograd import get_recipe, linear, swiglu_mlp
 from blockscale.errors import DeviceError, OptionError
 from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.hardware import has_cpp_compiler
@@ -83,6 +83,29 @@ def test_a_main_grad_is_not_rounded_to_the_weights_dtype():
     p.run("fp8_blockwise")
     assert_same_bits(p.weight.main_grad, q.weight.grad)  # pyright: ignore[reportAttributeAccessIssue]
     assert not torch.equal(q.weight.grad, q.weight.grad.bfloat16().float())  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("how", ["grad", "grad of the weight", "inputs", "inputs with the weight"])
+@pytest.mark.parametrize("layers", ["linear", "mlp"])
+def test_only_a_pass_for_the_weight_adds_to_its_main_grad(layers: str, how: str):
+    """`torch.autograd.grad` hands gradients to its caller, and a backward for other leaves leaves this one alone."""
+    x, first, second = (gaussian(*size).float().requires_grad_() for size in ((8, 64), (128, 64), (64, 64)))
+    weights = [first] if layers == "linear" else [first, second]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)  # pyright: ignore[reportAttributeAccessIssue]
+    y = linear(x, first, recipe="mxfp8") if layers == "linear" else swiglu_mlp(x, first, second, recipe="mxfp8")
+    loss = y.square().sum()
+    if how == "grad":
+        assert torch.autograd.grad(loss, x)[0].any()
+    elif how == "grad of the weight":
+        assert all(each.any() for each in torch.autograd.grad(loss, weights))
+    elif how == "inputs":
+        loss.backward(inputs=[x])
+    else:
+        loss.backward(inputs=[x, *weights])
+    added = how == "inputs with the weight"
+    assert [bool(weight.main_grad.any()) for weight in weights] == [added] * len(weights)  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(weight.grad is None for weight in weights)
 
 
 def test_two_forwards_may_come_before_their_backwards():

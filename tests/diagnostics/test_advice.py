@@ -109,6 +109,7 @@ def test_a_filter_survives_its_file(tmp_path):
     advice = advise(report, [found])
     path = tmp_path / "deep" / "advice.json"
     advice.save(path)
+    advice.save(str(path))
     for filter_fn in (advice.filter_fn, load_filter(path), load_filter(str(path))):
         done = bs.quantize_(Net(2), "mxfp8", filter_fn)
         assert [each.name for each in done.converted] == list(advice.low) == ["layers.0", "layers.1", "layers.3"]
@@ -138,6 +139,12 @@ def test_other_files_are_refused(tmp_path, text):
 def test_impossible_budgets_are_refused(name):
     with pytest.raises(OptionError, match=f"{name}=0"):
         advise(converted(1), [Numerics(1.0, (layer("0"),))], **{name: 0})
+
+
+@pytest.mark.parametrize("loss", [0.0, -1.5, float("nan")])
+def test_a_loss_that_is_not_above_zero_has_no_budget(loss):
+    with pytest.raises(OptionError, match="a budget is a share of the loss"):
+        advise(converted(1), [Numerics(loss, (layer("0", 0.1),))])
 
 
 def test_a_model_without_low_precision_gets_no_advice():
@@ -185,6 +192,7 @@ def test_a_filter_of_another_model_is_refused(tmp_path):
     report, found = measured(Net(2))
     advise(report, [found]).save(tmp_path / "advice.json")
     assert load_filter(tmp_path / "advice.json", Net(2))
+    assert load_filter(tmp_path / "advice.json", torch.compile(Net(2), backend="eager")), "wrappers have no names"
     with pytest.raises(OptionError, match=r"names layers\.0.*advice is for the model that was measured"):
         load_filter(tmp_path / "advice.json", torch.nn.Sequential(torch.nn.Linear(8, 8)))
 

@@ -8,12 +8,14 @@ import math
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale.diagnostics import layer_numerics, sample
 from blockscale.diagnostics.figures import Seen, layer_sums
 from blockscale.diagnostics.layers import EXPERT_ROWS, ROWS, _rows_of
 from blockscale.diagnostics.quality import measure, sqnr_db
+from blockscale.errors import OptionError
 
 
 def all_layers(module: torch.nn.Module, name: str) -> bool:
@@ -222,3 +224,36 @@ def test_an_exact_layer_has_a_finite_figure():
     (found,) = layer_numerics(model, lambda: model(x).mean())
     assert found.x == found.fprop == 300.0
     assert found.damage == 0.0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_model_is_measured_with_its_gradients(reentrant):
+    """The first forward of a reentrant checkpoint has none: what is computed again counts."""
+    torch.manual_seed(0)
+    model, x = converted("mxfp8", 64, 128, 64), torch.randn(64, 64, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        with torch.no_grad():
+            model(x)
+        return checkpoint(model, x, use_reentrant=reentrant).square().mean()
+
+    found, plain = (layer_numerics(model, each) for each in (loss, lambda: model(x).square().mean()))
+    assert [(each.layer, each.fprop, each.dgrad, each.wgrad) for each in found] == [
+        (each.layer, each.fprop, each.dgrad, each.wgrad) for each in plain
+    ]
+    assert all(each.wgrad is not None for each in found)
+
+
+def test_a_layer_without_rows_is_not_seen():
+    model = converted("mxfp8", 64, 64, 64)
+    found = layer_numerics(model, lambda: model[0](torch.randn(32, 64)).mean() + model[1](torch.randn(0, 64)).sum())
+    assert [each.layer for each in found] == ["0"]
+
+
+def test_a_model_that_steps_in_its_backward_is_refused():
+    model = converted("mxfp8", 64, 64)
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
+    with pytest.raises(OptionError, match=r"whose 0\.weight has a hook behind its gradient"):
+        sample(model, lambda: model(torch.randn(8, 64)).mean())
+    handle.remove()
+    assert layer_numerics(model, lambda: model(torch.randn(8, 64)).mean())

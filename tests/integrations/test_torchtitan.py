@@ -251,6 +251,8 @@ def test_requests_that_make_no_sense_are_errors(default: Default):
     assert "FSDP2" in found["step"]
     assert "use 'forward'" in found["step"]
     assert "did you mean" in found["recipe"]
+    assert "nothing there tells layers which step it is" in found["until"]
+    assert "keep_last=1.5" in found["ends"]
     assert "layers.0.w1.weight (768, 256) is cut into pieces of 192 along axis 0" in found["pieces"]
     assert "a scale for every 128 values" in found["pieces"]
     assert found["pieces that fit"] == "nothing"

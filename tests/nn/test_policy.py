@@ -86,6 +86,28 @@ def test_blocks_of_a_dict_and_none_at_all():
     assert find_blocks(list(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)).named_modules())) is None
 
 
+def test_lists_within_blocks_of_different_kinds_are_no_blocks():
+    """Experts of a block; where blocks are of several kinds there are no ends that could be known."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(None), *(Block("gate") for _ in range(3)), nn.Sequential(Block(None))])
+    assert find_blocks(list(model.named_modules())) is None
+    report = bs.quantize_(model, "nvfp4")
+    assert "no blocks were found" in report.warnings[0]
+
+
+def test_a_share_of_blocks_is_not_more_by_rounding():
+    assert len(converted_blocks(made(blocks=50), "mxfp8", keep_last=0.14)) == 43
+
+
+def test_layers_that_still_follow_another_recipe_are_said():
+    model = made(blocks=3)
+    bs.quantize_(model, "mxfp8")
+    report = bs.quantize_(model, "fp8_blockwise", lambda module, name: False)
+    assert any("still follow another recipe: unquantize_(model) first" in each for each in report.warnings)
+    bs.unquantize_(model)
+    assert not any("still follow" in each for each in bs.quantize_(model, "mxfp8", lambda *_: False).warnings)
+
+
 def test_filter_fn_decides_alone_and_sees_plain_names():
     asked: list[str] = []
 

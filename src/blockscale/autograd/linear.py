@@ -101,9 +101,23 @@ class LinearFunction(torch.autograd.Function):
         work = ctx.work
         if work.dtype != ctx.dtype:
             work = work._replace(dtype=ctx.dtype)
-        dx, dw, total = work.backward(matrix(grad), x, weight, ctx.main_grad, made, groups)
+        main_grad = ctx.main_grad if ctx.main_grad is None or is_asked_for(ctx, 1) else None
+        dx, dw, total = work.backward(matrix(grad), x, weight, main_grad, made, groups)
         dx = to_source(dx, ctx.shape, groups)
         return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None, None
+
+
+def is_asked_for(ctx: Any, place: int) -> bool:
+    """Whether this pass adds up the gradient of a leaf, by its place among the tensors that were given. Passes for
+    other leaves do not, nor does `torch.autograd.grad`, which hands gradients to its caller: what they make is not to
+    be added to a buffer on the side."""
+    if torch.compiler.is_compiling():  # there every pass is a whole one
+        return True
+    node = ctx.next_functions[place][0]
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    except RuntimeError:  # `torch.autograd.grad` with a leaf that it may or may not be for
+        return False
 
 
 def to_source(dx: Tensor | None, shape: torch.Size, groups: Groups | None) -> Tensor | None:

@@ -22,7 +22,16 @@ from ..formats.stochastic import Stochastic
 from ..grouped import Routing
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
 from .activation import Activation
-from .linear import check_linear, check_low, check_rounding, linear, main_grad_of, output_dtype, to_source
+from .linear import (
+    check_linear,
+    check_low,
+    check_rounding,
+    is_asked_for,
+    linear,
+    main_grad_of,
+    output_dtype,
+    to_source,
+)
 from .mlp_work import Given, MadeMLP, MLPWork
 from .once import once
 from .operands import Groups, Needs, Pair, Spread, matrix, needs_of
@@ -171,7 +180,10 @@ class SwiGLUFunction(torch.autograd.Function):
             _, tokens, rows = _routed(groups)
             dslots = None if y is None else combine_dots(y, grad, rows).to(slots.dtype)
             grad, spread = _spread(grad, tokens, rows, slots, work.needs[1])
-        found = work.backward(grad, x, (gate_up_weight, down_weight), ctx.main_grads, made, groups, spread)
+        above, below = (
+            each if each is None or is_asked_for(ctx, place) else None for place, each in enumerate(ctx.main_grads, 1)
+        )
+        found = work.backward(grad, x, (gate_up_weight, down_weight), (above, below), made, groups, spread)
         biases = (found.gate_up_bias, found.down_bias)
         totals = [
             None if total is None else total.to(dtype) for total, dtype in zip(biases, ctx.bias_dtypes, strict=True)

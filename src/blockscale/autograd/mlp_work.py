@@ -15,7 +15,7 @@ from ..formats.stochastic import Stochastic
 from ..replay import Recording
 from .operands import Casts, Groups, Kept, Needs, Pair, Spread, column_sums, matrix, set_aside
 from .recipe import Recipe
-from .work import backward_again, can_be_replayed, dgrad, product, tensors_of, wgrad
+from .work import backward_again, can_be_replayed, dgrad, product, tensors_of, wgrad, which_of
 
 Weights = tuple[Tensor, Tensor]
 Biases = tuple[Tensor | None, Tensor | None]
@@ -58,8 +58,7 @@ class MLPWork(NamedTuple):
         if self.roundings != (None, None) or not can_be_replayed(inputs):
             return self._forward(x, weights, biases, given, groups)
         layouts = (None if each is None else replay.layout(each) for each in optional)
-        shares = tuple(pair is None for pair in given)
-        key = (self.recipe, *self[2:], x.device, shares, *map(replay.layout, (x, *weights)), *layouts)
+        key = (self.recipe, *self[2:], x.device, *which_of(given), *map(replay.layout, (x, *weights)), *layouts)
         inputs += tensors_of(given)
         known = replay.known(key)
         if known is None:

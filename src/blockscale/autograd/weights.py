@@ -203,13 +203,13 @@ def _refuse(weight: Tensor) -> None:
 
 
 def _check_not_gathered(model: Module) -> None:
-    """Raise for layers within FSDP2, which gathers weights into the same tensors again and again, counting nothing.
-    Between a forward and its backward they look whole."""
+    """Raise for layers within FSDP, which gathers weights into the same tensors again and again, counting nothing.
+    Between a forward and its backward they look whole; between steps they may have no memory at all."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # nobody shards: nothing to import for
         return
     for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
+        if isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel):
             for _, layer, name, _ in shared_weights(module):
                 _refuse(getattr(layer, name))
 

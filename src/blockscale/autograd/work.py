@@ -59,8 +59,7 @@ class Work(NamedTuple):
             inputs += _tensors(groups)
         if self.casts.rounding is not None or not can_be_replayed(inputs):
             return self._forward(x, weight, bias, given, groups)
-        shares = (given[0] is None, given[1] is None)
-        key = (*self[1:], self.casts.recipe, x.device, shares, *map(replay.layout, inputs))
+        key = (*self[1:], self.casts.recipe, x.device, *which_of(given), *map(replay.layout, inputs))
         inputs += tensors_of(given)
         known = replay.known(key)
         if known is None:
@@ -124,6 +123,11 @@ def _tensors(groups: Groups) -> list[Tensor]:
 
 def _forward_results(made: Made) -> tuple[list[Tensor | None], object]:
     return [made.y, *made.x[1], *made.weight[1]], (made.x[0], made.weight[0])
+
+
+def which_of(given: Iterable[Pair | None]) -> tuple[tuple[bool, ...], ...]:
+    """Which of `tensors_of` there are: an activation that nobody will take a weight's gradient of has no columns."""
+    return tuple(tuple(operand is not None for operand in pair or ()) for pair in given)
 
 
 def tensors_of(given: Iterable[Pair | None]) -> list[Tensor]:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import OptionError, message
+from ..formats.stochastic import module_name
 from ..nn import ConversionReport
 from ..nn.convert import ROOT, FilterFn
 from ..nn.report import MACHINE, TOKENS, Skipped
@@ -81,8 +82,9 @@ class Advice:
         """As JSON holds it."""
         return {"kind": KIND, **asdict(self), "keep": list(self.keep)}
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """For `load_filter`, and for `blockscale train --keep-file`."""
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
@@ -124,7 +126,8 @@ def load_filter(path: str | Path, model: nn.Module | None = None) -> FilterFn:
 
 def _check_names(path: Path, names: Sequence[str], model: nn.Module) -> None:
     """Layers are modules, or weights of modules."""
-    there = {*(name or ROOT for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())}
+    named = (name for each in (model.named_modules(), model.named_parameters()) for name, _ in each)
+    there = {module_name(name) or ROOT for name in named}
     missing = [name for name in names if name not in there]
     if missing:
         raise OptionError(
@@ -236,5 +239,14 @@ def _check(budget: float, gradient_budget: float, samples: Sequence[Numerics]) -
                 "no measured layer",
                 rule="advice is about layers in low precision, and all of these stay in high precision",
                 fix="take a recipe other than bf16, and keep_first and keep_last that leave it some blocks",
+            )
+        )
+    loss = next((each.loss for each in samples[-LAST:] if not each.loss > 0), None)
+    if loss is not None:
+        raise OptionError(
+            message(
+                f"a sample with a loss of {loss}",
+                rule="a budget is a share of the loss, which is above zero",
+                fix="take samples of a loss such as the cross entropy",
             )
         )

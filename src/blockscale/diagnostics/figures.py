@@ -31,13 +31,15 @@ Sums = dict[str, Tensor]
 @dataclass
 class Seen:
     """Rows of one call that are looked at.  x: [M, K].  dy: [M, N], of the same rows; None before the backward.  offs:
-    ends of experts among them.  load: rows of each expert in the whole call [E].  share: how much of it was taken."""
+    ends of experts among them.  load: rows of each expert in the whole call [E].  share: how much of it was taken.
+    has_gradient: one will come back to this call."""
 
     x: Tensor
     load: Tensor
     share: float
     offs: Tensor | None = None
     dy: Tensor | None = None
+    has_gradient: bool = False
 
 
 def layer_sums(layer: Any, seen: Seen) -> Sums:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OptionError, message
 from ..formats.stochastic import module_name
 from ..grouped import Routing
 from ..nn import GroupedLinear, Linear
@@ -130,6 +131,7 @@ def sample(model: torch.nn.Module, loss: Callable[[], Tensor], *, tokens: int | 
     loss: runs the batch and returns a mean.  tokens: how many terms it is the mean of; by default the rows of the first
     layer. Gradients, buffers and generators are left as they were; the host does not wait for the device.
     """
+    _check_no_steps(model)
     layers = {module_name(name) or ROOT: each for name, each in model.named_modules() if _is_low(each)}
     seen: dict[str, Seen] = {}
     calls: list[int] = []
@@ -150,20 +152,38 @@ def sample(model: torch.nn.Module, loss: Callable[[], Tensor], *, tokens: int | 
 # ---- watching --------------------------------------------------------------------------------------------------------
 
 
+def _check_no_steps(model: torch.nn.Module) -> None:
+    """Raise where a backward is more than that: hooks that step a parameter when its gradient is there."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise OptionError(
+                message(
+                    f"a sample of a model whose {name} has a hook behind its gradient",
+                    rule="a sample leaves the model as it was, and such a hook may be an optimizer's step",
+                    fix="take the sample before hooks are registered, or remove them meanwhile",
+                )
+            )
+
+
 def _is_low(module: torch.nn.Module) -> bool:
     return isinstance(module, Linear | GroupedLinear) and module.recipe_now.is_low
 
 
 def _watch(name: str, seen: dict[str, Seen], calls: list[int]) -> Callable[..., None]:
     def look(module: torch.nn.Module, args: Any, named: dict[str, Any], output: Tensor) -> None:
-        if name in seen:  # recomputed in the backward, or used twice: the first call counts
+        # recomputed in the backward, or used twice: the first call counts of those that gradients come back to, which
+        # is the second where a checkpoint ran the first without them
+        if name in seen and (seen[name].has_gradient or not output.requires_grad):
             return
         given = (*args, *named.values())
         x: Tensor = getattr(given[0], "source", given[0]).detach()
         x = x.reshape(-1, x.shape[-1])
+        if not x.shape[0]:
+            return
         calls.append(x.shape[0])
         found, step = _rows_of(x, given[1]) if isinstance(module, GroupedLinear) else _dense_rows(x)
         seen[name] = found
+        found.has_gradient = output.requires_grad
         if output.requires_grad:
             output.register_hook(lambda dy: setattr(found, "dy", _every(dy.detach(), step)))
 

@@ -87,6 +87,11 @@ def quantize_(
             else:
                 skipped.append(Skipped(place, reason, *held, size.experts, seen))
     warnings = [ends.warning] if ends.warning else []
+    left = [module for (_, module), reason in zip(modules, reasons, strict=True) if reason and _is_low(module)]
+    if left:
+        warnings.append(
+            f"{len(left)} of the layers that were left still follow another recipe: unquantize_(model) first"
+        )
     if not converted:
         warnings.append("no layer was converted: choose layers with filter_fn, or pass keep_first=0 and keep_last=0")
     return ConversionReport(chosen, tuple(converted), tuple(skipped), tuple(others.values()), tuple(warnings))
@@ -191,6 +196,10 @@ def _reason(
     if reason is not None and isinstance(module, Follower):
         return f"{reason}; still follows {module.recipe.name}"
     return reason
+
+
+def _is_low(module: nn.Module) -> bool:
+    return isinstance(module, Follower) and module.recipe.is_low
 
 
 def _convert(module: nn.Module, name: str, recipe: Recipe, states: dict[torch.device, Tensor], seed: int) -> str:

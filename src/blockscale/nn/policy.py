@@ -148,8 +148,13 @@ def find_blocks(modules: Named) -> Blocks | None:
     """The longest list of alike modules with linear layers inside; lists within such a list, of experts say, are not
     looked at."""
     found: list[tuple[str, nn.Module]] = []
+    lists: list[
+        tuple[str, nn.Module]
+    ] = []  # blocks of different kinds are in lists, too, and lists of experts in these
     for name, module in modules:
-        inside = any(name.startswith(outer and f"{outer}.") and name != outer for outer, _ in found)
+        inside = any(name.startswith(outer and f"{outer}.") and name != outer for outer, _ in [*found, *lists])
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            lists.append((name, module))
         if not inside and _is_stack(module):
             found.append((name, module))
     if not found:
@@ -198,13 +203,14 @@ def find_ends(modules: Named, recipe: Recipe, first: int | None, last: float | N
     by_recipe = defaults and has_four_bits(recipe)
     first = (KEPT_FIRST if by_recipe else 0) if first is None else first
     last = (KEPT_LAST if by_recipe else 0) if last is None else last
-    _check_ends(first, last)
+    check_ends(first, last)
     if not first and not last:
         return Ends()
     blocks = find_blocks(modules)
     if blocks is None:
         return Ends(warning="no blocks were found, so none are kept at the ends: choose layers with filter_fn")
-    return Ends(first, math.ceil(last * blocks.count) if isinstance(last, float) else last, blocks)
+    # 14 % of 50 are 7: in floats a little more, which must not count
+    return Ends(first, math.ceil(last * blocks.count - 1e-9) if isinstance(last, float) else last, blocks)
 
 
 def has_four_bits(recipe: Recipe) -> bool:
@@ -213,7 +219,8 @@ def has_four_bits(recipe: Recipe) -> bool:
     return any(get_format(format).element.bits == 4 for format in formats)
 
 
-def _check_ends(first: object, last: object) -> None:
+def check_ends(first: object, last: object) -> None:
+    """Raise for what is no number of blocks."""
     if not isinstance(first, int) or first < 0:
         rule = "it is a number of blocks"
         raise OptionError(message(f"keep_first={first!r}", rule=rule, fix="pass an int of 0 or more"))

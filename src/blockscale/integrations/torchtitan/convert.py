@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 
 from ...autograd.recipe import Recipe
 from ...errors import OptionError, message
-from ...nn.policy import KEPT_FIRST, KEPT_LAST, NARROW, has_four_bits
+from ...nn.policy import KEPT_FIRST, KEPT_LAST, NARROW, check_ends, has_four_bits
 from ...nn.report import ConversionReport, Converted, Skipped, speed_note
 from .experts import FollowingExperts, experts_class
 from .follower import TitanFollower, training_recipe
@@ -165,6 +165,7 @@ def _ends(nodes: Sequence[_Node], recipe: Recipe, first: int | None, last: float
     by_recipe = has_four_bits(recipe)
     first = (KEPT_FIRST if by_recipe else 0) if first is None else first
     last = (KEPT_LAST if by_recipe else 0) if last is None else last
+    check_ends(first, last)
     numbers = {node.fqn: number for node in nodes if (number := _block_number(node.fqn)) is not None}
     count = max(numbers.values(), default=-1) + 1
     kept_last = math.ceil(last * count) if isinstance(last, float) else last

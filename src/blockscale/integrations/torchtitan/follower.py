@@ -34,6 +34,14 @@ def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Rec
     chosen = get_recipe(recipe)
     if weight_cast is not None and weight_cast != chosen.weight_cast:
         chosen = chosen.replace(name=chosen.name, weight_cast=weight_cast)
+    if chosen.until:
+        raise OptionError(
+            message(
+                f"until={dict(chosen.until)} in torchtitan",
+                rule="nothing there tells layers which step it is",
+                fix="leave it out, or resume with another recipe at that step",
+            )
+        )
     if chosen.weight_cast not in WEIGHT_CASTS:
         raise OptionError(
             message(
