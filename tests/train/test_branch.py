@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from blockscale.errors import CheckpointError, OptionError
-from blockscale.train import ModelConfig, Run, branch, train
+from blockscale.train import ModelConfig, Run, branch, stored, train
 from blockscale.train.branch import StopAfter, trunk
 from blockscale.train.compare import BASELINE, NULL, Comparison, compare
 from blockscale.train.publish import publish
@@ -75,15 +76,16 @@ def test_each_step_has_a_trunk_of_its_own(tmp_path: Path):
     assert [trunk(LITTLE, step, tmp_path, []).name for step in (2, 1)] == ["step-00000002", "step-00000001"]
 
 
-def test_a_finished_comparison_needs_no_trunk(found: Comparison, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nor does it matter how its folder is named."""
-    monkeypatch.setattr(branch, "train", lambda *args, **named: pytest.fail("trained"))
-    (folder / "trunks").rename(folder / "gone")
-    try:
-        monkeypatch.chdir(folder.parent)
-        assert compare(LITTLE, ["mxfp8"], 2, out=Path(folder.name), branch_at=AT).runs == found.runs
-    finally:
-        (folder / "gone").rename(folder / "trunks")
+def test_a_finished_comparison_needs_no_trunk(
+    found: Comparison, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor does it matter where its folder has gone, or how that is named."""
+    shutil.copytree(folder / "runs", tmp_path / "moved" / "runs")
+    for module in (branch, stored):
+        monkeypatch.setattr(module, "train", lambda *args, **named: pytest.fail("trained"))
+    monkeypatch.chdir(tmp_path)
+    for out in (Path("moved"), tmp_path / "moved"):
+        assert compare(LITTLE, ["mxfp8"], 2, out=out, branch_at=AT).runs == found.runs
 
 
 def test_one_that_was_interrupted_goes_on(tmp_path: Path):

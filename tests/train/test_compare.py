@@ -13,12 +13,13 @@ import torch
 
 from blockscale.casts import _reference
 from blockscale.errors import NonFiniteError, OptionError
-from blockscale.train import DataConfig, ModelConfig, RecipeConfig, Run, RunConfig, get_preset
+from blockscale.train import DataConfig, Hooks, ModelConfig, RecipeConfig, Run, RunConfig, get_preset
 from blockscale.train import breakdown as breakdowns
 from blockscale.train import stored as module
 from blockscale.train.branch import StopAfter
 from blockscale.train.breakdown import KINDS, breakdown
 from blockscale.train.compare import BASELINE, NULL, Comparison, arms_of, compare, config_of, null_of
+from blockscale.train.publish import publish
 from blockscale.train.stored import read
 from small_runs import small
 
@@ -171,6 +172,37 @@ def test_text_that_changed_is_noticed_before_anything_runs(tmp_path: Path, monke
     with pytest.raises(OptionError, match="different text"):
         compare(config, [], 2, out=tmp_path / "out")
     assert len(compare(config, [], 1, out=tmp_path / "out").seeds) == 1, "all of it is there"
+
+
+def test_text_that_changes_meanwhile_is_noticed_too(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("something to read, " * 200)
+    config = little(steps=1, data=DataConfig(str(text), sequence=16, cache=tmp_path / "cache"))
+
+    class Edits(Hooks):
+        def on_start(self, run: Run) -> None:
+            text.write_text("something else to read, " * 200)
+
+    with pytest.raises(OptionError, match="different text"):
+        compare(config, [], out=tmp_path / "out", hooks=lambda arm, seed: [Edits()])
+
+
+def test_an_evaluation_without_a_number_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The last update may break what no step is left to notice."""
+    real = Run.evaluate
+
+    def evaluate(self: Run):
+        found = real(self)
+        if self.config.recipe.name == "mxfp8":
+            self.evaluations[-1] = found = replace(found, loss=float("nan"))
+        return found
+
+    monkeypatch.setattr(Run, "evaluate", evaluate)
+    found = compare(little(steps=1), ["mxfp8"], out=tmp_path)
+    verdict = found.verdict(found.arms[-1])
+    assert verdict is not None
+    assert verdict.kind == "diverged"
+    assert publish(tmp_path).lines
 
 
 def test_no_seed_is_no_comparison(tmp_path: Path):

@@ -11,7 +11,7 @@ import blockscale as bs
 from blockscale.errors import OptionError, UnknownNameError
 from blockscale.train import PRESETS, OptimizerConfig, get_preset, with_layers
 from blockscale.train.checks import check
-from blockscale.train.config import fingerprint, to_dict
+from blockscale.train.config import to_dict
 from blockscale.train.model import Transformer, flops_per_token
 from small_runs import DENSE, SPARSE, small
 
@@ -105,12 +105,3 @@ def test_a_run_does_not_write_into_its_text(tmp_path: Path):
     check(replace(run, folder=tmp_path.parent / "out"))
     with pytest.raises(OptionError, match="on the text of"):
         check(replace(run, folder=tmp_path / "out"))
-
-
-def test_a_config_is_named_by_the_checkpoint_and_not_by_how_its_path_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    names = {fingerprint(small(start=path)) for path in (Path("a/b"), tmp_path / "a/b", Path("a/../a/b"))}
-    assert len(names) == 1
-    assert names != {fingerprint(small(start=Path("b")))}

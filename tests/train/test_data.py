@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -92,6 +93,14 @@ def test_a_cut_lies_between_characters(before: int, tmp_path: Path):
     parts = [b"".join(contents(corpus, part)) for part in ("train", "held_out")]
     assert "".join(part.decode() for part in parts) == path.read_text()
     assert len(parts[1]) == pytest.approx(0.1 * path.stat().st_size, abs=4)
+
+
+def test_the_hash_of_text_that_is_cut_as_ever_is_as_ever(tmp_path: Path):
+    """Of a file without long characters at the cut; checkpoints know their text by it."""
+    path = tmp_path / "book.txt"
+    path.write_text("line\n" * 500)
+    mark = hashlib.sha256(path.read_bytes()).digest()
+    assert collect(str(path), 0.1).hash == hashlib.sha256(b"0.1\0" + mark).hexdigest()[:16]
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(folder: Path):

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from blockscale.autograd import work
+from blockscale.diagnostics import store
 from blockscale.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from blockscale.nn import Linear
 from blockscale.train import Hooks, OptimizerConfig, Run, attention, faults, get_preset, train
 from blockscale.train.checkpoint import complete
 from blockscale.train.metrics import JsonLines
+from blockscale.train.numerics import NumericsLog
 from small_runs import DENSE, SPARSE, small
 
 
@@ -107,6 +109,13 @@ def test_steps_before_it_are_told(tmp_path: Path):
         train(run, hooks=[log, Spoiler("layers.0.mlp.down", "fprop", step=5)])
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if line["kind"] == "step"] == [1, 2, 3, 4, 5]
+
+
+def test_samples_of_what_broke_are_not_told(tmp_path: Path):
+    log = NumericsLog(tmp_path, 1)
+    with pytest.raises(NonFiniteError):
+        train(small("mxfp8", steps=6, log_every=6), hooks=[log, Spoiler("layers.0.mlp.down", "fprop", step=3)])
+    assert sorted(store.read(tmp_path).samples) == [0, 1, 2]
 
 
 class Full(Hooks):

@@ -15,7 +15,7 @@ import torch
 
 from blockscale.autograd.weights import shared_weights
 from blockscale.errors import CheckpointError, OptionError
-from blockscale.train import DataConfig, Hooks, OptimizerConfig, RecipeConfig, Run, TrainResult, train
+from blockscale.train import DataConfig, Hooks, OptimizerConfig, RecipeConfig, Run, TrainResult, loop, train
 from blockscale.train.branch import StopAfter
 from small_runs import DENSE, SPARSE, small
 
@@ -197,6 +197,20 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_told_twice_in_the_same_moment_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As one of a group of processes, by whoever ends all of them and by the one that began this; later it is meant."""
+
+    class Interrupt(Hooks):
+        def after_backward(self, run: Run) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(small("bf16", folder=tmp_path), hooks=[Interrupt()]).checkpoint == tmp_path / "step-00000001"
+    monkeypatch.setattr(loop, "_SAME_MOMENT", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        train(small("bf16"), hooks=[Interrupt()])
+
+
 @pytest.mark.parametrize("eval_every", [0, 3])
 def test_a_run_that_is_stopped_in_its_last_step_is_complete(eval_every: int):
     run = small(steps=4, eval_every=eval_every)
@@ -240,7 +254,10 @@ def test_a_trace_is_written(tmp_path: Path):
 
 def test_a_run_that_is_too_short_for_a_trace(tmp_path: Path):
     with pytest.raises(OptionError, match=r"profile=2 of 3 steps.*pass steps=5"):
-        train(small(steps=3, profile=2, folder=tmp_path))
+        train(small(steps=3, profile=2, folder=tmp_path / "new"))
+    run = small(steps=6, profile=2, folder=tmp_path)
+    train(run, hooks=[StopAfter(5)])
+    assert train(replace(run, resume=True)).steps == 6, "what is left of a run is not refused"
 
 
 def test_an_attention_of_gpus_needs_one():

@@ -124,7 +124,7 @@ def test_a_run_that_is_there_twice_is_named(found: Comparison, folder: Path, tmp
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (one,) = folder.glob("runs/mxfp8-seed1-*")
     shutil.copytree(one, tmp_path / "runs" / "again")
-    assert publish(tmp_path).left_out == ["small, 3 steps: mxfp8, seed 1 is there twice, with other options"]
+    assert publish(tmp_path).left_out == ["small, 3 steps: mxfp8, seed 1 is there twice"]
     assert lines(tmp_path) == {}
 
 
@@ -200,6 +200,8 @@ def test_only_other_seeds_of_the_same_are_pooled(found: Comparison, folder: Path
     broken = [replace(row, losses=[None]) if row.arm == "mxfp8" else row for row in other]
     row = pool(one, broken)[-1]
     assert (row.gap, row.error, row.verdict) == (None, None, "diverged")
+    plain = [[replace(row, flop_share=0.0) for row in rows] for rows in (one, other)]
+    assert pool(*plain)[-1].why.startswith("no layer was converted")
     at = [replace(row, where=row.where | {"commit": "def5678"}) for row in other]
     assert pool(one, at)[0].where["commit"] == "def5678; abc1234"
 

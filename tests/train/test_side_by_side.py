@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,22 +29,36 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_runs_in_other_processes_end_with_the_one_that_began_them(number: signal.Signals, tmp_path: Path):
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.sweep), "SIGTERM to all", "SIGKILL"])
+def test_runs_in_other_processes_end_with_the_one_that_began_them(how: str, tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(TOLD_TO_END)
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     command, environment = [sys.executable, str(program), str(tmp_path / "out")], {**os.environ, "PYTHONPATH": path}
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
-    assert child.stdout is not None
-    wait_for(lambda: sum('"step"' in each.read_text() for each in tmp_path.rglob("metrics.jsonl")) == 2)
-    files = [*tmp_path.rglob("metrics.jsonl")]
-    child.send_signal(number)
-    if number == signal.SIGTERM:
-        assert child.stdout.read() == b"ended\n"
-    child.wait()
-    wait_for(lambda: all(read(each).end.get("stopped") == "interrupted" for each in files))
-    assert len([*tmp_path.rglob("metrics.jsonl")]) == 2, "no other began"
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    try:
+        wait_for(lambda: sum('"kind": "step"' in each.read_text() for each in tmp_path.rglob("metrics.jsonl")) == 2)
+        files, number = [*tmp_path.rglob("metrics.jsonl")], getattr(signal, how.split()[0])
+        (os.killpg if how.endswith("all") else os.kill)(child.pid, number)
+        said, _ = child.communicate(timeout=90)
+        assert said == (b"" if how == "SIGKILL" else b"ended\n")
+        wait_for(lambda: all(read(each).end.get("stopped") == "interrupted" for each in files))
+        assert len([*tmp_path.rglob("metrics.jsonl")]) == 2, "no other began"
+        wait_for(lambda: is_gone(child.pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def is_gone(group: int) -> bool:
+    """Whether no process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float = 90) -> None:

@@ -29,6 +29,7 @@ from .stored import LOOKS, METRICS, Stored, folder_of, read, run_or_read
 T = TypeVar("T")
 NULL = "null"
 _OF_ONE_RUN = ("folder", "export", "tensorboard", "numerics_every", "profile", "resume")
+NOTHING_CONVERTED = Verdict("undecided", "no layer was converted: it is bf16 (see keep_first and keep_last)")
 # accepted relative gaps by the bits of a recipe's narrowest element
 BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
 
@@ -74,7 +75,7 @@ class Comparison:
         if arm.budget is None:
             return None
         if not self.runs[arm.name][0].about.get("flop_share", 1.0):
-            return Verdict("undecided", "no layer was converted: it is bf16 (see keep_first and keep_last)")
+            return NOTHING_CONVERTED
         strayed = wander([gap for _, gap in self.along(arm.name)])
         return judge(self.gap(arm.name), self.noise, arm.budget, strayed)
 
@@ -188,14 +189,18 @@ def compare(
     runs: dict[str, list[Stored]] = {arm.name: [] for arm in arms}
     for place, (arm, _) in enumerate(pairs):
         runs[arm.name].append(found[place])
+    _check_same(out, [run for each in runs.values() for run in each])
     return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()})
 
 
 def _check_text(config: RunConfig, kept: Sequence[Stored], out: Path) -> None:
-    """Raise, before anything is run, where runs that are there saw another text than those that are missing would."""
-    texts = {run.about["data_hash"] for run in kept if "data_hash" in run.about}
-    if texts and not all(run.is_done for run in kept):
-        texts.add(load(config.data).hash)
+    """Raise, before anything is run, where runs that are done saw another text than those that are missing would."""
+    done = [run for run in kept if run.is_done]
+    _check_same(out, done, [load(config.data).hash] if done and len(done) < len(kept) else [])
+
+
+def _check_same(out: Path, runs: Sequence[Stored], more: Sequence[str] = ()) -> None:
+    texts = {*(run.about["data_hash"] for run in runs if "data_hash" in run.about), *more}
     if len(texts) > 1:
         raise OptionError(
             message(

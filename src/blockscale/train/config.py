@@ -227,13 +227,11 @@ def to_dict(config: object) -> dict[str, Any]:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """A short name of a config's content, however the path of a checkpoint in it is written."""
-    if config.start is not None:
-        config = dataclasses.replace(config, start=config.start.resolve())
+    """A short name of a config's content."""
     return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
-# of a run that goes on: where it is, how long, and what is written of it
+# of a run that goes on: what it is called, where it is, and what is written of it
 _MAY_CHANGE = frozenset({"name", "folder", "resume", "start", "device", "export", "profile", "keep", "data.cache"})
 
 

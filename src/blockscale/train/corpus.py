@@ -61,7 +61,8 @@ def collect(source: str, held_out: float) -> Corpus:
     if not corpus.train or not corpus.held_out:
         # too few files for both sides: each is cut instead
         corpus.train, corpus.held_out, corpus.split_at = found, found, 1 - held_out
-        digest.update(b"between characters")
+        if any(_cut(text, corpus.split_at) != round(corpus.split_at * len(text)) for text in map(_text, found) if text):
+            digest.update(b"between characters")  # it once was at any byte
     corpus.hash = digest.hexdigest()[:16]
     return corpus
 
@@ -94,10 +95,16 @@ def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
         if corpus.split_at is None:
             yield text
         else:
-            cut = round(corpus.split_at * len(text))
-            while cut < len(text) and text[cut] & 0xC0 == 0x80:  # within a character
-                cut -= 1
+            cut = _cut(text, corpus.split_at)
             yield text[:cut] if part == "train" else text[cut:]
+
+
+def _cut(text: bytes, share: float) -> int:
+    """Where a file is cut in two: between characters."""
+    cut = round(share * len(text))
+    while cut < len(text) and text[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
 
 
 def _is_held_out(mark: bytes, share: float) -> bool:

@@ -28,6 +28,7 @@ from .config import DataConfig
 from .corpus import Corpus, collect, contents, stamp_of
 
 VERSION = 1
+_NUMBERS = b"by the largest\0"  # how the symbols of a tokenizer are counted, since that changed
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _PARTS = ("train", "held_out")
 
@@ -85,7 +86,7 @@ def load(config: DataConfig) -> Symbols:
 def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path | None, stamp: str) -> Symbols:
     """Kept for the runs of a comparison, which all ask for the same, as long as files look the same."""
     corpus = collect(source, held_out)
-    named = hashlib.sha256(b"bytes" if tokenizer is None else _read_tokenizer(tokenizer)).hexdigest()
+    named = hashlib.sha256(b"bytes" if tokenizer is None else _NUMBERS + _read_tokenizer(tokenizer)).hexdigest()
     key = hashlib.sha256(f"{VERSION}:{corpus.hash}:{named}".encode()).hexdigest()[:16]
     folder = (cache or env.cache_folder("corpora")) / key
     if not (folder / "about.json").exists():

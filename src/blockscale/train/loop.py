@@ -36,6 +36,7 @@ _BACKENDS = {
 }
 # a module with a property, which checkers of types do not see
 _memory: Any = deterministic
+_SAME_MOMENT = 2.0  # seconds
 # before a trace begins: compilation, autotuning and recordings are over
 _SETTLED = 3
 
@@ -59,7 +60,7 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
                     return _Loop(run).to_the_end()
     except torch.OutOfMemoryError as error:
         raise faults.out_of_memory(config, error) from error
-    except BrokenPipeError:  # who read what is shown has gone
+    except (ConnectionError, TimeoutError):  # nothing of a disk; among them that who read what is shown has gone
         raise
     except OSError as error:
         raise faults.not_written(config, error) from error
@@ -78,6 +79,14 @@ class _Loop:
         run, config = self.run, self.config
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
+        if config.profile and run.saved is None and config.steps - run.step <= _SETTLED:
+            raise OptionError(
+                message(
+                    f"profile={config.profile} of {config.steps - run.step} steps",
+                    rule=f"a trace begins after {_SETTLED} steps, when compilation and autotuning are over",
+                    fix=f"pass steps={run.step + _SETTLED + config.profile} or more",
+                )
+            )
         if config.export is not None:  # where that cannot be, now is the time to say so
             config.export.mkdir(parents=True, exist_ok=True)
         run.tell(lambda hook: hook.on_start(run))
@@ -85,14 +94,6 @@ class _Loop:
             self.evaluate()
         self.restart_clock()
         first = run.step
-        if config.profile and config.steps - first <= _SETTLED:
-            raise OptionError(
-                message(
-                    f"profile={config.profile} of {config.steps - first} steps",
-                    rule=f"a trace begins after {_SETTLED} steps, when compilation and autotuning are over",
-                    fix=f"pass steps={first + _SETTLED + config.profile} or more",
-                )
-            )
         while run.step < config.steps and not run.wants_stop:
             before = run.step
             run.tell(lambda hook: hook.before_step(run))
@@ -226,13 +227,17 @@ def _repeatable(config: RunConfig) -> Generator[None]:
 
 @contextmanager
 def _interruptible(run: Run) -> Generator[None]:
-    """Within it Ctrl-C and SIGTERM end the run after the present step; a second Ctrl-C ends it at once."""
+    """Within it Ctrl-C and SIGTERM end the run after the present step; once more, not in the same moment, ends it at
+    once: who is told to end as one of a group may hear it twice."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    told: list[float] = []
+
     def stop(number: int, frame: object) -> None:
-        if run.wants_stop:
+        told.append(time.monotonic())
+        if told[-1] - told[0] > _SAME_MOMENT:
             raise KeyboardInterrupt
         run.wants_stop = True
 

@@ -6,6 +6,7 @@ stay as they are, compiled or captured, and give the same bits. It is read back 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from ..diagnostics.layers import ROWS, Sample, sample
@@ -42,7 +43,10 @@ class NumericsLog(Hooks):
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
         """The samples since the last report."""
+        broken = math.inf if run.broke_at is None else run.broke_at.step - 1  # of that step's text nothing can be said
         for step, found in self.unread:
+            if step >= broken:
+                continue
             self._write(sample_line(step, found.read()))
         self.unread.clear()
 

@@ -69,7 +69,7 @@ def _compare(runs: Sequence[Stored], found: Published) -> None:
     for run in runs:
         mine, seed = by_arm.setdefault(run.arm["name"], {}), run.about["config"]["seed"]
         if seed in mine:
-            found.left_out.append(f"{title}: {run.arm['name']}, seed {seed} is there twice, with other options")
+            found.left_out.append(f"{title}: {run.arm['name']}, seed {seed} is there twice")
             return
         mine[seed] = run
     seeds = sorted({*by_arm.get(BASELINE, {})} & {*by_arm.get(NULL, {})})

@@ -21,6 +21,8 @@ from .records import Evaluation, Hooks, Speed, StepRecord
 from .run import Run
 
 T = TypeVar("T")
+# in a process of its own: whether it has work
+_busy = threading.Event()
 # seconds that a run has to save in, whose parent is gone
 _GRACE = 120
 
@@ -78,8 +80,11 @@ def _end_with(parent: int) -> None:
     """A process whose parent was killed would wait for work for ever: it ends, and a run that is under way saves."""
     while os.getppid() == parent:
         time.sleep(1)
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(_GRACE)
+    if _busy.is_set():
+        os.kill(os.getpid(), signal.SIGINT)
+    end = time.monotonic() + _GRACE
+    while _busy.is_set() and time.monotonic() < end:
+        time.sleep(1)
     os._exit(1)
 
 
@@ -91,9 +96,11 @@ def _deaf() -> None:
 def _call(function: Callable[..., T], task: tuple[Any, ...]) -> T:
     """In the other process: while it works, Ctrl-C counts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _busy.set()
     try:
         return function(*task)
     finally:
+        _busy.clear()
         _deaf()
 
 

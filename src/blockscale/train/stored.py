@@ -99,8 +99,12 @@ def run_or_read(
 
 
 def folder_of(label: str, config: RunConfig, out: Path) -> Path:
-    """Where a run of a comparison is kept."""
-    config = replace(config, folder=None, resume=False)
+    """Where a run of a comparison is kept: by its config. A checkpoint within the folder of the comparison is named
+    from there, so that all of it may move."""
+    start = None if config.start is None else config.start.resolve()
+    if start is not None and start.is_relative_to(out.resolve()):
+        start = start.relative_to(out.resolve())
+    config = replace(config, folder=None, resume=False, start=start)
     return out / RUNS / f"{label}-seed{config.seed}-{fingerprint(config)}"
 
 
@@ -173,7 +177,7 @@ def _take(found: Stored, kind: str, row: dict[str, Any]) -> None:
             if "step_seconds" in row:
                 found.seconds[row["step"]] = row["step_seconds"]
         case "evaluation":
-            found.evaluations[row["step"]] = row["loss"]
+            found.evaluations[row["step"]] = float("nan") if row["loss"] is None else row["loss"]
         case "where":
             found.where = row
         case "shares":
