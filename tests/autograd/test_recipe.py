@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import blockscale as bs
-from blockscale.autograd import RECIPES, Operand, Product, Recipe, get_recipe
+from blockscale import rng_state
+from blockscale.autograd import RECIPES, Operand, Product, Recipe, get_recipe, linear
 from blockscale.errors import OptionError, PairError, UnknownNameError
-from blockscale.formats.stochastic import ROLES
+from blockscale.formats.stochastic import ROLES, Stochastic
 
 FP8, MX, MX4, NV = Operand("fp8_1x128"), Operand("mxfp8_e4m3"), Operand("mxfp4"), Operand("nvfp4")
 SQUARE, TILES = Operand("fp8_128x128"), Operand("nvfp4_16x16")
@@ -131,6 +133,34 @@ def test_get_recipe():
     assert get_recipe("nvfp4") is RECIPES["nvfp4"]
     mine = get_recipe("nvfp4").replace(keeps="source")
     assert get_recipe(mine) is mine
+
+
+@pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("spared", [["fprop"], ["dgrad"], ["wgrad"], ["fprop", "wgrad"]], ids="-".join)
+def test_products_that_a_name_spares_stay_in_high_precision(name: str, spared: list[str]):
+    full = f"{name}_{'_'.join(spared)}_bf16"
+    found = get_recipe(full)
+    assert found == get_recipe(name).replace(name=full, **dict.fromkeys(spared))
+    assert found.is_low
+    # whatever is spared is the product of bf16, to the bit
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 64), torch.randn(48, 64)
+    made = {}
+    for recipe in ("bf16", full):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = linear(a, b, recipe=recipe, rounding=Stochastic(rng_state(0), "layer"))
+        y.backward(torch.ones_like(y))
+        made[recipe] = {"fprop": y, "dgrad": a.grad, "wgrad": b.grad}
+    same = {each for each in made[full] if torch.equal(made[full][each], made["bf16"][each])}
+    assert same == {*spared}
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_blockwise_fprop_dgrad_wgrad_bf16", "fp9_wgrad_bf16", "mxfp8_xgrad_bf16", "_bf16"]
+)
+def test_names_that_spare_nothing_sensible(name: str):
+    with pytest.raises(UnknownNameError, match="unknown recipe"):
+        get_recipe(name)
 
 
 def test_replace_names_what_it_makes():

@@ -11,6 +11,8 @@ choices are founded on is in docs/recipes.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -265,14 +267,32 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
+# a name, and products of it that stay in high precision
+_SPARED = re.compile(rf"(\w+?)((?:_(?:{'|'.join(PRODUCTS)}))+)_bf16")
+
+
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe by name; a recipe is returned as it is.
+    """A recipe by name; a recipe is returned as it is. Products that are to stay in high precision may follow a name:
+    who asks which of them costs a model its loss compares `fp8_blockwise` with `fp8_blockwise_wgrad_bf16`.
 
     >>> get_recipe("nvfp4").draws
+    True
+    >>> get_recipe("fp8_blockwise_fprop_dgrad_bf16").formats()["fprop_x"] is None
     True
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if not isinstance(recipe, str) or recipe not in RECIPES:  # pyright: ignore[reportUnnecessaryIsInstance]
-        check_name(recipe, RECIPES, "recipe")
+    if isinstance(recipe, str) and (found := RECIPES.get(recipe) or _sparing(recipe)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return found
+    check_name(recipe, RECIPES, "recipe")
     return RECIPES[recipe]
+
+
+@functools.cache
+def _sparing(name: str) -> Recipe | None:
+    """The recipe of a name that is followed by products, which are spared; not by all of them."""
+    found = _SPARED.fullmatch(name)
+    spared = found[2].split("_")[1:] if found else []
+    if found is None or found[1] not in RECIPES or {*spared} == {*PRODUCTS}:
+        return None
+    return RECIPES[found[1]].replace(name=name, **dict.fromkeys(spared))
