@@ -220,6 +220,13 @@ def test_a_run_that_is_stopped_in_its_last_step_is_complete(eval_every: int):
     assert result.evaluations[-1].step == 4
 
 
+def test_the_share_of_low_flops_counts_products_too():
+    whole, without_wgrad, bf16 = (Run(small(each)) for each in ("mxfp8", "mxfp8_wgrad_bf16", "bf16"))
+    assert whole.flop_share == whole.report.flop_share > 0.3
+    assert without_wgrad.flop_share == pytest.approx(2 / 3 * whole.flop_share)
+    assert bf16.flop_share == whole.flop_share, "the layers that it would be for the others"
+
+
 def test_without_held_out_text_there_is_no_loss_of_it():
     result = train(small(steps=1, eval_every=1, eval_batches=0))
     assert result.evaluations == ()

@@ -77,7 +77,7 @@ class JsonLines(Hooks):
             data_hash=run.symbols.hash,
             parameters=run.parameters,
             converted=sum(each.parameters for each in run.report.converted),
-            flop_share=run.report.flop_share,
+            flop_share=run.flop_share,
             flops_per_token=run.flops_per_token,
         )
 

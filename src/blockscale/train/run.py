@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import Recipe, attach, get_recipe, refresh_weights_
+from ..autograd.recipe import PRODUCTS
 from ..diagnostics.advice import load_filter
 from ..errors import CheckpointError, NonFiniteError, message
 from ..hardware import default_device, gpu_name, named_device
@@ -93,6 +94,13 @@ class Run:
             assert isinstance(block, Block)
             block.recompute = config.recompute
         return model
+
+    @property
+    def flop_share(self) -> float:
+        """Of the linear FLOPs, those that follow the recipe: all of its layers, and of these the products that are in
+        low precision."""
+        low = sum(getattr(self.recipe, name) is not None for name in PRODUCTS)
+        return self.report.flop_share * (low / len(PRODUCTS) if low else 1.0)
 
     def tell(self, call: Callable[[Hooks], None]) -> None:
         """All hooks, in their order."""
@@ -262,7 +270,7 @@ class Run:
             self.symbols.hash,
             self.parameters,
             self.flops_per_token,
-            self.report.flop_share,
+            self.flop_share,
             stopped,
             self.saved,
             str(self.report),

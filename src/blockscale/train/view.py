@@ -41,7 +41,7 @@ class View(Hooks):
         said += f", {config.steps} steps of {config.tokens_per_step:,} tokens, text {run.symbols.hash}"
         self.console.print(said, highlight=False)
         converted = len(run.report.converted)
-        share = f"{converted} layers with {run.report.flop_share:.1%} of the linear FLOPs in low precision"
+        share = f"{converted} layers with {run.flop_share:.1%} of the linear FLOPs in low precision"
         self.console.print(share if converted and run.recipe.is_low else "all layers in bf16", highlight=False)
         if run.step:
             self.console.print(f"going on from step {run.step}", highlight=False)
