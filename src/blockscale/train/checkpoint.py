@@ -100,10 +100,13 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
 
 
 def _reason(error: BaseException) -> str:
-    """Of what torch wraps, with every process's traceback, what it began with."""
+    """Of what torch wraps, with every process's traceback, what it began with: an error of the disk, if there is one."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return str(error) or type(error).__name__
+    said, inner = str(error) or type(error).__name__, error.__context__
+    while inner is not None:
+        said, inner = str(inner) if isinstance(inner, OSError) else said, inner.__context__
+    return said
 
 
 def complete(folder: Path) -> list[Path]:
