@@ -100,7 +100,8 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
 
 
 def _reason(error: BaseException) -> str:
-    """Of what torch wraps, with every process's traceback, what it began with: an error of the disk, if there is one."""
+    """Of what torch wraps, with every process's traceback, what it began with: an error of the disk where there is
+    one."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     said, inner = str(error) or type(error).__name__, error.__context__
