@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockscale as bs
+from blockscale.diagnostics import sample
 from blockscale.errors import OptionError
 from blockscale.nn import MoE, SwiGLU
 
@@ -297,8 +298,29 @@ def replicated(weight_cast: str, microbatches: int, gated: bool | str) -> dict[s
     return found
 
 
+def measured(how: str, gated: bool | str) -> dict[str, Any]:
+    """A sample beside training: figures are those of this rank's rows in one process, and gradients stay."""
+    x, plain = batch(dist.get_rank(), 0), build(gated=gated)
+    want = sample(plain, lambda: loss(plain, x)).read()
+    model = build("twice", gated=gated)
+    model = shard(model) if how == "sharded" else DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for _ in range(3):  # buckets have their final form, and gradients lie in them
+        model.zero_grad()
+        loss(model, batch(dist.get_rank(), 1)).backward()
+    before = {name: each.clone() for name, each in gradients(model).items()}
+    found = sample(model, lambda: loss(model, x)).read()
+    same = [
+        (each.fprop, each.dgrad, each.wgrad, each.damage, each.operands, each.experts) for each in found.layers
+    ] == [(each.fprop, each.dgrad, each.wgrad, each.damage, each.operands, each.experts) for each in want.layers]
+    finite = all(0 < each.gradient < float("inf") for each in found.layers)
+    return {"same": same, "finite": finite, "layers": len(found.layers), "left": difference(gradients(model), before)}
+
+
 def others() -> Iterator[Case]:
     yield "control", control
+    for gated in (False, "experts"):
+        for how in ("sharded", "replicated"):
+            yield f"measured {how} {gated}", functools.partial(measured, how, gated)
     for weight_cast in ("forward", "twice"):
         yield f"mixed {weight_cast}", functools.partial(mixed, weight_cast)
     for how in ("refreshed", "attached", "gathered", "root alone", "before", "first version"):

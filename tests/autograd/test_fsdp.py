@@ -31,6 +31,7 @@ def test_two_ranks_and_one_process(tmp_path: Path):
     check_controls(first["control"])
     check_casts(first)
     check_refusals(first)
+    check_samples(first)
 
 
 def check_bits(results: Results) -> None:
@@ -72,3 +73,11 @@ def check_refusals(results: Results) -> None:
     for text in refused:
         assert text.startswith("a shared cast of a sharded weight"), text
         assert "weight_cast='twice'" in text
+
+
+def check_samples(results: Results) -> None:
+    """Numerics by layer, of sharded and of replicated models."""
+    found = {label: each for label, each in results.items() if label.startswith("measured")}
+    assert len(found) == 4
+    for label, each in found.items():
+        assert each == {"same": True, "finite": True, "layers": WEIGHTS, "left": 0.0}, label

@@ -10,6 +10,8 @@ from torch.nn import functional
 
 import blockscale as bs
 from blockscale.diagnostics import LayerNumerics, Numerics, advise, load_filter, sample
+from blockscale.diagnostics.choice import choose
+from blockscale.diagnostics.filters import ByName
 from blockscale.diagnostics.store import model_line, read, sample_line
 from blockscale.errors import OptionError
 
@@ -98,10 +100,14 @@ def test_layers_are_kept_until_both_sums_are_within_their_budgets():
 
 
 def test_samples_count_in_the_mean_and_numbers_that_are_none_are_worst():
-    samples = [Numerics(1.0, (layer("0", 0.002), layer("1", 0.0))), Numerics(1.0, (layer("0", 0.004), layer("1", 0.0)))]
-    assert advise(converted(2), samples).gaps[0] == pytest.approx(0.003)
+    samples = [Numerics(1.0, (layer("0", damage), layer("1", 0.0))) for damage in (0.9, 0.8, 0.002, 0.004)]
+    assert advise(converted(2), samples).gaps[0] == pytest.approx(0.003), "of the later half"
     broken = Numerics(1.0, (layer("0", 0.002), layer("1", float("nan"))))
     assert advise(converted(2), [broken]).ranked[0].layer == "1"
+    torn = Numerics(1.0, (layer("0", 0.001), layer("1", 0.0, gradient=float("nan"), wgrad=20.0), layer("2", 0.001)))
+    advice = advise(converted(3), [torn])
+    assert advice.keep == ("1",), "one that is no number says nothing of the others"
+    assert advice.low == ("0", "2")
 
 
 def test_a_filter_survives_its_file(tmp_path):
@@ -118,14 +124,25 @@ def test_a_filter_survives_its_file(tmp_path):
 
 
 def test_experts_of_several_weights_are_converted_by_the_name_of_their_module():
-    filter_fn = bs.diagnostics.advice._Filter(("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "root"))
+    filter_fn = ByName(("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "root"))
     module = torch.nn.Identity()
     assert filter_fn(module, "mlp.experts")
     assert filter_fn(module, "")
     assert not filter_fn(module, "mlp.exp")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other", "low": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"kind": "other", "low": []}',
+        '{"kind": "blockscale advice", "low": "layers.0"}',
+        '{"kind": "blockscale advice", "low": [1]}',
+        '{"kind": "blockscale advice", "low": [], "keep": 3}',
+    ],
+)
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "advice.json"
     path.write_text(text)
@@ -141,7 +158,7 @@ def test_impossible_budgets_are_refused(name):
         advise(converted(1), [Numerics(1.0, (layer("0"),))], **{name: 0})
 
 
-@pytest.mark.parametrize("loss", [0.0, -1.5, float("nan")])
+@pytest.mark.parametrize("loss", [0.0, -1.5, float("nan"), float("inf")])
 def test_a_loss_that_is_not_above_zero_has_no_budget(loss):
     with pytest.raises(OptionError, match="a budget is a share of the loss"):
         advise(converted(1), [Numerics(loss, (layer("0", 0.1),))])
@@ -195,6 +212,13 @@ def test_a_filter_of_another_model_is_refused(tmp_path):
     assert load_filter(tmp_path / "advice.json", torch.compile(Net(2), backend="eager")), "wrappers have no names"
     with pytest.raises(OptionError, match=r"names layers\.0.*advice is for the model that was measured"):
         load_filter(tmp_path / "advice.json", torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    larger = Net(2)
+    larger.layers.append(torch.nn.Linear(128, 128, bias=False))
+    with pytest.raises(OptionError, match=r"knows nothing of layers\.4.*advice is for the model that was measured"):
+        load_filter(tmp_path / "advice.json", larger)
+    with pytest.warns(UserWarning, match="was given for mxfp8, this is nvfp4"):
+        load_filter(tmp_path / "advice.json", Net(2), bs.get_recipe("nvfp4"))
+    assert load_filter(tmp_path / "advice.json", Net(2), bs.get_recipe("bf16")), "the baseline of a comparison"
 
 
 def test_a_folder_without_samples_is_refused(tmp_path):
@@ -203,3 +227,75 @@ def test_a_folder_without_samples_is_refused(tmp_path):
     (tmp_path / "numerics.jsonl").write_text(model_line(converted(1)) + "\n")
     with pytest.raises(OptionError, match="0 samples"):
         read(tmp_path)
+
+
+def test_what_was_not_measured_is_said_and_kept_on_demand():
+    report = converted(4)
+    found = Numerics(1.0, (layer("0", 0.001), LayerNumerics("1", fprop=20.0), layer("2", 0.0)))
+    advice = advise(report, [found])
+    assert advice.unmeasured == ("1", "3")
+    assert advice.unmeasured_share == pytest.approx(0.5)
+    assert advice.low == ("0", "1", "2", "3")
+    careful = advise(report, [found], keep_unmeasured=True)
+    assert careful.low == ("0", "2")
+    assert careful.gaps == advice.gaps
+    assert careful.speedups[1] < advice.speedups[1]
+
+
+def test_samples_of_another_model_are_refused():
+    with pytest.raises(OptionError, match=r"a sample of a\.b, which the report does not have"):
+        advise(converted(2), [Numerics(1.0, (layer("a.b", 5.0),))])
+
+
+def test_speed_decides_between_layers_that_would_do():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8192, 28672), torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)
+        )
+    report = bs.quantize_(model, "fp8_blockwise", lambda module, name: True)
+    found = Numerics(1.0, (layer("0", 0.0011), layer("1", 0.001), layer("2", 0.001)))
+    advice = advise(report, [found], budget=0.0012)
+    assert advice.low == ("0",)
+    assert advice.gaps[1] <= 0.0012
+    assert advice.speedups[1] > 0.95 * advice.speedups[0]
+    wins = {each.layer: each.wins for each in advice.ranked}
+    assert wins["0"] > 10 * max(wins["1"], wins["2"])
+
+
+def test_a_choice_is_within_its_budgets_and_has_nothing_that_could_go_back():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        rows = torch.rand(12, 3, generator=generator).pow(4).tolist()
+        figures = {str(at): (gap, gradient) for at, (gap, gradient, _) in enumerate(rows)}
+        won = {str(at): seconds for at, (_, _, seconds) in enumerate(rows)}
+        kept = choose(figures, (0.3, 0.4), won)
+        sums = [sum(figures[name][at] for name in figures if name not in kept) for at in (0, 1)]
+        assert sums[0] <= 0.3
+        assert sums[1] <= 0.4
+        for name in kept:
+            assert sums[0] + figures[name][0] > 0.3 or sums[1] + figures[name][1] > 0.4
+
+
+def test_advice_for_many_layers_takes_no_time():
+    count = 20_000
+    figures = {str(at): (1e-3, 1e-3) for at in range(count)}
+    assert len(choose(figures, (1e-9, 1e-9), dict.fromkeys(figures, 1.0))) == count
+
+
+def test_lines_of_a_file_that_are_none(tmp_path):
+    good, path = converted(1), tmp_path / "numerics.jsonl"
+    nowhere = Numerics(float("nan"), (layer("0", gradient=float("inf")),))
+    line = sample_line(3, nowhere)
+    assert "NaN" not in line
+    assert "Infinity" not in line
+    path.write_text(model_line(good) + "\n" + line + "\n")
+    with pytest.raises(OptionError, match="a loss of nan"):
+        advise(read(path).report, list(read(path).samples.values()))
+    text = '{"kind": "numerics", "step": 1, "loss": "x", "layers": []}'
+    for broken in ('{"kind": "numerics", "step": 1}', '{"kind": "model"}', text):
+        path.write_text(model_line(good) + "\n" + broken + "\n")
+        with pytest.raises(OptionError, match="lines are those that blockscale train wrote"):
+            read(path)
+    path.write_bytes(model_line(good).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(OptionError, match="0 samples"):
+        read(path)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import blockscale as bs
 from blockscale.diagnostics import layer_numerics, sample
 from blockscale.diagnostics.figures import Seen, layer_sums
-from blockscale.diagnostics.layers import EXPERT_ROWS, ROWS, _rows_of
 from blockscale.diagnostics.quality import measure, sqnr_db
+from blockscale.diagnostics.watching import EXPERT_ROWS, ROWS, _rows_of_experts
 from blockscale.errors import OptionError
 
 
@@ -87,8 +87,8 @@ def test_figures_of_each_expert_are_those_of_its_rows_alone(recipe):
     layer, offs = experts(recipe), torch.tensor([40, 40, 57, 100], dtype=torch.int32)
     x, dy = torch.randn(104, 64), torch.randn(104, 96)
     x[45, 0], x[102:] = 1e5, torch.nan  # rows of no expert
-    sums = layer_sums(layer, Seen(x, torch.diff(offs, prepend=offs.new_zeros(1)), 1.0, offs, dy))
-    found = bs.diagnostics.layers._layer("experts", {key: each.tolist() for key, each in sums.items()}, 1.0)
+    sums = layer_sums(layer, [Seen(x, torch.diff(offs, prepend=offs.new_zeros(1)), torch.ones(4), offs, dy)])
+    found = bs.diagnostics.layers._layer("experts", {key: each.flatten().tolist() for key, each in sums.items()}, 1.0)
     assert [each.rows for each in found.experts] == [40, 0, 17, 43]
     assert found.experts[1].fprop is None
     assert found.experts[2].underflow > found.experts[0].underflow  # one value takes all of its block's range
@@ -99,8 +99,11 @@ def test_figures_of_each_expert_are_those_of_its_rows_alone(recipe):
         alone.weight.data = layer.weight.data[expert]
         model = torch.nn.Sequential(alone)
         bs.quantize_(model, recipe, all_layers)
-        rows = Seen(x[start:end], torch.tensor([end - start]), 1.0, None, dy[start:end])
-        single = layer_sums(model[0], rows)
+        rows = Seen(x[start:end], torch.tensor([end - start]), torch.ones(1), None, dy[start:end])
+        single = layer_sums(model[0], [rows])
+        for role in found.operands:
+            if recipe != "nvfp4" or role.endswith("_x"):
+                assert torch.equal(sums[f"{role}.scales"][expert], single[f"{role}.scales"][0]), (expert, role)
         for key in ("fprop_x.signal", "fprop_x.noise", "wgrad_x.noise", "fprop_w.noise", "fprop.signal", "fprop.noise"):
             assert sums[key][expert].item() == pytest.approx(single[key].item(), rel=1e-4), (expert, key)
         if recipe != "nvfp4":  # draws depend on the layer's name and on where a row is
@@ -123,17 +126,42 @@ def test_a_model_with_experts_is_measured_through_its_routing():
     assert torch.equal(moe.load, load)
 
 
-def test_rows_of_experts_are_thinned_out_evenly():
-    total = 3 * max(ROWS, 2 * EXPERT_ROWS) + 7
-    offs = torch.tensor([1000, total], dtype=torch.int32)
-    x = torch.arange(total).float()[:, None].expand(-1, 4)
-    seen, step = _rows_of(x, offs)
-    assert seen.x.shape[0] <= ROWS
-    assert step > 1
-    first = seen.x[: int(seen.offs[0]), 0]
-    assert first.max() < 1000 <= seen.x[int(seen.offs[0]), 0]
-    assert seen.x[-1, 0] > total - 1 - step
-    assert seen.offs[1] == seen.x.shape[0]
+def test_rows_of_experts_are_thinned_out_evenly_and_rare_ones_are_all_there():
+    sizes = torch.tensor([40000, 3, 0, 20, 19932, EXPERT_ROWS + 1])
+    offs = sizes.cumsum(0).to(torch.int32)
+    x = torch.arange(int(offs[-1])).float()[:, None].expand(-1, 4)
+    seen, taken = _rows_of_experts(x, offs)
+    most = max(EXPERT_ROWS, ROWS // len(sizes))
+    counts = torch.diff(seen.offs, prepend=seen.offs.new_zeros(1))
+    assert counts.tolist() == [min(size, most) for size in sizes.tolist()]
+    assert seen.load.tolist() == sizes.tolist()
+    assert torch.equal(seen.stands_for * counts, sizes.double())
+    starts = [0, *offs.tolist()]
+    for expert, (start, end) in enumerate(itertools.pairwise([0, *seen.offs.tolist()])):
+        mine = seen.x[start:end, 0]
+        assert ((mine >= starts[expert]) & (mine < starts[expert + 1])).all()
+        if len(mine) > 1:
+            gaps = torch.diff(mine)
+            assert gaps.min() >= 1
+            assert gaps.max() - gaps.min() <= 1
+    assert torch.equal(taken(x), seen.x)
+
+
+def test_every_expert_with_rows_has_its_own_figures_and_the_layer_those_of_all_rows():
+    layer = experts("mxfp8")
+    offs = torch.tensor([4000, 4003, 4003, 4050], dtype=torch.int32)
+    x = torch.randn(4050, 64)
+    x[4000:4003] *= torch.exp2(torch.randint(-12, 12, (3, 64)).float())  # noisy, and rare
+    (found,) = layer_numerics(layer, lambda: layer(x, offs).square().mean())
+    rare, empty = found.experts[1], found.experts[2]
+    assert rare.underflow > 0.01 > found.operands["fprop_x"].underflow, "three of 4050 rows do not count as many"
+    assert rare.operands["fprop_x"].scales
+    assert rare.damage > 0
+    assert empty.fprop is None
+    assert sorted(empty.operands) == ["dgrad_w", "fprop_w"]
+    assert sum(sum(each.operands["fprop_w"].scales.values()) for each in found.experts) == 4 * 96 * 2
+    by_group = [sum(each.operands["wgrad_x"].scales.values()) for each in found.experts if each.rows]
+    assert by_group == [64 * blocks for blocks in (4, 1, 2)], "blocks of 32 that hold rows, and no filling"
 
 
 def test_nothing_is_left_behind():
@@ -257,3 +285,148 @@ def test_a_model_that_steps_in_its_backward_is_refused():
         sample(model, lambda: model(torch.randn(8, 64)).mean())
     handle.remove()
     assert layer_numerics(model, lambda: model(torch.randn(8, 64)).mean())
+
+
+# ---- which calls count -----------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_no_gradient_reaches_has_a_forward_and_no_damage():
+    model, x = converted("mxfp4", 64, 64, 64), torch.randn(32, 64)
+    model[0].requires_grad_(False)
+    first, second = layer_numerics(model, lambda: model(x).square().mean())
+    assert 10 < first.fprop < 25
+    assert first.damage is None
+    assert first.dgrad is None
+    assert second.damage > 0
+
+
+def test_a_call_that_is_detached_later_is_not_the_one_that_counts():
+    model, x = converted("mxfp8", 64, 64), torch.randn(32, 64)
+    (plain,) = layer_numerics(model, lambda: model(x).square().mean())
+    (found,) = layer_numerics(model, lambda: model(x + 1).detach().mean() * 0 + model(x).square().mean())
+    assert found == plain
+
+
+def test_a_layer_that_is_used_three_times_has_the_damage_of_three():
+    torch.manual_seed(0)
+    shared = converted("mxfp8", 64, 64)
+    x = torch.randn(64, 64)
+    (found,) = layer_numerics(shared, lambda: shared(shared(shared(x))).square().mean())
+    apart = converted("mxfp8", 64, 64, 64, 64)
+    for each in apart:
+        each.load_state_dict(shared[0].state_dict())
+    three = layer_numerics(apart, lambda: apart(x).square().mean())
+    assert found.damage == pytest.approx(sum(each.damage for each in three), rel=1e-6)
+    assert found.operands["fprop_w"] == three[0].operands["fprop_w"], "its weight is one"
+    assert sum(found.operands["fprop_x"].scales.values()) == 3 * 64 * 2
+
+
+def test_what_happens_to_an_input_after_the_call_does_not_count():
+    model, x = converted("mxfp8", 64, 64), torch.randn(32, 64)
+    (plain,) = layer_numerics(model, lambda: model(x).square().mean())
+
+    def loss() -> torch.Tensor:
+        inner = x.clone()
+        y = model(inner)
+        inner += 100 * y.detach()
+        return y.square().mean()
+
+    assert layer_numerics(model, loss) == [plain]
+
+
+def test_a_users_hook_is_behind_what_is_measured():
+    model, x = converted("mxfp8", 64, 64), torch.randn(32, 64)
+    model[0].register_forward_hook(lambda module, args, y: (1000 * y,))
+    (found,) = layer_numerics(model, lambda: model(x)[0].square().mean() / 1e6)
+    model[0]._forward_hooks.clear()
+    (plain,) = layer_numerics(model, lambda: model(x).square().mean())
+    assert found.damage == pytest.approx(plain.damage, rel=1e-5)
+
+
+def test_experts_may_be_called_by_names_in_any_order():
+    layer, offs, x = experts("mxfp8"), torch.tensor([4, 8, 9, 16], dtype=torch.int32), torch.randn(16, 64)
+    assert layer_numerics(layer, lambda: layer(offs=offs, input=x).mean()) == layer_numerics(
+        layer, lambda: layer(x, offs).mean()
+    )
+
+
+# ---- what is left behind ---------------------------------------------------------------------------------------------
+
+
+def test_gradients_outside_of_the_model_are_left_as_they_were():
+    body, head = converted("mxfp8", 64, 64), torch.nn.Linear(64, 8)
+    prompt = torch.randn(8, 64, requires_grad=True)
+    prompt.grad = held = torch.ones(8, 64)
+    sample(body, lambda: head(body(prompt)).mean())
+    assert head.weight.grad is None
+    assert prompt.grad is held
+    assert torch.equal(held, torch.ones(8, 64))
+
+
+def test_gradients_that_share_memory_with_a_bucket_are_put_back():
+    model, x = converted("mxfp8", 64, 64), torch.randn(8, 64)
+    bucket = torch.ones(64 * 64)
+    model[0].weight.grad = bucket.view(64, 64)
+
+    def loss() -> torch.Tensor:
+        y = model(x).mean()
+        y.register_hook(lambda _: [bucket.zero_()][1:] or None)  # as a reducer does
+        return y
+
+    sample(model, loss)
+    assert torch.equal(model[0].weight.grad, torch.ones(64, 64))
+
+
+def test_buffers_that_are_replaced_are_put_back_and_others_not_written():
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = converted("mxfp8", 64, 64)
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("scale", torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            return self.inner(x) * self.scale
+
+    model, x = Counting(), torch.randn(8, 64)
+    pending = model(x).square().mean()
+    sample(model, lambda: model(x).mean())
+    assert model.count.item() == 1
+    pending.backward()  # fails where a buffer that it kept was written
+
+
+# ---- numbers that are none, and questions that are none --------------------------------------------------------------
+
+
+def test_a_product_that_overflows_is_the_worst_there_is():
+    model = converted("mxfp8", 64, 64).half()
+    x = torch.full((32, 64), 6e4, dtype=torch.float16)
+    model[0].weight.data.fill_(60.0)
+    (found,) = layer_numerics(model, lambda: model(x).float().mean())
+    assert found.fprop == -300.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda y: 3.0, "returned a float"),
+        (lambda y: y, r"returned \(8, 64\)"),
+        (lambda y: y.mean().detach(), "without a gradient"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss, says):
+    model, x = converted("mxfp8", 64, 64), torch.randn(8, 64)
+    with pytest.raises(OptionError, match=says):
+        sample(model, lambda: loss(model(x)))
+    assert not model[0]._forward_hooks
+
+
+def test_questions_that_are_none_are_refused():
+    model = converted("mxfp8", 64, 64)
+    with pytest.raises(OptionError, match="tokens=0"):
+        sample(model, lambda: model(torch.randn(8, 64)).mean(), tokens=0)
+    with pytest.raises(OptionError, match="loss=Tensor"):
+        sample(model, model(torch.randn(8, 64)).mean())
+    with pytest.raises(OptionError, match="0 is on the meta device"):
+        sample(model.to("meta"), lambda: model(torch.randn(8, 64, device="meta")).mean())

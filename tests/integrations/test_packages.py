@@ -17,7 +17,7 @@ def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_missing_package_is_an_import_error():
-    with pytest.raises(MissingPackageError, match=r"pip install 'blockscale\[titan\]'"):
+    with pytest.raises(MissingPackageError, match=r"in a checkout of blockscale: pip install -e '\.\[titan\]'"):
         check_package("no-such-package-at-all", "0.3.", "titan", "why")
     assert issubclass(MissingPackageError, ImportError)
     assert not issubclass(VersionError, ImportError)  # torchtitan would hide it

@@ -13,8 +13,8 @@ from torch import nn
 
 import blockscale as bs
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'blockscale[transformers]'")
-pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'blockscale[transformers]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[transformers]'")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install -e '.[transformers]'")
 
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 

@@ -296,3 +296,17 @@ def test_names_that_begin_alike_are_one_kernel(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(breakdowns, "_recorded", lambda work, path, on_gpu: events)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert breakdown(lambda: None).longest == {"k" * 72: 1.0}
+
+
+def test_a_run_counts_also_where_nothing_could_be_measured_after_it(tmp_path, monkeypatch):
+    def no_memory(run: Run) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "sample_run", no_memory)
+    found = module.run_or_read("mxfp8", small("mxfp8", steps=2), tmp_path)
+    assert found.is_done
+    assert found.loss > 0
+    assert found.layers == []
+    assert found.shares
+    text = next(tmp_path.rglob("metrics.jsonl")).read_text()
+    assert '"what": "layers", "why": "CUDA out of memory"' in text

@@ -233,6 +233,35 @@ def test_memory_says_what_to_change(monkeypatch: pytest.MonkeyPatch):
     assert "parameters=bfloat16" not in str(large)
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: you tried to "
+                "allocate 8589934592 bytes."
+            ),
+            "tokens in a microbatch: DefaultCPUAllocator: not enough memory: you tried to allocate 8589934592 bytes.",
+        ),
+        (MemoryError(), "tokens in a microbatch: not enough memory. Rule: "),
+    ],
+)
+def test_memory_of_a_cpu_does_too(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch):
+    def fails(self: Run) -> None:
+        raise error
+
+    monkeypatch.setattr(Run, "advance", fails)
+    with pytest.raises(OutOfMemoryError) as raised:
+        train(small(batch=8))
+    assert says in str(raised.value)
+    assert "alloc_cpu" not in str(raised.value)
+    assert "batch=4 with accumulate=2" in str(raised.value)
+    assert "GPU" not in str(raised.value)
+    monkeypatch.setattr(Run, "advance", lambda self: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):  # another error stays what it is
+        train(small(batch=8))
+
+
 def test_the_spoiler_spoils_one_layer():
     """A control: without it the same runs end well."""
     result = train(small(steps=2, weight_cast="forward"))

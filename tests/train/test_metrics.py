@@ -65,6 +65,16 @@ def test_the_view(terminal: bool):
     assert ("step      2  loss" in text) == (not terminal)
 
 
+def test_the_view_tells_no_loss_that_was_not_taken():
+    out = io.StringIO()
+    result = train(RUN, hooks=[View(rich.Console(file=out, width=160)), StopAfter(2)])
+    assert (result.stopped, result.evaluations) == ("interrupted", ())
+    (line,) = [line for line in out.getvalue().splitlines() if line.startswith("interrupted at step 2: ")]
+    assert line.endswith(" tokens/s")
+    assert "loss" not in line
+    assert "nan" not in line
+
+
 def test_a_loss_that_was_not_taken_is_null(tmp_path: Path):
     train(replace(RUN, eval_batches=0), hooks=[JsonLines(tmp_path)])
     assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]

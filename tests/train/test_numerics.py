@@ -43,6 +43,11 @@ def test_recomputed_blocks_are_measured_alike(tmp_path):
     assert found["none"] == found["full"]
 
 
+def test_a_config_is_enough(tmp_path):
+    train(small("mxfp8", steps=1, model=ONE_BLOCK, folder=tmp_path, numerics_every=1))
+    assert list(read(tmp_path).samples) == [0, 1]
+
+
 def test_a_run_without_a_folder_has_no_place_for_numerics():
     with pytest.raises(OptionError, match="numerics_every=5 without a folder"):
         train(small(numerics_every=5))
@@ -90,7 +95,11 @@ def test_the_commands(tmp_path, capsys):
     [
         (["nowhere"], "unknown preset"),
         (["tiny", "--recipe", "bf16", "--device", "cpu"], "no measured layer"),
-        (["tiny", "--budget", "0", "--device", "cpu"], "budget=0"),
+        (["tiny", "--budget", "0", "--device", "cpu"], "--budget 0. Rule: it is in percent"),
+        (["tiny", "--top", "-1"], "--top -1"),
+        (["tiny", "--tokens", "0"], "--tokens 0"),
+        (["out/nowhere"], "no folder out/nowhere"),
+        (["tiny", "--device", "cpu", "--folder", "out/nowhere", "--resume"], "no checkpoint in out/nowhere"),
     ],
 )
 def test_what_cannot_be_advised_is_said(words, said, capsys):

@@ -196,14 +196,44 @@ def test_only_other_seeds_of_the_same_are_pooled(found: Comparison, folder: Path
     for change in changes:
         with pytest.raises(OptionError, match=r"seeds \[0\] of small, 3 steps, have no others"):
             pool(one, [replace(row, **change) for row in other])
-    assert [row.arm for row in pool(one, other[:2])] == ["bf16", "null"], "arms that both have"
+    assert not pool(one, other).left_out
     broken = [replace(row, losses=[None]) if row.arm == "mxfp8" else row for row in other]
-    row = pool(one, broken)[-1]
+    row = pool(one, broken).lines[-1]
     assert (row.gap, row.error, row.verdict) == (None, None, "diverged")
     plain = [[replace(row, flop_share=0.0) for row in rows] for rows in (one, other)]
-    assert pool(*plain)[-1].why.startswith("no layer was converted")
+    assert pool(*plain).lines[-1].why.startswith("no layer was converted")
     at = [replace(row, where=row.where | {"commit": "def5678"}) for row in other]
-    assert pool(one, at)[0].where["commit"] == "def5678; abc1234"
+    assert pool(one, at).lines[0].where["commit"] == "def5678; abc1234"
+
+
+def test_arms_that_are_not_pooled_are_named(
+    found: Comparison, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """By each way that only one side has an arm; what is stored stays."""
+    pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+    first, second = (of_seed(folder, seed, tmp_path / str(seed)) for seed in (0, 1))
+    one, other = (trainings.convergences(publish(each).lines) for each in (first, second))
+    assert [row.arm for row in pool(one, other[:2]).lines] == ["bf16", "null"], "arms that both have"
+    for kept, says in (
+        (other[:2], "mxfp8 has nothing stored with seed 1; what was run of it, seed 0, is not stored"),
+        (
+            [*other, replace(other[-1], arm="nvfp4")],
+            "nvfp4 was not run with seed 0; what is stored of it, seed 1, stays as it is",
+        ),
+        (
+            [*other[:2], replace(other[-1], budget=0.5)],
+            "mxfp8 of seed 0 has other formats, another budget or another share of FLOPs than that of seed 1, and is "
+            "not stored",
+        ),
+    ):
+        assert pool(one, kept).left_out == [f"small, 3 steps: {says}"]
+        file = tmp_path / "training-cpu.jsonl"
+        file.unlink(missing_ok=True)
+        trainings.write(file, kept)
+        assert main(["collect", str(first), "--json", str(file), "--pool"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"left out: small, 3 steps: {says}" in said
+        assert trainings.read(file)[: len(kept)] == kept
 
 
 def test_nothing_begins_after_an_error(tmp_path: Path):
@@ -317,7 +347,7 @@ def test_nothing_is_told_of_what_was_not_measured():
     [
         (convergence(0.0024), "yes"),
         (convergence(0.0026), "no"),
-        (convergence(0.0026, noise=0.003), "within noise"),  # the null alone does as much
+        (convergence(0.0026, noise=0.003), "inside the null's noise"),  # the null alone does as much
         (convergence(0.001, verdict="undecided", error=0.01), "in the mean"),  # its interval is too wide
         (convergence(None, verdict="diverged"), "no"),
         (convergence(0.001, flop_share=0.5), "no"),  # half of it stayed in bf16

@@ -6,12 +6,13 @@ The first word is a run's folder, whose numerics are read, or a preset, which is
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..train.config import RunConfig
 from ..train.presets import PRESETS, get_preset
+from .arguments import refuse
 from .train import DEFAULT, RunOptions, full_option
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Wanted:
     """File for the advice, for `blockscale train --keep-file` and `load_filter`."""
     json: bool = False
     """Print the advice as JSON."""
+    keep_unmeasured: bool = False
+    """Keep layers in bf16 that nothing is known of."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ def main(arguments: list[str]) -> int:
     about = f"First word: a folder of a run with numerics.jsonl, or a preset ({', '.join(PRESETS)})."
     style: Any = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
     folder = Path(name)
+    if name not in PRESETS and not folder.exists() and len(folder.parts) > 1:
+        rule = "the first word is a folder of a run with numerics.jsonl, or a preset"
+        refuse(f"no folder {name}", rule, "blockscale train 125m --folder out/125m --numerics-every 500")
     if name not in PRESETS and folder.exists():
         wanted = tyro.cli(Wanted, prog=f"blockscale advise {name}", description=about, args=words, config=style)
         return run(wanted, folder)
@@ -68,10 +74,10 @@ def main(arguments: list[str]) -> int:
 
 def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:
     """Read or measure, and show what follows."""
-    from .arguments import numbers, wide_console
+    from .arguments import wide_console
 
     wanted = wanted or Options.of(get_preset(DEFAULT))
-    numbers(str(wanted.tokens), "tokens")
+    _check(wanted)
     console = wide_console()
     with console.status("importing torch ..."):
         from ..diagnostics import advise
@@ -88,6 +94,7 @@ def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:
         samples,
         budget=wanted.budget / 100,
         gradient_budget=wanted.gradient_budget / 100,
+        keep_unmeasured=wanted.keep_unmeasured,
         tokens=wanted.tokens,
         machine=wanted.machine,
     )
@@ -100,15 +107,35 @@ def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:
     return 0
 
 
+def _check(wanted: Wanted) -> None:
+    for name in ("budget", "gradient_budget"):
+        value = getattr(wanted, name)
+        if not 0 < value < float("inf"):
+            option = f"--{name.replace('_', '-')}"
+            refuse(f"{option} {value:g}", "it is in percent, above zero", f"{option} {getattr(Wanted, name):g}")
+    for name, least in (("tokens", 1), ("top", 0)):
+        if getattr(wanted, name) < least:
+            refuse(f"--{name} {getattr(wanted, name)}", f"it is {least} or more", f"--{name} {getattr(Wanted, name)}")
+
+
 def _measured(config: RunConfig) -> tuple[Any, list[Any]]:
     """A preset's model, new or as its last checkpoint has it, on one batch."""
+    from ..train.checkpoint import latest, read_about
     from ..train.checks import check
+    from ..train.loop import as_configured
     from ..train.numerics import sample_run
     from ..train.run import Run
 
+    if config.resume and config.folder is not None:
+        last = latest(config.folder)
+        if last is None:
+            rule = "with --resume the last checkpoint of a run is measured"
+            refuse(f"no checkpoint in {config.folder}", rule, "name the folder of a run, or leave --resume out")
+        config = replace(config, steps=max(config.steps, read_about(last)["step"]))
     check(config)
-    run = Run(config)
-    return run.report, [sample_run(run).read()]
+    with as_configured(config):
+        run = Run(config)
+        return run.report, [sample_run(run).read()]
 
 
 def _show(console: Any, found: Advice, wanted: Wanted) -> None:
@@ -116,12 +143,13 @@ def _show(console: Any, found: Advice, wanted: Wanted) -> None:
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for place, heading in enumerate(("layer", "loss gap %", "gradient noise %", "advice", "measured")):
-        table.add_column(heading, justify="right" if place in (1, 2) else "left", no_wrap=True)
+    for place, heading in enumerate(("layer", "loss gap %", "gradient noise %", "wins us", "advice", "measured")):
+        table.add_column(heading, justify="right" if place in (1, 2, 3) else "left", no_wrap=True)
     shown = found.ranked[: wanted.top or None]
     for each in shown:
         advice = "[yellow]keep bf16[/]" if each.kept else "low"
-        table.add_row(each.layer, f"{100 * each.gap:.4f}", f"{100 * each.gradient:.3f}", advice, each.says)
+        numbers = f"{100 * each.gap:.4f}", f"{100 * each.gradient:.3f}", f"{1e6 * each.wins:.1f}"
+        table.add_row(each.layer, *numbers, advice, each.says)
     console.print(table)
     rest = len(found.ranked) - len(shown)
     lines = [f"and {rest} more layers (--top 0 shows all)"] if rest else []
@@ -134,12 +162,23 @@ def _show(console: Any, found: Advice, wanted: Wanted) -> None:
         f"linear layers: {found.speedups[1]:.2f}x bf16's speed as advised, {found.speedups[0]:.2f}x with all in low "
         f"precision (roofline, {wanted.machine.upper()}, {wanted.tokens} tokens)",
     ]
+    if found.speedups[0] < 1:
+        what = f"{wanted.machine.upper()} has no native product for {found.recipe}"
+        lines.append(f"[yellow]{what}: bf16 is faster there, and exact[/]")
     if found.unmeasured:
-        lines.append(f"not measured, left as they are: {', '.join(found.unmeasured)}")
+        lines.append(_of_unmeasured(found))
     if wanted.out is not None:
         lines.append(f"wrote {wanted.out}: blockscale train ... --keep-file {wanted.out}")
     for line in lines:
         console.print(line, highlight=False)
+
+
+def _of_unmeasured(found: Advice) -> str:
+    names = ", ".join(found.unmeasured[:4]) + (f" and {len(found.unmeasured) - 4} more" if found.unmeasured[4:] else "")
+    what = f"not measured: {names} ({100 * found.unmeasured_share:.1f} % of the converted FLOPs)"
+    if {*found.unmeasured} & {*found.low}:
+        return f"[yellow]{what}; they stay in low precision, and figures are without them (--keep-unmeasured)[/]"
+    return f"{what}; kept in bf16"
 
 
 def _before_after(what: str, values: tuple[float, float], budget: float) -> str:

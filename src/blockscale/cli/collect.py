@@ -14,8 +14,8 @@ def run(folder: Path = Path("out"), /, json: Path = RESULTS, pool: bool = False)
     Args:
         folder: What compare or speed wrote (--out), or a folder of such folders.
         json: File to store lines in; a line replaces that of the same model, recipe and length on the same GPU.
-        pool: Put seeds together with those that the file has of the same model, length, text and arms, and store all of
-            them as one comparison; for runs with the same options at another time.
+        pool: Put seeds together with those that the file has of the same model, length and text, and store all of them
+            as one comparison, of the arms that both have; for runs with the same options at another time.
     """
     from rich.console import Console
 
@@ -33,7 +33,10 @@ def run(folder: Path = Path("out"), /, json: Path = RESULTS, pool: bool = False)
         return 1
     lines = found.lines
     if pool:
-        lines = [*together(convergences(lines), convergences(read(json))), *throughputs(lines)]
+        pooled = together(convergences(lines), convergences(read(json)))
+        for each in pooled.left_out:
+            console.print(f"left out: {each}", highlight=False)
+        lines = [*pooled.lines, *throughputs(lines)]
     write(json, lines)
     console.print(f"stored {len(lines)} lines in {json}", highlight=False)
     return 0

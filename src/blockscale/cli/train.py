@@ -19,6 +19,7 @@ SHORT = {
     "--recipe": "--recipe.name",
     "--weight-cast": "--recipe.weight-cast",
     "--keep-file": "--recipe.keep-file",
+    "--since": "--recipe.since",
     "--layers": "--model.layers",
     "--sequence": "--data.sequence",
     "--source": "--data.source",
@@ -81,14 +82,11 @@ def run(config: RunConfig | None = None) -> int:
     with console.status("importing torch ..."):
         from ..train.loop import train
         from ..train.metrics import JsonLines, TensorBoard
-        from ..train.numerics import NumericsLog
         from ..train.view import View
 
     hooks: list[Hooks] = [View(console)]
     if config.folder is not None:
         hooks.append(JsonLines(config.folder))
-        if config.numerics_every:
-            hooks.append(NumericsLog(config.folder, config.numerics_every))
         if config.tensorboard:
             hooks.append(TensorBoard(config.folder))
     result = train(config, hooks=hooks)

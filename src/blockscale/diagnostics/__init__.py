@@ -1,9 +1,10 @@
 """What the library chose and why, whether this machine computes right, and what quantisation does to a tensor, to every
 layer of a model while it trains, and to its loss."""
 
-from .advice import Advice, advise, load_filter
+from .advice import Advice, advise
 from .doctor import DoctorReport, doctor
 from .explain import explain
+from .filters import load_filter
 from .layers import LayerNumerics, Numerics, layer_numerics, sample
 from .quality import Quality, measure
 

@@ -13,25 +13,23 @@ log-likelihood, with its curvature estimated by squared gradients (docs/diagnost
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError, message
 from ..formats.stochastic import module_name
-from ..grouped import Routing
-from ..nn import GroupedLinear, Linear
+from ..nn import GroupedLinear
 from ..nn.convert import ROOT
-from .figures import LOWEST, Seen, Sums, layer_sums
+from ..nn.follower import Follower
+from .figures import BINS, LOWEST, Sums, layer_sums
+from .watching import Untouched, counted, watched
 
-# rows of a call that are looked at, evenly spread, and at least so many for each expert; multiples of every block
-ROWS, EXPERT_ROWS = 512, 32
-# of what is exact: JSON has no infinity
+# of what is exact, and below zero of what is no number: JSON has neither infinity nor NaN
 EXACT_DB = 300.0
+LOST_NATS = 1e30
 _OPERANDS = {"x": "fprop_x", "w": "fprop_w", "dy": "dgrad_dy"}
 
 
@@ -48,7 +46,7 @@ class OperandNumerics:
 
 @dataclass(frozen=True)
 class ExpertNumerics:
-    """One expert.  rows: of the batch.  The rest as for a layer; None for an expert without rows."""
+    """One expert.  rows: of the batch.  The rest as for a layer; without rows there are figures of its weight alone."""
 
     rows: int
     fprop: float | None
@@ -56,14 +54,16 @@ class ExpertNumerics:
     wgrad: float | None
     clipped: float
     underflow: float
-    damage: float
+    damage: float | None
+    operands: dict[str, OperandNumerics] = field(default_factory=dict[str, OperandNumerics])
 
 
 @dataclass(frozen=True)
 class LayerNumerics:
     """One layer.  x, w, dy: decibels of its operands in the forward and in dgrad.  fprop, dgrad, wgrad: of its
-    products.  clipped, underflow: the largest share among its operands.  damage: nats of loss that fprop's noise may
-    cost.  gradient: norm of its weight's gradient.  operands: each cast by its role, such as "wgrad_dy".  experts: of
+    products, -300 where the noise is no number.  clipped, underflow: the largest share among its operands.  damage:
+    nats of loss that fprop's noise may cost, 1e30 where that is no number, None where no gradient came back to the
+    layer.  gradient: norm of its weight's gradient.  operands: each cast by its role, such as "wgrad_dy".  experts: of
     a layer that has some.  None: not in low precision, or not seen."""
 
     layer: str
@@ -75,7 +75,7 @@ class LayerNumerics:
     wgrad: float | None = None
     clipped: float = 0.0
     underflow: float = 0.0
-    damage: float = 0.0
+    damage: float | None = None
     gradient: float = 0.0
     operands: dict[str, OperandNumerics] = field(default_factory=dict[str, OperandNumerics])
     experts: tuple[ExpertNumerics, ...] = ()
@@ -91,22 +91,21 @@ class Numerics:
 
 @dataclass
 class Sample:
-    """What was found, on the device.  tokens: terms that the loss is the mean of.  shares: of each layer's rows."""
+    """What was found, on the device.  tokens: terms that the loss is the mean of."""
 
     loss: Tensor
     tokens: int
     sums: dict[str, Sums]
-    shares: dict[str, float]
 
     def read(self) -> Numerics:
         """Wait for the device, and make decibels and shares of sums."""
-        flat = [value for sums in self.sums.values() for value in sums.values()]
+        flat = [value.flatten().to(self.loss.device) for sums in self.sums.values() for value in sums.values()]
         numbers = iter(torch.cat([self.loss.double().reshape(1), *flat]).tolist())
         loss = next(numbers)
         layers: list[LayerNumerics] = []
         for name, sums in self.sums.items():
             found = {key: [next(numbers) for _ in range(value.numel())] for key, value in sums.items()}
-            layers.append(_layer(name, found, 0.5 * self.tokens / self.shares[name]))
+            layers.append(_layer(name, found, 0.5 * self.tokens))
         return Numerics(loss, tuple(layers))
 
 
@@ -129,158 +128,134 @@ def sample(model: torch.nn.Module, loss: Callable[[], Tensor], *, tokens: int | 
     """Run a batch forward and backward, not compiled, and measure every layer in low precision.
 
     loss: runs the batch and returns a mean.  tokens: how many terms it is the mean of; by default the rows of the first
-    layer. Gradients, buffers and generators are left as they were; the host does not wait for the device.
+    layer. Gradients, buffers and generators are left as they were; the host does not wait for the device. Of a model
+    that several ranks have a part of each measures its own rows, and all of them have to take the sample.
     """
-    _check_no_steps(model)
-    layers = {module_name(name) or ROOT: each for name, each in model.named_modules() if _is_low(each)}
-    seen: dict[str, Seen] = {}
-    calls: list[int] = []
-    with ExitStack() as stack:
-        stack.enter_context(_untouched(model))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, layer in layers.items():
-            stack.callback(layer.register_forward_hook(_watch(name, seen, calls), with_kwargs=True).remove)
-        with torch.enable_grad():
+    layers = _layers_of(model)
+    _check(layers, loss, tokens)
+    with Untouched(model) as untouched:
+        with watched(layers) as (calls, rows), torch.compiler.set_stance("force_eager"), torch.enable_grad():
             value = loss()
+            _check_loss(value)
+            untouched.before_backward(value)
             value.backward()
         with torch.no_grad():
             # in the order of the model, whatever the order of calls
-            sums = {name: layer_sums(layer, seen[name]) for name, layer in layers.items() if name in seen}
-    return Sample(value.detach(), tokens or next(iter(calls), 1), sums, {name: seen[name].share for name in sums})
+            sums = {name: layer_sums(each, counted(calls[name])) for name, each in layers.items() if calls.get(name)}
+    return Sample(value.detach(), tokens or next(iter(rows), 1), sums)
 
 
-# ---- watching --------------------------------------------------------------------------------------------------------
-
-
-def _check_no_steps(model: torch.nn.Module) -> None:
-    """Raise where a backward is more than that: hooks that step a parameter when its gradient is there."""
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise OptionError(
-                message(
-                    f"a sample of a model whose {name} has a hook behind its gradient",
-                    rule="a sample leaves the model as it was, and such a hook may be an optimizer's step",
-                    fix="take the sample before hooks are registered, or remove them meanwhile",
-                )
+def _layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Layers in low precision that have one weight, by name."""
+    low = {
+        module_name(name) or ROOT: each
+        for name, each in model.named_modules()
+        if isinstance(each, Follower) and each.recipe_now.is_low
+    }
+    layers: dict[str, torch.nn.Module]
+    layers = {name: each for name, each in low.items() if isinstance(each, torch.nn.Linear | GroupedLinear)}
+    if low and not layers:
+        name, layer = next(iter(low.items()))
+        raise OptionError(
+            message(
+                f"{name} is a {type(layer).__name__}, and no other layer is in low precision",
+                rule="layers with one weight can be measured, not experts that another library's module holds",
+                fix="compare losses in place of it: blockscale compare",
             )
+        )
+    return layers
 
 
-def _is_low(module: torch.nn.Module) -> bool:
-    return isinstance(module, Linear | GroupedLinear) and module.recipe_now.is_low
+def _check(layers: dict[str, torch.nn.Module], loss: object, tokens: int | None) -> None:
+    if not callable(loss):
+        rule = "loss is a function that runs a batch, so that its layers can be watched"
+        raise OptionError(message(f"loss={type(loss).__name__}", rule=rule, fix="pass lambda: loss_of(model(batch))"))
+    if tokens is not None and tokens < 1:
+        raise OptionError(
+            message(f"tokens={tokens}", rule="a loss is the mean of one term at least", fix="leave it out")
+        )
+    bare = next((name for name, each in layers.items() if any(one.is_meta for one in each.parameters())), None)
+    if bare is not None:
+        raise OptionError(
+            message(
+                f"{bare} is on the meta device",
+                rule="a sample runs the model",
+                fix="move it to a device with to_empty and load its weights first",
+            )
+        )
 
 
-def _watch(name: str, seen: dict[str, Seen], calls: list[int]) -> Callable[..., None]:
-    def look(module: torch.nn.Module, args: Any, named: dict[str, Any], output: Tensor) -> None:
-        # recomputed in the backward, or used twice: the first call counts of those that gradients come back to, which
-        # is the second where a checkpoint ran the first without them
-        if name in seen and (seen[name].has_gradient or not output.requires_grad):
-            return
-        given = (*args, *named.values())
-        x: Tensor = getattr(given[0], "source", given[0]).detach()
-        x = x.reshape(-1, x.shape[-1])
-        if not x.shape[0]:
-            return
-        calls.append(x.shape[0])
-        found, step = _rows_of(x, given[1]) if isinstance(module, GroupedLinear) else _dense_rows(x)
-        seen[name] = found
-        found.has_gradient = output.requires_grad
-        if output.requires_grad:
-            output.register_hook(lambda dy: setattr(found, "dy", _every(dy.detach(), step)))
-
-    return look
-
-
-def _every(x: Tensor, step: int) -> Tensor:
-    return x.reshape(-1, x.shape[-1])[::step].contiguous()
-
-
-def _dense_rows(x: Tensor) -> tuple[Seen, int]:
-    step = _step(x.shape[0], ROWS)
-    rows = _every(x, step)
-    return Seen(rows, torch.full((1,), x.shape[0], device=x.device), _share(rows, x.shape[0])), step
-
-
-def _rows_of(x: Tensor, where: Tensor | Routing) -> tuple[Seen, int]:
-    """Of experts: every n-th of the sorted rows, so every n-th of each expert's."""
-    offs = where.offs if isinstance(where, Routing) else where
-    total = where.tokens.shape[0] if isinstance(where, Routing) else x.shape[0]
-    step = _step(total, max(ROWS, EXPERT_ROWS * offs.shape[0]))
-    rows = x[where.tokens[::step]] if isinstance(where, Routing) else _every(x, step)
-    load = torch.diff(offs, prepend=offs.new_zeros(1))
-    return Seen(rows, load, _share(rows, total), (offs + (step - 1)) // step), step
-
-
-def _step(rows: int, most: int) -> int:
-    return max(1, -(-rows // most))
-
-
-def _share(rows: Tensor, total: int) -> float:
-    return rows.shape[0] / max(1, total)
-
-
-@contextmanager
-def _untouched(model: torch.nn.Module) -> Generator[None]:
-    """Whatever a forward and backward change is as before: gradients, buffers such as loads, and generators."""
-    parameters = [(each, each.grad, getattr(each, "main_grad", None)) for each in model.parameters()]
-    buffers = [(each, each.clone()) for each in model.buffers()]
-    gpus = {each.device for each, _, _ in parameters if each.is_cuda}
-    for parameter, _, buffer in parameters:
-        parameter.grad = None
-        if buffer is not None:
-            parameter.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        for parameter, gradient, buffer in parameters:
-            parameter.grad = gradient
-            if buffer is not None:
-                parameter.main_grad = buffer  # pyright: ignore[reportAttributeAccessIssue]
-        with torch.no_grad():
-            for each, before in buffers:
-                each.copy_(before)
+def _check_loss(value: object) -> None:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+        return
+    what = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        what = f"{tuple(value.shape)}, {'with' if value.requires_grad else 'without'} a gradient"
+    rule = "it is one number, the mean over tokens, that a gradient goes back from"
+    raise OptionError(message(f"loss() returned {what}", rule=rule, fix="return the loss itself, not detached"))
 
 
 # ---- sums to numbers -------------------------------------------------------------------------------------------------
 
 
 def _layer(name: str, sums: dict[str, list[float]], nats: float) -> LayerNumerics:
-    operands = {role: _operand(sums, role) for role in sorted({key[:-7] for key in sums if key.endswith(".scales")})}
-    products = {product: _decibels(sums, product) for product in ("fprop", "dgrad", "wgrad")}
-    grouped = len(sums["load"]) > 1
+    operands, groups = _operands(sums), len(sums["load"])
     return LayerNumerics(
         name,
         **{letter: operands[role].sqnr if role in operands else None for letter, role in _OPERANDS.items()},
-        **products,
-        clipped=max((each.clipped or 0.0 for each in operands.values()), default=0.0),
-        underflow=max((each.underflow or 0.0 for each in operands.values()), default=0.0),
-        damage=nats * sum(sums.get("damage", ())),
+        **_products(sums),
+        **_lost(operands),
+        damage=_damage(sums, nats),
         gradient=sum(sums.get("gradient", ())),
         operands=operands,
-        experts=tuple(_expert(sums, at, nats) for at in range(len(sums["load"]))) if grouped else (),
-    )
-
-
-def _operand(sums: dict[str, list[float]], role: str) -> OperandNumerics:
-    counts = enumerate(map(int, sums[f"{role}.scales"]), LOWEST)
-    return OperandNumerics(
-        _decibels(sums, role),
-        _portion(sums, role, "clipped", "values"),
-        _portion(sums, role, "underflow", "nonzero"),
-        {exponent: count for exponent, count in counts if count},
+        experts=tuple(_expert(sums, at, nats) for at in range(groups)) if groups > 1 else (),
     )
 
 
 def _expert(sums: dict[str, list[float]], at: int, nats: float) -> ExpertNumerics:
-    one = {key: values[at : at + 1] for key, values in sums.items() if len(values) == len(sums["load"])}
-    rows = int(one["load"][0])
-    roles = {key.partition(".")[0] for key in one if key.endswith(".values")}
-    lost = {
-        lost: max((_portion(one, role, lost, of) or 0.0 for role in roles), default=0.0)
-        for lost, of in (("clipped", "values"), ("underflow", "nonzero"))
-    }
-    decibels = {product: _decibels(one, product) for product in ("fprop", "dgrad", "wgrad")}
-    return ExpertNumerics(rows, **decibels, **lost, damage=nats * sum(one.get("damage", ())))
+    """The same of one group. What has one number in all, such as the norm of the gradient, is none of its own."""
+    groups = len(sums["load"])
+    sizes = {key: len(values) // groups for key, values in sums.items()}
+    one = {key: values[at * sizes[key] : (at + 1) * sizes[key]] for key, values in sums.items() if sizes[key]}
+    operands, rows = _operands(one), int(one["load"][0])
+    if not rows:
+        operands = {role: each for role, each in operands.items() if role.endswith("_w")}
+    return ExpertNumerics(rows, **_products(one), **_lost(operands), damage=_damage(one, nats), operands=operands)
+
+
+def _products(sums: dict[str, list[float]]) -> dict[str, float | None]:
+    return {product: _decibels(sums, product) for product in ("fprop", "dgrad", "wgrad")}
+
+
+def _damage(sums: dict[str, list[float]], nats: float) -> float | None:
+    if "damage" not in sums:
+        return None
+    damage = nats * sum(sums["damage"])
+    return damage if math.isfinite(damage) else LOST_NATS
+
+
+def _lost(operands: dict[str, OperandNumerics]) -> dict[str, float]:
+    """The largest shares among them."""
+    names = "clipped", "underflow"
+    return {name: max((getattr(each, name) or 0.0 for each in operands.values()), default=0.0) for name in names}
+
+
+def _operands(sums: dict[str, list[float]]) -> dict[str, OperandNumerics]:
+    return {key[:-7]: _operand(sums, key[:-7]) for key in sorted(sums) if key.endswith(".scales")}
+
+
+def _operand(sums: dict[str, list[float]], role: str) -> OperandNumerics:
+    scales: dict[int, int] = {}
+    for at, count in enumerate(sums[f"{role}.scales"]):
+        if count:
+            exponent = at % BINS + LOWEST
+            scales[exponent] = scales.get(exponent, 0) + int(count)
+    return OperandNumerics(
+        _decibels(sums, role),
+        _portion(sums, role, "clipped", "values"),
+        _portion(sums, role, "underflow", "nonzero"),
+        dict(sorted(scales.items())),
+    )
 
 
 def _portion(sums: dict[str, list[float]], role: str, part: str, whole: str) -> float | None:
@@ -290,10 +265,12 @@ def _portion(sums: dict[str, list[float]], role: str, part: str, whole: str) -> 
 
 
 def _decibels(sums: dict[str, list[float]], what: str) -> float | None:
-    """Of signal over noise; None where there is no signal, or no number."""
+    """Of signal over noise; None where there is no signal."""
     if f"{what}.signal" not in sums:
         return None
     signal, noise = sum(sums[f"{what}.signal"]), sum(sums[f"{what}.noise"])
-    if not (0 < signal < math.inf) or not math.isfinite(noise):
+    if signal == 0:
         return None
-    return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(signal / noise))
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return -EXACT_DB
+    return EXACT_DB if noise == 0 else max(-EXACT_DB, min(EXACT_DB, 10 * math.log10(signal / noise)))

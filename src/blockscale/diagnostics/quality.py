@@ -74,14 +74,15 @@ def sqnr_db(reference: Tensor, value: Tensor) -> Tensor:
 def is_clipped(source: Tensor, q: BlockScaled, offs: Tensor | None = None) -> Tensor:
     """Which values lie beyond the largest code of their block; a block whose scale underflowed has none to exceed.
 
-    offs: of an operand whose groups were padded or scaled one by one. Every code is set to the largest, and decoded.
+    source: in fp32 or fp64.  offs: of an operand whose groups were padded or scaled one by one. Every code is set to
+    the largest, and decoded.
     """
     raw = q.data.view(torch.uint8)
     code = _largest_code(q.spec.element)
     full = torch.empty_strided(raw.shape, raw.stride(), dtype=torch.uint8, device=raw.device)
     full.fill_(code | code << 4 if q.spec.codes_per_byte == 2 else code)
-    limit = dequantize(replace(q, data=full.view(q.data.dtype)), torch.float32, offs=offs).double()
-    return (limit > 0) & (source.double().abs() > limit * _CLIP_SLACK)
+    limit = dequantize(replace(q, data=full.view(q.data.dtype)), torch.float32, offs=offs).to(source.dtype)
+    return (limit > 0) & (source.abs() > limit * _CLIP_SLACK)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ last, and no line.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -45,8 +46,16 @@ def model_line(report: ConversionReport) -> str:
 
 
 def sample_line(step: int, found: Numerics) -> str:
-    """A sample's line."""
-    return json.dumps({"kind": "numerics", "step": step, **asdict(found)})
+    """A sample's line; numbers that are none are null, as JSON has it."""
+    return json.dumps(_finite({"kind": "numerics", "step": step, **asdict(found)}), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: Path) -> Stored:
@@ -62,13 +71,22 @@ def read(path: Path) -> Stored:
         )
     report: ConversionReport | None = None
     samples: dict[int, Numerics] = {}
-    for row in _rows(place):
-        if row.get("kind") == "model":
-            before, report = report, _report(row)
-            if before != report:  # other layers, or another recipe: what was measured before says nothing of them
-                samples.clear()
-        elif row.get("kind") == "numerics":
-            samples[row["step"]] = _numerics(row)
+    try:
+        for row in _rows(place):
+            if row.get("kind") == "model":
+                before, report = report, _report(row)
+                if before != report:  # other layers, or another recipe: what was measured before says nothing of them
+                    samples.clear()
+            elif row.get("kind") == "numerics":
+                samples[row["step"]] = _numerics(row)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise OptionError(
+            message(
+                f"{place}: {type(error).__name__}: {error}",
+                rule="its lines are those that blockscale train wrote, of this version",
+                fix="train with --folder and --numerics-every 500",
+            )
+        ) from error
     if report is None or not samples:
         raise OptionError(
             message(
@@ -81,10 +99,10 @@ def read(path: Path) -> Stored:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except ValueError:  # also of bytes that are no text
             return
         if isinstance(row, dict):
             yield row
@@ -99,17 +117,26 @@ def _report(row: dict[str, Any]) -> ConversionReport:
 
 
 def _numerics(row: dict[str, Any]) -> Numerics:
-    return Numerics(row["loss"], tuple(_layer(each) for each in row["layers"]))
+    return Numerics(_number(row["loss"]), tuple(_layer(each) for each in row["layers"]))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _layer(row: dict[str, Any]) -> LayerNumerics:
-    operands = {
-        role: OperandNumerics(**(each | {"scales": {int(key): count for key, count in each["scales"].items()}}))
-        for role, each in row["operands"].items()
-    }
-    experts = tuple(ExpertNumerics(**each) for each in row["experts"])
-    made: dict[str, Any] = row | {"operands": operands, "experts": experts}
+    experts = tuple(ExpertNumerics(**(each | {"operands": _operands(each)})) for each in row["experts"])
+    gradient = _number(row["gradient"])
+    made: dict[str, Any] = row | {"operands": _operands(row), "experts": experts, "gradient": gradient}
     return LayerNumerics(**made)
+
+
+def _operands(row: dict[str, Any]) -> dict[str, OperandNumerics]:
+    """Experts of older files have none."""
+    return {
+        role: OperandNumerics(**(each | {"scales": {int(key): count for key, count in each["scales"].items()}}))
+        for role, each in row.get("operands", {}).items()
+    }
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def check_package(package: str, supported: str, extra: str, why: str) -> None:
             message(
                 f"{package} is not installed",
                 rule=f"this integration builds on {package} {supported}*",
-                fix=f"pip install 'blockscale[{extra}]'",
+                fix=f"in a checkout of blockscale: pip install -e '.[{extra}]'",
             )
         ) from None
     if not found.startswith(supported):

@@ -90,7 +90,8 @@ def quantize_(
     left = [module for (_, module), reason in zip(modules, reasons, strict=True) if reason and _is_low(module)]
     if left:
         warnings.append(
-            f"{len(left)} of the layers that were left still follow another recipe: unquantize_(model) first"
+            f"{len(left)} of the layers that were left still follow another recipe: unquantize_(model) first, or, of "
+            "layers that were made as blockscale.nn's, quantize_(model, 'bf16', lambda module, name: True)"
         )
     if not converted:
         warnings.append("no layer was converted: choose layers with filter_fn, or pass keep_first=0 and keep_last=0")
@@ -150,7 +151,7 @@ def advance_(model: nn.Module, tick: int | None = None) -> None:
 
 
 def set_step_(model: nn.Module, step: int) -> None:
-    """Say which optimizer step comes next, for recipes whose products change with it (`Recipe.until`).
+    """Say which optimizer step comes next, for recipes whose products change with it (`Recipe.until`, `since`).
 
     >>> from blockscale import get_recipe
     >>> model = nn.Sequential(nn.Linear(64, 64))

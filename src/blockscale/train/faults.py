@@ -24,6 +24,8 @@ from .model import Transformer
 
 # where torch keeps what `Module.compile` made
 _CALL = "_compiled_call_impl"
+# what torch says on a CPU, where it has no error of its own for it
+_CPU_IS_FULL = "DefaultCPUAllocator: not enough memory"
 
 
 @dataclass
@@ -159,6 +161,11 @@ def _saved(config: RunConfig) -> str:
     return f", and the last checkpoint is {last}" if last else ""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on a GPU, on a CPU or in Python."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_IS_FULL in str(error)
+
+
 def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
     """What to change, of what has not been changed yet, most effective first."""
     advice: list[str] = []
@@ -174,11 +181,12 @@ def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
         advice.append("parameters=bfloat16, which halves weights, gradients and Adam's moments")
     if config.model.layers > 1:
         advice.append(f"model.layers={config.model.layers // 2}")
-    first = str(error).partition("\n")[0].partition(". GPU")[0]
+    first = str(error).partition("\n")[0].partition(". GPU")[0] or "not enough memory"
+    first = first[max(0, first.find(_CPU_IS_FULL)) :]  # not where in torch's source that is
     return OutOfMemoryError(
         message(
             f"{config.name} with {config.batch} x {config.data.sequence} tokens in a microbatch: {first}",
-            rule="weights, gradients, Adam's moments and what waits for the backward have to fit the GPU together",
+            rule="weights, gradients, Adam's moments and what waits for the backward have to fit into memory together",
             fix=f"try {'; '.join(advice)}",
         )
     )

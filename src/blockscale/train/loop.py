@@ -25,6 +25,7 @@ from .breakdown import breakdown
 from .checks import check
 from .config import RunConfig
 from .hugging_face import export
+from .numerics import NumericsLog
 from .records import Hooks, Speed, StepRecord, TrainResult
 from .run import Run
 
@@ -54,16 +55,33 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
     try:
         with _closing(hooks):
             check(config)
-            with _repeatable(config), _attention(config):
-                run = Run(config, hooks, filter_fn)
+            mine = _own_hooks(config)
+            with _closing(mine), as_configured(config):
+                run = Run(config, [*hooks, *mine], filter_fn)
                 with _interruptible(run):
                     return _Loop(run).to_the_end()
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not faults.is_out_of_memory(error):
+            raise
         raise faults.out_of_memory(config, error) from error
     except (ConnectionError, TimeoutError):  # nothing of a disk; among them that who read what is shown has gone
         raise
     except OSError as error:
         raise faults.not_written(config, error) from error
+
+
+def _own_hooks(config: RunConfig) -> list[Hooks]:
+    """What a config asks for by itself."""
+    if config.numerics_every < 1 or config.folder is None:
+        return []
+    return [NumericsLog(config.folder, config.numerics_every)]
+
+
+@contextmanager
+def as_configured(config: RunConfig) -> Generator[None]:
+    """Within it torch takes the kernels that a config asks for."""
+    with _repeatable(config), _attention(config):
+        yield
 
 
 class _Loop:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ..diagnostics.layers import ROWS, Sample, sample
+from ..diagnostics.layers import Sample, sample
 from ..diagnostics.store import NAME, model_line, sample_line
+from ..diagnostics.watching import ROWS
 from ..nn import set_step_
 from .metrics import appended
 from .records import Hooks, Speed, StepRecord, TrainResult

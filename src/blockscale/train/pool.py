@@ -8,7 +8,7 @@ same model, length, text and arms were also given the same options is for who pu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bench.trainings import Convergence, Points
@@ -19,11 +19,23 @@ from .statistics import Gap, judge, noise_of, paired
 Arms = dict[str, Convergence]
 
 
-def pool(fresh: Sequence[Convergence], kept: Sequence[Convergence]) -> list[Convergence]:
+@dataclass(frozen=True)
+class Pooled:
+    """lines: of all seeds, for arms that both sides have.  left_out: the other arms, in words."""
+
+    lines: list[Convergence]
+    left_out: list[str]
+
+
+def pool(fresh: Sequence[Convergence], kept: Sequence[Convergence]) -> Pooled:
     """Each comparison of `fresh` with the one of `kept` that is the same with other seeds, the most of them where there
     are several; arms that both have."""
     stored = _comparisons(kept)
-    return [line for arms in _comparisons(fresh) for line in _together(_partner(arms, stored), arms)]
+    pairs = [(_partner(arms, stored), arms) for arms in _comparisons(fresh)]
+    return Pooled(
+        [line for first, second in pairs for line in _together(first, second)],
+        [said for first, second in pairs for said in _left_out(first, second)],
+    )
 
 
 def _comparisons(lines: Sequence[Convergence]) -> list[Arms]:
@@ -64,6 +76,30 @@ def _together(first: Arms, second: Arms) -> list[Convergence]:
     arms = {name: _joined(line, second[name]) for name, line in first.items() if _same(line, second.get(name))}
     null = _gap(arms[NULL], arms[BASELINE])
     return [_judged(line, _gap(line, arms[BASELINE]), noise_of(null)) for line in arms.values()]
+
+
+def _left_out(first: Arms, second: Arms) -> list[str]:
+    """Arms that are not pooled, and why."""
+    base, fresh = first[BASELINE], second[BASELINE]
+    title, kept, new = f"{base.model}, {base.steps} steps", _named(base.seeds), _named(fresh.seeds)
+    said: list[str] = []
+    for name in dict.fromkeys([*first, *second]):
+        if name not in second:
+            said.append(f"{title}: {name} was not run with {new}; what is stored of it, {kept}, stays as it is")
+        elif name not in first:
+            said.append(f"{title}: {name} has nothing stored with {kept}; what was run of it, {new}, is not stored")
+        elif not _same(first[name], second[name]):
+            differs = "other formats, another budget or another share of FLOPs"
+            said.append(f"{title}: {name} of {new} has {differs} than that of {kept}, and is not stored")
+    return said
+
+
+def _named(seeds: Sequence[int]) -> str:
+    """
+    >>> _named([0]), _named([1, 2])
+    ('seed 0', 'seeds 1, 2')
+    """
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _joined(one: Convergence, other: Convergence) -> Convergence:

@@ -16,13 +16,13 @@ from typing import Any
 from .. import __version__
 from ..autograd import refresh_weights_
 from ..bench.store import where
-from ..diagnostics.layers import layer_numerics
 from ..errors import BlockscaleError, NonFiniteError
 from ..hardware import describe
 from .breakdown import breakdown
 from .config import RunConfig, fingerprint, to_dict
 from .loop import train
 from .metrics import JsonLines
+from .numerics import sample_run
 from .records import Hooks, TrainResult
 from .run import Run
 
@@ -131,17 +131,24 @@ class RunLog(JsonLines):
 
     def on_end(self, run: Run, result: TrainResult) -> None:
         """What is measured on the trained model; one step more than the run had, which nobody keeps."""
-        if result.stopped == "done" and "layers" in self.looks:
+        for look in (self._layers, self._shares) if result.stopped == "done" else ():
+            try:
+                look(run)
+            except (BlockscaleError, RuntimeError) as error:  # the run itself is done, and counts
+                self._write("unseen", what=look.__name__.strip("_"), why=str(error) or type(error).__name__)
+        super().on_end(run, result)
+        self.was_stopped = run.wants_stop
+
+    def _layers(self, run: Run) -> None:
+        if "layers" in self.looks:
             refresh_weights_(run.model)
-            batch = run.pieces(0, 0)
-            found = layer_numerics(run.model, lambda: run.model.loss(batch))
-            self._write("layers", layers=[asdict(each) for each in found])
-        if result.stopped == "done" and "shares" in self.looks:
+            self._write("layers", layers=[asdict(each) for each in sample_run(run).read().layers])
+
+    def _shares(self, run: Run) -> None:
+        if "shares" in self.looks:
             found = breakdown(run.advance)
             self._write("shares", **found.shares)
             self._write("kernels", longest=found.longest, ms=found.kernel_ms)
-        super().on_end(run, result)
-        self.was_stopped = run.wants_stop
 
     def fail(self, why: str, config: RunConfig) -> None:
         """A run that broke down is a result, and is not run again. It may not have come as far as to say what it is."""

@@ -80,11 +80,11 @@ class View(Hooks):
     def on_end(self, run: Run, result: TrainResult) -> None:
         """How it ended."""
         self.close()
-        said = f"{result.stopped} at step {result.steps}: validation loss {result.loss:.4f}, "
-        said += f"{result.tokens_per_second:,.0f} tokens/s"
+        said = [f"validation loss {result.loss:.4f}"] if result.evaluations else []
+        said.append(f"{result.tokens_per_second:,.0f} tokens/s")
         if result.peak_memory is not None:
-            said += f", {result.peak_memory / 2**30:.1f} GiB at most"
-        self.console.print(said, highlight=False)
+            said.append(f"{result.peak_memory / 2**30:.1f} GiB at most")
+        self.console.print(f"{result.stopped} at step {result.steps}: {', '.join(said)}", highlight=False)
         if run.device.type == "cpu":
             self.console.print("speed on a CPU says nothing about a GPU: low precision is emulated exactly here")
         if result.checkpoint is not None:

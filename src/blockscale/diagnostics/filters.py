@@ -1,0 +1,82 @@
+"""The filter of an advice: which layers to convert, by name; from its file, and for the model that it was given for."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..autograd import Recipe
+from ..errors import OptionError, message
+from ..formats.stochastic import module_name
+from ..nn.convert import ROOT, FilterFn
+
+KIND = "blockscale advice"
+
+
+@dataclass(frozen=True)
+class ByName:
+    """Converts layers by name; of experts that are several weights all or none."""
+
+    low: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, name: str) -> bool:
+        place = name or ROOT
+        return any(each == place or each.startswith(f"{place}.") for each in self.low)
+
+
+def load_filter(path: str | Path, model: nn.Module | None = None, recipe: Recipe | None = None) -> FilterFn:
+    """The filter of an advice that was saved: `quantize_(model, recipe, filter_fn=load_filter("advice.json"))`.
+
+    model: raise where it has none of some layer that the advice names, or a linear layer that the advice knows nothing
+    of; it was given for another model then.  recipe: warn where the advice is for another.
+    """
+    place = Path(path)
+    try:
+        row = json.loads(place.read_text())
+        if row["kind"] != KIND:
+            raise KeyError(row["kind"])
+        low, keep, others, unmeasured = (_names(row, key) for key in ("low", "keep", "others", "unmeasured"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(
+            message(
+                f"{place}: {type(error).__name__}: {error}",
+                rule="a filter is read from a file that blockscale advise wrote",
+                fix="blockscale advise out/run --out advice.json",
+            )
+        ) from error
+    if model is not None:
+        _check_names(place, [*low, *keep], [*others, *unmeasured] if "others" in row else None, model)
+    if recipe is not None and recipe.is_low and recipe.name != row.get("recipe"):
+        warnings.warn(
+            f"{place} was given for {row.get('recipe')}, this is {recipe.name}: its noise is another", stacklevel=2
+        )
+    return ByName(tuple(low))
+
+
+def _names(row: dict[str, Any], key: str) -> list[str]:
+    found = row["low"] if key == "low" else row.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise TypeError(f"{key} is no list of names")
+    return found
+
+
+def _check_names(path: Path, names: list[str], others: list[str] | None, model: nn.Module) -> None:
+    """Layers are modules, or weights of modules.  others: what the advice knows besides; None: it does not say."""
+    named = (name for each in (model.named_modules(), model.named_parameters()) for name, _ in each)
+    there = {module_name(name) or ROOT for name in named}
+    missing = [name for name in names if name not in there]
+    linears = {module_name(name) or ROOT for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    new = [] if others is None else sorted(linears - {*names, *others})
+    if missing or new:
+        what = (
+            f"names {missing[0]}, and {len(missing) - 1} more that this model does not have"
+            if missing
+            else f"knows nothing of {new[0]}, and of {len(new) - 1} more that this model has"
+        )
+        rule = "advice is for the model that was measured"
+        raise OptionError(message(f"{path} {what}", rule=rule, fix="blockscale advise for this one"))
