@@ -71,7 +71,7 @@ bench: ## check and time every cast (ARGS=gemm: every product), with PYTHON as i
 	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)
 
 # With PYTHON as it is, without .venv; goes on where it was cut off. On a GPU: ARGS="--device cuda --workers 12".
-convergence: ## train by every recipe and with every fault, beside bf16 (ten minutes on two cores)
+convergence: ## train by five recipes and with six faults, beside bf16 (ten minutes on two cores)
 	PYTHONPATH=src:tools $(PYTHON) -m convergence $(ARGS)
 
 # Everything through $(PY): tools that come with a borrowed torch have no command in .venv/bin.

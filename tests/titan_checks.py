@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,6 +186,7 @@ def refusals() -> dict[str, str]:
         "nothing matches": said(lambda: convert(fqns=["*blocks.*"])),
         "step": said(lambda: convert(weight_cast="step")),
         "recipe": said(lambda: convert(recipe="mxpf8")),
+        "since": said(lambda: convert(recipe=get_recipe("mxfp8").replace(since=10))),
         "until": said(lambda: convert(recipe=get_recipe("mxfp8").replace(until={"fprop": 10}))),
         "ends": said(lambda: convert(keep_last=1.5)),
         "pieces": said(
@@ -245,6 +247,20 @@ def configs() -> dict[str, Any]:
             "metrics": type(config.metrics).__qualname__,
         }
     return found
+
+
+def measured() -> list[Any]:
+    """Numerics of a layer of torchtitan's kind, and of ours with the same weight."""
+    from blockscale.diagnostics import layer_numerics
+    from blockscale.integrations.torchtitan.linear import BlockScaledLinear
+    from blockscale.nn import Linear
+
+    torch.manual_seed(0)
+    ours, x = Linear(64, 96, bias=False, recipe="mxfp8"), torch.randn(32, 64)
+    config = BlockScaledLinear.Config(in_features=64, out_features=96, bias=False, recipe="mxfp8")
+    theirs = BlockScaledLinear(config)
+    theirs.load_state_dict(ours.state_dict())
+    return [asdict(layer_numerics(each, lambda each=each: each(x).square().mean())[0]) for each in (theirs, ours)]
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Any]:

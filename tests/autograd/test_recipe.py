@@ -270,7 +270,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "field": (
         lambda: base.replace(weightcast="step"),
         UnknownNameError,
-        "is one of name, fprop, dgrad, wgrad, until, keeps, weight_cast. Fix: did you mean weight_cast",
+        "is one of name, fprop, dgrad, wgrad, until, keeps, weight_cast, since. Fix: did you mean weight_cast",
     ),
     "found field": (lambda: base.replace(is_low=True), UnknownNameError, "unknown field of a recipe 'is_low'"),
     "role": (lambda: base.operand("fprop_dy"), UnknownNameError, "unknown role 'fprop_dy'"),

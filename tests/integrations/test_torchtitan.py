@@ -27,7 +27,7 @@ Default = Callable[[str], Any]
 try:
     importlib.metadata.version("torchtitan")
 except importlib.metadata.PackageNotFoundError:
-    pytest.skip("torchtitan is not installed: pip install 'blockscale[titan]'", allow_module_level=True)
+    pytest.skip("torchtitan is not installed: pip install -e '.[titan]'", allow_module_level=True)
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +65,8 @@ def run_checks(names: Sequence[str], ranks: int) -> dict[str, Any]:
 @pytest.fixture
 def default(checked: Checked) -> Default:
     """What is looked at in every run of the tests."""
-    return checked("conversions", "configs", "experts_alone", "refusals", "llama", "experts", "checkpoints").__getitem__
+    names = "conversions", "configs", "measured", "experts_alone", "refusals", "llama", "experts", "checkpoints"
+    return checked(*names).__getitem__
 
 
 def assert_close(losses: list[float], others: list[float], relative: float) -> None:
@@ -81,6 +82,12 @@ def test_linear_layers_of_blocks_are_converted_and_the_head_is_not(default: Defa
     assert found["kinds"] == {"BlockScaledLinear": DEBUG_LINEARS}
     assert found["kept"] == {"lm_head": "not in fqns"}
     assert default("conversions")["llama3 8B"]["kinds"] == {"BlockScaledLinear": 5 * 32}
+
+
+def test_a_layer_is_measured_as_ours_is(default: Default):
+    theirs, ours = default("measured")
+    assert theirs == ours
+    assert 25 < ours["fprop"] < 35
 
 
 def test_experts_are_converted_and_router_gates_are_not(default: Default):
@@ -252,6 +259,7 @@ def test_requests_that_make_no_sense_are_errors(default: Default):
     assert "use 'forward'" in found["step"]
     assert "did you mean" in found["recipe"]
     assert "nothing there tells layers which step it is" in found["until"]
+    assert "since=10 in torchtitan" in found["since"]
     assert "keep_last=1.5" in found["ends"]
     assert "layers.0.w1.weight (768, 256) is cut into pieces of 192 along axis 0" in found["pieces"]
     assert "a scale for every 128 values" in found["pieces"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import blockscale as bs
 from blockscale.errors import CheckpointError, OptionError
 from blockscale.train import ModelConfig, Run, branch, stored, train
 from blockscale.train.branch import StopAfter, trunk
@@ -119,3 +120,46 @@ def test_a_start_of_ones_own(tmp_path: Path):
 def test_where_nothing_parts(at: int, tmp_path: Path):
     with pytest.raises(OptionError, match="pass 1 to 4, or 0"):
         compare(LITTLE, ["mxfp8"], out=tmp_path, branch_at=at)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("weight_cast", ["step", "forward"])
+def test_a_recipe_that_begins_later_is_the_run_that_goes_on_by_it(recipe: str, weight_cast: str, tmp_path: Path):
+    """In one run as in two, to the bit: bf16 up to the step, and what its checkpoint is trained to by the recipe."""
+    config = replace(LITTLE, recipe=replace(LITTLE.recipe, name=recipe, weight_cast=weight_cast))
+    one = train(replace(config, recipe=replace(config.recipe, since=AT)))
+    two = train(replace(config, start=trunk(config, AT, tmp_path)))
+    plain = train(replace(config, recipe=replace(config.recipe, name="bf16")))
+    assert one.history == two.history
+    assert one.loss == two.loss
+    assert one.history[:AT] == plain.history[:AT]
+    assert one.history[AT:] != plain.history[AT:]
+    assert one.flop_share == pytest.approx(two.flop_share * (config.steps - AT) / config.steps)
+
+
+def test_one_that_begins_later_goes_on_where_it_was(tmp_path: Path):
+    config = replace(LITTLE, recipe=replace(LITTLE.recipe, since=AT))
+    whole = train(config)
+    for stop in (AT - 1, AT, AT + 1):
+        folder = tmp_path / str(stop)
+        train(replace(config, folder=folder), hooks=[StopAfter(stop)])
+        assert train(replace(config, folder=folder, resume=True)).history == whole.history
+
+
+def test_a_recipe_begins_before_the_last_step():
+    with pytest.raises(OptionError, match="since=5 of 5 steps"):
+        train(replace(LITTLE, recipe=replace(LITTLE.recipe, since=5)))
+    with pytest.raises(OptionError, match=r"since=-1.*counted from 0"):
+        bs.get_recipe("mxfp8").replace(since=-1)
+
+
+def test_a_comparison_of_recipes_that_begin_later(tmp_path: Path):
+    config = replace(LITTLE, recipe=replace(LITTLE.recipe, since=AT))
+    found = compare(config, ["mxfp8"], 1, out=tmp_path)
+    assert [found.along("mxfp8")[step][1] for step in range(AT)] == [0.0] * AT
+    assert found.along("mxfp8")[-1][1] != 0
+    assert "from step 3 on" in found.arms[-1].says
+    assert any("from step 3 on" in each for each in notes(found))
+    lines = publish(tmp_path).lines
+    assert {each.since for each in lines} == {AT}
+    assert {each.key for each in lines}.isdisjoint({replace(each, since=0).key for each in lines})

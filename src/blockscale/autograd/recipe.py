@@ -72,11 +72,11 @@ class Recipe:
     """What a layer does in low precision.
 
     fprop, dgrad, wgrad: None stays in high precision.  until: a step from which on a product stays in high precision
-    too, such as {"fprop": 8000}; see `at`.  keeps: what of an input waits for the backward: "operand" (its 8-bit or
-    4-bit copy, made in the forward from one read) or "source" (the input itself, cast in the backward: for inputs that
-    somebody else keeps anyway).  weight_cast: "forward" (both operands of the weight are made in the forward and wait
-    for the backward), "twice" (one in the forward, one in the backward: nothing waits) or "step" (once per optimizer
-    step, see docs/weights.md).
+    too, such as {"fprop": 8000}.  since: the step up to which all of them do, such as the last of a warm-up; see `at`.
+    keeps: what of an input waits for the backward: "operand" (its 8-bit or 4-bit copy, made in the forward from one
+    read) or "source" (the input itself, cast in the backward: for inputs that somebody else keeps anyway).
+    weight_cast: "forward" (both operands of the weight are made in the forward and wait for the backward), "twice" (one
+    in the forward, one in the backward: nothing waits) or "step" (once per optimizer step, see docs/weights.md).
 
     is_low: whether any product is in low precision.  draws: whether a cast is stochastic, so that a layer needs a name
     and a state.
@@ -92,6 +92,7 @@ class Recipe:
     until: Mapping[str, int] = field(default_factory=dict)
     keeps: Literal["operand", "source"] = "operand"
     weight_cast: WeightCast = "forward"
+    since: int = 0
     # found once: every call of a layer asks, and compiled code cannot find out later
     is_low: bool = field(init=False, repr=False, compare=False)
     draws: bool = field(init=False, repr=False, compare=False)
@@ -103,11 +104,12 @@ class Recipe:
             if product is not None:
                 _check_product(name, product)
         _check_until(self.until)
+        _check_since(self.since)
         check_name(self.keeps, ("operand", "source"), "kept input")
         check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
         products = (self.fprop, self.dgrad, self.wgrad)
         operands = [operand for operand in map(self.operand, ROLES) if operand is not None]
-        fields = (self.name, *products, tuple(sorted(self.until.items())), self.keeps, self.weight_cast)
+        fields = (self.name, *products, tuple(sorted(self.until.items())), self.keeps, self.weight_cast, self.since)
         object.__setattr__(self, "is_low", bool(operands))
         object.__setattr__(self, "draws", any(operand.stochastic for operand in operands))
         object.__setattr__(self, "_hash", hash(fields))
@@ -139,13 +141,14 @@ class Recipe:
         return {role: None if operand is None else operand.format for role, operand in operands}
 
     def at(self, step: int) -> Recipe:
-        """The recipe as it is at an optimizer step: itself, or without the products whose time is over.
+        """The recipe as it is at an optimizer step: itself, or without the products whose time has not come or is over.
 
-        >>> recipe = get_recipe("nvfp4").replace(until={"fprop": 100})
-        >>> recipe.at(99).fprop is None, recipe.at(100).fprop is None
-        (False, True)
+        >>> recipe = get_recipe("nvfp4").replace(until={"fprop": 100}, since=10)
+        >>> [recipe.at(step).fprop is None for step in (9, 10, 99, 100)]
+        [True, False, False, True]
         """
-        over = {name: None for name, end in self.until.items() if step >= end and getattr(self, name) is not None}
+        ends = dict.fromkeys(PRODUCTS, 0) if step < self.since else self.until
+        over = {name: None for name, end in ends.items() if step >= end and getattr(self, name) is not None}
         return dataclasses.replace(self, **over) if over else self
 
     def replace(self, **changes: Any) -> Recipe:
@@ -183,7 +186,7 @@ class Recipe:
 
     def __str__(self) -> str:
         products = (f"{name} {getattr(self, name) or 'in high precision'}" for name in PRODUCTS)
-        return f"{self.name}: {'; '.join(products)}"
+        return f"{self.name}: {'; '.join(products)}{f'; from step {self.since} on' if self.since else ''}"
 
 
 def _check_until(until: object) -> None:
@@ -195,6 +198,12 @@ def _check_until(until: object) -> None:
         if not isinstance(step, int) or step < 0:
             rule = "a product changes at a step, counted from 0"
             raise OptionError(message(f"until={{{name!r}: {step!r}}}", rule=rule, fix="pass an int of 0 or more"))
+
+
+def _check_since(since: object) -> None:
+    if not isinstance(since, int) or isinstance(since, bool) or since < 0:
+        rule = "low precision begins at a step, counted from 0"
+        raise OptionError(message(f"since={since!r}", rule=rule, fix="pass an int of 0 or more"))
 
 
 def _check_product(name: str, product: Product) -> None:

@@ -43,7 +43,7 @@ class LossGoal:
         """The one with the most seeds of those that are long enough, or the longest of these where one seed will do."""
         mine = [row for row in rows if (row.model, row.arm) == (self.model, self.recipe) and on_machine(row)]
         fit = [row for row in mine if row.steps >= self.least_steps and len(row.seeds) >= self.least_seeds]
-        fit = [row for row in fit if row.branch_at == (BRANCH_AT if self.branches else 0)]
+        fit = [row for row in fit if row.branch_at == (BRANCH_AT if self.branches else 0) and not row.since]
         return max(fit, key=lambda row: (row.steps if self.least_seeds == 1 else 0, len(row.seeds)), default=None)
 
     def met(self, row: Convergence) -> str:
@@ -52,7 +52,7 @@ class LossGoal:
         if row.gap is None or row.flop_share < self.share or row.gap > max(self.most, row.noise or 0.0):
             return "no"
         if row.gap > self.most:
-            return "within noise"
+            return "inside the null's noise"
         return "in the mean" if row.verdict == "undecided" else "yes"
 
 
@@ -136,15 +136,16 @@ def comparisons(rows: Sequence[Convergence]) -> list[list[Convergence]]:
 
 def pictured(rows: Sequence[Convergence]) -> list[list[Convergence]]:
     """The longest comparison of each model, and the longest of runs that part late."""
-    longest: dict[tuple[str, bool], list[Convergence]] = {}
+    longest: dict[tuple[str, bool, bool], list[Convergence]] = {}
     for group in comparisons(rows):
-        longest.setdefault((group[0].model, group[0].branch_at > 0), group)
+        longest.setdefault((group[0].model, group[0].branch_at > 0, group[0].since > 0), group)
     return list(longest.values())
 
 
 def apart(row: Convergence) -> str:
     """Where its runs part, in words, if that is not at once."""
-    return f"bf16 up to step {row.branch_at:,}, " if row.branch_at else ""
+    begins = f"low precision from step {row.since:,} on, " if row.since else ""
+    return (f"bf16 up to step {row.branch_at:,}, " if row.branch_at else "") + begins
 
 
 def gap_of(row: Convergence) -> str:

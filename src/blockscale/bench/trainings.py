@@ -26,7 +26,7 @@ class Convergence:
     relative to bf16, the mean of the pairs and half of its interval of 95 %.  noise: what the null says that a gap may
     be by chance.  curves: training loss, smoothed and thinned, by seed.  along: [step, mean gap on held-out text].
     tokens_per_second, shares: None and empty where runs shared the machine.  branch_at: the step up to which all runs
-    of a seed are bf16's; 0: they part at the first.
+    of a seed are bf16's; 0: they part at the first.  since: the step from which on recipes are in low precision.
     """
 
     model: str
@@ -52,6 +52,7 @@ class Convergence:
     shares: dict[str, float]
     where: dict[str, Any]
     branch_at: int = 0
+    since: int = 0
     kind: str = "convergence"
 
     @property
@@ -62,7 +63,7 @@ class Convergence:
     @property
     def setting(self) -> tuple[Any, ...]:
         """What runs that are compared with each other have in common, but for their seeds."""
-        size = (self.steps, self.branch_at, self.tokens_per_step, self.parameters)
+        size = (self.steps, self.branch_at, self.since, self.tokens_per_step, self.parameters)
         return self.model, *size, self.data_hash, self.where.get("gpu")
 
 

@@ -27,6 +27,12 @@ def check(config: RunConfig) -> None:
             _refuse(f"{name}={getattr(config, name)}", "it is a count, and 0 means never", f"pass {name}=0 or more")
     if config.keep < 1:
         _refuse(f"keep={config.keep}", "the last checkpoint always stays", "pass keep=1 or more")
+    if not 0 <= config.recipe.since < config.steps:
+        _refuse(
+            f"since={config.recipe.since} of {config.steps} steps",
+            "low precision begins before the last step",
+            f"pass recipe.since={config.steps // 10}, or 0",
+        )
     if config.data.sequence < 2:
         _refuse(f"sequence={config.data.sequence}", "a piece predicts at least one symbol", "pass sequence=2 or more")
     if not 0 < config.data.held_out < 1:

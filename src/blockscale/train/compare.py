@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ..autograd import Recipe, get_recipe
+from ..autograd import Recipe
 from ..errors import OptionError, message
 from .branch import BASELINE, trunk, trunk_of
 from .checkpoint import read_about
@@ -22,6 +22,7 @@ from .checks import check_apart
 from .config import RunConfig
 from .data import load
 from .records import Hooks
+from .run import recipe_of
 from .side_by_side import Lines, side_by_side
 from .statistics import Gap, Verdict, judge, noise_of, paired, wander
 from .stored import LOOKS, METRICS, Stored, folder_of, read, run_or_read
@@ -89,6 +90,11 @@ class Comparison:
         return int(self.runs[BASELINE][0].arm.get("branch_at", 0))
 
     @property
+    def since(self) -> int:
+        """From which step on recipes are in low precision."""
+        return int(self.runs[BASELINE][0].about.get("config", {}).get("recipe", {}).get("since", 0))
+
+    @property
     def is_timed(self) -> bool:
         """Whether speeds mean anything: each run had the machine to itself."""
         return all(run.arm.get("jobs", 1) == 1 for runs in self.runs.values() for run in runs)
@@ -122,7 +128,7 @@ def arms_of(config: RunConfig, recipes: Sequence[str], budget: float | None = No
     arms = [Arm(BASELINE, "what the others are compared with"), Arm(NULL, null_of(config)[1])]
     for name in dict.fromkeys(recipes):
         if name != BASELINE:
-            recipe = get_recipe(name)
+            recipe = recipe_of(replace(config.recipe, name=name))
             arms.append(Arm(name, str(recipe), BUDGETS[_bits(recipe)] if budget is None else budget))
     return tuple(arms)
 

@@ -151,6 +151,8 @@ class RecipeConfig:
     """Blocks at the start that stay in high precision; None: the default of the recipe."""
     keep_last: int | float | None = None
     """Blocks at the end, or a share of them."""
+    since: int = 0
+    """The step up to which all layers stay in high precision, such as the last of the warm-up; 0: none."""
     keep_file: Path | None = None
     """What `blockscale advise` wrote: the layers that it would keep stay in high precision."""
 

@@ -122,6 +122,7 @@ def _line(found: Comparison, arm: Arm) -> Convergence:
         shares=first.shares if found.is_timed else {},
         where=first.where,
         branch_at=found.branch_at,
+        since=config["recipe"].get("since", 0),
     )
 
 

@@ -71,6 +71,8 @@ def notes(found: Comparison) -> list[str]:
             f"All runs of a seed are bf16's up to step {found.branch_at}; the first gap of a recipe is what it makes "
             "of weights that it did not train."
         )
+    if found.since:
+        said.append(f"Recipes are in low precision from step {found.since} on, and bf16 before.")
     if many == 1:
         said.append(
             "One seed: gaps have no interval of their own. Three times the null's largest gap in the second half of "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..autograd import Recipe, attach, get_recipe, refresh_weights_
 from ..autograd.recipe import PRODUCTS
-from ..diagnostics.advice import load_filter
+from ..diagnostics.filters import load_filter
 from ..errors import CheckpointError, NonFiniteError, message
 from ..hardware import default_device, gpu_name, named_device
 from ..nn import advance_, quantize_, set_step_
@@ -58,7 +58,7 @@ class Run:
         self.model = self._build()
         first, last = config.recipe.keep_first, config.recipe.keep_last
         if filter_fn is None and config.recipe.keep_file is not None:
-            filter_fn = load_filter(config.recipe.keep_file, self.model)
+            filter_fn = load_filter(config.recipe.keep_file, self.model, self.recipe)
         self.report = quantize_(self.model, self.recipe, filter_fn, keep_first=first, keep_last=last, seed=config.seed)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         kind = CapturedMicrobatch if config.cuda_graph else Microbatch
@@ -97,10 +97,11 @@ class Run:
 
     @property
     def flop_share(self) -> float:
-        """Of the linear FLOPs, those that follow the recipe: all of its layers, and of these the products that are in
-        low precision."""
+        """Of the linear FLOPs of all steps, those that follow the recipe: of its layers the products that are in low
+        precision, from the step on that it begins with."""
         low = sum(getattr(self.recipe, name) is not None for name in PRODUCTS)
-        return self.report.flop_share * (low / len(PRODUCTS) if low else 1.0)
+        steps = max(0, self.config.steps - self.recipe.since) / self.config.steps
+        return self.report.flop_share * steps * (low / len(PRODUCTS) if low else 1.0)
 
     def tell(self, call: Callable[[Hooks], None]) -> None:
         """All hooks, in their order."""
@@ -113,6 +114,8 @@ class Run:
         """One optimizer step. Waits for nothing."""
         config, model = self.config, self.model
         set_step_(model, self.step)
+        if self.step == self.recipe.since > 0:  # weights were cast for what came before, or not at all
+            refresh_weights_(model)
         for micro in range(config.accumulate):
             self.microbatch(self.pieces(self.step, micro))
             advance_(model)
@@ -289,4 +292,5 @@ def recipe_of(config: RecipeConfig) -> Recipe:
     recipe = get_recipe(config.name)
     if config.weights is not None:
         recipe = recipe.with_weights(config.weights)
-    return recipe.replace(name=recipe.name, weight_cast=config.weight_cast)
+    since = config.since if recipe.is_low else 0
+    return recipe.replace(name=recipe.name, weight_cast=config.weight_cast, since=since)

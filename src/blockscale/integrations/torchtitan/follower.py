@@ -34,10 +34,10 @@ def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Rec
     chosen = get_recipe(recipe)
     if weight_cast is not None and weight_cast != chosen.weight_cast:
         chosen = chosen.replace(name=chosen.name, weight_cast=weight_cast)
-    if chosen.until:
+    if chosen.until or chosen.since:
         raise OptionError(
             message(
-                f"until={dict(chosen.until)} in torchtitan",
+                f"until={dict(chosen.until)} and since={chosen.since} in torchtitan",
                 rule="nothing there tells layers which step it is",
                 fix="leave it out, or resume with another recipe at that step",
             )
