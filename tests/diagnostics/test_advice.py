@@ -216,6 +216,10 @@ def test_a_filter_of_another_model_is_refused(tmp_path):
     larger.layers.append(torch.nn.Linear(128, 128, bias=False))
     with pytest.raises(OptionError, match=r"knows nothing of layers\.4.*advice is for the model that was measured"):
         load_filter(tmp_path / "advice.json", larger)
+    larger = Net(2)
+    larger.experts = bs.nn.GroupedExperts(128, 64, 4, recipe="bf16")
+    with pytest.raises(OptionError, match=r"knows nothing of experts\.down"):
+        load_filter(tmp_path / "advice.json", larger)
     with pytest.warns(UserWarning, match="was given for mxfp8, this is nvfp4"):
         load_filter(tmp_path / "advice.json", Net(2), bs.get_recipe("nvfp4"))
     assert load_filter(tmp_path / "advice.json", Net(2), bs.get_recipe("bf16")), "the baseline of a comparison"

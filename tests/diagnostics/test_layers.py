@@ -296,6 +296,8 @@ def test_a_layer_that_no_gradient_reaches_has_a_forward_and_no_damage():
     first, second = layer_numerics(model, lambda: model(x).square().mean())
     assert 10 < first.fprop < 25
     assert first.damage is None
+    bs.quantize_(model, "mxfp8_fprop_bf16", all_layers)
+    assert [each.damage for each in layer_numerics(model, lambda: model(x).square().mean())] == [None, 0.0]
     assert first.dgrad is None
     assert second.damage > 0
 
@@ -319,6 +321,52 @@ def test_a_layer_that_is_used_three_times_has_the_damage_of_three():
     assert found.damage == pytest.approx(sum(each.damage for each in three), rel=1e-6)
     assert found.operands["fprop_w"] == three[0].operands["fprop_w"], "its weight is one"
     assert sum(found.operands["fprop_x"].scales.values()) == 3 * 64 * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("regions", [1, 3])
+def test_a_layer_that_is_used_three_times_within_checkpoints(reentrant, regions):
+    model, x = converted("mxfp4", 64, 64), torch.randn(64, 64, requires_grad=True)
+
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        return model(model(model(x)))
+
+    def loss() -> torch.Tensor:
+        y = x
+        for _ in range(regions):
+            y = checkpoint(thrice if regions == 1 else model, y, use_reentrant=reentrant)
+        return y.square().mean()
+
+    (found,), (plain,) = (layer_numerics(model, each) for each in (loss, lambda: thrice(x).square().mean()))
+    for name in ("fprop", "dgrad", "wgrad", "damage"):
+        assert getattr(found, name) == pytest.approx(getattr(plain, name), rel=1e-9), name
+    assert found.operands["wgrad_dy"].scales == plain.operands["wgrad_dy"].scales
+
+
+def test_a_backward_within_the_forward_is_none_of_the_loss():
+    model, x = converted("mxfp8", 64, 64), torch.randn(32, 64)
+    (plain,) = layer_numerics(model, lambda: model(x).square().mean())
+
+    def loss() -> torch.Tensor:
+        inner = x.clone().requires_grad_()
+        torch.autograd.grad(model(inner).square().sum(), inner)
+        return model(x).square().mean()
+
+    (found,) = layer_numerics(model, loss)
+    assert found.damage == plain.damage
+    assert found.wgrad == plain.wgrad
+
+
+def test_products_stand_for_all_rows_of_their_calls():
+    """Many rows without noise and few with it: what was taken of both is no mean of them."""
+    layer = experts("mxfp8")
+    offs = torch.tensor([20000, 20040, 20040, 20040], dtype=torch.int32)
+    layer.weight.data.fill_(0.5)
+    x = torch.ones(20040, 64)
+    x[20000:] = torch.randn(40, 64)
+    (found,) = layer_numerics(layer, lambda: layer(x, offs).sum())  # gradients of one have no noise
+    for product in ("fprop", "wgrad"):
+        assert getattr(found, product) > getattr(found.experts[1], product) + 40, product
 
 
 def test_what_happens_to_an_input_after_the_call_does_not_count():
@@ -384,15 +432,19 @@ def test_buffers_that_are_replaced_are_put_back_and_others_not_written():
             self.inner = converted("mxfp8", 64, 64)
             self.register_buffer("count", torch.zeros(()))
             self.register_buffer("scale", torch.ones(64))
+            self.register_buffer("cache", None)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.count = self.count + 1
-            return self.inner(x) * self.scale
+            self.cache = self.inner(x) * self.scale
+            return self.cache
 
     model, x = Counting(), torch.randn(8, 64)
     pending = model(x).square().mean()
+    cache = model.cache = None
     sample(model, lambda: model(x).mean())
     assert model.count.item() == 1
+    assert model.cache is cache
     pending.backward()  # fails where a buffer that it kept was written
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import blockscale as bs
 from blockscale.errors import CheckpointError, OptionError
@@ -149,8 +150,22 @@ def test_one_that_begins_later_goes_on_where_it_was(tmp_path: Path):
 def test_a_recipe_begins_before_the_last_step():
     with pytest.raises(OptionError, match="since=5 of 5 steps"):
         train(replace(LITTLE, recipe=replace(LITTLE.recipe, since=5)))
+    with pytest.raises(OptionError, match=r"since=1 of a run that begins with .*follows its recipe at once"):
+        train(replace(LITTLE, start=Path("somewhere"), recipe=replace(LITTLE.recipe, since=1)))
+    with pytest.raises(OptionError, match="branch_at=3 and since=1"):
+        compare(replace(LITTLE, recipe=replace(LITTLE.recipe, since=1)), ["mxfp8"], out=Path("nowhere"), branch_at=AT)
     with pytest.raises(OptionError, match=r"since=-1.*counted from 0"):
         bs.get_recipe("mxfp8").replace(since=-1)
+
+
+def test_layers_begin_with_the_first_step():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    bs.quantize_(model, bs.get_recipe("mxfp8").replace(since=2), lambda module, name: True)
+    low = []
+    for step in range(4):
+        low.append(model[0].recipe_now.is_low)
+        bs.set_step_(model, step + 1)
+    assert low == [False, False, True, True]
 
 
 def test_a_comparison_of_recipes_that_begin_later(tmp_path: Path):
@@ -163,3 +178,23 @@ def test_a_comparison_of_recipes_that_begin_later(tmp_path: Path):
     lines = publish(tmp_path).lines
     assert {each.since for each in lines} == {AT}
     assert {each.key for each in lines}.isdisjoint({replace(each, since=0).key for each in lines})
+
+
+@pytest.mark.parametrize("weight_cast", ["step", "twice"])
+def test_compiled_blocks_change_with_the_recipe(weight_cast: str, monkeypatch: pytest.MonkeyPatch):
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **named: compile_function(f, **named | {"backend": "aot_eager"}))
+    config = small("mxfp8", weight_cast, model=ONE_BLOCK, steps=3)
+    config = replace(config, recipe=replace(config.recipe, since=1))
+    compiled, eager = train(replace(config, compile="blocks")), train(config)
+    assert (compiled.history, compiled.loss) == (eager.history, eager.loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_cast", ["step", "forward"])
+def test_microbatches_are_captured_again_when_a_recipe_begins(weight_cast: str):
+    config = small("fp8_blockwise", weight_cast, steps=6, device="cuda", deterministic=True, accumulate=2)
+    config = replace(config, recipe=replace(config.recipe, since=AT))
+    captured, eager = train(replace(config, cuda_graph=True)), train(config)
+    assert (captured.history, captured.loss) == (eager.history, eager.loss)
+    assert captured.history[AT:] != train(replace(config, recipe=replace(config.recipe, since=0))).history[AT:]

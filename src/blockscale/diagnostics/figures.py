@@ -55,7 +55,7 @@ def layer_sums(layer: Any, calls: Sequence[Seen]) -> Sums:
     for seen in calls:
         more = _of_call(casts.among(None if seen.offs is None else Groups(seen.offs)), seen, weight, of_weight)
         sums |= {key: sums[key] + value if key in sums else value for key, value in more.items()}
-    if layer.recipe_now.fprop is None:
+    if layer.recipe_now.fprop is None and any(seen.dy is not None for seen in calls):
         sums["damage"] = torch.zeros_like(sums["load"])
     if layer.weight.grad is not None:
         norm = torch.linalg.vector_norm(layer.weight.grad, dtype=torch.float32)
@@ -170,7 +170,7 @@ def _of_products(
     squared effect of each row's noise on the loss, to first order."""
     x, dy = seen.x, seen.dy
     # torch's grouped product in anything but bf16 asks the host for sizes, and bf16's own rounding is far below
-    kind = torch.float32 if groups is None else x.dtype
+    kind = torch.float32 if groups is None else torch.bfloat16 if x.is_cuda else x.dtype
     high_x, high_weight = x.to(kind), weight.to(kind)
     (x_row, x_col), (w_row, w_col) = pairs["x"], pairs["w"]
     low: dict[str, Any] = {"fprop": lambda: fprop(x, weight, None, x_row, w_row, x.dtype, groups)}
@@ -187,12 +187,11 @@ def _of_products(
             continue
         value, reference = low[product](), exact[product]()
         noise, ends = value.float() - reference.float(), seen.offs if product != "wgrad" else None
-        times = seen.stands_for if product != "wgrad" else 1.0
-        sums[f"{product}.signal"] = energy(reference, ends) * times
-        sums[f"{product}.noise"] = energy(noise, ends) * times
+        sums[f"{product}.signal"] = energy(reference, ends) * seen.stands_for
+        sums[f"{product}.noise"] = energy(noise, ends) * seen.stands_for
         if product == "fprop" and dy is not None:
             effect = (dy.double() * noise.double()).sum(-1, keepdim=True)
-            sums["damage"] = energy(effect, ends) * times
+            sums["damage"] = energy(effect, ends) * seen.stands_for
     return sums
 
 

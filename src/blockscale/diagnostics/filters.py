@@ -14,6 +14,7 @@ from ..autograd import Recipe
 from ..errors import OptionError, message
 from ..formats.stochastic import module_name
 from ..nn.convert import ROOT, FilterFn
+from ..nn.policy import sizes_of
 
 KIND = "blockscale advice"
 
@@ -70,8 +71,12 @@ def _check_names(path: Path, names: list[str], others: list[str] | None, model: 
     named = (name for each in (model.named_modules(), model.named_parameters()) for name, _ in each)
     there = {module_name(name) or ROOT for name in named}
     missing = [name for name in names if name not in there]
-    linears = {module_name(name) or ROOT for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    new = [] if others is None else sorted(linears - {*names, *others})
+    layers = {
+        ".".join(filter(None, (module_name(name), size.part))) or ROOT
+        for name, each in model.named_modules()
+        for size in sizes_of(each)
+    }
+    new = [] if others is None else sorted(layers - {*names, *others})
     if missing or new:
         what = (
             f"names {missing[0]}, and {len(missing) - 1} more that this model does not have"

@@ -25,7 +25,7 @@ from ..nn import GroupedLinear
 from ..nn.convert import ROOT
 from ..nn.follower import Follower
 from .figures import BINS, LOWEST, Sums, layer_sums
-from .watching import Untouched, counted, watched
+from .watching import Untouched, counted, forget_gradients, watched
 
 # of what is exact, and below zero of what is no number: JSON has neither infinity nor NaN
 EXACT_DB = 300.0
@@ -138,6 +138,7 @@ def sample(model: torch.nn.Module, loss: Callable[[], Tensor], *, tokens: int | 
             value = loss()
             _check_loss(value)
             untouched.before_backward(value)
+            forget_gradients(calls)
             value.backward()
         with torch.no_grad():
             # in the order of the model, whatever the order of calls

@@ -1,7 +1,8 @@
 """A pass that is watched: which calls of each layer gradients come back to, and a model that is left as it was.
 
-Hooks keep rows of every call, copied, so that what a model does with its tensors later does not matter. A call that a
-checkpoint repeats in the backward counts once; a layer that is used several times has as many calls.
+Hooks keep rows of every call, copied, so that what a model does with its tensors later does not matter. A layer that is
+used several times has as many calls. Of a call that a checkpoint makes again one counts: gradients come back to one of
+the two alone, the first or, where that was run without them (a reentrant checkpoint), the second.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ def watched(layers: dict[str, torch.nn.Module]) -> Generator[tuple[Calls, list[i
         yield calls, rows
 
 
+def forget_gradients(calls: Calls) -> None:
+    """Those of backwards within the forward, which are none of the loss."""
+    for each in calls.values():
+        for seen in each:
+            seen.dy = None
+
+
 def counted(calls: list[Seen]) -> list[Seen]:
     """The calls that gradients came back to; without any the first."""
     return [each for each in calls if each.dy is not None] or calls[:1]
@@ -48,8 +56,8 @@ def _watch(name: str, calls: Calls, rows: list[int]) -> Callable[..., None]:
     def look(module: torch.nn.Module, args: Any, named: dict[str, Any], output: Tensor) -> None:
         mine = calls.setdefault(name, [])
         has_gradients = any(each.has_gradient for each in mine)
-        if has_gradients and (_is_in_backward() or not output.requires_grad):
-            return  # a checkpoint's repetition of a call that is here, or one that no gradient will come back to
+        if has_gradients and not output.requires_grad:
+            return  # no gradient will come back to it
         x, *where = inspect.signature(module.forward).bind(*args, **named).args
         x = getattr(x, "source", x).detach()
         _check_whole(name, x)
@@ -77,10 +85,6 @@ def _check_whole(name: str, x: Tensor) -> None:
                 fix="take the sample without tensor parallelism",
             )
         )
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 Taken = Callable[[Tensor], Tensor]
@@ -127,18 +131,19 @@ class Untouched:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._gradients: dict[int, tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = {}
-        self._buffers: list[tuple[torch.nn.Module, str, Tensor, Tensor, int]] = []
+        self._buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        self._values: list[tuple[Tensor, Tensor, int]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Untouched:
         self._check_no_steps(self.model.named_parameters())
-        self.set_aside(self.model.parameters())
-        for module in self.model.modules():
-            for name, each in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
-                if each is not None:
-                    self._buffers.append((module, name, each, each.clone(), _version(each)))
         gpus = {each.device for each in self.model.parameters() if each.is_cuda}
+        for module in self.model.modules():
+            live = module._buffers  # pyright: ignore[reportPrivateUsage]
+            self._buffers.append((live, {**live}))
+        self._values = [(each, each.clone(), _version(each)) for each in self.model.buffers()]
         self._stack.enter_context(torch.random.fork_rng(gpus))
+        self.set_aside(self.model.parameters())  # last: what failed before it has changed nothing
         return self
 
     def before_backward(self, loss: Tensor) -> None:
@@ -166,8 +171,10 @@ class Untouched:
                 each.grad = gradient if gradient is None or copy is None else gradient.copy_(copy)
                 if buffer is not None:
                     each.main_grad = buffer  # pyright: ignore[reportAttributeAccessIssue]
-            for module, name, each, before, version in self._buffers:
-                module._buffers[name] = each  # pyright: ignore[reportPrivateUsage]
+            for live, before in self._buffers:
+                live.clear()
+                live.update(before)
+            for each, before, version in self._values:
                 if _version(each) != version:  # an equal write would still count as one, and break a pending backward
                     each.copy_(before)
 

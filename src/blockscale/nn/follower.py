@@ -51,7 +51,7 @@ class Follower(torch.nn.Module):
                     fix="pass name='layers.0.mlp.down_proj', or convert a model with quantize_, which names its layers",
                 )
             )
-        self.recipe = self.recipe_now = chosen
+        self.recipe, self.recipe_now = chosen, chosen.at(0)
         self.name, self.seed = plain, seed
         self._share(chosen.weight_cast == "step" and chosen.is_low)
         if chosen.draws and rng is None:

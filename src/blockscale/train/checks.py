@@ -33,6 +33,12 @@ def check(config: RunConfig) -> None:
             "low precision begins before the last step",
             f"pass recipe.since={config.steps // 10}, or 0",
         )
+    if config.recipe.since and config.start is not None:
+        _refuse(
+            f"since={config.recipe.since} of a run that begins with {config.start}",
+            "what goes on from a checkpoint follows its recipe at once",
+            "leave since out, or begin with a checkpoint of that step",
+        )
     if config.data.sequence < 2:
         _refuse(f"sequence={config.data.sequence}", "a piece predicts at least one symbol", "pass sequence=2 or more")
     if not 0 < config.data.held_out < 1:

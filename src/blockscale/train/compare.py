@@ -242,6 +242,9 @@ def _check_branch(config: RunConfig, seeds: Sequence[int], branch_at: int) -> No
     if branch_at and not 0 < branch_at < config.steps:
         rule = "runs part after one step at least, and before the last"
         refuse(f"branch_at={branch_at} of {config.steps} steps", rule, f"pass 1 to {config.steps - 1}, or 0")
+    if config.recipe.since and branch_at:
+        rule = "recipes begin where runs part, or at a step of runs that part at once"
+        refuse(f"branch_at={branch_at} and since={config.recipe.since}", rule, "leave one of them out")
     if config.start is not None and branch_at:
         rule = "runs begin with one checkpoint"
         refuse(f"branch_at={branch_at} and start={config.start}", rule, "leave one of them out")

@@ -97,12 +97,13 @@ class _Loop:
         run, config = self.run, self.config
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
-        if config.profile and run.saved is None and config.steps - run.step <= _SETTLED:
+        first = max(run.step, run.recipe.since)
+        if config.profile and run.saved is None and config.steps - first <= _SETTLED:
             raise OptionError(
                 message(
-                    f"profile={config.profile} of {config.steps - run.step} steps",
+                    f"profile={config.profile} of {config.steps - first} steps",
                     rule=f"a trace begins after {_SETTLED} steps, when compilation and autotuning are over",
-                    fix=f"pass steps={run.step + _SETTLED + config.profile} or more",
+                    fix=f"pass steps={first + _SETTLED + config.profile} or more",
                 )
             )
         if config.export is not None:  # where that cannot be, now is the time to say so
@@ -111,7 +112,6 @@ class _Loop:
         if config.start is not None and run.saved is None:  # what its recipe makes of weights that it did not train
             self.evaluate()
         self.restart_clock()
-        first = run.step
         while run.step < config.steps and not run.wants_stop:
             before = run.step
             run.tell(lambda hook: hook.before_step(run))

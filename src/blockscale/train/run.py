@@ -81,6 +81,7 @@ class Run:
         self.broken = torch.zeros((), device=self.device)
         self._unread: list[tuple[int, float, Tensor, Tensor]] = []
         self._resume()
+        set_step_(self.model, self.step)
         attach(self.optimizer, self.model)
         if config.compile != "none":
             compile_(self.model, config.compile)
@@ -174,6 +175,7 @@ class Run:
     def located(self, record: StepRecord) -> NonFiniteError:
         """Replay the step that went wrong, with the weights and draws that it had, and say where."""
         config, step = self.config, record.step - 1
+        set_step_(self.model, step)
         refresh_weights_(self.model)
         batches = [self.pieces(step, micro) for micro in range(config.accumulate)]
         advance_(self.model, tick=step * config.accumulate)

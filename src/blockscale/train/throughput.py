@@ -78,7 +78,8 @@ def measure(
 def _timed(config: RunConfig, steps: int) -> RunConfig:
     """Every step is told, and there is nothing but steps."""
     nothing = {"eval_every": 0, "eval_batches": 0, "save_every": 0, "profile": 0, "numerics_every": 0}
-    return replace(config, steps=steps, log_every=1, export=None, tensorboard=False, **nothing)
+    recipe = replace(config.recipe, since=0)
+    return replace(config, steps=steps, recipe=recipe, log_every=1, export=None, tensorboard=False, **nothing)
 
 
 def _run(config: RunConfig, out: Path, warm_up: int, commit: str | None) -> Stored:

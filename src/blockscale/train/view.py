@@ -55,7 +55,8 @@ class View(Hooks):
 
     def before_step(self, run: Run) -> None:
         """Once, a step that is profiled."""
-        if run.step == self.first + _MEASURED_AT and run.device.type == "cuda" and not run.config.profile:
+        begins = max(self.first, run.recipe.since)
+        if run.step == begins + _MEASURED_AT and run.device.type == "cuda" and not run.config.profile:
             run.wants_trace = True
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
