@@ -345,3 +345,14 @@ def test_batched_calls_are_single_ones():
     with torch.no_grad():
         got = torch.func.vmap(lambda x: linear(x, p.weight, recipe="mxfp8"))(xs)
         assert_same_bits(got, torch.stack([linear(x, p.weight, recipe="mxfp8") for x in xs]))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0), (0, 4, 0), (4, 0)])
+def test_inputs_without_features(shape: tuple[int, ...]):
+    x, weight = torch.zeros(shape, requires_grad=True), torch.zeros(64, 0, requires_grad=True)
+    y = linear(x, weight, None, get_recipe("mxfp8"))
+    assert y.shape == (*shape[:-1], 64)
+    assert not y.any()
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape

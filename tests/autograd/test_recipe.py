@@ -273,11 +273,23 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "is one of name, fprop, dgrad, wgrad, until, keeps, weight_cast, since. Fix: did you mean weight_cast",
     ),
     "found field": (lambda: base.replace(is_low=True), UnknownNameError, "unknown field of a recipe 'is_low'"),
+    "seed": (
+        lambda: bs.quantize_(torch.nn.Linear(64, 64), "nvfp4", lambda module, name: True, seed=1.5),  # pyright: ignore[reportArgumentType]
+        OptionError,
+        "seed=1.5. Rule: it is a whole number",
+    ),
     "role": (lambda: base.operand("fprop_dy"), UnknownNameError, "unknown role 'fprop_dy'"),
     "recipe": (lambda: get_recipe("mxfp"), UnknownNameError, "unknown recipe 'mxfp'.*did you mean mxfp"),
     "no recipe": (lambda: get_recipe(None), UnknownNameError, "unknown recipe None"),  # pyright: ignore[reportArgumentType]
     "a list": (lambda: get_recipe(["mxfp8"]), UnknownNameError, "unknown recipe"),  # pyright: ignore[reportArgumentType]
 }
+
+
+def test_a_recipe_does_not_change_with_what_it_was_made_from():
+    until = {"fprop": 5}
+    recipe = base.replace(until=until)
+    until["fprop"] = 0
+    assert recipe.at(1).fprop is not None
 
 
 @pytest.mark.parametrize("which", MISTAKES)

@@ -6,6 +6,7 @@ experts makes the same operands of the rows of its groups: `Groups`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +51,10 @@ def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
 
 def matrix(x: Tensor) -> Tensor:
     """[..., K] -> [M, K]."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if x.dim() == 2:
+        return x
+    # without features nothing says how many rows there are
+    return x.reshape(-1 if x.shape[-1] else math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class Groups(NamedTuple):

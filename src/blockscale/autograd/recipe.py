@@ -104,6 +104,7 @@ class Recipe:
             if product is not None:
                 _check_product(name, product)
         _check_until(self.until)
+        object.__setattr__(self, "until", dict(self.until))  # whose it was may change it
         _check_since(self.since)
         check_name(self.keeps, ("operand", "source"), "kept input")
         check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")

@@ -7,6 +7,7 @@ geometry, sharding, recomputation or a resume, and nothing but the seed needs sa
 
 from __future__ import annotations
 
+import operator
 import zlib
 from dataclasses import dataclass
 
@@ -51,6 +52,12 @@ def rng_state(seed: int, tick: int = 0, device: torch.device | str = "cpu") -> T
     >>> rng_state(7, tick=3)
     tensor([7, 3])
     """
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise OptionError(
+            message(f"seed={seed!r}", rule="it is a whole number", fix="pass seed=0, or any other int")
+        ) from None
     signed = (seed & (2**64 - 1)) - (2**64 if seed & 2**63 else 0)
     return torch.tensor([signed, tick], dtype=torch.int64, device=device)
 
