@@ -318,9 +318,8 @@ def measured(how: str, gated: bool | str) -> dict[str, Any]:
 
 def others() -> Iterator[Case]:
     yield "control", control
-    for gated in (False, "experts"):
-        for how in ("sharded", "replicated"):
-            yield f"measured {how} {gated}", functools.partial(measured, how, gated)
+    for how, gated in (("sharded", "experts"), ("replicated", False)):
+        yield f"measured {how} {gated}", functools.partial(measured, how, gated)
     for weight_cast in ("forward", "twice"):
         yield f"mixed {weight_cast}", functools.partial(mixed, weight_cast)
     for how in ("refreshed", "attached", "gathered", "root alone", "before", "first version"):

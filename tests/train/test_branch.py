@@ -180,7 +180,7 @@ def test_a_comparison_of_recipes_that_begin_later(tmp_path: Path):
     assert {each.key for each in lines}.isdisjoint({replace(each, since=0).key for each in lines})
 
 
-@pytest.mark.parametrize("weight_cast", ["step", "twice"])
+@pytest.mark.parametrize("weight_cast", ["step", pytest.param("twice", marks=pytest.mark.sweep)])
 def test_compiled_blocks_change_with_the_recipe(weight_cast: str, monkeypatch: pytest.MonkeyPatch):
     compile_function = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **named: compile_function(f, **named | {"backend": "aot_eager"}))
