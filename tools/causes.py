@@ -7,7 +7,7 @@ it from the end of the warm-up on ("since"). Every run is told in JSON lines, by
 
     losses     the trained weights evaluated in other precisions: what the forward's rounding costs by itself
     gradients  on the way, of a few batches that nobody trains on: how far gradients by the recipe are from bf16's, and
-               how much of that is the same in all batches, so that no averaging over steps removes it
+               how much of that, and of the gradient, is the same in all batches, so that no averaging removes it
 
 Run arms beside each other to save time; losses are then compared with those of `blockscale compare`.
 """
@@ -96,23 +96,24 @@ def energy(gradients: dict[str, Tensor]) -> Tensor:
     )
 
 
+def common(parts: Gradients) -> float:
+    """Share of the energy of several gradients, or of their errors, that is the same in all; about 0 for those that
+    have nothing to do with each other."""
+    mean = {name: torch.stack([each[name] for each in parts]).mean(0) for name in parts[0]}
+    same = energy(mean) / torch.stack([energy(each) for each in parts]).mean()
+    return float((same - 1 / len(parts)) / (1 - 1 / len(parts)))
+
+
 def compared(mine: Gradients, base: Gradients) -> dict[str, float]:
     """error: of a batch's gradient, relative to its norm.  length: what it is too long by, along the true one.  common:
-    share of the error's energy that is the same in all batches; about 0 for errors that have nothing to do with each
-    other."""
-    many = len(base)
+    of the errors."""
     errors = [{name: a[name] - b[name] for name in a} for a, b in zip(mine, base, strict=True)]
-    mean = {name: torch.stack([each[name] for each in errors]).mean(0) for name in errors[0]}
-    one = torch.stack([energy(each) for each in errors]).mean()
-    true = torch.stack([energy(each) for each in base]).mean()
-    along = sum(
-        torch.stack([(a[name].double() * b[name]).sum() for name in a]).sum() for a, b in zip(errors, base, strict=True)
-    )
-    same = energy(mean) / one  # 1 / many where they are independent
+    true = torch.stack([energy(each) for each in base]).sum()
+    along = torch.stack([(a[name].double() * b[name]).sum() for a, b in zip(errors, base, strict=True) for name in a])
     return {
-        "error": float((one / true).sqrt()),
-        "length": float(along / many / true),
-        "common": float((same - 1 / many) / (1 - 1 / many)),
+        "error": float((torch.stack([energy(each) for each in errors]).sum() / true).sqrt()),
+        "length": float(along.sum() / true),
+        "common": common(errors),
     }
 
 
@@ -130,7 +131,7 @@ class Causes(Hooks):
             base = gradients_in(run, "bf16", batches)
             names = {"all": self.recipe} | {each: alone(self.recipe, each) for each in PRODUCTS}
             found = {key: compared(gradients_in(run, name, batches), base) for key, name in names.items()}
-            self._write(run, "gradients", step=run.step, by=found)
+            self._write(run, "gradients", step=run.step, by=found, gradient_common=common(base))
 
     def on_end(self, run: Run, result: TrainResult) -> None:
         """Losses in other precisions."""

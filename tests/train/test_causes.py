@@ -24,6 +24,7 @@ def test_errors_that_are_known():
     free = causes.compared([{"w": each["w"] + 0.1 * mine} for each, mine in zip(base, noise, strict=True)], base)
     assert free["error"] == pytest.approx(0.1, rel=0.1)
     assert abs(free["common"]) < 0.05
+    assert abs(causes.common(base)) < 0.05
     short = causes.compared([{"w": 0.98 * each["w"]} for each in base], base)
     assert short["length"] == pytest.approx(-0.02)
 
@@ -45,6 +46,7 @@ def test_a_run_is_told(tmp_path, monkeypatch, capsys):
         ("losses", "since"),
     ]
     by = rows[0]["by"]
+    assert 0 < rows[0]["gradient_common"] < 1
     assert by["all"]["error"] > max(by[each]["error"] for each in causes.PRODUCTS) > 0.02
     # the forward of the first is bf16's, that of the second MXFP4's: evaluated so, weights have the run's own loss
     assert rows[1]["loss"] == pytest.approx(rows[1]["losses"]["bf16"], rel=1e-5)
