@@ -5,17 +5,21 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 import blockscale as bs
 from blockscale.errors import CheckpointError, OptionError
-from blockscale.train import ModelConfig, Run, branch, stored, train
+from blockscale.train import ModelConfig, Run, RunConfig, branch, stored, throughput, train
 from blockscale.train.branch import StopAfter, trunk
 from blockscale.train.compare import BASELINE, NULL, Comparison, compare
 from blockscale.train.publish import publish
+from blockscale.train.records import StepRecord
 from blockscale.train.report import notes, page
+from blockscale.train.view import View
 from small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
@@ -198,3 +202,38 @@ def test_microbatches_are_captured_again_when_a_recipe_begins(weight_cast: str):
     captured, eager = train(replace(config, cuda_graph=True)), train(config)
     assert (captured.history, captured.loss) == (eager.history, eager.loss)
     assert captured.history[AT:] != train(replace(config, recipe=replace(config.recipe, since=0))).history[AT:]
+
+
+# ---- what else has to know when a recipe begins ----------------------------------------------------------------------
+
+
+def later(**changes: object) -> RunConfig:
+    config = replace(LITTLE, **changes)
+    return replace(config, recipe=replace(config.recipe, name="mxfp8", since=AT))
+
+
+def test_a_step_that_broke_before_is_replayed_as_it_was():
+    run = Run(later())
+    run.step = AT + 1
+    bs.set_step_(run.model, run.step)
+    assert any(each.recipe_now.is_low for each in run.model.modules() if hasattr(each, "recipe_now"))
+    run.located(StepRecord(1, float("nan"), 1.0, 0.1))
+    assert not any(each.recipe_now.is_low for each in run.model.modules() if hasattr(each, "recipe_now"))
+
+
+def test_the_step_that_is_profiled_is_one_in_low_precision(tmp_path: Path):
+    view, due = View(Console(quiet=True)), []
+    run = SimpleNamespace(
+        device=torch.device("cuda"), config=later(), recipe=SimpleNamespace(since=AT), wants_trace=False
+    )
+    for run.step in range(20):
+        view.before_step(run)  # pyright: ignore[reportArgumentType]
+        due += [run.step] if run.wants_trace else []
+        run.wants_trace = False
+    assert due == [AT + 8]
+    with pytest.raises(OptionError, match=rf"profile=1 of 2 steps.*pass steps={AT + 4}"):
+        train(later(profile=1, folder=tmp_path))
+
+
+def test_speeds_are_those_of_the_recipe():
+    assert throughput._timed(later(), 9).recipe.since == 0
