@@ -184,6 +184,7 @@ def refusals() -> dict[str, str]:
     layer = model_registry("debugmodel").model.layers[0].feed_forward.w1
     return {
         "nothing matches": said(lambda: convert(fqns=["*blocks.*"])),
+        "a glob alone": said(lambda: convert(fqns="*layers.0.*")),
         "step": said(lambda: convert(weight_cast="step")),
         "recipe": said(lambda: convert(recipe="mxpf8")),
         "since": said(lambda: convert(recipe=get_recipe("mxfp8").replace(since=10))),
@@ -226,16 +227,22 @@ def conversions() -> dict[str, Any]:
     nvfp4 = BlockScaledConverter(BlockScaledConverter.Config(recipe="nvfp4"))
     nvfp4.convert(importlib.import_module("torchtitan.models.llama3").model_registry("debugmodel").model)
     assert nvfp4.report is not None
+    ends = BlockScaledConverter(BlockScaledConverter.Config(recipe="nvfp4", keep_first=6))
+    ends.convert(importlib.import_module("torchtitan.models.llama3").model_registry("debugmodel").model)
+    assert ends.report is not None
+    found["nothing but ends"] = {"converted": len(ends.report.converted), "warnings": ends.report.warnings}
     found["nvfp4"] = {each.name: each.reason for each in nvfp4.report.skipped if ".wo" in each.name}
     return found
 
 
 def configs() -> dict[str, Any]:
     """Every ready-made run: how many layers follow which recipe, and the classes around them."""
-    from blockscale.integrations.torchtitan import BlockScaledExperts, BlockScaledLinear
+    from blockscale.integrations.torchtitan import BlockScaledExperts, BlockScaledLinear, config_registry
     from blockscale.integrations.torchtitan.config_registry import CONFIGS
 
-    found: dict[str, Any] = {}
+    offered = {name for name, each in vars(config_registry).items() if callable(each) and not name.startswith("_")}
+    functions = {name for name in offered if not isinstance(getattr(config_registry, name), type)}
+    found: dict[str, Any] = {"offered beside": sorted(functions - set(CONFIGS) - {"Callable", "Any"})}
     for name, make in CONFIGS.items():
         config = make()
         kinds = (BlockScaledLinear.Config, BlockScaledExperts.Config)

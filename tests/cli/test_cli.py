@@ -141,6 +141,12 @@ def test_explain_knows_fused_casts(operation: str, capsys: pytest.CaptureFixture
     assert "triton" in next(line for line in text.splitlines() if "->" in line)
 
 
+@pytest.mark.parametrize("device", ["sm90", "h200", "sm_9999", "sm_"])
+def test_explain_says_how_a_gpu_is_named(device: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", "gemm", "--device", device]) == 2
+    assert "pass sm_90 for an H100" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

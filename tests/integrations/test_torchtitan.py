@@ -110,6 +110,9 @@ def test_four_bit_formats_spare_the_ends(default: Default):
         "layers.1.attention.wo": "first 2 of 6 blocks",
         "layers.5.attention.wo": "last 1 of 6 blocks",
     }
+    nothing = default("conversions")["nothing but ends"]
+    assert nothing["converted"] == 0
+    assert "pass keep_first=0 and keep_last=0" in nothing["warnings"][0]
 
 
 @pytest.mark.parametrize("model", ["llama3 8B", "llama3 debugmodel", "deepseek_v3 debugmodel", "gpt_oss debugmodel"])
@@ -121,7 +124,8 @@ def test_parameters_and_state_are_those_of_the_plain_model(default: Default, mod
 
 
 def test_ready_made_runs_have_twins(default: Default):
-    found = default("configs")
+    found = dict(default("configs"))
+    assert found.pop("offered beside") == []
     layers = {"llama3_debug": DEBUG_LINEARS, "deepseek_v3_debug": 4 * 6 + 3 + 3 * 5 + 5, "llama3_8b": 5 * 32}
     assert set(found) == {f"{model}_{recipe}" for model in layers for recipe in RECIPES}
     for model, count in layers.items():
@@ -255,6 +259,7 @@ def test_requests_that_make_no_sense_are_errors(default: Default):
     found = default("refusals")
     assert "no layer matches fqns=['*blocks.*']" in found["nothing matches"]
     assert "layers.0.attention.qkv_linear.wqkv" in found["nothing matches"]
+    assert "fqns='*layers.0.*'. Rule: globs come in a list. Fix: fqns=['*layers.0.*']" in found["a glob alone"]
     assert "FSDP2" in found["step"]
     assert "use 'forward'" in found["step"]
     assert "did you mean" in found["recipe"]

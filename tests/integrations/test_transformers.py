@@ -94,6 +94,18 @@ def test_a_plain_checkpoint_goes_on_in_low_precision(tmp_path: Path):
     assert losses[2:] != plain[2:]
 
 
+def test_experts_go_on_in_a_model_made_from_the_checkpoint(tmp_path: Path):
+    """Transformers loses experts that its checkpoints hold one by one, where it resumes by itself."""
+
+    def converted(model: nn.Module) -> nn.Module:
+        bs.quantize_(model, "nvfp4", lambda module, name: "mlp" in name)
+        return model
+
+    losses = train(converted(qwen_moe()), tmp_path, RecipeCallback())
+    again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert train(converted(again), tmp_path, RecipeCallback(), resume=True) == losses
+
+
 def test_weights_are_cast_once_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from blockscale.autograd import weights
 

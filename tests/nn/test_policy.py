@@ -25,7 +25,9 @@ def test_heads_routers_and_nothing_else_stay(recipe, router, why):
     assert {each.kind: each.modules for each in report.others} == {"Embedding": 1, "RMSNorm": 5}
 
 
-@pytest.mark.parametrize("head", ["lm_head", "output", "head", "classifier", "words"])
+@pytest.mark.parametrize(
+    "head", ["lm_head", "output", "head", "classifier", "score", "qa_outputs", "proj_out", "words"]
+)
 def test_output_heads_are_found_by_name_or_by_the_vocabulary(head):
     (skipped,) = bs.quantize_(made(head=head), "mxfp8").skipped
     assert skipped.name == head
@@ -73,7 +75,9 @@ def test_end_blocks_can_be_chosen():
     assert converted_blocks(made(blocks=6), "nvfp4", everything) == [0, 1, 2, 3, 4, 5]
     report = bs.quantize_(made(blocks=2), "nvfp4")
     assert not report.converted
-    assert "no layer was converted" in str(report)
+    assert "no layer was converted: pass keep_first=0 and keep_last=0" in str(report)
+    assert "would need" in str(bs.quantize_(made(blocks=2), "mxfp8", lambda module, name: False))
+    assert "no linear layers" in str(bs.quantize_(nn.Embedding(4, 4), "mxfp8"))
 
 
 def test_blocks_of_a_dict_and_none_at_all():
@@ -106,6 +110,18 @@ def test_layers_that_still_follow_another_recipe_are_said():
     assert any("still follow another recipe: unquantize_(model) first" in each for each in report.warnings)
     bs.unquantize_(model)
     assert not any("still follow" in each for each in bs.quantize_(model, "mxfp8", lambda *_: False).warnings)
+
+
+@pytest.mark.parametrize("odd", ["mlp", 3, lambda module: True, lambda: True], ids=["text", "number", "one", "none"])
+def test_a_filter_that_cannot_be_asked_is_an_error(odd):
+    model = made(blocks=2)
+    with pytest.raises(bs.errors.OptionError, match=r"filter_fn is .* called with a module and its name"):
+        bs.quantize_(model, "mxfp8", odd)
+    assert bs.quantize_(model, "mxfp8", takes_more).converted
+
+
+def takes_more(module: nn.Module, name: str, *more: object) -> bool:
+    return isinstance(module, nn.Linear)
 
 
 def test_filter_fn_decides_alone_and_sees_plain_names():

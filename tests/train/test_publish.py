@@ -147,6 +147,9 @@ def test_collect_stores_and_replaces(
         assert len(file.read_text().splitlines()) == 3
     assert trainings.load(tmp_path) == publish(folder).lines
     assert main(["collect", str(tmp_path), "--json", str(file)]) == 1
+    capsys.readouterr()
+    assert main(["collect", str(folder)]) == 1  # the file of the tables is of a GPU
+    assert "left out: 3 lines of runs on a CPU" in capsys.readouterr().out
     file.write_text('{"suite": "casts"}\n')
     with pytest.raises(OptionError, match="other lines"):
         trainings.read(file)
@@ -376,6 +379,17 @@ def test_goals_by_length_and_recipe():
     assert met(text, "125m by nvfp4, 3000 steps:")[1] == "not measured yet"
 
 
+def test_goals_of_runs_that_begin_in_bf16():
+    """Apart from those in low precision from the first step on; steps in bf16 are no fault of the share of FLOPs."""
+    late = "125m by fp8_blockwise, 3000 steps, 2 seeds, bf16 before step 300"
+    row = convergence(0.001, seeds=[1, 2], error=0.001, since=300, flop_share=0.82)
+    text = report_training.goals_table([row])
+    assert met(text, late)[1:6] == ["+0.10 ± 0.10 %", "0.10 %", "82.0 %", "within budget", "yes"]
+    assert met(text, FULL)[1] == "not measured yet"
+    for fields, says in (({"flop_share": 0.8}, "no"), ({"since": 0}, "-"), ({"seeds": [1]}, "-")):
+        assert met(report_training.goals_table([replace(row, **fields)]), late)[5] == says  # pyright: ignore[reportArgumentType]
+
+
 def test_goals_of_throughput():
     bf16 = throughput("bf16")
     forward = throughput("fp8_blockwise", tokens_per_second=10240.0, peak_memory=101 * 10**9)
@@ -436,7 +450,7 @@ def test_what_parts_late_is_pictured_beside_what_parts_at_once():
     early, late = convergence(0.0, arm="bf16"), convergence(0.0, arm="bf16", branch_at=1000)
     shorter = replace(late, steps=2000)
     assert report_training.pictured([shorter, late, early]) == [[early], [late]]
-    assert "bf16 up to step 1,000, 1 seed" in report_training.long_table([early, late])
+    assert "one run up to step 1,000, 1 seed" in report_training.long_table([early, late])
 
 
 def test_the_axis_of_gaps_is_made_for_late_ones():

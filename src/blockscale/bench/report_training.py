@@ -13,38 +13,63 @@ PICTURE = "images/training.svg"
 BASELINE, NULL = "bf16", "null"
 # what the goals are for
 MACHINE = "H200"
-# of linear FLOPs in low precision, below which a small gap says little
+# of linear FLOPs in low precision, from where a recipe begins, below which a small gap says little
 LEAST_SHARE = 0.9
-# where runs part that begin as one
-BRANCH_AT = 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long runs are, how many seeds at least, and what they do at first: see `Convergence.branch_at`, `since`."""
+
+    steps: int
+    seeds: int
+    options: str
+    branch_at: int = 0
+    since: int = 0
+
+    @property
+    def text(self) -> str:
+        said = f"{self.steps} steps" + (f", {self.seeds} seeds" if self.seeds > 1 else "")
+        said += f", runs that part at {self.branch_at}" if self.branch_at else ""
+        return said + (f", bf16 before step {self.since}" if self.since else "")
+
+    def fits(self, row: Convergence) -> bool:
+        """Whether runs were long enough, with seeds enough, and began that way."""
+        long_enough = row.steps >= self.steps and len(row.seeds) >= self.seeds
+        return long_enough and (row.branch_at, row.since) == (self.branch_at, self.since)
+
+
+FULL = Plan(3000, 1, "")
+BRANCHED = Plan(3000, 1, " --branch-at 1000", branch_at=1000)
+SHORT = Plan(300, 5, " --steps 300 --seeds 5 --optimizer.warmup 0.3")
+LATE = Plan(3000, 2, " --since 300 --seeds 2", since=300)
 
 
 @dataclass(frozen=True)
 class LossGoal:
     """A recipe on a model: gaps up to `most`, or up to the null's noise, are good.  share: of linear FLOPs that have to
-    be in low precision.  branches: of runs that part late, see `Convergence.branch_at`."""
+    be in low precision."""
 
     model: str
     recipe: str
     most: float
     share: float
-    least_steps: int
-    least_seeds: int
-    branches: bool
-    command: str
+    plan: Plan
 
     @property
     def text(self) -> str:
-        length = f"{self.least_steps} steps" + (f", {self.least_seeds} seeds" if self.least_seeds > 1 else "")
-        length += f", runs that part at {BRANCH_AT}" if self.branches else ""
-        return f"{self.model} by {self.recipe}, {length}: within {100 * self.most:g} %, or within the null's noise"
+        within = f"within {100 * self.most:g} %, or within the null's noise"
+        return f"{self.model} by {self.recipe}, {self.plan.text}: {within}"
+
+    @property
+    def command(self) -> str:
+        return f"blockscale compare {self.model} --recipes {self.recipe}{self.plan.options}"
 
     def row(self, rows: Sequence[Convergence]) -> Convergence | None:
         """The one with the most seeds of those that are long enough, or the longest of these where one seed will do."""
         mine = [row for row in rows if (row.model, row.arm) == (self.model, self.recipe) and on_machine(row)]
-        fit = [row for row in mine if row.steps >= self.least_steps and len(row.seeds) >= self.least_seeds]
-        fit = [row for row in fit if row.branch_at == (BRANCH_AT if self.branches else 0) and not row.since]
-        return max(fit, key=lambda row: (row.steps if self.least_seeds == 1 else 0, len(row.seeds)), default=None)
+        fit = [row for row in mine if self.plan.fits(row)]
+        return max(fit, key=lambda row: (row.steps if self.plan.seeds == 1 else 0, len(row.seeds)), default=None)
 
     def met(self, row: Convergence) -> str:
         """By the mean gap, which the verdict may call open; a run that broke down has none. That the null strays as far
@@ -57,25 +82,14 @@ class LossGoal:
 
 
 def _goals() -> tuple[LossGoal, ...]:
-    recipes = "fp8_blockwise,mxfp8,nvfp4"
-    lengths = (
-        (3000, 1, False, ""),
-        (3000, 1, True, f" --branch-at {BRANCH_AT}"),
-        (300, 5, False, " --steps 300 --seeds 5 --optimizer.warmup 0.3"),
+    plans = {"125m": (FULL, LATE, BRANCHED, SHORT), "moe-500m": (FULL, BRANCHED, SHORT)}
+    eight_bit = tuple(
+        LossGoal(model, recipe, 0.0025, LEAST_SHARE * (1 - plan.since / plan.steps), plan)
+        for model, theirs in plans.items()
+        for recipe in ("fp8_blockwise", "mxfp8")
+        for plan in theirs
     )
-    bars = (
-        *(
-            (model, recipe, 0.0025, LEAST_SHARE)
-            for model in ("125m", "moe-500m")
-            for recipe in ("fp8_blockwise", "mxfp8")
-        ),
-        ("125m", "nvfp4", 0.02, 0.0),
-    )
-    return tuple(
-        LossGoal(*bar, steps, seeds, branches, f"blockscale compare {bar[0]} --recipes {recipes}{more}")
-        for bar in bars
-        for steps, seeds, branches, more in lengths
-    )
+    return *eight_bit, *(LossGoal("125m", "nvfp4", 0.02, 0.0, plan) for plan in (FULL, BRANCHED, SHORT))
 
 
 GOALS = _goals()
@@ -144,8 +158,8 @@ def pictured(rows: Sequence[Convergence]) -> list[list[Convergence]]:
 
 def apart(row: Convergence) -> str:
     """Where its runs part, in words, if that is not at once."""
-    begins = f"low precision from step {row.since:,} on, " if row.since else ""
-    return (f"bf16 up to step {row.branch_at:,}, " if row.branch_at else "") + begins
+    begins = f"bf16 before step {row.since:,}, " if row.since else ""
+    return (f"one run up to step {row.branch_at:,}, " if row.branch_at else "") + begins
 
 
 def gap_of(row: Convergence) -> str:

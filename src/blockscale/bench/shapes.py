@@ -81,8 +81,9 @@ MIXTURES: Mapping[str, Mixture] = {
 }
 
 
-def model_name(text: str, models: Iterable[str] = tuple(MODELS)) -> str:
-    """A model as people type it, or the beginning of one if there is no other like it.  models: those that are known.
+def model_name(text: str, models: Iterable[str] = tuple(MODELS), kind: str = "model") -> str:
+    """A model as people type it, or the beginning of one if there is no other like it.  models: those that are known,
+    kind: what they are called.
 
     >>> model_name("llama3-8b"), model_name("deepseek-v3"), model_name("qwen3-30b", MIXTURES)
     ('Llama3 8B', 'DeepSeek-V3 671B', 'Qwen3 30B-A3B')
@@ -96,7 +97,7 @@ def model_name(text: str, models: Iterable[str] = tuple(MODELS)) -> str:
     begun = [name for key, name in known.items() if plain(text) and key.startswith(plain(text))]
     found = known.get(plain(text)) or (begun[0] if len(begun) == 1 else None)
     if found is None:
-        check_name(text, names, "model")
+        check_name(text, ["-".join(name.lower().split()) for name in names], kind)
     return found or text
 
 

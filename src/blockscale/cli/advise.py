@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     folder = Path(name)
     if name not in PRESETS and not folder.exists() and len(folder.parts) > 1:
         rule = "the first word is a folder of a run with numerics.jsonl, or a preset"
-        refuse(f"no folder {name}", rule, "blockscale train 125m --folder out/125m --numerics-every 500")
+        refuse(f"no folder {name}", rule, "blockscale train 125m --folder out/125m --numerics-every 1000")
     if name not in PRESETS and folder.exists():
         wanted = tyro.cli(Wanted, prog=f"blockscale advise {name}", description=about, args=words, config=style)
         return run(wanted, folder)

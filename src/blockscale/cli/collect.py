@@ -7,13 +7,14 @@ from pathlib import Path
 RESULTS = Path("benchmarks/results/training-h200.jsonl")
 
 
-def run(folder: Path = Path("out"), /, json: Path = RESULTS, pool: bool = False) -> int:
+def run(folder: Path = Path("out"), /, json: Path | None = None, pool: bool = False) -> int:
     """Read finished runs of comparisons and of throughput, and store their figures; nothing is run. Status 1 if there
     are none. `blockscale bench report` makes tables and the picture of them.
 
     Args:
         folder: What compare or speed wrote (--out), or a folder of such folders.
         json: File to store lines in; a line replaces that of the same model, recipe and length on the same GPU.
+            By default the one that README's tables are made of, which takes runs of GPUs alone.
         pool: Put seeds together with those that the file has of the same model, length and text, and store all of them
             as one comparison, of the arms that both have; for runs with the same options at another time.
     """
@@ -31,12 +32,17 @@ def run(folder: Path = Path("out"), /, json: Path = RESULTS, pool: bool = False)
     if not found.lines:
         console.print(f"no finished comparison or throughput in {folder}", highlight=False)
         return 1
-    lines = found.lines
+    of_gpus = [line for line in found.lines if not str(line.where.get("device")).startswith("cpu")]
+    lines = found.lines if json else of_gpus
+    if not lines:
+        console.print(f"left out: {len(found.lines)} lines of runs on a CPU (--json FILE stores them)", highlight=False)
+        return 1
+    file = json or RESULTS
     if pool:
-        pooled = together(convergences(lines), convergences(read(json)))
+        pooled = together(convergences(lines), convergences(read(file)))
         for each in pooled.left_out:
             console.print(f"left out: {each}", highlight=False)
         lines = [*pooled.lines, *throughputs(lines)]
-    write(json, lines)
-    console.print(f"stored {len(lines)} lines in {json}", highlight=False)
+    write(file, lines)
+    console.print(f"stored {len(lines)} lines in {file}", highlight=False)
     return 0

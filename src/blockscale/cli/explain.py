@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -117,10 +118,16 @@ def _operands(
 
 def _capability(device: str | None) -> Capability:
     from ..hardware import Capability, capability, default_device, named_device
+    from .arguments import refuse
 
-    if device is not None and device.startswith("sm_") and device[3:].isdigit():
+    if device is None:
+        return capability(default_device())
+    if re.fullmatch(r"sm_\d{2,3}", device):
         return Capability("cuda", int(device[3:]))
-    return capability(default_device() if device is None else named_device(device))
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        rule = "a device is cpu, cuda, or the architecture of a GPU that need not be here"
+        refuse(f"device {device!r}", rule, "pass sm_90 for an H100 or H200, sm_100 for a B200")
+    return capability(named_device(device))
 
 
 def _show(console: object, explanation: Explanation) -> None:

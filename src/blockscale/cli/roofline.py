@@ -55,7 +55,7 @@ def run(
         shapes: The layers instead of a model: "N,K;N,K", out and in features of each weight.
         tokens: Tokens of a forward.
         experts: How many experts there are here, where others hold the rest of a model's; with shapes, at all.
-        recipes: Recipes to compare with bf16.
+        recipes: Recipes to compare with bf16, which is always there.
         machine: A short name such as h200 or b200; by default the GPU that is here, else h200.
         inference: A forward alone, with weights that were cast beforehand.
         microbatches: Forwards per optimizer step; with more than one, weights are cast once a step.
@@ -76,7 +76,8 @@ def run(
 
     cast = weight_cast or ("step" if microbatches > 1 else "forward")
     use = Use(not inference, microbatches, cast, bias, accumulate=accumulate)
-    chosen = [get_recipe(name) for name in recipes]
+    names = [name for each in recipes for name in each.replace(",", " ").split()]
+    chosen = [get_recipe(name) for name in dict.fromkeys(names) if name != "bf16"]
     if tokens < 1:
         arguments.refuse(f"tokens={tokens}", "a forward has at least one", "pass 1 or more")
     if what == "experts":
@@ -131,7 +132,7 @@ def _mixture(model: str | None, shapes: str | None, tokens: int, experts: int | 
             arguments.refuse("shapes of experts without their number", "each weight is there once for each", fix)
         layers = [(k, n) for n, k in arguments.layers(model, shapes, "roofline experts")]
         return _Subject(f"given experts, {_each(experts, tokens)}", layers, tokens, experts)
-    name = model_name(model or "deepseek-v3", MIXTURES)
+    name = model_name(model or "deepseek-v3", MIXTURES, "model with experts")
     mixture = MIXTURES[name]
     count, rows = experts or mixture.experts, tokens * mixture.top_k
     title = f"{name}, {mixture.top_k} for each token of {_each(count, rows)}"

@@ -89,7 +89,8 @@ def _of_casts(letter: str, source: Tensor, pair: tuple[Any, Any], seen: Seen | N
     for product, q in zip(_PRODUCTS_OF[letter], pair, strict=True):
         if q is not None:
             parts = [_of_cast(*part, seen) for part in _parts(source, q)]
-            sums |= {f"{product}_{letter}.{key}": torch.cat([each[key] for each in parts]) for key in parts[0]}
+            whole = parts[0] if len(parts) == 1 else {key: torch.cat([each[key] for each in parts]) for key in parts[0]}
+            sums |= {f"{product}_{letter}.{key}": value for key, value in whole.items()}
     return sums
 
 
@@ -122,13 +123,13 @@ def _of_cast(source: Tensor, q: BlockScaled, seen: Seen | None) -> Sums:
     if q.hadamard is None:
         nonzero = wide != 0
         sums |= {
-            "values": _summed(torch.ones_like(wide[..., :1], dtype=torch.float64), ends) * wide.shape[-1],
+            "values": _sizes(wide, ends),
             "nonzero": _summed(nonzero, ends),
             "clipped": _summed(is_clipped(wide, q, told), ends),
             "underflow": _summed(nonzero & (decoded == 0), ends),
         }
     if seen is not None:
-        sums = {key: value * seen.stands_for for key, value in sums.items()}
+        sums = dict(zip(sums, torch.stack([*sums.values()]) * seen.stands_for, strict=True))
     return sums | {"scales": _exponents(q, ends)}
 
 
@@ -136,21 +137,21 @@ def _exponents(q: BlockScaled, ends: Tensor | None) -> Tensor:
     """[E, BINS]: how many block scales of each group have each exponent; NaN and zero have none, and blocks that only
     fill up a group's room are none."""
     scale = decode_scale(q)
-    real = (scale > 0) & scale.isfinite()
+    real = (scale > 0) & (scale < torch.inf)
     _, exponent = torch.frexp(torch.where(real, scale, 1.0))  # of a mantissa from a half to one
     group, groups = _groups_of(q, scale, ends)
-    place = group * BINS + (exponent - 1).clamp(LOWEST, HIGHEST) - LOWEST
+    place = group * BINS + (exponent - (LOWEST + 1)).clamp(0, BINS - 1)
     counts = torch.zeros((groups + 1) * BINS, dtype=torch.int64, device=scale.device)
     counts.scatter_add_(0, place.long().flatten(), real.long().flatten())
     return counts.view(groups + 1, BINS)[:groups].double()
 
 
-def _groups_of(q: BlockScaled, scale: Tensor, ends: Tensor | None) -> tuple[Tensor, int]:
+def _groups_of(q: BlockScaled, scale: Tensor, ends: Tensor | None) -> tuple[Tensor | int, int]:
     """The group of each scale [..., row tiles, blocks], one more than there are where it has none; and how many."""
     if scale.dim() == 3:
         return torch.arange(scale.shape[0], device=scale.device)[:, None, None].expand_as(scale), scale.shape[0]
     if ends is None:
-        return torch.zeros_like(scale, dtype=torch.int64), 1
+        return 0, 1
     offs, groups = ends.to(torch.int64), ends.shape[0]
     if not q.group_align:
         group, _ = locate(torch.arange(scale.shape[0], device=scale.device) * q.spec.block[0], offs)
@@ -210,9 +211,17 @@ def energy(x: Tensor, offs: Tensor | None = None) -> Tensor:
 def _summed(x: Tensor, offs: Tensor | None) -> Tensor:
     """[E] in fp64: of rows [M, K] by their groups, of weights [E, N, K], or of a matrix as a whole."""
     if x.dim() == 3:
-        return x.sum((-1, -2)).double()
+        return x.sum((-1, -2), dtype=torch.float64)
     if offs is None:
-        return x.sum().double().reshape(1)
+        return x.sum(dtype=torch.float64).reshape(1)
     group, _ = locate(torch.arange(x.shape[0], device=x.device), offs.to(torch.int64))
     total = torch.zeros(offs.shape[0] + 1, dtype=torch.float64, device=x.device)
-    return total.index_add(0, group, x.sum(-1).double())[:-1]
+    return total.index_add(0, group, x.sum(-1, dtype=torch.float64))[:-1]
+
+
+def _sizes(x: Tensor, offs: Tensor | None) -> Tensor:
+    """[E] in fp64: how many values of x are of each group."""
+    if offs is not None:
+        return torch.diff(offs, prepend=offs.new_zeros(1)).double() * x.shape[-1]
+    groups = x.shape[0] if x.dim() == 3 else 1
+    return torch.full((groups,), x.numel() / max(1, groups), dtype=torch.float64, device=x.device)

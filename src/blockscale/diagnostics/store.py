@@ -66,7 +66,7 @@ def read(path: Path) -> Stored:
             message(
                 f"{path} without {NAME}",
                 rule="a run leaves its numerics in its folder if it was asked to",
-                fix="train with --folder and --numerics-every 500, or name a preset",
+                fix="train with --folder and --numerics-every 1000, or name a preset",
             )
         )
     report: ConversionReport | None = None
@@ -84,7 +84,7 @@ def read(path: Path) -> Stored:
             message(
                 f"{place}: {type(error).__name__}: {error}",
                 rule="its lines are those that blockscale train wrote, of this version",
-                fix="train with --folder and --numerics-every 500",
+                fix="train with --folder and --numerics-every 1000",
             )
         ) from error
     if report is None or not samples:

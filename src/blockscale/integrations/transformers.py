@@ -66,7 +66,8 @@ def _converted(model: nn.Module) -> nn.Module:
             message(
                 f"a {type(model).__name__} without a layer that follows a recipe",
                 rule="the callback serves models that were converted",
-                fix="call blockscale.quantize_(model, recipe) before you make the Trainer",
+                fix="call blockscale.quantize_(model, recipe) before you make the Trainer, and print what it returns: "
+                "it may have kept every layer, and says why",
             )
         )
     return model

@@ -8,6 +8,7 @@ Costs nothing but a walk over the modules, also on the meta device.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,7 +22,7 @@ from .adapters import AdaptedExperts
 from .follower import DEFAULT_SEED, Follower
 from .linear import Linear
 from .policy import Defaults, Ends, active_experts, find_defaults, find_ends, obstacle, sizes_of
-from .report import ConversionReport, Converted, Other, Skipped, speed_note
+from .report import ConversionReport, Converted, Other, Skipped, nothing_converted, speed_note
 
 FilterFn = Callable[[nn.Module, str], bool]
 # a layer draws by its name, and a model that is a single layer has none
@@ -54,6 +55,7 @@ def quantize_(
     (['0'], 'narrow: fewer than 16 features on a side')
     """
     _check_model(model)
+    _check_filter(filter_fn)
     chosen = get_recipe(recipe)
     modules = [(module_name(name), module) for name, module in model.named_modules()]
     defaults = find_defaults(modules) if filter_fn is None else None
@@ -94,7 +96,7 @@ def quantize_(
             "layers that were made as blockscale.nn's, quantize_(model, 'bf16', lambda module, name: True)"
         )
     if not converted:
-        warnings.append("no layer was converted: choose layers with filter_fn, or pass keep_first=0 and keep_last=0")
+        warnings.append(nothing_converted(skipped))
     return ConversionReport(chosen, tuple(converted), tuple(skipped), tuple(others.values()), tuple(warnings))
 
 
@@ -242,6 +244,28 @@ def _ask(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
             )
         )
     return answer
+
+
+def _takes_a_layer(filter_fn: object) -> bool:
+    """Whether it can be called with a module and a name; what cannot be looked into is tried."""
+    if not callable(filter_fn):
+        return False
+    try:
+        inspect.signature(filter_fn).bind(None, "")
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)
+    return True
+
+
+def _check_filter(filter_fn: object) -> None:
+    if filter_fn is not None and not _takes_a_layer(filter_fn):
+        raise OptionError(
+            message(
+                f"filter_fn is {filter_fn!r}",
+                rule="it is called with a module and its name, and says whether to convert it",
+                fix="pass a function, such as lambda module, name: 'mlp' in name",
+            )
+        )
 
 
 def _check_model(model: object) -> None:

@@ -35,7 +35,9 @@ Named = Sequence[tuple[str, nn.Module]]
 ROUTERS = frozenset({"router", "gate", "gating"})
 # heads by any place in a model, and words that mean a head only outside of numbered blocks (BERT's have an `output`)
 HEADS = frozenset({"lm_head", "shared_head", "embed_out"})
-OUTER_HEADS = frozenset({"head", "heads", "output", "classifier", "output_layer", "output_projection"})
+OUTER_HEADS = frozenset(
+    {"head", "heads", "output", "classifier", "score", "qa_outputs", "output_layer", "output_projection", "proj_out"}
+)
 # what the shortest block has, and what Hopper's products want features to be multiples of
 NARROW = 16
 KEPT_FIRST, KEPT_LAST = 2, 0.15

@@ -63,6 +63,16 @@ class Speedup(NamedTuple):
     linears: float
 
 
+def nothing_converted(skipped: Sequence[Skipped]) -> str:
+    """What to do about a conversion that left every layer as it was."""
+    said = "no layer was converted: "
+    if not skipped:
+        return said + "the model has no linear layers, and no experts that are known"
+    if any(" blocks" in each.reason for each in skipped):
+        return said + "pass keep_first=0 and keep_last=0, or choose layers by name"
+    return said + "the reasons above say what they would need"
+
+
 @dataclass(frozen=True)
 class ConversionReport:
     """What `quantize_` did.

@@ -82,7 +82,7 @@ def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
 
 
 def _relative(loss: float, base: float) -> float:
-    if not math.isfinite(base):
+    if not math.isfinite(base) or base == 0:
         return math.nan
     return loss / base - 1 if math.isfinite(loss) else math.inf
 

@@ -16,39 +16,42 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.config.override import derive
+# torchtitan offers every function that has no underscore here as a run, so nothing else may be one
+from torchtitan.config.override import derive as _derive
 from torchtitan.models import deepseek_v3, llama3
-from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
-from torchtitan.models.llama3.config_registry import llama3_8b, llama3_debugmodel
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel as _deepseek_v3_debug
+from torchtitan.models.llama3.config_registry import llama3_8b as _llama3_8b
+from torchtitan.models.llama3.config_registry import llama3_debugmodel as _llama3_debug
 from torchtitan.trainer import Trainer
 
-from ...autograd.recipe import RECIPES, Recipe, get_recipe
+from ...autograd.recipe import RECIPES, Recipe
+from ...autograd.recipe import get_recipe as _get_recipe
 from .checkpointing import BlockScaledAC
 from .convert import BlockScaledConverter
 from .metrics import BlockScaledMetrics
 
 # model -> the plain run, who makes its model, and which one
 MODELS: dict[str, tuple[Callable[[], Trainer.Config], Callable[..., Any], str]] = {
-    "llama3_debug": (llama3_debugmodel, llama3.model_registry, "debugmodel"),
-    "deepseek_v3_debug": (deepseek_v3_debugmodel, deepseek_v3.model_registry, "debugmodel"),
-    "llama3_8b": (llama3_8b, llama3.model_registry, "8B"),
+    "llama3_debug": (_llama3_debug, llama3.model_registry, "debugmodel"),
+    "deepseek_v3_debug": (_deepseek_v3_debug, deepseek_v3.model_registry, "debugmodel"),
+    "llama3_8b": (_llama3_8b, llama3.model_registry, "8B"),
 }
 
 
-def make(model: str, recipe: str | Recipe) -> Trainer.Config:
+def _make(model: str, recipe: str | Recipe) -> Trainer.Config:
     """A run of a model by a recipe; `bf16` changes no layer."""
     plain, registry, flavor = MODELS[model]
     config = plain()
     if config.activation_checkpoint is not None:
-        config.activation_checkpoint = derive(config.activation_checkpoint, BlockScaledAC.Config)
-    if get_recipe(recipe).is_low:
+        config.activation_checkpoint = _derive(config.activation_checkpoint, BlockScaledAC.Config)
+    if _get_recipe(recipe).is_low:
         config.model_spec = registry(flavor, converters=[BlockScaledConverter.Config(recipe=recipe)])
-        config.metrics = derive(config.metrics, BlockScaledMetrics.Config)
+        config.metrics = _derive(config.metrics, BlockScaledMetrics.Config)
     return config
 
 
 CONFIGS: dict[str, Callable[[], Trainer.Config]] = {
-    f"{model}_{recipe}": functools.partial(make, model, recipe) for model in MODELS for recipe in RECIPES
+    f"{model}_{recipe}": functools.partial(_make, model, recipe) for model in MODELS for recipe in RECIPES
 }
 # torchtitan looks for a function of the module by name
 globals().update(CONFIGS)

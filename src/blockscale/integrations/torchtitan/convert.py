@@ -22,7 +22,7 @@ from torchtitan.tools.logging import logger
 from ...autograd.recipe import Recipe
 from ...errors import OptionError, message
 from ...nn.policy import KEPT_FIRST, KEPT_LAST, NARROW, check_ends, has_four_bits
-from ...nn.report import ConversionReport, Converted, Skipped, speed_note
+from ...nn.report import ConversionReport, Converted, Skipped, nothing_converted, speed_note
 from .experts import FollowingExperts, experts_class
 from .follower import TitanFollower, training_recipe
 from .linear import BlockScaledLinear
@@ -61,6 +61,7 @@ class BlockScaledConverter(QuantizationConverter):
         """Exchange the layers of a model's config, in place."""
         given = self.config
         recipe = training_recipe(given.recipe, given.weight_cast)
+        _check_globs(fqns=given.fqns, skip=given.skip)
         nodes = list(_nodes(model_config))
         ends = _ends(nodes, recipe, given.keep_first, given.keep_last)
         converted: list[Converted] = []
@@ -87,9 +88,10 @@ class BlockScaledConverter(QuantizationConverter):
                     fix="write globs that match whole names, such as '*layers.*.feed_forward.*'",
                 )
             )
-        self.report = ConversionReport(recipe, tuple(converted), tuple(skipped))
+        warnings = () if converted else (nothing_converted(skipped),)
+        self.report = ConversionReport(recipe, tuple(converted), tuple(skipped), warnings=warnings)
         for line in str(self.report).splitlines():
-            logger.info(line)
+            (logger.info if converted else logger.warning)(line)
         return model_config
 
 
@@ -144,6 +146,14 @@ def _put(node: _Node, config: Any) -> None:
         node.parent[node.attribute] = config
     else:
         setattr(node.parent, node.attribute, config)
+
+
+def _check_globs(**given: Any) -> None:
+    """A string would be taken letter by letter, and `*` matches everything."""
+    for name, globs in given.items():
+        if isinstance(globs, str):
+            rule = "globs come in a list"
+            raise OptionError(message(f"{name}={globs!r}", rule=rule, fix=f"{name}=[{globs!r}]"))
 
 
 def _matches(fqn: str, globs: Iterable[str]) -> str | None:
