@@ -98,12 +98,12 @@ def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["--model", "llama3"], "unknown model 'llama3'", "did you mean Llama3 8B"),
+        (["--model", "llama3"], "unknown model 'llama3'", "did you mean llama3-8b"),
         (["--model", "gpt-oss", "--tokens", "0"], "tokens=0", "pass 1 or more"),
         (["--machine", "h300"], "unknown machine 'h300'", "did you mean"),
         (["--recipes", "fp9"], "unknown recipe 'fp9'", "did you mean mxfp4"),
         (["mlp", "--model", "gpt-oss"], "gpt-oss without a gated unit", "--model llama3-8b"),
-        (["experts", "--model", "llama3-8b"], "unknown model 'llama3-8b'", "did you mean Llama-4 Scout"),
+        (["experts", "--model", "llama3-8b"], "unknown model with experts 'llama3-8b'", "llama-4-scout"),
         (["experts", "--shapes", "2048,7168"], "shapes of experts without their number", "--experts 8"),
         (["experts", "--experts", "0"], "experts=0", "pass 1 or more"),
         (["mlp", "--experts", "8"], "--experts with mlp", "blockscale roofline experts"),

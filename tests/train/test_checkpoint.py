@@ -16,9 +16,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from blockscale.errors import CheckpointError
-from blockscale.train import DataConfig, train
+from blockscale.train import DataConfig, Run, train
 from blockscale.train import checkpoint as checkpoints
 from blockscale.train.branch import StopAfter
+from blockscale.train.files import owned
 from small_runs import DENSE, small
 
 RUN = small("bf16", model=replace(DENSE, layers=1), steps=3)
@@ -38,7 +39,7 @@ def resumed(folder: Path, **changes):
 
 def test_the_last_ones_stay(tmp_path: Path):
     train(replace(RUN, folder=tmp_path, save_every=1, keep=1))
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000003"]
 
 
 def test_tensors_are_those_of_the_plain_model(folder: Path):
@@ -110,7 +111,7 @@ def test_a_full_disk_leaves_the_last_one(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(CheckpointError, match="No space left"):
         resumed(folder)
     monkeypatch.undo()
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-00000001", "step-00000002"]
     assert resumed(folder).steps == 3
 
 
@@ -127,7 +128,7 @@ def test_a_disk_that_fills_up_while_torch_writes(folder: Path, monkeypatch: pyte
         resumed(folder)
     assert "Traceback" not in str(raised.value)
     monkeypatch.undo()
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize("text", ["[]", "1", '{"format": 1}', '{"format": 1, "step": "2"}', '{"format": 2}'])
@@ -187,3 +188,107 @@ def test_kill_in_the_middle_of_a_save_loses_unsaved_steps_alone(tmp_path: Path):
     result = resumed(folder)
     assert not list(folder.glob(".saving*"))
     assert result.history == train(RUN).history
+
+
+def test_folders_of_other_names_are_the_users(folder: Path):
+    """They are not gone on from, do not count among those that stay, and are not removed."""
+    for name in ("step-best", "step-00000002.bak", "step-2"):
+        shutil.copytree(folder / "step-00000001", folder / name)
+    result = resumed(folder, save_every=1, keep=1)
+    assert result.checkpoint == folder / "step-00000003"
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    assert names == ["step-00000002.bak", "step-00000003", "step-2", "step-best"]
+
+
+def test_many_steps_are_sorted_by_number(tmp_path: Path):
+    for step in (99_999_999, 100_000_000, 5):
+        made = tmp_path / checkpoints.name_of(step)
+        made.mkdir()
+        (made / "run.json").write_text("{}")
+    assert [path.name for path in checkpoints.complete(tmp_path)][-1] == "step-100000000"
+
+
+@pytest.mark.parametrize("key", ["step", "history", "config", "files"])
+def test_run_json_that_was_changed(key: str, folder: Path):
+    path = folder / "step-00000002" / "run.json"
+    about = json.loads(path.read_text())
+    changed = {"step": 1, "history": [[1, 2]], "config": about["config"] | {"model": 5}, "files": {}}
+    path.write_text(json.dumps(about | {key: changed[key]}))
+    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged: run\.json is not what was written"):
+        resumed(folder)
+    path.write_text(json.dumps(about, indent=1))  # another hand, the same content
+    assert resumed(folder).steps == 3
+
+
+def test_a_checkpoint_of_the_first_versions_has_no_check(folder: Path):
+    path = folder / "step-00000002" / "run.json"
+    about = json.loads(path.read_text())
+    del about["check"]
+    path.write_text(json.dumps(about))
+    assert resumed(folder).steps == 3
+
+
+def test_what_another_process_of_the_same_number_left(tmp_path: Path):
+    left = tmp_path / f".saving-00000003-{os.getpid()}"
+    left.mkdir()
+    (left / "half").write_text("")
+    saved = train(replace(RUN, folder=tmp_path)).checkpoint
+    assert saved is not None
+    assert not left.exists()
+    assert not (saved / "half").exists()
+
+
+def test_an_interruption_within_torch_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(self: object, *args: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resumed(folder)
+    assert not list(folder.glob(".saving*"))
+
+
+def test_files_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(path: Path) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoints, "_checksum", denied)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied.*who may read"):
+        resumed(folder)
+
+
+# ---- one run in a folder ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path):
+    script = f"""
+import sys
+from pathlib import Path
+from blockscale.train.files import owned
+with owned(Path({str(tmp_path / "run")!r})):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+    other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "mine\n"
+    with pytest.raises(CheckpointError, match=rf"in use by process {other.pid}\. Rule: one run at a time"):
+        train(replace(RUN, folder=tmp_path / "run"))
+    assert not checkpoints.complete(tmp_path / "run")
+    other.kill()  # and the lock goes with it
+    other.communicate()
+    assert train(replace(RUN, folder=tmp_path / "run")).steps == 3
+
+
+def test_a_folder_that_cannot_be_is_known_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(Run, "advance", lambda self: pytest.fail("a step was made"))
+    with pytest.raises(CheckpointError, match=r"file: File exists.*name a folder that can be written to"):
+        train(replace(RUN, folder=tmp_path / "file"))
+
+
+def test_a_folder_is_free_again_after_an_error(tmp_path: Path):
+    with pytest.raises(KeyError), owned(tmp_path), owned(tmp_path):
+        raise KeyError
+    with owned(tmp_path):
+        pass

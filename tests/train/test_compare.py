@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from blockscale.casts import _reference
-from blockscale.errors import NonFiniteError, OptionError
+from blockscale.errors import CheckpointError, NonFiniteError, OptionError
 from blockscale.train import DataConfig, Hooks, ModelConfig, RecipeConfig, Run, RunConfig, get_preset
 from blockscale.train import breakdown as breakdowns
 from blockscale.train import stored as module
@@ -310,3 +310,19 @@ def test_a_run_counts_also_where_nothing_could_be_measured_after_it(tmp_path, mo
     assert found.shares
     text = next(tmp_path.rglob("metrics.jsonl")).read_text()
     assert '"what": "layers", "why": "CUDA out of memory"' in text
+
+
+@pytest.mark.parametrize("line", [b'{"kind": "st', b"\xff\xfe", b"5", b"{}", b'{"kind": "step"}'])
+def test_a_damaged_line_is_passed_over(line: bytes, found: Comparison, folder: Path, tmp_path: Path):
+    (path,) = folder.glob("runs/mxfp8-seed0-*/metrics.jsonl")
+    first, *others = path.read_bytes().splitlines()
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first, line, *others, b""]))
+    again = read(tmp_path / "metrics.jsonl")
+    assert again == read(path)
+    assert again.is_done
+
+
+def test_a_run_that_left_no_record_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "read", lambda path: module.Stored())
+    with pytest.raises(CheckpointError, match="does not tell of the run that has just ended"):
+        module.run_or_read("bf16", little(steps=1), tmp_path, looks=())

@@ -88,6 +88,11 @@ def test_configs_are_json():
         (small(optimizer=OptimizerConfig(eps=0.0)), "eps=0.0"),
         (small(model=replace(DENSE, head_dim=-2)), "head_dim=-2"),
         (small(model=replace(DENSE, rope_theta=0.0)), "rope_theta=0.0"),
+        (small(model=replace(DENSE, rope_theta=float("inf"))), "rope_theta=inf"),
+        (small(model=replace(DENSE, norm_eps=float("nan"))), "norm_eps=nan"),
+        (small(model=replace(SPARSE, latent=replace(SPARSE.latent, rope_dim=-2))), "rope_dim=-2"),
+        (small(model=replace(SPARSE, experts=replace(SPARSE.experts, scale=float("nan")))), "scale=nan"),
+        (small(model=replace(SPARSE, experts=replace(SPARSE.experts, balance_rate=-1.0))), "balance_rate=-1.0"),
         (small(model=replace(SPARSE, latent=replace(SPARSE.latent, q_rank=-4))), "q_rank=-4"),
         (small(optimizer=OptimizerConfig(schedule="wsd", warmup=0.6, decay=0.6)), "warmup=0.6"),
     ],
@@ -105,3 +110,13 @@ def test_a_run_does_not_write_into_its_text(tmp_path: Path):
     check(replace(run, folder=tmp_path.parent / "out"))
     with pytest.raises(OptionError, match="on the text of"):
         check(replace(run, folder=tmp_path / "out"))
+
+
+@pytest.mark.parametrize("place", ["folder", "export", "data.cache"])
+def test_nothing_is_written_into_the_text(place: str, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("words\n" * 100)
+    inside, data = tmp_path / "inside", replace(small().data, source=str(tmp_path), cache=tmp_path.parent / "cache")
+    changes = {"data": replace(data, cache=inside)} if place == "data.cache" else {"data": data, place: inside}
+    with pytest.raises(OptionError, match="would be text for the next one"):
+        check(small(**changes))
+    check(small(data=data, folder=tmp_path.parent / "outside"))

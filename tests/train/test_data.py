@@ -160,14 +160,28 @@ def test_prepared_text_is_found_again(folder: Path):
     assert json.loads((cached / "about.json").read_text())["files"]["train"] > 20
 
 
-def test_text_that_was_cut_short_is_noticed(folder: Path):
-    load(config(folder))
+@pytest.mark.parametrize("damage", ["cut", "gone", "empty", "nothing in it", "nothing about it"])
+def test_prepared_text_that_is_damaged_is_made_again(folder: Path, damage: str):
+    before = load(config(folder))
+    expected = before.train.clone(), before.held_out.clone(), before.hash
     (cached,) = (folder.parent / "cache").iterdir()
-    with (cached / "train.bin").open("r+b") as file:
-        file.truncate(100)
+    match damage:
+        case "cut":
+            with (cached / "train.bin").open("r+b") as file:
+                file.truncate(100)
+        case "gone":
+            (cached / "held_out.bin").unlink()
+        case "empty":
+            (cached / "about.json").write_text("")
+        case "nothing in it":
+            (cached / "about.json").write_text("{}")
+        case _:
+            (cached / "about.json").unlink()
     _prepared.cache_clear()
-    with pytest.raises(DataError, match="delete"):
-        load(config(folder))
+    after = load(config(folder))
+    assert torch.equal(after.train, expected[0])
+    assert torch.equal(after.held_out, expected[1])
+    assert after.hash == expected[2]
 
 
 def test_text_shorter_than_a_piece(folder: Path):
@@ -213,3 +227,15 @@ def test_a_tokenizer(folder: Path, tmp_path: Path):
     gap.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     gap.save(str(tmp_path / "gap.json"))
     assert load(config(folder, tokenizer=tmp_path / "gap.json")).vocabulary == 301, "numbers that are not used count"
+
+
+@pytest.mark.parametrize("source", ["", " ", "~nobody-of-that-name/text"])
+def test_sources_that_are_none(source: str, tmp_path: Path):
+    with pytest.raises(DataError, match="a file or folder that exists"):
+        load(DataConfig(source, sequence=16, cache=tmp_path))
+
+
+def test_a_part_without_text(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("words and words\n" * 1000)
+    with pytest.raises(DataError, match=r"validate on"):
+        load(DataConfig(str(tmp_path), sequence=16, held_out=1e-9, cache=tmp_path.parent / "cache"))

@@ -138,7 +138,7 @@ def test_a_full_disk_is_a_message_and_all_hooks_are_closed(also_closing: bool, t
     train(small("bf16", steps=2, folder=tmp_path))
     hooks = [Full(also_closing), Full(also_closing)]
     with pytest.raises(
-        CheckpointError, match=r"small could not be written: .*No space left.*go on from .*step-00000002"
+        CheckpointError, match=r"small stopped at a file: .*No space left.*free some.*go on from .*step-00000002"
     ):
         train(small("bf16", folder=tmp_path, resume=True), hooks=hooks)
     assert all(each.closed for each in hooks)
@@ -147,7 +147,7 @@ def test_a_full_disk_is_a_message_and_all_hooks_are_closed(also_closing: bool, t
 def test_an_export_that_cannot_be_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("text")
     monkeypatch.setattr(Run, "advance", lambda self: pytest.fail("a step was made"))
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(CheckpointError, match=r"File exists.*check that it is there, and yours"):
         train(small("bf16", export=tmp_path / "file"))
 
 
@@ -267,3 +267,42 @@ def test_the_spoiler_spoils_one_layer():
     result = train(small(steps=2, weight_cast="forward"))
     assert result.stopped == "done"
     assert issubclass(type(Run(small()).model.layers[0].mlp.down), Linear)
+
+
+# ---- what the last update made ---------------------------------------------------------------------------------------
+
+
+class Ruin(Hooks):
+    """Weights are no numbers after the last step, whose loss was one."""
+
+    def after_backward(self, run: Run) -> None:
+        if run.step == run.config.steps - 1:
+            layer = run.model.get_submodule("layers.1.attention.out")
+            layer.weight.data.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("eval_batches", [0, 1])
+def test_weights_that_are_no_numbers_are_not_saved(eval_batches: int, tmp_path: Path):
+    config = small("bf16", steps=2, eval_batches=eval_batches, folder=tmp_path, export=tmp_path / "out")
+    says = "validation loss nan" if eval_batches else "weights that are no numbers"
+    with pytest.raises(NonFiniteError, match=rf"step 2 .*{says}.*layers\.1\.attention\.out\.weight, the weight itself"):
+        train(config, hooks=[Ruin()])
+    assert not complete(tmp_path)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_replay_draws_what_was_drawn(monkeypatch: pytest.MonkeyPatch):
+    """Every microbatch of a step has draws of its own, and its share of the loss."""
+    run = Run(small("nvfp4", steps=2, accumulate=3))
+    ticks: list[int] = []
+    layer = next(each for each in run.model.modules() if isinstance(each, Linear))
+
+    def note(module: torch.nn.Module, args: object) -> None:
+        assert layer.rng is not None
+        ticks.append(int(layer.rng[1]))
+
+    layer.register_forward_pre_hook(note)
+    run.advance()
+    run.advance()
+    run.located(run.read()[-1])
+    assert ticks == [0, 1, 2, 3, 4, 5, 3, 4, 5]

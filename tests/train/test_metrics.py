@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from blockscale.diagnostics import store
 from blockscale.errors import OptionError
-from blockscale.train import stored, train
+from blockscale.train import Hooks, Run, stored, train
 from blockscale.train.branch import StopAfter
 from blockscale.train.metrics import JsonLines, TensorBoard
 from blockscale.train.numerics import NumericsLog
@@ -48,6 +49,26 @@ def test_tensorboard(tmp_path: Path):
     values = [event.value for event in found.Scalars("train/loss")]
     assert values == pytest.approx([each.loss for each in result.history])
     assert len(found.Scalars("validation/loss")) == 1
+
+
+def test_tensorboard_of_a_run_that_was_killed_and_resumed(tmp_path: Path):
+    """Steps after the checkpoint come again, and stand there once."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Dies(Hooks):
+        def before_step(self, run: Run) -> None:
+            if run.step == 2:
+                raise KeyError
+
+    run = replace(RUN, folder=tmp_path, save_every=1, log_every=1)
+    with pytest.raises(KeyError):
+        train(run, hooks=[TensorBoard(tmp_path), Dies()])
+    shutil.rmtree(tmp_path / "step-00000002")
+    train(replace(run, resume=True), hooks=[TensorBoard(tmp_path)])
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from blockscale.errors import OutOfMemoryError
+from blockscale.train.side_by_side import side_by_side
 from blockscale.train.stored import read
 
 TOLD_TO_END = """
@@ -50,6 +52,17 @@ def test_runs_in_other_processes_end_with_the_one_that_began_them(how: str, tmp_
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
+
+
+def killed(place: int) -> int:
+    if place:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return place
+
+
+def test_a_process_that_is_killed_is_a_message():
+    with pytest.raises(OutOfMemoryError, match=r"was killed.*its memory runs out.*fewer jobs"):
+        list(side_by_side(killed, [(1,)], jobs=1))
 
 
 def is_gone(group: int) -> bool:

@@ -74,10 +74,14 @@ def worker_count(workers: int | None) -> int:
 
 
 def wide_console(width: int = FILE_WIDTH) -> Console:
-    """A console whose tables are not cut where they go to a file."""
+    """A console whose tables are not cut where they go to a file, and whose reader may leave, see `main`."""
     from rich.console import Console
 
-    console = Console()
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the process, and call that an error
+            raise BrokenPipeError
+
+    console = Piped()
     if not console.is_terminal:
         console.width = max(console.width, width)
     return console

@@ -73,23 +73,25 @@ def parse(arguments: list[str], command: str, what: str, options: Callable[[RunC
 
 def run(config: RunConfig | None = None) -> int:
     """Train and show it; 130 where it was interrupted."""
-    from rich.console import Console
+    from .arguments import wide_console
 
     config = config or get_preset(DEFAULT)
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 160)
+    console = wide_console(160)
     with console.status("importing torch ..."):
+        from ..train.checks import check
+        from ..train.files import owned
         from ..train.loop import train
         from ..train.metrics import JsonLines, TensorBoard
         from ..train.view import View
 
-    hooks: list[Hooks] = [View(console)]
-    if config.folder is not None:
-        hooks.append(JsonLines(config.folder))
-        if config.tensorboard:
-            hooks.append(TensorBoard(config.folder))
-    result = train(config, hooks=hooks)
+    check(config)
+    with owned(config.folder):
+        hooks: list[Hooks] = [View(console)]
+        if config.folder is not None:
+            hooks.append(JsonLines(config.folder))
+            if config.tensorboard:
+                hooks.append(TensorBoard(config.folder))
+        result = train(config, hooks=hooks)
     return 130 if result.stopped == "interrupted" else 0
 
 

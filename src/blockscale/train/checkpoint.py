@@ -4,8 +4,9 @@
     folder/.saving-*        one that is being written, or was when the process died
 
 A checkpoint is written under another name, synced, and renamed, so one that has its name is complete, and old ones go
-only after that. `run.json` has the step, the config, the history so far and a checksum of every file. Tensors are those
-of the plain model: a run by one recipe can be continued by another.
+only after that. `run.json` has the step, the config, the history so far and a checksum of every file, itself included.
+Tensors are those of the plain model: a run by one recipe can be continued by another. Folders of other names are the
+user's: they are neither gone on from nor removed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import warnings
 import zlib
@@ -29,10 +31,12 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, message
 from .config import RunConfig, to_dict
+from .files import sync_folder, write_synced
 
 FORMAT = 1
 ABOUT = "run.json"
 _SAVING = ".saving-"
+_NAME = re.compile(r"step-\d{8,}")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # of run.json: what is asked of it
 _PARTS_OF_ABOUT = {
@@ -73,18 +77,21 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
     """Write a checkpoint, all or nothing; the last `keep` stay."""
     final, fresh = folder / name_of(step), folder / f"{_SAVING}{step:08d}-{os.getpid()}"
     try:
+        shutil.rmtree(fresh, ignore_errors=True)  # of another process that had this number
         fresh.mkdir(parents=True)
         _check_room(folder, tensors)
         _write_tensors(fresh, tensors)
         written = {"format": FORMAT, "step": step, "files": _checksums(fresh), **about}
-        _write_synced(fresh / ABOUT, json.dumps(written))
-        _sync(fresh)
+        write_synced(fresh / ABOUT, json.dumps(written | {"check": _check_of(written)}))
+        sync_folder(fresh)
         if final.exists():  # the same step of the same run, saved again
             shutil.rmtree(final)
         fresh.rename(final)
-        _sync(folder)
+        sync_folder(folder)
     except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
         shutil.rmtree(fresh, ignore_errors=True)
+        if isinstance(_cause(error), KeyboardInterrupt):
+            raise KeyboardInterrupt from None
         last = latest(folder)
         kept = f"the last one is {last}" if last else "there is none yet"
         raise CheckpointError(
@@ -102,17 +109,23 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
 def _reason(error: BaseException) -> str:
     """Of what torch wraps, with every process's traceback, what it began with: an error of the disk where there is
     one."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+    error = _cause(error)
     said, inner = str(error) or type(error).__name__, error.__context__
     while inner is not None:
         said, inner = str(inner) if isinstance(inner, OSError) else said, inner.__context__
     return said
 
 
+def _cause(error: BaseException) -> BaseException:
+    """What torch wrapped, of the first process."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next(iter(failures.values()))[0] if failures else error
+
+
 def complete(folder: Path) -> list[Path]:
     """Checkpoints that were written to their end, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / ABOUT).exists())
+    found = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / ABOUT).exists())
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def latest(folder: Path) -> Path | None:
@@ -152,14 +165,21 @@ def read_about(path: Path) -> dict[str, Any]:
     missing = [name for name, kind in _PARTS_OF_ABOUT.items() if not isinstance(about.get(name), kind)]
     if missing:
         raise _damaged(path, f"{ABOUT} without {', '.join(missing)}")
+    if "check" in about and about.pop("check") != _check_of(about):  # the first versions wrote none
+        raise _damaged(path, f"{ABOUT} is not what was written")
     return about
+
+
+def _check_of(about: Mapping[str, Any]) -> int:
+    """Of all that run.json says, however it is written."""
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str, Any]:
     """Fill tensors from a checkpoint, in place; what it says of itself."""
     about = read_about(path)
     _check_same_model(path, about, config)
-    found = _checksums(path)
+    found = _marks_of(path)
     for name, mark in about["files"].items():
         if found.get(name) != mark:
             raise _damaged(path, f"{name} is {'missing' if name not in found else 'not what was written'}")
@@ -176,6 +196,19 @@ def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str,
     if "generator.cuda" in wanted:
         torch.cuda.set_rng_state(wanted["generator.cuda"])
     return about
+
+
+def _marks_of(path: Path) -> dict[str, int]:
+    try:
+        return _checksums(path)
+    except OSError as error:
+        raise CheckpointError(
+            message(
+                f"{path} cannot be read: {error}",
+                rule="a run that goes on reads all files of its checkpoint",
+                fix="check who may read them",
+            )
+        ) from None
 
 
 def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -> None:
@@ -219,7 +252,7 @@ def _quiet() -> warnings.catch_warnings[Any]:
 def _check_room(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     needed, free = sum(each.nbytes for each in tensors.values()), shutil.disk_usage(folder).free
     if free < _ROOM * needed:
-        raise OSError(f"{needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+        raise OSError(f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
 
 
 def _checksums(folder: Path) -> dict[str, int]:
@@ -237,19 +270,3 @@ def _parts(path: Path, size: int = 1 << 24) -> Iterator[bytes]:
     with path.open("rb") as file:
         while part := file.read(size):
             yield part
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """A rename is safe once the folder it is in is on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from .. import env
 from ..errors import OptionError, message
 from .config import ModelConfig, OptimizerConfig, RunConfig
+from .corpus import expanded
 
 
 def _refuse(what: str, rule: str, fix: str) -> NoReturn:
@@ -31,7 +34,7 @@ def check(config: RunConfig) -> None:
         _refuse(
             f"since={config.recipe.since} of {config.steps} steps",
             "low precision begins before the last step",
-            f"pass recipe.since={config.steps // 10}, or 0",
+            f"pass recipe.since={max(0, config.steps - 1)} or less, or leave it out",
         )
     if config.recipe.since and config.start is not None:
         _refuse(
@@ -55,8 +58,9 @@ def check(config: RunConfig) -> None:
                     "checkpoints, traces and metrics are kept in the folder of a run",
                     f"pass folder=out/{config.name}",
                 )
-    if config.folder is not None:
-        check_apart(config, config.folder)
+    for written in (config.folder, config.export, config.data.cache or env.cache_folder("corpora")):
+        if written is not None:
+            check_apart(config, written)
     if config.deterministic and config.attention == "cudnn":
         _refuse(
             "deterministic with attention=cudnn",
@@ -73,12 +77,12 @@ def check(config: RunConfig) -> None:
 
 def check_apart(config: RunConfig, folder: Path) -> None:
     """Raise where a run would write into the text that it reads."""
-    source = Path(config.data.source).expanduser()
+    source = expanded(config.data.source)
     if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
         _refuse(
-            f"a run in {folder} on the text of {source}",
+            f"a run that writes to {folder} on the text of {source}",
             "what it writes would be text for the next one, which could not go on with it",
-            "name a folder outside of the text",
+            "name a folder outside of the text (folder, export, data.cache)",
         )
 
 
@@ -108,7 +112,7 @@ def _check_model(config: ModelConfig) -> None:
             _refuse(f"{name}={getattr(config, name)}", "sizes of a model are positive", f"pass {name}=1 or more")
     if config.head_dim < 0:
         _refuse(f"head_dim={config.head_dim}", "it is a size, and 0 is dim / heads", "pass head_dim=0 or more")
-    if config.rope_theta <= 0 or config.norm_eps < 0:
+    if not (0 < config.rope_theta < math.inf and 0 <= config.norm_eps < math.inf):
         _refuse(
             f"rope_theta={config.rope_theta}, norm_eps={config.norm_eps}",
             "positions rotate by powers of a positive number, and a norm divides by a root",
@@ -126,7 +130,7 @@ def _check_model(config: ModelConfig) -> None:
         rotated = config.head_width
     else:
         rotated = config.latent.rope_dim
-        for name in ("kv_rank", "nope_dim", "value_dim"):
+        for name in ("kv_rank", "nope_dim", "value_dim", "rope_dim"):
             if getattr(config.latent, name) < 1:
                 _refuse(f"latent.{name}={getattr(config.latent, name)}", "sizes are positive", "pass 1 or more")
         if config.latent.q_rank < 0:
@@ -147,6 +151,12 @@ def _check_model(config: ModelConfig) -> None:
             f"experts.hidden={experts.hidden}, shared={experts.shared}, dense_layers={experts.dense_layers}",
             "experts have hidden units, and the others are counts",
             "pass hidden=1 or more, and the others 0 or more",
+        )
+    if not (math.isfinite(experts.scale) and 0 <= experts.balance_rate < math.inf):
+        _refuse(
+            f"experts.scale={experts.scale}, balance_rate={experts.balance_rate}",
+            "both are finite, and biases move towards balance",
+            "pass scale=1 and balance_rate=0.001",
         )
 
 

@@ -8,6 +8,7 @@ downloaded; the default text is the Python source that every machine with this l
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ def collect(source: str, held_out: float) -> Corpus:
         raise DataError(
             message(
                 f"no text in {source!r}",
-                rule="a file of UTF-8 without zero bytes is text, and empty ones do not count",
+                rule="a file of UTF-8 without zero bytes that can be read is text, and empty ones do not count",
                 fix="name a folder with text files, a text file, 'stdlib' or 'python'",
             )
         )
@@ -71,13 +72,18 @@ def stamp_of(source: str, tokenizer: Path | None) -> str:
     """Changes when a file comes, goes, or is written to; no file is read. Python's own do not while it runs."""
     digest = hashlib.sha256()
     files = () if source in PYTHONS_OWN else _files(source)
-    for path in [*files, *([tokenizer.expanduser()] if tokenizer else [])]:
+    for path in [*files, *([expanded(tokenizer)] if tokenizer else [])]:
         try:
             found = path.stat()
         except OSError:  # whoever reads it will say so
             continue
         digest.update(f"{path}\0{found.st_size}\0{found.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
+
+
+def expanded(path: str | Path) -> Path:
+    """With the user's folder for ~; one of a user that is not known stays as it is, and is not there."""
+    return Path(os.path.expanduser(path))
 
 
 def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
@@ -122,6 +128,14 @@ def _text(path: Path) -> bytes | None:
         content.decode()
     except (OSError, UnicodeDecodeError):
         return None
+    except MemoryError:
+        raise DataError(
+            message(
+                f"{path} does not fit into memory ({path.stat().st_size / 1e9:,.1f} GB)",
+                rule="text is read file by file",
+                fix="cut it into smaller files",
+            )
+        ) from None
     return None if b"\0" in content else content
 
 
@@ -137,10 +151,10 @@ def _files(source: str) -> Iterator[Path]:
         for folder in sorted(packages):
             yield from _walk(folder, ".py", set())
         return
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_file():
         yield path
-    elif path.is_dir():
+    elif source.strip() and path.is_dir():
         yield from _walk(path, "", set())
     else:
         raise DataError(

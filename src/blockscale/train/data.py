@@ -25,7 +25,8 @@ from torch import Tensor
 from .. import env
 from ..errors import DataError, message
 from .config import DataConfig
-from .corpus import Corpus, collect, contents, stamp_of
+from .corpus import Corpus, collect, contents, expanded, stamp_of
+from .files import write_synced
 
 VERSION = 1
 _NUMBERS = b"by the largest\0"  # how the symbols of a tokenizer are counted, since that changed
@@ -79,6 +80,14 @@ def load(config: DataConfig) -> Symbols:
                     fix="use more text, or a shorter data.sequence",
                 )
             )
+    if not symbols.bytes_per_symbol:
+        raise DataError(
+            message(
+                "no text to validate on, but separators",
+                rule=f"held_out={config.held_out} of every file are validated on",
+                fix="pass a larger data.held_out, such as 0.1",
+            )
+        )
     return symbols
 
 
@@ -89,23 +98,29 @@ def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path 
     named = hashlib.sha256(b"bytes" if tokenizer is None else _NUMBERS + _read_tokenizer(tokenizer)).hexdigest()
     key = hashlib.sha256(f"{VERSION}:{corpus.hash}:{named}".encode()).hexdigest()[:16]
     folder = (cache or env.cache_folder("corpora")) / key
-    if not (folder / "about.json").exists():
-        _write(folder, corpus, tokenizer)
-    about = json.loads((folder / "about.json").read_text())
     dtype = torch.uint8 if tokenizer is None else torch.int32
-    parts = [_mapped(folder / f"{part}.bin", about["symbols"][part], dtype) for part in _PARTS]
-    return Symbols(parts[0], parts[1], about["vocabulary"], about["bytes_per_symbol"], key)
+    found = _found(folder, dtype)
+    if found is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        _write(folder, corpus, tokenizer)
+        found = _found(folder, dtype)
+    assert found is not None
+    return found
+
+
+def _found(folder: Path, dtype: torch.dtype) -> Symbols | None:
+    """What was prepared there; None where nothing was, or not all of it is as it was written."""
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        train, held_out = (_mapped(folder / f"{part}.bin", int(about["symbols"][part]), dtype) for part in _PARTS)
+        return Symbols(train, held_out, int(about["vocabulary"]), float(about["bytes_per_symbol"]), folder.name)
+    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _mapped(path: Path, count: int, dtype: torch.dtype) -> Tensor:
     if path.stat().st_size != count * dtype.itemsize:
-        raise DataError(
-            message(
-                f"{path} has {path.stat().st_size} bytes for {count} symbols",
-                rule="prepared text is written once and never changed",
-                fix=f"delete {path.parent}; it is made again",
-            )
-        )
+        raise ValueError(f"{path} was cut off")
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
@@ -125,7 +140,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Path | None) -> None:
             "vocabulary": vocabulary,
             "bytes_per_symbol": size / max(1, symbols),
         }
-        (fresh / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        write_synced(fresh / "about.json", json.dumps(about, indent=1) + "\n")
         fresh.rename(folder)
     except OSError as error:
         if not (folder / "about.json").exists():  # another process may have been quicker
@@ -160,7 +175,7 @@ def _encode(path: Path, texts: Iterable[bytes], encode: Callable[[str], list[int
 
 def _read_tokenizer(path: Path) -> bytes:
     try:
-        return path.expanduser().read_bytes()
+        return expanded(path).read_bytes()
     except OSError as error:
         raise DataError(
             message(
@@ -184,7 +199,7 @@ def _encoder(path: Path) -> tuple[Callable[[str], list[int]], int]:
             )
         ) from None
     try:
-        tokenizer: Any = Tokenizer.from_file(str(path.expanduser()))
+        tokenizer: Any = Tokenizer.from_file(str(expanded(path)))
     except Exception as error:
         raise DataError(
             message(

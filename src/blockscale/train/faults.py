@@ -7,6 +7,7 @@ gradients that come in and go out. Layers are called one by one for that, not fu
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -17,13 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, NonFiniteError, OutOfMemoryError, message
-from ..nn import GroupedLinear
+from ..nn import GroupedLinear, advance_
 from . import checkpoint
 from .config import RunConfig
 from .model import Transformer
 
+_STOPPED = {
+    False: "training stops before such a step changes a weight; weights are those before it",
+    True: "weights that are no numbers are neither trained on nor saved",
+}
 # where torch keeps what `Module.compile` made
 _CALL = "_compiled_call_impl"
+# no room on a disk, or for this user
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # what torch says on a CPU, where it has no error of its own for it
 _CPU_IS_FULL = "DefaultCPUAllocator: not enough memory"
 
@@ -43,14 +50,15 @@ def locate(model: Transformer, pieces: list[Tensor]) -> Place | None:
             return Place(name, "the weight itself")
     with _plainly_called(model):
         for batch in pieces:
-            found = _look_at(model, batch)
+            found = _look_at(model, batch, len(pieces))
+            advance_(model)
             if found:
                 return found[0]
     return None
 
 
-def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
-    """Forward and backward of a batch; what was found first comes first."""
+def _look_at(model: Transformer, batch: Tensor, batches: int) -> list[Place]:
+    """Forward and backward of one of a step's batches; what was found first comes first."""
     found: list[Place] = []
     _forget_gradients(model)
     with ExitStack() as stack:
@@ -60,7 +68,7 @@ def _look_at(model: Transformer, batch: Tensor) -> list[Place]:
             found.append(Place("loss", "the cross entropy"))
         if not found:
             with warnings.catch_warnings(action="ignore"):  # of hooks on layers whose input has no gradient
-                loss.backward()
+                (loss / batches).backward()
     found += _bad_weight_gradients(model)
     _forget_gradients(model)
     return found
@@ -139,8 +147,10 @@ def _finite(value: Any) -> bool:
     return all(_finite(each) for each in value) if isinstance(value, tuple | list) else True
 
 
-def not_finite(step: int, what: str, place: Place | None, config: RunConfig) -> NonFiniteError:
-    """The error of a step whose loss or gradient is no number."""
+def not_finite(
+    step: int, what: str, place: Place | None, config: RunConfig, *, is_updated: bool = False
+) -> NonFiniteError:
+    """The error of a step whose loss or gradient is no number; is_updated: or whose weights are none after it."""
     where = f"first in {place.layer}, {place.product}" if place else "gone when the batch was replayed layer by layer"
     advice = ["a lower optimizer.rate or a longer warmup"]
     if config.recipe.name != "bf16":
@@ -150,7 +160,7 @@ def not_finite(step: int, what: str, place: Place | None, config: RunConfig) -> 
     return NonFiniteError(
         message(
             f"step {step} of {config.name} by {config.recipe.name}: {what}; {where}",
-            rule=f"training stops before such a step changes a weight; weights are those before it{_saved(config)}",
+            rule=f"{_STOPPED[is_updated]}{_saved(config)}",
             fix=f"try {', or '.join(advice)}",
         )
     )
@@ -181,6 +191,7 @@ def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
         advice.append("parameters=bfloat16, which halves weights, gradients and Adam's moments")
     if config.model.layers > 1:
         advice.append(f"model.layers={config.model.layers // 2}")
+    advice = advice or ["a smaller model.dim, model.hidden or data.sequence"]
     first = str(error).partition("\n")[0].partition(". GPU")[0] or "not enough memory"
     first = first[max(0, first.find(_CPU_IS_FULL)) :]  # not where in torch's source that is
     return OutOfMemoryError(
@@ -192,15 +203,15 @@ def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
     )
 
 
-def not_written(config: RunConfig, error: OSError) -> CheckpointError:
-    """Of a file that a run could not write: metrics, a trace, an exported model. Checkpoints have an error of their
-    own, and one that is complete stays."""
+def of_a_file(config: RunConfig, error: OSError) -> CheckpointError:
+    """Of a file that a run could not read or write: text, metrics, a trace, an exported model. Checkpoints have errors
+    of their own, and one that is complete stays."""
     last = None if config.folder is None else checkpoint.latest(config.folder)
-    goes_on = f"go on from {last} with resume=True" if last else "start again"
+    mend = "free some space or name another folder" if error.errno in _FULL else "check that it is there, and yours"
     return CheckpointError(
         message(
-            f"{config.name} could not be written: {error}",
-            rule="metrics, traces and exported weights go to disk while a run is under way",
-            fix=f"free some space or name another folder, then {goes_on}",
+            f"{config.name} stopped at a file: {error}",
+            rule="text is read, and metrics, traces and exported weights are written, while a run is under way",
+            fix=f"{mend}, then {f'go on from {last} with resume=True' if last else 'start again'}",
         )
     )

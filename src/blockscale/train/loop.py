@@ -6,6 +6,7 @@ the device when it logs, and not in between.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ from . import faults
 from .breakdown import breakdown
 from .checks import check
 from .config import RunConfig
+from .files import owned
 from .hugging_face import export
 from .numerics import NumericsLog
 from .records import Hooks, Speed, StepRecord, TrainResult
@@ -55,8 +57,7 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
     try:
         with _closing(hooks):
             check(config)
-            mine = _own_hooks(config)
-            with _closing(mine), as_configured(config):
+            with owned(config.folder), _closing(_own_hooks(config)) as mine, as_configured(config):
                 run = Run(config, [*hooks, *mine], filter_fn)
                 with _interruptible(run):
                     return _Loop(run).to_the_end()
@@ -67,7 +68,7 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
     except (ConnectionError, TimeoutError):  # nothing of a disk; among them that who read what is shown has gone
         raise
     except OSError as error:
-        raise faults.not_written(config, error) from error
+        raise faults.of_a_file(config, error) from error
 
 
 def _own_hooks(config: RunConfig) -> list[Hooks]:
@@ -177,11 +178,15 @@ class _Loop:
         if not self.config.eval_batches:
             return
         found = self.run.evaluate()
+        if not math.isfinite(found.loss):
+            raise self.run.broken_weights(f"validation loss {found.loss}")
         self.run.tell(lambda hook: hook.on_evaluation(self.run, found))
         self.restart_clock()
 
     def save(self) -> None:
         """A checkpoint; its time does not count."""
+        if not self.run.is_finite:
+            raise self.run.broken_weights("weights that are no numbers after its update")
         path = self.run.save()
         self.run.tell(lambda hook: hook.on_save(self.run, path))
         self.restart_clock()
@@ -207,11 +212,11 @@ class _Loop:
 
 
 @contextmanager
-def _closing(hooks: Sequence[Hooks]) -> Generator[None]:
+def _closing(hooks: Sequence[Hooks]) -> Generator[Sequence[Hooks]]:
     """All of them at the end, however it came. What was written is on disk by then; a file that cannot be closed after
     another error tells nothing new."""
     try:
-        yield
+        yield hooks
     except BaseException:
         for each in hooks:
             with suppress(OSError):

@@ -119,7 +119,12 @@ class TensorBoard(Hooks):
                     fix="pip install tensorboard, or read metrics.jsonl",
                 )
             ) from None
-        self.writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        self.writer: Any = None
+        self._made, self._folder = SummaryWriter, str(folder / "tensorboard")
+
+    def on_start(self, run: Run) -> None:
+        """What was written after the checkpoint that a run goes on from is hidden: those steps come again."""
+        self.writer = self._made(self._folder, purge_step=run.step + 1 if run.step else None)
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
         """Loss, norm and rate of each step, and the speed."""
@@ -137,4 +142,5 @@ class TensorBoard(Hooks):
 
     def close(self) -> None:
         """Whatever waits is written."""
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()

@@ -104,8 +104,11 @@ def write(found: Comparison, path: Path) -> Path:
     """The page, under another name first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(page(found))
-    fresh.rename(path)
+    try:
+        fresh.write_text(page(found))
+        fresh.rename(path)
+    finally:
+        fresh.unlink(missing_ok=True)
     return path
 
 

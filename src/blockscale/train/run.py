@@ -182,6 +182,16 @@ class Run:
         what = f"loss {record.loss:.4f}, norm of the gradient {record.norm}"
         return faults.not_finite(record.step, what, faults.locate(self.model, batches), config)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all weights are numbers: those of the last update, too, which no loss tells of. Waits."""
+        return bool(torch.stack([each.detach().isfinite().all() for each in self.model.parameters()]).all())
+
+    def broken_weights(self, what: str) -> NonFiniteError:
+        """After a step whose loss and gradient were numbers, and what came of them is not: say where."""
+        pieces = self._sent(self.symbols.validation(0, 1, self.config.batch, self.config.data.sequence))
+        return faults.not_finite(self.step, what, faults.locate(self.model, [pieces]), self.config, is_updated=True)
+
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """The loss on held-out text, in the precision of the recipe."""

@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from ..errors import OutOfMemoryError, message
 from .records import Evaluation, Hooks, Speed, StepRecord
 from .run import Run
 
@@ -46,6 +48,14 @@ def side_by_side(
                     running[pool.submit(_call, function, task)] = place
                 for each in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(each), each.result()
+        except BrokenProcessPool:
+            raise OutOfMemoryError(
+                message(
+                    "the process of a run was killed",
+                    rule="the system does that when its memory runs out",
+                    fix="pass fewer jobs; run again: what is done stays",
+                )
+            ) from None
         finally:  # after an error or Ctrl-C those that run come to their end, and no other begins
             pool.shutdown()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 from .. import __version__
 from ..autograd import refresh_weights_
 from ..bench.store import where
-from ..errors import BlockscaleError, NonFiniteError
+from ..errors import BlockscaleError, CheckpointError, NonFiniteError, message
 from ..hardware import describe
 from .breakdown import breakdown
 from .config import RunConfig, fingerprint, to_dict
+from .files import owned
 from .loop import train
 from .metrics import JsonLines
 from .numerics import sample_run
@@ -87,15 +89,25 @@ def run_or_read(
         return found
     if config.save_every:
         config = replace(config, folder=folder, resume=True)
-    log = RunLog(folder, arm, looks=looks, commit=commit)
-    try:
-        if train(config, hooks=[log, *hooks]).stopped == "interrupted" or log.was_stopped:
-            raise KeyboardInterrupt
-    except results as error:
-        if not isinstance(error, BlockscaleError):
-            traceback.print_exc()
-        RunLog(folder, arm).fail(str(error) or type(error).__name__, config)
-    return read(folder / METRICS)
+    with owned(folder):
+        log = RunLog(folder, arm, looks=looks, commit=commit)
+        try:
+            if train(config, hooks=[log, *hooks]).stopped == "interrupted" or log.was_stopped:
+                raise KeyboardInterrupt
+        except results as error:
+            if not isinstance(error, BlockscaleError):
+                traceback.print_exc()
+            RunLog(folder, arm).fail(str(error) or type(error).__name__, config)
+    found = read(folder / METRICS)
+    if not found.is_done:
+        raise CheckpointError(
+            message(
+                f"{folder / METRICS} does not tell of the run that has just ended",
+                rule="a comparison is made of what its runs wrote",
+                fix="see whether others write there; delete the folder, and the run is made again",
+            )
+        )
+    return found
 
 
 def folder_of(label: str, config: RunConfig, out: Path) -> Path:
@@ -157,16 +169,14 @@ class RunLog(JsonLines):
 
 
 def read(path: Path) -> Stored:
-    """A run from its file; empty where there is none. A line that was cut off is the last one, and does not count."""
+    """A run from its file; empty where there is none. Lines that are none, cut off or damaged, do not count."""
     found = Stored()
     if not path.exists():
         return found
-    for line in path.read_text().splitlines():
-        try:
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError, TypeError, LookupError, AttributeError):
             row = json.loads(line)
-        except ValueError:
-            break
-        _take(found, row.pop("kind"), row)
+            _take(found, row.pop("kind"), row)
     return found
 
 
