@@ -11,6 +11,7 @@ would write each gradient, then read it and the sum and write the sum, and round
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,13 @@ from .model import Transformer
 WARM_UP = 4
 # blocks have one piece of code, and each may need a graph of its own: names and shared casts are constants there
 _GRAPHS_PER_BLOCK = 4
+
+
+def forget_compiled() -> None:
+    """Drop what is compiled, and the weights of an earlier run that it holds in cycles: they would still be there, and
+    counted, while this run has the device."""
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    gc.collect()
 
 
 def compile_(model: Transformer, how: Compile) -> None:

@@ -8,7 +8,6 @@ the loop looks, and the place where it began can be found.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -30,7 +29,7 @@ from . import checkpoint, faults
 from .checks import check_fits
 from .config import RecipeConfig, RunConfig, changes, to_dict
 from .data import load
-from .micro import CapturedMicrobatch, Microbatch, compile_
+from .micro import CapturedMicrobatch, Microbatch, compile_, forget_compiled
 from .model import Block, Transformer, flops_per_token
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
 from .schedule import make_optimizer, norm_and_scale, rate_at
@@ -48,7 +47,7 @@ class Run:
     def __init__(self, config: RunConfig, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> None:
         self.config, self.hooks = config, tuple(hooks)
         if config.compile != "none":
-            _forget_compiled()
+            forget_compiled()
         self.device = default_device() if config.device is None else named_device(config.device)
         self.recipe = recipe_of(config.recipe)
         if config.compile != "none" and config.recompute == "selective":
@@ -292,17 +291,9 @@ class Run:
         )
 
 
-def _forget_compiled() -> None:
-    """Drop what is compiled, and the weights of an earlier run that it holds in cycles: they would still be there, and
-    counted, while this run has the device."""
-    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
-    gc.collect()
-
-
 def recipe_of(config: RecipeConfig) -> Recipe:
     """The recipe that a config names."""
     recipe = get_recipe(config.name)
     if config.weights is not None:
         recipe = recipe.with_weights(config.weights)
-    since = config.since if recipe.is_low else 0
-    return recipe.replace(name=recipe.name, weight_cast=config.weight_cast, since=since)
+    return recipe.replace(name=recipe.name, weight_cast=config.weight_cast, since=config.since * recipe.is_low)
