@@ -72,6 +72,10 @@ class OutOfMemoryError(BlockscaleError, ValueError):
     """A run that does not fit the memory of its device."""
 
 
+class ProcessError(BlockscaleError, ValueError):
+    """A process of its own that ended without a result."""
+
+
 class PairError(BlockscaleError, NotImplementedError):
     """Two formats that no product combines."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,9 @@ def test_the_command_needs_no_arguments(capsys: pytest.CaptureFixture[str]) -> N
     assert command.run() == 0
     assert "DeepSeek-V3 671B, 4,096 tokens" in capsys.readouterr().out
     assert nominal(command.HOME).architecture == "hopper"
+
+
+def test_recipes_come_with_commas_too_and_bf16_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["roofline", "--model", "llama3-8b", "--recipes", "bf16,mxfp8", "mxfp8", "nvfp4"]) == 0
+    rows = re.findall(r"^ (?:\d+ -> \d+)? +(bf16|mxfp8|nvfp4) ", capsys.readouterr().out, re.MULTILINE)
+    assert rows == ["bf16", "mxfp8", "nvfp4"] * 4

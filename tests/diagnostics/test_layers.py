@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import blockscale as bs
-from blockscale.diagnostics import layer_numerics, sample
+from blockscale.diagnostics import figures, layer_numerics, sample
 from blockscale.diagnostics.figures import Seen, layer_sums
 from blockscale.diagnostics.quality import measure, sqnr_db
 from blockscale.errors import OptionError
@@ -225,3 +225,10 @@ def test_questions_that_are_none_are_refused():
         sample(model, model(torch.randn(8, 64)).mean())
     with pytest.raises(OptionError, match="0 is on the meta device"):
         sample(model.to("meta"), lambda: model(torch.randn(8, 64, device="meta")).mean())
+
+
+def test_values_are_counted_by_expert():
+    """Rows beyond the last end are nobody's."""
+    assert figures._sizes(torch.zeros(7, 5), torch.tensor([2, 2, 6])).tolist() == [10, 0, 20]
+    assert figures._sizes(torch.zeros(3, 4, 5), None).tolist() == [20, 20, 20]
+    assert figures._sizes(torch.zeros(4, 5), None).tolist() == [20]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from blockscale.errors import CheckpointError
-from blockscale.train import DataConfig, Run, train
+from blockscale.train import DataConfig, Run, files, stored, train
 from blockscale.train import checkpoint as checkpoints
 from blockscale.train.branch import StopAfter
 from blockscale.train.files import owned
@@ -287,8 +288,30 @@ def test_a_folder_that_cannot_be_is_known_before_the_first_step(tmp_path: Path, 
         train(replace(RUN, folder=tmp_path / "file"))
 
 
-def test_a_folder_is_free_again_after_an_error(tmp_path: Path):
-    with pytest.raises(KeyError), owned(tmp_path), owned(tmp_path):
-        raise KeyError
-    with owned(tmp_path):
+def test_a_folder_is_free_again_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyError), owned(Path("run")), owned(tmp_path / "run"):
+        _go_and_fail(tmp_path.parent)
+    assert not files._owned
+    refused = pytest.raises(CheckpointError, match="one run at a time")
+    with owned(tmp_path / "run"), ThreadPoolExecutor(1) as pool, refused:
+        pool.submit(_own, tmp_path / "run").result()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_own, tmp_path / "run").result()
+
+
+def _go_and_fail(folder: Path) -> None:
+    os.chdir(folder)
+    raise KeyError
+
+
+def _own(folder: Path) -> None:
+    with owned(folder):
         pass
+
+
+def test_runs_of_a_comparison_are_locked_too(tmp_path: Path):
+    config = replace(RUN, steps=1)
+    refused = pytest.raises(CheckpointError, match="one run at a time")
+    with ThreadPoolExecutor(1) as pool, owned(stored.folder_of("bf16", config, tmp_path)), refused:
+        pool.submit(stored.run_or_read, "bf16", config, tmp_path, looks=()).result()

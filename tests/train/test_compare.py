@@ -322,6 +322,13 @@ def test_a_damaged_line_is_passed_over(line: bytes, found: Comparison, folder: P
     assert again.is_done
 
 
+def test_a_record_that_lost_what_it_is_of_is_made_again(found: Comparison, folder: Path, tmp_path: Path):
+    (path,) = folder.glob("runs/mxfp8-seed0-*/metrics.jsonl")
+    first, *others = path.read_bytes().splitlines()
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first[:9], *others, b""]))
+    assert not read(tmp_path / "metrics.jsonl").is_done
+
+
 def test_a_run_that_left_no_record_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "read", lambda path: module.Stored())
     with pytest.raises(CheckpointError, match="does not tell of the run that has just ended"):

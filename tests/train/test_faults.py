@@ -281,9 +281,11 @@ class Ruin(Hooks):
             layer.weight.data.fill_(float("nan"))
 
 
+@pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("eval_batches", [0, 1])
-def test_weights_that_are_no_numbers_are_not_saved(eval_batches: int, tmp_path: Path):
-    config = small("bf16", steps=2, eval_batches=eval_batches, folder=tmp_path, export=tmp_path / "out")
+def test_weights_that_are_no_numbers_are_not_saved(eval_batches: int, saves: bool, tmp_path: Path):
+    folder = tmp_path if saves else None
+    config = small("bf16", steps=2, eval_batches=eval_batches, folder=folder, export=tmp_path / "out")
     says = "validation loss nan" if eval_batches else "weights that are no numbers"
     with pytest.raises(NonFiniteError, match=rf"step 2 .*{says}.*layers\.1\.attention\.out\.weight, the weight itself"):
         train(config, hooks=[Ruin()])
@@ -291,8 +293,29 @@ def test_weights_that_are_no_numbers_are_not_saved(eval_batches: int, tmp_path: 
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_replay_draws_what_was_drawn(monkeypatch: pytest.MonkeyPatch):
-    """Every microbatch of a step has draws of its own, and its share of the loss."""
+def test_an_evaluation_that_is_no_number_is_replayed_as_it_was():
+    """All of its batches: here the last one alone meets what overflows."""
+
+    class Overflows(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module, last: torch.Tensor) -> None:
+            super().__init__()
+            self.inner, self.last = inner, last
+
+        def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+            found = self.inner(symbols)
+            return found * float("inf") if torch.equal(symbols, self.last) else found
+
+    class Sets(Hooks):
+        def on_start(self, run: Run) -> None:
+            last = run.held_out(2)
+            run.model.embedding = Overflows(run.model.embedding, last[:, :-1])  # pyright: ignore[reportAttributeAccessIssue]
+
+    with pytest.raises(NonFiniteError, match=r"validation loss (nan|inf); first in (?!gone)\S+, .*nor exported"):
+        train(small("bf16", steps=1, eval_batches=3), hooks=[Sets()])
+
+
+def test_a_replay_draws_what_was_drawn():
+    """Every microbatch of a step has draws of its own."""
     run = Run(small("nvfp4", steps=2, accumulate=3))
     ticks: list[int] = []
     layer = next(each for each in run.model.modules() if isinstance(each, Linear))

@@ -51,7 +51,8 @@ def test_tensorboard(tmp_path: Path):
     assert len(found.Scalars("validation/loss")) == 1
 
 
-def test_tensorboard_of_a_run_that_was_killed_and_resumed(tmp_path: Path):
+@pytest.mark.parametrize("leaves", [False, True], ids=["no checkpoint", "a checkpoint"])
+def test_tensorboard_of_a_run_that_was_killed_and_resumed(leaves: bool, tmp_path: Path):
     """Steps after the checkpoint come again, and stand there once."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -65,6 +66,8 @@ def test_tensorboard_of_a_run_that_was_killed_and_resumed(tmp_path: Path):
     with pytest.raises(KeyError):
         train(run, hooks=[TensorBoard(tmp_path), Dies()])
     shutil.rmtree(tmp_path / "step-00000002")
+    if not leaves:
+        shutil.rmtree(tmp_path / "step-00000001")
     train(replace(run, resume=True), hooks=[TensorBoard(tmp_path)])
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()

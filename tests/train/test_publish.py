@@ -137,9 +137,14 @@ def test_curves_are_thinned():
 
 
 def test_collect_stores_and_replaces(
-    found: Comparison, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    found: Comparison,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "training-cpu.jsonl"
     for _ in range(2):
         assert main(["collect", str(folder), "--json", str(file)]) == 0

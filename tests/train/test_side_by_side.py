@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from blockscale.errors import OutOfMemoryError
+from blockscale.errors import ProcessError
 from blockscale.train.side_by_side import side_by_side
 from blockscale.train.stored import read
 
@@ -61,7 +61,7 @@ def killed(place: int) -> int:
 
 
 def test_a_process_that_is_killed_is_a_message():
-    with pytest.raises(OutOfMemoryError, match=r"was killed.*its memory runs out.*fewer jobs"):
+    with pytest.raises(ProcessError, match=r"ended without a word.*memory runs out.*__main__.*fewer jobs"):
         list(side_by_side(killed, [(1,)], jobs=1))
 
 

@@ -104,3 +104,7 @@ def test_a_baseline_that_broke_down_judges_nobody():
     verdict = judge(broken, 0.01, BUDGET)
     assert (verdict.kind, "bf16 itself" in verdict.why) == ("undecided", True)
     assert judge(paired([math.nan], [1.0]), 0.01, BUDGET).kind == "diverged"
+
+
+def test_a_loss_of_zero_is_no_measure():
+    assert math.isnan(paired([0.1], [0.0]).values[0])

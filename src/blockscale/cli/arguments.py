@@ -73,15 +73,20 @@ def worker_count(workers: int | None) -> int:
     return workers
 
 
-def wide_console(width: int = FILE_WIDTH) -> Console:
-    """A console whose tables are not cut where they go to a file, and whose reader may leave, see `main`."""
+def plain_console() -> Console:
+    """A console whose reader may leave, as `head` does; `main` knows what that is."""
     from rich.console import Console
 
     class Piped(Console):
         def on_broken_pipe(self) -> None:  # rich would end the process, and call that an error
             raise BrokenPipeError
 
-    console = Piped()
+    return Piped()
+
+
+def wide_console(width: int = FILE_WIDTH) -> Console:
+    """A console whose tables are not cut where they go to a file."""
+    console = plain_console()
     if not console.is_terminal:
         console.width = max(console.width, width)
     return console

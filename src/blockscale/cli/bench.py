@@ -53,14 +53,11 @@ def run(
             rowwise, casts, torchao for moe. All by default.
         commit: Commit to record where the source is no git checkout.
     """
-    from rich.console import Console
-
     from ..errors import check_name
+    from .arguments import wide_console
 
     check_name(suite, SUITES, "suite")
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, FILE_WIDTH)
+    console = wide_console(FILE_WIDTH)
     if suite == "report":
         return _report(console, json)
     with console.status("importing torch ..."):

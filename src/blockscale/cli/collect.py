@@ -18,9 +18,9 @@ def run(folder: Path = Path("out"), /, json: Path | None = None, pool: bool = Fa
         pool: Put seeds together with those that the file has of the same model, length and text, and store all of them
             as one comparison, of the arms that both have; for runs with the same options at another time.
     """
-    from rich.console import Console
+    from .arguments import plain_console
 
-    console = Console()
+    console = plain_console()
     with console.status("importing torch ..."):
         from ..bench.trainings import convergences, read, throughputs, write
         from ..train.pool import pool as together
@@ -34,8 +34,10 @@ def run(folder: Path = Path("out"), /, json: Path | None = None, pool: bool = Fa
         return 1
     of_gpus = [line for line in found.lines if not str(line.where.get("device")).startswith("cpu")]
     lines = found.lines if json else of_gpus
+    if len(lines) < len(found.lines):
+        of_cpus = len(found.lines) - len(lines)
+        console.print(f"left out: {of_cpus} lines of runs on a CPU (--json FILE stores them)", highlight=False)
     if not lines:
-        console.print(f"left out: {len(found.lines)} lines of runs on a CPU (--json FILE stores them)", highlight=False)
         return 1
     file = json or RESULTS
     if pool:

@@ -38,11 +38,12 @@ def run(out: Path = Path("out/demo.png"), steps: int = 100) -> int:
         out: Where the picture goes.
         steps: Training steps of the tiny model.
     """
-    from rich.console import Console
     from rich.progress import track
 
+    from .arguments import plain_console
+
     check_picture(out)
-    console = Console()
+    console = plain_console()
     with console.status("importing torch ..."):
         from ..diagnostics.samples import train_samples
         from ..formats import FORMATS

@@ -54,15 +54,15 @@ def run(
         accumulate: Whether the product is added into a buffer of that dtype.
     """
     import torch
-    from rich.console import Console
 
     from .. import explain
+    from .arguments import plain_console
 
     operands = _operands(operation, a, b, (m, n, k, groups), getattr(torch, dtype))
     name = "grouped" if operation in ("m_grouped", "k_grouped") else operation
     on = _capability(device)
     explanation = explain(name, *operands, out_dtype=getattr(torch, dtype), bias=bias, accumulate=accumulate, on=on)
-    _show(Console(), explanation)
+    _show(plain_console(), explanation)
     return 0 if explanation.taken else 1
 
 

@@ -17,9 +17,9 @@ def run(plot: Path | None = None) -> int:
     Args:
         plot: Also draw the value grids to this file (.png, .svg or .pdf).
     """
-    from rich.console import Console
+    from .arguments import plain_console
 
-    console = Console()
+    console = plain_console()
     console.print(_formats_table())
     console.print(_options_table())
     console.print(_grid_table())

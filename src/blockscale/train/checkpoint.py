@@ -133,10 +133,20 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(complete(folder)), None)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """What a process that was killed had begun to write."""
-    for path in folder.glob(f"{_SAVING}*"):
+def last_of_a_run(folder: Path | None, *, resume: bool) -> Path | None:
+    """The one that a run in this folder goes on from; what a process that was killed had begun to write goes."""
+    last = None if folder is None else latest(folder)
+    if last is not None and not resume:
+        raise CheckpointError(
+            message(
+                f"{folder} has {last.name} already",
+                rule="a new run does not write over another",
+                fix="pass resume=True to go on with it, or another folder",
+            )
+        )
+    for path in folder.glob(f"{_SAVING}*") if folder is not None and resume else ():
         shutil.rmtree(path, ignore_errors=True)
+    return last
 
 
 def read_about(path: Path) -> dict[str, Any]:

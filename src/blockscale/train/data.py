@@ -99,9 +99,11 @@ def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path 
     key = hashlib.sha256(f"{VERSION}:{corpus.hash}:{named}".encode()).hexdigest()[:16]
     folder = (cache or env.cache_folder("corpora")) / key
     dtype = torch.uint8 if tokenizer is None else torch.int32
+    was_there = folder.exists()
     found = _found(folder, dtype)
     if found is None:
-        shutil.rmtree(folder, ignore_errors=True)
+        if was_there:  # and damaged; what another process has just made is not
+            shutil.rmtree(folder, ignore_errors=True)
         _write(folder, corpus, tokenizer)
         found = _found(folder, dtype)
     assert found is not None
@@ -114,7 +116,7 @@ def _found(folder: Path, dtype: torch.dtype) -> Symbols | None:
         about = json.loads((folder / "about.json").read_text())
         train, held_out = (_mapped(folder / f"{part}.bin", int(about["symbols"][part]), dtype) for part in _PARTS)
         return Symbols(train, held_out, int(about["vocabulary"]), float(about["bytes_per_symbol"]), folder.name)
-    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, LookupError, TypeError):
         return None
 
 

@@ -25,7 +25,7 @@ from .model import Transformer
 
 _STOPPED = {
     False: "training stops before such a step changes a weight; weights are those before it",
-    True: "weights that are no numbers are neither trained on nor saved",
+    True: "what is no number is neither trained on, saved nor exported",
 }
 # where torch keeps what `Module.compile` made
 _CALL = "_compiled_call_impl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +17,15 @@ except ImportError:  # not on this system: two runs in a folder are then not tol
     fcntl = None
 
 LOCK = ".lock"
-# folders that are this process's already
-_owned: set[Path] = set()
+# (process, thread, folder) of those who hold one: whoever asks again within is let in, and nobody else
+_owned: set[tuple[int, int, Path]] = set()
 
 
 @contextmanager
 def owned(folder: Path | None) -> Generator[None]:
-    """Within it no other process trains in a folder, which is made where there is none. The system gives the lock back
-    when the process ends, however it ends. A caller may hold it around another that asks for it."""
-    if folder is None or folder.resolve() in _owned:
+    """Within it nobody else trains in a folder, which is made where there is none. The system gives the lock back when
+    the process ends, however it ends (and those that it forked). A caller may hold it around another that asks."""
+    if folder is None or (mine := (os.getpid(), threading.get_ident(), folder.resolve())) in _owned:
         yield
         return
     try:
@@ -40,11 +41,11 @@ def owned(folder: Path | None) -> Generator[None]:
         ) from None
     with file:
         _lock(folder, file)
-        _owned.add(folder.resolve())
+        _owned.add(mine)
         try:
             yield
         finally:
-            _owned.discard(folder.resolve())
+            _owned.discard(mine)
 
 
 def _lock(folder: Path, file: IO[str]) -> None:

@@ -131,6 +131,7 @@ class _Loop:
             self.save()
         result = run.result("done" if is_done else "interrupted")
         if config.export is not None and result.stopped == "done":
+            self.check_weights()
             export(run.model, config.export)
         run.tell(lambda hook: hook.on_end(run, result))
         return result
@@ -179,17 +180,21 @@ class _Loop:
             return
         found = self.run.evaluate()
         if not math.isfinite(found.loss):
-            raise self.run.broken_weights(f"validation loss {found.loss}")
+            raise self.run.broken_after(f"validation loss {found.loss}")
         self.run.tell(lambda hook: hook.on_evaluation(self.run, found))
         self.restart_clock()
 
     def save(self) -> None:
         """A checkpoint; its time does not count."""
-        if not self.run.is_finite:
-            raise self.run.broken_weights("weights that are no numbers after its update")
+        self.check_weights()
         path = self.run.save()
         self.run.tell(lambda hook: hook.on_save(self.run, path))
         self.restart_clock()
+
+    def check_weights(self) -> None:
+        """Nothing that is no number leaves a run."""
+        if not self.run.is_finite:
+            raise self.run.broken_after("weights that are no numbers after its update")
 
     def trace(self, steps: int, *, writes: bool) -> None:
         """Steps under the profiler, which are not timed. writes: for Perfetto, into the folder of the run."""

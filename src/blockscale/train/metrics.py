@@ -23,8 +23,7 @@ _PIECE = 1 << 16
 
 
 def appended(path: Path) -> TextIO:
-    """A file of lines to go on with. What a killed process left of a last line goes: the next would be glued to it, and
-    readers take a line that is none for the end."""
+    """A file of lines to go on with. What a killed process left of a last line goes: the next would be glued to it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
@@ -124,7 +123,7 @@ class TensorBoard(Hooks):
 
     def on_start(self, run: Run) -> None:
         """What was written after the checkpoint that a run goes on from is hidden: those steps come again."""
-        self.writer = self._made(self._folder, purge_step=run.step + 1 if run.step else None)
+        self.writer = self._made(self._folder, purge_step=run.step + 1)
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
         """Loss, norm and rate of each step, and the speed."""

@@ -141,6 +141,11 @@ class Run:
             self.symbols.batch(config.seed, step, micro, config.batch, config.accumulate, config.data.sequence)
         )
 
+    def held_out(self, place: int) -> Tensor:
+        """What one of the evaluation's batches is of."""
+        config = self.config
+        return self._sent(self.symbols.validation(place, config.eval_batches, config.batch, config.data.sequence))
+
     def _sent(self, batch: Tensor) -> Tensor:
         if self.device.type != "cuda":
             return batch.to(self.device)
@@ -186,18 +191,17 @@ class Run:
         """Whether all weights are numbers: those of the last update, too, which no loss tells of. Waits."""
         return bool(torch.stack([each.detach().isfinite().all() for each in self.model.parameters()]).all())
 
-    def broken_weights(self, what: str) -> NonFiniteError:
-        """After a step whose loss and gradient were numbers, and what came of them is not: say where."""
-        pieces = self._sent(self.symbols.validation(0, 1, self.config.batch, self.config.data.sequence))
-        return faults.not_finite(self.step, what, faults.locate(self.model, [pieces]), self.config, is_updated=True)
+    def broken_after(self, what: str) -> NonFiniteError:
+        """After a step whose loss and gradient were numbers, and what came of its update is not: say where."""
+        place = faults.locate(self.model, [self.held_out(place) for place in range(self.config.eval_batches)])
+        return faults.not_finite(self.step, what, place, self.config, is_updated=True)
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """The loss on held-out text, in the precision of the recipe."""
         config, total = self.config, torch.zeros((), device=self.device)
         for place in range(config.eval_batches):
-            pieces = self.symbols.validation(place, config.eval_batches, config.batch, config.data.sequence)
-            total += self.model.loss(self._sent(pieces))
+            total += self.model.loss(self.held_out(place))
         loss = float(total) / max(1, config.eval_batches)
         found = Evaluation(self.step, loss, loss / math.log(2) / max(1e-9, self.symbols.bytes_per_symbol))
         self.evaluations.append(found)
@@ -228,7 +232,7 @@ class Run:
 
     def _resume(self) -> None:
         """Go on from the last checkpoint of the folder, if that is wanted and there is one, or from another run's."""
-        self.saved = self._last()
+        self.saved = checkpoint.last_of_a_run(self.config.folder, resume=self.config.resume)
         found = self.saved or self.config.start
         if found is None:
             return
@@ -253,24 +257,6 @@ class Run:
         self.history = [StepRecord(*each) for each in about["history"]]
         self.evaluations = [Evaluation(*each) for each in about["evaluations"]]
         advance_(self.model, tick=self.step * self.config.accumulate)
-
-    def _last(self) -> Path | None:
-        """The last checkpoint of this run itself."""
-        folder = self.config.folder
-        if folder is None:
-            return None
-        last = checkpoint.latest(folder)
-        if self.config.resume:
-            checkpoint.remove_leftovers(folder)
-        elif last is not None:
-            raise CheckpointError(
-                message(
-                    f"{folder} has {last.name} already",
-                    rule="a new run does not write over another",
-                    fix="pass resume=True to go on with it, or another folder",
-                )
-            )
-        return last
 
     def result(self, stopped: Literal["done", "interrupted"]) -> TrainResult:
         """What the run has come to."""

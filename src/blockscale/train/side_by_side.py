@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..errors import OutOfMemoryError, message
+from ..errors import ProcessError, message
 from .records import Evaluation, Hooks, Speed, StepRecord
 from .run import Run
 
@@ -48,14 +48,15 @@ def side_by_side(
                     running[pool.submit(_call, function, task)] = place
                 for each in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(each), each.result()
-        except BrokenProcessPool:
-            raise OutOfMemoryError(
+        except BrokenProcessPool as error:
+            raise ProcessError(
                 message(
-                    "the process of a run was killed",
-                    rule="the system does that when its memory runs out",
-                    fix="pass fewer jobs; run again: what is done stays",
+                    "the process of a run ended without a word",
+                    rule="the system kills one when memory runs out; others crash, or belong to a script that begins "
+                    'them outside of if __name__ == "__main__"',
+                    fix="pass fewer jobs, or see what it printed; run again: what is done stays",
                 )
-            ) from None
+            ) from error
         finally:  # after an error or Ctrl-C those that run come to their end, and no other begins
             pool.shutdown()
 

@@ -57,7 +57,8 @@ class Stored:
 
     @property
     def is_done(self) -> bool:
-        return bool(self.failed) or self.end.get("stopped") == "done"
+        """Also one whose record has lost what it was is not."""
+        return bool(self.failed) or (self.end.get("stopped") == "done" and "flop_share" in self.about)
 
     @property
     def loss(self) -> float:
