@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -199,3 +200,25 @@ def test_without_tyro_commands_run_with_their_defaults(
     capsys.readouterr()
     assert main(["formats", "--plot", "x.png"]) == 2
     assert "needs tyro" in capsys.readouterr().err
+
+
+def test_a_reader_may_leave() -> None:
+    """As `head` does: no traceback, and the status that a shell gives to such an end."""
+    command = [sys.executable, "-m", "blockscale", "formats"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    assert child.wait() == 141
+
+
+def test_a_folder_in_use_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is the other's record touched."""
+    from blockscale.train.files import owned
+
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "st')
+    with ThreadPoolExecutor(1) as pool, owned(tmp_path):
+        assert pool.submit(main, ["train", "tiny", "--steps", "1", "--folder", str(tmp_path)]).result() == 2
+    assert "one run at a time" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "st'

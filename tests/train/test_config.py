@@ -120,3 +120,9 @@ def test_nothing_is_written_into_the_text(place: str, tmp_path: Path):
     with pytest.raises(OptionError, match="would be text for the next one"):
         check(small(**changes))
     check(small(data=data, folder=tmp_path.parent / "outside"))
+
+
+def test_nor_is_text_prepared_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(OptionError, match=r"would be text for the next one.*data\.cache"):
+        check(small(data=replace(small().data, source=str(tmp_path))))

@@ -314,6 +314,18 @@ def test_an_evaluation_that_is_no_number_is_replayed_as_it_was():
         train(small("bf16", steps=1, eval_batches=3), hooks=[Sets()])
 
 
+def test_a_replay_takes_a_microbatch_for_its_share_of_the_step():
+    """With a rate of zero weights are the same, and so is what comes back to a layer."""
+    run = Run(small("bf16", steps=1, accumulate=3, optimizer=OptimizerConfig(rate=0.0, weight_decay=0.0)))
+    layer, came = run.model.get_submodule("layers.1.attention.out"), list[torch.Tensor]()
+    layer.register_full_backward_hook(lambda module, into, out: came.append(out[0].clone()))
+    run.advance()
+    run.located(run.read()[-1])
+    assert len(came) == 6
+    for trained, replayed in zip(came[:3], came[3:], strict=True):
+        torch.testing.assert_close(replayed, trained)
+
+
 def test_a_replay_draws_what_was_drawn():
     """Every microbatch of a step has draws of its own."""
     run = Run(small("nvfp4", steps=2, accumulate=3))

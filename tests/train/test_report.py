@@ -142,6 +142,16 @@ def test_ticks_cover_and_are_round():
     assert len(smooth([(step, 1.0) for step in range(1, 2001)])) <= 400
 
 
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(made(), tmp_path / "report.html")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_runs_reads_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["compare", "tiny", "--recipes", "mxfp8", "--steps", "2", "--eval-every", "1", "--eval-batches", "1"]
     words += ["--batch", "2", "--sequence", "8", "--layers", "1", "--device", "cpu", "--out", str(tmp_path)]
