@@ -278,7 +278,7 @@ class Ruin(Hooks):
     def after_backward(self, run: Run) -> None:
         if run.step == run.config.steps - 1:
             layer = run.model.get_submodule("layers.1.attention.out")
-            layer.weight.data.fill_(float("nan"))
+            layer.weight.data.view(-1)[0] = float("nan")  # one is enough
 
 
 @pytest.mark.parametrize("saves", [False, True])

@@ -86,7 +86,8 @@ def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:
                 steps, [100 * each for each in gaps], dashed, color=_colour(row.arm), label=row.arm, linewidth=1.3
             )
     late = max((abs(gap) for row in group for step, gap in row.along if 3 * step >= row.steps), default=0.0)
-    if reach := 130 * max(late, min(noise or 0.0, 2 * late) if late else noise or 0.0):
+    wide = max(late, noise or 0.0)
+    if reach := 130 * (min(wide, 2 * late) or wide):
         axes.set_ylim(-reach, reach)
     many = len(group[0].seeds)
     title = f"gap to bf16, %, on held-out text ({apart(group[0])}{many} seed{'s' * (many > 1)})"
