@@ -413,7 +413,7 @@ def test_bad_input_leaves_the_accumulator_alone():
 def test_every_error_is_a_value_error_or_a_not_implemented_error():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BlockscaleError)]
     kinds.remove(BlockscaleError)
-    assert len(kinds) == 18
+    assert len(kinds) == 19
     missing = {PairError, BackendError, AssemblyError, MissingPackageError, VersionError}
     assert {kind for kind in kinds if issubclass(kind, NotImplementedError)} == missing
     assert {kind for kind in kinds if issubclass(kind, ValueError)} == set(kinds) - missing
@@ -427,6 +427,8 @@ def test_every_error_is_raised_somewhere_here():
     # by tests/train
     raised |= {errors.CheckpointError, errors.DataError, errors.NonFiniteError, errors.OutOfMemoryError}
     raised |= {errors.ProcessError}
+    # by tests/autograd/test_tensor_parallel.py and tests/test_sharding.py
+    raised |= {errors.ShardingError}
     # by tests/integrations
     raised |= {MissingPackageError, VersionError}
     assert raised == set(BlockscaleError.__subclasses__())

@@ -1,4 +1,4 @@
-"""Operators on DTensors: where cuts are offered, where they are refused, and that every piece has the whole's bytes."""
+"""Operators on DTensors: where shards are computed, where they raise, and that every shard has the whole's bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import blockscale as bs
 from blockscale import library, rng_state
+from blockscale.errors import ShardingError
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 from products import assert_same_bits, gaussian, offsets
 
@@ -20,7 +21,7 @@ if not dist.is_available():
     pytest.skip("this torch was built without distributed", allow_module_level=True)
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from sharded import RANKS, run, spec
 
@@ -66,15 +67,18 @@ def test_rows_are_moved_whole_so_columns_may_be_cut(mesh):
     op = library.OPERATORS
     assert where(op["permute_rows"](put(gaussian(2, 8), mesh, 1), tokens, rows, None)) == "S1"
     assert where(op["combine_rows"](put(gaussian(4, 8), mesh, 1), rows, None)) == "S1"
-    assert where(op["combine_rows"](put(gaussian(4, 6), mesh, 1), rows, None)) == "R"  # uneven
-    assert where(op["permute_rows"](put(gaussian(2, 8), mesh, 0), tokens, rows, None)) != "S0"
+    with pytest.raises(RuntimeError, match="never gathered"):  # uneven
+        op["combine_rows"](put(gaussian(4, 6), mesh, 1), rows, None)
+    with pytest.raises(RuntimeError, match="never gathered"):
+        op["permute_rows"](put(gaussian(2, 8), mesh, 0), tokens, rows, None)
 
 
-def test_fused_casts_are_computed_from_gathered_tensors(mesh):
-    gate_up = put(gaussian(8, 64), mesh, 0)
+def test_fused_casts_take_whole_tensors(mesh):
     plan = CastSpec("mxfp8_e4m3").plan().text()
-    data, scale, _ = library.OPERATORS["swiglu_quantize"](gate_up, plan, -1, None, None, None)
+    data, scale, _ = library.OPERATORS["swiglu_quantize"](put(gaussian(8, 64), mesh, None), plan, -1, None, None, None)
     assert where(data, scale) == "R R"
+    with pytest.raises(RuntimeError, match="never gathered"):
+        library.OPERATORS["swiglu_quantize"](put(gaussian(8, 64), mesh, 0), plan, -1, None, None, None)
 
 
 # ---- casts ---------------------------------------------------------------------------------------------------------
@@ -104,7 +108,6 @@ CUT = [
     ("fp8_1x128", "mn_major", (8, 3, 5), -2, 0, "S0 S0"),
     ("mxfp8_e4m3", "blocked", (4, 3, 5), -1, 0, "S0 S0"),
 ]
-# of shapes that may not be cut along the other dimension either, which DTensor would choose rather than gather
 REFUSED = [
     ("mxfp8_e4m3", "plain", (6, 32), -1, 0),  # uneven
     ("mxfp8_e4m3", "plain", (8, 96), -1, 1),  # a block would be split
@@ -133,18 +136,23 @@ def test_casts_that_are_cut(mesh, name, layout, shape, axis, dim, want):
 
 
 @pytest.mark.parametrize(("name", "layout", "shape", "axis", "dim"), REFUSED)
-def test_casts_that_are_gathered(mesh, name, layout, shape, axis, dim):
-    q = bs.quantize(put(gaussian(*shape), mesh, dim), spec(name, scale_layout=layout), axis=axis)
-    assert where(q.data, q.scale) == "R R"
+def test_casts_that_would_gather_raise(mesh, name, layout, shape, axis, dim):
+    x = put(gaussian(*shape), mesh, dim)
+    with pytest.raises(ShardingError, match="never gathered unasked") as raised:
+        bs.quantize(x, spec(name, scale_layout=layout), axis=axis)
+    assert f"x {shape} placed (Shard(dim={dim}),)" in str(raised.value)
+    q = bs.quantize(x.redistribute(placements=[Replicate()]), spec(name, scale_layout=layout), axis=axis)
+    assert where(q.data, q.scale) == "R R"  # the fix works
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_what_needs_the_whole_is_gathered(mesh, dim):
+def test_casts_that_need_the_whole_raise(mesh, dim):
     x = put(gaussian(512, 512), mesh, dim)
     state, offs = put(rng_state(1), mesh, None), put(offsets([3, 0, 30]), mesh, None)
     drawn = CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy")
-    for q in (bs.quantize(x, "nvfp4"), bs.quantize(x, drawn), bs.quantize(x, "mxfp8_e4m3", offs=offs, axis=-2)):
-        assert where(q.data, q.scale) == "R R"
+    for options in ({"format": "nvfp4"}, {"format": drawn}, {"format": "mxfp8_e4m3", "offs": offs, "axis": -2}):
+        with pytest.raises(ShardingError, match="never gathered"):
+            bs.quantize(x, **options)
 
 
 def test_maxima_per_batch_are_cut_with_it(mesh):
@@ -152,24 +160,27 @@ def test_maxima_per_batch_are_cut_with_it(mesh):
     for amax in ("group", put(torch.ones(4), mesh, None)):
         q = bs.quantize(put(x, mesh, 0), "nvfp4", amax=amax)
         assert where(q.data, q.scale, q.global_scale, bs.dequantize(q)) == "S0 S0 S0 S0"
-    q = bs.quantize(put(x, mesh, 1), "nvfp4", amax="group")
-    assert where(q.data, q.scale, q.global_scale) == "R R R"
+    with pytest.raises(ShardingError, match="never gathered"):
+        bs.quantize(put(x, mesh, 1), "nvfp4", amax="group")
 
 
 def test_both_operands(mesh):
     x = gaussian(512, 512)
     for name in FORMATS:
+        if name == "fp8_128x128":  # of which a shard would pad its one column tile
+            with pytest.raises(ShardingError, match="never gathered"):
+                bs.quantize_both(put(x, mesh, 0), spec(name), spec(name))
+            continue
         row, col = bs.quantize_both(put(x, mesh, 0), spec(name), spec(name))
-        want = "R R R R" if name == "fp8_128x128" else "S0 S0 S0 S0"  # of which a piece would pad its one column tile
-        assert where(row.data, row.scale, col.data, col.scale) == want, name
+        assert where(row.data, row.scale, col.data, col.scale) == "S0 S0 S0 S0", name
     _, _, total = bs.quantize_both(put(x, mesh, 1), "mxfp8_e4m3", "mxfp8_e4m3", colsum=True)
     assert where(total) == "S0"
-    # DTensor may turn to another cut, so leave it none: 16 columns are half a block
-    x = gaussian(512, 64)
-    row, _ = bs.quantize_both(put(x, mesh, 0), "mxfp8_e4m3", "mxfp8_e4m3")
-    assert where(row.data) == "S0"
-    row, _, total = bs.quantize_both(put(x, mesh, 0), "mxfp8_e4m3", "mxfp8_e4m3", colsum=True)
-    assert where(row.data, total) == "R R"
+    # 16 columns are half a block
+    with pytest.raises(ShardingError, match="never gathered"):
+        bs.quantize_both(put(gaussian(512, 64), mesh, 1), "mxfp8_e4m3", "mxfp8_e4m3")
+    # a column sum is rounded once, so it is no sum of rounded shards
+    with pytest.raises(ShardingError, match="never gathered"):
+        bs.quantize_both(put(x, mesh, 0), "mxfp8_e4m3", "mxfp8_e4m3", colsum=True)
 
 
 def test_plans_are_not_confused(mesh):
@@ -206,11 +217,24 @@ def test_products_are_cut_along_rows_and_columns(mesh, pair):
     assert where(bs.scaled_mm(*operands(mesh, (None, 0), pair), bias=bias)) == "S1"
 
 
-def test_only_fp32_products_are_cut_along_the_contraction(mesh):
+def test_products_cut_along_the_contraction_are_partial_sums(mesh):
     a, b = operands(mesh, (1, 1))
-    assert where(bs.scaled_mm(a, b, torch.float32)) == "P"
-    assert where(bs.scaled_mm(a, b)) != "P"
-    assert where(bs.scaled_mm(a, b, torch.float32, bias=put(gaussian(512), mesh, None))) != "P"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert where(bs.scaled_mm(a, b, dtype)) == "P"
+    with pytest.raises(ShardingError, match="never gathered"):  # every partial sum would add the bias
+        bs.scaled_mm(a, b, torch.float32, bias=put(gaussian(512), mesh, None))
+
+
+def test_products_of_two_sharded_operands_raise(mesh):
+    for dims in ((0, 0), (0, 1), (1, 0)):
+        with pytest.raises(ShardingError, match="never gathered"):
+            bs.scaled_mm(*operands(mesh, dims))
+
+
+def test_partial_sums_are_reduced_by_the_caller(mesh):
+    x = DTensor.from_local(gaussian(512, 512), mesh, [Partial()])
+    with pytest.raises(ShardingError, match="never gathered"):
+        bs.quantize(x, "mxfp8_e4m3")
 
 
 def test_accumulators_stay_where_they_are(mesh):
@@ -220,7 +244,7 @@ def test_accumulators_stay_where_they_are(mesh):
         assert acc.placements == ((Replicate() if dim is None else Shard(dim)),)
     # pieces of 1 row have no scales of their own in this layout, and the buffer cannot be gathered
     q = bs.quantize(put(gaussian(4, 128), mesh, None), "fp8_1x128")
-    with pytest.raises(RuntimeError, match=r"in-?place|placement"):
+    with pytest.raises(RuntimeError, match="never gathered"):
         bs.scaled_mm(q, q, accumulate=put(torch.zeros(4, 4), mesh, 0))
 
 
@@ -241,7 +265,8 @@ def test_grouped_products_are_cut_along_columns(mesh):
     assert where(bs.scaled_grouped_mm(a, b, ends, accumulate=acc)) == "S1"
     rows = bs.quantize(put(gaussian(64, 128), mesh, 0), "mxfp8_e4m3")
     assert where(rows.data) == "S0"
-    assert where(bs.scaled_grouped_mm(rows, b, ends)) == "S1"
+    with pytest.raises(ShardingError, match="never gathered"):
+        bs.scaled_grouped_mm(rows, b, ends)
 
 
 # ---- meshes, builds ------------------------------------------------------------------------------------------------
@@ -256,8 +281,8 @@ def test_meshes_of_two_dimensions():
     assert where(b.data, b.scale) == "R S0 R S0"
     assert where(bs.scaled_mm(a, b)) == "S0 S1"
     # both dimensions of the mesh could come to cut the 8 rows, into pieces of 2
-    q = bs.quantize(distribute_tensor(gaussian(8, 128), mesh, [Shard(0), Replicate()]), "fp8_1x128")
-    assert where(q.data, q.scale) == "R R R R"
+    with pytest.raises(ShardingError, match="never gathered"):
+        bs.quantize(distribute_tensor(gaussian(8, 128), mesh, [Shard(0), Replicate()]), "fp8_1x128")
 
 
 def test_compiled_graphs_are_cut_alike(mesh):

@@ -168,8 +168,8 @@ def refusals() -> dict[str, str]:
     from torchtitan.models.llama3 import model_registry
 
     from blockscale import get_recipe
+    from blockscale.autograd.dtensor import check_shards
     from blockscale.integrations.torchtitan import BlockScaledConverter, overrides
-    from blockscale.integrations.torchtitan.follower import check_piece
 
     def said(call: Any) -> str:
         try:
@@ -190,10 +190,8 @@ def refusals() -> dict[str, str]:
         "since": said(lambda: convert(recipe=get_recipe("mxfp8").replace(since=10))),
         "until": said(lambda: convert(recipe=get_recipe("mxfp8").replace(until={"fprop": 10}))),
         "ends": said(lambda: convert(keep_last=1.5)),
-        "pieces": said(
-            lambda: check_piece("layers.0.w1", "weight", (768, 256), (192, 256), get_recipe("fp8_blockwise"))
-        ),
-        "pieces that fit": said(lambda: check_piece("", "weight", (768, 256), (192, 256), get_recipe("mxfp8"))),
+        "pieces": said(lambda: check_shards("layers.0.w1.weight", (768, 256), (192, 256), get_recipe("fp8_blockwise"))),
+        "pieces that fit": said(lambda: check_shards("weight", (768, 256), (192, 256), get_recipe("mxfp8"))),
         "override that draws": said(lambda: overrides.linear(layer, recipe="nvfp4")),
     }
 

@@ -44,6 +44,10 @@ class LayoutError(BlockscaleError, ValueError):
     """A scale tensor whose layout, shape or dtype is not what its format says."""
 
 
+class ShardingError(BlockscaleError, ValueError):
+    """Shards or placements that cannot be computed without gathering an operand."""
+
+
 class OptionError(BlockscaleError, ValueError):
     """An option that exists but makes no sense for this format."""
 

@@ -1,9 +1,9 @@
 """`define_op`: how an operation becomes a PyTorch operator, in one call.
 
 Schema from the type hints, one body for every device (it selects a kernel from the table), a fake that allocates and
-does nothing else, a FLOP formula, and a sharding rule for DTensor. `Library.define` + `impl` costs about half of
-`torch.library.custom_op` per call and is just as opaque to torch.compile. Autograd lives above the operators, once.
-A call that nobody watches skips the dispatcher, which takes longer than a small kernel runs.
+does nothing else, a FLOP formula, and a sharding rule for DTensor, which never gathers. `Library.define` + `impl` costs
+about half of `torch.library.custom_op` per call and is just as opaque to torch.compile. Autograd lives above the
+operators, once. A call that nobody watches skips the dispatcher, which takes longer than a small kernel runs.
 """
 
 # pyright: reportPrivateUsage=false
@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from . import env, replay
+from .errors import BlockscaleError, ShardingError, message
 from .recall import remembered
 
 NAMESPACE = "blockscale"
@@ -87,7 +88,7 @@ def define_op(
 
 
 def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
-    """Tell DTensor the cuts of an operator.
+    """Tell DTensor the cuts of an operator. Where none fits the placements, it raises: DTensor would gather.
 
     Not deferred: the decorators of torch.compiler have imported DTensor already, and what is missing takes 15 ms.
     """
@@ -110,18 +111,46 @@ def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
         tensors = {name for name, value in given.items() if "Tensor" in arguments[name] and value is not None}
         # all ranks of the mesh: of a mesh with several dimensions any may come to cut the same dimension of a tensor
         parts = next(given[name] for name in arguments if name in tensors).mesh.size()
-        whole = Cut({}, (None,) * results)
+        cuts = (Cut({}, (None,) * results), *rule(parts, **given))
+        _check_placements(schema.name, {name: given[name] for name in arguments if name in tensors}, cuts)
         return [
             (
                 [placement(dim) for dim in cut.outputs],
                 [placement(cut.inputs.get(name)) if name in tensors else None for name in given],
             )
-            for cut in (whole, *rule(parts, **given))
+            for cut in cuts
         ]
 
     # register_sharding caches by what follows the first integer, and the text in front of it decides as well
     info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(arguments), needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info
+
+
+def _check_placements(name: str, specs: Mapping[str, Any], cuts: Iterable[Cut]) -> None:
+    """Raise unless some cut needs no communication; to take a shard of what is whole needs none.
+
+    specs: DTensor's of each tensor argument, by name.
+    """
+    placed = {each: spec.placements for each, spec in specs.items()}
+    for dim in range(len(next(iter(placed.values())))):
+        here = {each: placements[dim] for each, placements in placed.items()}
+        if not any(_is_local(here, cut) for cut in cuts):
+            shapes = ", ".join(f"{each} {tuple(spec.shape)} placed {spec.placements}" for each, spec in specs.items())
+            raise ShardingError(
+                message(
+                    f"{name.partition('::')[2]} of {shapes}",
+                    rule="shards are computed where their bytes are those of the whole, and an operand is never "
+                    "gathered unasked",
+                    fix="redistribute(placements=[Replicate()]) what is to be gathered, or shard along whole blocks",
+                )
+            )
+
+
+def _is_local(placed: Mapping[str, Any], cut: Cut) -> bool:
+    return all(
+        placement.is_replicate() or (name in cut.inputs and placement.is_shard(cut.inputs[name]))
+        for name, placement in placed.items()
+    )
 
 
 def _prototype(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,20 +241,32 @@ def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body)
     def call(*args: Any) -> Any:
         # first, because nothing below can be traced
-        if torch.compiler.is_compiling() or _thread_is_watched():
+        if torch.compiler.is_compiling():
             return op(*args)
+        if _thread_is_watched():
+            return _dispatched(op, args)
         records = False
         for at in places:
             tensor = args[at]
             if tensor is not None:
                 if type(tensor) not in _PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _WATCHED:
-                    return op(*args)
+                    return _dispatched(op, args)
                 records = records or tensor.requires_grad
         if _is_autocasting() or (records and torch.is_grad_enabled()):
             return shielded(*args)
         return body(*args)
 
     return call
+
+
+def _dispatched(op: OpOverload, args: tuple[Any, ...]) -> Any:
+    """The operator's result; an error of ours that DTensor has wrapped comes out as it was raised."""
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, BlockscaleError):
+            raise error.__cause__ from None
+        raise
 
 
 # read once: tests and debugging sessions set it before the import

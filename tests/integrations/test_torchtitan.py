@@ -225,8 +225,8 @@ def test_tensor_parallel_ranks_train_like_their_twin(default: Default, checked: 
 def test_pieces_that_split_blocks_are_refused(checked: Checked):
     """256 features in 4 pieces are 64, and FP8 has a scale for 128."""
     found = checked("pieces", ranks=4)["pieces"]
-    assert "ShapeError: layers.0" in found
-    assert "is cut into pieces of" in found
+    assert "ShardingError: layers.0" in found
+    assert "in shards of" in found
     assert "multiple of 128" in found
 
 
@@ -266,7 +266,7 @@ def test_requests_that_make_no_sense_are_errors(default: Default):
     assert "nothing there tells layers which step it is" in found["until"]
     assert "since=10 in torchtitan" in found["since"]
     assert "keep_last=1.5" in found["ends"]
-    assert "layers.0.w1.weight (768, 256) is cut into pieces of 192 along axis 0" in found["pieces"]
+    assert "layers.0.w1.weight (768, 256) in shards of 192 along axis 0" in found["pieces"]
     assert "a scale for every 128 values" in found["pieces"]
     assert found["pieces that fit"] == "nothing"
     assert "use BlockScaledConverter" in found["override that draws"]

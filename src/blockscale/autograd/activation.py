@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..casts import check_source
 from ..errors import OptionError, message
+from .dtensor import DTensor, check_tensor_scales
 from .operands import Casts, Pair, matrix
 from .recipe import Recipe, get_recipe
 
@@ -58,4 +59,8 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     x_MK = x if x.dim() != 1 else x[None]
     if chosen.is_low:
         check_source(x_MK, "x")
+    if isinstance(x_MK, DTensor):  # layers on DTensors multiply local shards
+        if not all(placement.is_replicate() for placement in x_MK.placements):
+            check_tensor_scales(f"an activation placed {x_MK.placements}", chosen)
+        x_MK = x_MK.to_local()
     return Activation(x, (chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())))

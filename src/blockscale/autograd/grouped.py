@@ -16,6 +16,7 @@ from ..casts import check_offs
 from ..errors import OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
+from .dtensor import DTensor, refuse_experts
 from .linear import LinearFunction, check_low, check_rounding, main_grad_of, output_dtype
 from .mlp import fused_mlp, swiglu
 from .operands import Groups, Pair, groups_of, needs_of
@@ -124,6 +125,8 @@ def check_combined(weights: Tensor | None, offs: Tensor | Routing) -> None:
 
 def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
     """Raise unless rows, weights and groups fit."""
+    if isinstance(weight, DTensor) or isinstance(x, DTensor):
+        refuse_experts("rows of experts", x, weight)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ShapeError(
             message(

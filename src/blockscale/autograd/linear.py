@@ -9,6 +9,7 @@ weight_cast="forward" as much for each element of the weight.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..formats.stochastic import Stochastic
 from ..gemm import ACCUMULATOR_DTYPES, check_bias
 from ..grouped.routing_ops import combine_rows
 from .activation import Activation
+from .dtensor import DTensor, local_shards
 from .once import once
 from .operands import Groups, Pair, matrix, needs_of
 from .recipe import Recipe, get_recipe
@@ -39,6 +41,7 @@ def linear(
 
     x: a tensor, or an `activation` that several layers share.  rounding: state and name of a layer whose recipe draws.
     weight_operands: casts of the weight that are known to be those of its present values (`weights.py`).
+    DTensors are multiplied shard by shard (`dtensor.py`).
 
     The result has autocast's dtype where that is on, else x's. Where `weight.main_grad` is an fp32 or bf16 tensor,
     wgrad is added into it, in fp32 and with one rounding to its dtype, and weight.grad stays None.
@@ -55,6 +58,10 @@ def linear(
     dtype = output_dtype(source)
     if not chosen.is_low:
         return high_linear(source, weight, bias, dtype)
+    if isinstance(weight, DTensor) or isinstance(source, DTensor):
+        shards = local_shards(source, weight, bias, chosen, rounding)
+        mine = dataclasses.replace(x, source=shards.x) if isinstance(x, Activation) else shards.x
+        return shards.dtensor(linear(mine, shards.weight, shards.bias, chosen, rounding=shards.rounding))
     check_low(source, weight, bias)
     check_rounding(chosen, rounding)
     needs = needs_of(source, weight, bias)

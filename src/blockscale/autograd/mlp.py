@@ -22,6 +22,7 @@ from ..formats.stochastic import Stochastic
 from ..grouped import Routing
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
 from .activation import Activation
+from .dtensor import DTensor, check_not_packed
 from .linear import (
     check_linear,
     check_low,
@@ -53,7 +54,8 @@ def swiglu_mlp(
     """silu(gate) * up of x [..., K] @ gate_up_weight [2H, K].mT, gates first, times down_weight [D, H].mT.
 
     roundings, weight_operands: of the first and the second layer, as `linear` takes them. Dtypes and `main_grad` are as
-    for `linear`. A recipe with a product in high precision is served by two `linear`s with torch's silu between.
+    for `linear`. A recipe with a product in high precision is served by two `linear`s with torch's silu between,
+    and so are DTensors.
 
     >>> x = torch.randn(4, 128, requires_grad=True)
     >>> gate_up, down = torch.randn(512, 128, requires_grad=True), torch.randn(128, 256, requires_grad=True)
@@ -64,7 +66,10 @@ def swiglu_mlp(
     chosen = get_recipe(recipe)
     source = x.source if isinstance(x, Activation) else x
     check_mlp(source, gate_up_weight, down_weight)
-    if chosen.fprop is None or chosen.dgrad is None or chosen.wgrad is None:
+    is_sharded = isinstance(gate_up_weight, DTensor) or isinstance(down_weight, DTensor) or isinstance(source, DTensor)
+    if is_sharded:
+        check_not_packed("gate_up_weight", gate_up_weight)
+    if is_sharded or chosen.fprop is None or chosen.dgrad is None or chosen.wgrad is None:
         (first, second), (pair, other) = roundings, weight_operands
         gate_up = linear(x, gate_up_weight, gate_up_bias, chosen, rounding=first, weight_operands=pair)
         return linear(swiglu(gate_up), down_weight, down_bias, chosen, rounding=second, weight_operands=other)

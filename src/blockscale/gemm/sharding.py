@@ -31,13 +31,13 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Iterator[Cut]:
-    """M, N, and K where the pieces are summed in fp32 like the rest: bf16 pieces would be rounded twice."""
+    """M, N, and K, whose partial sums are rounded to the output's dtype before they are added, as torch's are."""
     if rows := cut_rows(parts, "a", a, a_kind):
         yield Cut(rows, (0,))
     if columns := cut_rows(parts, "b", b, b_kind):
         yield Cut(columns | {"bias": 0}, (1,))
     kinds = (parse_kind(a_kind), parse_kind(b_kind))
-    if out_dtype == torch.float32 and bias is None and all(cuts_length(s, length, l, parts) for s, l in kinds):
+    if bias is None and all(cuts_length(s, length, l, parts) for s, l in kinds):
         yield Cut({"a": 1, "a_scale": 1, "b": 1, "b_scale": 1}, (SUM,))
 
 

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from ..autograd.dtensor import DTensor, refuse_experts
 from ..autograd.operands import Pair
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.weights import SharedWeight
@@ -57,6 +59,23 @@ class Follower(torch.nn.Module):
         if chosen.draws and rng is None:
             rng = rng_state(seed, device=next(self.parameters()).device)
         self.register_buffer("rng", rng if chosen.draws else None, persistent=False)
+        # what torch's styles have sharded before; parameters that FSDP shards are whole when a layer is called
+        if getattr(self, "_distribute_module_applied", False):
+            for part, parameter in self.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
+                    self.check_sharding(part, parameter)
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """Take a parameter. torch's parallel styles register DTensors, so that what cannot be computed raises there."""
+        if isinstance(param, DTensor) and not isinstance(self._parameters.get(name), DTensor):
+            recipe = getattr(self, "recipe", None)
+            if isinstance(recipe, Recipe) and recipe.is_low:
+                self.check_sharding(name, param)
+        super().register_parameter(name, param)
+
+    def check_sharding(self, name: str, parameter: DTensor) -> None:
+        """Raise for a parameter that is sharded as this layer cannot compute it."""
+        refuse_experts(f"{self.name or type(self).__name__}.{name}", parameter)
 
     def _share(self, shares: bool) -> None:
         self.shared_weight = SharedWeight() if shares else None

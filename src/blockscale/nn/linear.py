@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.activation import Activation
+from ..autograd.dtensor import DTensor, check_not_packed, check_shards, shard_shape
 from ..autograd.linear import linear
 from ..autograd.recipe import Recipe
 from .follower import Follower
@@ -28,6 +29,9 @@ class Linear(Follower, torch.nn.Linear):
     >>> layer
     Linear(in_features=256, out_features=512, bias=False, recipe=mxfp8)
     """
+
+    # whether rows of the weight are all gates, then all ups (`SwiGLU.gate_up`)
+    is_packed: bool = False
 
     def __init__(
         self,
@@ -59,6 +63,13 @@ class Linear(Follower, torch.nn.Linear):
         """[..., in_features] -> [..., out_features]."""
         rounding, operands = self.given()
         return linear(input, self.weight, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands)
+
+    def check_sharding(self, name: str, parameter: DTensor) -> None:
+        """Raise unless shards hold whole blocks, and gates and ups in one parameter lie together."""
+        where = f"{self.name or type(self).__name__}.{name}"
+        if self.is_packed:
+            check_not_packed(where, parameter)
+        check_shards(where, tuple(parameter.shape), shard_shape(parameter), self.recipe)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

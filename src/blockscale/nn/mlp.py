@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..autograd.activation import Activation
+from ..autograd.dtensor import check_not_packed
 from ..autograd.mlp import swiglu, swiglu_mlp
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, ShapeError, message
@@ -60,6 +61,7 @@ class SwiGLU(torch.nn.Module):
         for part, inputs, outputs in (("gate_up", dim, 2 * hidden), ("down", hidden, dim)):
             full = f"{name}.{part}" if name else ""
             layer = Linear(inputs, outputs, bias, device, dtype, recipe=recipe, name=full, rng=rng)
+            layer.is_packed = part == "gate_up"
             self.add_module(part, layer)
 
     @classmethod
@@ -102,6 +104,7 @@ class SwiGLU(torch.nn.Module):
         """[..., dim] -> [..., dim]."""
         first, second = self.gate_up, self.down
         if not self.is_fused:
+            check_not_packed("gate_up.weight", getattr(first, "weight", None))
             return second(swiglu(first(x)))
         (rounding, operands), (other_rounding, other_operands) = first.given(), second.given()
         return swiglu_mlp(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..autograd.dtensor import DTensor, refuse_experts
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.routing import route
 from ..errors import OptionError, check_name, message
@@ -115,6 +116,8 @@ class MoE(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
+        if isinstance(x, DTensor):
+            refuse_experts("MoE", x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         routing, weights = self.route(tokens)
         y = self.experts(tokens, routing, weights)

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchtitan.components.optimizer import OptimizersContainer
 
+from ...autograd.dtensor import check_shards, shard_shape
 from ...autograd.recipe import Recipe, get_recipe
-from ...errors import OptionError, ShapeError, message
-from ...formats.spec import get_format
+from ...errors import OptionError, message
 from ...nn.follower import Follower
 
 # a weight that changes only with an optimizer's step may be cast once for it; torchtitan's are FSDP's, gathered anew
@@ -72,31 +72,14 @@ class TitanFollower(Follower):
         super().parallelize(parallel_dims)  # pyright: ignore[reportAttributeAccessIssue]
         self.rng = rng
         for name, shape in whole.items():
-            check_piece(self.name, name, shape, tuple(local(self.get_parameter(name)).shape), self.recipe)
+            parameter = self.get_parameter(name)
+            shard = shard_shape(parameter) if isinstance(parameter, DTensor) else tuple(parameter.shape)
+            check_shards(f"{self.name}.{name}" if self.name else name, shape, shard, self.recipe)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's piece."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def check_piece(layer: str, name: str, whole: tuple[int, ...], piece: tuple[int, ...], recipe: Recipe) -> None:
-    """Raise where a weight is cut inside of a block; both of its last axes are contracted, by fprop or by dgrad."""
-    formats = (recipe.formats()[role] for role in ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w"))
-    block = max((max(get_format(format).block) for format in formats if format is not None), default=1)
-    if len(whole) < 2:
-        return
-    for axis in (-2, -1):
-        if piece[axis] != whole[axis] and piece[axis] % block:
-            where = f"{layer}.{name}" if layer else name
-            raise ShapeError(
-                message(
-                    f"{where} {whole} is cut into pieces of {piece[axis]} along axis {axis % len(whole)}",
-                    rule=f"{recipe.name} has a scale for every {block} values, and a piece holds whole blocks",
-                    fix=f"use another tensor parallel degree, so that a piece is a multiple of {block}, or leave the "
-                    "layer out (fqns, skip)",
-                )
-            )
 
 
 @functools.cache
