@@ -125,7 +125,7 @@ def check_combined(weights: Tensor | None, offs: Tensor | Routing) -> None:
 
 def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
     """Raise unless rows, weights and groups fit."""
-    if isinstance(weight, DTensor) or isinstance(x, DTensor):
+    if type(weight) is DTensor or type(x) is DTensor:
         refuse_experts("rows of experts", x, weight)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ShapeError(

@@ -66,7 +66,7 @@ def swiglu_mlp(
     chosen = get_recipe(recipe)
     source = x.source if isinstance(x, Activation) else x
     check_mlp(source, gate_up_weight, down_weight)
-    is_sharded = isinstance(gate_up_weight, DTensor) or isinstance(down_weight, DTensor) or isinstance(source, DTensor)
+    is_sharded = type(gate_up_weight) is DTensor or type(down_weight) is DTensor or type(source) is DTensor
     if is_sharded:
         check_not_packed("gate_up_weight", gate_up_weight)
     if is_sharded or chosen.fprop is None or chosen.dgrad is None or chosen.wgrad is None:

@@ -116,7 +116,7 @@ class MoE(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        if isinstance(x, DTensor):
+        if type(x) is DTensor:
             refuse_experts("MoE", x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         routing, weights = self.route(tokens)
