@@ -76,6 +76,10 @@ class ProcessError(BlockscaleError, ValueError):
     """A process of its own that ended without a result."""
 
 
+class TransformError(BlockscaleError, NotImplementedError):
+    """A transform of torch.func, or forward-mode AD, that wants a derivative which layers do not have."""
+
+
 class PairError(BlockscaleError, NotImplementedError):
     """Two formats that no product combines."""
 

@@ -14,6 +14,7 @@ from ..casts import check_source
 from ..errors import OptionError, message
 from .operands import Casts, Pair, matrix
 from .recipe import Recipe, get_recipe
+from .transforms import check_transforms
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,8 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     torch.Size([4, 64])
     """
     chosen = get_recipe(recipe)
+    if chosen.is_low:
+        check_transforms(x)
     x_MK = x if x.dim() != 1 else x[None]
     if chosen.is_low:
         check_source(x_MK, "x")

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import OptionError, ShapeError, message
 from ..grouped import Routing, sort_by_expert
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
+from .transforms import wants_gradient
 
 
 def route(
@@ -49,6 +50,8 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
     [2.0, 1.0]
     """
     _check_rows(x, routing.rows.shape[0], "tokens")
+    if not wants_gradient(x):
+        return permute_rows(x, routing.tokens, routing.rows, None)
     return _Permute.apply(x, None, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
 
@@ -63,6 +66,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     """
     _check_rows(y, routing.tokens.shape[0], "rows")
     check_slots(weights, routing)
+    if not wants_gradient(y, weights):
+        return combine_rows(y, routing.rows, weights)
     return _Combine.apply(y, weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
 
