@@ -131,6 +131,18 @@ def launched(
         found.finished += last
 
 
+_FP4 = torch.float4_e2m1fn_x2
+
+
+def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A buffer whose values are undefined, or those that torch fills in under use_deterministic_algorithms, where it
+    has no FP4: bytes are filled in its place."""
+    if dtype is _FP4 and torch.are_deterministic_algorithms_enabled():
+        return uninitialized(shape, torch.uint8, device).view(_FP4)
+    # sizes one by one are parsed in two thirds of the time of a tuple, but there must be one
+    return torch.empty(*shape, dtype=dtype, device=device) if shape else torch.empty((), dtype=dtype, device=device)
+
+
 _ALIGNMENT = 512  # of torch's allocator, which kernels were compiled to expect a divisor of
 
 
@@ -157,14 +169,7 @@ class Recording:
         tensors, device, where = list(inputs), self.device, inputs[0].device
         for buffer in self.buffers:
             if isinstance(buffer, tuple):
-                shape, dtype = buffer
-                # sizes one by one are parsed faster than a tuple, but there must be one
-                one = (
-                    torch.empty(*shape, dtype=dtype, device=where)
-                    if shape
-                    else torch.empty((), dtype=dtype, device=where)
-                )
-                tensors.append(one)
+                tensors.append(uninitialized(*buffer, where))
             else:
                 tensors.append(buffer())
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -216,7 +216,7 @@ def test_compiled_transforms_are_refused_too(transform: str):
         "grad": lambda x: grad(lambda x: call(x).sum())(x),
         "jvp": lambda x: jvp(call, (x,), (torch.ones_like(x),))[1],
     }
-    with pytest.raises((BlockscaleError, torch._dynamo.exc.Unsupported), match="over a layer|of a layer"):
+    with pytest.raises((BlockscaleError, torch._dynamo.exc.Unsupported), match=r"over a layer|of a layer"):
         torch.compile(transforms[transform], backend="aot_eager", fullgraph=True)(x.requires_grad_())
 
 
