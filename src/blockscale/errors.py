@@ -56,6 +56,10 @@ class StaleWeightError(BlockscaleError, ValueError):
     """A shared cast of a weight that has changed since."""
 
 
+class StaleActivationError(BlockscaleError, ValueError):
+    """A shared cast of an input that has changed since."""
+
+
 class DataError(BlockscaleError, ValueError):
     """Text to train on that is not there, too short, or cannot be read or kept."""
 
