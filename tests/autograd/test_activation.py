@@ -176,7 +176,7 @@ def test_an_input_that_changed_after_its_cast_is_refused(write: str, mode: Calla
         lambda: swiglu_mlp(shared, p.weights[0], gaussian(K, SIZES[0] // 2), recipe="mxfp8"),
         lambda: torch.no_grad()(linear)(shared, p.weights[1], recipe="mxfp8"),
     ):
-        with pytest.raises(StaleActivationError, match=r"an activation \(37, 72\) whose input has changed.*Fix: call act"):
+        with pytest.raises(StaleActivationError, match=r"an activation \(37, 72\) whose input has changed.*Fix: call"):
             call()
     assert kept.shape == (37, SIZES[0])
 
