@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale import replay
+from blockscale import library
 from blockscale.autograd import RECIPES
 from blockscale.casts.permuted import permute_quantize_both, quantize_permute
 from blockscale.formats import FORMATS
@@ -112,7 +112,7 @@ def test_a_buffer_has_its_own_memory_in_either_mode(dtype: torch.dtype, shape: t
     for mode in (False, True):
         torch.use_deterministic_algorithms(mode)
         try:
-            made = replay.uninitialized(shape, dtype, torch.device("cpu"))
+            made = library.empty(shape, dtype, torch.device("cpu"))
         finally:
             torch.use_deterministic_algorithms(False)
         assert (made.dtype, tuple(made.shape), made.storage_offset()) == (dtype, shape, 0)

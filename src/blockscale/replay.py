@@ -131,16 +131,15 @@ def launched(
         found.finished += last
 
 
-_FP4 = torch.float4_e2m1fn_x2
+FP4 = torch.float4_e2m1fn_x2
 
 
-def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A buffer whose values are undefined, or those that torch fills in under use_deterministic_algorithms, where it
-    has no FP4: bytes are filled in its place."""
-    if dtype is _FP4 and torch.are_deterministic_algorithms_enabled():
-        return uninitialized(shape, torch.uint8, device).view(_FP4)
-    # sizes one by one are parsed in two thirds of the time of a tuple, but there must be one
-    return torch.empty(*shape, dtype=dtype, device=device) if shape else torch.empty((), dtype=dtype, device=device)
+def empty_fp4(shape: Sequence[int], device: torch.device) -> Tensor:
+    """An uninitialised buffer of FP4. torch fills buffers under use_deterministic_algorithms, and has no fill of FP4:
+    there it fills bytes."""
+    if torch.are_deterministic_algorithms_enabled():
+        return torch.empty(shape, dtype=torch.uint8, device=device).view(FP4)
+    return torch.empty(shape, dtype=FP4, device=device)
 
 
 _ALIGNMENT = 512  # of torch's allocator, which kernels were compiled to expect a divisor of
@@ -169,7 +168,15 @@ class Recording:
         tensors, device, where = list(inputs), self.device, inputs[0].device
         for buffer in self.buffers:
             if isinstance(buffer, tuple):
-                tensors.append(uninitialized(*buffer, where))
+                shape, dtype = buffer
+                # sizes one by one are parsed faster than a tuple, but there must be one
+                if dtype is FP4:
+                    one = empty_fp4(shape, where)
+                elif shape:
+                    one = torch.empty(*shape, dtype=dtype, device=where)
+                else:
+                    one = torch.empty((), dtype=dtype, device=where)
+                tensors.append(one)
             else:
                 tensors.append(buffer())
         addresses = [tensor.data_ptr() for tensor in tensors]
