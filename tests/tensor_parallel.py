@@ -281,7 +281,15 @@ def numbers(mesh: DeviceMesh) -> Iterator[Case]:
         for y in results:
             y.backward(distribute_tensor(dy, mesh, [Shard(1)]))
         twice = 2 * want["weight"].chunk(RANKS)[rank]
+        with torch.no_grad():
+            sent.add_(1)
+        try:
+            layer(made)
+            stale = "taken"
+        except BlockscaleError as error:
+            stale = str(error)
         return {
+            "a change of the source is seen": "has changed since it was cast" in stale,
             "y": all(torch.equal(y.to_local(), want["y"].chunk(RANKS, 1)[rank]) for y in results),
             "weight": torch.equal(layer.weight.grad.to_local(), twice),
             "x": relative(sent.grad.full_tensor().float(), 2 * want["x"].float()) < 1e-2,

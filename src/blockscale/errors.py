@@ -60,6 +60,10 @@ class StaleWeightError(BlockscaleError, ValueError):
     """A shared cast of a weight that has changed since."""
 
 
+class StaleActivationError(BlockscaleError, ValueError):
+    """A shared cast of an input that has changed since."""
+
+
 class DataError(BlockscaleError, ValueError):
     """Text to train on that is not there, too short, or cannot be read or kept."""
 
@@ -78,6 +82,10 @@ class OutOfMemoryError(BlockscaleError, ValueError):
 
 class ProcessError(BlockscaleError, ValueError):
     """A process of its own that ended without a result."""
+
+
+class TransformError(BlockscaleError, NotImplementedError):
+    """A transform of torch.func, or forward-mode AD, that wants a derivative which layers do not have."""
 
 
 class PairError(BlockscaleError, NotImplementedError):

@@ -275,8 +275,12 @@ _POISON = env.flag("BLOCKSCALE_POISON")
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised output; with BLOCKSCALE_POISON every byte is FF, so what a kernel forgot to write is NaN."""
-    # sizes one by one are parsed in two thirds of the time of a tuple, but there must be one
-    out = torch.empty(*shape, dtype=dtype, device=device) if shape else torch.empty((), dtype=dtype, device=device)
+    if dtype is replay.FP4:
+        out = replay.empty_fp4(shape, device)
+    elif shape:  # sizes one by one are parsed in two thirds of the time of a tuple, but there must be one
+        out = torch.empty(*shape, dtype=dtype, device=device)
+    else:
+        out = torch.empty((), dtype=dtype, device=device)
     if _POISON and not torch.compiler.is_compiling():
         out.view(-1).view(torch.uint8).fill_(0xFF)
         replay.refuse("a poisoned buffer")

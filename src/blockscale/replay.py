@@ -131,6 +131,17 @@ def launched(
         found.finished += last
 
 
+FP4 = torch.float4_e2m1fn_x2
+
+
+def empty_fp4(shape: Sequence[int], device: torch.device) -> Tensor:
+    """An uninitialised buffer of FP4. torch fills buffers under use_deterministic_algorithms, and has no fill of FP4:
+    there it fills bytes."""
+    if torch.are_deterministic_algorithms_enabled():
+        return torch.empty(shape, dtype=torch.uint8, device=device).view(FP4)
+    return torch.empty(shape, dtype=FP4, device=device)
+
+
 _ALIGNMENT = 512  # of torch's allocator, which kernels were compiled to expect a divisor of
 
 
@@ -159,11 +170,12 @@ class Recording:
             if isinstance(buffer, tuple):
                 shape, dtype = buffer
                 # sizes one by one are parsed faster than a tuple, but there must be one
-                one = (
-                    torch.empty(*shape, dtype=dtype, device=where)
-                    if shape
-                    else torch.empty((), dtype=dtype, device=where)
-                )
+                if dtype is FP4:
+                    one = empty_fp4(shape, where)
+                elif shape:
+                    one = torch.empty(*shape, dtype=dtype, device=where)
+                else:
+                    one = torch.empty((), dtype=dtype, device=where)
                 tensors.append(one)
             else:
                 tensors.append(buffer())

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import blockscale as bs
 from blockscale import replay
 from blockscale.autograd import activation, get_recipe, linear, mlp_work, swiglu_mlp, work
-from blockscale.errors import DtypeError, OptionError, ShapeError
+from blockscale.errors import DtypeError, OptionError, ShapeError, StaleActivationError
 from linear_reference import LOW, Calls, drawn
 from products import assert_same_bits, gaussian
 
@@ -150,6 +150,68 @@ def test_layers_that_cast_inputs_otherwise_refuse_it(made: str, used: str):
 def test_what_no_cast_takes_is_refused(x: Tensor, error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         activation(x, "mxfp8")
+
+
+# ---- an input that changes -----------------------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda x: x.mul_(3),
+    "by a view": lambda x: x[0].zero_(),
+    "detached": lambda x: x.detach().mul_(3),
+    "in inference mode": torch.inference_mode()(lambda x: x.mul_(3)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("write", WRITES)
+def test_an_input_that_changed_after_its_cast_is_refused(write: str, mode: Callable[[], Any]):
+    p = Projections()
+    with mode():
+        shared = activation(p.x, "mxfp8")
+        kept = linear(shared, p.weights[0], recipe="mxfp8")
+    with torch.no_grad():
+        WRITES[write](p.x)
+    for call in (
+        lambda: linear(shared, p.weights[1], recipe="mxfp8"),
+        lambda: swiglu_mlp(shared, p.weights[0], gaussian(K, SIZES[0] // 2), recipe="mxfp8"),
+        lambda: torch.no_grad()(linear)(shared, p.weights[1], recipe="mxfp8"),
+    ):
+        with pytest.raises(StaleActivationError, match=r"an activation \(37, 72\) whose input has changed.*Fix: call"):
+            call()
+    assert kept.shape == (37, SIZES[0])
+
+
+def test_an_input_that_changed_before_a_backward_that_reads_it_is_refused():
+    """One made without grad has no operand for wgrad: the backward casts the input, which must be that of fprop."""
+    p = Projections()
+    with torch.no_grad():
+        shared = activation(p.x, "mxfp8")
+    y = linear(shared, p.weights[0], recipe="mxfp8")
+    with torch.no_grad():
+        p.x.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(p.dys[0])
+
+
+def test_an_input_made_in_inference_mode_is_cast_by_every_layer():
+    """Its changes are not counted, so no cast of it is ever known to be fresh."""
+    with torch.inference_mode():
+        p = Projections()
+        shared = activation(p.x, "mxfp8")
+        for _ in range(3):
+            got, want = (linear(x, p.weights[0], recipe="mxfp8") for x in (shared, p.x))
+            assert_same_bits(got, want)
+            p.x.mul_(3)
+        got = swiglu_mlp(shared, p.weights[0], gaussian(K, SIZES[0] // 2), recipe="mxfp8")
+        assert_same_bits(got, swiglu_mlp(p.x, p.weights[0], gaussian(K, SIZES[0] // 2), recipe="mxfp8"))
+
+
+def test_a_layer_in_high_precision_takes_an_input_that_changed():
+    p = Projections()
+    shared = activation(p.x, "mxfp8")
+    with torch.no_grad():
+        p.x.mul_(3)
+    assert_same_bits(linear(shared, p.weights[0], recipe="bf16"), linear(p.x, p.weights[0], recipe="bf16"))
 
 
 def test_features_that_do_not_fit_are_told():

@@ -179,6 +179,33 @@ def test_the_operators_look_at_no_value():
             weights.max().item()
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-42, 1e-38, 1e-25])
+def test_scores_that_add_up_to_nothing_give_finite_weights_and_gradients(value: float):
+    """They stay as they are, which is next to zero; other tokens are divided by their sum as ever."""
+    scores = torch.full((3, 4), value)
+    scores[1] = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    scores.requires_grad_()
+    _, weights = bs.route(scores, 2, normalize=True, scale=2.0)
+    assert_same_bits(weights[1], torch.tensor([0.5, 0.25]) / 0.75 * 2)
+    assert_same_bits(weights[[0, 2]], torch.full((2, 2), value) * 2)
+    (grad,) = torch.autograd.grad(weights.square().sum() + weights.sum(), scores)
+    assert grad.isfinite().all()
+    assert grad.abs().max() <= 8
+
+
+def test_normalized_weights_are_the_quotient_to_the_bit():
+    scores = torch.rand(64, 8) * torch.exp2(torch.randint(-40, 4, (64, 1)))
+    for source in (scores, -scores, scores.double()):
+        _, weights = bs.route(source, 3, normalize=True)
+        top = source.gather(-1, torch.topk(source, 3).indices)
+        assert_same_bits(weights, top / top.sum(-1, keepdim=True))
+
+
+def test_bad_scores_stay_bad_weights():
+    _, weights = bs.route(torch.tensor([[torch.nan, 0.0], [torch.inf, 1.0]]), 2, normalize=True)
+    assert weights.isnan().any(-1).all()
+
+
 def test_mistakes():
     routing, weights = bs.route(scores_of(6, 4), 2)
     with pytest.raises(OptionError, match="k=5 of 4 experts"):

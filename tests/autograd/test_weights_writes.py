@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 import blockscale as bs
-from blockscale.errors import StaleWeightError
+from blockscale.errors import OptionError, StaleWeightError
 from products import assert_same_bits
-from shared_weights import FORMATS, Calls, accumulate, assert_fresh, batch, build
+from shared_weights import FORMATS, Calls, accumulate, assert_fresh, batch, build, is_open
 
 
 def write_data(model: nn.Sequential) -> None:
@@ -138,11 +140,95 @@ def test_an_evaluation_may_be_the_first_to_cast():
     assert_fresh(model)
 
 
-def test_weights_made_in_inference_mode():
+def test_weights_made_in_inference_mode_are_cast_by_every_forward():
+    """Their changes are not counted, so no cast of them is ever known to be fresh."""
     with torch.inference_mode():
-        model = build("step")
-        bs.refresh_weights_(model)
-        with Calls() as calls:
-            y = model(batch(0, 0))
-        assert_same_bits(y, build("forward")(batch(0, 0)))
-    assert calls.casts == 0
+        model, other = build("step"), build("forward")
+        with pytest.raises(OptionError, match=r"made in inference mode.*counts no changes.*outside of torch"):
+            bs.refresh_weights_(model)
+        assert not is_open(model)
+        for _ in range(3):
+            assert_same_bits(model(batch(0, 0)), other(batch(0, 0)))
+            for each in (model, other):
+                each[0].weight.mul_(3)
+
+
+@pytest.mark.parametrize("write", ["to bf16", "data assigned"])
+def test_weights_that_come_to_be_made_in_inference_mode_are_cast_by_every_forward(write: str):
+    model = build("step")
+    bs.refresh_weights_(model)
+    model(batch(0, 0))
+    with torch.inference_mode():
+        WRITES[write][0](model)
+        assert model[0].weight.is_inference()
+        for _ in range(3):
+            want = build("forward").to(model[0].weight.dtype)
+            want.load_state_dict(model.state_dict())
+            x = batch(0, 0).to(model[0].weight.dtype)
+            assert_same_bits(model(x), want(x))
+            model[0].weight.mul_(3)
+
+
+@pytest.mark.parametrize("write", ["copy_", "init", "detached"])
+def test_writes_in_inference_mode_to_other_weights_are_seen(write: str):
+    model = build("step")
+    bs.refresh_weights_(model)
+    model(batch(0, 0))
+    with torch.inference_mode():
+        WRITES[write][0](model)
+    assert_fresh(model)
+
+
+def test_data_that_is_assigned_twice_is_seen():
+    """The second may lie where the values of the cast lay, and assignments are not counted."""
+    model = build("step")
+    bs.refresh_weights_(model)
+    for scale in (3.0, 5.0):
+        wanted = model[0].weight.data_ptr()
+        values = model[0].weight.detach() * scale
+        model[0].weight.data = torch.empty(0)
+        taken = [torch.empty_like(values)]  # until the address is given out again, if it ever is
+        while taken[-1].data_ptr() != wanted and len(taken) < 64:
+            taken.append(torch.empty_like(values))
+        model[0].weight.data = taken[-1].copy_(values)
+        assert_fresh(model)
+
+
+@pytest.fixture
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("write", [each for each in WRITES if each != "load_state_dict assign"])
+def test_parameters_that_are_swapped_on_conversion(write: str):
+    model = build("step")
+    bs.attach(SGD(model.parameters(), lr=0.1), model)
+    accumulate(model)
+    model.zero_grad()
+    WRITES[write][0](model)
+    assert_fresh(model)
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (24, 64)])
+def test_swapped_tensors_are_seen(shape: tuple[int, ...]):
+    model = build("step")[:1]
+    bs.refresh_weights_(model)
+    model(batch(0, 0))
+    model[0].bias = None
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.randn(shape)))
+    want = bs.nn.Linear(64, shape[0], bias=False)
+    want.load_state_dict(model[0].state_dict())
+    assert_same_bits(model(batch(0, 0)), want(batch(0, 0)))
+
+
+def test_a_weight_that_was_replaced_lives_no_longer_than_until_the_next_refresh():
+    model = build("step")
+    bs.refresh_weights_(model)
+    gone = weakref.ref(model[0].weight)
+    replace_parameter(model)
+    bs.refresh_weights_(model)
+    gc.collect()
+    assert gone() is None

@@ -49,7 +49,8 @@ def specs(spec: Format) -> Iterator[CastSpec]:
     if spec.family == "mx":
         yield CastSpec(spec.name, satfinite=True)
     if spec.family == "nvfp4":
-        yield CastSpec(spec.name, amax=torch.tensor(-2.5))
+        for top in (2.5, -2.5, -1e-42, -0.0):  # a negative one is no maximum, but for zero
+            yield CastSpec(spec.name, amax=torch.tensor(top))
 
 
 def drawn(spec: Format) -> Iterator[CastSpec]:
@@ -122,7 +123,7 @@ def grouped(form: Format) -> Iterator[tuple[int, Case]]:
     for axis in (-1, -2):
         yield x.numel(), single(x, options[-1], axis, "groups", ends)
     if form.family == "nvfp4":  # one maximum on one side, several on the other
-        several = CastSpec(form.name, amax=torch.rand(3))
+        several = CastSpec(form.name, amax=torch.tensor([0.5, 0.25, -0.75]))
         yield 2 * x.numel(), both(x, several, plain, "groups, mixed", ends)
         yield 2 * x.numel(), both(x, plain, CastSpec(form.name, amax="group"), "no groups", ends[:0], colsum=True)
     for few in ([rows], [0, 0], [max(form.block), rows], []):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,8 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 import oracles
-from blockscale import BlockScaled, dequantize, quantize
-from blockscale.formats import FORMATS
+from blockscale import BlockScaled, dequantize, quantize, quantize_both
+from blockscale.casts import ops
+from blockscale.casts.fused import rmsnorm_quantize, swiglu_quantize
+from blockscale.casts.permuted import quantize_permute
+from blockscale.errors import OptionError
+from blockscale.formats import FORMATS, CastSpec
+from blockscale.formats.tensor import assemble
 from helpers import (
     FORMAT_RULES,
     FP8,
@@ -227,6 +233,59 @@ def test_nvfp4_every_pattern_under_supplied_maxima(
         q, exact = cast(x, dtype, device, form, axis, scale_rule=rule, amax=amax)
         want = expect(exact, form, rule, amax=np.float32(top))
         compared[f"ml_dtypes cast {form}"] += same_cast(q, want, top)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("rule", FORMATS["nvfp4"].rules)
+@pytest.mark.parametrize("form", NVFP4)
+def test_nvfp4_a_negative_maximum_poisons_what_it_scales(
+    form: str, rule: str, axis: int, device: torch.device, compared: Counter[str]
+) -> None:
+    """Below -0.0, which is zero. Through the operator: `quantize` looks at values on a CPU, and refuses."""
+    x = torch.randn(48, 40, device=device)
+    exact = x.cpu().numpy() if axis == -1 else x.cpu().numpy().T
+    plan = CastSpec(form, rule).plan()
+    for top, meant in ((-2.5, np.nan), (-1e-42, np.nan), (-np.inf, np.nan), (-0.0, 0.0)):
+        buffers = ops.quantize(x, plan.text(), axis, None, torch.tensor(top, device=device), None)
+        q = assemble(plan, buffers, x.shape, axis)
+        compared[f"ml_dtypes cast {form}"] += same_cast(q, expect(exact, form, rule, amax=np.float32(meant)), top)
+
+
+def test_nvfp4_a_negative_maximum_of_a_group_poisons_that_group(device: torch.device) -> None:
+    x, tops = torch.randn(3, 20, 50, device=device), torch.tensor([2.0, -2.0, 3.0], device=device)
+    plan = CastSpec("nvfp4", amax="group").plan()
+    q = assemble(plan, ops.quantize(x, plan.text(), -1, None, tops, None), x.shape, -1)
+    assert dequantize(q).isnan().flatten(1).all(1).tolist() == [False, True, False]
+    assert dequantize(q).isnan().flatten(1).any(1).tolist() == [False, True, False]
+
+
+def test_nvfp4_a_negative_maximum_is_refused_where_values_can_be_seen() -> None:
+    """On a CPU. A look at values on a GPU would wait for it: there the result is NaN, as the operator's is."""
+    x, spec = torch.randn(8, 64), CastSpec("nvfp4", amax=torch.tensor(-2.0))
+    calls: list[Callable[[], object]] = [
+        lambda: quantize(x, spec),
+        lambda: quantize(torch.randn(2, 8, 64), "nvfp4", amax=torch.tensor([1.0, -2.0])),
+        lambda: quantize_both(x, spec, spec),
+        lambda: swiglu_quantize(x, spec),
+        lambda: rmsnorm_quantize(x, torch.ones(64), spec),
+        lambda: quantize_permute(x, torch.arange(8), spec),
+    ]
+    for call in calls:
+        with pytest.raises(OptionError, match=r"amax has -2\.0.*a maximum of magnitudes is not negative.*x\.abs\(\)"):
+            call()
+    assert quantize(x, "nvfp4", amax=torch.tensor(-0.0)).shape == (8, 64)
+
+
+def test_nvfp4_a_negative_maximum_is_seen_by_no_tracer() -> None:
+    """Compiled code cannot look at values either: the result is NaN."""
+    torch._dynamo.reset()
+
+    def call(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+        return dequantize(quantize(x, "nvfp4", amax=top))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.randn(8, 64), torch.tensor(-2.0)).isnan().all()
+    assert not compiled(torch.randn(8, 64), torch.tensor(2.0)).isnan().any()
 
 
 @pytest.mark.parametrize("axis", AXES)

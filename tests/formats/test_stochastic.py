@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 import oracles
 from blockscale import BlockScaled, CastSpec, Stochastic, dequantize, quantize, quantize_both, rng_state
+from blockscale.errors import OptionError
 from blockscale.formats import FORMATS, ROLES, stream_id
 from blockscale.formats.hadamard import DEFAULT_MASKS
 from blockscale.formats.stochastic import module_name, philox, random_words
@@ -74,6 +76,20 @@ def test_golden(case: dict, device: torch.device) -> None:
         assert words(case["i"], seed, case["tick"], stream, case["group"], device).tolist() == expand(want["words"])
     else:
         assert stream_id(case["module"], ROLES[case["role"]]) == int(want["stream"], 16)
+
+
+@pytest.mark.parametrize("option", ["seed", "tick"])
+@pytest.mark.parametrize("value", [1.5, 2.0, "3", None, torch.tensor(1.5), 1 << 64, -(1 << 63) - 1])
+def test_state_is_made_of_whole_numbers(option: str, value: object) -> None:
+    with pytest.raises(OptionError, match=rf"{option}=.*Rule: it is a whole number.*Fix: pass {option}=0"):
+        rng_state(**{"seed": 0, option: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("where", [{"origin": (0, 1.5, 8)}, {"origin": (0.0, 0, 8)}, {"first_group": 1.0}])
+def test_places_of_shards_are_whole_numbers(where: dict[str, Any]) -> None:
+    (name,) = where
+    with pytest.raises(OptionError, match=f"{name}=.*whole number"):
+        Stochastic(rng_state(0), "layer", **where).check()
 
 
 def test_state_holds_seed_and_tick(device: torch.device) -> None:

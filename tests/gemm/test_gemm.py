@@ -11,6 +11,7 @@ from torch import Tensor
 
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
+from blockscale.errors import OptionError
 from blockscale.formats import FORMATS, BlockScaled
 from blockscale.formats.decoding import decode_blocks
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm
@@ -190,6 +191,19 @@ def test_accumulate_into_a_transposed_buffer(device, dtype):
     buffer = torch.ones(48, 20, dtype=dtype, device=device)
     bs.scaled_mm(a, b, accumulate=buffer.mT)
     assert torch.equal(buffer.mT, (1 + bs.scaled_mm(a, b, torch.float32)).to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["leaf", "view of a leaf", "result"])
+def test_accumulate_into_what_requires_grad_is_refused(kind: str):
+    a, b = operands(("mxfp8_e4m3", "mxfp8_e4m3"), 20, 48, 256, torch.device("cpu"))
+    leaf = torch.ones(20, 48, requires_grad=True)
+    acc = {"leaf": leaf, "view of a leaf": leaf.view(20, 48), "result": leaf * 1}[kind]
+    with pytest.raises(OptionError, match=r"accumulate requires grad.*Fix: pass accumulate\.detach\(\).*no_grad"):
+        bs.scaled_mm(a, b, accumulate=acc)
+    assert (leaf == 1).all()
+    with torch.no_grad():
+        bs.scaled_mm(a, b, accumulate=acc)
+    assert torch.equal(acc, 1 + bs.scaled_mm(a, b, torch.float32))
 
 
 # ---- operands in other clothes -------------------------------------------------------------------------------------

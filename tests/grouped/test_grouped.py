@@ -327,6 +327,19 @@ def test_accumulate(row, device, pair, dtype):
     assert torch.equal(acc, (once.float() + product).to(dtype))
 
 
+@pytest.mark.parametrize("kind", [MGrouped, KGrouped])
+def test_accumulate_into_what_requires_grad_is_refused(kind):
+    problem = kind(("mxfp8_e4m3", "mxfp8_e4m3"), [3, 0, 20, 9], 4, torch.device("cpu"))
+    product = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, torch.float32)
+    acc = torch.ones_like(product, requires_grad=True)
+    with pytest.raises(OptionError, match=r"accumulate requires grad.*Fix: pass accumulate\.detach\(\)"):
+        bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, accumulate=acc)
+    assert (acc == 1).all()
+    with torch.no_grad():
+        bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, accumulate=acc)
+    assert torch.equal(acc, 1 + product)
+
+
 @pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
 def test_scale_layouts_do_not_matter(row, device, pair):
     kind = MGrouped if row.op == "m_grouped" else KGrouped

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import blockscale as bs
+from blockscale.errors import OptionError
 from blockscale.nn import Linear
 from toy_models import DIM, TOKENS, everything, gradients, made, small
 
@@ -26,6 +27,15 @@ def test_layers_draw_by_their_names_from_one_state():
 
     assert torch.equal(dw(up), dw(up))
     assert not torch.equal(dw(up), dw(gate))
+
+
+@pytest.mark.parametrize("tick", [1.5, 2.0, "3", 1 << 63])
+def test_a_tick_is_a_whole_number(tick):
+    model = small()
+    bs.quantize_(model, "nvfp4", everything, seed=3)
+    with pytest.raises(OptionError, match=r"tick=.*whole number"):
+        bs.advance_(model, tick=tick)
+    assert all(module.rng.tolist() == [3, 0] for module in model.modules() if isinstance(module, Linear))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

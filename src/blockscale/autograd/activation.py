@@ -1,6 +1,7 @@
 """`activation`: an input that several layers share (q, k and v; gate and up), cast once for all of them.
 
-Gradients of the layers add up in high precision at the source, as they do for a plain tensor.
+Gradients of the layers add up in high precision at the source, as they do for a plain tensor. An input that is changed
+in place after its cast is refused by the layers; compiled code does not look.
 """
 
 from __future__ import annotations
@@ -11,26 +12,32 @@ import torch
 from torch import Tensor
 
 from ..casts import check_source
-from ..errors import OptionError, message
+from ..errors import OptionError, StaleActivationError, message
 from .dtensor import DTensor, check_tensor_scales
 from .operands import Casts, Pair, matrix
 from .recipe import Recipe, get_recipe
+from .transforms import check_transforms
 
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """A tensor and its operands. source: where gradients go.  row, col: what fprop and wgrad take, None in high
-    precision."""
+    """A tensor and its operands.
+
+    source: where gradients go.  casts: the recipe, and the operands of fprop and of wgrad, each None in high precision;
+    no operands at all of a source made in inference mode, whose changes are not counted: every layer casts it.
+    version: of the source when it was cast, None in compiled code.
+    """
 
     source: Tensor
-    casts: tuple[Recipe, Pair]
+    casts: tuple[Recipe, Pair | None]
+    version: int | None = None
 
     @property
     def shape(self) -> torch.Size:
         return self.source.shape
 
-    def operands(self, recipe: Recipe) -> Pair:
-        """What a layer takes, whose recipe must cast inputs alike."""
+    def operands(self, recipe: Recipe) -> Pair | None:
+        """Operands for a layer, whose recipe must cast inputs alike; None if the layer has to cast the source."""
         made, pair = self.casts
         roles = ("fprop_x", "wgrad_x")
         if made is not recipe and any(made.operand(role) != recipe.operand(role) for role in roles):
@@ -39,6 +46,14 @@ class Activation:
                     f"an activation cast by {made.name!r} for a layer with {recipe.name!r}",
                     rule="layers that share a cast have the same formats for their input",
                     fix=f"make it with activation(x, {recipe.name!r}), or pass the tensor itself",
+                )
+            )
+        if self.version is not None and not torch.compiler.is_compiling() and self.source._version != self.version:
+            raise StaleActivationError(
+                message(
+                    f"an activation {tuple(self.shape)} whose input has changed since it was cast",
+                    rule="an input keeps its values until all layers that share its cast have run",
+                    fix="call activation(x) after the change, or change a copy of x",
                 )
             )
         return pair
@@ -56,6 +71,8 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     torch.Size([4, 64])
     """
     chosen = get_recipe(recipe)
+    if chosen.is_low:
+        check_transforms(x)
     x_MK = x if x.dim() != 1 else x[None]
     if chosen.is_low:
         check_source(x_MK, "x")
@@ -63,4 +80,8 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
         if not all(placement.is_replicate() for placement in x_MK.placements):
             check_tensor_scales(f"an activation placed {x_MK.placements}", chosen)
         x_MK = x_MK.to_local()
-    return Activation(x, (chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())))
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and x.is_inference():
+        return Activation(x, (chosen, None))
+    version = None if is_compiling else x_MK._version  # views count with their source
+    return Activation(x, (chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())), version)

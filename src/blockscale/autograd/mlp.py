@@ -38,6 +38,7 @@ from .once import once
 from .operands import Groups, Needs, Pair, Spread, matrix, needs_of
 from .recipe import Recipe, get_recipe
 from .routing import combine
+from .transforms import check_transforms
 
 
 def swiglu_mlp(
@@ -93,6 +94,8 @@ def fused_mlp(
     for weight, bias, rounding in zip(weights, biases, roundings, strict=True):
         check_low(source, weight, bias)
         check_rounding(recipe, rounding)
+    if slots is not None:
+        check_transforms(slots)
     above = needs_of(source, weights[0], biases[0])
     needs = above, needs_of(source, weights[1], biases[1])._replace(x=any(above))
     given = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)

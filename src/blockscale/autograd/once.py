@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import message
+from .transforms import check_transforms
 
 _TEXT = message(
     "a gradient of a gradient through a layer in low precision",
@@ -30,6 +31,7 @@ def once(backward: Callable[..., Grads]) -> Callable[..., Grads]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Grads:
+        check_transforms(*grads)
         if torch.compiler.is_compiling():
             return inner(ctx, *grads)
         if not torch.is_grad_enabled():  # nothing is recorded, so nothing needs watching

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import replay
 from ..casts import cast, cast_both
@@ -26,6 +27,7 @@ from ..grouped import Routing
 from ..grouped.ops import wanted_layouts as wanted_grouped_layouts
 from ..grouped.routing_ops import permute_rows
 from .recipe import Recipe
+from .transforms import are_transforms_active, check_transforms
 
 Pair = tuple[BlockScaled | None, BlockScaled | None]
 Resolved = tuple[CastSpec, CastPlan]
@@ -43,7 +45,9 @@ NOTHING = Needs(False, False, False)
 
 
 def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
-    """What a call made now will be asked for."""
+    """What a call made now will be asked for; raises for derivatives that layers do not have."""
+    if are_transforms_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+        check_transforms(x, weight, bias)
     if not torch.is_grad_enabled():
         return NOTHING
     return Needs(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)

@@ -17,6 +17,9 @@ from torch import Tensor
 from ..errors import OptionError, ShapeError, message
 from ..grouped import Routing, sort_by_expert
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
+from .transforms import wants_gradient
+
+_NO_SUM = 1e-20  # 1 / total**2, a factor of gradients, is finite above
 
 
 def route(
@@ -25,7 +28,8 @@ def route(
     """Send each token to the k experts with the highest scores [T, E]: the routing, and fp32 weights [T, k].
 
     bias: [E], added to scores for the choice and not to weights: it balances load without touching what is computed.
-    normalize: weights of a token are divided by their sum.  scale: a factor of all weights, after that.
+    normalize: weights of a token are divided by their sum; where that is below 1e-20 they stay as they are, so that
+    scores of zero give weights of zero, and gradients are finite.  scale: a factor of all weights, after that.
 
     >>> scores = torch.tensor([[0.1, 0.7, 0.2], [0.6, 0.3, 0.1]])
     >>> routing, weights = route(scores, 2)
@@ -37,7 +41,8 @@ def route(
     experts = torch.topk(seen, k, dim=-1).indices
     weights = scores.gather(-1, experts).to(torch.promote_types(scores.dtype, torch.float32))
     if normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + (total.abs() < _NO_SUM))  # one where there is no sum, its gradient as ever
     return sort_by_expert(experts, scores.shape[-1]), weights if scale == 1.0 else weights * scale
 
 
@@ -49,6 +54,8 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
     [2.0, 1.0]
     """
     _check_rows(x, routing.rows.shape[0], "tokens")
+    if not wants_gradient(x):
+        return permute_rows(x, routing.tokens, routing.rows, None)
     return _Permute.apply(x, None, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
 
@@ -63,6 +70,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     """
     _check_rows(y, routing.tokens.shape[0], "rows")
     check_slots(weights, routing)
+    if not wants_gradient(y, weights):
+        return combine_rows(y, routing.rows, weights)
     return _Combine.apply(y, weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
 

@@ -5,6 +5,7 @@ it fresh: `attach(optimizer, model)` casts again after every step of that optimi
 does it by hand. Version counters alone cannot be trusted (fused optimizers, `.data` and replayed graphs do not count),
 but where they do count they are heeded: a weight that is seen to have changed is cast again. So is one that another
 optimizer has stepped, that was loaded or moved. A parameter that took its place is not shared until the next refresh.
+A weight made in inference mode counts no changes: it is not shared, and every forward casts it.
 What nobody can see is a write to `weight.data` outside of an optimizer, and in compiled code any write outside of one:
 then call `invalidate` or `refresh_weights_`. BLOCKSCALE_CHECK_WEIGHTS=1 compares all bytes in every forward that is not
 compiled.
@@ -52,11 +53,15 @@ class SharedWeight:
 
     def __init__(self, *, transposed: bool = False) -> None:
         self._transposed = transposed
-        self._weight: weakref.ref[Tensor] | None = None
-        self._stamp = (0, 0)
+        # no weak reference: swap_tensors takes no tensor that has one
+        self._weight: Tensor | None = None
+        self._stamp: tuple[int, int] | None = None
+        # the weight's memory, held so that no later values are given its address
+        self._storage: torch.UntypedStorage | None = None
         # asked by compiled code, so not to be told from what changes with every step
         self.is_open = False
         self.is_valid = False
+        self._shape = torch.Size()
         self._recipe: Recipe | None = None
         self._specs: tuple[Resolved | None, Resolved | None] = (None, None)
         self._buffers: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -73,19 +78,18 @@ class SharedWeight:
         """What a forward takes; None: it casts by itself, as long as nobody keeps operands fresh."""
         if not self.is_open:
             return None
-        if self._weight is None or self._weight() is not weight:  # nobody has said who keeps this one fresh
+        if self._weight is not weight:  # nobody has said who keeps this one fresh
             return None
         if torch.compiler.is_compiling():  # the owner refreshes in place what a graph reads
             return self._pair if self.is_valid and self._recipe == recipe else None
-        if not self._is_fresh(weight, recipe):
+        stamp = _stamp(weight)
+        if stamp is None:
+            return None
+        if not (self.is_valid and self._stamp == stamp and self._recipe == recipe):
             self.refresh(weight, recipe)
         elif env.flag(_CHECK):
             self._compare(weight)
         return self._pair
-
-    def _is_fresh(self, weight: Tensor, recipe: Recipe) -> bool:
-        same = self.is_valid and self._weight is not None and self._weight() is weight and self._recipe == recipe
-        return same and self._stamp == _stamp(weight)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, recipe: Recipe) -> None:
@@ -93,16 +97,17 @@ class SharedWeight:
         check_can_be_shared(weight)
         casts = Casts(recipe)
         specs = casts.spec("fprop_w", weight), casts.spec("dgrad_w", weight)
-        known = self._weight is not None and self._weight() is weight and self._buffers
+        fits = self._weight is weight and self._shape == weight.shape and self._recipe == recipe
         device = self._buffers[0][0].device if self._buffers else None
         # an evaluation may be the first to need what a backward will use
         with torch.inference_mode(False):
             source = weight.mT if self._transposed else weight
-            if not known or recipe != self._recipe or device != weight.device:
+            if not fits or device != weight.device:
                 self._allocate(source, specs)
             else:
                 self._rewrite(source)
-        self._weight, self._stamp, self._recipe = weakref.ref(weight), _stamp(weight), recipe
+        self._weight, self._shape, self._recipe = weight, weight.shape, recipe
+        self._stamp, self._storage = _stamp(weight), weight.untyped_storage() if _has_address(weight) else None
         self.is_open = self.is_valid = True
         self.casts += 1
         _SHARED.add(self)
@@ -139,12 +144,11 @@ class SharedWeight:
 
     def invalidate(self) -> None:
         """The operands are no longer those of the weight: the next forward casts again."""
-        self.is_valid = False
+        self.is_valid, self._storage = False, None
 
     def steps_with(self, params: set[int]) -> bool:
         """Whether its weight is among these."""
-        weight = None if self._weight is None else self._weight()
-        return weight is not None and id(weight) in params
+        return self._weight is not None and id(self._weight) in params
 
     def _compare(self, weight: Tensor) -> None:
         fresh = SharedWeight()
@@ -175,15 +179,28 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _stamp(weight: Tensor) -> tuple[int, int]:
-    """The count of changes that are counted (tensors made in inference mode count none), and where the values are:
-    `weight.data = other` counts nothing."""
-    has_address = type(weight) is Parameter or type(weight) is Tensor
-    return 0 if weight.is_inference() else weight._version, weight.data_ptr() if has_address else 0
+def _stamp(weight: Tensor) -> tuple[int, int] | None:
+    """The count of changes that are counted, and the address of the values: `weight.data = other` counts nothing. None
+    for a weight made in inference mode, which counts no changes at all."""
+    if weight.is_inference():
+        return None
+    return weight._version, weight.data_ptr() if _has_address(weight) else 0
+
+
+def _has_address(weight: Tensor) -> bool:
+    return type(weight) is Parameter or type(weight) is Tensor
 
 
 def check_can_be_shared(weight: Tensor) -> None:
-    """Raise for weights whose whole is not here."""
+    """Raise for weights whose changes are not counted, or whose whole is not here."""
+    if weight.is_inference():
+        raise OptionError(
+            message(
+                f"a shared cast of a weight {tuple(weight.shape)} that was made in inference mode",
+                rule="torch counts no changes of such a tensor, so a cast could be stale without anybody knowing",
+                fix="make or move the model outside of torch.inference_mode, or use weight_cast='forward'",
+            )
+        )
     if not torch.distributed.is_available():
         return
     from torch.distributed.tensor import DTensor

@@ -18,6 +18,7 @@ from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec, check_amax
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, check_is_block_scaled, to_parts
+from ..library import is_watched
 from . import _reference as _reference  # registers its rows
 from . import _reference_fused as _reference_fused
 from . import fused_ops as fused_ops
@@ -234,6 +235,8 @@ def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
         return plan  # the rest is about these
     check_offs(offs, x.device, x.dim())
     check_amax(amax, x.device)
+    if amax is not None and amax.device.type == "cpu" and not is_watched((amax,)):
+        _check_signs(amax)
     if state is not None and state.device != x.device:
         raise DeviceError(
             message(
@@ -264,6 +267,19 @@ def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
         if amax.shape[0] != want:
             raise ShapeError(message(f"{amax.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]"))
     return plan
+
+
+def _check_signs(amax: Tensor) -> None:
+    """Raise for a negative maximum. On a GPU a look at it would wait for the device: there it counts as NaN."""
+    lowest = float(amax.min()) if amax.numel() else 0.0
+    if lowest < 0:
+        raise OptionError(
+            message(
+                f"amax has {lowest}",
+                rule="a maximum of magnitudes is not negative (where values cannot be seen, the cast gives NaN)",
+                fix="pass x.abs().amax().float()",
+            )
+        )
 
 
 def check_offs(offs: Tensor | None, device: torch.device, rank: int, *, required: bool = False) -> None:

@@ -18,7 +18,7 @@ from ..formats.elements import encode
 from ..formats.hadamard import rotate, rotate_back
 from ..formats.layout import code_row_bytes, locate, pack_scale, padded_ends
 from ..formats.packing import pack_fp4
-from ..formats.scales import fp8_scale, magnitude_bits, mx_scale, nvfp4_block_scale, nvfp4_tensor_scale
+from ..formats.scales import fp8_scale, magnitude_bits, mx_scale, nvfp4_block_scale, nvfp4_tensor_scale, supplied_amax
 from ..formats.spec import Format
 from ..formats.stochastic import random_words
 from ..formats.tensor import BlockScaled
@@ -151,7 +151,7 @@ def _scales(
         return byte.view(spec.scale_dtype), factor, None
     if spec.family == "fp8":
         return *fp8_scale(block_amax, plan.rule), None
-    top = _tensor_amax(block_amax, plan, axis, rows, offs) if amax is None else magnitude_bits(amax)
+    top = _tensor_amax(block_amax, plan, axis, rows, offs) if amax is None else supplied_amax(amax)
     global_scale, encode_factor = nvfp4_tensor_scale(top)
     pair = tuple(group_values(t, block_amax, spec, rows.group, axis) for t in (global_scale, encode_factor))
     byte, factor = nvfp4_block_scale(block_amax, (pair[0], pair[1]), plan.rule)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import pack_scale, scale_buffer_shape
+from ..library import empty
 from ..registry import kernel
 from . import activation
 from ._reference import Buffers, quantize, quantize_both
@@ -145,9 +146,9 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
     spec, plain = plan.spec, replace(plan, layout="plain")
     source = activation.with_zero_row(x)  # a zero more changes no maximum
     length = plan.stored_length(x.shape[1])
-    data = torch.empty(source.shape[0], out[0].shape[1], dtype=spec.data_dtype, device=x.device)
+    data = empty((source.shape[0], out[0].shape[1]), spec.data_dtype, x.device)
     shape = scale_buffer_shape(spec, source.shape[0], length, "plain")
-    scale = torch.empty(shape, dtype=spec.scale_dtype, device=x.device)
+    scale = empty(shape, spec.scale_dtype, x.device)
     quantize(source, plain, -1, (data, scale, out[2]), amax=amax)
     rows = activation.zero_row_for_padding(indices, x.shape[0])
     out[0].copy_(_take(data, rows))

@@ -247,6 +247,13 @@ def column_maxima(lo, hi, MODE: tl.constexpr, PACKED: tl.constexpr, S: tl.conste
 
 
 @triton.jit
+def _supplied(top):
+    """Pattern of a tensor's maximum; NaN for a negative one, which is no maximum. -0.0 is zero."""
+    magnitude = top & 0x7FFFFFFF
+    return tl.where((top < 0) & (magnitude != 0), 0x7FC00000, magnitude)
+
+
+@triton.jit
 def tensor_factors(amax_ptr, global_ptr, index, inside, is_first, count, COUNT: tl.constexpr, S: tl.constexpr):
     """NVFP4's (decode, encode) for this tile; the first program also stores the decode factors of all groups.
 
@@ -255,10 +262,10 @@ def tensor_factors(amax_ptr, global_ptr, index, inside, is_first, count, COUNT: 
     if S.family == "nvfp4":
         if is_first:
             every = tl.arange(0, COUNT)
-            tops = tl.load(amax_ptr + every, mask=every < count, other=0) & 0x7FFFFFFF
+            tops = _supplied(tl.load(amax_ptr + every, mask=every < count, other=0))
             decode, encode = encode_factor(tops, 2688.0, False)
             tl.store(global_ptr + every, decode, mask=every < count)
-        top = tl.load(amax_ptr + (index if S.grouped else 0), mask=inside | (not S.grouped), other=0) & 0x7FFFFFFF
+        top = _supplied(tl.load(amax_ptr + (index if S.grouped else 0), mask=inside | (not S.grouped), other=0))
         decode, encode = encode_factor(top + tl.zeros((1, 1), tl.int32), 2688.0, False)
         if S.grouped:
             decode, encode = tl.where(inside, decode, 1.0), tl.where(inside, encode, 1.0)

@@ -14,7 +14,7 @@ from .elements import decode, encode
 from .elements import magnitude_bits as magnitude_bits
 from .spec import E4M3, Element
 
-_INF_BITS = 0x7F800000
+_INF_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
 E8M0_NAN = 0xFF
 # keeps every stored fp32 scale normal, so that a product which flushes subnormals agrees with one that does not
 _LARGEST_ENCODE = 2.0**126
@@ -74,6 +74,11 @@ def fp8_scale(amax: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     # a tensor divided by a tensor: with a Python scalar some devices multiply by the reciprocal and miss the last bit
     factor = (torch.full_like(value, E4M3.max_normal) / value).clamp(max=_LARGEST_ENCODE)
     return _with_reciprocal(torch.where(amax == 0, 1.0, factor), amax)
+
+
+def supplied_amax(amax: Tensor) -> Tensor:
+    """int32 patterns of maxima that a caller supplied (fp32, any shape); NaN for negative ones, which are no maxima."""
+    return torch.where(amax < 0, _NAN_BITS, magnitude_bits(amax))
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> tuple[Tensor, Tensor]:

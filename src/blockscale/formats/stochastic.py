@@ -52,14 +52,25 @@ def rng_state(seed: int, tick: int = 0, device: torch.device | str = "cpu") -> T
     >>> rng_state(7, tick=3)
     tensor([7, 3])
     """
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        raise OptionError(
-            message(f"seed={seed!r}", rule="it is a whole number", fix="pass seed=0, or any other int")
-        ) from None
+    seed, tick = whole_number(seed, "seed", end=2**64), whole_number(tick, "tick")
     signed = (seed & (2**64 - 1)) - (2**64 if seed & 2**63 else 0)
     return torch.tensor([signed, tick], dtype=torch.int64, device=device)
+
+
+def whole_number(value: object, name: str, end: int = 2**63) -> int:
+    """The int that an option of that name is; raises for what is none, or not in [-2^63, end).
+
+    >>> whole_number(7, "tick")
+    7
+    """
+    try:
+        number = operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        number = end
+    if -(2**63) <= number < end:
+        return number
+    rule = f"it is a whole number from -2^63 to 2^{end.bit_length() - 1} - 1"
+    raise OptionError(message(f"{name}={value!r}", rule=rule, fix=f"pass {name}=0, or any other int"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +96,10 @@ class Stochastic:
                     fix="make it with blockscale.rng_state(seed, tick, device)",
                 )
             )
+        if type(self.first_group) is not int:
+            whole_number(self.first_group, "first_group")
+        for number in self.origin or ():
+            whole_number(number, "origin")
         if self.origin is not None and (len(self.origin) != 3 or min(self.origin) < 0):
             raise OptionError(
                 message(

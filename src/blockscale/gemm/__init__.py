@@ -159,6 +159,14 @@ def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], 
     if not isinstance(acc, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass accumulate=torch.zeros(shape)"
         raise DtypeError(message(f"accumulate is a {type(acc).__name__}", rule="it is an fp32 or bf16 buffer", fix=fix))
+    if acc.requires_grad and torch.is_grad_enabled():
+        raise OptionError(
+            message(
+                f"accumulate requires grad: {acc.dtype} {tuple(acc.shape)}",
+                rule="a product is added to the buffer in place, and autograd does not see it",
+                fix="pass accumulate.detach(), or call under torch.no_grad()",
+            )
+        )
     if bias is not None:
         fix = "add the bias yourself"
         raise OptionError(message("bias and accumulate together", rule="an accumulated product has no bias", fix=fix))

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, message
-from ..formats.stochastic import module_name, rng_state
+from ..formats.stochastic import module_name, rng_state, whole_number
 from .adapters import AdaptedExperts
 from .follower import DEFAULT_SEED, Follower
 from .linear import Linear
@@ -141,6 +141,8 @@ def advance_(model: nn.Module, tick: int | None = None) -> None:
     tensor([7, 1])
     """
     _check_model(model)
+    if tick is not None:
+        tick = whole_number(tick, "tick")
     found = (getattr(module, "rng", None) for module, _ in _followers(model))
     states = [state for state in found if isinstance(state, Tensor) and not state.is_meta]
     # layers share a state until the model is moved, and each has its own from then on

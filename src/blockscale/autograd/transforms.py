@@ -1,0 +1,83 @@
+"""`check_transforms`: derivatives that layers do not have, refused where a layer is called.
+
+Layers have one backward, which `torch.autograd` runs. Transforms of `torch.func` hide `requires_grad` behind wrapped
+tensors, and forward-mode AD never asks for it: a layer that trusts `requires_grad` would give its result without a
+graph, and gradients would be missing without an error. What wants no derivative passes: `torch.vmap` under no_grad, or
+over frozen weights and a frozen input. So does a batched backward, `torch.autograd.grad(is_grads_batched=True)`.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
+
+from ..errors import TransformError, message
+
+are_transforms_active = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
+
+_FORWARD = (
+    "a forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad) of a layer in low precision",
+    "layers have a backward pass, and no forward-mode derivative",
+    "use torch.autograd.grad, or for dense layers the recipe 'bf16'",
+)
+_REVERSE = (
+    "a derivative by torch.func (grad, vjp, jacrev) of a layer in low precision",
+    "the backward pass of a layer is run by torch.autograd alone",
+    "use loss.backward() or torch.autograd.grad, or for dense layers the recipe 'bf16'",
+)
+_BATCHED = (
+    "torch.vmap over a layer in low precision whose gradient is wanted",
+    "layers have no backward pass of batched tensors",
+    "pass the batch as leading axes of x, loop over the models of an ensemble, or call vmap under torch.no_grad()",
+)
+_COMPILED = (
+    "a transform of torch.func in compiled code, over a layer in low precision",
+    "the backward pass of a layer is run by torch.autograd alone",
+    "use loss.backward() or torch.autograd.grad, or call the transform under torch.no_grad()",
+)
+
+
+def check_transforms(*tensors: Tensor | None) -> None:
+    """Raise if a transform of torch.func or forward-mode AD wants a derivative by one of these tensors."""
+    if are_transforms_active() or forward_ad._current_level >= 0:
+        _check(tensors)
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors is recorded for a backward; raises as `check_transforms` does."""
+    check_transforms(*tensors)
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+
+
+def _check(tensors: Iterable[Tensor | None]) -> None:
+    if torch.compiler.is_compiling():  # which cannot look behind wrapped tensors
+        found = _FORWARD if forward_ad._current_level >= 0 else _COMPILED if torch.is_grad_enabled() else None
+    else:
+        found = next(filter(None, (_wanted(each) for each in tensors if each is not None)), None)
+    if found is not None:
+        what, rule, fix = found
+        raise TransformError(message(what, rule=rule, fix=fix))
+
+
+def _wanted(tensor: Tensor) -> tuple[str, str, str] | None:
+    """The derivative by a tensor that no layer has. Plain autograd's is none of these, but below a transform."""
+    kinds = {each.key() for each in _functorch.get_interpreter_stack() or ()}
+    is_forward = _functorch.TransformType.Jvp in kinds
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_gradtrackingtensor(tensor):
+            if is_forward:  # tensors without a tangent are refused too: which have one cannot be seen from here
+                return _FORWARD
+            if tensor.requires_grad and torch.is_grad_enabled():
+                return _REVERSE
+        tensor = _functorch.get_unwrapped(tensor)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None:
+        return _FORWARD
+    if not (kinds and tensor.requires_grad and torch.is_grad_enabled()):
+        return None
+    return _BATCHED if _functorch.TransformType.Vmap in kinds else _REVERSE
