@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -53,10 +52,15 @@ def run(
         bias: Whether a bias is added.
         accumulate: Whether the product is added into a buffer of that dtype.
     """
+    from .arguments import at_least, check_device, plain_console
+
+    check_device(device, is_architecture=True)
+    for flag, size in (("--m", m), ("--n", n), ("--k", k), ("--groups", groups)):
+        at_least(0, size, flag, "sizes are not negative")
+    _check_formats(operation, a, b)
     import torch
 
     from .. import explain
-    from .arguments import plain_console
 
     operands = _operands(operation, a, b, (m, n, k, groups), getattr(torch, dtype))
     name = "grouped" if operation in ("m_grouped", "k_grouped") else operation
@@ -64,6 +68,17 @@ def run(
     explanation = explain(name, *operands, out_dtype=getattr(torch, dtype), bias=bias, accumulate=accumulate, on=on)
     _show(plain_console(), explanation)
     return 0 if explanation.taken else 1
+
+
+def _check_formats(operation: Operation, a: str, b: str | None) -> None:
+    """Raise for formats that do not exist, or that the operation does not combine."""
+    from ..errors import check_name
+    from ..names import FORMAT_NAMES, check_pair
+
+    for name in (a, *([] if b is None else [b])):
+        check_name(name, FORMAT_NAMES, "format")
+    if b is not None and operation in ("gemm", "m_grouped", "k_grouped"):
+        check_pair(a, b)
 
 
 def _operands(
@@ -74,11 +89,8 @@ def _operands(
 
     from .. import quantize
     from ..diagnostics.selfcheck import partner
-    from ..errors import ShapeError, message
 
     m, n, k, groups = size
-    if min(size) < 0:
-        raise ShapeError(message(f"a size of {min(size)}", rule="sizes are not negative", fix="pass 0 or more"))
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -118,15 +130,11 @@ def _operands(
 
 def _capability(device: str | None) -> Capability:
     from ..hardware import Capability, capability, default_device, named_device
-    from .arguments import refuse
 
     if device is None:
         return capability(default_device())
-    if re.fullmatch(r"sm_\d{2,3}", device):
+    if device.startswith("sm_"):
         return Capability("cuda", int(device[3:]))
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        rule = "a device is cpu, cuda, or the architecture of a GPU that need not be here"
-        refuse(f"device {device!r}", rule, "pass sm_90 for an H100 or H200, sm_100 for a B200")
     return capability(named_device(device))
 
 
