@@ -128,7 +128,7 @@ def test_a_choice_of_nothing_is_told(capsys: pytest.CaptureFixture[str]):
     assert bench("casts", "--device", "cpu", "--only", "nothing") != 0
     captured = capsys.readouterr()
     assert "--only 'nothing'" in captured.out + captured.err
-    assert "such as 'fp8_1x128 axis -1 256x512'" in " ".join((captured.out + captured.err).split())
+    assert "such as --only 'fp8_1x128 axis -1 256x512'" in " ".join((captured.out + captured.err).split())
 
 
 def test_dispatch_runs_without_tyro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

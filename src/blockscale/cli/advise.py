@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import check_name
 from ..names import MACHINES
@@ -16,7 +16,7 @@ from ..train.config import OptimizerConfig, RecipeConfig, RunConfig
 from ..train.presets import PRESETS, get_preset
 from . import arguments
 from .options import parse_words
-from .train import DEFAULT, RunOptions, check_run
+from .train import DEFAULT, HIDDEN, RunOptions, check_run
 
 if TYPE_CHECKING:
     from ..diagnostics.advice import Advice
@@ -48,7 +48,7 @@ class Wanted:
 class AdvisedRecipe(RecipeConfig):
     """In which precision the linear layers train, from the first step on; see docs/recipes.md."""
 
-    since: int = field(default=0, init=False)
+    since: Annotated[int, HIDDEN] = field(default=0, init=False)
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class Options(RunOptions, Wanted):
     """A preset, changed by options as for `blockscale train`, and what is asked. One batch is measured: steps, rates,
     reports and checkpoints are none of it."""
 
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, init=False)
+    optimizer: Annotated[OptimizerConfig, HIDDEN] = field(default_factory=OptimizerConfig, init=False)
     recipe: AdvisedRecipe = field(default_factory=AdvisedRecipe)
-    steps: int = field(default=100, init=False)
-    log_every: int = field(default=10, init=False)
-    eval_every: int = field(default=50, init=False)
-    eval_batches: int = field(default=8, init=False)
-    save_every: int = field(default=0, init=False)
-    keep: int = field(default=2, init=False)
-    profile: int = field(default=0, init=False)
-    numerics_every: int = field(default=0, init=False)
-    tensorboard: bool = field(default=False, init=False)
-    export: Path | None = field(default=None, init=False)
+    steps: Annotated[int, HIDDEN] = field(default=100, init=False)
+    log_every: Annotated[int, HIDDEN] = field(default=10, init=False)
+    eval_every: Annotated[int, HIDDEN] = field(default=50, init=False)
+    eval_batches: Annotated[int, HIDDEN] = field(default=8, init=False)
+    save_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    keep: Annotated[int, HIDDEN] = field(default=2, init=False)
+    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
+    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
 
 
 def main(words: list[str]) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import env
 from ..train.presets import get_preset
 from . import arguments
-from .train import DEFAULT, ArmRecipe, RunOptions, check_run, parse
+from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,12 +25,12 @@ class Options(RunOptions):
     recipe: ArmRecipe = field(default_factory=ArmRecipe)
     seed: int = 0
     """First seed, of initial weights, data order and stochastic rounding; the others follow it."""
-    folder: Path | None = field(default=None, init=False)
-    resume: bool = field(default=False, init=False)
-    profile: int = field(default=0, init=False)
-    numerics_every: int = field(default=0, init=False)
-    tensorboard: bool = field(default=False, init=False)
-    export: Path | None = field(default=None, init=False)
+    folder: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
+    resume: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
+    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
     recipes: tuple[str, ...] = ("fp8_blockwise", "mxfp8", "nvfp4")
     """Recipes, with commas or spaces between them; bf16 and the null are always run."""
     seeds: int = 1
@@ -85,17 +85,17 @@ def run(options: Options | None = None) -> int:
 
 def _checked(options: Options) -> list[str]:
     """The recipes, or an error for what cannot be compared; before torch is imported."""
+    check_run(options.config)
     recipes = arguments.recipes(options.recipes)
     arguments.at_least(1, options.seeds, "--seeds", "there is one at least")
     arguments.at_least(1, options.jobs, "--jobs", "there is one at least")
     arguments.at_least(1, options.eval_batches, "--eval-batches", "losses on held-out text are compared")
     arguments.at_least(0, options.branch_at, "--branch-at", "runs part after a step, and 0 is at once")
-    if options.branch_at >= options.steps:
+    if options.branch_at and options.branch_at >= options.steps:
         rule, fix = "runs part before the last step", f"pass --branch-at {options.steps - 1} or less"
         arguments.refuse(f"--branch-at {options.branch_at} of {options.steps} steps", rule, fix)
     if options.budget is not None and not 0 < options.budget < 100:
         arguments.refuse(f"--budget {options.budget:g}", "it is a percentage of the loss", "pass --budget 0.25")
-    check_run(options.config)
     arguments.check_writable(options.out, "--out", is_folder=True)
     return recipes
 

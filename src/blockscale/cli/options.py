@@ -101,14 +101,14 @@ def options_of(declared: object) -> list[Option]:
     return found
 
 
-def _fields(declared: Any, at: str = "", *, is_set: bool) -> Iterator[Option]:
-    """is_set: those that a user sets; else those that the command does."""
+def _fields(declared: Any, at: str = "", *, is_set: bool, is_inside: bool = False) -> Iterator[Option]:
+    """is_set: those that a user sets; else those that the command does.  is_inside: of what the command sets whole."""
     hints = typing.get_type_hints(type(declared))
     for each in dataclasses.fields(declared):
-        value, path = getattr(declared, each.name), f"{at}{each.name}"
-        if dataclasses.is_dataclass(value) and (each.init or not is_set):
-            yield from _fields(value, f"{path}.", is_set=is_set and each.init)
-        elif each.init is is_set and not any(map(dataclasses.is_dataclass, _kinds(hints[each.name]))):
+        value, path, ours = getattr(declared, each.name), f"{at}{each.name}", is_inside or not each.init
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{path}.", is_set=is_set, is_inside=ours)
+        elif ours is not is_set and not any(map(dataclasses.is_dataclass, _kinds(hints[each.name]))):
             yield _option(path, hints[each.name], value)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from .. import env
 from ..train.config import Compile, WeightCast
 from ..train.presets import get_preset
 from . import arguments
-from .train import DEFAULT, ArmRecipe, RunOptions, check_run, parse
+from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ CPU_SPEED = "On a CPU low precision is emulated exactly: these figures say nothi
 class SpeedRecipe(ArmRecipe):
     """In which precision the linear layers train from the first step on, by whichever recipe; see docs/recipes.md."""
 
-    since: int = field(default=0, init=False)
+    since: Annotated[int, HIDDEN] = field(default=0, init=False)
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Options(RunOptions):
     """A run, and the ways in which it is timed. Steps, evaluations, reports and checkpoints are set by it."""
 
     recipe: SpeedRecipe = field(default_factory=SpeedRecipe)
-    steps: int = field(default=100, init=False)
-    log_every: int = field(default=10, init=False)
-    eval_every: int = field(default=50, init=False)
-    eval_batches: int = field(default=8, init=False)
-    folder: Path | None = field(default=None, init=False)
-    save_every: int = field(default=0, init=False)
-    keep: int = field(default=2, init=False)
-    resume: bool = field(default=False, init=False)
-    start: Path | None = field(default=None, init=False)
-    profile: int = field(default=0, init=False)
-    numerics_every: int = field(default=0, init=False)
-    tensorboard: bool = field(default=False, init=False)
-    export: Path | None = field(default=None, init=False)
+    steps: Annotated[int, HIDDEN] = field(default=100, init=False)
+    log_every: Annotated[int, HIDDEN] = field(default=10, init=False)
+    eval_every: Annotated[int, HIDDEN] = field(default=50, init=False)
+    eval_batches: Annotated[int, HIDDEN] = field(default=8, init=False)
+    folder: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
+    save_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    keep: Annotated[int, HIDDEN] = field(default=2, init=False)
+    resume: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    start: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
+    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
+    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
     recipes: tuple[str, ...] = ("fp8_blockwise",)
     """Recipes, with commas or spaces between them; bf16 is always timed."""
     compiles: tuple[Compile, ...] = ()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_type_hints
 
 from ..train.checks import check
 from ..train.config import RecipeConfig, RunConfig
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 
 O = TypeVar("O", bound=RunConfig)
 DEFAULT = "tiny"
+
+
+def _hidden() -> object:
+    """Marks a field that help does not list; tyro may be missing where nothing is parsed."""
+    if importlib.util.find_spec("tyro") is None:
+        return None
+    import tyro
+
+    return tyro.conf.Suppress
+
+
+# of fields with `init=False`: the command sets them
+HIDDEN = _hidden()
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ def _values(kind: type[Any], config: Any, names: Collection[str]) -> dict[str, A
 class ArmRecipe(RecipeConfig):
     """In which precision the linear layers train, by whichever recipe; see docs/recipes.md."""
 
-    name: str = field(default="fp8_blockwise", init=False)
+    name: Annotated[str, HIDDEN] = field(default="fp8_blockwise", init=False)
 
 
 def main(arguments: list[str]) -> int:
