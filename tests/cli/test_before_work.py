@@ -24,6 +24,12 @@ WRONG: list[tuple[str, str]] = [
     ("explain gemm --a mxfp4 --b nvfp4", "no product of mxfp4 with nvfp4"),
     ("explain gemm --m -1", "--m -1"),
     ("explain gemm --device sm_", "--device sm_"),
+    ("explain gemm --m 99999999999999999999", "--m 99999999999999999999"),
+    ("explain gemm --m 268435456 --k 268435456 --groups 65536", "counted in 64 bits"),
+    ("explain cast --b nvfp4", "--b with cast"),
+    ("explain cast --bias", "--bias with cast"),
+    ("explain rmsnorm --accumulate", "--accumulate with rmsnorm"),
+    ("explain permute_rows --a mxfp4", "--a with permute_rows"),
     ("formats --plot x.gif", "--plot x.gif"),
     ("demo --out x.gif", "--out x.gif"),
     ("demo --steps 0", "--steps 0"),
@@ -38,6 +44,8 @@ WRONG: list[tuple[str, str]] = [
     ("warmup --shapes 512x512", "--shapes 512x512"),
     ("warmup llama3-8b --formats mxfp4@nvfp4", "no product"),
     ("warmup llama3-8b -m 0", "--m 0"),
+    ("warmup llama3-8b -m 99999999999999999999", "up to 2**28"),
+    ("warmup --shapes 99999999999999999999,8", "up to 2**28"),
     ("warmup llama3-8b --workers 0", "--workers 0"),
     ("tune --shapes x", "--shapes x"),
     ("tune llama3-8b --formats mxfp4@mxfp4", "--formats mxfp4@mxfp4"),
@@ -46,6 +54,7 @@ WRONG: list[tuple[str, str]] = [
     ("train tiny --steps 0", "--steps 0"),
     ("train tiny --recipe nonsense", "unknown recipe"),
     ("train tiny --recipe.weights nonsense", "unknown format"),
+    ("train tiny --recipe bf16 --recipe.weights mxfp4", "--recipe.weights mxfp4 with bf16"),
     ("train tiny --source nowhere/at/all", "data source"),
     ("train tiny --tokenizer nowhere.json", "--tokenizer nowhere.json"),
     ("train tiny --keep-file nowhere.json", "--keep-file nowhere.json"),
@@ -78,6 +87,10 @@ WRONG: list[tuple[str, str]] = [
     ("roofline --plot x.gif", "--plot x.gif"),
     ("roofline --json nowhere.jsonl", "--json nowhere.jsonl"),
     ("roofline mlp --measure", "--measure of mlp"),
+    ("roofline --inference --weight-cast step", "--weight-cast with --inference"),
+    ("roofline --inference --microbatches 2", "--microbatches with --inference"),
+    ("roofline --inference --accumulate", "--accumulate with --inference"),
+    ("roofline --recipes bf16 --advise", "--advise with bf16 alone"),
 ]
 HARNESS = """
 import contextlib, io, json, sys
@@ -162,3 +175,41 @@ def test_a_picture_of_another_kind_is_refused_before_anything_is_printed(
     assert said.out == ""
     flag = words.split()[-1]
     assert f"{flag} {ending}. Rule: pictures end in .png, .svg, .pdf. Fix: {flag} x.png." in said.err
+
+
+@pytest.mark.parametrize("content", ["{nonsense\n", '{"kind": "other"}\n', "7\n"])
+@pytest.mark.parametrize(
+    "words",
+    ["bench casts --device cpu --compare", "bench casts --device cpu --json", "bench report --json", "roofline --json"],
+)
+def test_a_file_of_something_else_is_refused_before_any_work(
+    words: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    monkeypatch.setattr("blockscale.cli.bench._cases", lambda *found: pytest.fail("it began"))
+    assert main([*words.split(), str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{path} has other lines" in said.err
+    assert path.read_text() == content
+
+
+def test_a_text_of_only_that_is_empty_chooses_no_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "casts", "--device", "cpu", "--only", "nothing|"]) == 2
+    assert "--only 'nothing|'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ("warmup llama3-8b --dry-run --device cpu", 1, "Fix: pass --device sm_90"),
+        ("tune llama3-8b --dry-run --device cpu", 2, "--device cpu of no GPU that is here"),
+    ],
+)
+def test_a_list_for_no_gpu_says_what_to_name(
+    words: str, status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    assert main(words.split()) == status
+    assert says in capsys.readouterr().err

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Layer = tuple[int, int]  # (N, K) of a weight
 
+# largest size of an operand: with two of them, bytes are still counted in 64 bits
+MOST = 2**28
 # each process that compiles holds a torch of its own, some 500 MB
 MOST_WORKERS = 16
 # of lists that go to a file or a pipe, where nobody can widen the window
@@ -46,12 +48,12 @@ def _pair(shape: str, shapes: Sequence[str]) -> Layer:
     """One weight. The error writes all of them as they should be, where that can be told."""
     found = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", shape)
     n, k = map(int, found.groups()) if found else (0, 0)
-    if n and k:
+    if 0 < n <= MOST and 0 < k <= MOST:
         return n, k
-    meant = [[size for size in re.findall(r"\d+", each) if int(size)] for each in shapes]
+    meant = [[size for size in re.findall(r"\d+", each) if 0 < int(size) <= MOST] for each in shapes]
     if "-" in shape or any(len(sizes) != 2 for sizes in meant):
         meant = [["4096", "14336"]]
-    rule = "each weight is N,K, out and in features, two positive integers"
+    rule = "each weight is N,K, out and in features, two positive integers up to 2**28"
     refuse(f"--shapes {_quoted(shapes)}", rule, f"--shapes {_quoted([','.join(sizes) for sizes in meant])}")
 
 
@@ -61,10 +63,10 @@ def _quoted(words: Iterable[str]) -> str:
 
 def numbers(values: Sequence[int], flag: str) -> list[int]:
     """Positive integers."""
-    wrong = [value for value in values if value < 1]
-    if wrong:
-        right = ",".join(str(value) for value in values if value > 0) or "1,16,128"
-        refuse(f"{flag} {wrong[0]}", "sizes are positive integers", f"{flag} {right}")
+    right = [value for value in values if 0 < value <= MOST]
+    if len(right) < len(values):
+        what, fix = (f"{flag} {','.join(map(str, each))}" for each in (values, right or [1, 16, 128]))
+        refuse(what, "sizes are positive integers up to 2**28", fix)
     return list(values)
 
 
@@ -142,7 +144,8 @@ def check_picture(path: Path | None, flag: str) -> None:
         return
     known = (".png", ".svg", ".pdf")
     if path.suffix not in known:
-        fix = f"{flag} {shlex.quote(str(path.with_suffix('.png') if path.name else Path('x.png')))}"
+        named = path.with_suffix(".png") if path.stem.strip(".") and path.stem != path.suffix else path / "x.png"
+        fix = f"{flag} {shlex.quote(str(named))}"
         refuse(f"{flag} {shlex.quote(str(path))}", f"pictures end in {', '.join(known)}", fix)
     check_writable(path, flag)
     if importlib.util.find_spec("matplotlib") is None:

@@ -76,12 +76,16 @@ def run(
     if suite == "report":
         return _report(console, json)
     with console.status("importing torch ..."):
-        from ..bench.store import write
+        from ..bench.store import read, write
         from ..hardware import default_device, named_device
 
     where = default_device() if device is None else named_device(device)
+    older = [] if compare is None else read(compare)
+    if json is not None:
+        read(json)  # a file of something else is told before anything is timed
     every = _cases(console, suite, where, quick, with_whom)
-    cases = [case for case in every if any(text in case.name or text in case.group for text in only.split("|"))]
+    texts = [text for text in only.split("|") if text] or [""]
+    cases = [case for case in every if any(text in case.name or text in case.group for text in texts)]
     if not cases:
         fix = f"use a part of one, such as --only {every[0].name!r}"
         arguments.refuse(f"--only {only!r}", "a case whose name contains it is run", fix)
@@ -93,7 +97,7 @@ def run(
     console.print(_table(rows))
     _show_notes(console, rows)
     if compare is not None:
-        _show_changes(console, rows, compare)
+        _show_changes(console, rows, older)
     wrong = [row for row in rows if row.fault]
     for row in wrong:
         console.print(f"[red]WRONG[/] {row.case}: {row.problem or f'{row.fault} differ from the reference'}")
@@ -249,10 +253,10 @@ def _show_notes(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"[yellow]SLOWER[/] {row.case}: {other[0]} takes {other[1]:.2f}x of {row.backend}'s time")
 
 
-def _show_changes(console: Console, rows: Sequence[Row], path: Path) -> None:
-    from ..bench.store import compare, read
+def _show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -> None:
+    from ..bench.store import compare
 
-    changes = compare(rows, read(path))
+    changes = compare(rows, older)
     for change in changes:
         flag = " [red]REGRESSION[/]" if change.regressed else ""
         console.print(f"{change.case}: {change.old_us:.1f} -> {change.new_us:.1f} µs, {change.ratio:.3f}x{flag}")

@@ -20,10 +20,16 @@ Operation = Literal[
 ]  # fmt: skip
 
 
+DEFAULT = "mxfp8_e4m3"
+# moves of rows cast nothing
+MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
+PRODUCTS = ("gemm", "m_grouped", "k_grouped")
+
+
 def run(
     operation: Operation,
     /,
-    a: str = "mxfp8_e4m3",
+    a: str = DEFAULT,
     b: str | None = None,
     m: int = 4096,
     n: int = 4096,
@@ -52,11 +58,16 @@ def run(
         bias: Whether a bias is added.
         accumulate: Whether the product is added into a buffer of that dtype.
     """
-    from .arguments import at_least, check_device, plain_console
+    from .arguments import at_least, check_device, plain_console, refuse
 
     check_device(device, is_architecture=True)
     for flag, size in (("--m", m), ("--n", n), ("--k", k), ("--groups", groups)):
         at_least(0, size, flag, "sizes are not negative")
+    if max(m, n, 1) * max(k, 1) * max(groups, 1) >= 2**59:
+        rule = "M x K values, for each group, are counted in 64 bits"
+        refuse(f"--m {m} --n {n} --k {k} --groups {groups}", rule, "pass smaller sizes")
+    given = {"--a": a != DEFAULT, "--b": b is not None, "--bias": bias, "--accumulate": accumulate}
+    _check_used(operation, {flag for flag, is_given in given.items() if is_given})
     _check_formats(operation, a, b)
     import torch
 
@@ -70,6 +81,18 @@ def run(
     return 0 if explanation.taken else 1
 
 
+def _check_used(operation: Operation, given: set[str]) -> None:
+    """Raise for options that the operation does not have."""
+    from .arguments import refuse
+
+    unused = {"--a": operation in MOVES, "--b": operation not in PRODUCTS and not operation.endswith("_both")}
+    unused |= dict.fromkeys(("--bias", "--accumulate"), operation not in PRODUCTS)
+    for flag in sorted(given):
+        if unused[flag]:
+            rule = "a product has it" if flag in ("--bias", "--accumulate") else "it has no such operand"
+            refuse(f"{flag} with {operation}", rule, f"leave {flag} out")
+
+
 def _check_formats(operation: Operation, a: str, b: str | None) -> None:
     """Raise for formats that do not exist, or that the operation does not combine."""
     from ..errors import check_name
@@ -77,7 +100,7 @@ def _check_formats(operation: Operation, a: str, b: str | None) -> None:
 
     for name in (a, *([] if b is None else [b])):
         check_name(name, FORMAT_NAMES, "format")
-    if b is not None and operation in ("gemm", "m_grouped", "k_grouped"):
+    if b is not None and operation in PRODUCTS:
         check_pair(a, b)
 
 

@@ -86,7 +86,8 @@ def _is_of(kind: object, value: str) -> bool:
         except ValueError:
             return False
         return True
-    return kind in (str, Path) or value == str(None if kind is types.NoneType else kind)
+    is_text = kind is str or kind is Path
+    return is_text or value == str(None if kind is types.NoneType else kind)
 
 
 def options_of(declared: object) -> list[Option]:

@@ -72,6 +72,13 @@ def run(
     names = [name for name in arguments.recipes(recipes) if name != "bf16"]
     arguments.at_least(1, tokens, "--tokens", "a forward has at least one")
     arguments.at_least(1, microbatches, "--microbatches", "a step has at least one")
+    if inference and (weight_cast is not None or microbatches > 1 or accumulate):
+        rule = "a forward alone casts no weights and makes no gradients"
+        given = {"--weight-cast": weight_cast, "--microbatches": microbatches > 1, "--accumulate": accumulate}
+        flag = next(flag for flag, is_given in given.items() if is_given)
+        arguments.refuse(f"{flag} with --inference", rule, f"leave {flag} or --inference out")
+    if advise and not names:
+        arguments.refuse("--advise with bf16 alone", "it is about other recipes", "--recipes fp8_blockwise --advise")
     if machine is not None:
         check_name(machine, MACHINES, "machine")
     if what == "experts":

@@ -98,6 +98,9 @@ def check_run(config: RunConfig) -> None:
 def run(config: RunConfig | None = None) -> int:
     """Train and show it; 130 where it was interrupted."""
     config = config or get_preset(DEFAULT)
+    if config.recipe.name == "bf16" and config.recipe.weights is not None:
+        rule = "bf16 casts no weights"
+        refuse(f"--recipe.weights {config.recipe.weights} with bf16", rule, "leave it out, or pass another --recipe")
     check_run(config)
     console = wide_console(160)
     with console.status("importing torch ..."):

@@ -72,6 +72,9 @@ def run(
     target, place = _gpu(device)
     problems = _problems(layers, tokens, target.multiprocessors, vector=vector, training=not inference)
     if dry_run:
+        if device is not None and place is None:
+            rule = "plans are listed for the GPU that is named, or for an H200 where there is none"
+            arguments.refuse(f"--device {device} of no GPU that is here", rule, "leave --device out")
         return _list(console, problems, target)
     against = _obstacle(target, place)
     if place is None or against is not None:

@@ -55,7 +55,7 @@ def run(
     if target is None:
         what = "torch sees no GPU here" if device is None else f"device {device!r} is no GPU of this machine"
         rule = "kernels are compiled for the GPU, driver and assembler of the machine that will run them"
-        fix = "run it there, or list what it would compile with --dry-run"
+        fix = "pass --device sm_90" if dry_run else "run it there, or list what it would compile with --dry-run"
         return arguments.nothing("compiled", what, rule, fix)
     with console.status("looking for what is needed ..."):
         requests = ahead.layer_requests(layers, target, tokens=tokens, formats=pair, training=not inference)
