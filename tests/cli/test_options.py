@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -376,3 +377,38 @@ def test_errors_of_other_processes_are_written_alike(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(code)
     result = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "['--since 5']", result.stderr
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Those that a page shows, in backticks or in lines of their own."""
+    text = page.read_text().replace("$(DEMO)", "").replace("$(ARGS)", "")
+    found = [words for each in re.findall(r"`(blockscale [^`]+)`", text) for words in each.split(";")]
+    found += re.findall(r"^(?:\$ |\t.*-m )?(blockscale [^`\n]+)$", text, re.MULTILINE)
+    split = (shlex.split(each.replace("\n", " "), comments=True)[1:] for each in found)
+    return [words for words in split if words and words[0] in COMMANDS and "..." not in words and "|" not in words]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_pages_show_are_accepted(page: Path) -> None:
+    from blockscale.cli.options import checked, options_of, set_by_command, short_options
+
+    for command, *words in commands_of(page):
+        module = importlib.import_module(f"blockscale.cli.{command}")
+        if hasattr(module, "main"):
+            name = words.pop(0) if words and not words[0].startswith("-") else "tiny"
+            if "/" in name:  # a run's folder
+                declared = module.Wanted()
+            else:
+                declared = module.Options.of(get_preset(name)) if hasattr(module, "Options") else get_preset(name)
+        else:
+            declared = module.run
+            words = words or NEEDS.get(command, [])
+        options = options_of(declared)
+        ours = set_by_command(declared) if hasattr(module, "main") else ()
+        checked(command, words, options, short_options(options), ours)

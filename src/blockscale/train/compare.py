@@ -250,7 +250,7 @@ def _check_branch(config: RunConfig, seeds: Sequence[int], branch_at: int) -> No
     at, since, start = option("branch_at", branch_at), config.recipe.since, config.start
     if branch_at and not 0 < branch_at < config.steps:
         rule = "runs part after one step at least, and before the last"
-        refuse(f"{at} of {config.steps} steps", rule, f"pass 1 to {config.steps - 1}, or {option('branch_at', 0)}")
+        refuse(f"{at} of {config.steps} steps", rule, f"pass 1 to {config.steps - 1}, or 0")
     if since and branch_at:
         rule = "recipes begin where runs part, or at a step of runs that part at once"
         refuse(f"{at} and {option('recipe.since', since)}", rule, "leave one of them out")
