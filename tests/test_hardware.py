@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockscale import hardware
 from blockscale.autograd import linear
+from blockscale.errors import DeviceError
+from blockscale.hardware import named_device
 
 
 class Products(TorchDispatchMode):
@@ -49,3 +51,15 @@ def test_another_gpu_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
     other = hardware.made_current(torch.device("cuda:1"))
     assert isinstance(other, torch.cuda.device)
     assert other.idx == 1
+
+
+@pytest.mark.parametrize(("count", "here"), [(1, "cpu, cuda or cuda:0"), (4, "cpu, or cuda:0 to cuda:3")])
+def test_a_gpu_that_is_not_here_is_refused_by_its_number(
+    count: int, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert named_device(f"cuda:{count - 1}") == torch.device("cuda", count - 1)
+    assert named_device("cuda") == torch.device("cuda")
+    with pytest.raises(DeviceError, match=f"device 'cuda:{count}'. Rule: a device is {here}"):
+        named_device(f"cuda:{count}")

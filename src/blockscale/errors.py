@@ -6,7 +6,8 @@ User mistakes are `ValueError`s, things nobody has built are `NotImplementedErro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 
 
 class BlockscaleError(Exception):
@@ -22,6 +23,33 @@ def message(what: str, *, rule: str, fix: str) -> str:
     """
     parts = (what, f"Rule: {rule}", f"Fix: {fix}")
     return " ".join(part if part[-1] in ".?!" else part + "." for part in parts)
+
+
+def _as_argument(name: str, *value: object) -> str:
+    return "=".join((name, *map(str, value)))
+
+
+_written: ContextVar[Callable[..., str]] = ContextVar("_written", default=_as_argument)
+
+
+def option(name: str, *value: object) -> str:
+    """A field of a config, with its value if one is given, as the user writes it: `steps=0` in Python, `--steps 0` on
+    the command line.
+
+    >>> option("steps", 0), option("recipe.since")
+    ('steps=0', 'recipe.since')
+    """
+    return _written.get()(name, *value)
+
+
+def option_writer() -> Callable[..., str]:
+    """The function of (name, *value) that `option` calls; a new process is given it."""
+    return _written.get()
+
+
+def write_options(writer: Callable[..., str]) -> None:
+    """Let `option` call this function from now on, in this context."""
+    _written.set(writer)
 
 
 class UnknownNameError(BlockscaleError, ValueError):

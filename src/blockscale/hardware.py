@@ -143,9 +143,11 @@ def named_device(name: torch.device | str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
-    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+    count = max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
         return device
-    here = "cpu or cuda" if torch.cuda.is_available() else "cpu, since torch sees no GPU here"
+    here = f"cpu, or cuda:0 to cuda:{count - 1}" if count > 1 else "cpu, cuda or cuda:0"
+    here = here if count else "cpu, since torch sees no GPU here"
     raise DeviceError(message(f"device {str(name)!r}", rule=f"a device is {here}", fix="leave it out, or pass cpu"))
 
 

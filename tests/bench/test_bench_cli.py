@@ -89,14 +89,14 @@ def test_mixtures_on_a_cpu_are_checked_and_stored(tmp_path: Path, capsys: pytest
 
 def test_a_wrong_product_prints_no_speed_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("blockscale.bench.products.BF16_DB", 60.0)
-    assert bench("gemm", "--device", "cpu", "--only", "mxfp4", "--peers", "") == 1
+    assert bench("gemm", "--device", "cpu", "--only", "mxfp4", "--peers", "none") == 1
     text = capsys.readouterr().out
     assert "WRONG mxfp4 @ mxfp4 16x256x256: the product is 5" in text
     assert "from the exact one, less than 60" in text
 
 
 def test_compare_flags_what_became_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path, words = tmp_path / "old.jsonl", ("casts", "--device", "cpu", "--only", "mxfp4 axis", "--peers", "")
+    path, words = tmp_path / "old.jsonl", ("casts", "--device", "cpu", "--only", "mxfp4 axis", "--peers", "none")
     assert bench(*words, "--json", str(path)) == 0
     fast, slow = [json.loads(line) for line in path.read_text().splitlines()]
     fast["us"], slow["us"] = 1e-3, 1e9
@@ -127,8 +127,8 @@ def test_a_wrong_kernel_prints_no_speed_and_fails(
 def test_a_choice_of_nothing_is_told(capsys: pytest.CaptureFixture[str]):
     assert bench("casts", "--device", "cpu", "--only", "nothing") != 0
     captured = capsys.readouterr()
-    assert "only='nothing'" in captured.out + captured.err
-    assert "such as 'fp8_1x128 axis -1 256x512'" in " ".join((captured.out + captured.err).split())
+    assert "--only 'nothing'" in captured.out + captured.err
+    assert "such as --only 'fp8_1x128 axis -1 256x512'" in " ".join((captured.out + captured.err).split())
 
 
 def test_dispatch_runs_without_tyro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

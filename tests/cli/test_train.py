@@ -32,7 +32,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert first["config"]["model"]["layers"] == 1
     # again without resume: refused, and nothing is lost
     assert main(["train", "tiny", *SMALL, "--folder", folder]) == 2
-    assert "resume=True" in capsys.readouterr().err
+    assert "pass --resume to go on" in capsys.readouterr().err
     longer = [*SMALL, "--folder", folder, "--resume"]
     longer[longer.index("2")] = "3"
     assert main(["train", "tiny", "--recipe", "mxfp8", *longer]) == 0
@@ -55,9 +55,9 @@ def test_experts_are_options_too(capsys: pytest.CaptureFixture[str]):
     [
         (["tinny"], "did you mean tiny"),
         (["--recipe", "fp9"], "unknown recipe 'fp9'"),
-        (["tiny", "--layers", "0"], "layers=0"),
+        (["tiny", "--layers", "0"], "--layers 0. "),
         (["tiny", "--source", "nowhere/at/all"], "a file or folder that exists"),
-        (["tiny", "--resume"], "without a folder"),
+        (["tiny", "--resume"], "--resume without a folder"),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):

@@ -162,10 +162,10 @@ def test_with_tuned_plans_off_there_is_no_place_to_store_them(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "neither a model nor shapes"),
-        (["llama3-8b", "--shapes", "16,16"], "model 'llama3-8b' and shapes '16,16'"),
+        ([], "neither a model nor --shapes"),
+        (["llama3-8b", "--shapes", "16,16"], "model 'llama3-8b' and --shapes 16,16"),
         (["llama9"], "unknown model 'llama9'"),
-        (["--shapes", "512,-16"], "sizes are positive integers"),
+        (["--shapes", "512,-16"], "two positive integers"),
         (["--shapes", "23,25"], "N in multiples of 8, in fp32 of 4"),
         (["llama3-8b", "--m", "0"], "sizes are positive integers"),
         (["llama3-8b", "--formats", "mxfp4@mxfp4"], "Hopper's FP8 product has plans"),

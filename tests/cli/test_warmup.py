@@ -71,17 +71,17 @@ def test_what_is_compiled_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "neither a model nor shapes"),
-        (["llama3-8b", "--shapes", "16,16"], "model 'llama3-8b' and shapes '16,16'"),
+        ([], "neither a model nor --shapes"),
+        (["llama3-8b", "--shapes", "16,16"], "model 'llama3-8b' and --shapes 16,16"),
         (["llama9"], "unknown model 'llama9'"),
         (["--shapes", "512"], "each weight is N,K"),
-        (["--shapes", "512,-16"], "sizes are positive integers"),
-        (["--shapes", "512,x"], "sizes are positive integers"),
+        (["--shapes", "512,-16"], "two positive integers"),
+        (["--shapes", "512,x"], "two positive integers"),
         (["llama3-8b", "--m", "0"], "sizes are positive integers"),
         (["llama3-8b", "--formats", "fp8_1x128"], "a format each"),
         (["llama3-8b", "--formats", "fp8_1x128@mxfp4"], "no product of fp8_1x128 with mxfp4"),
         (["llama3-8b", "--formats", "fp8_1x128@fp8"], "unknown format 'fp8'"),
-        (["llama3-8b", "--device", "sm_x", "--dry-run"], "an architecture is sm_ and a number"),
+        (["llama3-8b", "--device", "sm_x", "--dry-run"], "pass sm_90 for an H100"),
         (["llama3-8b", "--workers", "0"], "at least one process"),
     ],
 )

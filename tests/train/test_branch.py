@@ -156,7 +156,7 @@ def test_a_recipe_begins_before_the_last_step():
         train(replace(LITTLE, recipe=replace(LITTLE.recipe, since=5)))
     with pytest.raises(OptionError, match=r"since=1 of a run that begins with .*follows its recipe at once"):
         train(replace(LITTLE, start=Path("somewhere"), recipe=replace(LITTLE.recipe, since=1)))
-    with pytest.raises(OptionError, match="branch_at=3 and since=1"):
+    with pytest.raises(OptionError, match=r"branch_at=3 and recipe\.since=1"):
         compare(replace(LITTLE, recipe=replace(LITTLE.recipe, since=1)), ["mxfp8"], out=Path("nowhere"), branch_at=AT)
     with pytest.raises(OptionError, match=r"since=-1.*counted from 0"):
         bs.get_recipe("mxfp8").replace(since=-1)

@@ -70,8 +70,9 @@ def test_advice_of_a_run_is_followed_by_the_next(tmp_path):
 
 def test_the_commands(tmp_path, capsys):
     folder, out = tmp_path / "run", tmp_path / "advice.json"
-    options = ["--device", "cpu", "--steps", "1", "--batch", "2", "--sequence", "16", "--eval-batches", "1"]
-    options += ["--layers", "1", "--model.dim", "32", "--model.hidden", "32", "--model.heads", "2"]
+    model = ["--device", "cpu", "--batch", "2", "--sequence", "16"]
+    model += ["--layers", "1", "--model.dim", "32", "--model.hidden", "32", "--model.heads", "2"]
+    options = [*model, "--steps", "1", "--eval-batches", "1"]
     assert main(["train", "tiny", "--recipe", "mxfp8", *options, "--folder", str(folder), "--numerics-every", "1"]) == 0
     assert len(read(folder).samples) == 2
     capsys.readouterr()
@@ -85,7 +86,7 @@ def test_the_commands(tmp_path, capsys):
     assert len(found["keep"]) == 4
     assert found["low"] == []
     assert main(["train", "tiny", "--recipe", "mxfp8", *options, "--keep-file", str(out)]) == 0
-    assert main(["advise", "tiny", "--recipe", "mxfp8", *options, "--json"]) == 0
+    assert main(["advise", "tiny", "--recipe", "mxfp8", *model, "--json"]) == 0
     preset = json.loads("{" + capsys.readouterr().out.partition("\n{")[2])
     assert [each["layer"] for each in preset["ranked"]]
 

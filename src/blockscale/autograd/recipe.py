@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,8 +20,9 @@ from ..errors import OptionError, check_name, message
 from ..formats.cast_spec import CastSpec
 from ..formats.spec import check_pair, get_format
 from ..formats.stochastic import ROLES, Stochastic
+from ..names import PRODUCTS as PRODUCTS
+from ..names import spared_products
 
-PRODUCTS = ("fprop", "dgrad", "wgrad")
 WeightCast = Literal["forward", "twice", "step"]
 WEIGHT_CASTS: tuple[WeightCast, ...] = ("forward", "twice", "step")
 
@@ -277,10 +277,6 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-# a name, and products of it that stay in high precision
-_SPARED = re.compile(rf"(\w+?)((?:_(?:{'|'.join(PRODUCTS)}))+)_bf16")
-
-
 def get_recipe(recipe: str | Recipe) -> Recipe:
     """A recipe by name; a recipe is returned as it is. Products that are to stay in high precision may follow a name:
     who asks which of them costs a model its loss compares `fp8_blockwise` with `fp8_blockwise_wgrad_bf16`.
@@ -301,8 +297,8 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
 @functools.cache
 def _sparing(name: str) -> Recipe | None:
     """The recipe of a name that is followed by products, which are spared; not by all of them."""
-    found = _SPARED.fullmatch(name)
-    spared = found[2].split("_")[1:] if found else []
-    if found is None or found[1] not in RECIPES or {*spared} == {*PRODUCTS}:
+    found = spared_products(name, RECIPES)
+    if found is None:
         return None
-    return RECIPES[found[1]].replace(name=name, **dict.fromkeys(spared))
+    recipe, spared = found
+    return RECIPES[recipe].replace(name=name, **dict.fromkeys(spared))

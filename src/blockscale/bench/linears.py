@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..autograd.recipe import get_recipe
+from ..errors import OptionError, message
 from ..roofline import Use
 from .layers import Batch, cast_weights, infer, make_batch, normal_linear, our_linear, our_way, plain_way, step
 from .timing import Call, input_sets, measure, prepare
@@ -105,10 +106,15 @@ def write(path: Path, rows: Iterable[Measured]) -> None:
 def read(path: Path) -> list[Measured]:
     """What was written here or by `bench linear`; of the same layer, use and recipe the last counts."""
     found: dict[object, Measured] = {}
-    for line in path.read_text().splitlines():
-        fields: dict[str, Any] = json.loads(line)
-        for row in _of_suite(fields) if "suite" in fields else (_of_fields(fields),):
-            found[row.layer, row.tokens, row.recipe, row.training, row.microbatches, row.weight_cast] = row
+    try:
+        for line in path.read_text().splitlines():
+            fields: dict[str, Any] = json.loads(line)
+            for row in _of_suite(fields) if "suite" in fields else (_of_fields(fields),):
+                found[row.layer, row.tokens, row.recipe, row.training, row.microbatches, row.weight_cast] = row
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        rule = "a file of measured layers has what roofline --measure or bench linear wrote in each line"
+        said = f"{path} has other lines ({type(error).__name__}: {error})"
+        raise OptionError(message(said, rule=rule, fix="name another file")) from None
     return list(found.values())
 
 

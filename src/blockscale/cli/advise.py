@@ -6,14 +6,17 @@ The first word is a run's folder, whose numerics are read, or a preset, which is
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..train.config import RunConfig
+from ..errors import check_name
+from ..names import MACHINES
+from ..train.config import OptimizerConfig, RecipeConfig, RunConfig
 from ..train.presets import PRESETS, get_preset
-from .arguments import refuse
-from .train import DEFAULT, RunOptions, full_option
+from . import arguments
+from .options import parse_words
+from .train import DEFAULT, HIDDEN, RunOptions, check_run
 
 if TYPE_CHECKING:
     from ..diagnostics.advice import Advice
@@ -42,43 +45,50 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class AdvisedRecipe(RecipeConfig):
+    """In which precision the linear layers train, from the first step on; see docs/recipes.md."""
+
+    since: Annotated[int, HIDDEN] = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
 class Options(RunOptions, Wanted):
-    """A preset, changed by options as for `blockscale train`, and what is asked."""
+    """A preset, changed by options as for `blockscale train`, and what is asked. One batch is measured: steps, rates,
+    reports and checkpoints are none of it."""
+
+    optimizer: Annotated[OptimizerConfig, HIDDEN] = field(default_factory=OptimizerConfig, init=False)
+    recipe: AdvisedRecipe = field(default_factory=AdvisedRecipe)
+    steps: Annotated[int, HIDDEN] = field(default=100, init=False)
+    log_every: Annotated[int, HIDDEN] = field(default=10, init=False)
+    eval_every: Annotated[int, HIDDEN] = field(default=50, init=False)
+    eval_batches: Annotated[int, HIDDEN] = field(default=8, init=False)
+    save_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    keep: Annotated[int, HIDDEN] = field(default=2, init=False)
+    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
+    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
 
 
-def main(arguments: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Parse a folder or a preset, and give advice."""
-    import tyro
-
-    words = list(arguments)
+    words = list(words)
     name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
     about = f"First word: a folder of a run with numerics.jsonl, or a preset ({', '.join(PRESETS)})."
-    style: Any = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
     folder = Path(name)
     if name not in PRESETS and not folder.exists() and len(folder.parts) > 1:
         rule = "the first word is a folder of a run with numerics.jsonl, or a preset"
-        refuse(f"no folder {name}", rule, "blockscale train 125m --folder out/125m --numerics-every 1000")
+        arguments.refuse(f"no folder {name}", rule, "blockscale train 125m --folder out/125m --numerics-every 1000")
     if name not in PRESETS and folder.exists():
-        wanted = tyro.cli(Wanted, prog=f"blockscale advise {name}", description=about, args=words, config=style)
-        return run(wanted, folder)
-    options = tyro.cli(
-        Options,
-        prog=f"blockscale advise {name}" if name in PRESETS else "blockscale advise",
-        description=about,
-        default=Options.of(get_preset(name)),
-        args=[full_option(word) for word in words],
-        config=style,
-    )
-    return run(options)
+        return run(parse_words(Wanted(), f"advise {name}", words, about), folder)
+    return run(parse_words(Options.of(get_preset(name)), f"advise {name}", words, about))
 
 
 def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:
     """Read or measure, and show what follows."""
-    from .arguments import wide_console
-
     wanted = wanted or Options.of(get_preset(DEFAULT))
     _check(wanted)
-    console = wide_console()
+    console = arguments.wide_console()
     with console.status("importing torch ..."):
         from ..diagnostics import advise
         from ..diagnostics.store import read
@@ -112,10 +122,21 @@ def _check(wanted: Wanted) -> None:
         value = getattr(wanted, name)
         if not 0 < value < float("inf"):
             option = f"--{name.replace('_', '-')}"
-            refuse(f"{option} {value:g}", "it is in percent, above zero", f"{option} {getattr(Wanted, name):g}")
+            arguments.refuse(
+                f"{option} {value:g}", "it is in percent, above zero", f"{option} {getattr(Wanted, name):g}"
+            )
     for name, least in (("tokens", 1), ("top", 0)):
         if getattr(wanted, name) < least:
-            refuse(f"--{name} {getattr(wanted, name)}", f"it is {least} or more", f"--{name} {getattr(Wanted, name)}")
+            what, fix = (f"--{name} {getattr(each, name)}" for each in (wanted, Wanted))
+            arguments.refuse(what, f"it is {least} or more", fix)
+    check_name(wanted.machine, MACHINES, "machine")
+    arguments.check_writable(wanted.out, "--out")
+    if isinstance(wanted, Options):
+        check_run(wanted.config)
+        if wanted.resume and wanted.folder is not None and not any(wanted.folder.glob("step-*/about.json")):
+            rule = "with --resume the last checkpoint of a run is measured"
+            fix = "name the folder of a run, or leave --resume out"
+            arguments.refuse(f"no checkpoint in {wanted.folder}", rule, fix)
 
 
 def _measured(config: RunConfig) -> tuple[Any, list[Any]]:
@@ -126,13 +147,9 @@ def _measured(config: RunConfig) -> tuple[Any, list[Any]]:
     from ..train.numerics import sample_run
     from ..train.run import Run
 
-    if config.resume and config.folder is not None:
-        last = latest(config.folder)
-        if last is None:
-            rule = "with --resume the last checkpoint of a run is measured"
-            refuse(f"no checkpoint in {config.folder}", rule, "name the folder of a run, or leave --resume out")
-        config = replace(config, steps=max(config.steps, read_about(last)["step"]))
-    config = replace(config, recipe=replace(config.recipe, since=0))  # the question is what it does once it has begun
+    found = latest(config.folder) if config.resume and config.folder is not None else config.start
+    if found is not None:  # it may be of a longer run
+        config = replace(config, steps=max(config.steps, read_about(found)["step"] + 1))
     check(config)
     with as_configured(config):
         run = Run(config)

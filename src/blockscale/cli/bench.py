@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ..errors import check_name
+from . import arguments
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -20,6 +23,13 @@ SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch", "report")
 LAYERS = ("linear", "mlp")
 # suites whose rows tell rates and decibels
 PRODUCTS = ("gemm", *LAYERS, "moe")
+# whom each suite can compare with
+PEERS: dict[str, tuple[str, ...]] = {
+    "casts": ("eager", "compile", "torchao"),
+    "gemm": ("rows", "bf16", "rowwise", "torchao"),
+    **dict.fromkeys(LAYERS, ("bf16", "casts", "torchao", "torchao compiled", "rowwise", "compile")),
+    "moe": ("rows", "bf16", "rowwise", "casts", "torchao"),
+}
 # of tables that go to a file or a pipe, where nobody can widen the window
 FILE_WIDTH = 200
 
@@ -32,7 +42,7 @@ def run(
     quick: bool = False,
     only: str = "",
     device: str | None = None,
-    peers: str | None = None,
+    peers: tuple[str, ...] = (),
     commit: str | None = None,
 ) -> int:
     """Check every case against the reference, then time it beside a copy and what others would run. Exit status 1 when
@@ -48,29 +58,37 @@ def run(
         quick: Fewer shapes and rounds.
         only: Only cases whose name or group contains this, or one of several texts with | between them.
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
-        peers: Whom to compare with, separated by commas: eager, compile, torchao for casts; rows, bf16, rowwise,
-            torchao for gemm; bf16, casts, torchao, torchao compiled, rowwise, compile for linear and mlp; rows, bf16,
-            rowwise, casts, torchao for moe. All by default.
+        peers: Whom to compare with, with commas or spaces between them: eager, compile, torchao for casts; rows, bf16,
+            rowwise, torchao for gemm; bf16, casts, torchao, torchao compiled, rowwise, compile for linear and mlp;
+            rows, bf16, rowwise, casts, torchao for moe; none: nobody. All by default.
         commit: Commit to record where the source is no git checkout.
     """
-    from ..errors import check_name
-    from .arguments import wide_console
-
     check_name(suite, SUITES, "suite")
-    console = wide_console(FILE_WIDTH)
+    arguments.check_device(device)
+    with_whom = _peers(suite, peers)
+    arguments.check_readable(compare, "--compare")
+    if suite == "report":
+        arguments.check_readable(json, "--json")
+    else:
+        arguments.check_writable(json, "--json")
+    _check_used(suite, {"--compare": compare, "--quick": quick, "--only": only, "--device": device, "--commit": commit})
+    console = arguments.wide_console(FILE_WIDTH)
     if suite == "report":
         return _report(console, json)
     with console.status("importing torch ..."):
-        from ..bench.store import write
-        from ..errors import OptionError, message
+        from ..bench.store import read, write
         from ..hardware import default_device, named_device
 
     where = default_device() if device is None else named_device(device)
-    every = _cases(console, suite, where, quick, peers)
-    cases = [case for case in every if any(text in case.name or text in case.group for text in only.split("|"))]
+    older = [] if compare is None else read(compare)
+    if json is not None:
+        read(json)  # a file of something else is told before anything is timed
+    every = _cases(console, suite, where, quick, with_whom)
+    texts = [text for text in only.split("|") if text] or [""]
+    cases = [case for case in every if any(text in case.name or text in case.group for text in texts)]
     if not cases:
-        fix = f"use a part of one, such as {every[0].name!r}"
-        raise OptionError(message(f"only={only!r}", rule="a case whose name contains it is run", fix=fix))
+        fix = f"use a part of one, such as --only {every[0].name!r}"
+        arguments.refuse(f"--only {only!r}", "a case whose name contains it is run", fix)
     rows: list[Row] = []
     for row in _timed(console, cases, suite, where, quick, commit):
         rows.append(row)
@@ -79,15 +97,15 @@ def run(
     console.print(_table(rows))
     _show_notes(console, rows)
     if compare is not None:
-        _show_changes(console, rows, compare)
+        _show_changes(console, rows, older)
     wrong = [row for row in rows if row.fault]
     for row in wrong:
         console.print(f"[red]WRONG[/] {row.case}: {row.problem or f'{row.fault} differ from the reference'}")
     return 1 if wrong else 0
 
 
-def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: str | None) -> list[Case]:
-    from ..bench import ceilings, product_peers
+def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: frozenset[str]) -> list[Case]:
+    from ..bench import ceilings
     from ..bench.suites import casts, common, dispatch, fused, gemm
 
     if device.type != "cuda":
@@ -98,47 +116,55 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, pe
         return _layer_cases(console, suite, device, quick, peers)
     if suite == "moe":
         return _expert_cases(console, device, quick, peers)
-    names = _named(peers, product_peers.ALL_PEERS if suite == "gemm" else common.ALL_PEERS)
     if suite == "gemm":
         with console.status("measuring what this machine reaches ..."):
             found = ceilings.find(device)
-        return list(gemm.cases(gemm.extent(device, quick=quick, peers=names), found))
+        return list(gemm.cases(gemm.extent(device, quick=quick, peers=peers), found))
     for name in fused.missing():
         console.print(f"[dim]skipped: {name} does not exist yet[/]")
-    return list(casts.cases(common.extent(device, quick=quick, peers=names)))
+    return list(casts.cases(common.extent(device, quick=quick, peers=peers)))
 
 
-def _layer_cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: str | None) -> list[Case]:
-    from ..bench import layer_peers
+def _layer_cases(
+    console: Console, suite: Suite, device: torch.device, quick: bool, peers: frozenset[str]
+) -> list[Case]:
     from ..bench.suites import layers, linear, mlp
 
-    names = _named(peers, layer_peers.ALL_PEERS)
     with console.status("measuring what this machine reaches ..."):
         roofs = layers.find_roofs(device)
     if suite == "mlp":
-        return list(mlp.cases(mlp.extent(device, quick=quick, peers=names), roofs))
-    return list(linear.cases(linear.extent(device, quick=quick, peers=names), roofs))
+        return list(mlp.cases(mlp.extent(device, quick=quick, peers=peers), roofs))
+    return list(linear.cases(linear.extent(device, quick=quick, peers=peers), roofs))
 
 
-def _expert_cases(console: Console, device: torch.device, quick: bool, peers: str | None) -> list[Case]:
+def _expert_cases(console: Console, device: torch.device, quick: bool, peers: frozenset[str]) -> list[Case]:
     from ..bench import ceilings
     from ..bench.suites import layers, moe
 
-    extent = moe.extent(device, quick=quick, peers=_named(peers, moe.ALL_PEERS))
+    extent = moe.extent(device, quick=quick, peers=peers)
     with console.status("measuring what this machine reaches ..."):
         found, roofs = ceilings.find(device), layers.find_roofs(device)
     return list(moe.cases(extent, found, roofs))
 
 
-def _named(peers: str | None, known: frozenset[str]) -> frozenset[str]:
-    from ..errors import check_name
+def _peers(suite: Suite, names: Sequence[str]) -> frozenset[str]:
+    """Whom a suite compares with; an error for those that it does not know."""
+    known = PEERS.get(suite, ())
+    if names and not known:
+        arguments.refuse(f"--peers with {suite}", "it compares with nobody", "leave --peers out")
+    if tuple(names) == ("none",):
+        return frozenset()
+    for name in names:
+        check_name(name, (*known, "none") if len(names) == 1 else known, "peer")
+    return frozenset(names or known)
 
-    if peers is None:
-        return known
-    names = frozenset(name for name in peers.split(",") if name)
-    for name in sorted(names):
-        check_name(name, sorted(known), "peer")
-    return names
+
+def _check_used(suite: Suite, given: dict[str, object]) -> None:
+    """Raise for options that a suite would not use."""
+    for flag, value in given.items():
+        if suite == "report" and value:
+            rule = "report rewrites tables from stored results, and runs nothing"
+            arguments.refuse(f"{flag} with report", rule, f"leave {flag} out, or name another suite")
 
 
 def _timed(
@@ -227,10 +253,10 @@ def _show_notes(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"[yellow]SLOWER[/] {row.case}: {other[0]} takes {other[1]:.2f}x of {row.backend}'s time")
 
 
-def _show_changes(console: Console, rows: Sequence[Row], path: Path) -> None:
-    from ..bench.store import compare, read
+def _show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -> None:
+    from ..bench.store import compare
 
-    changes = compare(rows, read(path))
+    changes = compare(rows, older)
     for change in changes:
         flag = " [red]REGRESSION[/]" if change.regressed else ""
         console.print(f"{change.case}: {change.old_us:.1f} -> {change.new_us:.1f} µs, {change.ratio:.3f}x{flag}")

@@ -18,8 +18,11 @@ def run(folder: Path = Path("out"), /, json: Path | None = None, pool: bool = Fa
         pool: Put seeds together with those that the file has of the same model, length and text, and store all of them
             as one comparison, of the arms that both have; for runs with the same options at another time.
     """
-    from .arguments import plain_console
+    from .arguments import check_writable, plain_console, refuse
 
+    if not folder.is_dir():
+        refuse(f"no folder {folder}", "it is what compare or speed wrote (--out)", "blockscale collect out")
+    check_writable(json, "--json")
     console = plain_console()
     with console.status("importing torch ..."):
         from ..bench.trainings import convergences, read, throughputs, write

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import env
 from ..train.presets import get_preset
-from .train import DEFAULT, RunOptions, parse
+from . import arguments
+from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,10 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """A run, and what it is compared with. Its recipe's name is set by the comparison; its seed is the first."""
+    """A run, and what it is compared with. The comparison sets the recipe's name, and has folders of its own."""
 
-    recipes: str = "fp8_blockwise,mxfp8,nvfp4"
-    """Recipes, separated by commas; bf16 and the null are always run."""
+    recipe: ArmRecipe = field(default_factory=ArmRecipe)
+    seed: int = 0
+    """First seed, of initial weights, data order and stochastic rounding; the others follow it."""
+    folder: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
+    resume: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
+    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
+    recipes: tuple[str, ...] = ("fp8_blockwise", "mxfp8", "nvfp4")
+    """Recipes, with commas or spaces between them; bf16 and the null are always run."""
     seeds: int = 1
     """Paired seeds; intervals need two or more."""
     out: Path = Path("out/compare")
@@ -37,32 +47,21 @@ class Options(RunOptions):
     """Commit to record where the source is no git checkout."""
 
 
-def main(arguments: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Parse a preset, changes to it and the options of the comparison, and run it."""
-    return run(parse(arguments, "compare", "Train a preset by several recipes, in pairs.", Options.of))
+    return run(parse(words, "compare", "Train a preset by several recipes, in pairs.", Options.of))
 
 
 def run(options: Options | None = None) -> int:
     """Run what is missing, show the table, write the page; 1 where a recipe is worse or diverged."""
-    from .arguments import refuse, wide_console
-
     options = options or Options.of(get_preset(DEFAULT))
-    for name in ("seeds", "jobs"):
-        if getattr(options, name) < 1:
-            refuse(f"{name}={getattr(options, name)}", "there is one at least", f"pass --{name} 1 or more")
-    budget = options.budget
-    if budget is not None and not 0 < budget < 100:
-        refuse(f"budget={budget}", "it is a percentage of the loss", "pass --budget 0.25")
+    recipes, budget = _checked(options), options.budget
     env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
-    console = wide_console()
+    console = arguments.wide_console()
     with console.status("importing torch ..."):
-        from ..autograd import get_recipe
         from ..train.compare import compare
         from ..train.report import write
 
-    recipes = [each.strip() for each in options.recipes.split(",") if each.strip()]
-    for each in recipes:
-        get_recipe(each)
     began = time.perf_counter()
     total = options.seeds * (len({*recipes, "bf16", "null"}) + bool(options.branch_at))
     with _Progress(console, total) as shown:
@@ -82,6 +81,23 @@ def run(options: Options | None = None) -> int:
     console.print(f"wrote {page} in {time.perf_counter() - began:.0f} s", highlight=False)
     verdicts = [found.verdict(arm) for arm in found.arms]
     return 1 if any(each is not None and each.kind in ("worse", "diverged") for each in verdicts) else 0
+
+
+def _checked(options: Options) -> list[str]:
+    """The recipes, or an error for what cannot be compared; before torch is imported."""
+    check_run(options.config)
+    recipes = arguments.recipes(options.recipes)
+    arguments.at_least(1, options.seeds, "--seeds", "there is one at least")
+    arguments.at_least(1, options.jobs, "--jobs", "there is one at least")
+    arguments.at_least(1, options.eval_batches, "--eval-batches", "losses on held-out text are compared")
+    arguments.at_least(0, options.branch_at, "--branch-at", "runs part after a step, and 0 is at once")
+    if options.branch_at and options.branch_at >= options.steps:
+        rule, fix = "runs part before the last step", f"pass --branch-at {options.steps - 1} or less"
+        arguments.refuse(f"--branch-at {options.branch_at} of {options.steps} steps", rule, fix)
+    if options.budget is not None and not 0 < options.budget < 100:
+        arguments.refuse(f"--budget {options.budget:g}", "it is a percentage of the loss", "pass --budget 0.25")
+    arguments.check_writable(options.out, "--out", is_folder=True)
+    return recipes
 
 
 class _Progress:

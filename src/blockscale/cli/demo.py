@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .formats import check_picture
+from . import arguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,10 +40,9 @@ def run(out: Path = Path("out/demo.png"), steps: int = 100) -> int:
     """
     from rich.progress import track
 
-    from .arguments import plain_console
-
-    check_picture(out)
-    console = plain_console()
+    arguments.check_picture(out, "--out")
+    arguments.at_least(1, steps, "--steps", "gradients come from a training step")
+    console = arguments.plain_console()
     with console.status("importing torch ..."):
         from ..diagnostics.samples import train_samples
         from ..formats import FORMATS

@@ -27,13 +27,14 @@ def run(device: str | None = None, json: bool = False, workers: int | None = Non
     """
     from rich.console import Console
 
+    arguments.check_device(device)
+    processes = arguments.worker_count(workers)
     console = Console(stderr=json)
     with console.status("importing torch ..."):
         from ..diagnostics.doctor import doctor, look_count
         from ..hardware import default_device, named_device
 
         where = default_device() if device is None else named_device(device)
-    processes = arguments.worker_count(workers)
     if workers is None:
         processes = min(processes, MOST_PROCESSES) if where.type == "cuda" else 1
     with arguments.progress(console, look_count(), "checking every backend") as advance:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -21,10 +20,16 @@ Operation = Literal[
 ]  # fmt: skip
 
 
+DEFAULT = "mxfp8_e4m3"
+# moves of rows cast nothing
+MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
+PRODUCTS = ("gemm", "m_grouped", "k_grouped")
+
+
 def run(
     operation: Operation,
     /,
-    a: str = "mxfp8_e4m3",
+    a: str = DEFAULT,
     b: str | None = None,
     m: int = 4096,
     n: int = 4096,
@@ -53,10 +58,20 @@ def run(
         bias: Whether a bias is added.
         accumulate: Whether the product is added into a buffer of that dtype.
     """
+    from .arguments import at_least, check_device, plain_console, refuse
+
+    check_device(device, is_architecture=True)
+    for flag, size in (("--m", m), ("--n", n), ("--k", k), ("--groups", groups)):
+        at_least(0, size, flag, "sizes are not negative")
+    if max(m, n, 1) * max(k, 1) * max(groups, 1) >= 2**59:
+        rule = "M x K values, for each group, are counted in 64 bits"
+        refuse(f"--m {m} --n {n} --k {k} --groups {groups}", rule, "pass smaller sizes")
+    given = {"--a": a != DEFAULT, "--b": b is not None, "--bias": bias, "--accumulate": accumulate}
+    _check_used(operation, {flag for flag, is_given in given.items() if is_given})
+    _check_formats(operation, a, b)
     import torch
 
     from .. import explain
-    from .arguments import plain_console
 
     operands = _operands(operation, a, b, (m, n, k, groups), getattr(torch, dtype))
     name = "grouped" if operation in ("m_grouped", "k_grouped") else operation
@@ -64,6 +79,29 @@ def run(
     explanation = explain(name, *operands, out_dtype=getattr(torch, dtype), bias=bias, accumulate=accumulate, on=on)
     _show(plain_console(), explanation)
     return 0 if explanation.taken else 1
+
+
+def _check_used(operation: Operation, given: set[str]) -> None:
+    """Raise for options that the operation does not have."""
+    from .arguments import refuse
+
+    unused = {"--a": operation in MOVES, "--b": operation not in PRODUCTS and not operation.endswith("_both")}
+    unused |= dict.fromkeys(("--bias", "--accumulate"), operation not in PRODUCTS)
+    for flag in sorted(given):
+        if unused[flag]:
+            rule = "a product has it" if flag in ("--bias", "--accumulate") else "it has no such operand"
+            refuse(f"{flag} with {operation}", rule, f"leave {flag} out")
+
+
+def _check_formats(operation: Operation, a: str, b: str | None) -> None:
+    """Raise for formats that do not exist, or that the operation does not combine."""
+    from ..errors import check_name
+    from ..names import FORMAT_NAMES, check_pair
+
+    for name in (a, *([] if b is None else [b])):
+        check_name(name, FORMAT_NAMES, "format")
+    if b is not None and operation in PRODUCTS:
+        check_pair(a, b)
 
 
 def _operands(
@@ -74,11 +112,8 @@ def _operands(
 
     from .. import quantize
     from ..diagnostics.selfcheck import partner
-    from ..errors import ShapeError, message
 
     m, n, k, groups = size
-    if min(size) < 0:
-        raise ShapeError(message(f"a size of {min(size)}", rule="sizes are not negative", fix="pass 0 or more"))
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -118,15 +153,11 @@ def _operands(
 
 def _capability(device: str | None) -> Capability:
     from ..hardware import Capability, capability, default_device, named_device
-    from .arguments import refuse
 
     if device is None:
         return capability(default_device())
-    if re.fullmatch(r"sm_\d{2,3}", device):
+    if device.startswith("sm_"):
         return Capability("cuda", int(device[3:]))
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        rule = "a device is cpu, cuda, or the architecture of a GPU that need not be here"
-        refuse(f"device {device!r}", rule, "pass sm_90 for an H100 or H200, sm_100 for a B200")
     return capability(named_device(device))
 
 

@@ -17,14 +17,14 @@ def run(plot: Path | None = None) -> int:
     Args:
         plot: Also draw the value grids to this file (.png, .svg or .pdf).
     """
-    from .arguments import plain_console
+    from .arguments import check_picture, plain_console
 
+    check_picture(plot, "--plot")
     console = plain_console()
     console.print(_formats_table())
     console.print(_options_table())
     console.print(_grid_table())
     if plot is not None:
-        check_picture(plot)
         draw(plot)
         console.print(f"wrote {plot}")
     return 0
@@ -73,16 +73,6 @@ def _table(title: str, headings: Sequence[str]) -> Table:
     for heading in headings:
         table.add_column(heading, no_wrap=True)
     return table
-
-
-def check_picture(path: Path) -> None:
-    """Raise unless matplotlib can write such a file."""
-    from ..errors import OptionError, message
-
-    known = (".png", ".svg", ".pdf")
-    if path.suffix not in known:
-        rule = f"pictures are {', '.join(known)}"
-        raise OptionError(message(f"a picture named {path.name}", rule=rule, fix=f"use {path.stem}.png"))
 
 
 def draw(path: Path) -> None:

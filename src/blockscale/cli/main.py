@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +49,10 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the result is the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    return contextvars.copy_context().run(_main, words)
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -57,8 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(__version__)
         return 0
-    from ..errors import BlockscaleError, check_name
+    from ..errors import BlockscaleError, check_name, write_options
+    from .options import as_flag
 
+    write_options(as_flag)
     try:
         check_name(words[0], COMMANDS, "command")
         missing = [name for name in ("rich", "tyro") if importlib.util.find_spec(name) is None]
@@ -89,11 +95,9 @@ def _run(command: str, arguments: list[str]) -> int:
         return module.run(*arguments)
     if hasattr(module, "main"):  # its options depend on its first word
         return module.main(arguments)
-    import tyro
+    from .options import parse_words
 
-    # tyro gives every option two dashes, and people write -m
-    words = [f"-{word}" if re.fullmatch("-[a-gi-z]", word) else word for word in arguments]
-    return tyro.cli(module.run, prog=f"blockscale {command}", args=words)
+    return parse_words(module.run, command, arguments)
 
 
 def _fail(message: str, status: int = 2) -> int:

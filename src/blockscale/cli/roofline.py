@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ..errors import check_name
+from ..names import MACHINES
 from . import arguments
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def run(
     what: What = "linear",
     /,
     model: str | None = None,
-    shapes: str | None = None,
+    shapes: tuple[str, ...] = (),
     tokens: int = 4096,
     experts: int | None = None,
     recipes: tuple[str, ...] = ("fp8_blockwise", "mxfp8", "nvfp4"),
@@ -52,10 +53,10 @@ def run(
         what: linear: each layer by itself. mlp: the gated units among them, with the activation fused into casts.
             experts: the gated units of a mixture of experts, with the casts of all their weights.
         model: A model by name, such as deepseek-v3 (the default) or llama3-8b.
-        shapes: The layers instead of a model: "N,K;N,K", out and in features of each weight.
+        shapes: The layers instead of a model, each N,K: out and in features of a weight, with spaces or ; between them.
         tokens: Tokens of a forward.
         experts: How many experts there are here, where others hold the rest of a model's; with shapes, at all.
-        recipes: Recipes to compare with bf16, which is always there.
+        recipes: Recipes to compare with bf16, which is always there, with spaces or commas between them.
         machine: A short name such as h200 or b200; by default the GPU that is here, else h200.
         inference: A forward alone, with weights that were cast beforehand.
         microbatches: Forwards per optimizer step; with more than one, weights are cast once a step.
@@ -68,18 +69,18 @@ def run(
         json: Append the measured times to this file; without --measure, show those that it has.
         commit: Commit to record where the source is no git checkout.
     """
-    console = arguments.wide_console()
-    with console.status("importing torch ..."):
-        from ..autograd.recipe import get_recipe
-        from ..bench import linears, rooflines
-        from ..roofline import Use
-
-    cast = weight_cast or ("step" if microbatches > 1 else "forward")
-    use = Use(not inference, microbatches, cast, bias, accumulate=accumulate)
-    names = [name for each in recipes for name in each.replace(",", " ").split()]
-    chosen = [get_recipe(name) for name in dict.fromkeys(names) if name != "bf16"]
-    if tokens < 1:
-        arguments.refuse(f"tokens={tokens}", "a forward has at least one", "pass 1 or more")
+    names = [name for name in arguments.recipes(recipes) if name != "bf16"]
+    arguments.at_least(1, tokens, "--tokens", "a forward has at least one")
+    arguments.at_least(1, microbatches, "--microbatches", "a step has at least one")
+    if inference and (weight_cast is not None or microbatches > 1 or accumulate):
+        rule = "a forward alone casts no weights and makes no gradients"
+        given = {"--weight-cast": weight_cast, "--microbatches": microbatches > 1, "--accumulate": accumulate}
+        flag = next(flag for flag, is_given in given.items() if is_given)
+        arguments.refuse(f"{flag} with --inference", rule, f"leave {flag} or --inference out")
+    if advise and not names:
+        arguments.refuse("--advise with bf16 alone", "it is about other recipes", "--recipes fp8_blockwise --advise")
+    if machine is not None:
+        check_name(machine, MACHINES, "machine")
     if what == "experts":
         subject = _mixture(model, shapes, tokens, experts)
     elif experts is None:
@@ -87,12 +88,21 @@ def run(
     else:
         arguments.refuse(f"--experts with {what}", "experts are those of a mixture", "blockscale roofline experts")
     layers = subject.layers
-    _check_plot(plot, what)
+    _check_files(what, plot, json, measure=measure)
+    console = arguments.wide_console()
+    with console.status("importing torch ..."):
+        from ..autograd.recipe import get_recipe
+        from ..bench import linears, rooflines
+        from ..roofline import Use
+
+    chosen = [get_recipe(name) for name in names]
+    cast = weight_cast or ("step" if microbatches > 1 else "forward")
+    use = Use(not inference, microbatches, cast, bias, accumulate=accumulate)
     roofs, device = _roofs(console, machine, measure=measure)
     seen: list[Measured] = []
     if measure:
         assert device is not None
-        seen = _timed(console, what, layers, tokens, chosen, device, use, json, commit)
+        seen = _timed(console, layers, tokens, chosen, device, use, json, commit)
     elif json is not None:
         seen = linears.read(json)
     cost = rooflines.cost_of(what, subject.experts)
@@ -120,16 +130,16 @@ class _Subject(NamedTuple):
     experts: int = 1
 
 
-def _mixture(model: str | None, shapes: str | None, tokens: int, experts: int | None) -> _Subject:
+def _mixture(model: str | None, shapes: Sequence[str], tokens: int, experts: int | None) -> _Subject:
     """The experts of a model, or of sizes that are given; a token is a row for each expert that it goes to."""
     from ..bench.shapes import MIXTURES, model_name
 
-    if experts is not None and experts < 1:
-        arguments.refuse(f"experts={experts}", "a mixture has at least one", "pass 1 or more")
-    if shapes is not None:
+    if experts is not None:
+        arguments.at_least(1, experts, "--experts", "a mixture has at least one")
+    if shapes:
         if experts is None:
-            fix = "--experts 8 --shapes '2048,7168'"
-            arguments.refuse("shapes of experts without their number", "each weight is there once for each", fix)
+            fix = "--experts 8 --shapes 2048,7168"
+            arguments.refuse("--shapes of experts without their number", "each weight is there once for each", fix)
         layers = [(k, n) for n, k in arguments.layers(model, shapes, "roofline experts")]
         return _Subject(f"given experts, {_each(experts, tokens)}", layers, tokens, experts)
     name = model_name(model or "deepseek-v3", MIXTURES, "model with experts")
@@ -143,15 +153,17 @@ def _each(experts: int, rows: int) -> str:
     return f"{experts} experts with {rows / experts:,.0f} rows each"
 
 
-def _layers(what: What, model: str | None, shapes: str | None, tokens: int) -> _Subject:
+def _layers(what: What, model: str | None, shapes: Sequence[str], tokens: int) -> _Subject:
     from ..bench.shapes import mlps, model_name
 
-    model = "deepseek-v3" if model is None and shapes is None else model
+    model = "deepseek-v3" if model is None and not shapes else model
     pairs = [(k, n) for n, k in arguments.layers(model, shapes, f"roofline {what}")]
     found = pairs if what == "linear" else mlps(pairs)
     if not found:
         rule = "a gated unit is a layer that widens and one that narrows back"
-        arguments.refuse(f"{model or shapes} without a gated unit", rule, "blockscale roofline mlp --model llama3-8b")
+        arguments.refuse(
+            f"{model or ' '.join(shapes)} without a gated unit", rule, "blockscale roofline mlp --model llama3-8b"
+        )
     return _Subject(model_name(model) if model is not None else "given layers", found, tokens)
 
 
@@ -182,7 +194,7 @@ def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roo
         arguments.refuse("--measure without a GPU", rule, "run it there, or leave --measure out: the model needs none")
     if machine not in (None, here):
         fix = f"leave --machine out, or --measure to hear about {machine}"
-        arguments.refuse(f"--measure with machine {machine!r}", f"only this GPU can be measured: {here}", fix)
+        arguments.refuse(f"--measure with --machine {machine}", f"only this GPU can be measured: {here}", fix)
     from ..bench.ceilings import measure_roof
 
     with console.status("measuring what this machine reaches ..."):
@@ -194,7 +206,6 @@ def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roo
 
 def _timed(
     console: Console,
-    what: What,
     layers: Sequence[Layer],
     tokens: int,
     recipes: Sequence[Recipe],
@@ -210,8 +221,6 @@ def _timed(
     from ..bench import linears
     from ..bench.store import where
 
-    if what != "linear":
-        arguments.refuse(f"--measure of {what}", "only linear layers are measured here", "blockscale roofline linear")
     facts, found = dataclasses.asdict(where(device, __version__, commit)), list[linears.Measured]()
     names = [recipe.name for recipe in recipes]
     with arguments.progress(console, len(layers), f"{layers[0][0]} -> {layers[0][1]}") as advance:
@@ -289,16 +298,17 @@ def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, us
     return table
 
 
-def _check_plot(plot: Path | None, what: What) -> None:
-    from .formats import check_picture
-
-    if plot is None:
-        return
-    check_picture(plot)
-    if what != "linear":
+def _check_files(what: What, plot: Path | None, json: Path | None, *, measure: bool) -> None:
+    """Raise for what cannot be measured, written or read."""
+    if measure and what != "linear":
+        arguments.refuse(f"--measure of {what}", "only linear layers are measured here", "blockscale roofline linear")
+    if plot is not None and what != "linear":
         arguments.refuse(f"--plot of {what}", "linear layers are drawn", "blockscale roofline linear --plot FILE")
-    if importlib.util.find_spec("matplotlib") is None:
-        arguments.refuse("--plot without matplotlib", "it draws the picture", "pip install matplotlib")
+    arguments.check_picture(plot, "--plot")
+    if measure:
+        arguments.check_writable(json, "--json")
+    else:
+        arguments.check_readable(json, "--json")
 
 
 def _draw(

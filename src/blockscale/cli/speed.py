@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from .. import env
+from ..train.config import Compile, WeightCast
 from ..train.presets import get_preset
-from .train import DEFAULT, RunOptions, parse
+from . import arguments
+from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,15 +28,36 @@ CPU_SPEED = "On a CPU low precision is emulated exactly: these figures say nothi
 
 
 @dataclass(frozen=True)
+class SpeedRecipe(ArmRecipe):
+    """In which precision the linear layers train from the first step on, by whichever recipe; see docs/recipes.md."""
+
+    since: Annotated[int, HIDDEN] = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
 class Options(RunOptions):
     """A run, and the ways in which it is timed. Steps, evaluations, reports and checkpoints are set by it."""
 
-    recipes: str = "fp8_blockwise"
-    """Recipes, separated by commas; bf16 is always timed."""
-    compiles: str = ""
-    """Ways to compile, of none and blocks, separated by commas; the run's own without."""
-    weight_casts: str = ""
-    """When weights are cast, of forward, twice and step, separated by commas; the run's own without."""
+    recipe: SpeedRecipe = field(default_factory=SpeedRecipe)
+    steps: Annotated[int, HIDDEN] = field(default=100, init=False)
+    log_every: Annotated[int, HIDDEN] = field(default=10, init=False)
+    eval_every: Annotated[int, HIDDEN] = field(default=50, init=False)
+    eval_batches: Annotated[int, HIDDEN] = field(default=8, init=False)
+    folder: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
+    save_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    keep: Annotated[int, HIDDEN] = field(default=2, init=False)
+    resume: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    start: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
+    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
+    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
+    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
+    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
+    recipes: tuple[str, ...] = ("fp8_blockwise",)
+    """Recipes, with commas or spaces between them; bf16 is always timed."""
+    compiles: tuple[Compile, ...] = ()
+    """Ways to compile, with commas or spaces between them; the run's own without."""
+    weight_casts: tuple[WeightCast, ...] = ()
+    """When weights are cast, with commas or spaces between them; the run's own without."""
     warm_up: int = 5
     """Steps that do not count: compilation and autotuning."""
     timed: int = 15
@@ -45,32 +68,33 @@ class Options(RunOptions):
     """Commit to record where the source is no git checkout."""
 
 
-def main(arguments: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Parse a preset, changes to it and how it is timed, and run it."""
-    return run(parse(arguments, "speed", "Time steps of a preset by several recipes.", Options.of))
+    return run(parse(words, "speed", "Time steps of a preset by several recipes.", Options.of))
 
 
 def run(options: Options | None = None) -> int:
     """Time what is missing and show the table; 1 where an arm failed."""
-    from .arguments import wide_console
-
     options = options or Options.of(get_preset(DEFAULT))
+    recipes = arguments.recipes(options.recipes)
+    arguments.at_least(1, options.warm_up, "--warm-up", "the first step compiles")
+    arguments.at_least(2, options.timed, "--timed", "a spread takes two steps")
+    check_run(options.config)
+    arguments.check_writable(options.out, "--out", is_folder=True)
     env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
-    console = wide_console(WIDTH)
+    console = arguments.wide_console(WIDTH)
     with console.status("importing torch ..."):
         from ..train.throughput import arms_of, measure
 
-    arms = arms_of(
-        options.config, *(_words(each) for each in (options.recipes, options.compiles, options.weight_casts))
-    )
+    arms = arms_of(options.config, recipes, *map(_once, (options.compiles, options.weight_casts)))
     console.print(f"{options.name}: {len(arms)} arms, {options.warm_up} + {options.timed} steps each", highlight=False)
     rows = measure(arms, out=options.out, warm_up=options.warm_up, timed=options.timed, commit=options.commit)
     _show(console, rows)
     return 1 if any(row.failed for row in rows) else 0
 
 
-def _words(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+def _once(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 def _show(console: Console, rows: Sequence[Throughput]) -> None:

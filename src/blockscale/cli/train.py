@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Self, TypeVar
+import importlib.util
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_type_hints
 
-from ..train.config import RunConfig
+from ..train.checks import check
+from ..train.config import RecipeConfig, RunConfig
 from ..train.presets import PRESETS, get_preset
+from .arguments import check_device, check_readable, check_writable, refuse, wide_console
+from .options import parse_words
 
 if TYPE_CHECKING:
     from ..train.records import Hooks
 
-O = TypeVar("O")
+O = TypeVar("O", bound=RunConfig)
 DEFAULT = "tiny"
-# options that people write, for fields that lie deeper
-SHORT = {
-    "--recipe": "--recipe.name",
-    "--weight-cast": "--recipe.weight-cast",
-    "--keep-file": "--recipe.keep-file",
-    "--since": "--recipe.since",
-    "--layers": "--model.layers",
-    "--sequence": "--data.sequence",
-    "--source": "--data.source",
-    "--tokenizer": "--data.tokenizer",
-    "--rate": "--optimizer.rate",
-    "--schedule": "--optimizer.schedule",
-}
+
+
+def _hidden() -> object:
+    """Marks a field that help does not list; tyro may be missing where nothing is parsed."""
+    if importlib.util.find_spec("tyro") is None:
+        return None
+    import tyro
+
+    return tyro.conf.Suppress
+
+
+# of fields with `init=False`: the command sets them
+HIDDEN = _hidden()
 
 
 @dataclass(frozen=True)
@@ -35,56 +39,76 @@ class RunOptions(RunConfig):
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Those of a preset."""
-        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)})
+        """Those of a preset. Fields with `init=False` are no options: the command sets them."""
+        return cls(**_values(cls, config, {each.name for each in fields(RunConfig)}))
 
     @property
     def config(self) -> RunConfig:
         """The run alone."""
-        return RunConfig(**{each.name: getattr(self, each.name) for each in fields(RunConfig)})
+        return RunConfig(**_values(RunConfig, self, {each.name for each in fields(RunConfig)}))
+
+
+def _values(kind: type[Any], config: Any, names: Collection[str]) -> dict[str, Any]:
+    """Values of fields for another class, which may have other classes inside, with fewer options."""
+    hints, found = get_type_hints(kind), dict[str, Any]()
+    for each in fields(kind):
+        if each.init and each.name in names:
+            value, inner = getattr(config, each.name), hints[each.name]
+            if isinstance(inner, type) and is_dataclass(value) and type(value) is not inner:
+                value = inner(**_values(inner, value, {each.name for each in fields(value)}))
+            found[each.name] = value
+    return found
+
+
+@dataclass(frozen=True)
+class ArmRecipe(RecipeConfig):
+    """In which precision the linear layers train, by whichever recipe; see docs/recipes.md."""
+
+    name: Annotated[str, HIDDEN] = field(default="fp8_blockwise", init=False)
 
 
 def main(arguments: list[str]) -> int:
     """Parse a preset and changes to it, and run it."""
-    shorts = ", ".join(f"{short} for {full}" for short, full in SHORT.items())
-    return run(
-        parse(arguments, "train", "Train a preset, changed by options.", lambda config: config, f"Short: {shorts}.")
-    )
+    return run(parse(arguments, "train", "Train a preset, changed by options.", lambda config: config))
 
 
-def parse(arguments: list[str], command: str, what: str, options: Callable[[RunConfig], O], more: str = "") -> O:
-    """A preset, which is the first word, as `options` of it, changed by what follows."""
-    import tyro
-
+def parse(arguments: list[str], command: str, what: str, options: Callable[[RunConfig], O]) -> O:
+    """A preset, which is the first word, as `options` of it, changed by what follows; an error if it cannot be run."""
     words = list(arguments)
     name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
     about = "\n".join(f"  {each:<10} {first_line(each)}" for each in PRESETS)
-    default = options(get_preset(name))
-    return tyro.cli(
-        type(default),
-        prog=f"blockscale {command} {name}",
-        description=f"{what} The first word is the preset, {DEFAULT} without one.\n\n{about}\n\n"
-        f"Options shown are those of the preset. {more}",
-        default=default,
-        args=[full_option(word) for word in words],
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-    )
+    about = f"{what} The first word is the preset, {DEFAULT} without one.\n\n{about}\n\nOptions shown are those of it."
+    return parse_words(options(get_preset(name)), f"{command} {name}", words, about)
+
+
+def check_run(config: RunConfig) -> None:
+    """Raise for what cannot be trained, read or written, before torch is imported."""
+    check(config)
+    check_device(config.device)
+    check_readable(config.data.tokenizer, "--tokenizer")
+    check_readable(config.recipe.keep_file, "--keep-file")
+    if config.start is not None and not config.start.is_dir():
+        rule = "it is the folder of a checkpoint, such as out/a/step-00001000"
+        refuse(f"--start {config.start}", f"{rule}, and there is none", "check the path")
+    check_writable(config.folder, "--folder", is_folder=True)
+    check_writable(config.export, "--export", is_folder=True)
+    check_writable(config.data.cache, "--data.cache", is_folder=True)
 
 
 def run(config: RunConfig | None = None) -> int:
     """Train and show it; 130 where it was interrupted."""
-    from .arguments import wide_console
-
     config = config or get_preset(DEFAULT)
+    if config.recipe.name == "bf16" and config.recipe.weights is not None:
+        rule = "bf16 casts no weights"
+        refuse(f"--recipe.weights {config.recipe.weights} with bf16", rule, "leave it out, or pass another --recipe")
+    check_run(config)
     console = wide_console(160)
     with console.status("importing torch ..."):
-        from ..train.checks import check
         from ..train.files import owned
         from ..train.loop import train
         from ..train.metrics import JsonLines, TensorBoard
         from ..train.view import View
 
-    check(config)
     with owned(config.folder):
         hooks: list[Hooks] = [View(console)]
         if config.folder is not None:
@@ -98,9 +122,3 @@ def run(config: RunConfig | None = None) -> int:
 def first_line(name: str) -> str:
     """What a preset is."""
     return (PRESETS[name].__doc__ or "").partition("\n")[0]
-
-
-def full_option(word: str) -> str:
-    """An option as the config calls it, for the short name that people write."""
-    option, mark, value = word.partition("=")
-    return SHORT.get(option, option) + mark + value

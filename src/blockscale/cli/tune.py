@@ -25,8 +25,8 @@ TUNABLE = ("fp8_1x128@fp8_128x128", "fp8_1x128@fp8_1x128")
 def run(
     model: str | None = None,
     /,
-    shapes: str | None = None,
-    m: str = "1,16,128,4096,16384",
+    shapes: tuple[str, ...] = (),
+    m: tuple[int, ...] = (1, 16, 128, 4096, 16384),
     formats: str = TUNABLE[0],
     device: str | None = None,
     inference: bool = False,
@@ -44,8 +44,8 @@ def run(
 
     Args:
         model: A model by name, such as llama3-8b.
-        shapes: The layers instead of a model: "N,K;N,K", out and in features of each weight.
-        m: Token counts, separated by commas.
+        shapes: The layers instead of a model, each N,K: out and in features of a weight, with spaces or ; between them.
+        m: Token counts, with spaces or commas between them.
         formats: Of activations and weights: fp8_1x128@fp8_128x128 or fp8_1x128@fp8_1x128.
         device: The GPU, such as cuda:0.
         inference: Only the products of a forward pass.
@@ -56,18 +56,25 @@ def run(
         workers: Processes that compile; by default one for each core, at most 16.
         commit: Commit to record where the source is no git checkout.
     """
+    if budget is not None and not budget > 0:
+        arguments.refuse(f"--budget {budget:g}", "it is a time in seconds", "leave it out, or pass more than 0")
+    layers, processes = arguments.layers(model, shapes, "tune"), arguments.worker_count(workers)
+    tokens, vector = arguments.numbers(m, "--m"), _is_vector(formats)
+    arguments.check_device(device)
+    arguments.check_writable(out, "--out")
+    arguments.check_writable(json, "--json")
     console = arguments.wide_console()
     with console.status("importing torch ..."):
         from .. import __version__
         from ..bench.store import where
         from ..gemm import tuned
 
-    if budget is not None and not budget > 0:
-        arguments.refuse(f"budget={budget}", "it is a time in seconds", "leave it out, or pass more than 0")
-    layers, processes = arguments.layers(model, shapes, "tune"), arguments.worker_count(workers)
     target, place = _gpu(device)
-    problems = _problems(layers, arguments.numbers(m, "m"), formats, target.multiprocessors, training=not inference)
+    problems = _problems(layers, tokens, target.multiprocessors, vector=vector, training=not inference)
     if dry_run:
+        if device is not None and place is None:
+            rule = "plans are listed for the GPU that is named, or for an H200 where there is none"
+            arguments.refuse(f"--device {device} of no GPU that is here", rule, "leave --device out")
         return _list(console, problems, target)
     against = _obstacle(target, place)
     if place is None or against is not None:
@@ -83,21 +90,29 @@ def run(
     return _report(console, outcomes, len(problems), path)
 
 
+def _is_vector(formats: str) -> bool:
+    """Whether weights have 1x128 blocks too; an error for formats without plans."""
+    pair = arguments.format_pair(formats)
+    if "@".join(pair) not in TUNABLE:
+        rule = "Hopper's FP8 product has plans to choose from"
+        arguments.refuse(f"--formats {formats}", rule, f"--formats {' or '.join(TUNABLE)}")
+    return pair[1] == "fp8_1x128"
+
+
 def _problems(
-    layers: Sequence[arguments.Layer], tokens: Sequence[int], formats: str, multiprocessors: int, *, training: bool
+    layers: Sequence[arguments.Layer], tokens: Sequence[int], multiprocessors: int, *, vector: bool, training: bool
 ) -> list[Problem]:
     """What is tuned, or an error if that is nothing."""
     from ..bench import tuning
 
-    pair = arguments.format_pair(formats)
-    if "@".join(pair) not in TUNABLE:
-        rule = "Hopper's FP8 product has plans to choose from"
-        arguments.refuse(f"formats={formats!r}", rule, f"write {' or '.join(TUNABLE)}")
-    vector = pair[1] == "fp8_1x128"
     found = tuning.problems_of(layers, tokens, multiprocessors, vector=vector, training=training)
     if not found:
         rule = "plans are tuned where rows of outputs start at multiples of 16 bytes: N in multiples of 8, in fp32 of 4"
-        arguments.refuse(f"layers {list(layers)}", rule, "pass other sizes: for these the library's model chooses")
+        arguments.refuse(
+            f"--shapes {' '.join(f'{n},{k}' for n, k in layers)}",
+            rule,
+            "pass other sizes: for these the library's model chooses",
+        )
     return found
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def run(
     model: str | None = None,
     /,
-    shapes: str | None = None,
-    m: str | None = None,
+    shapes: tuple[str, ...] = (),
+    m: tuple[int, ...] = (),
     formats: str = "fp8_1x128@fp8_128x128",
     device: str | None = None,
     inference: bool = False,
@@ -30,21 +30,23 @@ def run(
 
     Args:
         model: A model by name, such as llama3-8b.
-        shapes: The layers instead of a model: "N,K;N,K", out and in features of each weight.
-        m: Token counts, separated by commas; by default one for every kernel that up to 16384 tokens can need.
+        shapes: The layers instead of a model, each N,K: out and in features of a weight, with spaces or ; between them.
+        m: Token counts, with spaces or commas between them; by default one for every kernel that up to 16384 tokens can
+            need.
         formats: Of activations and weights.
         device: The GPU, such as cuda:0; with --dry-run also an architecture such as sm_90 that need not be here.
         inference: Only what a forward pass needs.
         dry_run: List the kernels and compile none.
         workers: Processes that compile; by default one for each core, at most 16.
     """
+    layers, pair = arguments.layers(model, shapes, "warmup"), arguments.format_pair(formats)
+    tokens = arguments.numbers(m, "--m") if m else None
+    processes = arguments.worker_count(workers)
+    arguments.check_device(device, is_architecture=True)
     console = arguments.wide_console()
     with console.status("importing torch ..."):
         from ..diagnostics import ahead
 
-    layers, pair = arguments.layers(model, shapes, "warmup"), arguments.format_pair(formats)
-    tokens = None if m is None else arguments.numbers(m, "m")
-    processes = arguments.worker_count(workers)
     against = ahead.obstacle()
     if against is not None:
         rule, fix = "kernels are compiled by Triton", "install triton, and unset TRITON_INTERPRET"
@@ -53,7 +55,7 @@ def run(
     if target is None:
         what = "torch sees no GPU here" if device is None else f"device {device!r} is no GPU of this machine"
         rule = "kernels are compiled for the GPU, driver and assembler of the machine that will run them"
-        fix = "run it there, or list what it would compile with --dry-run"
+        fix = "pass --device sm_90" if dry_run else "run it there, or list what it would compile with --dry-run"
         return arguments.nothing("compiled", what, rule, fix)
     with console.status("looking for what is needed ..."):
         requests = ahead.layer_requests(layers, target, tokens=tokens, formats=pair, training=not inference)
@@ -126,8 +128,6 @@ def _target(device: str | None, *, dry_run: bool) -> Target | None:
         here = Target(*known) if place.type == "cuda" else None
     if device is None or not device.startswith("sm_"):
         return here or (Target(Capability("cuda", 90)) if dry_run and device is None else None)
-    if not device[3:].isdecimal():
-        arguments.refuse(f"device={device!r}", "an architecture is sm_ and a number", "write sm_90, for instance")
     wanted = Capability("cuda", int(device[3:]))
     if here is not None and here.capability == wanted:
         return here

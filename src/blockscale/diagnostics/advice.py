@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..errors import OptionError, message
+from ..errors import OptionError, message, option
 from ..nn import ConversionReport
 from ..nn.convert import FilterFn
 from ..nn.report import MACHINE, TOKENS, Skipped
@@ -214,7 +214,8 @@ def _check(
             message(
                 "no measured layer",
                 rule="advice is about layers in low precision, and all of these stay in high precision",
-                fix="take a recipe other than bf16, and keep_first and keep_last that leave it some blocks",
+                fix="take a recipe other than bf16, and values that leave it some blocks of "
+                f"{option('keep_first')} and {option('keep_last')}",
             )
         )
     known = {each.name for each in (*report.converted, *report.skipped)}

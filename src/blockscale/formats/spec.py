@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import OptionError, PairError, check_name, message
+from ..errors import OptionError, check_name, message
+from ..names import LEGAL_PAIRS as LEGAL_PAIRS
+from ..names import check_pair as check_pair
 
 
 @dataclass(frozen=True)
@@ -195,28 +197,5 @@ def check_layout(spec: Format, layout: str) -> None:
     )
 
 
-def _legal_pairs() -> frozenset[tuple[str, str]]:
-    families: dict[str, list[str]] = {}
-    for spec in FORMATS.values():
-        families.setdefault(spec.family, []).append(spec.name)
-    pairs = {(a, b) for names in families.values() for a in names for b in names}
-    return frozenset(pairs - {("fp8_128x128", "fp8_128x128")})
-
-
-LEGAL_PAIRS = _legal_pairs()
 # a code times its block scale is exact in bf16 (docs/numerics.md), which FP8 with fp32 scales is not
 BF16_EXACT_PAIRS = tuple(sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family != "fp8"))
-
-
-def check_pair(a: str, b: str) -> None:
-    """Raise unless some product combines the two formats."""
-    if (a, b) in LEGAL_PAIRS:
-        return
-    partners = [name for name in FORMATS if (a, name) in LEGAL_PAIRS]
-    raise PairError(
-        message(
-            f"no product of {a} with {b}",
-            rule="MX goes with MX, NVFP4 with NVFP4, fp8_1x128 with fp8_1x128 or fp8_128x128",
-            fix=f"cast the second operand to {' or '.join(partners)}",
-        )
-    )

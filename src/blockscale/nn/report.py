@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..autograd.recipe import Recipe
+from ..errors import option
 from ..formats.spec import get_format
 from ..roofline import BF16, ROLES, Ceilings, Use, engine_for, linear_cost, measured, nominal
 
@@ -69,7 +70,7 @@ def nothing_converted(skipped: Sequence[Skipped]) -> str:
     if not skipped:
         return said + "the model has no linear layers, and no experts that are known"
     if any(" blocks" in each.reason for each in skipped):
-        return said + "pass keep_first=0 and keep_last=0, or choose layers by name"
+        return said + f"pass {option('keep_first', 0)} and {option('keep_last', 0)}, or choose layers by name"
     return said + "the reasons above say what they would need"
 
 

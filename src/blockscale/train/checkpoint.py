@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, message
+from ..errors import CheckpointError, message, option
 from .config import RunConfig, to_dict
 from .files import sync_folder, write_synced
 
@@ -98,7 +98,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
             message(
                 f"no checkpoint of step {step} in {folder}: {_reason(error)}",
                 rule=f"one is written whole or not at all; {kept}",
-                fix="free some space or name another folder, then go on with resume=True",
+                fix=f"free some space or name another folder, then go on with {option('resume', True)}",
             )
         ) from error
     for old in complete(folder)[:-keep]:
@@ -141,7 +141,7 @@ def last_of_a_run(folder: Path | None, *, resume: bool) -> Path | None:
             message(
                 f"{folder} has {last.name} already",
                 rule="a new run does not write over another",
-                fix="pass resume=True to go on with it, or another folder",
+                fix=f"pass {option('resume', True)} to go on with it, or another folder",
             )
         )
     for path in folder.glob(f"{_SAVING}*") if folder is not None and resume else ():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..autograd import Recipe
-from ..errors import OptionError, message
+from ..errors import OptionError, message, option
 from .branch import BASELINE, trunk, trunk_of
 from .checkpoint import read_about
 from .checks import check_apart
@@ -165,7 +165,11 @@ def compare(
     chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not chosen:
         raise OptionError(
-            message(f"seeds={seeds!r}", rule="a comparison has at least one seed", fix="pass seeds=1 or more")
+            message(
+                option("seeds", repr(seeds)),
+                rule="a comparison has at least one seed",
+                fix=f"pass {option('seeds', 1)} or more",
+            )
         )
     _check_shared(config, out)
     _check_branch(config, chosen, branch_at)
@@ -224,14 +228,18 @@ def _check_shared(config: RunConfig, out: Path) -> None:
         if getattr(config, name):
             raise OptionError(
                 message(
-                    f"compare with {name}={getattr(config, name)}",
+                    f"compare with {option(name, getattr(config, name))}",
                     rule="each run of a comparison has a folder of its own below out, with its metrics alone",
-                    fix=f"leave {name} out, or pass it to train",
+                    fix=f"leave {option(name)} out, or pass it to train",
                 )
             )
     if not config.eval_batches:
         raise OptionError(
-            message("compare with eval_batches=0", rule="losses on held-out text are compared", fix="pass 1 or more")
+            message(
+                f"compare with {option('eval_batches', 0)}",
+                rule="losses on held-out text are compared",
+                fix=f"pass {option('eval_batches', 1)} or more",
+            )
         )
 
 
@@ -239,18 +247,20 @@ def _check_branch(config: RunConfig, seeds: Sequence[int], branch_at: int) -> No
     def refuse(what: str, rule: str, fix: str) -> NoReturn:
         raise OptionError(message(what, rule=rule, fix=fix))
 
+    at, since, start = option("branch_at", branch_at), config.recipe.since, config.start
     if branch_at and not 0 < branch_at < config.steps:
         rule = "runs part after one step at least, and before the last"
-        refuse(f"branch_at={branch_at} of {config.steps} steps", rule, f"pass 1 to {config.steps - 1}, or 0")
-    if config.recipe.since and branch_at:
+        refuse(f"{at} of {config.steps} steps", rule, f"pass 1 to {config.steps - 1}, or 0")
+    if since and branch_at:
         rule = "recipes begin where runs part, or at a step of runs that part at once"
-        refuse(f"branch_at={branch_at} and since={config.recipe.since}", rule, "leave one of them out")
-    if config.start is not None and branch_at:
+        refuse(f"{at} and {option('recipe.since', since)}", rule, "leave one of them out")
+    if start is not None and branch_at:
         rule = "runs begin with one checkpoint"
-        refuse(f"branch_at={branch_at} and start={config.start}", rule, "leave one of them out")
-    if config.start is not None and len(seeds) > 1:
+        refuse(f"{at} and {option('start', start)}", rule, "leave one of them out")
+    if start is not None and len(seeds) > 1:
         rule = "a checkpoint is of one seed"
-        refuse(f"start={config.start} for {len(seeds)} seeds", rule, "pass branch_at, which makes one for each seed")
+        fix = f"pass {option('branch_at')}, which makes one for each seed"
+        refuse(f"{option('start', start)} for {len(seeds)} seeds", rule, fix)
 
 
 def _each(

@@ -151,12 +151,18 @@ def _files(source: str) -> Iterator[Path]:
         for folder in sorted(packages):
             yield from _walk(folder, ".py", set())
         return
+    check_source(source)
     path = expanded(source)
     if path.is_file():
         yield path
-    elif source.strip() and path.is_dir():
-        yield from _walk(path, "", set())
     else:
+        yield from _walk(path, "", set())
+
+
+def check_source(source: str) -> None:
+    """Raise unless there is such a text."""
+    path = expanded(source)
+    if source not in PYTHONS_OWN and not (path.is_file() or (source.strip() and path.is_dir())):
         raise DataError(
             message(
                 f"data source {source!r}",

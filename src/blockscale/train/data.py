@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import env
-from ..errors import DataError, message
+from ..errors import DataError, message, option
 from .config import DataConfig
 from .corpus import Corpus, collect, contents, expanded, stamp_of
 from .files import write_synced
@@ -77,15 +77,15 @@ def load(config: DataConfig) -> Symbols:
                     f"{len(getattr(symbols, part))} symbols to {'train' if part == 'train' else 'validate'} on, "
                     f"for pieces of {config.sequence}",
                     rule="both parts of the text have to be longer than one piece",
-                    fix="use more text, or a shorter data.sequence",
+                    fix=f"use more text, or a shorter {option('data.sequence')}",
                 )
             )
     if not symbols.bytes_per_symbol:
         raise DataError(
             message(
                 "no text to validate on, but separators",
-                rule=f"held_out={config.held_out} of every file are validated on",
-                fix="pass a larger data.held_out, such as 0.1",
+                rule=f"a share of {config.held_out} of every file is validated on",
+                fix=f"pass a larger {option('data.held_out')}, such as 0.1",
             )
         )
     return symbols
@@ -150,7 +150,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Path | None) -> None:
                 message(
                     f"text could not be prepared in {folder.parent}: {error}",
                     rule="symbols are kept on disk, as many bytes as the text has, or four for each token",
-                    fix="free some space, or name another folder with data.cache",
+                    fix=f"free some space, or name another folder with {option('data.cache')}",
                 )
             ) from error
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, NonFiniteError, OutOfMemoryError, message
+from ..errors import CheckpointError, NonFiniteError, OutOfMemoryError, message, option
 from ..nn import GroupedLinear, advance_
 from . import checkpoint
 from .config import RunConfig
@@ -152,11 +152,11 @@ def not_finite(
 ) -> NonFiniteError:
     """The error of a step whose loss or gradient is no number; is_updated: or whose weights are none after it."""
     where = f"first in {place.layer}, {place.product}" if place else "gone when the batch was replayed layer by layer"
-    advice = ["a lower optimizer.rate or a longer warmup"]
+    advice = [f"a lower {option('optimizer.rate')} or a longer {option('optimizer.warmup')}"]
     if config.recipe.name != "bf16":
-        advice.append("recipe bf16, which tells whether low precision is the cause")
+        advice.append(f"{option('recipe.name', 'bf16')}, which tells whether low precision is the cause")
     if not config.optimizer.clip:
-        advice.append("optimizer.clip=1.0")
+        advice.append(option("optimizer.clip", 1.0))
     return NonFiniteError(
         message(
             f"step {step} of {config.name} by {config.recipe.name}: {what}; {where}",
@@ -180,18 +180,20 @@ def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
     """What to change, of what has not been changed yet, most effective first."""
     advice: list[str] = []
     if config.recompute != "full":
-        advice.append("recompute=full" if config.recompute == "selective" else "recompute=selective, or full")
+        is_some = config.recompute == "selective"
+        advice.append(option("recompute", "full") if is_some else f"{option('recompute', 'selective')}, or full")
     if config.batch > 1:
-        advice.append(f"batch={config.batch // 2} with accumulate={config.accumulate * 2}, the same tokens per step")
+        half = f"{option('batch', config.batch // 2)} with {option('accumulate', config.accumulate * 2)}"
+        advice.append(f"{half}, the same tokens per step")
     if config.model.vocabulary > 32768 and config.loss_chunks < 16:
-        advice.append(f"loss_chunks={max(8, 2 * config.loss_chunks)}")
+        advice.append(option("loss_chunks", max(8, 2 * config.loss_chunks)))
     if config.recipe.weight_cast == "step" and config.recipe.name != "bf16":
-        advice.append("recipe.weight_cast=twice, which saves 2 bytes per parameter")
+        advice.append(f"{option('recipe.weight_cast', 'twice')}, which saves 2 bytes per parameter")
     if config.parameters == "float32":
-        advice.append("parameters=bfloat16, which halves weights, gradients and Adam's moments")
+        advice.append(f"{option('parameters', 'bfloat16')}, which halves weights, gradients and Adam's moments")
     if config.model.layers > 1:
-        advice.append(f"model.layers={config.model.layers // 2}")
-    advice = advice or ["a smaller model.dim, model.hidden or data.sequence"]
+        advice.append(option("model.layers", config.model.layers // 2))
+    advice = advice or [f"a smaller {option('model.dim')}, {option('model.hidden')} or {option('data.sequence')}"]
     first = str(error).partition("\n")[0].partition(". GPU")[0] or "not enough memory"
     first = first[max(0, first.find(_CPU_IS_FULL)) :]  # not where in torch's source that is
     return OutOfMemoryError(
@@ -208,10 +210,11 @@ def of_a_file(config: RunConfig, error: OSError) -> CheckpointError:
     of their own, and one that is complete stays."""
     last = None if config.folder is None else checkpoint.latest(config.folder)
     mend = "free some space or name another folder" if error.errno in _FULL else "check that it is there, and yours"
+    again = f"go on from {last} with {option('resume', True)}" if last else "start again"
     return CheckpointError(
         message(
             f"{config.name} stopped at a file: {error}",
             rule="text is read, and metrics, traces and exported weights are written, while a run is under way",
-            fix=f"{mend}, then {f'go on from {last} with resume=True' if last else 'start again'}",
+            fix=f"{mend}, then {again}",
         )
     )

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 
 from .. import env
-from ..errors import OptionError, message
+from ..errors import OptionError, message, option
 from ..nn.convert import FilterFn
 from . import faults
 from .breakdown import breakdown
@@ -102,9 +102,9 @@ class _Loop:
         if config.profile and run.saved is None and config.steps - first <= _SETTLED:
             raise OptionError(
                 message(
-                    f"profile={config.profile} of {config.steps - first} steps",
+                    f"{option('profile', config.profile)} of {config.steps - first} steps",
                     rule=f"a trace begins after {_SETTLED} steps, when compilation and autotuning are over",
-                    fix=f"pass steps={first + _SETTLED + config.profile} or more",
+                    fix=f"pass {option('steps', first + _SETTLED + config.profile)} or more",
                 )
             )
         if config.export is not None:  # where that cannot be, now is the time to say so

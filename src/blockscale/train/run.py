@@ -20,7 +20,7 @@ from torch import Tensor
 from ..autograd import Recipe, attach, get_recipe, refresh_weights_
 from ..autograd.recipe import PRODUCTS
 from ..diagnostics.filters import load_filter
-from ..errors import CheckpointError, NonFiniteError, message
+from ..errors import CheckpointError, NonFiniteError, message, option
 from ..hardware import default_device, gpu_name, named_device
 from ..nn import advance_, quantize_, set_step_
 from ..nn.convert import FilterFn
@@ -250,7 +250,7 @@ class Run:
                 message(
                     f"{found} for a run of {self.config.steps} steps",
                     rule="a run has steps left after the checkpoint it begins with",
-                    fix=f"pass steps={about['step'] + 1} or more, or an earlier checkpoint",
+                    fix=f"pass {option('steps', about['step'] + 1)} or more, or an earlier checkpoint",
                 )
             )
         self.step, self.changed = about["step"], changes(about["config"], to_dict(self.config))

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..errors import ProcessError, message
+from ..errors import ProcessError, message, option, option_writer, write_options
 from .records import Evaluation, Hooks, Speed, StepRecord
 from .run import Run
 
@@ -38,7 +38,9 @@ def side_by_side(
     that it needs, since CUDA does not survive a fork.
     """
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, spawn, _begin, (os.getpid(),), max_tasks_per_child=1 if fresh else None)
+    pool = ProcessPoolExecutor(
+        jobs, spawn, _begin, (os.getpid(), option_writer()), max_tasks_per_child=1 if fresh else None
+    )
     waiting, running = list(enumerate(tasks))[::-1], dict[Future[T], int]()
     with _told_to_end():
         try:
@@ -54,7 +56,7 @@ def side_by_side(
                     "the process of a run ended without a word",
                     rule="the system kills one when memory runs out; others crash, or belong to a script that begins "
                     'them outside of if __name__ == "__main__"',
-                    fix="pass fewer jobs, or see what it printed; run again: what is done stays",
+                    fix=f"pass fewer {option('jobs')}, or see what it printed; run again: what is done stays",
                 )
             ) from error
         finally:  # after an error or Ctrl-C those that run come to their end, and no other begins
@@ -81,8 +83,9 @@ def _told_to_end() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _begin(parent: int) -> None:
-    """In a new process, before any work."""
+def _begin(parent: int, writer: Callable[..., str]) -> None:
+    """In a new process, before any work: its errors are written as its parent writes them."""
+    write_options(writer)
     _deaf()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 

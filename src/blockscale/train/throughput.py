@@ -15,7 +15,7 @@ from typing import get_args
 
 from ..autograd import get_recipe
 from ..bench.trainings import Throughput
-from ..errors import OptionError, check_name, message
+from ..errors import OptionError, check_name, message, option
 from .compare import BASELINE
 from .config import Compile, RunConfig, WeightCast
 from .side_by_side import Lines, side_by_side
@@ -62,9 +62,9 @@ def measure(
     if warm_up < 1 or timed < 2:
         raise OptionError(
             message(
-                f"warm_up={warm_up}, timed={timed}",
+                f"{option('warm_up', warm_up)}, {option('timed', timed)}",
                 rule="the first step compiles, and a spread takes two",
-                fix="pass warm_up=5 and timed=15",
+                fix=f"pass {option('warm_up', 5)} and {option('timed', 15)}",
             )
         )
     tasks = [(_timed(config, warm_up + timed), out, warm_up, commit) for config in arms]

@@ -1,0 +1,215 @@
+"""What is wrong is said before torch is imported, before anything is printed, and before any work is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import blockscale
+from blockscale.cli.main import main
+
+pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
+
+WRONG: list[tuple[str, str]] = [
+    ("doctor --workers 0", "--workers 0"),
+    ("doctor --device gpu", "--device gpu"),
+    ("explain gem", "unknown operation"),
+    ("explain gemm --a mxpf8", "unknown format"),
+    ("explain gemm --a mxfp4 --b nvfp4", "no product of mxfp4 with nvfp4"),
+    ("explain gemm --m -1", "--m -1"),
+    ("explain gemm --device sm_", "--device sm_"),
+    ("explain gemm --m 99999999999999999999", "--m 99999999999999999999"),
+    ("explain gemm --m 268435456 --k 268435456 --groups 65536", "counted in 64 bits"),
+    ("explain cast --b nvfp4", "--b with cast"),
+    ("explain cast --bias", "--bias with cast"),
+    ("explain rmsnorm --accumulate", "--accumulate with rmsnorm"),
+    ("explain permute_rows --a mxfp4", "--a with permute_rows"),
+    ("formats --plot x.gif", "--plot x.gif"),
+    ("demo --out x.gif", "--out x.gif"),
+    ("demo --steps 0", "--steps 0"),
+    ("bench nonsense", "unknown suite"),
+    ("bench casts --peers torchoa", "unknown peer"),
+    ("bench dispatch --peers torchao", "--peers with dispatch"),
+    ("bench casts --device gpu", "--device gpu"),
+    ("bench casts --compare nowhere.jsonl", "--compare nowhere.jsonl"),
+    ("bench report --quick", "--quick with report"),
+    ("warmup", "neither a model"),
+    ("warmup llama9", "unknown model"),
+    ("warmup --shapes 512x512", "--shapes 512x512"),
+    ("warmup llama3-8b --formats mxfp4@nvfp4", "no product"),
+    ("warmup llama3-8b -m 0", "--m 0"),
+    ("warmup llama3-8b -m 99999999999999999999", "up to 2**28"),
+    ("warmup --shapes 99999999999999999999,8", "up to 2**28"),
+    ("warmup llama3-8b --workers 0", "--workers 0"),
+    ("tune --shapes x", "--shapes x"),
+    ("tune llama3-8b --formats mxfp4@mxfp4", "--formats mxfp4@mxfp4"),
+    ("tune llama3-8b --budget nan", "--budget nan"),
+    ("train unknownpreset", "unknown preset"),
+    ("train tiny --steps 0", "--steps 0"),
+    ("train tiny --recipe nonsense", "unknown recipe"),
+    ("train tiny --recipe.weights nonsense", "unknown format"),
+    ("train tiny --recipe bf16 --recipe.weights mxfp4", "--recipe.weights mxfp4 with bf16"),
+    ("train tiny --source nowhere/at/all", "data source"),
+    ("train tiny --tokenizer nowhere.json", "--tokenizer nowhere.json"),
+    ("train tiny --keep-file nowhere.json", "--keep-file nowhere.json"),
+    ("train tiny --start nowhere", "--start nowhere"),
+    ("train tiny --device gpu", "--device gpu"),
+    ("train tiny --resume", "--resume without a folder"),
+    ("compare tiny --steps 0", "--steps 0"),
+    ("compare tiny --recipes nonsense", "unknown recipe"),
+    ("compare tiny --recipes fp8_blockwise_wgrad_bf17", "unknown recipe"),
+    ("compare tiny --seeds 0", "--seeds 0"),
+    ("compare tiny --budget 0", "--budget 0"),
+    ("compare unknownpreset", "unknown preset"),
+    ("speed tiny --recipes nonsense", "unknown recipe"),
+    ("speed tiny --compiles nonsense", "unknown --compiles"),
+    ("speed tiny --weight-casts nonsense", "unknown --weight-casts"),
+    ("speed tiny --timed 1", "--timed 1"),
+    ("speed tiny --batch 0", "--batch 0"),
+    ("collect nowhere", "no folder nowhere"),
+    ("advise nowhere/at/all", "no folder nowhere/at/all"),
+    ("advise tinny", "unknown preset"),
+    ("advise tiny --machine h300", "unknown machine"),
+    ("advise tiny --budget 0", "--budget 0"),
+    ("advise tiny --batch 0", "--batch 0"),
+    ("advise tiny --resume --folder nowhere", "no checkpoint in nowhere"),
+    ("roofline --shapes x", "--shapes x"),
+    ("roofline --recipes nonsense", "unknown recipe"),
+    ("roofline --machine h300", "unknown machine"),
+    ("roofline --model llama9", "unknown model"),
+    ("roofline --tokens 0", "--tokens 0"),
+    ("roofline --plot x.gif", "--plot x.gif"),
+    ("roofline --json nowhere.jsonl", "--json nowhere.jsonl"),
+    ("roofline mlp --measure", "--measure of mlp"),
+    ("roofline --inference --weight-cast step", "--weight-cast with --inference"),
+    ("roofline --inference --microbatches 2", "--microbatches with --inference"),
+    ("roofline --inference --accumulate", "--accumulate with --inference"),
+    ("roofline --recipes bf16 --advise", "--advise with bf16 alone"),
+]
+HARNESS = """
+import contextlib, io, json, sys
+import blockscale
+from blockscale.cli.main import main
+for words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(words.split())
+        except SystemExit as stop:
+            status = stop.code
+    print(json.dumps([words, status, out.getvalue(), err.getvalue(), "torch" in sys.modules]), flush=True)
+    if "torch" in sys.modules:
+        break
+"""
+
+
+def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Importing it takes seconds. All in one process, which stops at the first that imports it."""
+    ran = subprocess.run(
+        [sys.executable, "-c", HARNESS],
+        input=json.dumps([words for words, _ in WRONG]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(blockscale.__file__).parents[1])},
+    )
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    for (words, says), (asked, status, out, err, has_torch) in zip(WRONG, found, strict=False):
+        assert words == asked
+        assert not has_torch, words
+        assert (status, out) == (2, ""), words
+        assert err.startswith("blockscale: "), words
+        assert says in err, words
+        assert all(part in err for part in ("Rule: ", "Fix: ")), words
+    assert len(found) == len(WRONG), ran.stderr
+    assert not any(tmp_path.iterdir())
+
+
+FILES = {
+    "formats --plot": ".png",
+    "demo --out": ".png",
+    "bench casts --device cpu --json": ".jsonl",
+    "tune llama3-8b --out": ".json",
+    "tune llama3-8b --json": ".jsonl",
+    "roofline --plot": ".svg",
+    "collect . --json": ".jsonl",
+    "advise tiny --device cpu --out": ".json",
+}
+FOLDERS = ("train tiny --folder", "train tiny --export", "train tiny --data.cache", "compare tiny --out", "speed --out")
+
+
+@pytest.mark.parametrize("words", [*FILES, *FOLDERS])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below a file there is no place for it, nor where there is a folder for a file or a file for a folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("text")
+    suffix = FILES.get(words, "")
+    (tmp_path / f"folder{suffix}").mkdir()
+    monkeypatch.setattr("blockscale.cli.arguments.plain_console", lambda: pytest.fail("it began"))
+    taken = f"folder{suffix}" if suffix else "file"
+    for path in (f"file/x{suffix}", f"file/deeper/x{suffix}", taken):
+        assert main([*words.split(), path]) == 2, path
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert f"{words.split()[-1]} {path}" in said.err
+        assert "Rule: " in said.err
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["file", f"folder{suffix}"])
+
+
+@pytest.mark.parametrize("ending", ["x.gif", "x", "x.PNGG", "x.jpeg"])
+@pytest.mark.parametrize("words", ["formats --plot", "demo --out", "roofline --plot"])
+def test_a_picture_of_another_kind_is_refused_before_anything_is_printed(
+    words: str, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words.split(), ending]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    flag = words.split()[-1]
+    assert f"{flag} {ending}. Rule: pictures end in .png, .svg, .pdf. Fix: {flag} x.png." in said.err
+
+
+@pytest.mark.parametrize("content", ["{nonsense\n", '{"kind": "other"}\n', "7\n"])
+@pytest.mark.parametrize(
+    "words",
+    ["bench casts --device cpu --compare", "bench casts --device cpu --json", "bench report --json", "roofline --json"],
+)
+def test_a_file_of_something_else_is_refused_before_any_work(
+    words: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    monkeypatch.setattr("blockscale.cli.bench._cases", lambda *found: pytest.fail("it began"))
+    assert main([*words.split(), str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{path} has other lines" in said.err
+    assert path.read_text() == content
+
+
+def test_a_text_of_only_that_is_empty_chooses_no_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "casts", "--device", "cpu", "--only", "nothing|"]) == 2
+    assert "--only 'nothing|'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ("warmup llama3-8b --dry-run --device cpu", 1, "Fix: pass --device sm_90"),
+        ("tune llama3-8b --dry-run --device cpu", 2, "--device cpu of no GPU that is here"),
+    ],
+)
+def test_a_list_for_no_gpu_says_what_to_name(
+    words: str, status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    assert main(words.split()) == status
+    assert says in capsys.readouterr().err
