@@ -413,8 +413,8 @@ def test_bad_input_leaves_the_accumulator_alone():
 def test_every_error_is_a_value_error_or_a_not_implemented_error():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BlockscaleError)]
     kinds.remove(BlockscaleError)
-    assert len(kinds) == 19
-    missing = {PairError, BackendError, AssemblyError, MissingPackageError, VersionError}
+    assert len(kinds) == 21
+    missing = {PairError, BackendError, AssemblyError, MissingPackageError, VersionError, errors.TransformError}
     assert {kind for kind in kinds if issubclass(kind, NotImplementedError)} == missing
     assert {kind for kind in kinds if issubclass(kind, ValueError)} == set(kinds) - missing
     assert all(kind.__doc__ for kind in kinds)
@@ -424,6 +424,8 @@ def test_every_error_is_raised_somewhere_here():
     cases = [*CASTS, *PRODUCTS, *GROUPED, *OPERANDS, *NAMES]
     # the last by tests/autograd/test_weights_writes.py
     raised = {kind for _, _, kind, _ in cases} | {PairError, BackendError, StaleWeightError}
+    # by test_transforms.py and test_activation.py there
+    raised |= {errors.TransformError, errors.StaleActivationError}
     # by tests/train
     raised |= {errors.CheckpointError, errors.DataError, errors.NonFiniteError, errors.OutOfMemoryError}
     raised |= {errors.ProcessError}
