@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..casts import check_source
-from ..errors import OptionError, message
+from ..errors import OptionError, ShapeError, message
+from ..formats.checks import check_tensor
 from .operands import Casts, Pair, matrix
 from .recipe import Recipe, get_recipe
 
@@ -55,6 +56,10 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     torch.Size([4, 64])
     """
     chosen = get_recipe(recipe)
+    check_tensor(x, "x", "layers")
+    if not x.dim():
+        rule, fix = "an input is [..., K]", "pass a tensor with features along its last axis"
+        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule=rule, fix=fix))
     x_MK = x if x.dim() != 1 else x[None]
     if chosen.is_low:
         check_source(x_MK, "x")

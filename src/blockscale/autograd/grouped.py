@@ -16,8 +16,17 @@ from ..casts import check_offs
 from ..errors import OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
-from .linear import LinearFunction, check_low, check_rounding, main_grad_of, output_dtype
-from .mlp import fused_mlp, swiglu
+from .linear import (
+    LinearFunction,
+    check_high,
+    check_low,
+    check_rounding,
+    check_tensors,
+    check_weight_operands,
+    main_grad_of,
+    output_dtype,
+)
+from .mlp import check_pairs, fused_mlp, swiglu
 from .operands import Groups, Pair, groups_of, needs_of
 from .recipe import Recipe, get_recipe
 from .routing import check_slots, combine
@@ -52,6 +61,9 @@ def grouped_linear(
     if chosen.is_low:
         check_low(x, weight, bias)
         check_rounding(chosen, rounding)
+        check_weight_operands(weight_operands, weight)
+    else:
+        check_high(x, weight, bias)
     needs = needs_of(x, weight, bias)
     work, given = work_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
     if not any(needs):
@@ -91,6 +103,7 @@ def grouped_swiglu_mlp(
     check_experts(x, gate_up_weight, groups)
     check_expert_mlp(gate_up_weight, down_weight)
     check_combined(weights, offs)
+    check_pairs(roundings, weight_operands)
     if chosen.fprop is not None and chosen.dgrad is not None and chosen.wgrad is not None:
         layers, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
         return fused_mlp(x, layers, biases, chosen, roundings, weight_operands, groups, weights)
@@ -124,12 +137,14 @@ def check_combined(weights: Tensor | None, offs: Tensor | Routing) -> None:
 
 def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
     """Raise unless rows, weights and groups fit."""
+    check_tensors(x, weight)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        features = weight.shape[-1] if weight.dim() else "the weights'"
         raise ShapeError(
             message(
                 f"x {tuple(x.shape)} for the weights of experts {tuple(weight.shape)}",
                 rule="weights are [E, N, K], and x is a matrix with K columns",
-                fix=f"pass x with {weight.shape[-1]} features, its leading axes flattened",
+                fix=f"pass x with {features} features, its leading axes flattened",
             )
         )
     check_offs(groups.offs, x.device, 2, required=True)
@@ -153,6 +168,7 @@ def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
 
 def check_expert_mlp(gate_up_weight: Tensor, down_weight: Tensor) -> None:
     """Raise unless both weights are those of one MLP for each expert."""
+    check_tensors(gate_up_weight, down_weight, "down_weight")
     experts, twice, _ = gate_up_weight.shape
     if down_weight.dim() != 3 or down_weight.shape[0] != experts or twice != 2 * down_weight.shape[2]:
         raise ShapeError(

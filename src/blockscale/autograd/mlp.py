@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import ShapeError, message
+from ..formats.checks import check_pair_of
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
@@ -26,6 +27,8 @@ from .linear import (
     check_linear,
     check_low,
     check_rounding,
+    check_tensors,
+    check_weight_operands,
     is_asked_for,
     linear,
     main_grad_of,
@@ -64,6 +67,7 @@ def swiglu_mlp(
     chosen = get_recipe(recipe)
     source = x.source if isinstance(x, Activation) else x
     check_mlp(source, gate_up_weight, down_weight)
+    check_pairs(roundings, weight_operands)
     if chosen.fprop is None or chosen.dgrad is None or chosen.wgrad is None:
         (first, second), (pair, other) = roundings, weight_operands
         gate_up = linear(x, gate_up_weight, gate_up_bias, chosen, rounding=first, weight_operands=pair)
@@ -85,9 +89,10 @@ def fused_mlp(
     """`swiglu_mlp` of a recipe that has all products in low precision, or that of experts; shapes are checked.  slots:
     weights [T, k] of the rows that groups were routed to, for the sum of each token's."""
     source = x.source if isinstance(x, Activation) else x
-    for weight, bias, rounding in zip(weights, biases, roundings, strict=True):
+    for weight, bias, rounding, pair in zip(weights, biases, roundings, weight_operands, strict=True):
         check_low(source, weight, bias)
         check_rounding(recipe, rounding)
+        check_weight_operands(pair, weight)
     above = needs_of(source, weights[0], biases[0])
     needs = above, needs_of(source, weights[1], biases[1])._replace(x=any(above))
     given = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
@@ -205,6 +210,7 @@ def _spread(grad: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor, needs: Ne
 def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:
     """Raise unless the shapes fit."""
     check_linear(x, gate_up_weight)
+    check_tensors(x, down_weight, "down_weight")
     if down_weight.dim() != 2 or gate_up_weight.shape[0] != 2 * down_weight.shape[1]:
         raise ShapeError(
             message(
@@ -213,3 +219,10 @@ def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:
                 fix="pass torch.cat((gate_weight, up_weight)) as the first",
             )
         )
+
+
+def check_pairs(roundings: object, weight_operands: object) -> None:
+    """Raise unless both layers of an MLP have what they draw by and their casts, or None."""
+    for name, pair in (("roundings", roundings), ("weight_operands", weight_operands)):
+        if type(pair) is not tuple or len(pair) != 2:
+            check_pair_of(pair, name, "an MLP has two layers, and each has its own or None")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError, check_name, message
+from .checks import all_ints, check_device, check_int, check_text, in_words, is_dense
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -52,14 +53,23 @@ def rng_state(seed: int, tick: int = 0, device: torch.device | str = "cpu") -> T
     >>> rng_state(7, tick=3)
     tensor([7, 3])
     """
-    try:
-        seed = operator.index(seed)
-    except TypeError:
-        raise OptionError(
-            message(f"seed={seed!r}", rule="it is a whole number", fix="pass seed=0, or any other int")
-        ) from None
+    seed = check_seed(seed)
+    check_int(tick, "tick", "ticks are counted, and count up", least=-(2**63))
+    check_device(device)
     signed = (seed & (2**64 - 1)) - (2**64 if seed & 2**63 else 0)
     return torch.tensor([signed, tick], dtype=torch.int64, device=device)
+
+
+def check_seed(seed: object) -> int:
+    """The seed as an int, of any size; raise for what is no whole number."""
+    try:
+        if not isinstance(seed, Tensor):
+            return operator.index(seed)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        pass
+    raise OptionError(
+        message(f"seed={in_words(seed)}", rule="it is a whole number", fix="pass seed=0, or any other int")
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,21 +95,22 @@ class Stochastic:
                     fix="make it with blockscale.rng_state(seed, tick, device)",
                 )
             )
-        if self.origin is not None and (len(self.origin) != 3 or min(self.origin) < 0):
+        placed = isinstance(self.origin, tuple) and len(self.origin) == 3 and all_ints(self.origin)
+        if self.origin is not None and not placed:
             raise OptionError(
                 message(
-                    f"origin={self.origin}",
+                    f"origin={self.origin if isinstance(self.origin, tuple) else in_words(self.origin)}",
                     rule="a shard starts at (row, column) of a tensor with that many columns, none negative",
                     fix="pass (first row, first column, columns of the whole tensor)",
                 )
             )
-        if not 0 <= self.first_group < 65536:
-            rule = "groups are counted from 0 and share 16 bits of the counter"
-            raise OptionError(message(f"first_group={self.first_group}", rule=rule, fix="pass the global index"))
-        if self.state.dtype != torch.int64 or self.state.shape != (2,):
+        rule = "groups are counted from 0 and share 16 bits of the counter: it is the global index"
+        check_int(self.first_group, "first_group", rule, most=65535)
+        check_text(self.name, "name", "layers.0.mlp.down_proj")
+        if not is_dense(self.state) or self.state.dtype != torch.int64 or self.state.shape != (2,):
             raise ShapeError(
                 message(
-                    f"stochastic state is {self.state.dtype} {tuple(self.state.shape)}",
+                    f"stochastic state is {in_words(self.state)}",
                     rule="seed and tick are one int64 tensor of shape [2] on the operand's device",
                     fix="make it with blockscale.formats.rng_state(seed, tick, device)",
                 )

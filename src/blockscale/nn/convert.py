@@ -17,7 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, message
-from ..formats.stochastic import module_name, rng_state
+from ..formats.checks import check_int, check_model, in_words
+from ..formats.stochastic import check_seed, module_name, rng_state
 from .adapters import AdaptedExperts
 from .follower import DEFAULT_SEED, Follower
 from .linear import Linear
@@ -54,8 +55,9 @@ def quantize_(
     >>> [layer.name for layer in report.converted], report.skipped[0].reason
     (['0'], 'narrow: fewer than 16 features on a side')
     """
-    _check_model(model)
+    check_model(model, "the modules of a torch.nn.Module are changed in place")
     _check_filter(filter_fn)
+    check_seed(seed)
     chosen = get_recipe(recipe)
     modules = [(module_name(name), module) for name, module in model.named_modules()]
     defaults = find_defaults(modules) if filter_fn is None else None
@@ -110,7 +112,7 @@ def unquantize_(model: nn.Module) -> int:
     >>> unquantize_(model), type(model[0]) is nn.Linear
     (1, True)
     """
-    _check_model(model)
+    check_model(model, "the modules of a torch.nn.Module are changed in place")
     kinds = (Linear, AdaptedExperts)
     found = [module for module in model.modules() if isinstance(module, kinds) and module.was_plain is not None]
     for module in found:
@@ -140,7 +142,9 @@ def advance_(model: nn.Module, tick: int | None = None) -> None:
     >>> model[0].rng
     tensor([7, 1])
     """
-    _check_model(model)
+    check_model(model, "the modules of a torch.nn.Module are changed in place")
+    if tick is not None:
+        check_int(tick, "tick", "ticks are counted, and count up", least=-(2**63))
     found = (getattr(module, "rng", None) for module, _ in _followers(model))
     states = [state for state in found if isinstance(state, Tensor) and not state.is_meta]
     # layers share a state until the model is moved, and each has its own from then on
@@ -162,9 +166,8 @@ def set_step_(model: nn.Module, step: int) -> None:
     >>> print(model[0].recipe_now.fprop)
     None
     """
-    _check_model(model)
-    if not isinstance(step, int) or step < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(message(f"step={step!r}", rule="steps are counted from 0", fix="pass an int of 0 or more"))
+    check_model(model, "the modules of a torch.nn.Module are changed in place")
+    check_int(step, "step", "steps are counted from 0")
     now: dict[Recipe, Recipe] = {}
     for module, recipe in _followers(model):
         current = now.setdefault(recipe, recipe.at(step))
@@ -248,7 +251,7 @@ def _ask(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
 
 def _takes_a_layer(filter_fn: object) -> bool:
     """Whether it can be called with a module and a name; what cannot be looked into is tried."""
-    if not callable(filter_fn):
+    if not callable(filter_fn) or isinstance(filter_fn, nn.Module | type):
         return False
     try:
         inspect.signature(filter_fn).bind(None, "")
@@ -261,19 +264,8 @@ def _check_filter(filter_fn: object) -> None:
     if filter_fn is not None and not _takes_a_layer(filter_fn):
         raise OptionError(
             message(
-                f"filter_fn is {filter_fn!r}",
+                f"filter_fn is {filter_fn!r}" if callable(filter_fn) else f"filter_fn is {in_words(filter_fn)}",
                 rule="it is called with a module and its name, and says whether to convert it",
                 fix="pass a function, such as lambda module, name: 'mlp' in name",
-            )
-        )
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise OptionError(
-            message(
-                f"a model that is a {type(model).__name__}",
-                rule="conversion changes the modules of a torch.nn.Module in place",
-                fix="pass the model itself",
             )
         )

@@ -25,6 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..autograd.recipe import Recipe
 from ..errors import OptionError, message
+from ..formats.checks import all_ints, check_int, in_words
 from ..formats.spec import get_format
 from .adapters import AdaptedExperts, expert_sizes, has_experts, style_of
 from .experts import GroupedLinear
@@ -223,13 +224,13 @@ def has_four_bits(recipe: Recipe) -> bool:
 
 def check_ends(first: object, last: object) -> None:
     """Raise for what is no number of blocks."""
-    if not isinstance(first, int) or first < 0:
-        rule = "it is a number of blocks"
-        raise OptionError(message(f"keep_first={first!r}", rule=rule, fix="pass an int of 0 or more"))
+    check_int(first, "keep_first", "it is a number of blocks")
     share = isinstance(last, float) and 0 <= last <= 1
-    if not share and not (isinstance(last, int) and last >= 0):
+    if not share and not all_ints((last,)):
         rule = "it is a number of blocks (an int) or a share of them (a float from 0 to 1)"
-        raise OptionError(message(f"keep_last={last!r}", rule=rule, fix="pass an int of 0 or more, or a float up to 1"))
+        raise OptionError(
+            message(f"keep_last={in_words(last)}", rule=rule, fix="pass an int of 0 or more, or a float up to 1")
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..autograd.recipe import Recipe
+from ..formats.checks import check_int
 from ..formats.spec import get_format
 from ..roofline import BF16, ROLES, Ceilings, Use, engine_for, linear_cost, measured, nominal
 
@@ -120,6 +121,7 @@ class ConversionReport:
 
     def predicted_speedup(self, tokens: int, machine: str = MACHINE) -> Speedup:
         """Of a training step of the linear layers, by the roofline: measured ceilings where there are some."""
+        check_int(tokens, "tokens", "it is the number of tokens of a step", least=1)
         ceilings = measured(machine) or nominal(machine)
         use = Use(weight_cast=self.recipe.weight_cast)
         plain = _seconds(self.converted, tokens, BF16, ceilings, use)
@@ -130,6 +132,7 @@ class ConversionReport:
     def seconds_won(self, tokens: int, machine: str = MACHINE) -> dict[str, float]:
         """Of a training step, by the roofline: how much less each converted layer takes than in bf16; below zero where
         it takes more."""
+        check_int(tokens, "tokens", "it is the number of tokens of a step", least=1)
         ceilings, use = measured(machine) or nominal(machine), Use(weight_cast=self.recipe.weight_cast)
         won: dict[tuple[int, ...], float] = {}
         for each in self.converted:
