@@ -19,11 +19,12 @@ from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, message
 from ..formats.checks import check_int, check_model, in_words
 from ..formats.stochastic import check_seed, module_name, rng_state
+from .active import Active, active_experts
 from .adapters import AdaptedExperts
 from .follower import DEFAULT_SEED, Follower
 from .linear import Linear
-from .policy import Defaults, Ends, active_experts, find_defaults, find_ends, obstacle, sizes_of
-from .report import ConversionReport, Converted, Other, Skipped, nothing_converted, speed_note
+from .policy import Defaults, Ends, find_defaults, find_ends, obstacle, sizes_of
+from .report import ConversionReport, Converted, Other, Skipped, nothing_converted, speed_note, unknown_active
 
 FilterFn = Callable[[nn.Module, str], bool]
 # a layer draws by its name, and a model that is a single layer has none
@@ -65,7 +66,9 @@ def quantize_(
 
     # every layer is judged before the first one changes: a filter_fn that fails leaves the model as it was
     reasons = [_reason(name, module, filter_fn, defaults, ends) if sizes_of(module) else "" for name, module in modules]
-    active = active_experts(modules)
+    holders = {id(module): max((size.experts for size in sizes_of(module)), default=1) for _, module in modules}
+    active = active_experts(modules, {each: experts for each, experts in holders.items() if experts > 1})
+    unknown: dict[int, list[str]] = {}
     converted: list[Converted] = []
     skipped: list[Skipped] = []
     others: dict[str, Other] = {}
@@ -82,15 +85,19 @@ def quantize_(
         before = _convert(module, name or ROOT, chosen, states, seed) if reason is None else ""
         for at, size in enumerate(sizes):
             place = ".".join(filter(None, (name, size.part))) or ROOT
-            seen = active.get(id(module), 1) if size.experts > 1 else 1
+            seen = active.get(id(module), Active(1))
+            if seen.count is None:
+                unknown.setdefault(max(size.experts, seen.among), []).append(place)
+            counted_as = (size.experts, seen.count or 1, seen.among)
             # those of all parts stand in the first line
             held = (size.in_features, size.out_features, 0 if at else parameters)
             if reason is None:
                 notes = speed_note(chosen, *held[:2]), before, _experts_note(size.experts, seen)
-                converted.append(Converted(place, *held, "; ".join(filter(None, notes)), size.experts, seen))
+                converted.append(Converted(place, *held, "; ".join(filter(None, notes)), *counted_as))
             else:
-                skipped.append(Skipped(place, reason, *held, size.experts, seen))
+                skipped.append(Skipped(place, reason, *held, *counted_as))
     warnings = [ends.warning] if ends.warning else []
+    warnings += [unknown_active(names, experts) for experts, names in unknown.items()]
     left = [module for (_, module), reason in zip(modules, reasons, strict=True) if reason and _is_low(module)]
     if left:
         warnings.append(
@@ -222,8 +229,10 @@ def _adopted(module: nn.Module) -> Follower:
     return Linear.convert(module) if isinstance(module, nn.Linear) else AdaptedExperts.convert(module)
 
 
-def _experts_note(experts: int, active: int) -> str:
-    return f"{experts} experts, {active} for each token" if experts > 1 else ""
+def _experts_note(experts: int, seen: Active) -> str:
+    held = f"{experts} experts" if experts > 1 else f"one of {seen.among} experts" if seen.among > 1 else ""
+    count = "nobody says how many (1 is counted)" if seen.count is None else str(seen.count)
+    return f"{held}, {count} for each token" if held else ""
 
 
 def _count(module: nn.Module, counted: set[int]) -> int:

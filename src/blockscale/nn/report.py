@@ -22,7 +22,8 @@ _ALIGNED = 16
 
 class Converted(NamedTuple):
     """A layer that follows the recipe now.  parameters: those that no module before it has.  note: what to know.
-    experts: how many weights of this size it has, and active how many of them see a token."""
+    experts: how many weights of this size it has, and active how many of them see a token.  among: experts in the list
+    that it is one of, if it is; `active` of these see a token."""
 
     name: str
     in_features: int
@@ -31,6 +32,7 @@ class Converted(NamedTuple):
     note: str = ""
     experts: int = 1
     active: int = 1
+    among: int = 1
 
 
 class Skipped(NamedTuple):
@@ -43,6 +45,7 @@ class Skipped(NamedTuple):
     parameters: int
     experts: int = 1
     active: int = 1
+    among: int = 1
 
 
 class Other(NamedTuple):
@@ -72,6 +75,15 @@ def nothing_converted(skipped: Sequence[Skipped]) -> str:
     if any(" blocks" in each.reason for each in skipped):
         return said + "pass keep_first=0 and keep_last=0, or choose layers by name"
     return said + "the reasons above say what they would need"
+
+
+def unknown_active(names: Sequence[str], experts: int) -> str:
+    """What to do where nothing says how many experts of these modules see a token."""
+    where = ", ".join(_merged(names))
+    return (
+        f"nothing says how many of the {experts} experts of {where} see a token, so 1 is counted, and FLOPs and the "
+        "roofline are those of one: set top_k on the block (block.top_k = 2) before quantize_"
+    )
 
 
 @dataclass(frozen=True)
@@ -114,10 +126,10 @@ class ConversionReport:
         """How much of the FLOPs of all linear layers is converted, if every layer sees every token, and of experts as
         many as are active for one."""
         low, rest = (
-            sum(2 * each.in_features * each.out_features * each.active for each in layers)
+            sum(2 * each.in_features * each.out_features * each.active / each.among for each in layers)
             for layers in (self.converted, self.skipped)
         )
-        return low / max(1, low + rest)
+        return low / (low + rest) if low + rest else 0.0
 
     def predicted_speedup(self, tokens: int, machine: str = MACHINE) -> Speedup:
         """Of a training step of the linear layers, by the roofline: measured ceilings where there are some."""
@@ -197,7 +209,7 @@ def speed_note(recipe: Recipe, in_features: int, out_features: int) -> str:
 
 
 def _size(layer: Converted) -> tuple[int, ...]:
-    return layer.in_features, layer.out_features, layer.experts, layer.active
+    return layer.in_features, layer.out_features, layer.experts, layer.active, layer.among
 
 
 def _seconds(
@@ -206,7 +218,7 @@ def _seconds(
     """Of one training step; lazy layers have no size, and so no time. Experts share the tokens evenly."""
     sizes = Counter[tuple[int, int, int]]()
     for each in layers:
-        rows = max(1, tokens * each.active // each.experts)
+        rows = max(1, tokens * each.active // (each.experts * each.among))
         sizes[rows, each.in_features, each.out_features] += each.experts
     costs = {size: linear_cost(*size, formats, ceilings, use).seconds for size in sizes if min(size) > 0}
     return sum(seconds * sizes[size] for size, seconds in costs.items())
@@ -278,6 +290,18 @@ def _ranges(names: Sequence[str]) -> str:
     """
     parts = [name.split(".") for name in names]
     return ".".join(_span(column) for column in zip(*parts, strict=True))
+
+
+def _merged(names: Iterable[str]) -> list[str]:
+    """Names that differ in numbers only as one each.
+
+    >>> _merged(["layers.0.moe", "layers.1.moe", "head.moe"])
+    ['layers.0-1.moe', 'head.moe']
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(".".join("#" if part.isdigit() else part for part in name.split(".")), []).append(name)
+    return [_ranges(group) for group in groups.values()]
 
 
 def _span(words: Sequence[str]) -> str:
