@@ -222,8 +222,8 @@ def test_flops_are_those_of_the_experts_that_see_a_token(said: str, grouped: boo
     )
     up = 256 if grouped else 128  # with gates
     assert per_token == pytest.approx(3 * (64 * up + 128 * 64))
-    assert ("  8 experts, 3 for each token" in str(report)) == grouped
-    assert ("one of 8 experts, 3 for each token" in str(report)) == (not grouped)
+    assert "8 experts, 3 for each token" in str(report)
+    assert ("one of 8 experts" in str(report)) == (not grouped)
     kept = sum(each.in_features * each.out_features for each in report.skipped)
     assert report.flop_share == pytest.approx((per_token + 64 * 64) / (per_token + 64 * 64 + kept))
 

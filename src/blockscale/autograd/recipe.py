@@ -257,7 +257,8 @@ def _alike(name: str, fprop: Product, wgrad: Product | None) -> Recipe:
 
 
 _FP8, _FP8_WEIGHT = Operand("fp8_1x128"), Operand("fp8_128x128")
-_MXFP8, _MXFP6 = Operand("mxfp8_e4m3"), Operand("mxfp6_e2m3")
+_MXFP8, _MXFP8_WEIGHT = Operand("mxfp8_e4m3"), Operand("mxfp8_e4m3_128x128")
+_MXFP6 = Operand("mxfp6_e2m3")
 _MXFP4 = Operand("mxfp4")
 _NVFP4, _NVFP4_WEIGHT = Operand("nvfp4"), Operand("nvfp4_16x16")
 
@@ -267,6 +268,7 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe("bf16"),
         _alike("fp8_blockwise", Product(_FP8, _FP8_WEIGHT), Product(_FP8, _FP8)),
         _alike("mxfp8", Product(_MXFP8, _MXFP8), Product(_MXFP8, _MXFP8)),
+        _alike("mxfp8_128x128", Product(_MXFP8, _MXFP8_WEIGHT), Product(_MXFP8, _MXFP8)),
         _alike("mxfp8_wgrad_bf16", Product(_MXFP8, _MXFP8), None),
         _alike("mxfp6", Product(_MXFP6, _MXFP6), Product(_MXFP6, _MXFP6)),
         Recipe(
