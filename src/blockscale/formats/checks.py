@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # what nearly all arguments are; subclasses take a longer look
 PLAIN_TYPES = (Tensor, Parameter)
-_STRIDED = torch.strided
 
 
 def in_words(value: object) -> str:
@@ -38,8 +37,11 @@ def in_words(value: object) -> str:
 
 
 def is_dense(x: object) -> bool:
-    """Whether it is a torch tensor with strides: not sparse, not nested."""
-    return (type(x) in PLAIN_TYPES or isinstance(x, Tensor)) and x.layout is _STRIDED and not x.is_nested  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    """Whether it is a torch tensor with strides: not sparse, not nested. A compiler takes no others by itself, and in a
+    backward does not let a layout be asked for."""
+    if type(x) not in PLAIN_TYPES and not isinstance(x, Tensor):
+        return False
+    return torch.compiler.is_compiling() or (x.layout == torch.strided and not x.is_nested)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 def check_tensor(x: object, name: str, taker: str) -> None:
@@ -61,8 +63,7 @@ def check_tensor(x: object, name: str, taker: str) -> None:
 
 def check_int(value: object, name: str, rule: str, *, least: int = 0, most: int = 2**63 - 1) -> None:
     """Raise unless it is a whole number from `least` to `most`; True is none."""
-    whole = isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool)
-    if not whole or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
+    if not _is_whole(value) or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
         bounds = f"of {least} or more" if most == 2**63 - 1 else f"from {least} to {most}"
         raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=f"pass an int {bounds}"))
 
@@ -75,7 +76,9 @@ def check_sizes(**sizes: object) -> None:
 
 def check_number(value: object, name: str, rule: str, fix: str) -> None:
     """Raise unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    # plain kinds first: a compiler cannot trace the other question
+    real = isinstance(value, int | float) or isinstance(value, numbers.Real)
+    if isinstance(value, bool) or not real or not -math.inf < value < math.inf:  # pyright: ignore[reportOperatorIssue]
         raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=fix))
 
 
@@ -142,5 +145,11 @@ def check_pair_of(values: object, name: str, rule: str) -> None:
 
 def all_ints(values: Iterable[object]) -> bool:
     """Whether all are whole numbers of 0 or more."""
-    kinds = numbers.Integral | torch.SymInt
-    return all(isinstance(each, kinds) and not isinstance(each, bool) and each >= 0 for each in values)  # pyright: ignore[reportOperatorIssue]
+    return all(_is_whole(each) and each >= 0 for each in values)  # pyright: ignore[reportOperatorIssue]
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number of any make, those of a tracer included; True is none."""
+    if isinstance(value, int):  # first: a compiler cannot trace the other question
+        return not isinstance(value, bool)
+    return isinstance(value, numbers.Integral | torch.SymInt)

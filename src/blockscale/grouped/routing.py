@@ -85,5 +85,5 @@ def _check_experts(experts: Tensor, count: int) -> None:
                 fix="pass experts.view(-1, k)",
             )
         )
-    rule = "count is the number of experts, the size of the router's output"
+    rule = "count is the size of the router's output: at least one expert, and no more than 32767"
     check_int(count, "count", rule, least=1, most=(1 << 15) - 1)
