@@ -61,7 +61,8 @@ def grouped_linear(
     if chosen.is_low:
         check_low(x, weight, bias)
         check_rounding(chosen, rounding)
-        check_weight_operands(weight_operands, weight)
+        if weight_operands is not None:
+            check_weight_operands(weight_operands, weight)
     else:
         check_high(x, weight, bias)
     needs = needs_of(x, weight, bias)
@@ -137,8 +138,13 @@ def check_combined(weights: Tensor | None, offs: Tensor | Routing) -> None:
 
 def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
     """Raise unless rows, weights and groups fit."""
-    check_tensors(x, weight)
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+    try:
+        fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
+    except (AttributeError, TypeError, RuntimeError):  # what has no shape; asking first would take longer
+        check_tensors(x=x, weight=weight)
+        raise
+    if not fits:
+        check_tensors(x=x, weight=weight)
         features = weight.shape[-1] if weight.dim() else "the weights'"
         raise ShapeError(
             message(
@@ -168,9 +174,14 @@ def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
 
 def check_expert_mlp(gate_up_weight: Tensor, down_weight: Tensor) -> None:
     """Raise unless both weights are those of one MLP for each expert."""
-    check_tensors(gate_up_weight, down_weight, "down_weight")
     experts, twice, _ = gate_up_weight.shape
-    if down_weight.dim() != 3 or down_weight.shape[0] != experts or twice != 2 * down_weight.shape[2]:
+    try:
+        fits = down_weight.dim() == 3 and down_weight.shape[0] == experts and twice == 2 * down_weight.shape[2]
+    except (AttributeError, TypeError, RuntimeError):
+        check_tensors(down_weight=down_weight)
+        raise
+    if not fits:
+        check_tensors(down_weight=down_weight)
         raise ShapeError(
             message(
                 f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",

@@ -60,7 +60,8 @@ def linear(
         return high_linear(source, weight, bias, dtype)
     check_low(source, weight, bias)
     check_rounding(chosen, rounding)
-    check_weight_operands(weight_operands, weight)
+    if weight_operands is not None:
+        check_weight_operands(weight_operands, weight)
     needs = needs_of(source, weight, bias)
     given = (x.operands(chosen) if isinstance(x, Activation) else None, weight_operands)
     work = work_of(chosen, rounding, needs, dtype)
@@ -172,27 +173,30 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return main_grad
 
 
-def check_tensors(x: Tensor, weight: Tensor, name: str = "weight") -> None:
-    """Raise unless both are tensors that have a shape. Layouts are left to casts, and to torch's own products: asking
-    for them takes longer than the rest."""
-    if type(x) not in PLAIN_TYPES or x.is_nested or type(weight) not in PLAIN_TYPES or weight.is_nested:
-        for each, called in ((x, "x"), (weight, name)):
-            if not isinstance(each, Tensor) or (each.is_nested and each.layout == torch.strided):  # pyright: ignore[reportUnnecessaryIsInstance]
-                check_tensor(each, called, "layers")
-
-
 def check_linear(x: Tensor, weight: Tensor) -> None:
-    """Raise unless the shapes fit."""
-    check_tensors(x, weight)
-    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        features = weight.shape[-1] if weight.dim() else "the weight's"
-        raise ShapeError(
-            message(
-                f"x {tuple(x.shape)} for a weight {tuple(weight.shape)}",
-                rule="a weight is [N, K], and K is the last axis of x",
-                fix=f"pass x with {features} features",
-            )
+    """Raise unless the shapes fit. What has no shape is found by asking for it, which costs nothing where it has one;
+    other layouts are left to casts, and to torch's own products."""
+    try:
+        if x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]:
+            return
+    except (AttributeError, TypeError, RuntimeError):
+        check_tensors(x=x, weight=weight)
+        raise
+    check_tensors(x=x, weight=weight)
+    features = weight.shape[-1] if weight.dim() else "the weight's"
+    raise ShapeError(
+        message(
+            f"x {tuple(x.shape)} for a weight {tuple(weight.shape)}",
+            rule="a weight is [N, K], and K is the last axis of x",
+            fix=f"pass x with {features} features",
         )
+    )
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Raise unless all of these arguments of a layer are dense tensors."""
+    for name, tensor in tensors.items():
+        check_tensor(tensor, name, "layers")
 
 
 def check_high(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -264,10 +268,8 @@ def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:
         )
 
 
-def check_weight_operands(pair: Pair | None, weight: Tensor) -> None:
+def check_weight_operands(pair: Pair, weight: Tensor) -> None:
     """Raise unless casts that were made before can be those of this weight."""
-    if pair is None:
-        return
     for each in pair if type(pair) is tuple and len(pair) == 2 else (pair,):
         if each is not None and (type(each) is not BlockScaled or each.shape != weight.shape):
             raise OptionError(

@@ -92,7 +92,8 @@ def fused_mlp(
     for weight, bias, rounding, pair in zip(weights, biases, roundings, weight_operands, strict=True):
         check_low(source, weight, bias)
         check_rounding(recipe, rounding)
-        check_weight_operands(pair, weight)
+        if pair is not None:
+            check_weight_operands(pair, weight)
     above = needs_of(source, weights[0], biases[0])
     needs = above, needs_of(source, weights[1], biases[1])._replace(x=any(above))
     given = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
@@ -210,19 +211,25 @@ def _spread(grad: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor, needs: Ne
 def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:
     """Raise unless the shapes fit."""
     check_linear(x, gate_up_weight)
-    check_tensors(x, down_weight, "down_weight")
-    if down_weight.dim() != 2 or gate_up_weight.shape[0] != 2 * down_weight.shape[1]:
-        raise ShapeError(
-            message(
-                f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
-                rule="they are [2H, K] and [D, H]: a gate and an up for each input of the second layer",
-                fix="pass torch.cat((gate_weight, up_weight)) as the first",
-            )
+    try:
+        if down_weight.dim() == 2 and gate_up_weight.shape[0] == 2 * down_weight.shape[1]:
+            return
+    except (AttributeError, TypeError, RuntimeError):
+        check_tensors(down_weight=down_weight)
+        raise
+    check_tensors(down_weight=down_weight)
+    raise ShapeError(
+        message(
+            f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
+            rule="they are [2H, K] and [D, H]: a gate and an up for each input of the second layer",
+            fix="pass torch.cat((gate_weight, up_weight)) as the first",
         )
+    )
 
 
 def check_pairs(roundings: object, weight_operands: object) -> None:
     """Raise unless both layers of an MLP have what they draw by and their casts, or None."""
+    if type(roundings) is tuple and type(weight_operands) is tuple and len(roundings) == len(weight_operands) == 2:
+        return
     for name, pair in (("roundings", roundings), ("weight_operands", weight_operands)):
-        if type(pair) is not tuple or len(pair) != 2:
-            check_pair_of(pair, name, "an MLP has two layers, and each has its own or None")
+        check_pair_of(pair, name, "an MLP has two layers, and each has its own or None")

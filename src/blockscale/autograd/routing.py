@@ -161,9 +161,14 @@ def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
 
 def check_slots(weights: Tensor | None, routing: Routing) -> None:
     """Raise unless there is a weight for each slot of each token."""
-    if weights is not None:
+    if weights is None:
+        return
+    try:
+        fits = weights.shape == routing.rows.shape
+    except (AttributeError, TypeError, RuntimeError):
+        fits = False
+    if not fits:
         check_tensor(weights, "weights", "routings")
-    if weights is not None and weights.shape != routing.rows.shape:
         raise ShapeError(
             message(
                 f"weights {tuple(weights.shape)} for {tuple(routing.rows.shape)} slots",

@@ -77,7 +77,7 @@ def check_sizes(**sizes: object) -> None:
 def check_number(value: object, name: str, rule: str, fix: str) -> None:
     """Raise unless it is a finite number."""
     # plain kinds first: a compiler cannot trace the other question
-    real = isinstance(value, int | float) or isinstance(value, numbers.Real)
+    real = isinstance(value, int | float) or isinstance(value, numbers.Real)  # noqa: SIM101
     if isinstance(value, bool) or not real or not -math.inf < value < math.inf:  # pyright: ignore[reportOperatorIssue]
         raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=fix))
 
