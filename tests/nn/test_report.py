@@ -260,7 +260,7 @@ def test_an_unknown_number_of_active_experts_is_a_warning(grouped: bool):
         assert "so 1 is counted" in warning
         assert "block.top_k = 2" in warning
         assert f"warning: {warning}" in str(report)
-        assert "nobody says how many (1 is counted) for each token" in str(report)
+        assert "8 experts, an unknown number (counted as 1) for each token" in str(report)
         assert {each.active for each in report.converted} == {1}
 
 

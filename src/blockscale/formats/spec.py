@@ -219,7 +219,8 @@ def partners_of(name: str) -> list[str]:
 
 def check_pair(a: str, b: str) -> None:
     """Raise unless some product combines the two formats."""
-    get_format(a), get_format(b)
+    for name in (a, b):
+        get_format(name)
     if (a, b) in LEGAL_PAIRS:
         return
     partners = [name for name in FORMATS if (a, name) in LEGAL_PAIRS]

@@ -95,7 +95,7 @@ class Stochastic:
                     fix="make it with blockscale.rng_state(seed, tick, device)",
                 )
             )
-        placed = isinstance(self.origin, tuple) and len(self.origin) == 3 and all_ints(self.origin)
+        placed = type(self.origin) is tuple and len(self.origin) == 3 and all_ints(self.origin)
         if self.origin is not None and not placed:
             raise OptionError(
                 message(

@@ -114,13 +114,13 @@ class BlockScaled:
         return replace(self, data=_move(self.data, where), scale=_move(self.scale, where), global_scale=global_scale)
 
     def __repr__(self) -> str:
-        if not (is_dense(self.data) and is_dense(self.scale) and isinstance(self.shape, tuple | list)):  # by hand
+        if not (is_dense(self.data) and is_dense(self.scale) and isinstance(self.shape, tuple)):  # pyright: ignore[reportUnnecessaryIsInstance]
             return f"BlockScaled({self.format}, data {in_words(self.data)}, scale {in_words(self.scale)})"
         extras = [f"axis={self.axis}", f"scale {str(self.scale.dtype)[6:]} {self.scale_layout}"]
         if isinstance(self.global_scale, Tensor):
             extras.append(f"global_scale {tuple(self.global_scale.shape)}")
         if self.hadamard is not None:
-            extras.append(f"hadamard={self.hadamard:#x}")
+            extras.append(f"hadamard={self.hadamard:#x}" if type(self.hadamard) is int else "hadamard of no mask")
         if self.group_align:
             extras.append(f"groups padded to {self.group_align}")
         return f"BlockScaled({self.format} {tuple(self.shape)}, {', '.join(extras)}, {self.device})"
@@ -203,8 +203,8 @@ def check_is_block_scaled(q: object, name: str, taker: str, partner: object = No
     """Raise unless it is a BlockScaled at all, as opposed to a tensor that nobody has cast.  partner: the other operand
     of a product, which decides what format to cast to."""
     if not isinstance(q, BlockScaled):
-        known = isinstance(partner, BlockScaled) and isinstance(partner.format, str) and partner.format in FORMATS  # pyright: ignore[reportUnnecessaryIsInstance]
-        format = partners_of(partner.format)[0] if known else "mxfp8_e4m3"
+        beside = partner.format if isinstance(partner, BlockScaled) else None
+        format = partners_of(beside)[0] if isinstance(beside, str) and beside in FORMATS else "mxfp8_e4m3"
         raise DtypeError(
             message(
                 f"{name} is a {type(q).__name__}",

@@ -24,10 +24,10 @@ _CONFIGS = ("config", "cfg", "args")
 
 
 class Active(NamedTuple):
-    """count: experts that see a token, None where nothing says it.  among: experts of the list that a module is one of,
+    """known: experts that see a token, None where nothing says it.  among: experts of the list that a module is one of,
     1 for a module that holds all of them."""
 
-    count: int | None
+    known: int | None
     among: int = 1
 
 

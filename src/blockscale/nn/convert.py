@@ -86,9 +86,9 @@ def quantize_(
         for at, size in enumerate(sizes):
             place = ".".join(filter(None, (name, size.part))) or ROOT
             seen = active.get(id(module), Active(1))
-            if seen.count is None:
+            if seen.known is None:
                 unknown.setdefault(max(size.experts, seen.among), []).append(place)
-            counted_as = (size.experts, seen.count or 1, seen.among)
+            counted_as = (size.experts, seen.known or 1, seen.among)
             # those of all parts stand in the first line
             held = (size.in_features, size.out_features, 0 if at else parameters)
             if reason is None:
@@ -231,7 +231,7 @@ def _adopted(module: nn.Module) -> Follower:
 
 def _experts_note(experts: int, seen: Active) -> str:
     held = f"{experts} experts" if experts > 1 else f"one of {seen.among} experts" if seen.among > 1 else ""
-    count = "nobody says how many (1 is counted)" if seen.count is None else str(seen.count)
+    count = "an unknown number (counted as 1)" if seen.known is None else str(seen.known)
     return f"{held}, {count} for each token" if held else ""
 
 
