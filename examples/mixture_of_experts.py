@@ -27,7 +27,9 @@ def train(recipe: str) -> tuple[float, float]:
     centres = 2 * torch.randn(CLUSTERS, DIM, generator=generator)
     maps = torch.randn(CLUSTERS, DIM, DIM, generator=generator) / DIM**0.5
     chosen = bs.get_recipe(recipe).replace(weight_cast="step")
-    moe = MoE(DIM, HIDDEN, EXPERTS, top_k=2, shared=HIDDEN, scoring="sigmoid", balance=True, recipe=chosen)
+    moe = MoE(
+        dim=DIM, hidden=HIDDEN, experts=EXPERTS, top_k=2, shared=HIDDEN, scoring="sigmoid", balance=True, recipe=chosen
+    )
     optimizer = torch.optim.AdamW(moe.parameters(), lr=0.01)
     bs.attach(optimizer, moe)
     losses, busiest = [], 0.0

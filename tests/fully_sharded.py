@@ -62,7 +62,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(DIM)
         if gated == "experts":
-            self.mlp: nn.Module = MoE(DIM, HIDDEN, EXPERTS, 2, bias=True, recipe=recipe)
+            self.mlp: nn.Module = MoE(dim=DIM, hidden=HIDDEN, experts=EXPERTS, top_k=2, bias=True, recipe=recipe)
         elif gated:
             self.mlp = SwiGLU(DIM, HIDDEN, recipe=recipe)
         else:

@@ -325,11 +325,15 @@ NAMES: list[Case] = [
     ("explain plain", lambda: bs.explain("gemm", X, X), OptionError, "(Tensor, Tensor)"),
     ("explain format", lambda: bs.explain("cast", X, "mxfp5"), UnknownNameError, "mxfp4"),
     ("backend", lambda: bs.use_backend("tortch").__enter__(), UnknownNameError, "did you mean torch"),
+    ("doctor's device", lambda: bs.doctor([1.0]), DeviceError, "a device is cpu"),
+    ("doctor's workers", lambda: bs.doctor("cpu", workers=0), OptionError, "workers=0"),
+    ("doctor's listener", lambda: bs.doctor("cpu", on_look=3), OptionError, "on_look is 3"),
     ("operation", lambda: bs.use_backend(gmm="torch").__enter__(), UnknownNameError, "unknown operation 'gmm'"),
 ]
 
 
-def run(case: Case) -> None:
+def run(case: Case) -> str:
+    """Check that a call fails as it should; the text of its error."""
     _, call, kind, text = case
     with pytest.raises(BlockscaleError) as caught:
         call()
@@ -338,6 +342,12 @@ def run(case: Case) -> None:
     assert text in message
     # what was wrong, then the rule, then the fix, each a sentence
     assert re.fullmatch(r".+[.?!] Rule: .+[.?!] Fix: .+[.?!]", message, re.DOTALL), message
+    return message
+
+
+def advised(text: str, before: str) -> list[str]:
+    """The formats that an error proposes."""
+    return re.search(re.escape(before) + r"(.+)\.$", text)[1].split(" or ")
 
 
 @pytest.mark.parametrize("case", CASTS, ids=lambda case: case[0])
@@ -378,14 +388,35 @@ def test_names(case):
 @pytest.mark.parametrize("pair", [(a, b) for a in FORMATS for b in FORMATS if (a, b) not in LEGAL_PAIRS], ids="@".join)
 def test_illegal_pairs(pair):
     a, b = q(pair[0]), q(pair[1])
-    run(("dense", lambda: bs.scaled_mm(a, b), PairError, f"no product of {pair[0]} with {pair[1]}"))
-    experts = q(pair[1], x=X3)
-    run(("grouped", lambda: bs.scaled_grouped_mm(a, experts, OFFS), PairError, f"no product of {pair[0]}"))
-    # the way out is one that works
-    with pytest.raises(PairError) as caught:
-        bs.scaled_mm(a, b)
-    proposed = re.search(r"cast the second operand to (.+)\.$", str(caught.value)).group(1).split(" or ")
-    assert all((pair[0], name) in LEGAL_PAIRS for name in proposed)
+    text = run(("dense", lambda: bs.scaled_mm(a, b), PairError, f"no product of {pair[0]} with {pair[1]}"))
+    for name in advised(text, "cast the second operand to "):
+        assert (pair[0], name) in LEGAL_PAIRS
+        assert bs.scaled_mm(a, q(name)).shape == (8, 8)
+
+
+@pytest.mark.parametrize("pair", [(a, b) for a in FORMATS for b in FORMATS if (a, b) not in LEGAL_PAIRS], ids="@".join)
+def test_illegal_pairs_of_grouped_products(pair):
+    """A 2-D block of rows is refused before the formats are compared: a partner for it would be no way out."""
+    a, experts = q(pair[0]), q(pair[1], x=X3)
+    if FORMATS[pair[0]].is_2d:
+        text = run(("2-D", lambda: bs.scaled_grouped_mm(a, experts, OFFS), OptionError, "would span groups"))
+        for name in advised(text, "cast a with 1-D blocks: "):
+            assert bs.scaled_grouped_mm(q(name), experts, OFFS).shape == (8, 8)
+        return
+    text = run(("pair", lambda: bs.scaled_grouped_mm(a, experts, OFFS), PairError, f"no product of {pair[0]}"))
+    for name in advised(text, "cast the second operand to "):
+        assert bs.scaled_grouped_mm(a, q(name, x=X3), OFFS).shape == (8, 8)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_format_advised_for_a_plain_operand_goes_with_its_partner(name):
+    """A tensor that was not cast is to be cast to what the other operand can be multiplied with."""
+    partner = q(name)
+    for call, other in ((lambda: bs.scaled_mm(partner, X), "b"), (lambda: bs.scaled_mm(X, partner), "a")):
+        text = run(("plain", call, DtypeError, f"{other} is a Tensor"))
+        cast = bs.quantize(X, re.search(rf"quantize\({other}, '(\w+)'\)", text)[1])
+        operands = (partner, cast) if other == "b" else (cast, partner)
+        assert bs.scaled_mm(*operands).shape == (8, 8)
 
 
 def test_the_number_of_illegal_pairs():

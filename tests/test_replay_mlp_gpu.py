@@ -23,7 +23,9 @@ class Experts(nn.Module):
 
     def __init__(self, recipe: Any, bias: bool) -> None:
         super().__init__()
-        self.experts = bs.nn.GroupedExperts(4, DIM, HIDDEN, bias, "cuda", torch.bfloat16, recipe=recipe)
+        self.experts = bs.nn.GroupedExperts(
+            experts=4, dim=DIM, hidden=HIDDEN, bias=bias, device="cuda", dtype=torch.bfloat16, recipe=recipe
+        )
         self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +39,8 @@ def swiglu(recipe: Any, bias: bool) -> nn.Module:
 
 
 def mixture(recipe: Any, bias: bool) -> nn.Module:
-    return bs.nn.MoE(DIM, HIDDEN, 8, 2, bias, "cuda", torch.bfloat16, shared=256, recipe=recipe)
+    sizes = {"dim": DIM, "hidden": HIDDEN, "experts": 8, "top_k": 2, "shared": 256}
+    return bs.nn.MoE(**sizes, bias=bias, device="cuda", dtype=torch.bfloat16, recipe=recipe)
 
 
 BUILDS: dict[str, Callable[[Any, bool], nn.Module]] = {"MLP": swiglu, "experts": Experts, "mixture": mixture}

@@ -81,6 +81,7 @@ def test_swiglu(asked: dict[str, set[str]], name: str, sizes: tuple[int, int]) -
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_experts(asked: dict[str, set[str]], name: str, sizes: tuple[int, int], bias: bool) -> None:
-    moe = bs.nn.MoE(*sizes, 4, 2, bias, dtype=torch.bfloat16, recipe=RECIPES[name], name="moe")
+    named = {"dim": sizes[0], "hidden": sizes[1], "experts": 4, "top_k": 2, "bias": bias}
+    moe = bs.nn.MoE(**named, dtype=torch.bfloat16, recipe=RECIPES[name], name="moe")
     train(moe, torch.randn(TOKENS, sizes[0], dtype=torch.bfloat16))
     assert_served(asked, {"m_grouped", "k_grouped", "swiglu_backward_both", "combine_rows"})

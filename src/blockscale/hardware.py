@@ -141,7 +141,7 @@ def named_device(name: torch.device | str) -> torch.device:
     """A device by name, if this machine has it."""
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError, ValueError):
         device = torch.device("meta")
     count = max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 0
     if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):

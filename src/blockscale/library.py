@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import env, replay
 from .errors import BlockscaleError, ShardingError, message
+from .formats.checks import PLAIN_TYPES, check_tensor
 from .recall import remembered
 
 NAMESPACE = "blockscale"
@@ -206,7 +207,6 @@ def _bits(*names: str) -> int:
     return functools.reduce(lambda bits, key: bits | key.raw_repr(), keys, 0)
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # Whoever watches through the dispatcher shows as another key, of the thread (modes, functorch, tracing) or of a tensor
 # (subclasses, wrappers, other devices and layouts, values that are to be negated).
 _WATCHED = ~_bits(
@@ -228,9 +228,16 @@ def is_watched(tensors: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling() or _thread_is_watched():
         return True
     for each in tensors:  # noqa: SIM110, any() takes twice as long
-        if type(each) not in _PLAIN_TYPES or _tensor_keys(each).raw_repr() & _WATCHED:
+        if type(each) not in PLAIN_TYPES or _tensor_keys(each).raw_repr() & _WATCHED:
             return True
     return False
+
+
+def _check_dense(op: OpOverload, args: Sequence[Any], places: Iterable[int]) -> None:
+    """Raise for tensors without strides, which no kernel reads: sparse and nested ones."""
+    for at in places:
+        if args[at] is not None:
+            check_tensor(args[at], op._schema.arguments[at].name, "casts and products")
 
 
 def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,7 +256,8 @@ def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
         for at in places:
             tensor = args[at]
             if tensor is not None:
-                if type(tensor) not in _PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _WATCHED:
+                if type(tensor) not in PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _WATCHED:
+                    _check_dense(op, args, places)
                     return _dispatched(op, args)
                 records = records or tensor.requires_grad
         if _is_autocasting() or (records and torch.is_grad_enabled()):

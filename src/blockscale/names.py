@@ -22,7 +22,7 @@ LEGAL_PAIRS = frozenset(
     (a, b) for names in FORMATS.values() for a in names for b in names if (a, b) != ("fp8_128x128", "fp8_128x128")
 )
 
-RECIPES = ("bf16", "fp8_blockwise", "mxfp8", "mxfp8_wgrad_bf16", "mxfp6", "mxfp4", "nvfp4")
+RECIPES = ("bf16", "fp8_blockwise", "mxfp8", "mxfp8_128x128", "mxfp8_wgrad_bf16", "mxfp6", "mxfp4", "nvfp4")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 # a recipe's name, and products of it that stay in high precision
 _SPARED = re.compile(rf"(\w+?)((?:_(?:{'|'.join(PRODUCTS)}))+)_bf16")
@@ -32,8 +32,10 @@ MACHINES = ("a100", "h100", "h800", "h200", "b200", "gb200", "l20", "rtx5090")
 
 def check_pair(a: str, b: str) -> None:
     """Raise unless some product combines the two formats."""
-    if (a, b) in LEGAL_PAIRS:
+    if isinstance(a, str) and isinstance(b, str) and (a, b) in LEGAL_PAIRS:  # pyright: ignore[reportUnnecessaryIsInstance]
         return
+    for name in (a, b):
+        check_name(name, FORMAT_NAMES, "format")
     partners = [name for name in FORMAT_NAMES if (a, name) in LEGAL_PAIRS]
     raise PairError(
         message(

@@ -26,6 +26,7 @@ TABLE = {
     "bf16": [None] * 6,
     "fp8_blockwise": ["fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_1x128"],
     "mxfp8": ["mxfp8_e4m3"] * 6,
+    "mxfp8_128x128": ["mxfp8_e4m3", "mxfp8_e4m3_128x128"] * 2 + ["mxfp8_e4m3"] * 2,
     "mxfp8_wgrad_bf16": ["mxfp8_e4m3"] * 4 + [None] * 2,
     "mxfp6": ["mxfp6_e2m3"] * 6,
     "mxfp4": ["mxfp4"] * 6,
@@ -201,6 +202,23 @@ def test_weights_in_another_format(name: str, format: str):
     assert changed.dgrad is not None
     assert recipe.dgrad is not None
     assert changed.dgrad.a == recipe.dgrad.a
+
+
+def test_mxfp8_of_hopper_is_a_recipe_by_name():
+    """The bits of MXFP8 with weights in 128x128 blocks, and of what is spared of it."""
+    made = get_recipe("mxfp8").with_weights("mxfp8_e4m3_128x128")
+    assert get_recipe("mxfp8_128x128") == made.replace(name="mxfp8_128x128")
+    named = {"mxfp8_128x128": made, "mxfp8_128x128_wgrad_bf16": made.replace(wgrad=None)}
+    for name, written in named.items():
+        results = []
+        for recipe in (name, written):
+            x, weight = (torch.randn(160, 192, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+            x, weight = x.requires_grad_(), weight.requires_grad_()
+            y = linear(x, weight, recipe=recipe)
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad, weight.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert get_recipe("mxfp8_128x128_wgrad_bf16").name == "mxfp8_128x128_wgrad_bf16"
 
 
 def test_weights_of_products_in_high_precision_stay_so():

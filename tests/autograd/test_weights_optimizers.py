@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -192,6 +193,36 @@ def test_models_and_optimizers_go_away():
 def test_what_is_no_torch_optimizer_is_refused():
     with pytest.raises(OptionError, match="refresh_weights_"):
         bs.attach(object(), build("step"))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_model_without_our_layers_is_refused():
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    with pytest.raises(
+        OptionError, match=r"attach to a Sequential without a layer.*Rule: .*Fix: call blockscale\.quantize_"
+    ):
+        bs.attach(AdamW(plain.parameters()), plain)
+    bs.quantize_(plain, bs.get_recipe("mxfp8").replace(weight_cast="step"), lambda module, name: False)
+    with pytest.raises(OptionError, match="it may have kept every layer"):
+        bs.attach(AdamW(plain.parameters()), plain)
+
+
+@pytest.mark.parametrize("cast", ["forward", "twice"])
+def test_layers_that_share_no_casts_are_a_warning(cast: str):
+    model = build(cast)
+    with pytest.warns(
+        UserWarning, match=rf"attach has nothing to do: the 2 layers.*weight_cast='{cast}'.*Rule: .*Fix: "
+    ):
+        bs.attach(AdamW(model.parameters()), model)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "bf16"])
+def test_casts_once_per_step_are_no_warning(name: str):
+    """Nor are those of a recipe in high precision, the baseline of a loop that is written for others."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    bs.quantize_(model, bs.get_recipe(name).replace(weight_cast="step"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bs.attach(AdamW(model.parameters()), model)
 
 
 def test_a_skipped_step_casts_nothing():

@@ -172,7 +172,7 @@ def test_a_model_without_low_precision_gets_no_advice():
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_what_is_stored_is_what_was_found(tmp_path, recipe):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(bs.nn.MoE(64, 32, experts=4, top_k=2, recipe=recipe, name="moe"))
+    model = torch.nn.Sequential(bs.nn.MoE(dim=64, hidden=32, experts=4, top_k=2, recipe=recipe, name="moe"))
     report = bs.quantize_(model, recipe, lambda module, name: True)
     x = torch.randn(20, 64)
     found = sample(model, lambda: model(x).square().mean()).read()
@@ -217,7 +217,7 @@ def test_a_filter_of_another_model_is_refused(tmp_path):
     with pytest.raises(OptionError, match=r"knows nothing of layers\.4.*advice is for the model that was measured"):
         load_filter(tmp_path / "advice.json", larger)
     larger = Net(2)
-    larger.experts = bs.nn.GroupedExperts(128, 64, 4, recipe="bf16")
+    larger.experts = bs.nn.GroupedExperts(experts=4, dim=128, hidden=64, recipe="bf16")
     with pytest.raises(OptionError, match=r"knows nothing of experts\.down"):
         load_filter(tmp_path / "advice.json", larger)
     with pytest.warns(UserWarning, match="was given for mxfp8, this is nvfp4"):

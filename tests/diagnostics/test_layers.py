@@ -95,7 +95,7 @@ def test_figures_of_each_expert_are_those_of_its_rows_alone(recipe):
 
 def test_a_model_with_experts_is_measured_through_its_routing():
     torch.manual_seed(0)
-    moe = bs.nn.MoE(64, 32, experts=4, top_k=2, shared=32, balance=True, recipe="mxfp8")
+    moe = bs.nn.MoE(dim=64, hidden=32, experts=4, top_k=2, shared=32, balance=True, recipe="mxfp8")
     model = torch.nn.Sequential(moe)
     x = torch.randn(50, 64)
     load = moe.load.clone()
@@ -128,7 +128,8 @@ def test_every_expert_with_rows_has_its_own_figures_and_the_layer_those_of_all_r
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_a_sample():
     torch.manual_seed(0)
-    moe = bs.nn.MoE(256, 128, 8, 2, shared=128, device="cuda", dtype=torch.bfloat16, balance=True)
+    sizes = {"dim": 256, "hidden": 128, "experts": 8, "top_k": 2, "shared": 128}
+    moe = bs.nn.MoE(**sizes, device="cuda", dtype=torch.bfloat16, balance=True)
     model = torch.nn.Sequential(moe)
     x = torch.randn(1024, 256, device="cuda", dtype=torch.bfloat16)
 

@@ -326,14 +326,14 @@ def test_the_report_counts_the_experts_that_see_a_token():
 def test_many_experts_for_few_tokens_win_less():
     """The same FLOPs, but each weight is cast for fewer tokens."""
     with torch.device("meta"):
-        few, many = (MoE(4096, 2048, experts, 2, recipe="bf16") for experts in (2, 256))
+        few, many = (MoE(dim=4096, hidden=2048, experts=experts, top_k=2, recipe="bf16") for experts in (2, 256))
     gains = [bs.quantize_(moe, "fp8_blockwise").predicted_speedup(4096).converted for moe in (few, many)]
     assert gains[0] > 1.3
     assert gains[1] < gains[0] - 0.3
 
 
 def test_our_own_experts_are_layers():
-    model = nn.Sequential(MoE(64, 64, 4, 2, shared=64, recipe="bf16"), nn.Linear(64, 64))
+    model = nn.Sequential(MoE(dim=64, hidden=64, experts=4, top_k=2, shared=64, recipe="bf16"), nn.Linear(64, 64))
     report = bs.quantize_(model, "mxfp8")
     found = {each.name: (each.experts, each.active) for each in report.converted}
     assert found == {
@@ -353,7 +353,7 @@ def test_our_own_experts_are_layers():
 
 
 def test_narrow_experts_stay():
-    model = nn.Sequential(MoE(64, 8, 4, 2, recipe="bf16"))
+    model = nn.Sequential(MoE(dim=64, hidden=8, experts=4, top_k=2, recipe="bf16"))
     report = bs.quantize_(model, "mxfp8")
     reasons = {each.name: each.reason for each in report.skipped}
     assert reasons["0.experts.down"] == "narrow: fewer than 16 features on a side; still follows bf16"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,19 +18,20 @@ from torch.nn.functional import silu
 import blockscale as bs
 from blockscale.autograd import grouped_linear, grouped_swiglu_mlp
 from blockscale.errors import OptionError
-from blockscale.nn import GroupedExperts, GroupedLinear
+from blockscale.nn import GroupedExperts, GroupedLinear, MoE
 from grouped_reference import PATTERNS
 from linear_reference import Calls
 from products import assert_same_bits, gaussian, offsets
 
 EXPERTS, DIM, HIDDEN = 4, 72, 104
+SIZED = {"experts": EXPERTS, "dim": DIM, "hidden": HIDDEN}
 SIZES = (31, 0, 17, 2)
 
 
 def make(recipe: str | bs.Recipe = "fp8_blockwise", *, bias: bool = False, seed: int = 0) -> GroupedExperts:
     torch.manual_seed(seed)
     named: dict[str, Any] = {"recipe": recipe, "name": "layers.0.mlp.experts", "dtype": torch.bfloat16}
-    return GroupedExperts(EXPERTS, DIM, HIDDEN, bias, **named)
+    return GroupedExperts(**SIZED, bias=bias, **named)
 
 
 def trained(
@@ -85,7 +88,7 @@ def test_it_begins_as_torchs_layers_do():
 
 def test_a_recipe_that_draws_needs_a_name():
     with pytest.raises(OptionError, match="without a name"):
-        GroupedExperts(EXPERTS, DIM, HIDDEN, recipe="nvfp4")
+        GroupedExperts(**SIZED, recipe="nvfp4")
     experts = make("nvfp4")
     assert experts.gate_up.rng is experts.down.rng
     bs.advance_(experts)
@@ -154,7 +157,7 @@ def test_copies_compute_the_same(name: str, copied: Callable[[GroupedExperts], G
 
 
 def test_a_module_from_the_meta_device_has_its_seed():
-    experts = GroupedExperts(EXPERTS, DIM, HIDDEN, device="meta", recipe="nvfp4", name="experts")
+    experts = GroupedExperts(**SIZED, device="meta", recipe="nvfp4", name="experts")
     experts.to_empty(device="cpu")
     assert experts.down.rng is not None
     assert experts.down.rng.tolist() == [0, 0]
@@ -183,3 +186,24 @@ def test_weights_are_cast_once_per_step(name: str):
     with Calls() as calls:
         shared(gaussian(sum(SIZES), DIM), offsets(SIZES))
     assert calls.found == {"quantize_both": 1, "swiglu_quantize": 1, "scaled_grouped_mm": 2}  # of the input alone
+
+
+def test_sizes_are_passed_by_name():
+    """Three ints in another order make a layer of another size, which fails later and elsewhere."""
+    for call, names in (
+        (lambda: GroupedExperts(256, 128, 8), "experts=..., dim=..., hidden=..."),
+        (lambda: GroupedExperts(8, dim=256, hidden=128), "experts=..., dim=..., hidden=..."),
+        (lambda: MoE(256, 128, 8, 2), "dim=..., hidden=..., experts=..., top_k=..."),
+        (lambda: MoE(256, 128, experts=8, top_k=2), "dim=..., hidden=..., experts=..., top_k=..."),
+    ):
+        with pytest.raises(OptionError, match=r"passed by name.*Fix: write \w+\(" + re.escape(names)):
+            call()
+    moe = MoE(hidden=128, dim=256, top_k=2, experts=8)
+    assert moe.experts.gate_up.weight.shape == (8, 256, 256)
+    assert moe.experts.down.weight.shape == (8, 256, 128)
+
+
+def test_a_layer_of_experts_says_its_sizes_to_those_who_ask():
+    for kind in (GroupedExperts, MoE):
+        kinds = {p.name: p.kind for p in inspect.signature(kind).parameters.values()}
+        assert {kinds[name] for name in ("experts", "dim", "hidden")} == {inspect.Parameter.KEYWORD_ONLY}

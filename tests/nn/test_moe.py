@@ -25,7 +25,7 @@ DIM, HIDDEN, EXPERTS = 64, 48, 6
 def make(recipe: str | bs.Recipe = "bf16", *, top_k: int = 2, seed: int = 0, **named: Any) -> MoE:
     torch.manual_seed(seed)
     named = {"dtype": torch.float32, "name": "layers.0.mlp"} | named
-    return MoE(DIM, HIDDEN, EXPERTS, top_k, recipe=recipe, **named)
+    return MoE(dim=DIM, hidden=HIDDEN, experts=EXPERTS, top_k=top_k, recipe=recipe, **named)
 
 
 def trained(moe: Any, module: MoE, tokens: int = 37) -> list[Tensor | None]:
@@ -257,7 +257,7 @@ ON_GPU = {"dtype": torch.bfloat16, "device": "cuda", "shared": 128, "balance": T
 
 def large(name: str) -> MoE:
     torch.manual_seed(0)
-    return MoE(256, 256, 16, 4, recipe=name, name="layers.0.mlp", **ON_GPU)  # pyright: ignore[reportArgumentType]
+    return MoE(dim=256, hidden=256, experts=16, top_k=4, recipe=name, name="layers.0.mlp", **ON_GPU)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.gpu

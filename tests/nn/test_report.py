@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import blockscale as bs
+from blockscale.nn import GroupedExperts
 from blockscale.nn.report import Converted, Skipped, speed_note
 from blockscale.roofline import BF16, Use, linear_cost, measured, nominal
 
@@ -148,3 +151,126 @@ def test_notes_on_speed(recipe, sizes, note):
     found = speed_note(bs.get_recipe(recipe), *sizes)
     assert found.startswith(note)
     assert bool(found) is bool(note)
+
+
+# ---- how many experts see a token ------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+
+
+class Mixture(nn.Module):
+    """A block as people write it: experts in a list, or in one parameter, and a router."""
+
+    def __init__(self, *, router: str = "gate", grouped: bool = False, **said: Any) -> None:
+        super().__init__()
+        listed = nn.ModuleList(MLP() for _ in range(8))
+        self.experts = GroupedExperts(experts=8, dim=64, hidden=128, recipe="bf16") if grouped else listed
+        self.add_module(router, nn.Linear(64, 8, bias=False))
+        for name, value in said.items():
+            setattr(self, name, value)
+
+
+@dataclasses.dataclass
+class Config:
+    num_experts_per_tok: int = 3
+
+
+class SamplingConfig:
+    """Of Transformers: its top_k is that of sampling."""
+
+    model_type, top_k, num_experts_per_tok = "mixtral", 5, 3
+
+
+class TopKRouter(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 8, bias=False)
+        self.k = 3
+
+
+def in_the_router(**named: Any) -> Mixture:
+    block = Mixture(**named)
+    block.gate = TopKRouter()
+    return block
+
+
+SAID = {
+    "top_k": lambda **named: Mixture(top_k=3, **named),
+    "num_experts_per_tok": lambda **named: Mixture(num_experts_per_tok=3, **named),
+    "num_selected": lambda **named: Mixture(num_selected=3, **named),
+    "k": lambda **named: Mixture(k=3, **named),
+    "config": lambda **named: Mixture(config=Config(), **named),
+    "config as a dict": lambda **named: Mixture(config={"top_k": 3}, **named),
+    "config with a top_k of sampling": lambda **named: Mixture(config=SamplingConfig(), **named),
+    "router": in_the_router,
+    "class": lambda **named: type("OfThree", (Mixture,), {"top_k": 3})(**named),
+}
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["list", "one parameter"])
+@pytest.mark.parametrize("said", SAID)
+def test_flops_are_those_of_the_experts_that_see_a_token(said: str, grouped: bool):
+    """A list of 8 experts of which a token sees 3 is 3 experts' work, as is one parameter with all 8."""
+    model = nn.Sequential(SAID[said](grouped=grouped), nn.Linear(64, 64, bias=False))
+    report = bs.quantize_(model, "mxfp8")
+    assert report.warnings == ()
+    per_token = sum(
+        each.in_features * each.out_features * each.active / each.among for each in report.converted if each.name != "1"
+    )
+    up = 256 if grouped else 128  # with gates
+    assert per_token == pytest.approx(3 * (64 * up + 128 * 64))
+    assert "8 experts, 3 for each token" in str(report)
+    assert ("one of 8 experts" in str(report)) == (not grouped)
+    kept = sum(each.in_features * each.out_features for each in report.skipped)
+    assert report.flop_share == pytest.approx((per_token + 64 * 64) / (per_token + 64 * 64 + kept))
+
+
+def test_a_list_of_experts_costs_what_the_same_experts_cost_in_one_parameter():
+    reports = []
+    for grouped in (False, True):
+        with torch.device("meta"):
+            block = nn.Module()
+            size = {"experts": 8, "dim": 2048, "hidden": 1024}
+            experts = (
+                GroupedExperts(**size, recipe="bf16")
+                if grouped
+                else nn.ModuleList(
+                    nn.ModuleDict({"gate_up": nn.Linear(2048, 2048), "down": nn.Linear(1024, 2048)}) for _ in range(8)
+                )
+            )
+            block.experts, block.top_k = experts, 2
+        reports.append(bs.quantize_(block, "fp8_blockwise"))
+    listed, one = (report.predicted_speedup(16384) for report in reports)
+    assert listed == pytest.approx(one)
+    won = [sum(report.seconds_won(16384).values()) for report in reports]
+    assert won[0] == pytest.approx(won[1])
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["list", "one parameter"])
+def test_an_unknown_number_of_active_experts_is_a_warning(grouped: bool):
+    """Also where a number is there that cannot be it: more than there are experts, or none."""
+    for said in ({}, {"top_k": 9}, {"top_k": 0}, {"top_k": True}):
+        model = nn.ModuleList(nn.Sequential(Mixture(grouped=grouped, **said)) for _ in range(3))
+        report = bs.quantize_(model, "mxfp8")
+        (warning,) = report.warnings
+        assert warning.startswith("nothing says how many of the 8 experts of 0-2.0.experts")
+        assert "so 1 is counted" in warning
+        assert "block.top_k = 2" in warning
+        assert f"warning: {warning}" in str(report)
+        assert "8 experts, an unknown number (counted as 1) for each token" in str(report)
+        assert {each.active for each in report.converted} == {1}
+
+
+def test_what_is_no_mixture_is_not_counted_as_one():
+    """Blocks beside a classifier that is as wide as they are many; shared experts; a k that projects."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(MLP() for _ in range(8))
+    model.score = nn.Linear(64, 8)
+    model.shared_experts = nn.ModuleList(MLP() for _ in range(2))
+    model.k = nn.Linear(64, 64)
+    report = bs.quantize_(model, "mxfp8")
+    assert report.warnings == ()
+    assert {(each.active, each.among) for each in (*report.converted, *report.skipped)} == {(1, 1)}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..casts import check_source
-from ..errors import OptionError, StaleActivationError, message
+from ..errors import OptionError, ShapeError, StaleActivationError, message
+from ..formats.checks import check_tensor
 from .dtensor import DTensor, check_tensor_scales
 from .operands import Casts, Pair, matrix
 from .recipe import Recipe, get_recipe
@@ -71,8 +72,12 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     torch.Size([4, 64])
     """
     chosen = get_recipe(recipe)
+    check_tensor(x, "x", "layers")
     if chosen.is_low:
         check_transforms(x)
+    if not x.dim():
+        rule, fix = "an input is [..., K]", "pass a tensor with features along its last axis"
+        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule=rule, fix=fix))
     x_MK = x if x.dim() != 1 else x[None]
     if chosen.is_low:
         check_source(x_MK, "x")

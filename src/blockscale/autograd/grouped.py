@@ -17,8 +17,17 @@ from ..errors import OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
 from .dtensor import DTensor, refuse_experts
-from .linear import LinearFunction, check_low, check_rounding, main_grad_of, output_dtype
-from .mlp import fused_mlp, swiglu
+from .linear import (
+    LinearFunction,
+    check_high,
+    check_low,
+    check_rounding,
+    check_tensors,
+    check_weight_operands,
+    main_grad_of,
+    output_dtype,
+)
+from .mlp import check_pairs, fused_mlp, swiglu
 from .operands import Groups, Pair, groups_of, needs_of
 from .recipe import Recipe, get_recipe
 from .routing import check_slots, combine
@@ -53,6 +62,10 @@ def grouped_linear(
     if chosen.is_low:
         check_low(x, weight, bias)
         check_rounding(chosen, rounding)
+        if weight_operands is not None:
+            check_weight_operands(weight_operands, weight)
+    else:
+        check_high(x, weight, bias)
     needs = needs_of(x, weight, bias)
     work, given = work_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
     if not any(needs):
@@ -92,6 +105,7 @@ def grouped_swiglu_mlp(
     check_experts(x, gate_up_weight, groups)
     check_expert_mlp(gate_up_weight, down_weight)
     check_combined(weights, offs)
+    check_pairs(roundings, weight_operands)
     if chosen.fprop is not None and chosen.dgrad is not None and chosen.wgrad is not None:
         layers, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
         return fused_mlp(x, layers, biases, chosen, roundings, weight_operands, groups, weights)
@@ -127,12 +141,19 @@ def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
     """Raise unless rows, weights and groups fit."""
     if type(weight) is DTensor or type(x) is DTensor:
         refuse_experts("rows of experts", x, weight)
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+    try:
+        fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
+    except (AttributeError, TypeError, RuntimeError):  # what has no shape; asking first would take longer
+        check_tensors(x=x, weight=weight)
+        raise
+    if not fits:
+        check_tensors(x=x, weight=weight)
+        features = weight.shape[-1] if weight.dim() else "the weights'"
         raise ShapeError(
             message(
                 f"x {tuple(x.shape)} for the weights of experts {tuple(weight.shape)}",
                 rule="weights are [E, N, K], and x is a matrix with K columns",
-                fix=f"pass x with {weight.shape[-1]} features, its leading axes flattened",
+                fix=f"pass x with {features} features, its leading axes flattened",
             )
         )
     check_offs(groups.offs, x.device, 2, required=True)
@@ -157,7 +178,13 @@ def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
 def check_expert_mlp(gate_up_weight: Tensor, down_weight: Tensor) -> None:
     """Raise unless both weights are those of one MLP for each expert."""
     experts, twice, _ = gate_up_weight.shape
-    if down_weight.dim() != 3 or down_weight.shape[0] != experts or twice != 2 * down_weight.shape[2]:
+    try:
+        fits = down_weight.dim() == 3 and down_weight.shape[0] == experts and twice == 2 * down_weight.shape[2]
+    except (AttributeError, TypeError, RuntimeError):
+        check_tensors(down_weight=down_weight)
+        raise
+    if not fits:
+        check_tensors(down_weight=down_weight)
         raise ShapeError(
             message(
                 f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",

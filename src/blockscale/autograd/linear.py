@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..casts import FLOAT_DTYPES
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
+from ..formats.checks import PLAIN_TYPES, check_tensor, in_words
 from ..formats.stochastic import Stochastic
+from ..formats.tensor import BlockScaled
 from ..gemm import ACCUMULATOR_DTYPES, check_bias
 from ..grouped.routing_ops import combine_rows
 from .activation import Activation
@@ -57,6 +59,7 @@ def linear(
     check_linear(source, weight)
     dtype = output_dtype(source)
     if not chosen.is_low:
+        check_high(source, weight, bias)
         return high_linear(source, weight, bias, dtype)
     # by type, here and in other hot calls: `isinstance` of a tensor class takes 4 times as long
     if type(weight) is DTensor or type(source) is DTensor:
@@ -65,6 +68,8 @@ def linear(
         return shards.dtensor(linear(mine, shards.weight, shards.bias, chosen, rounding=shards.rounding))
     check_low(source, weight, bias)
     check_rounding(chosen, rounding)
+    if weight_operands is not None:
+        check_weight_operands(weight_operands, weight)
     needs = needs_of(source, weight, bias)
     given = (x.operands(chosen) if isinstance(x, Activation) else None, weight_operands)
     work = work_of(chosen, rounding, needs, dtype)
@@ -160,7 +165,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     if not fits:
         raise OptionError(
             message(
-                f"weight.main_grad is {_in_words(main_grad)} for a weight {tuple(weight.shape)}",
+                f"weight.main_grad is {in_words(main_grad)} for a weight {tuple(weight.shape)}",
                 rule="weight gradients are added into a float32 or bfloat16 tensor of the weight's shape",
                 fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
             )
@@ -176,18 +181,50 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return main_grad
 
 
-def _in_words(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
 def check_linear(x: Tensor, weight: Tensor) -> None:
-    """Raise unless the shapes fit."""
-    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+    """Raise unless the shapes fit. What has no shape is found by asking for it, which costs nothing where it has one;
+    other layouts are left to casts, and to torch's own products."""
+    try:
+        if x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]:
+            return
+    except (AttributeError, TypeError, RuntimeError):
+        check_tensors(x=x, weight=weight)
+        raise
+    check_tensors(x=x, weight=weight)
+    features = weight.shape[-1] if weight.dim() else "the weight's"
+    raise ShapeError(
+        message(
+            f"x {tuple(x.shape)} for a weight {tuple(weight.shape)}",
+            rule="a weight is [N, K], and K is the last axis of x",
+            fix=f"pass x with {features} features",
+        )
+    )
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Raise unless all of these arguments of a layer are dense tensors."""
+    for name, tensor in tensors.items():
+        check_tensor(tensor, name, "layers")
+
+
+def check_high(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise for what no product in high precision takes, or would take for another number: weights in an int dtype."""
+    odd = next((each for each in (x, weight) if not (each.is_floating_point() or each.is_complex())), None)
+    if odd is not None:
+        rule, fix = "layers take floating-point tensors", "convert it, for example with .float()"
+        raise DtypeError(message(f"{'x' if odd is x else 'the weight'} is {odd.dtype}", rule=rule, fix=fix))
+    for each, name in ((weight, "the weight"), (bias, "bias")):
+        if each is not None and name == "bias":
+            check_tensor(each, "bias", "layers")
+        if each is not None and each.device != x.device:
+            rule = "both are on one device"
+            raise DeviceError(message(f"x is on {x.device}, {name} on {each.device}", rule=rule, fix="move one"))
+    if bias is not None and bias.shape != weight.shape[:-1]:
         raise ShapeError(
             message(
-                f"x {tuple(x.shape)} for a weight {tuple(weight.shape)}",
-                rule="a weight is [N, K], and K is the last axis of x",
-                fix=f"pass x with {weight.shape[-1]} features",
+                f"bias {tuple(bias.shape)} for a weight {tuple(weight.shape)}",
+                rule=f"a bias has one number for each output: {tuple(weight.shape[:-1])}",
+                fix="pass such a one, or None",
             )
         )
 
@@ -195,6 +232,8 @@ def check_linear(x: Tensor, weight: Tensor) -> None:
 def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise for what no cast or product takes: the layers call them past their own checks. Devices by their
     numbers: comparing them takes longer than all of this."""
+    if type(x) not in PLAIN_TYPES:
+        check_tensor(x, "x", "layers in low precision")
     if x.dtype not in FLOAT_DTYPES or weight.dtype not in FLOAT_DTYPES:
         raise DtypeError(
             message(
@@ -217,7 +256,15 @@ def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:
-    """Raise where a recipe draws and nobody says from what."""
+    """Raise where a recipe draws and nobody says from what, or not by a `Stochastic`."""
+    if rounding is not None and not isinstance(rounding, Stochastic):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(
+            message(
+                f"rounding is {in_words(rounding)}",
+                rule="a layer draws by a state and its name, if its recipe rounds stochastically at all",
+                fix="pass rounding=Stochastic(rng_state(seed), name), or None",
+            )
+        )
     if rounding is None and recipe.draws:
         raise OptionError(
             message(
@@ -227,3 +274,17 @@ def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:
                 "rounding=Stochastic(rng_state(seed), name)",
             )
         )
+
+
+def check_weight_operands(pair: Pair, weight: Tensor) -> None:
+    """Raise unless casts that were made before can be those of this weight."""
+    for each in pair if type(pair) is tuple and len(pair) == 2 else (pair,):
+        if each is not None and (type(each) is not BlockScaled or each.shape != weight.shape):
+            raise OptionError(
+                message(
+                    f"weight_operands with {each if isinstance(each, BlockScaled) else in_words(each)} "
+                    f"for a weight {tuple(weight.shape)}",
+                    rule="they are the two operands of this weight, along its last axis and the one before",
+                    fix="pass quantize_both(weight, row, col), or None: the layer then casts by itself",
+                )
+            )

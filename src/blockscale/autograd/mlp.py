@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import ShapeError, message
+from ..formats.checks import check_pair_of
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
@@ -27,6 +28,8 @@ from .linear import (
     check_linear,
     check_low,
     check_rounding,
+    check_tensors,
+    check_weight_operands,
     is_asked_for,
     linear,
     main_grad_of,
@@ -67,6 +70,7 @@ def swiglu_mlp(
     chosen = get_recipe(recipe)
     source = x.source if isinstance(x, Activation) else x
     check_mlp(source, gate_up_weight, down_weight)
+    check_pairs(roundings, weight_operands)
     is_sharded = type(gate_up_weight) is DTensor or type(down_weight) is DTensor or type(source) is DTensor
     if is_sharded:
         check_not_packed("gate_up_weight", gate_up_weight)
@@ -91,9 +95,11 @@ def fused_mlp(
     """`swiglu_mlp` of a recipe that has all products in low precision, or that of experts; shapes are checked.  slots:
     weights [T, k] of the rows that groups were routed to, for the sum of each token's."""
     source = x.source if isinstance(x, Activation) else x
-    for weight, bias, rounding in zip(weights, biases, roundings, strict=True):
+    for weight, bias, rounding, pair in zip(weights, biases, roundings, weight_operands, strict=True):
         check_low(source, weight, bias)
         check_rounding(recipe, rounding)
+        if pair is not None:
+            check_weight_operands(pair, weight)
     if slots is not None:
         check_transforms(slots)
     above = needs_of(source, weights[0], biases[0])
@@ -213,11 +219,25 @@ def _spread(grad: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor, needs: Ne
 def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:
     """Raise unless the shapes fit."""
     check_linear(x, gate_up_weight)
-    if down_weight.dim() != 2 or gate_up_weight.shape[0] != 2 * down_weight.shape[1]:
-        raise ShapeError(
-            message(
-                f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
-                rule="they are [2H, K] and [D, H]: a gate and an up for each input of the second layer",
-                fix="pass torch.cat((gate_weight, up_weight)) as the first",
-            )
+    try:
+        if down_weight.dim() == 2 and gate_up_weight.shape[0] == 2 * down_weight.shape[1]:
+            return
+    except (AttributeError, TypeError, RuntimeError):
+        check_tensors(down_weight=down_weight)
+        raise
+    check_tensors(down_weight=down_weight)
+    raise ShapeError(
+        message(
+            f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
+            rule="they are [2H, K] and [D, H]: a gate and an up for each input of the second layer",
+            fix="pass torch.cat((gate_weight, up_weight)) as the first",
         )
+    )
+
+
+def check_pairs(roundings: object, weight_operands: object) -> None:
+    """Raise unless both layers of an MLP have what they draw by and their casts, or None."""
+    if type(roundings) is tuple and type(weight_operands) is tuple and len(roundings) == len(weight_operands) == 2:
+        return
+    for name, pair in (("roundings", roundings), ("weight_operands", weight_operands)):
+        check_pair_of(pair, name, "an MLP has two layers, and each has its own or None")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from ..errors import OptionError, check_name, message
 from ..formats.cast_spec import CastSpec
+from ..formats.checks import check_flag, check_int, check_text, in_words
 from ..formats.spec import check_pair, get_format
 from ..formats.stochastic import ROLES, Stochastic
 from ..names import PRODUCTS as PRODUCTS
@@ -99,6 +100,7 @@ class Recipe:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_text(self.name, "name", "mine")
         for name in PRODUCTS:
             product = getattr(self, name)
             if product is not None:
@@ -148,6 +150,7 @@ class Recipe:
         >>> [recipe.at(step).fprop is None for step in (9, 10, 99, 100)]
         [True, False, False, True]
         """
+        check_int(step, "step", "steps are counted from 0")
         ends = dict.fromkeys(PRODUCTS, 0) if step < self.since else self.until
         over = {name: None for name, end in ends.items() if step >= end and getattr(self, name) is not None}
         return dataclasses.replace(self, **over) if over else self
@@ -193,7 +196,7 @@ class Recipe:
 def _check_until(until: object) -> None:
     if not isinstance(until, Mapping):
         rule = "it says from which step on a product stays in high precision"
-        raise OptionError(message(f"until={until!r}", rule=rule, fix="pass a mapping such as {'fprop': 8000}"))
+        raise OptionError(message(f"until={in_words(until)}", rule=rule, fix="pass a mapping such as {'fprop': 8000}"))
     for name, step in until.items():
         check_name(name, PRODUCTS, "product")
         if not isinstance(step, int) or step < 0:
@@ -204,15 +207,21 @@ def _check_until(until: object) -> None:
 def _check_since(since: object) -> None:
     if not isinstance(since, int) or isinstance(since, bool) or since < 0:
         rule = "low precision begins at a step, counted from 0"
-        raise OptionError(message(f"since={since!r}", rule=rule, fix="pass an int of 0 or more"))
+        raise OptionError(message(f"since={in_words(since)}", rule=rule, fix="pass an int of 0 or more"))
 
 
 def _check_product(name: str, product: Product) -> None:
     if not isinstance(product, Product):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "a product has two operands, or is None and stays in high precision"
         fix = "pass Product(Operand(format), Operand(format))"
-        raise OptionError(message(f"{name}={product!r}", rule=rule, fix=fix))
+        raise OptionError(message(f"{name}={in_words(product)}", rule=rule, fix=fix))
     a, b = product.a, product.b
+    for operand in (a, b):
+        if not isinstance(operand, Operand):  # pyright: ignore[reportUnnecessaryIsInstance]
+            rule, fix = "an operand says how it is cast", "pass Product(Operand(format), Operand(format))"
+            raise OptionError(message(f"{name} with an operand that is {in_words(operand)}", rule=rule, fix=fix))
+        check_flag(operand.stochastic, "stochastic")
+        operand.spec("fprop_x", None).plan()  # raises for options that the format does not have
     check_pair(a.format, b.format)
     if a.hadamard != b.hadamard:
         raise OptionError(
@@ -240,7 +249,6 @@ def _check_product(name: str, product: Product) -> None:
                     fix="use the format with 1-D blocks",
                 )
             )
-        operand.spec("fprop_x", None).plan()  # raises for options that the format does not have
 
 
 def _alike(name: str, fprop: Product, wgrad: Product | None) -> Recipe:
@@ -249,7 +257,8 @@ def _alike(name: str, fprop: Product, wgrad: Product | None) -> Recipe:
 
 
 _FP8, _FP8_WEIGHT = Operand("fp8_1x128"), Operand("fp8_128x128")
-_MXFP8, _MXFP6 = Operand("mxfp8_e4m3"), Operand("mxfp6_e2m3")
+_MXFP8, _MXFP8_WEIGHT = Operand("mxfp8_e4m3"), Operand("mxfp8_e4m3_128x128")
+_MXFP6 = Operand("mxfp6_e2m3")
 _MXFP4 = Operand("mxfp4")
 _NVFP4, _NVFP4_WEIGHT = Operand("nvfp4"), Operand("nvfp4_16x16")
 
@@ -259,6 +268,7 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe("bf16"),
         _alike("fp8_blockwise", Product(_FP8, _FP8_WEIGHT), Product(_FP8, _FP8)),
         _alike("mxfp8", Product(_MXFP8, _MXFP8), Product(_MXFP8, _MXFP8)),
+        _alike("mxfp8_128x128", Product(_MXFP8, _MXFP8_WEIGHT), Product(_MXFP8, _MXFP8)),
         _alike("mxfp8_wgrad_bf16", Product(_MXFP8, _MXFP8), None),
         _alike("mxfp6", Product(_MXFP6, _MXFP6), Product(_MXFP6, _MXFP6)),
         Recipe(

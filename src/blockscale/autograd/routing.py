@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError, message
+from ..errors import DtypeError, OptionError, ShapeError, message
+from ..formats.checks import check_flag, check_int, check_number, check_tensor, in_words
 from ..grouped import Routing, sort_by_expert
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
 from .transforms import wants_gradient
@@ -37,13 +38,15 @@ def route(
     ([1, 3, 4], [[0.7, 0.2], [0.6, 0.3]])
     """
     _check_scores(scores, k, bias)
+    check_flag(normalize, "normalize")
+    check_number(scale, "scale", "it is a factor of all weights", "pass scale=1.0")
     seen = scores.detach() if bias is None else scores.detach() + bias
     experts = torch.topk(seen, k, dim=-1).indices
     weights = scores.gather(-1, experts).to(torch.promote_types(scores.dtype, torch.float32))
     if normalize:
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + (total.abs() < _NO_SUM))  # one where there is no sum, its gradient as ever
-    return sort_by_expert(experts, scores.shape[-1]), weights if scale == 1.0 else weights * scale
+    return sort_by_expert(experts, scores.shape[-1]), weights if scale == 1.0 else weights * float(scale)
 
 
 def permute(x: Tensor, routing: Routing) -> Tensor:
@@ -53,6 +56,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
     >>> permute(torch.tensor([[1.0], [2.0]]), routing).flatten().tolist()
     [2.0, 1.0]
     """
+    _check_routing(routing)
     _check_rows(x, routing.rows.shape[0], "tokens")
     if not wants_gradient(x):
         return permute_rows(x, routing.tokens, routing.rows, None)
@@ -68,6 +72,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     >>> combine(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), routing, weights).flatten().tolist()
     [2.5, 2.0]
     """
+    _check_routing(routing)
     _check_rows(y, routing.tokens.shape[0], "rows")
     check_slots(weights, routing)
     if not wants_gradient(y, weights):
@@ -131,7 +136,19 @@ def _trains(weights: Tensor | None) -> bool:
     return weights is not None and weights.requires_grad
 
 
+def _check_routing(routing: object) -> None:
+    if not isinstance(routing, Routing):
+        raise DtypeError(
+            message(
+                f"routing is {in_words(routing)}",
+                rule="a Routing says which rows are whose",
+                fix="pass what route or sort_by_expert returned",
+            )
+        )
+
+
 def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
+    check_tensor(scores, "scores", "routers")
     if scores.dim() != 2 or not scores.is_floating_point():
         raise ShapeError(
             message(
@@ -140,9 +157,12 @@ def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
                 fix="flatten the tokens first",
             )
         )
+    check_int(k, "k", "it is a number of experts", least=-(2**63))
     if not 1 <= k <= scores.shape[1]:
         rule = "a token goes to at least one expert, and to each no more than once"
         raise OptionError(message(f"k={k} of {scores.shape[1]} experts", rule=rule, fix="pass k between the two"))
+    if bias is not None:
+        check_tensor(bias, "bias", "routers")
     if bias is not None and bias.shape != scores.shape[1:]:
         rule = "a bias of the choice has one number for each expert"
         raise ShapeError(message(f"bias {tuple(bias.shape)} for {scores.shape[1]} experts", rule=rule, fix="pass [E]"))
@@ -150,7 +170,14 @@ def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
 
 def check_slots(weights: Tensor | None, routing: Routing) -> None:
     """Raise unless there is a weight for each slot of each token."""
-    if weights is not None and weights.shape != routing.rows.shape:
+    if weights is None:
+        return
+    try:
+        fits = weights.shape == routing.rows.shape
+    except (AttributeError, TypeError, RuntimeError):
+        fits = False
+    if not fits:
+        check_tensor(weights, "weights", "routings")
         raise ShapeError(
             message(
                 f"weights {tuple(weights.shape)} for {tuple(routing.rows.shape)} slots",
@@ -161,6 +188,7 @@ def check_slots(weights: Tensor | None, routing: Routing) -> None:
 
 
 def _check_rows(x: Tensor, count: int, what: str) -> None:
+    check_tensor(x, "x" if what == "tokens" else "y", "routings")
     if x.dim() != 2 or x.shape[0] != count:
         raise ShapeError(
             message(

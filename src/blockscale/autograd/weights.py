@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from .. import env
 from ..casts import ops
 from ..errors import OptionError, StaleWeightError, message
+from ..formats.checks import check_model
 from ..formats.tensor import assemble
 from .operands import Casts, Pair, Resolved
 from .recipe import Recipe
@@ -263,6 +265,7 @@ def refresh_weights_(model: Module) -> int:
 
 def _refresh(model: Module, left: Container[int] = ()) -> list[int]:
     """Cast a model's weights again, but for those of the parameters `left`; ids of what is fresh then."""
+    check_model(model, "layers of a torch.nn.Module share the casts of their weights")
     _check_not_gathered(model)
     done: list[int] = []
     for _, module, name, shared in shared_weights(model):
@@ -283,13 +286,15 @@ def invalidate(model: Module) -> None:
     >>> _ = model[0].weight.data.mul_(2)
     >>> bs.invalidate(model)
     """
+    check_model(model, "layers of a torch.nn.Module share the casts of their weights")
     for *_, shared in shared_weights(model):
         shared.invalidate()
 
 
 def attach(optimizer: Optimizer, model: Module) -> None:
     """Cast the weights of a model now, and after every step of this optimizer. Where several are attached to a model,
-    each has those casts made again whose weights it steps.
+    each has those casts made again whose weights it steps. A model without a layer that follows a recipe is an error;
+    one whose recipes never say weight_cast="step" gets a warning, since there is nothing to do then.
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -306,9 +311,35 @@ def attach(optimizer: Optimizer, model: Module) -> None:
             )
         )
     refresh_weights_(model)
+    _check_there_is_something(model)
     known = (each() for each in _ATTACHED.get(optimizer, ()))
     others = [each for each in known if each is not None and each is not model]
     _ATTACHED[optimizer] = [weakref.ref(each) for each in (*others, model)]
+
+
+def _check_there_is_something(model: Module) -> None:
+    """Raise or warn where an optimizer would have no cast to keep fresh."""
+    found = [vars(module).get("recipe") for module in model.modules()]
+    recipes = [each for each in found if isinstance(each, Recipe)]
+    if not recipes:
+        raise OptionError(
+            message(
+                f"attach to a {type(model).__name__} without a layer that follows a recipe",
+                rule="an optimizer keeps the casts of weights fresh, and plain layers have none",
+                fix="call blockscale.quantize_(model, recipe) first, with a recipe that says weight_cast='step', and "
+                "print what it returns: it may have kept every layer, and says why",
+            )
+        )
+    if not any(each.weight_cast == "step" for each in recipes):
+        said = " and ".join(sorted({repr(each.weight_cast) for each in recipes}))
+        warnings.warn(
+            message(
+                f"attach has nothing to do: the {len(recipes)} layers that follow a recipe have weight_cast={said}",
+                rule="weights are cast once per optimizer step where a recipe says weight_cast='step'",
+                fix=f"convert with get_recipe({recipes[0].name!r}).replace(weight_cast='step'), or leave attach out",
+            ),
+            stacklevel=3,
+        )
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

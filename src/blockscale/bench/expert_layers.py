@@ -135,7 +135,9 @@ def our_experts(recipe: Recipe) -> Build:
         assert isinstance(plain.layer, PlainExperts)
         experts, features, hidden = plain.layer.down.weight.shape
         state = rng_state(0, device=plain.offs.device)
-        layer = GroupedExperts(experts, features, hidden, False, "meta", recipe=recipe, name="bench", rng=state)
+        layer = GroupedExperts(
+            experts=experts, dim=features, hidden=hidden, device="meta", recipe=recipe, name="bench", rng=state
+        )
         _share(layer, plain.layer)
         return InGroups(layer, plain.sizes, plain.offs)
 
@@ -149,7 +151,16 @@ def our_mixture(recipe: Recipe) -> Build:
         assert isinstance(plain, PlainMixture)
         experts, features, hidden = plain.experts.down.weight.shape
         state = rng_state(0, device=plain.router.weight.device)
-        moe = MoE(features, hidden, experts, plain.top_k, False, "meta", recipe=recipe, name="bench", rng=state)
+        moe = MoE(
+            dim=features,
+            hidden=hidden,
+            experts=experts,
+            top_k=plain.top_k,
+            device="meta",
+            recipe=recipe,
+            name="bench",
+            rng=state,
+        )
         moe.router.weight = plain.router.weight
         _share(moe.experts, plain.experts)
         return moe

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec, check_amax
+from ..formats.checks import check_flag, check_tensor, in_words
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, check_is_block_scaled, to_parts
 from ..library import is_watched
@@ -58,7 +59,8 @@ def quantize(
     >>> dequantize(q).sum().item()
     128.0
     """
-    plain = rounding == "nearest" and hadamard is False and not satfinite and isinstance(amax, str) and amax == "tensor"
+    plain = isinstance(rounding, str) and rounding == "nearest" and hadamard is False and satfinite is False
+    plain = plain and isinstance(amax, str) and amax == "tensor"
     if plain and scale_rule is None and role is None and scale_layout is None:
         spec = as_cast_spec(format)
     else:
@@ -98,6 +100,7 @@ def quantize_both(
     (-1, -2, (128, 256))
     """
     check_source(x, "x")
+    check_flag(colsum, "colsum")
     row_spec, col_spec = as_cast_spec(row), as_cast_spec(col)
     plans = (plan_cast(x, row_spec, offs), plan_cast(x, col_spec, offs))
     row_operand, col_operand, total = cast_both(x, (row_spec, col_spec), plans, offs, colsum=colsum)
@@ -135,9 +138,14 @@ def dequantize(
     """
     check_is_block_scaled(q, "q", "dequantize")
     check_block_scaled(q, "q")
-    if dtype not in FLOAT_DTYPES:
+    check_flag(rotated, "rotated")
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DtypeError(
-            message(f"dtype={dtype}", rule="values come out as bfloat16, float16 or float32", fix="use one of them")
+            message(
+                f"dtype={in_words(dtype)}",
+                rule="values come out as bfloat16, float16 or float32",
+                fix="use one of them",
+            )
         )
     per_group = q.global_scale is not None and q.global_scale.dim() == 1 and len(q.shape) == 2
     if offs is None and (per_group or q.group_align):
@@ -183,11 +191,11 @@ def _with_options(format: str | CastSpec, options: tuple[Any, ...]) -> CastSpec:
     spec = CastSpec("", *options)
     given = {
         "scale_rule": spec.scale_rule is not None,
-        "rounding": spec.rounding != "nearest",
+        "rounding": not isinstance(spec.rounding, str) or spec.rounding != "nearest",
         "hadamard": spec.hadamard is not False,
         "role": spec.role is not None,
-        "amax": spec.amax_tensor is not None or spec.amax != "tensor",
-        "satfinite": spec.satfinite,
+        "amax": not isinstance(spec.amax, str) or spec.amax != "tensor",
+        "satfinite": spec.satfinite is not False,
         "scale_layout": spec.scale_layout is not None,
     }
     raise OptionError(
@@ -201,12 +209,7 @@ def _with_options(format: str | CastSpec, options: tuple[Any, ...]) -> CastSpec:
 
 def check_source(x: Tensor, name: str) -> None:
     """Raise unless x is a dense floating-point matrix or a batch of them."""
-    if isinstance(x, BlockScaled):
-        fix = "dequantize it first, or cast the source again"
-        raise DtypeError(message(f"{name} is {x}", rule="casts take high-precision tensors", fix=fix))
-    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        rule, fix = "casts take torch tensors", f"pass torch.tensor({name})"
-        raise DtypeError(message(f"{name} is a {type(x).__name__}", rule=rule, fix=fix))
+    check_tensor(x, name, "casts")
     if x.dtype not in FLOAT_DTYPES:
         raise DtypeError(
             message(
@@ -215,9 +218,6 @@ def check_source(x: Tensor, name: str) -> None:
                 fix=f"convert it first, for example {name}.float()",
             )
         )
-    if x.layout != torch.strided:
-        fix = f"pass {name}.to_dense()"
-        raise DtypeError(message(f"{name} has layout {x.layout}", rule="casts take dense tensors", fix=fix))
     if x.dim() < 2:
         raise ShapeError(
             message(
@@ -296,7 +296,7 @@ def check_offs(offs: Tensor | None, device: torch.device, rank: int, *, required
     if offs.dtype != torch.int32 or offs.dim() != 1 or offs.device != device:
         raise ShapeError(
             message(
-                f"offs is {offs.dtype} {tuple(offs.shape)} on {offs.device}",
+                f"offs is {in_words(offs)} on {offs.device}",
                 rule=f"group ends are an int32 vector on {device}, inclusive ends as in torch's grouped_mm",
                 fix="pass sizes.cumsum(0).to(torch.int32)",
             )

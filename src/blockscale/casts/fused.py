@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
 from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec
+from ..formats.checks import check_number, check_tensor
 from ..formats.tensor import BlockScaled, assemble, check_axis
 from . import FLOAT_DTYPES, check_source, fused_ops, plan_cast
 
@@ -235,6 +236,7 @@ def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     if x.shape[-1] == 0:
         rule, fix = "a norm is over the last axis, which must not be empty", "pass at least one column"
         raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule=rule, fix=fix))
+    check_tensor(weight, "weight", "norms")
     if weight.dtype not in FLOAT_DTYPES:
         rule = "the weight of a norm is bfloat16, float16 or float32"
         raise DtypeError(message(f"weight has dtype {weight.dtype}", rule=rule, fix="pass weight.float()"))
@@ -247,7 +249,8 @@ def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
             )
         )
     check_same_device(weight, "weight", x, "x")
-    if not eps >= 0:
+    check_number(eps, "eps", "it is added to a mean of squares", "pass eps=1e-6")
+    if eps < 0:
         raise OptionError(message(f"eps={eps}", rule="it is added to a mean of squares", fix="pass eps=1e-6"))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError, message
 from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec
+from ..formats.checks import check_tensor
 from ..formats.tensor import BlockScaled, assemble
 from . import check_offs, check_source, fused_ops, plan_cast
 from .fused import Pair, Spec, check_same_device, count_groups, pair_arguments, pair_of
@@ -102,6 +103,7 @@ def check_permutation(x: Tensor, indices: Tensor) -> None:
         raise DtypeError(
             message(f"indices is {what}", rule="indices are int32 or int64 tensors", fix="pass indices.to(torch.int32)")
         )
+    check_tensor(indices, "indices", "gathers")
     if indices.dim() != 1:
         raise ShapeError(
             message(
@@ -117,6 +119,7 @@ def check_row_weights(weights: Tensor | None, indices: Tensor) -> None:
     """Raise unless there is a factor for each permuted row."""
     if weights is None:
         return
+    check_tensor(weights, "weights", "casts")
     if weights.dtype != torch.float32 or weights.shape != indices.shape:
         raise ShapeError(
             message(

@@ -194,7 +194,7 @@ def _without(report: ConversionReport, kept: Collection[str]) -> ConversionRepor
     """What a conversion would report that leaves these layers as they are."""
     low = tuple(each for each in report.converted if each.name not in kept)
     stay = tuple(
-        Skipped(each.name, "advised", *each[1:4], each.experts, each.active)
+        Skipped(each.name, "advised", *each[1:4], each.experts, each.active, each.among)
         for each in report.converted
         if each.name in kept
     )

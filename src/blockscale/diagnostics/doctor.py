@@ -20,7 +20,8 @@ from multiprocessing import get_context
 import torch
 
 from .. import __version__, env
-from ..errors import OptionError
+from ..errors import OptionError, message
+from ..formats.checks import check_int, in_words
 from ..formats.spec import FORMATS
 from ..gemm import _assembler
 from ..hardware import default_device, describe, named_device
@@ -75,6 +76,10 @@ def doctor(
     >>> doctor("cpu").ok
     True
     """
+    check_int(workers, "workers", "it is a number of processes", least=1)
+    if on_look is not None and not callable(on_look):
+        rule, fix = "it is told what was looked at", "pass a function of one text, such as print"
+        raise OptionError(message(f"on_look is {in_words(on_look)}", rule=rule, fix=fix))
     where = default_device() if device is None else named_device(device)
     started = time.perf_counter()
     found = dict[_Look, Sequence[Choice | Check]]()

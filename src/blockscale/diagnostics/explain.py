@@ -16,8 +16,9 @@ from ..casts.ops import cast_request, dequantize_request
 from ..casts.permuted import check_copied_rows, check_permutation
 from ..errors import OptionError, check_name, message
 from ..formats.cast_spec import CastSpec, as_cast_spec
+from ..formats.checks import check_flag, check_kind
 from ..formats.tensor import BlockScaled, check_block_scaled
-from ..gemm import check_dense
+from ..gemm import check_dense, check_output
 from ..gemm.ops import gemm_request
 from ..grouped import check_grouped
 from ..grouped.ops import grouped_request
@@ -59,6 +60,11 @@ def explain(
     'torch'
     """
     check_name(op, OPERATIONS, "operation")
+    check_output(out_dtype)
+    for flag, value in (("bias", bias), ("accumulate", accumulate)):
+        check_flag(value, flag)
+    check_kind(on, Capability, "on", "another device is told by what it can do", "pass on=Capability('cuda', 90)")
+    _check_groups(op, offs, starts)
     match op, operands:
         case ("cast", [Tensor() as x, str() | CastSpec() as spec]):
             check_source(x, "x")
@@ -97,6 +103,15 @@ def explain(
                 )
             )
     return explain_request(request if on is None else replace(request, capability=on))
+
+
+def _check_groups(op: str, offs: Tensor | None, starts: Tensor | None) -> None:
+    """Raise for ends and starts of groups beside an operation that has none."""
+    takers = {"offs": ("cast", "cast_both", "dequantize", *FUSED), "starts": ("grouped",)}
+    for name, given in (("offs", offs), ("starts", starts)):
+        if given is not None and op not in takers[name]:
+            fix = "pass the ends as an operand: explain('grouped', a, b, offs)" if op == "grouped" else "leave it out"
+            raise OptionError(message(f"{name} for explain({op!r})", rule=f"this call takes no {name}", fix=fix))
 
 
 def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> Request | None:

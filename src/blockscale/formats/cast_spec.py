@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, check_name, message
+from .checks import check_flag, in_words, is_dense
 from .hadamard import DEFAULT_MASKS
 from .spec import Format, check_layout, check_rule, get_format
-from .stochastic import Stochastic, stream_id
+from .stochastic import ROLES, Stochastic, stream_id
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,8 @@ class CastSpec:
 
     def plan(self) -> CastPlan:
         """Defaults filled in and every option checked against the format."""
+        if self.role is not None and not (isinstance(self.role, str) and self.role in ROLES):  # pyright: ignore[reportUnnecessaryIsInstance]
+            check_name(self.role, ROLES, "role")
         return self._resolve() if torch.compiler.is_compiling() else self._plan
 
     @functools.cached_property
@@ -74,6 +77,7 @@ class CastSpec:
             raise OptionError(
                 message(f"amax given for {spec.name}", rule="only NVFP4 has a tensor scale", fix="leave amax out")
             )
+        check_flag(self.satfinite, "satfinite")
         if self.satfinite and spec.family != "mx":
             raise OptionError(
                 message(f"satfinite given for {spec.name}", rule="satfinite is an MX option", fix="leave it out")
@@ -113,7 +117,7 @@ _PLANS: dict[str, CastPlan] = {}
 
 
 def _check_rounding(rounding: str) -> None:
-    if rounding == "stochastic":
+    if isinstance(rounding, str) and rounding == "stochastic":  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
             message(
                 "rounding='stochastic'",
@@ -127,6 +131,13 @@ def _check_rounding(rounding: str) -> None:
 def _hadamard_mask(spec: Format, hadamard: bool | int) -> int | None:
     if hadamard is False:
         return None
+    mask = DEFAULT_MASKS.get(spec.hadamard, 0) if hadamard is True else hadamard
+    check_mask(spec, mask)
+    return mask
+
+
+def check_mask(spec: Format, mask: int) -> None:
+    """Raise unless a format has rotations, and this is the sign mask of one."""
     if spec.hadamard == 0 or spec.is_2d:
         raise OptionError(
             message(
@@ -135,11 +146,10 @@ def _hadamard_mask(spec: Format, hadamard: bool | int) -> int | None:
                 fix="leave hadamard out",
             )
         )
-    mask = DEFAULT_MASKS[spec.hadamard] if hadamard is True else hadamard
     if not isinstance(mask, int) or mask in (0, 1, 16, 32):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
             message(
-                f"hadamard={hadamard!r}",
+                f"hadamard={in_words(mask)}",
                 rule="it is True, False or a sign mask; this looks like a switch or a group size",
                 fix=f"pass hadamard=True: groups of {spec.hadamard} with mask {DEFAULT_MASKS[spec.hadamard]:#x}",
             )
@@ -152,7 +162,6 @@ def _hadamard_mask(spec: Format, hadamard: bool | int) -> int | None:
                 fix="pass hadamard=True for the default mask",
             )
         )
-    return mask
 
 
 @dataclass(frozen=True)
@@ -248,10 +257,10 @@ def check_amax(amax: Tensor | None, device: torch.device) -> None:
     if not isinstance(amax, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "supplied maxima are a float32 tensor, so that nothing waits for the device"
         raise OptionError(message(f"amax is a {type(amax).__name__}", rule=rule, fix="pass x.abs().amax().float()"))
-    if amax.dtype != torch.float32 or amax.dim() > 1 or amax.device != device:
+    if not is_dense(amax) or amax.dtype != torch.float32 or amax.dim() > 1 or amax.device != device:
         raise OptionError(
             message(
-                f"amax is {amax.dtype} {tuple(amax.shape)} on {amax.device}",
+                f"amax is {in_words(amax)} on {amax.device}",
                 rule=f"supplied maxima are float32, [] for the tensor or [G] for its groups, on {device}",
                 fix="pass x.abs().amax().float(), max-reduced over ranks where the tensor is sharded",
             )

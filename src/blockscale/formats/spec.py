@@ -171,7 +171,7 @@ def get_format(name: str) -> Format:
 
 def check_rule(spec: Format, rule: str) -> None:
     """Raise unless `rule` is a scale rule of this format."""
-    if rule in spec.rules:
+    if isinstance(rule, str) and rule in spec.rules:  # pyright: ignore[reportUnnecessaryIsInstance]
         return
     check_name(rule, (*MX_RULES, *NVFP4_RULES, *FP8_RULES), "scale rule")
     raise OptionError(
@@ -185,7 +185,7 @@ def check_rule(spec: Format, rule: str) -> None:
 
 def check_layout(spec: Format, layout: str) -> None:
     """Raise unless `layout` is a scale layout of this format."""
-    if layout in spec.layouts:
+    if isinstance(layout, str) and layout in spec.layouts:  # pyright: ignore[reportUnnecessaryIsInstance]
         return
     check_name(layout, ("plain", "mn_major", "grid", "blocked"), "scale layout")
     raise OptionError(
@@ -199,3 +199,12 @@ def check_layout(spec: Format, layout: str) -> None:
 
 # a code times its block scale is exact in bf16 (docs/numerics.md), which FP8 with fp32 scales is not
 BF16_EXACT_PAIRS = tuple(sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family != "fp8"))
+
+
+def partners_of(name: str) -> list[str]:
+    """Formats with 1-D blocks that a product combines with this one, on either side.
+
+    >>> partners_of("fp8_128x128"), partners_of("nvfp4")
+    (['fp8_1x128'], ['nvfp4'])
+    """
+    return [each for each, spec in FORMATS.items() if not spec.is_2d and (each, name) in LEGAL_PAIRS]

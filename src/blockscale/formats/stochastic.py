@@ -7,6 +7,7 @@ geometry, sharding, recomputation or a resume, and nothing but the seed needs sa
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import zlib
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError, check_name, message
+from .checks import all_ints, check_device, check_int, check_text, in_words, is_dense
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -52,7 +54,8 @@ def rng_state(seed: int, tick: int = 0, device: torch.device | str = "cpu") -> T
     >>> rng_state(7, tick=3)
     tensor([7, 3])
     """
-    seed, tick = whole_number(seed, "seed", end=2**64), whole_number(tick, "tick")
+    seed, tick = check_seed(seed), whole_number(tick, "tick")
+    check_device(device)
     signed = (seed & (2**64 - 1)) - (2**64 if seed & 2**63 else 0)
     return torch.tensor([signed, tick], dtype=torch.int64, device=device)
 
@@ -63,14 +66,18 @@ def whole_number(value: object, name: str, end: int = 2**63) -> int:
     >>> whole_number(7, "tick")
     7
     """
-    try:
-        number = operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        number = end
+    number = end
+    with contextlib.suppress(TypeError):
+        number = end if isinstance(value, Tensor) else operator.index(value)  # pyright: ignore[reportArgumentType]
     if -(2**63) <= number < end:
         return number
     rule = f"it is a whole number from -2^63 to 2^{end.bit_length() - 1} - 1"
-    raise OptionError(message(f"{name}={value!r}", rule=rule, fix=f"pass {name}=0, or any other int"))
+    raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=f"pass {name}=0, or any other int"))
+
+
+def check_seed(seed: object) -> int:
+    """The seed as an int of 64 bits, signed or not."""
+    return whole_number(seed, "seed", end=2**64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,25 +103,22 @@ class Stochastic:
                     fix="make it with blockscale.rng_state(seed, tick, device)",
                 )
             )
-        if type(self.first_group) is not int:
-            whole_number(self.first_group, "first_group")
-        for number in self.origin or ():
-            whole_number(number, "origin")
-        if self.origin is not None and (len(self.origin) != 3 or min(self.origin) < 0):
+        placed = type(self.origin) is tuple and len(self.origin) == 3 and all_ints(self.origin)
+        if self.origin is not None and not placed:
             raise OptionError(
                 message(
-                    f"origin={self.origin}",
+                    f"origin={self.origin!r}",
                     rule="a shard starts at (row, column) of a tensor with that many columns, none negative",
                     fix="pass (first row, first column, columns of the whole tensor)",
                 )
             )
-        if not 0 <= self.first_group < 65536:
-            rule = "groups are counted from 0 and share 16 bits of the counter"
-            raise OptionError(message(f"first_group={self.first_group}", rule=rule, fix="pass the global index"))
-        if self.state.dtype != torch.int64 or self.state.shape != (2,):
+        rule = "groups are counted from 0 and share 16 bits of the counter: it is the global index"
+        check_int(self.first_group, "first_group", rule, most=65535)
+        check_text(self.name, "name", "layers.0.mlp.down_proj")
+        if not is_dense(self.state) or self.state.dtype != torch.int64 or self.state.shape != (2,):
             raise ShapeError(
                 message(
-                    f"stochastic state is {self.state.dtype} {tuple(self.state.shape)}",
+                    f"stochastic state is {in_words(self.state)}",
                     rule="seed and tick are one int64 tensor of shape [2] on the operand's device",
                     fix="make it with blockscale.formats.rng_state(seed, tick, device)",
                 )

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import AxisError, DtypeError, LayoutError, message
-from .cast_spec import CastPlan
+from .cast_spec import CastPlan, check_mask
+from .checks import all_ints, check_device, in_words, is_dense
 from .layout import (
     GROUP_ALIGN,
     code_bytes,
@@ -28,7 +29,7 @@ from .layout import (
     shorten,
     unpack_scale,
 )
-from .spec import Format, check_layout, get_format
+from .spec import FORMATS, Format, check_layout, get_format, partners_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,7 +99,7 @@ class BlockScaled:
 
     def with_layout(self, layout: str) -> BlockScaled:
         """The same numbers with scales in another layout; a byte move, or nothing when the layout is already right."""
-        if layout == self.scale_layout:
+        if isinstance(layout, str) and layout == self.scale_layout:  # pyright: ignore[reportUnnecessaryIsInstance]
             return self
         check_layout(self.spec, layout)
         buffer = pack_scale(self.spec, self.plain_scale(), self.rows, self.length, layout)
@@ -107,16 +108,19 @@ class BlockScaled:
 
     def to(self, device: torch.device | str) -> BlockScaled:
         """The same numbers on another device, in the same layout."""
+        check_device(device)
         where = torch.device(device)
         global_scale = None if self.global_scale is None else self.global_scale.to(where)
         return replace(self, data=_move(self.data, where), scale=_move(self.scale, where), global_scale=global_scale)
 
     def __repr__(self) -> str:
+        if not (is_dense(self.data) and is_dense(self.scale) and isinstance(self.shape, tuple)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return f"BlockScaled({self.format}, data {in_words(self.data)}, scale {in_words(self.scale)})"
         extras = [f"axis={self.axis}", f"scale {str(self.scale.dtype)[6:]} {self.scale_layout}"]
-        if self.global_scale is not None:
+        if isinstance(self.global_scale, Tensor):
             extras.append(f"global_scale {tuple(self.global_scale.shape)}")
         if self.hadamard is not None:
-            extras.append(f"hadamard={self.hadamard:#x}")
+            extras.append(f"hadamard={self.hadamard:#x}" if type(self.hadamard) is int else "hadamard of no mask")
         if self.group_align:
             extras.append(f"groups padded to {self.group_align}")
         return f"BlockScaled({self.format} {tuple(self.shape)}, {', '.join(extras)}, {self.device})"
@@ -153,10 +157,10 @@ torch.serialization.add_safe_globals([BlockScaled])
 
 def check_axis(axis: int) -> None:
     """Raise unless the axis is one of the last two."""
-    if axis not in (-1, -2):
+    if not isinstance(axis, int) or axis not in (-1, -2):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise AxisError(
             message(
-                f"axis={axis}",
+                f"axis={in_words(axis)}",
                 rule="blocks run along one of the last two axes, named from the end",
                 fix="use axis=-1 (blocks along the last axis) or axis=-2",
             )
@@ -195,14 +199,17 @@ def assemble(
     )
 
 
-def check_is_block_scaled(q: object, name: str, taker: str) -> None:
-    """Raise unless it is a BlockScaled at all, as opposed to a tensor that nobody has cast."""
+def check_is_block_scaled(q: object, name: str, taker: str, partner: object = None) -> None:
+    """Raise unless it is a BlockScaled at all, as opposed to a tensor that nobody has cast.  partner: the other operand
+    of a product, which decides what format to cast to."""
     if not isinstance(q, BlockScaled):
+        beside = partner.format if isinstance(partner, BlockScaled) else None
+        format = partners_of(beside)[0] if isinstance(beside, str) and beside in FORMATS else "mxfp8_e4m3"
         raise DtypeError(
             message(
                 f"{name} is a {type(q).__name__}",
                 rule=f"{taker} takes BlockScaled operands",
-                fix=f"cast it first: blockscale.quantize({name}, 'mxfp8_e4m3')",
+                fix=f"cast it first: blockscale.quantize({name}, {format!r})",
             )
         )
 
@@ -212,6 +219,7 @@ def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
     spec = q.spec
     check_axis(q.axis)
     check_layout(spec, q.scale_layout)
+    _check_record(q, name)
     lead, rows, length = tuple(q.shape[:-2]), q.rows, q.length
     # compared as they lie: the operand with its scaled axis last would take views
     order = 1 if q.axis == -1 else -1
@@ -229,24 +237,57 @@ def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
             )
         )
     factor = q.global_scale
-    if factor is not None and (factor.dtype != torch.float32 or factor.dim() > 1 or factor.device != q.device):
+    if factor is not None and not (
+        is_dense(factor) and factor.dtype == torch.float32 and factor.dim() <= 1 and factor.device == q.device
+    ):
         raise LayoutError(
             message(
-                f"{name}.global_scale is {factor.dtype} {tuple(factor.shape)} on {factor.device}",
+                f"{name}.global_scale is {_with_device(factor)}",
                 rule=f"the tensor scale is float32, [] or one per group, on {q.device}",
                 fix="make operands with blockscale.quantize",
             )
         )
 
 
+def _check_record(q: BlockScaled, name: str) -> None:
+    """Raise unless what an operand says besides its tensors makes sense: its shape, groups and rotation."""
+    if not isinstance(q.data, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        rule, fix = "codes are a torch tensor", "make operands with blockscale.quantize"
+        raise LayoutError(message(f"{name}.data is {in_words(q.data)}", rule=rule, fix=fix))
+    if not isinstance(q.shape, tuple) or len(q.shape) < 2 or not all_ints(q.shape):  # pyright: ignore[reportUnnecessaryIsInstance]
+        rule = "an operand has the shape that it was cast from, as a tuple of two or more sizes"
+        raise LayoutError(
+            message(f"{name}.shape is {_brief(q.shape)}", rule=rule, fix="pass tuple(x.shape) of its source")
+        )
+    aligned = type(q.group_align) is int and q.group_align in (0, GROUP_ALIGN)
+    if not aligned or not all_ints((q.groups,)):
+        raise LayoutError(
+            message(
+                f"{name} has group_align={_brief(q.group_align)} and groups={_brief(q.groups)}",
+                rule=f"groups of tokens are padded to {GROUP_ALIGN} or, with 0, not at all; groups is their number",
+                fix="cast with offs and axis=-2, which sets both",
+            )
+        )
+    if q.hadamard is not None:
+        check_mask(q.spec, q.hadamard)
+
+
+def _brief(value: object) -> str:
+    return repr(value) if isinstance(value, tuple | list) else in_words(value)
+
+
+def _with_device(value: object) -> str:
+    return f"{in_words(value)} on {value.device}" if isinstance(value, Tensor) else in_words(value)
+
+
 def _check_part(
     name: str, part: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], q: BlockScaled
 ) -> None:
-    if tensor.dtype == dtype and tensor.shape == shape and tensor.device == q.device:
+    if is_dense(tensor) and tensor.dtype == dtype and tensor.shape == shape and tensor.device == q.device:
         return
     raise LayoutError(
         message(
-            f"{name}.{part} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+            f"{name}.{part} is {_with_device(tensor)}",
             rule=f"{q.format} {tuple(q.shape)} with axis={q.axis} and {q.scale_layout} scales keeps its {part}"
             f" as {dtype} {shape} on {q.device}",
             fix="make operands with blockscale.quantize, or give BlockScaled the shape it was cast from",

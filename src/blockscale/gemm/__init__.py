@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..casts import FLOAT_DTYPES
 from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError, message
+from ..formats.checks import in_words, is_dense
 from ..formats.spec import check_pair
 from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, to_parts
 from . import _reference as _reference  # registers its rows
@@ -98,8 +99,8 @@ def check_dense(a: BlockScaled, b: BlockScaled) -> None:
 
 def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) -> None:
     """Raise unless both are sound operands of these ranks, a legal pair, on one device, scaled axis last."""
-    for name, q, rank in (("a", a, ranks[0]), ("b", b, ranks[1])):
-        check_is_block_scaled(q, name, "a product")
+    for name, q, rank, partner in (("a", a, ranks[0], b), ("b", b, ranks[1], a)):
+        check_is_block_scaled(q, name, "a product", partner)
         check_block_scaled(q, name)
         if len(q.shape) != rank:
             raise ShapeError(
@@ -146,10 +147,12 @@ def check_contraction(a: BlockScaled, b: BlockScaled) -> None:
 
 def check_output(dtype: torch.dtype) -> None:
     """Raise unless a product can come out in this dtype."""
-    if dtype not in FLOAT_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DtypeError(
             message(
-                f"out_dtype={dtype}", rule="products come out as bfloat16, float16 or float32", fix="use one of them"
+                f"out_dtype={in_words(dtype)}",
+                rule="products come out as bfloat16, float16 or float32",
+                fix="use one of them",
             )
         )
 
@@ -170,10 +173,11 @@ def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], 
     if bias is not None:
         fix = "add the bias yourself"
         raise OptionError(message("bias and accumulate together", rule="an accumulated product has no bias", fix=fix))
-    if acc.dtype not in ACCUMULATOR_DTYPES or tuple(acc.shape) != shape or acc.device != device:
+    sound = is_dense(acc) and acc.dtype in ACCUMULATOR_DTYPES and tuple(acc.shape) == shape
+    if not sound or acc.device != device:
         raise ShapeError(
             message(
-                f"accumulate is {acc.dtype} {tuple(acc.shape)} on {acc.device}",
+                f"accumulate is {in_words(acc)} on {acc.device}",
                 rule=f"the buffer is float32 or bfloat16 {shape} on {device}",
                 fix="allocate it with torch.zeros",
             )
@@ -188,10 +192,11 @@ def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device
         raise DtypeError(
             message(f"bias is a {type(bias).__name__}", rule="a bias is a tensor", fix="torch.tensor(bias)")
         )
-    if bias.dtype not in FLOAT_DTYPES or tuple(bias.shape) != shape or bias.device != device:
+    sound = is_dense(bias) and bias.dtype in FLOAT_DTYPES and tuple(bias.shape) == shape
+    if not sound or bias.device != device:
         raise ShapeError(
             message(
-                f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}",
+                f"bias is {in_words(bias)} on {bias.device}",
                 rule=f"a bias is bfloat16, float16 or float32 of shape {shape} on {device}",
                 fix="pass one value per output column",
             )

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..casts import check_group_count, check_offs
 from ..errors import DtypeError, OptionError, ShapeError, message
+from ..formats.checks import in_words, is_dense
+from ..formats.spec import partners_of
 from ..formats.tensor import BlockScaled, to_parts
 from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
 from . import _reference as _reference  # registers its rows
@@ -117,6 +119,15 @@ def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor |
 
 
 def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None) -> tuple[int, ...]:
+    # before formats are compared: what they advise has to be right for rows of groups
+    if isinstance(a, BlockScaled) and a.spec.is_2d:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(
+            message(
+                f"a is {a}",
+                rule="a 2-D block of rows would span groups",
+                fix=f"cast a with 1-D blocks: {' or '.join(partners_of(b.format))}",
+            )
+        )
     check_operands(a, b, ranks=(2, 3))
     check_contraction(a, b)
     check_offs(offs, a.device, 2, required=True)
@@ -131,14 +142,6 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tenso
     _check_starts(starts, offs)
     for name, q in (("a", a), ("b", b)):
         check_group_count(q, offs, name)
-    if a.spec.is_2d:
-        raise OptionError(
-            message(
-                f"a is {a}",
-                rule="a 2-D block of rows would span groups",
-                fix="cast a with 1-D blocks: fp8_1x128, mxfp8_e4m3 or nvfp4",
-            )
-        )
     if a.group_align:
         raise OptionError(
             message(f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1")
@@ -152,10 +155,11 @@ def _check_starts(starts: Tensor | None, offs: Tensor) -> None:
     if not isinstance(starts, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass torch.tensor(starts, dtype=torch.int32)"
         raise DtypeError(message(f"starts is a {type(starts).__name__}", rule="starts are an int32 tensor", fix=fix))
-    if starts.dtype != torch.int32 or starts.shape != offs.shape or starts.device != offs.device:
+    sound = is_dense(starts) and starts.dtype == torch.int32 and starts.shape == offs.shape
+    if not sound or starts.device != offs.device:
         raise ShapeError(
             message(
-                f"starts is {starts.dtype} {tuple(starts.shape)} on {starts.device}",
+                f"starts is {in_words(starts)} on {starts.device}",
                 rule=f"starts are an int32 vector on {offs.device}, one for each of the {offs.shape[0]} group ends",
                 fix="pass capacity * torch.arange(groups, dtype=torch.int32, device=offs.device)",
             )

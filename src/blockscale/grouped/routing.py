@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import DtypeError, OptionError, ShapeError, message
+from ..errors import DtypeError, ShapeError, message
+from ..formats.checks import check_int, check_tensor
 from . import routing_ops
 
 
@@ -75,6 +76,7 @@ def _check_experts(experts: Tensor, count: int) -> None:
         what = experts.dtype if isinstance(experts, Tensor) else type(experts).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "the experts of a token are numbers in an int32 or int64 tensor"
         raise DtypeError(message(f"experts is {what}", rule=rule, fix="pass scores.topk(k).indices"))
+    check_tensor(experts, "experts", "routings")
     if experts.dim() != 2 or experts.shape[1] == 0:
         raise ShapeError(
             message(
@@ -83,6 +85,5 @@ def _check_experts(experts: Tensor, count: int) -> None:
                 fix="pass experts.view(-1, k)",
             )
         )
-    if not 0 < count < 1 << 15:
-        rule = "there is at least one expert, and no more than 32767"
-        raise OptionError(message(f"{count} experts", rule=rule, fix="pass the size of the router's output"))
+    rule = "count is the size of the router's output: at least one expert, and no more than 32767"
+    check_int(count, "count", rule, least=1, most=(1 << 15) - 1)

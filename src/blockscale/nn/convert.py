@@ -17,12 +17,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, message
-from ..formats.stochastic import module_name, rng_state, whole_number
+from ..formats.checks import check_int, check_model, in_words
+from ..formats.stochastic import check_seed, module_name, rng_state, whole_number
+from .active import Active, active_experts
 from .adapters import AdaptedExperts
 from .follower import DEFAULT_SEED, Follower
 from .linear import Linear
-from .policy import Defaults, Ends, active_experts, find_defaults, find_ends, obstacle, sizes_of
-from .report import ConversionReport, Converted, Other, Skipped, nothing_converted, speed_note
+from .policy import Defaults, Ends, find_defaults, find_ends, obstacle, sizes_of
+from .report import ConversionReport, Converted, Other, Skipped, nothing_converted, speed_note, unknown_active
 
 FilterFn = Callable[[nn.Module, str], bool]
 # a layer draws by its name, and a model that is a single layer has none
@@ -54,8 +56,9 @@ def quantize_(
     >>> [layer.name for layer in report.converted], report.skipped[0].reason
     (['0'], 'narrow: fewer than 16 features on a side')
     """
-    _check_model(model)
+    check_model(model, "the modules of a torch.nn.Module are changed in place")
     _check_filter(filter_fn)
+    check_seed(seed)
     chosen = get_recipe(recipe)
     modules = [(module_name(name), module) for name, module in model.named_modules()]
     defaults = find_defaults(modules) if filter_fn is None else None
@@ -63,7 +66,9 @@ def quantize_(
 
     # every layer is judged before the first one changes: a filter_fn that fails leaves the model as it was
     reasons = [_reason(name, module, filter_fn, defaults, ends) if sizes_of(module) else "" for name, module in modules]
-    active = active_experts(modules)
+    holders = {id(module): max((size.experts for size in sizes_of(module)), default=1) for _, module in modules}
+    active = active_experts(modules, {each: experts for each, experts in holders.items() if experts > 1})
+    unknown: dict[int, list[str]] = {}
     converted: list[Converted] = []
     skipped: list[Skipped] = []
     others: dict[str, Other] = {}
@@ -80,15 +85,19 @@ def quantize_(
         before = _convert(module, name or ROOT, chosen, states, seed) if reason is None else ""
         for at, size in enumerate(sizes):
             place = ".".join(filter(None, (name, size.part))) or ROOT
-            seen = active.get(id(module), 1) if size.experts > 1 else 1
+            seen = active.get(id(module), Active(1))
+            if seen.known is None:
+                unknown.setdefault(max(size.experts, seen.among), []).append(place)
+            counted_as = (size.experts, seen.known or 1, seen.among)
             # those of all parts stand in the first line
             held = (size.in_features, size.out_features, 0 if at else parameters)
             if reason is None:
                 notes = speed_note(chosen, *held[:2]), before, _experts_note(size.experts, seen)
-                converted.append(Converted(place, *held, "; ".join(filter(None, notes)), size.experts, seen))
+                converted.append(Converted(place, *held, "; ".join(filter(None, notes)), *counted_as))
             else:
-                skipped.append(Skipped(place, reason, *held, size.experts, seen))
+                skipped.append(Skipped(place, reason, *held, *counted_as))
     warnings = [ends.warning] if ends.warning else []
+    warnings += [unknown_active(names, experts) for experts, names in unknown.items()]
     left = [module for (_, module), reason in zip(modules, reasons, strict=True) if reason and _is_low(module)]
     if left:
         warnings.append(
@@ -110,7 +119,7 @@ def unquantize_(model: nn.Module) -> int:
     >>> unquantize_(model), type(model[0]) is nn.Linear
     (1, True)
     """
-    _check_model(model)
+    check_model(model, "the modules of a torch.nn.Module are changed in place")
     kinds = (Linear, AdaptedExperts)
     found = [module for module in model.modules() if isinstance(module, kinds) and module.was_plain is not None]
     for module in found:
@@ -140,7 +149,7 @@ def advance_(model: nn.Module, tick: int | None = None) -> None:
     >>> model[0].rng
     tensor([7, 1])
     """
-    _check_model(model)
+    check_model(model, "the modules of a torch.nn.Module are changed in place")
     if tick is not None:
         tick = whole_number(tick, "tick")
     found = (getattr(module, "rng", None) for module, _ in _followers(model))
@@ -164,9 +173,8 @@ def set_step_(model: nn.Module, step: int) -> None:
     >>> print(model[0].recipe_now.fprop)
     None
     """
-    _check_model(model)
-    if not isinstance(step, int) or step < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(message(f"step={step!r}", rule="steps are counted from 0", fix="pass an int of 0 or more"))
+    check_model(model, "the modules of a torch.nn.Module are changed in place")
+    check_int(step, "step", "steps are counted from 0")
     now: dict[Recipe, Recipe] = {}
     for module, recipe in _followers(model):
         current = now.setdefault(recipe, recipe.at(step))
@@ -221,8 +229,10 @@ def _adopted(module: nn.Module) -> Follower:
     return Linear.convert(module) if isinstance(module, nn.Linear) else AdaptedExperts.convert(module)
 
 
-def _experts_note(experts: int, active: int) -> str:
-    return f"{experts} experts, {active} for each token" if experts > 1 else ""
+def _experts_note(experts: int, seen: Active) -> str:
+    held = f"{experts} experts" if experts > 1 else f"one of {seen.among} experts" if seen.among > 1 else ""
+    count = "an unknown number (counted as 1)" if seen.known is None else str(seen.known)
+    return f"{held}, {count} for each token" if held else ""
 
 
 def _count(module: nn.Module, counted: set[int]) -> int:
@@ -250,7 +260,7 @@ def _ask(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
 
 def _takes_a_layer(filter_fn: object) -> bool:
     """Whether it can be called with a module and a name; what cannot be looked into is tried."""
-    if not callable(filter_fn):
+    if not callable(filter_fn) or isinstance(filter_fn, nn.Module | type):
         return False
     try:
         inspect.signature(filter_fn).bind(None, "")
@@ -263,19 +273,8 @@ def _check_filter(filter_fn: object) -> None:
     if filter_fn is not None and not _takes_a_layer(filter_fn):
         raise OptionError(
             message(
-                f"filter_fn is {filter_fn!r}",
+                f"filter_fn is {filter_fn!r}" if callable(filter_fn) else f"filter_fn is {in_words(filter_fn)}",
                 rule="it is called with a module and its name, and says whether to convert it",
                 fix="pass a function, such as lambda module, name: 'mlp' in name",
-            )
-        )
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise OptionError(
-            message(
-                f"a model that is a {type(model).__name__}",
-                rule="conversion changes the modules of a torch.nn.Module in place",
-                fix="pass the model itself",
             )
         )

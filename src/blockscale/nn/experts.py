@@ -7,7 +7,11 @@ with all. `GroupedExperts` is to `GroupedLinear` what `SwiGLU` is to `Linear`.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +20,38 @@ from torch.nn import Parameter
 from ..autograd.grouped import check_combined, combined, grouped_linear, grouped_swiglu_mlp
 from ..autograd.mlp import swiglu
 from ..autograd.recipe import Recipe, get_recipe
+from ..errors import OptionError, message
+from ..formats.checks import check_flag, check_int, check_place, check_sizes, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
 from .follower import DEFAULT_SEED, Follower
 from .mlp import is_plain
+
+Named = ParamSpec("Named")
+Layer = TypeVar("Layer")
+
+
+def sizes_by_name(init: Callable[Concatenate[Layer, Named], None]) -> Callable[Concatenate[Layer, Named], None]:
+    """A constructor whose sizes have names at every call: in what order a layer of experts has them nobody remembers,
+    and three ints in the wrong one make a layer that works, of another size."""
+    wanted = [p.name for p in inspect.signature(init).parameters.values() if p.default is p.empty][1:]
+
+    @functools.wraps(init)
+    def checked(self: Layer, *args: Named.args, **named: Named.kwargs) -> None:
+        if args:
+            kind = type(self).__name__
+            given: tuple[Any, ...] = args
+            example = ", ".join(f"{name}=..." for name in wanted)
+            raise OptionError(
+                message(
+                    f"{kind}({', '.join(map(repr, given))}, ...)",
+                    rule=f"the sizes of {kind} are passed by name: {', '.join(wanted)}",
+                    fix=f"write {kind}({example})",
+                )
+            )
+        init(self, *args, **named)
+
+    return checked
 
 
 class GroupedLinear(Follower):
@@ -51,6 +83,10 @@ class GroupedLinear(Follower):
         rng: Tensor | None = None,
     ) -> None:
         super().__init__()
+        check_int(experts, "experts", "experts is their number", least=1)
+        check_sizes(in_features=in_features, out_features=out_features)
+        check_flag(bias, "bias")
+        check_place(device, dtype)
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.weight = Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
         made = Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
@@ -84,7 +120,7 @@ class GroupedExperts(torch.nn.Module):
     `experts.gate_up.weight.chunk(2, dim=1)` are views of the gates and the ups. recipe, rng: as for `Linear`.  name:
     where the module is in its model; the sublayers draw by it with ".gate_up" and ".down" behind.
 
-    >>> experts = GroupedExperts(4, 128, 256, recipe="mxfp8")
+    >>> experts = GroupedExperts(experts=4, dim=128, hidden=256, recipe="mxfp8")
     >>> experts(torch.randn(5, 128), torch.tensor([2, 2, 5, 5], dtype=torch.int32)).shape
     torch.Size([5, 128])
     >>> sorted(experts.state_dict())
@@ -94,20 +130,24 @@ class GroupedExperts(torch.nn.Module):
     gate_up: GroupedLinear
     down: GroupedLinear
 
+    @sizes_by_name
     def __init__(
         self,
+        *,
         experts: int,
         dim: int,
         hidden: int,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         recipe: str | Recipe = "fp8_blockwise",
         name: str = "",
         rng: Tensor | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(dim=dim, hidden=hidden)
+        check_place(device, dtype)
+        check_text(name, "name", "layers.0.mlp.experts")
         if rng is None and get_recipe(recipe).draws:
             rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
         for part, inputs, outputs in (("gate_up", dim, 2 * hidden), ("down", hidden, dim)):

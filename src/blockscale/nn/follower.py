@@ -18,6 +18,7 @@ from ..autograd.operands import Pair
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.weights import SharedWeight
 from ..errors import OptionError, message
+from ..formats.checks import check_text, in_words, is_dense
 from ..formats.stochastic import Stochastic, module_name, rng_state
 
 DEFAULT_SEED = 0
@@ -44,6 +45,8 @@ class Follower(torch.nn.Module):
 
         seed: what rng is made from where none is given, and again when the layer leaves the meta device.
         """
+        check_text(name, "name", "layers.0.mlp.down_proj")
+        check_rng(rng)
         chosen, plain = get_recipe(recipe), module_name(name)
         if chosen.draws and not plain:
             raise OptionError(
@@ -121,3 +124,16 @@ class Follower(torch.nn.Module):
         super()._load_from_state_dict(*args, **named)
         for shared in self._shared():
             shared.invalidate()
+
+
+def check_rng(rng: object) -> None:
+    """Raise unless it is a state of stochastic rounding, or None."""
+    if rng is None or (is_dense(rng) and rng.dtype == torch.int64 and rng.shape == (2,)):  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    raise OptionError(
+        message(
+            f"rng is {in_words(rng)}",
+            rule="seed and tick are one int64 tensor of shape [2]",
+            fix="make it with blockscale.rng_state(seed, tick, device), or leave it out",
+        )
+    )

@@ -14,6 +14,7 @@ from ..autograd.activation import Activation
 from ..autograd.dtensor import DTensor, check_not_packed, check_shards, shard_shape
 from ..autograd.linear import linear
 from ..autograd.recipe import Recipe
+from ..formats.checks import check_flag, check_place, check_sizes
 from .follower import Follower
 
 
@@ -45,6 +46,9 @@ class Linear(Follower, torch.nn.Linear):
         name: str = "",
         rng: Tensor | None = None,
     ) -> None:
+        check_sizes(in_features=in_features, out_features=out_features)
+        check_flag(bias, "bias")
+        check_place(device, dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.follow(recipe, name=name, rng=rng)
 

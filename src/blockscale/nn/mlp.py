@@ -17,6 +17,7 @@ from ..autograd.dtensor import check_not_packed
 from ..autograd.mlp import swiglu, swiglu_mlp
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, ShapeError, message
+from ..formats.checks import check_place, check_sizes, check_text, in_words
 from ..formats.stochastic import rng_state
 from .follower import DEFAULT_SEED
 from .linear import Linear
@@ -56,6 +57,9 @@ class SwiGLU(torch.nn.Module):
         rng: Tensor | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(dim=dim, hidden=hidden)
+        check_place(device, dtype)
+        check_text(name, "name", "layers.0.mlp")
         if rng is None and get_recipe(recipe).draws:
             rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
         for part, inputs, outputs in (("gate_up", dim, 2 * hidden), ("down", hidden, dim)):
@@ -144,6 +148,10 @@ def _has_bias(layer: torch.nn.Linear) -> bool:
 
 def check_projections(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear) -> None:
     """Raise unless three layers make one SwiGLU."""
+    for name, layer in (("gate", gate), ("up", up), ("down", down)):
+        if not isinstance(layer, torch.nn.Linear):  # pyright: ignore[reportUnnecessaryIsInstance]
+            rule, fix = "gate, up and down are torch.nn.Linear layers", "pass the projections of one MLP, in this order"
+            raise OptionError(message(f"{name} is {in_words(layer)}", rule=rule, fix=fix))
     hidden, dim = gate.weight.shape
     if up.weight.shape != (hidden, dim) or down.weight.shape != (dim, hidden):
         shapes = [tuple(layer.weight.shape) for layer in (gate, up, down)]

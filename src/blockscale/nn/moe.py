@@ -18,10 +18,11 @@ from torch.nn import functional
 from ..autograd.dtensor import DTensor, refuse_experts
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.routing import route
-from ..errors import OptionError, check_name, message
+from ..errors import DtypeError, OptionError, ShapeError, check_name, message
+from ..formats.checks import check_flag, check_int, check_number, check_place, check_sizes, check_tensor, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
-from .experts import GroupedExperts
+from .experts import GroupedExperts, sizes_by_name
 from .follower import DEFAULT_SEED
 from .mlp import SwiGLU
 
@@ -59,7 +60,7 @@ class MoE(torch.nn.Module):
     normalize: the weights of a token's experts add up to one.  scale: a factor of those weights.  balance: keep a bias
     of the choice, see `update_balance_`.  recipe, name, rng: as for `Linear`; of all experts. The router stays in fp32.
 
-    >>> moe = MoE(128, 64, experts=8, top_k=2, shared=64, recipe="mxfp8")
+    >>> moe = MoE(dim=128, hidden=64, experts=8, top_k=2, shared=64, recipe="mxfp8")
     >>> moe(torch.randn(2, 3, 128)).shape
     torch.Size([2, 3, 128])
     >>> sorted(moe.state_dict())
@@ -71,8 +72,10 @@ class MoE(torch.nn.Module):
     balance: Tensor | None
     shared: SwiGLU | None
 
+    @sizes_by_name
     def __init__(
         self,
+        *,
         dim: int,
         hidden: int,
         experts: int,
@@ -80,7 +83,6 @@ class MoE(torch.nn.Module):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         shared: int = 0,
         scoring: Literal["softmax", "sigmoid"] = "softmax",
         normalize: bool = True,
@@ -91,6 +93,13 @@ class MoE(torch.nn.Module):
         rng: Tensor | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(dim=dim, hidden=hidden, shared=shared, top_k=top_k)
+        check_int(experts, "experts", "experts is their number", least=1)
+        for flag, value in (("normalize", normalize), ("balance", balance)):
+            check_flag(value, flag)
+        check_number(scale, "scale", "it is a factor of the weights of experts", "pass scale=1.0")
+        check_place(device, dtype)
+        check_text(name, "name", "layers.0.mlp")
         if not 1 <= top_k <= experts:
             rule = "a token goes to at least one expert, and to each no more than once"
             raise OptionError(
@@ -105,7 +114,15 @@ class MoE(torch.nn.Module):
 
         self.router = Router(dim, experts, device, dtype, scoring=scoring)
         self.experts = GroupedExperts(
-            experts, dim, hidden, bias, device, dtype, recipe=recipe, name=called("experts"), rng=rng
+            experts=experts,
+            dim=dim,
+            hidden=hidden,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+            recipe=recipe,
+            name=called("experts"),
+            rng=rng,
         )
         self.shared = None
         if shared:
@@ -118,12 +135,23 @@ class MoE(torch.nn.Module):
         """[..., dim] -> [..., dim]."""
         if type(x) is DTensor:
             refuse_experts("MoE", x)
+        self._check_input(x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         routing, weights = self.route(tokens)
         y = self.experts(tokens, routing, weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y if x.dim() == 2 else y.view(x.shape)
+
+    def _check_input(self, x: Tensor) -> None:
+        check_tensor(x, "x", "layers")
+        if not x.is_floating_point():
+            rule = "layers take floating-point tensors"
+            raise DtypeError(message(f"x is {x.dtype}", rule=rule, fix="convert it, for example with .float()"))
+        features = self.router.in_features
+        if not x.dim() or x.shape[-1] != features:
+            rule = f"the last axis of x is the {features} features of a token"
+            raise ShapeError(message(f"x {tuple(x.shape)}", rule=rule, fix=f"pass x with {features} features"))
 
     def route(self, tokens: Tensor) -> tuple[Routing, Tensor]:
         """Where tokens [T, dim] go, and the weights [T, k] of what comes back; counts the load while training."""
@@ -149,8 +177,9 @@ class MoE(torch.nn.Module):
                     fix="pass balance=True to MoE",
                 )
             )
+        check_number(rate, "rate", "each bias moves by it", "pass rate=1e-3")
         load = self.load.float()
-        self.balance += rate * torch.sign(load.mean() - load)
+        self.balance += float(rate) * torch.sign(load.mean() - load)
         self.load.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

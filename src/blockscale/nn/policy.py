@@ -14,7 +14,7 @@ layers like others: ours (`GroupedLinear`), and those of Transformers that `adap
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,14 +25,14 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..autograd.recipe import Recipe
 from ..errors import OptionError, message
+from ..formats.checks import all_ints, check_int, in_words
 from ..formats.spec import get_format
+from .active import ROUTERS, Named
 from .adapters import AdaptedExperts, expert_sizes, has_experts, style_of
 from .experts import GroupedLinear
 from .linear import Linear
 from .moe import Router
 
-Named = Sequence[tuple[str, nn.Module]]
-ROUTERS = frozenset({"router", "gate", "gating"})
 # heads by any place in a model, and words that mean a head only outside of numbered blocks (BERT's have an `output`)
 HEADS = frozenset({"lm_head", "shared_head", "embed_out"})
 OUTER_HEADS = frozenset(
@@ -42,8 +42,6 @@ OUTER_HEADS = frozenset(
 NARROW = 16
 KEPT_FIRST, KEPT_LAST = 2, 0.15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# what blocks and routers call the number of experts that see a token
-_ACTIVE = ("top_k", "num_experts_per_tok")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -72,18 +70,6 @@ def sizes_of(module: nn.Module) -> list[Size]:
         return []
     experts = module.experts if isinstance(module, GroupedLinear) else 1
     return [Size("", int(module.in_features), int(module.out_features), experts)]  # pyright: ignore[reportArgumentType]
-
-
-def active_experts(modules: Named) -> dict[int, int]:
-    """How many experts see a token, by id of every module within a block that says so, by itself or through a router
-    that is its child."""
-    found: dict[int, int] = {}
-    for _, module in modules:
-        said = [vars(each).get(word) for each in (module, *module.children()) for word in _ACTIVE]
-        count = next((each for each in said if isinstance(each, int) and not isinstance(each, bool)), None)
-        if count is not None:
-            found.update((id(each), count) for each in module.modules())
-    return found
 
 
 def obstacle(module: nn.Module) -> str | None:
@@ -223,13 +209,13 @@ def has_four_bits(recipe: Recipe) -> bool:
 
 def check_ends(first: object, last: object) -> None:
     """Raise for what is no number of blocks."""
-    if not isinstance(first, int) or first < 0:
-        rule = "it is a number of blocks"
-        raise OptionError(message(f"keep_first={first!r}", rule=rule, fix="pass an int of 0 or more"))
+    check_int(first, "keep_first", "it is a number of blocks")
     share = isinstance(last, float) and 0 <= last <= 1
-    if not share and not (isinstance(last, int) and last >= 0):
+    if not share and not all_ints((last,)):
         rule = "it is a number of blocks (an int) or a share of them (a float from 0 to 1)"
-        raise OptionError(message(f"keep_last={last!r}", rule=rule, fix="pass an int of 0 or more, or a float up to 1"))
+        raise OptionError(
+            message(f"keep_last={in_words(last)}", rule=rule, fix="pass an int of 0 or more, or a float up to 1")
+        )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..autograd.recipe import Recipe
 from ..errors import option
+from ..formats.checks import check_int
 from ..formats.spec import get_format
 from ..roofline import BF16, ROLES, Ceilings, Use, engine_for, linear_cost, measured, nominal
 
@@ -22,7 +23,8 @@ _ALIGNED = 16
 
 class Converted(NamedTuple):
     """A layer that follows the recipe now.  parameters: those that no module before it has.  note: what to know.
-    experts: how many weights of this size it has, and active how many of them see a token."""
+    experts: how many weights of this size it has, and active how many of them see a token.  among: experts in the list
+    that it is one of, if it is; `active` of these see a token."""
 
     name: str
     in_features: int
@@ -31,6 +33,7 @@ class Converted(NamedTuple):
     note: str = ""
     experts: int = 1
     active: int = 1
+    among: int = 1
 
 
 class Skipped(NamedTuple):
@@ -43,6 +46,7 @@ class Skipped(NamedTuple):
     parameters: int
     experts: int = 1
     active: int = 1
+    among: int = 1
 
 
 class Other(NamedTuple):
@@ -72,6 +76,15 @@ def nothing_converted(skipped: Sequence[Skipped]) -> str:
     if any(" blocks" in each.reason for each in skipped):
         return said + f"pass {option('keep_first', 0)} and {option('keep_last', 0)}, or choose layers by name"
     return said + "the reasons above say what they would need"
+
+
+def unknown_active(names: Sequence[str], experts: int) -> str:
+    """What to do where nothing says how many experts of these modules see a token."""
+    where = ", ".join(_merged(names))
+    return (
+        f"nothing says how many of the {experts} experts of {where} see a token, so 1 is counted, and FLOPs and the "
+        "roofline are those of one: set top_k on the block (block.top_k = 2) before quantize_"
+    )
 
 
 @dataclass(frozen=True)
@@ -114,13 +127,14 @@ class ConversionReport:
         """How much of the FLOPs of all linear layers is converted, if every layer sees every token, and of experts as
         many as are active for one."""
         low, rest = (
-            sum(2 * each.in_features * each.out_features * each.active for each in layers)
+            sum(2 * each.in_features * each.out_features * each.active / each.among for each in layers)
             for layers in (self.converted, self.skipped)
         )
-        return low / max(1, low + rest)
+        return low / (low + rest) if low + rest else 0.0
 
     def predicted_speedup(self, tokens: int, machine: str = MACHINE) -> Speedup:
         """Of a training step of the linear layers, by the roofline: measured ceilings where there are some."""
+        check_int(tokens, "tokens", "it is the number of tokens of a step", least=1)
         ceilings = measured(machine) or nominal(machine)
         use = Use(weight_cast=self.recipe.weight_cast)
         plain = _seconds(self.converted, tokens, BF16, ceilings, use)
@@ -131,6 +145,7 @@ class ConversionReport:
     def seconds_won(self, tokens: int, machine: str = MACHINE) -> dict[str, float]:
         """Of a training step, by the roofline: how much less each converted layer takes than in bf16; below zero where
         it takes more."""
+        check_int(tokens, "tokens", "it is the number of tokens of a step", least=1)
         ceilings, use = measured(machine) or nominal(machine), Use(weight_cast=self.recipe.weight_cast)
         won: dict[tuple[int, ...], float] = {}
         for each in self.converted:
@@ -195,7 +210,7 @@ def speed_note(recipe: Recipe, in_features: int, out_features: int) -> str:
 
 
 def _size(layer: Converted) -> tuple[int, ...]:
-    return layer.in_features, layer.out_features, layer.experts, layer.active
+    return layer.in_features, layer.out_features, layer.experts, layer.active, layer.among
 
 
 def _seconds(
@@ -204,7 +219,7 @@ def _seconds(
     """Of one training step; lazy layers have no size, and so no time. Experts share the tokens evenly."""
     sizes = Counter[tuple[int, int, int]]()
     for each in layers:
-        rows = max(1, tokens * each.active // each.experts)
+        rows = max(1, tokens * each.active // (each.experts * each.among))
         sizes[rows, each.in_features, each.out_features] += each.experts
     costs = {size: linear_cost(*size, formats, ceilings, use).seconds for size in sizes if min(size) > 0}
     return sum(seconds * sizes[size] for size, seconds in costs.items())
@@ -276,6 +291,18 @@ def _ranges(names: Sequence[str]) -> str:
     """
     parts = [name.split(".") for name in names]
     return ".".join(_span(column) for column in zip(*parts, strict=True))
+
+
+def _merged(names: Iterable[str]) -> list[str]:
+    """Names that differ in numbers only as one each.
+
+    >>> _merged(["layers.0.moe", "layers.1.moe", "head.moe"])
+    ['layers.0-1.moe', 'head.moe']
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(".".join("#" if part.isdigit() else part for part in name.split(".")), []).append(name)
+    return [_ranges(group) for group in groups.values()]
 
 
 def _span(words: Sequence[str]) -> str:

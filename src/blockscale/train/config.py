@@ -142,7 +142,7 @@ class RecipeConfig:
     """In which precision the linear layers train; see docs/recipes.md."""
 
     name: str = "fp8_blockwise"
-    """A recipe: bf16, fp8_blockwise, mxfp8, nvfp4, ..."""
+    """A recipe: bf16, fp8_blockwise, mxfp8, mxfp8_128x128, nvfp4, ..."""
     weight_cast: WeightCast = "step"
     """When weights are cast, see docs/weights.md; step: once for all microbatches."""
     weights: str | None = None

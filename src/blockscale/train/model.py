@@ -51,10 +51,10 @@ class Block(nn.Module):
             self.mlp = SwiGLU(config.dim, config.hidden, recipe="bf16")
         else:
             self.mlp = MoE(
-                config.dim,
-                experts.hidden,
-                experts.count,
-                experts.top_k,
+                dim=config.dim,
+                hidden=experts.hidden,
+                experts=experts.count,
+                top_k=experts.top_k,
                 shared=experts.shared,
                 scoring=experts.scoring,
                 normalize=experts.normalize,

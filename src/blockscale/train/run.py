@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..autograd import Recipe, attach, get_recipe, refresh_weights_
 from ..autograd.recipe import PRODUCTS
+from ..autograd.weights import shared_weights
 from ..diagnostics.filters import load_filter
 from ..errors import CheckpointError, NonFiniteError, message, option
 from ..hardware import default_device, gpu_name, named_device
@@ -81,7 +82,8 @@ class Run:
         self._unread: list[tuple[int, float, Tensor, Tensor]] = []
         self._resume()
         set_step_(self.model, self.step)
-        attach(self.optimizer, self.model)
+        if shared_weights(self.model):
+            attach(self.optimizer, self.model)
         if config.compile != "none":
             compile_(self.model, config.compile)
 

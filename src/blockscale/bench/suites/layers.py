@@ -29,7 +29,7 @@ MXFP8_NATIVE = "mxfp8_128x128"
 RECIPES: Mapping[str, Recipe] = {
     FP8: get_recipe(FP8),
     MXFP8: get_recipe(MXFP8),
-    MXFP8_NATIVE: get_recipe(MXFP8).with_weights("mxfp8_e4m3_128x128"),
+    MXFP8_NATIVE: get_recipe(MXFP8_NATIVE),
     NVFP4: get_recipe(NVFP4),
 }
 OUTPUTS = ("y", "dx", "dw")

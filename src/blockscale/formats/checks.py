@@ -1,0 +1,155 @@
+"""Checks of arguments by their kind, for all rooms: dense tensors, whole numbers, switches, devices, dtypes, models.
+
+A bad value is refused where it is given, with the value, the rule and the fix, and not by what trips over it later.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from ..errors import DeviceError, DtypeError, OptionError, message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# what nearly all arguments are; subclasses take a longer look
+PLAIN_TYPES = (Tensor, Parameter)
+
+
+def in_words(value: object) -> str:
+    """A value in an error: what it is, without its numbers.
+
+    >>> in_words(torch.ones(2, 3)), in_words([1.0]), in_words(None)
+    ('torch.float32 (2, 3)', 'a list', 'None')
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, Tensor) and not value.is_nested:
+        return f"{value.dtype} {tuple(value.shape)}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def is_dense(x: object) -> bool:
+    """Whether it is a torch tensor with strides: not sparse, not nested. A compiler takes no others by itself, and in a
+    backward does not let a layout be asked for."""
+    if type(x) not in PLAIN_TYPES and not isinstance(x, Tensor):
+        return False
+    return torch.compiler.is_compiling() or (x.layout == torch.strided and not x.is_nested)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+
+def check_tensor(x: object, name: str, taker: str) -> None:
+    """Raise unless `taker` (a plural: casts, layers) can read it: a dense torch tensor in high precision."""
+    if is_dense(x):
+        return
+    if not isinstance(x, Tensor):
+        if type(x).__name__ == "BlockScaled":  # whose file imports this one
+            fix = f"pass blockscale.dequantize({name}), or the tensor that it was cast from"
+            raise DtypeError(message(f"{name} is {x}", rule=f"{taker} take high-precision tensors", fix=fix))
+        what = in_words(x) if x is None else f"a {type(x).__name__}"
+        raise DtypeError(
+            message(f"{name} is {what}", rule=f"{taker} take torch tensors", fix=f"pass torch.tensor({name})")
+        )
+    fix = f"pass torch.nested.to_padded_tensor({name}, 0.0)" if x.is_nested else f"pass {name}.to_dense()"
+    what = "is a nested tensor" if x.is_nested else f"has layout {x.layout}"
+    raise DtypeError(message(f"{name} {what}", rule=f"{taker} take dense tensors", fix=fix))
+
+
+def check_int(value: object, name: str, rule: str, *, least: int = 0, most: int = 2**63 - 1) -> None:
+    """Raise unless it is a whole number from `least` to `most`; True is none."""
+    if not _is_whole(value) or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
+        bounds = f"of {least} or more" if most == 2**63 - 1 else f"from {least} to {most}"
+        raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=f"pass an int {bounds}"))
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise unless all are sizes of a layer: whole numbers of 0 or more."""
+    for name, size in sizes.items():
+        check_int(size, name, f"{name} is a size, a whole number")
+
+
+def check_number(value: object, name: str, rule: str, fix: str) -> None:
+    """Raise unless it is a finite number."""
+    # plain kinds first: a compiler cannot trace the other question
+    real = isinstance(value, int | float) or isinstance(value, numbers.Real)  # noqa: SIM101
+    if isinstance(value, bool) or not real or not -math.inf < value < math.inf:  # pyright: ignore[reportOperatorIssue]
+        raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=fix))
+
+
+def check_flag(value: object, name: str) -> None:
+    """Raise unless it is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(
+            message(
+                f"{name}={in_words(value)}", rule=f"{name} is True or False", fix=f"pass {name}=True or leave it out"
+            )
+        )
+
+
+def check_text(value: object, name: str, example: str) -> None:
+    """Raise unless it is text."""
+    if not isinstance(value, str):
+        raise OptionError(message(f"{name}={in_words(value)}", rule=f"{name} is text", fix=f"pass {name}={example!r}"))
+
+
+def check_device(device: object) -> None:
+    """Raise unless torch knows such a device."""
+    try:
+        torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except (TypeError, ValueError, RuntimeError):
+        rule = "a device is a torch.device, or its name"
+        raise DeviceError(message(f"device {in_words(device)}", rule=rule, fix="pass 'cpu' or 'cuda'")) from None
+
+
+def check_place(device: object, dtype: object) -> None:
+    """Raise unless parameters can be made there in this dtype; None is torch's default."""
+    if device is not None:
+        check_device(device)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise DtypeError(
+            message(
+                f"dtype={in_words(dtype)}",
+                rule="parameters are in a floating-point dtype",
+                fix="pass dtype=torch.bfloat16, or leave it out",
+            )
+        )
+
+
+def check_model(model: object, rule: str) -> None:
+    """Raise unless it is a model of torch."""
+    if not isinstance(model, Module):
+        raise OptionError(
+            message(
+                f"a model that is a {type(model).__name__}", rule=rule, fix="pass the model itself, a torch.nn.Module"
+            )
+        )
+
+
+def check_kind(value: object, kind: type, name: str, rule: str, fix: str) -> None:
+    """Raise unless it is of a class of ours, or None."""
+    if value is not None and not isinstance(value, kind):
+        raise OptionError(message(f"{name} is {in_words(value)}", rule=rule, fix=fix))
+
+
+def check_pair_of(values: object, name: str, rule: str) -> None:
+    """Raise unless it is a tuple of two."""
+    if not isinstance(values, tuple) or len(values) != 2:
+        raise OptionError(message(f"{name} is {in_words(values)}", rule=rule, fix=f"pass {name}=(None, None)"))
+
+
+def all_ints(values: Iterable[object]) -> bool:
+    """Whether all are whole numbers of 0 or more."""
+    return all(_is_whole(each) and each >= 0 for each in values)  # pyright: ignore[reportOperatorIssue]
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number of any make, those of a tracer included; True is none."""
+    if isinstance(value, int):  # first: a compiler cannot trace the other question
+        return not isinstance(value, bool)
+    return isinstance(value, numbers.Integral | torch.SymInt)
