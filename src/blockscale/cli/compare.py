@@ -35,15 +35,25 @@ class Options(RunOptions):
     """Runs at a time, each in a process of its own: for models that leave a GPU idle. Their speeds are not shown."""
     commit: str | None = None
     """Commit to record where the source is no git checkout."""
+    control: bool = False
+    """One more arm, MXFP8 with a fault in its casts, which must come out as worse: would a fault be noticed at all?"""
+    require_verdict: bool = False
+    """Exit with status 3 where a recipe has no verdict (undecided, too short to tell) and none is worse."""
+
+
+STATUSES = (
+    "Exit status: 0 if no recipe is worse, 1 if one is worse or diverged, 2 if nothing could be run, 3 with "
+    "--require-verdict if one is undecided or too short to tell, 130 if interrupted."
+)
 
 
 def main(arguments: list[str]) -> int:
     """Parse a preset, changes to it and the options of the comparison, and run it."""
-    return run(parse(arguments, "compare", "Train a preset by several recipes, in pairs.", Options.of))
+    return run(parse(arguments, "compare", "Train a preset by several recipes, in pairs.", Options.of, STATUSES))
 
 
 def run(options: Options | None = None) -> int:
-    """Run what is missing, show the table, write the page; 1 where a recipe is worse or diverged."""
+    """Run what is missing, show the table, write the page; the status as `STATUSES` says."""
     from .arguments import refuse, wide_console
 
     options = options or Options.of(get_preset(DEFAULT))
@@ -64,7 +74,7 @@ def run(options: Options | None = None) -> int:
     for each in recipes:
         get_recipe(each)
     began = time.perf_counter()
-    total = options.seeds * (len({*recipes, "bf16", "null"}) + bool(options.branch_at))
+    total = options.seeds * (len({*recipes, "bf16", "null"}) + bool(options.branch_at) + options.control)
     with _Progress(console, total) as shown:
         found = compare(
             options.config,
@@ -76,12 +86,23 @@ def run(options: Options | None = None) -> int:
             jobs=options.jobs,
             commit=options.commit,
             branch_at=options.branch_at,
+            control=options.control,
         )
     _show(console, found)
     page = write(found, options.out / "report.html")
     console.print(f"wrote {page} in {time.perf_counter() - began:.0f} s", highlight=False)
-    verdicts = [found.verdict(arm) for arm in found.arms]
-    return 1 if any(each is not None and each.kind in ("worse", "diverged") for each in verdicts) else 0
+    return status(found, options.require_verdict)
+
+
+def status(found: Comparison, require_verdict: bool) -> int:
+    """Of the process, by the verdicts on recipes."""
+    verdicts = found.verdicts().values()
+    if any(each.is_bad for each in verdicts):
+        return 1
+    return 3 if require_verdict and not all(each.is_good for each in verdicts) else 0
+
+
+_COLOURS = {"good": "green", "bad": "red", "open": "yellow", "short": "cyan"}
 
 
 class _Progress:
@@ -128,23 +149,16 @@ def _show(console: Console, found: Comparison) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..train.report import HEAD, notes, table
+    from ..train.report import head, summary, table
 
+    names = head(found)
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for place, heading in enumerate(HEAD):
-        shown.add_column(heading, justify="left" if place in (0, len(HEAD) - 1) else "right", no_wrap=True)
+    for name in names:
+        is_text = name in (names[0], names[-1])
+        shown.add_column(name, justify="left" if is_text else "right", no_wrap=name != names[-1])
     for arm, cells in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
-        colour = (
-            ""
-            if verdict is None
-            else "green"
-            if verdict.is_good
-            else "yellow"
-            if verdict.kind == "undecided"
-            else "red"
-        )
-        shown.add_row(*cells[:-1], f"[{colour}]{cells[-1]}[/]" if colour else "")
+        shown.add_row(*cells[:-1], f"[{_COLOURS[verdict.tone]}]{cells[-1]}[/]" if verdict else "")
     console.print(shown)
-    for note in notes(found):
-        console.print(note, highlight=False)
+    for line in summary(found):
+        console.print(line, highlight=False)
