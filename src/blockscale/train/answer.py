@@ -103,29 +103,26 @@ def is_short(found: Comparison) -> bool:
 
 
 def limits(found: Comparison) -> list[str]:
-    """What a short comparison shows and what it does not, in sentences; the command for an answer comes last."""
-    steps = found.length(NULL).steps - found.length(NULL).parted
-    said = [
+    """What a short comparison shows and what it does not, in sentences."""
+    length = found.length(NULL)
+    return [
         f"It shows what is grossly wrong: a run that diverges, and a gap above {FAR} budgets over {LEAST_SEEDS} seeds "
         "or more, are found at any length.",
         "It shows what casts do to each layer of the model, below in decibels: that needs no long run.",
-        f"It does not show whether a recipe converges. After {steps:,} steps of two runs that differ in the order of "
-        f"sums alone, the gap is {found.gap(NULL)}: chance has not grown yet to what it is from some {LEAST_STEPS} "
-        "steps on, and neither has what rounding adds up to.",
+        f"It does not show whether a recipe converges. After {length.steps - length.parted:,} steps of two runs that "
+        f"differ in the order of sums alone, the gap is {found.gap(NULL)}: chance has not grown yet to what it is from "
+        f"some {LEAST_STEPS} steps on, and neither has what rounding adds up to.",
     ]
-    return [*said, for_an_answer(found)]
 
 
 def for_an_answer(found: Comparison) -> str:
-    """The command whose runs are long enough, and about how long they take here."""
+    """The command whose runs are long enough."""
     options = found.length(NULL).options(len(found.seeds))
     told = str(found.runs[BASELINE][0].where.get("command", ""))
     begins = "blockscale compare"
     if told.startswith(begins):
-        command = longer(told, options)
-    else:
-        command = f"{begins} ... " + " ".join(f"{option} {value}" for option, value in options.items())
-    return f"For an answer: {command}{_minutes(found, options['--steps'], options['--seeds'])}"
+        return longer(told, options)
+    return f"{begins} ... " + " ".join(f"{option} {value}" for option, value in options.items())
 
 
 def longer(command: str, options: dict[str, int]) -> str:
@@ -148,13 +145,14 @@ def longer(command: str, options: dict[str, int]) -> str:
     return " ".join([*map(shlex.quote, words), *(f"{option} {value}" for option, value in left.items())])
 
 
-def _minutes(found: Comparison, steps: int, seeds: int) -> str:
-    """How long runs of so many steps take by the speeds of these, evaluations left out."""
-    config = found.runs[BASELINE][0].about["config"]
-    tokens = config["batch"] * config["accumulate"] * config["data"]["sequence"] * steps * seeds
+def took(found: Comparison) -> str:
+    """How long that command takes here, in parentheses, by the speeds of these runs; evaluations are left out."""
+    options, config = found.length(NULL).options(len(found.seeds)), found.runs[BASELINE][0].about["config"]
     speeds = [found.tokens_per_second(arm.name) for arm in found.arms]
     if not all(speeds):
         return ""
+    tokens = config["batch"] * config["accumulate"] * config["data"]["sequence"]
+    tokens *= options["--steps"] * options["--seeds"]
     jobs = int(found.runs[BASELINE][0].arm.get("jobs", 1))
-    minutes = sum(tokens / speed for speed in speeds) / jobs / 60
-    return f" (about {max(1, round(minutes))} minutes on this machine)"
+    minutes = max(1, round(sum(tokens / speed for speed in speeds) / jobs / 60))
+    return f" (about {minutes} minute{'s' * (minutes > 1)} on this machine)"

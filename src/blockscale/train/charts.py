@@ -95,7 +95,7 @@ class Reach:
 
 def reaches(rows: Sequence[Reach], unit: str = " %") -> str:
     """Sizes on one logarithmic axis, each as a dot with its interval and its mark; signs are in the titles."""
-    height, left, foot = 30, 120, 24
+    height, left, foot = 30, 140, 24
     sizes = [size for row in rows for size in (abs(row.value), abs(row.value) + row.error, row.mark or 0.0) if size > 0]
     if not sizes:
         return "<p class='note'>nothing to draw</p>"

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import statistics
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from .answer import CPU_SPEED, SHARED, answer, controlled, for_an_answer, is_short, limits, share, won
+from .answer import CPU_SPEED, SHARED, answer, controlled, for_an_answer, is_short, limits, share, took, won
 from .breakdown import KINDS
 from .charts import Line, Reach, bars, lines, reaches
 from .compare import BASELINE, CONTROL, NULL, Arm, Comparison
@@ -22,8 +24,7 @@ from .statistics import resolves
 from .stored import Stored
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-# layers up to which a table is shown at once
-_SHORT = 8
+_OPTION = re.compile(r"--[a-z][a-z-]*(?: \d+)?")
 _DECIBELS = ("x", "w", "dy", *PRODUCTS)
 
 
@@ -103,7 +104,8 @@ def notes(found: Comparison) -> list[str]:
 def summary(found: Comparison) -> list[str]:
     """What the terminal says below its table: the answer, the notes, and how to get an answer that is missing."""
     speed = [] if found.is_on_gpu else [CPU_SPEED]
-    return [answer(found), *notes(found), *speed, *([for_an_answer(found)] if is_short(found) else [])]
+    longer = [f"For an answer{took(found)}: {for_an_answer(found)}"] if is_short(found) else []
+    return [answer(found), *notes(found), *speed, *longer]
 
 
 def _runs(found: Comparison, arm: Arm) -> Sequence[tuple[int, Stored]]:
@@ -135,20 +137,25 @@ def page(found: Comparison) -> str:
         f"{together}{len(found.seeds)} paired seed{'s' if len(found.seeds) > 1 else ''}, {base.where.get('name', '')}"
     )
     body = [
-        f"<h1>{escape(title)}</h1><p class='answer'>{escape(answer(found))}</p>",
-        f"<p>{escape(won(found))}</p><p class='note'>{escape(size)}</p>",
+        f"<h1>{escape(title)}</h1><p class='answer'>{_text(answer(found))}</p>",
+        f"<p>{_text(won(found))}</p><p class='note'>{escape(size)}</p>",
         _section("Verdicts", _verdicts(found)),
         _limits(found) if is_short(found) else "",
         _sizes(found),
         f"<div class='pair'>{_curves(found)}</div>",
         _time(found) if found.is_on_gpu else "",
-        *(_layers(arm, found.runs[arm.name][0]) for arm in found.arms if found.runs[arm.name][0].layers),
+        _layers(found),
         _section("How to run it again", _facts(found)),
     ]
     meta = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title>"
     return (
         f"<!doctype html><html lang='en'><head>{meta}<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
     )
+
+
+def _text(sentence: str) -> str:
+    """Escaped, with options of the command line in one piece each."""
+    return _OPTION.sub(r"<code>\g<0></code>", escape(sentence))
 
 
 def _section(title: str, body: str, note: str = "") -> str:
@@ -168,11 +175,9 @@ def _verdicts(found: Comparison) -> str:
 
 
 def _limits(found: Comparison) -> str:
-    *said, command = limits(found)
-    before, _, rest = command.partition(": ")
-    told = "".join(f"<li>{escape(each)}</li>" for each in said)
-    body = f"<ul>{told}</ul><p>{before}:</p><pre>{escape(rest)}</pre>"
-    return _section("What this run can and cannot show", body)
+    told = "".join(f"<li>{_text(each)}</li>" for each in limits(found))
+    command = f"<p>For an answer{took(found)}:</p><pre class='command'>{escape(for_an_answer(found))}</pre>"
+    return _section("What this run can and cannot show", f"<ul>{told}</ul>{command}")
 
 
 def _sizes(found: Comparison) -> str:
@@ -228,23 +233,39 @@ def _time(found: Comparison) -> str:
     return _section("Where a step's time goes", bars(rows, KINDS), note)
 
 
-def _layers(arm: Arm, run: Stored) -> str:
-    names = ("layer", *_DECIBELS, "clipped", "underflow")
-    rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in run.layers]
+def _layers(found: Comparison) -> str:
+    arms = {arm.name: layers for arm in found.arms if (layers := found.runs[arm.name][0].layers)}
+    if not arms:
+        return ""
     note = (
-        "Signal to quantisation noise in dB on one batch of the trained model: of operands, and of the three products. "
+        "Signal to quantisation noise in dB on one batch of the trained model, 6 dB for each half of the error: the "
+        "median of the layers for each product, and the least of all."
     )
-    note += "Clipped, underflow: the largest share among its operands."
-    lowest = min(
-        ((each[product], each["layer"], product) for each in run.layers for product in PRODUCTS if each[product]),
-        default=None,
-    )
-    worst = f"; least {lowest[0]:.1f} dB, {lowest[2]} of {lowest[1]}" if lowest else ""
-    summary = f"<summary>{len(rows)} layers{escape(worst)}</summary>"
-    opened = " open" if len(rows) <= _SHORT else ""
-    return _section(
-        f"What layers lose by {arm.name}", f"<details{opened}>{summary}{_table(names, rows)}</details>", note
-    )
+    rows = [
+        f"<td>{escape(name)}</td>" + "".join(f"<td>{each}</td>" for each in _medians(layers)) + _least(layers)
+        for name, layers in arms.items()
+    ]
+    table = _table(("recipe", *PRODUCTS, "least"), rows, left=("least",))
+    return _section("What layers lose", table + "".join(_all_layers(*each) for each in arms.items()), note)
+
+
+def _medians(layers: Sequence[dict[str, Any]]) -> list[str]:
+    known = [[each[product] for each in layers if each[product] is not None] for product in PRODUCTS]
+    return [f"{statistics.median(each):.1f}" if each else "" for each in known]
+
+
+def _least(layers: Sequence[dict[str, Any]]) -> str:
+    found = [(each[product], each["layer"], product) for each in layers for product in PRODUCTS if each[product]]
+    lowest = min(found, default=None)
+    return f"<td class='left'>{f'{lowest[0]:.1f} dB, {lowest[2]} of {escape(lowest[1])}' if lowest else ''}</td>"
+
+
+def _all_layers(name: str, layers: Sequence[dict[str, Any]]) -> str:
+    names = ("layer", *_DECIBELS, "clipped", "underflow")
+    rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in layers]
+    said = f"<summary>{escape(name)}: operands and products of {len(rows)} layers, in dB</summary>"
+    note = "<p class='note'>Clipped, underflow: the largest share among its operands.</p>"
+    return f"<details>{said}{_table(names, rows)}{note}</details>"
 
 
 def _cells(layer: dict[str, Any]) -> list[str]:

@@ -68,7 +68,7 @@ class Gap:
         if not self.is_finite:
             return "no number"
         spread = "" if self.error is None else f" ± {100 * self.error:.2f}"
-        return f"{100 * self.mean:+.2f}{spread} %"
+        return f"{round(100 * self.mean, 2) + 0.0:+.2f}{spread} %"  # no -0.00
 
 
 def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
@@ -115,9 +115,9 @@ LEAST_SEEDS = 3
 LEAST_EVALUATIONS = 3
 # With fewer seeds the second half of the run stands in for the interval: four evaluations of it at least.
 LEAST_EVALUATIONS_OF_FEW_SEEDS = 8
-# Budgets from which on a gap counts as worse also in a short comparison. Correct recipes of 8 bits strayed by up to 12
-# budgets on their way with one seed, and by up to 3 in the mean of three.
-FAR = 10
+# Budgets that the whole interval must exceed to count as worse in a short comparison too: on their way to the end
+# correct recipes of 8 bits strayed by up to 3 in the mean of three seeds.
+FAR = 4
 
 
 @dataclass(frozen=True)
