@@ -31,7 +31,7 @@ setup: ## make .venv, or bring it up to date
 # format does. All blocks are converted, since NVFP4 would keep these two in bf16; `broken` must come out as worse.
 # One thread: layers are so small that others would only wait, and sums are taken in one order on every machine.
 DEMO = --layers 2 --recipe.keep-first 0 --recipe.keep-last 0 --recipes fp8_blockwise,mxfp8,nvfp4 --control \
-	--seeds 3 --steps 32 --eval-every 8 --eval-batches 4 --jobs 2 --out out/compare
+	--seeds 3 --steps 24 --eval-every 6 --eval-batches 4 --jobs 2 --out out/compare
 demo: setup ## train a tiny model by three recipes and a broken one: a table, and a page in out/compare/report.html
 	@OMP_NUM_THREADS=1 $(PY) -m blockscale compare tiny $(DEMO) $(ARGS)
 
