@@ -107,7 +107,7 @@ def limits(found: Comparison) -> list[str]:
     length = found.length(NULL)
     return [
         f"It shows what is grossly wrong: a run that diverges, and a gap above {FAR} budgets over {LEAST_SEEDS} seeds "
-        "or more, are found at any length.",
+        "or more, are found at any length. What adds up slowly is not.",
         "It shows what casts do to each layer of the model, below in decibels: that needs no long run.",
         f"It does not show whether a recipe converges. After {length.steps - length.parted:,} steps of two runs that "
         f"differ in the order of sums alone, the gap is {found.gap(NULL)}: chance has not grown yet to what it is from "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 560, 290
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 40
 # the smallest size that a logarithmic axis begins with, in percent
 LEAST = 1e-3
 

@@ -24,7 +24,7 @@ from .statistics import resolves
 from .stored import Stored
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-_OPTION = re.compile(r"--[a-z][a-z-]*(?: \d+)?")
+_OPTION = re.compile(r"--[a-z][\w.-]*(?: [\w.,@]+)?")
 _DECIBELS = ("x", "w", "dy", *PRODUCTS)
 
 
@@ -176,7 +176,7 @@ def _verdicts(found: Comparison) -> str:
 
 def _limits(found: Comparison) -> str:
     told = "".join(f"<li>{_text(each)}</li>" for each in limits(found))
-    command = f"<p>For an answer{took(found)}:</p><pre class='command'>{escape(for_an_answer(found))}</pre>"
+    command = f"<p>For an answer{took(found)}:</p><p class='command'>{_text(for_an_answer(found))}</p>"
     return _section("What this run can and cannot show", f"<ul>{told}</ul>{command}")
 
 
@@ -277,7 +277,7 @@ def _cells(layer: dict[str, Any]) -> list[str]:
 
 def _facts(found: Comparison) -> str:
     base = found.runs[BASELINE][0]
-    recipes = ",".join(arm.name for arm in found.arms if arm.name != NULL)
+    recipes = ",".join(arm.name for arm in found.arms if arm.name not in (NULL, CONTROL))
     facts = {
         "recipes": recipes,
         "seeds": ", ".join(map(str, found.seeds)),
