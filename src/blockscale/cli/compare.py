@@ -151,14 +151,13 @@ def _show(console: Console, found: Comparison) -> None:
 
     from ..train.report import head, summary, table
 
-    names = head(found)
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for name in names:
-        is_text = name in (names[0], names[-1])
-        shown.add_column(name, justify="left" if is_text else "right", no_wrap=name != names[-1])
-    for arm, cells in zip(found.arms, table(found), strict=True):
+    for name in head(found):
+        is_text = name in ("recipe", "verdict")
+        shown.add_column(name, justify="left" if is_text else "right", no_wrap=name != "verdict")
+    for arm, (name, said, *figures) in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
-        shown.add_row(*cells[:-1], f"[{_COLOURS[verdict.tone]}]{cells[-1]}[/]" if verdict else "")
+        shown.add_row(name, f"[{_COLOURS[verdict.tone]}]{said}[/]" if verdict else "", *figures)
     console.print(shown)
     for line in summary(found):
         console.print(line, highlight=False)

@@ -52,10 +52,7 @@ class _Words:
         self.found, self.is_first = found, True
 
     def named(self, arms: Sequence[Arm]) -> str:
-        """
-        >>> _Words.joined(["a"]), _Words.joined(["a", "b", "c"])
-        ('a', 'a, b and c')
-        """
+        """Arms as a list in words."""
         names: list[str] = []
         for arm in arms:
             names.append(f"{arm.name} ({share(self.found, arm)}{' of its FLOPs converted' * self.is_first})")
@@ -64,6 +61,10 @@ class _Words:
 
     @staticmethod
     def joined(names: Sequence[str]) -> str:
+        """
+        >>> _Words.joined(["a"]), _Words.joined(["a", "b", "c"])
+        ('a', 'a, b and c')
+        """
         return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 

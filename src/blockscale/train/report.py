@@ -31,7 +31,7 @@ _DECIBELS = ("x", "w", "dy", *PRODUCTS)
 def head(found: Comparison) -> list[str]:
     """Names of the columns. Memory is shown on a GPU alone, speed where each run had that GPU to itself."""
     speed = ["tokens/s", "speedup"] if _is_timed(found) else []
-    return ["recipe", "final loss", "gap to bf16", *speed, *(["peak memory"] if found.is_on_gpu else []), "verdict"]
+    return ["recipe", "verdict", "gap to bf16", "final loss", *speed, *(["peak memory"] if found.is_on_gpu else [])]
 
 
 def _is_timed(found: Comparison) -> bool:
@@ -46,14 +46,14 @@ def table(found: Comparison) -> list[list[str]]:
 def _row(found: Comparison, arm: Arm) -> list[str]:
     runs = found.runs[arm.name]
     loss = sum(run.loss for run in runs) / len(runs)
-    cells = [arm.name, f"{loss:.4f}", "" if arm.name == BASELINE else str(found.gap(arm.name))]
+    cells = [arm.name, _said(found, arm), "" if arm.name == BASELINE else str(found.gap(arm.name)), f"{loss:.4f}"]
     if _is_timed(found):
         speed, base = found.tokens_per_second(arm.name), found.tokens_per_second(BASELINE)
         cells += [f"{speed:,.0f}", f"{speed / base:.2f}x" if arm.is_recipe and base else ""]
     if found.is_on_gpu:
         memory = [run.end["peak_memory"] for run in runs if run.end.get("peak_memory") is not None]
         cells.append(f"{max(memory) / 2**30:.2f} GiB" if memory else "")
-    return [*cells, _said(found, arm)]
+    return cells
 
 
 def _said(found: Comparison, arm: Arm) -> str:
@@ -168,10 +168,11 @@ def _verdicts(found: Comparison) -> str:
     for arm, cells in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
         kind = "" if verdict is None else verdict.tone
-        last = f"<td class='left {kind}'>{escape(cells[-1])}</td>"
-        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells[:-1]) + last)
-    said = "".join(f"<li>{escape(note)}</li>" for note in notes(found))
-    return f"{_table(head(found), rows, left=('verdict',))}<ul class='note'>{said}</ul>"
+        name, said, *figures = map(escape, cells)
+        row = f"<td>{name}</td><td class='left {kind}'>{said}</td>"
+        rows.append(row + "".join(f"<td>{each}</td>" for each in figures))
+    below = "".join(f"<li>{escape(note)}</li>" for note in notes(found))
+    return f"{_table(head(found), rows, left=('verdict',))}<ul class='note'>{below}</ul>"
 
 
 def _limits(found: Comparison) -> str:
