@@ -94,6 +94,14 @@ def test_the_share_of_converted_flops_stands_beside_every_verdict(steps: int):
     assert "(23% converted)</td>" in page(found)
 
 
+def test_a_run_that_broke_down_at_once_has_no_share():
+    found = made(failed="loss nan")
+    for run in found.runs["mxfp8"]:
+        del run.about["flop_share"]
+    assert rows_of(found)["mxfp8"]["verdict"] == "diverged (? converted)"
+    assert page(found)
+
+
 SHORT = (
     "Too short to tell: 4 steps, 4 evaluations and 2 seeds were run; a verdict needs 300 steps (--steps 300), and "
     "3 seeds (--seeds 3) or 8 evaluations (--eval-every 37)."

@@ -69,8 +69,9 @@ class _Words:
 
 
 def share(found: Comparison, arm: Arm) -> str:
-    """Of the linear FLOPs that an arm has in low precision; 0% of a run that did not come to say it."""
-    return f"{found.runs[arm.name][0].about.get('flop_share', 0.0):.0%}"
+    """Of the linear FLOPs that an arm has in low precision; "?" if all of its runs broke down before they told it."""
+    known = [run.about["flop_share"] for run in found.runs[arm.name] if "flop_share" in run.about]
+    return f"{known[0]:.0%}" if known else "?"
 
 
 def won(found: Comparison) -> str:
