@@ -164,9 +164,8 @@ def test_the_control_is_worse_and_the_recipe_that_it_breaks_is_not(jobs: int, tm
     assert list(found.verdicts()) == ["mxfp8"]
     mine, theirs = (found.runs[name][0].layers[0] for name in (CONTROL, "mxfp8"))
     assert mine["x"] < 5 < 25 < theirs["x"]
-    later = compare(replace(config, seed=7), ["mxfp8"], [7], out=tmp_path / "later")
-    first = compare(replace(config, seed=7), ["mxfp8"], [7], out=tmp_path / "alone")
-    assert later.runs["mxfp8"][0].losses == first.runs["mxfp8"][0].losses
+    later = compare(config, ["mxfp8"], [7], out=tmp_path / "later")
+    assert later.runs["mxfp8"][0].layers[0]["x"] > 25
 
 
 def test_length_counts_from_where_runs_part(tmp_path: Path):
