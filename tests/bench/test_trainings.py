@@ -67,6 +67,7 @@ def test_nothing_is_told_of_what_was_not_measured():
         (convergence(0.0026), "no"),
         (convergence(0.0026, noise=0.003), "inside the null's noise"),  # the null alone does as much
         (convergence(0.001, verdict="undecided", error=0.01), "in the mean"),  # its interval is too wide
+        (convergence(0.001, verdict="too short to tell"), "in the mean"),
         (convergence(None, verdict="diverged"), "no"),
         (convergence(0.001, flop_share=0.5), "no"),  # half of it stayed in bf16
         (convergence(0.001, steps=300), "-"),

@@ -18,8 +18,9 @@ from blockscale.train import breakdown as breakdowns
 from blockscale.train import stored as module
 from blockscale.train.branch import StopAfter
 from blockscale.train.breakdown import KINDS, breakdown
-from blockscale.train.compare import BASELINE, NULL, Comparison, arms_of, compare, config_of, null_of
+from blockscale.train.compare import BASELINE, CONTROL, NULL, Comparison, arms_of, compare, config_of, null_of
 from blockscale.train.publish import publish
+from blockscale.train.statistics import Length
 from blockscale.train.stored import read
 from small_runs import small
 
@@ -148,6 +149,31 @@ def test_a_broken_cast_is_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert verdict is not None
     assert verdict.kind == "worse", (gap, verdict)
     assert gap.mean > 0.01
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_control_is_worse_and_the_recipe_that_it_breaks_is_not(jobs: int, tmp_path: Path):
+    """In a process of its own too; and casts are right again after it."""
+    config = little(weight_cast="forward", steps=8, eval_every=4, eval_batches=4)
+    found = compare(config, ["mxfp8"], 3, out=tmp_path, control=True, jobs=jobs)
+    recipe, control = found.verdict(found.arms[-2]), found.verdict(found.arms[-1])
+    assert recipe is not None
+    assert control is not None
+    assert found.arms[-1].name == CONTROL
+    assert (recipe.kind, control.kind) == ("too short to tell", "worse"), (found.gap("mxfp8"), found.gap(CONTROL))
+    assert list(found.verdicts()) == ["mxfp8"]
+    mine, theirs = (found.runs[name][0].layers[0] for name in (CONTROL, "mxfp8"))
+    assert mine["x"] < 5 < 25 < theirs["x"]
+    later = compare(config, ["mxfp8"], [7], out=tmp_path / "later")
+    assert later.runs["mxfp8"][0].layers[0]["x"] > 25
+
+
+def test_length_counts_from_where_runs_part(tmp_path: Path):
+    found = compare(little(steps=4), ["mxfp8"], 1, out=tmp_path, branch_at=2)
+    assert [step for step, _ in found.along("mxfp8")] == [2, 3, 4]
+    assert found.length("mxfp8") == Length(4, 2, parted=2)
+    late = replace(little(steps=4), recipe=RecipeConfig(keep_first=0, keep_last=0, since=3))
+    assert compare(late, ["mxfp8"], 1, out=tmp_path / "late").length("mxfp8") == Length(4, 1, parted=3)
 
 
 def test_text_has_to_be_the_same(found: Comparison, folder: Path, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,13 @@ from blockscale.train.compare import Comparison, compare
 from blockscale.train.pool import pool
 from blockscale.train.publish import MOST, publish, thin
 from blockscale.train.side_by_side import side_by_side
+from blockscale.train.statistics import Length, judge, paired, wander
 from blockscale.train.stored import run_or_read
 from blockscale.train.throughput import MEASURES, arms_of, measure, throughput_of
 from small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LITTLE = small("bf16", model=ONE_BLOCK, steps=3, eval_every=1)
 
 
@@ -227,6 +230,27 @@ def test_arms_that_are_not_pooled_are_named(
         said = " ".join(capsys.readouterr().out.split())
         assert f"left out: small, 3 steps: {says}" in said
         assert trainings.read(file)[: len(kept)] == kept
+
+
+def test_stored_verdicts_are_those_of_the_rule():
+    """Lines of the repository, judged again from their losses: a rule that changes must not contradict its tables."""
+    rows = trainings.convergences(trainings.load(RESULTS))
+    groups: dict[object, dict[str, Convergence]] = {}
+    for row in rows:
+        groups.setdefault((row.setting, *row.seeds), {})[row.arm] = row
+    judged = 0
+    for arms in groups.values():
+        base = [math.inf if loss is None else loss for loss in arms["bf16"].losses]
+        for row in arms.values():
+            if row.budget is None or row.noise is None:
+                continue
+            gap = paired([math.inf if loss is None else loss for loss in row.losses], base)
+            parted = max(row.branch_at, row.since)
+            length = Length(row.steps, sum(step > parted for step, _ in row.along), parted)
+            verdict = judge(gap, row.noise, row.budget, length, wander([gap for _, gap in row.along]))
+            assert (verdict.kind, length.shortage(len(row.seeds))) == (row.verdict, ""), row.arm
+            judged += 1
+    assert judged >= 18
 
 
 def test_nothing_begins_after_an_error(tmp_path: Path):

@@ -6,9 +6,24 @@ import math
 
 import pytest
 
-from blockscale.train.statistics import Gap, judge, noise_of, paired, resolves, student, wander
+from blockscale.train.statistics import (
+    FAR,
+    LEAST_EVALUATIONS,
+    LEAST_EVALUATIONS_OF_FEW_SEEDS,
+    LEAST_SEEDS,
+    LEAST_STEPS,
+    Gap,
+    Length,
+    judge,
+    noise_of,
+    paired,
+    resolves,
+    student,
+    wander,
+)
 
 BUDGET = 0.0025
+LONG = Length(3000, 12)
 
 
 def gap(*percent: float) -> Gap:
@@ -77,19 +92,19 @@ def test_noise_is_the_far_end_of_the_null():
     ],
 )
 def test_each_rule(values: tuple[float, ...], noise: float, kind: str):
-    verdict = judge(gap(*values), noise / 100, BUDGET)
+    verdict = judge(gap(*values), noise / 100, BUDGET, LONG)
     assert verdict.kind == kind, verdict
     assert verdict.is_good == kind.startswith("within")
 
 
 def test_nothing_is_judged_without_a_null():
-    assert judge(gap(0.0, 0.0, 0.0), math.nan, BUDGET).kind == "undecided"
+    assert judge(gap(0.0, 0.0, 0.0), math.nan, BUDGET, LONG).kind == "undecided"
     # a single run whose gap still moves by more than the null does is no proof
     assert wander([5.0, 0.001, 0.004, 0.003]) == pytest.approx(0.001)
-    assert judge(gap(0.3), 0.0001, BUDGET).kind == "worse"
-    assert judge(gap(0.3), 0.0001, BUDGET, strayed=0.001).kind == "undecided"
-    assert judge(gap(0.3, 0.3), 0.0001, BUDGET, strayed=0.001).kind == "worse"
-    assert "one seed" in judge(gap(0.1), 0.0001, BUDGET).why
+    assert judge(gap(0.3), 0.0001, BUDGET, LONG).kind == "worse"
+    assert judge(gap(0.3), 0.0001, BUDGET, LONG, strayed=0.001).kind == "undecided"
+    assert judge(gap(0.3, 0.3), 0.0001, BUDGET, LONG, strayed=0.001).kind == "worse"
+    assert "one seed" in judge(gap(0.1), 0.0001, BUDGET, LONG).why
 
 
 def test_a_third_of_the_budget_is_resolved():
@@ -101,10 +116,77 @@ def test_a_third_of_the_budget_is_resolved():
 def test_a_baseline_that_broke_down_judges_nobody():
     broken = paired([1.0, 1.0], [math.inf, 1.0])
     assert not broken.is_finite
-    verdict = judge(broken, 0.01, BUDGET)
+    verdict = judge(broken, 0.01, BUDGET, LONG)
     assert (verdict.kind, "bf16 itself" in verdict.why) == ("undecided", True)
-    assert judge(paired([math.nan], [1.0]), 0.01, BUDGET).kind == "diverged"
+    assert judge(paired([math.nan], [1.0]), 0.01, BUDGET, LONG).kind == "diverged"
 
 
 def test_a_loss_of_zero_is_no_measure():
     assert math.isnan(paired([0.1], [0.0]).values[0])
+
+
+ENOUGH = Length(LEAST_STEPS, LEAST_EVALUATIONS)
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.0, 0.0), (0.1, 0.1, 0.1), (0.5, 0.5, 0.5), (-0.5, 0.5, 0.0)])
+def test_a_short_comparison_says_neither_yes_nor_no(values: tuple[float, ...]):
+    """Each of these has another verdict once it is long enough."""
+    shorter = [Length(LEAST_STEPS - 1, LEAST_EVALUATIONS), Length(LEAST_STEPS, LEAST_EVALUATIONS - 1)]
+    for length in shorter:
+        verdict = judge(gap(*values), 0.0005, BUDGET, length)
+        assert (verdict.kind, verdict.tone, verdict.is_good, verdict.is_bad) == (
+            "too short to tell",
+            "short",
+            False,
+            False,
+        )
+    assert judge(gap(*values), 0.0005, BUDGET, ENOUGH).kind != "too short to tell"
+
+
+def test_few_seeds_need_more_evaluations():
+    few, many = LEAST_EVALUATIONS_OF_FEW_SEEDS - 1, LEAST_EVALUATIONS_OF_FEW_SEEDS
+    for seeds in range(1, LEAST_SEEDS):
+        values = gap(*[0.01] * seeds)
+        assert judge(values, 0.0005, BUDGET, Length(LEAST_STEPS, few)).kind == "too short to tell"
+        assert judge(values, 0.0005, BUDGET, Length(LEAST_STEPS, many)).kind == "within noise"
+    assert judge(gap(*[0.01] * LEAST_SEEDS), 0.0005, BUDGET, ENOUGH).kind == "within noise"
+
+
+def test_steps_count_from_where_runs_part():
+    late = Length(1000 + LEAST_STEPS - 1, 12, parted=1000)
+    verdict = judge(gap(0.0, 0.0, 0.0), 0.0005, BUDGET, late)
+    assert verdict.kind == "too short to tell"
+    assert f"{LEAST_STEPS - 1} steps after step 1000" in verdict.why
+    assert f"--steps {1000 + LEAST_STEPS}" in verdict.why
+    assert judge(gap(0.0, 0.0, 0.0), 0.0005, BUDGET, Length(1000 + LEAST_STEPS, 12, 1000)).is_good
+
+
+def test_what_is_missing_is_said_with_its_option():
+    assert Length(2, 2).shortage(1) == (
+        "2 steps, 2 evaluations and 1 seed were run; a verdict needs 300 steps (--steps 300), and 3 seeds (--seeds 3) "
+        "or 8 evaluations (--eval-every 37)"
+    )
+    assert Length(600, 1).shortage(5).endswith("a verdict needs 3 evaluations (--eval-every 200)")
+    assert Length(3000, 7).shortage(2).endswith("3 seeds (--seeds 3) or 8 evaluations (--eval-every 375)")
+    assert Length(3000, 12).shortage(1) == ENOUGH.shortage(3) == ""
+
+
+@pytest.mark.parametrize("length", [Length(2, 1), Length(16, 4), Length(1020, 2, 1000), Length(5000, 1)])
+@pytest.mark.parametrize("seeds", [1, 2, 3, 5])
+def test_the_proposed_options_are_enough(length: Length, seeds: int):
+    options = length.options(seeds)
+    steps, every = options["--steps"], options["--eval-every"]
+    assert Length(steps, (steps - length.parted) // every, length.parted).shortage(options["--seeds"]) == ""
+
+
+def test_a_short_comparison_still_says_what_is_broken():
+    short = Length(2, 1)
+    assert judge(gap(math.inf, 0.1, 0.1), 0.0005, BUDGET, short).kind == "diverged"
+    assert judge(gap(math.nan, 0.1, 0.1), 0.0005, BUDGET, short).kind == "undecided", "bf16 itself broke down"
+    far = 100 * FAR * BUDGET
+    assert judge(gap(*[far + 0.1] * LEAST_SEEDS), 0.0005, BUDGET, short).kind == "worse"
+    assert judge(gap(*[far - 0.1] * LEAST_SEEDS), 0.0005, BUDGET, short).kind == "too short to tell"
+    # without an interval worth the name nothing is far, and a null that is as far hides it
+    assert judge(gap(*[3 * far] * (LEAST_SEEDS - 1)), 0.0005, BUDGET, short).kind == "too short to tell"
+    assert judge(gap(3 * far), 0.0005, BUDGET, short).kind == "too short to tell"
+    assert judge(gap(*[far + 0.1] * LEAST_SEEDS), 1.0, BUDGET, short).kind == "too short to tell"

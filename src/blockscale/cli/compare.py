@@ -45,15 +45,25 @@ class Options(RunOptions):
     """Runs at a time, each in a process of its own: for models that leave a GPU idle. Their speeds are not shown."""
     commit: str | None = None
     """Commit to record where the source is no git checkout."""
+    control: bool = False
+    """One more arm, MXFP8 with a fault in its casts, which must come out as worse: would a fault be noticed at all?"""
+    require_verdict: bool = False
+    """Exit with status 3 where a recipe has no verdict (undecided, too short to tell) and none is worse."""
+
+
+STATUSES = (
+    "Exit status: 0 if no recipe is worse, 1 if one is worse or diverged, 2 if nothing could be run, 3 with "
+    "--require-verdict if one is undecided or too short to tell, 130 if interrupted."
+)
 
 
 def main(words: list[str]) -> int:
     """Parse a preset, changes to it and the options of the comparison, and run it."""
-    return run(parse(words, "compare", "Train a preset by several recipes, in pairs.", Options.of))
+    return run(parse(words, "compare", "Train a preset by several recipes, in pairs.", Options.of, STATUSES))
 
 
 def run(options: Options | None = None) -> int:
-    """Run what is missing, show the table, write the page; 1 where a recipe is worse or diverged."""
+    """Run what is missing, show the table, write the page; the status as `STATUSES` says."""
     options = options or Options.of(get_preset(DEFAULT))
     recipes, budget = _checked(options), options.budget
     env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
@@ -63,7 +73,7 @@ def run(options: Options | None = None) -> int:
         from ..train.report import write
 
     began = time.perf_counter()
-    total = options.seeds * (len({*recipes, "bf16", "null"}) + bool(options.branch_at))
+    total = options.seeds * (len({*recipes, "bf16", "null"}) + bool(options.branch_at) + options.control)
     with _Progress(console, total) as shown:
         found = compare(
             options.config,
@@ -75,12 +85,23 @@ def run(options: Options | None = None) -> int:
             jobs=options.jobs,
             commit=options.commit,
             branch_at=options.branch_at,
+            control=options.control,
         )
     _show(console, found)
     page = write(found, options.out / "report.html")
     console.print(f"wrote {page} in {time.perf_counter() - began:.0f} s", highlight=False)
-    verdicts = [found.verdict(arm) for arm in found.arms]
-    return 1 if any(each is not None and each.kind in ("worse", "diverged") for each in verdicts) else 0
+    return status(found, options.require_verdict)
+
+
+def status(found: Comparison, require_verdict: bool) -> int:
+    """Of the process, by the verdicts on recipes."""
+    verdicts = found.verdicts().values()
+    if any(each.is_bad for each in verdicts):
+        return 1
+    return 3 if require_verdict and not all(each.is_good for each in verdicts) else 0
+
+
+_COLOURS = {"good": "green", "bad": "red", "open": "yellow", "short": "cyan"}
 
 
 def _checked(options: Options) -> list[str]:
@@ -144,23 +165,15 @@ def _show(console: Console, found: Comparison) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..train.report import HEAD, notes, table
+    from ..train.report import head, summary, table
 
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for place, heading in enumerate(HEAD):
-        shown.add_column(heading, justify="left" if place in (0, len(HEAD) - 1) else "right", no_wrap=True)
-    for arm, cells in zip(found.arms, table(found), strict=True):
+    for name in head(found):
+        is_text = name in ("recipe", "verdict")
+        shown.add_column(name, justify="left" if is_text else "right", no_wrap=name != "verdict")
+    for arm, (name, said, *figures) in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
-        colour = (
-            ""
-            if verdict is None
-            else "green"
-            if verdict.is_good
-            else "yellow"
-            if verdict.kind == "undecided"
-            else "red"
-        )
-        shown.add_row(*cells[:-1], f"[{colour}]{cells[-1]}[/]" if colour else "")
+        shown.add_row(name, f"[{_COLOURS[verdict.tone]}]{said}[/]" if verdict else "", *figures)
     console.print(shown)
-    for note in notes(found):
-        console.print(note, highlight=False)
+    for line in summary(found):
+        console.print(line, highlight=False)

@@ -72,12 +72,16 @@ def main(arguments: list[str]) -> int:
     return run(parse(arguments, "train", "Train a preset, changed by options.", lambda config: config))
 
 
-def parse(arguments: list[str], command: str, what: str, options: Callable[[RunConfig], O]) -> O:
-    """A preset, which is the first word, as `options` of it, changed by what follows; an error if it cannot be run."""
+def parse(arguments: list[str], command: str, what: str, options: Callable[[RunConfig], O], more: str = "") -> O:
+    """A preset, which is the first word, as `options` of it, changed by what follows; an error if it cannot be run.
+
+    more: the end of the help's description.
+    """
     words = list(arguments)
     name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
     about = "\n".join(f"  {each:<10} {first_line(each)}" for each in PRESETS)
     about = f"{what} The first word is the preset, {DEFAULT} without one.\n\n{about}\n\nOptions shown are those of it."
+    about = f"{about}\n\n{more}" if more else about
     return parse_words(options(get_preset(name)), f"{command} {name}", words, about)
 
 

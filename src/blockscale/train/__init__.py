@@ -13,6 +13,7 @@
     compare.py     recipes in pairs, with a null      statistics.py gaps, intervals, verdicts
     stored.py      runs as their files tell them      side_by_side.py  runs in processes of their own
     report.py      table and page; charts.py          throughput.py what a recipe wins in speed and memory
+    answer.py      what a comparison says in words    control.py    an arm with a fault that must be found
     publish.py     folders of runs as few lines       branch.py     runs that part late
 
 Names are resolved on first use: the command line reads presets to print its help, and importing torch takes seconds.

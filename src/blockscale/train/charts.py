@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 560, 290
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 40
+# the smallest size that a logarithmic axis begins with, in percent
+LEAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,52 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escape(y_name)}'>{body}</svg>" + legend(
         [(each.name, each.place) for each in curves if not each.faint]
     )
+
+
+@dataclass(frozen=True)
+class Reach:
+    """One size with its interval.  error: half of it.  place: of its colour.  mark: a size to hold it against."""
+
+    name: str
+    value: float
+    error: float
+    place: int
+    mark: float | None = None
+
+
+def reaches(rows: Sequence[Reach], unit: str = " %") -> str:
+    """Sizes on one logarithmic axis, each as a dot with its interval and its mark; signs are in the titles."""
+    height, left, foot = 30, 140, 24
+    sizes = [size for row in rows for size in (abs(row.value), abs(row.value) + row.error, row.mark or 0.0) if size > 0]
+    if not sizes:
+        return "<p class='note'>nothing to draw</p>"
+    low, high = (math.floor(math.log10(max(min(sizes), LEAST))), math.ceil(math.log10(max(sizes))))
+    high, bottom = max(high, low + 1), height * len(rows) + 4
+
+    def at(size: float) -> float:
+        across = (math.log10(max(size, 10.0**low)) - low) / (high - low)
+        return left + across * (WIDTH - left - 2 * RIGHT)
+
+    parts: list[str] = []
+    for power in range(low, high + 1):
+        x = at(10.0**power)
+        parts.append(f"<line class='grid' x1='{x:.1f}' x2='{x:.1f}' y1='2' y2='{bottom}'/>")
+        parts.append(f"<text x='{x:.1f}' y='{bottom + 17}' text-anchor='middle'>{10.0**power:g}{unit}</text>")
+    for place, row in enumerate(rows):
+        y, colour = place * height + 17, f"var(--c{row.place % 8})"
+        ends = sorted((abs(row.value - row.error), abs(row.value + row.error)))
+        first = 0.0 if abs(row.value) <= row.error else ends[0]
+        said = f"<title>{escape(row.name)}: {row.value:+.3g} ± {row.error:.2g}{unit}</title>"
+        parts.append(f"<text x='{left - 10}' y='{y + 4}' text-anchor='end'>{escape(row.name)}</text>")
+        span = f"x1='{at(first):.1f}' x2='{at(ends[1]):.1f}' y1='{y}' y2='{y}'"
+        parts.append(f"<line class='reach' style='stroke:{colour}' {span}>{said}</line>")
+        parts.append(f"<circle cx='{at(abs(row.value)):.1f}' cy='{y}' r='5' style='fill:{colour}'>{said}</circle>")
+        if row.mark is not None:
+            x = at(row.mark)
+            told = f"<title>{escape(row.name)}: budget {row.mark:g}{unit}</title>"
+            parts.append(f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{y - 10}' y2='{y + 10}'>{told}</line>")
+    size = f"viewBox='0 0 {WIDTH} {bottom + foot}' style='max-width:760px'"
+    return f"<svg {size} role='img' aria-label='sizes of gaps'>{''.join(parts)}</svg>"
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:

@@ -4,12 +4,13 @@ Every run of a seed starts from the same weights and sees the same pieces in the
 The null differs from bf16 in nothing but the order in which sums are taken, see `null_of`. Each run has a folder with
 one file of JSON lines, which is all that tables and the page are made from: a comparison that was interrupted goes on
 with the runs that are missing, and one that is repeated with more seeds or recipes runs those alone. Runs may also part
-later than at their first step, see `branch`.
+later than at their first step, see `branch`. A control with a known fault may run beside them, see `control`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -20,11 +21,12 @@ from .branch import BASELINE, trunk, trunk_of
 from .checkpoint import read_about
 from .checks import check_apart
 from .config import RunConfig
+from .control import CONTROL, CONTROL_RECIPE, SAYS, broken_casts
 from .data import load
 from .records import Hooks
 from .run import recipe_of
 from .side_by_side import Lines, side_by_side
-from .statistics import Gap, Verdict, judge, noise_of, paired, wander
+from .statistics import Gap, Length, Verdict, judge, noise_of, paired, wander
 from .stored import LOOKS, METRICS, Stored, folder_of, read, run_or_read
 
 T = TypeVar("T")
@@ -37,11 +39,16 @@ BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
 
 @dataclass(frozen=True)
 class Arm:
-    """One line of the table.  says: what it is.  budget: the largest gap that is accepted."""
+    """One line of the table.  says: what it is.  budget: the largest gap that is accepted; None: it is not judged."""
 
     name: str
     says: str
     budget: float | None = None
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether it is what the comparison is for."""
+        return self.budget is not None and self.name != CONTROL
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,18 @@ class Comparison:
         if not self.runs[arm.name][0].about.get("flop_share", 1.0):
             return NOTHING_CONVERTED
         strayed = wander([gap for _, gap in self.along(arm.name)])
-        return judge(self.gap(arm.name), self.noise, arm.budget, strayed)
+        return judge(self.gap(arm.name), self.noise, arm.budget, self.length(arm.name), strayed)
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Of every recipe, without the control."""
+        found = {arm.name: self.verdict(arm) for arm in self.arms if arm.is_recipe}
+        return {name: verdict for name, verdict in found.items() if verdict is not None}
+
+    def length(self, name: str) -> Length:
+        """How much of an arm was run since it differs from the baseline."""
+        parted = max(self.branch_at, self.since)
+        steps = int(self.runs[BASELINE][0].about["config"]["steps"])
+        return Length(steps, sum(step > parted for step, _ in self.along(name)), parted)
 
     def tokens_per_second(self, name: str) -> float:
         """The best of its seeds: what disturbs a machine only slows it down."""
@@ -123,19 +141,25 @@ def null_of(config: RunConfig) -> tuple[RunConfig, str]:
     return replace(config, loss_chunks=chunks), says
 
 
-def arms_of(config: RunConfig, recipes: Sequence[str], budget: float | None = None) -> tuple[Arm, ...]:
-    """The baseline, the null and the recipes, each once.  budget: for every recipe; None: by its bits."""
+def arms_of(
+    config: RunConfig, recipes: Sequence[str], budget: float | None = None, *, control: bool = False
+) -> tuple[Arm, ...]:
+    """The baseline, the null, the recipes, each once, and the control.  budget: for every recipe; None: by its bits."""
     arms = [Arm(BASELINE, "what the others are compared with"), Arm(NULL, null_of(config)[1])]
     for name in dict.fromkeys(recipes):
         if name != BASELINE:
             recipe = recipe_of(replace(config.recipe, name=name))
             arms.append(Arm(name, str(recipe), BUDGETS[_bits(recipe)] if budget is None else budget))
+    if control:
+        arms.append(Arm(CONTROL, SAYS, BUDGETS[8] if budget is None else budget))
     return tuple(arms)
 
 
 def config_of(name: str, config: RunConfig) -> RunConfig:
     """What an arm runs."""
-    return null_of(config)[0] if name == NULL else replace(config, recipe=replace(config.recipe, name=name))
+    if name == NULL:
+        return null_of(config)[0]
+    return replace(config, recipe=replace(config.recipe, name=CONTROL_RECIPE if name == CONTROL else name))
 
 
 def _bits(recipe: Recipe) -> int:
@@ -154,6 +178,7 @@ def compare(
     jobs: int = 1,
     commit: str | None = None,
     branch_at: int = 0,
+    control: bool = False,
 ) -> Comparison:
     """Run what is not there yet, and read all of it.
 
@@ -161,6 +186,7 @@ def compare(
     the relative gap that is accepted, such as 0.0025.  hooks: who watches a run, made for each; not with several jobs.
     jobs: runs at a time, each in its own process, so that speeds mean nothing.  commit: to record without git.
     branch_at: the step up to which all runs of a seed are bf16's; with `config.start` they begin with that checkpoint.
+    control: one more arm, with a fault that must come out as worse.
     """
     chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not chosen:
@@ -173,7 +199,7 @@ def compare(
         )
     _check_shared(config, out)
     _check_branch(config, chosen, branch_at)
-    arms = arms_of(config, recipes, budget)
+    arms = arms_of(config, recipes, budget, control=control)
     starts = dict.fromkeys(chosen, config.start)
     if branch_at:
         starts |= {seed: trunk_of(replace(config, seed=seed), branch_at, out) for seed in chosen}
@@ -286,7 +312,8 @@ def _run(
     """One run, from its file or now.  hooks: None in a process without a terminal, where it tells lines instead."""
     facts = {"name": arm.name, "says": arm.says, "budget": arm.budget, **facts}
     watching = [Lines(f"{arm.name}, seed {config.seed}")] if hooks is None else hooks
-    return run_or_read(arm.name, config, out, watching, arm=facts, looks=looks, commit=commit)
+    with broken_casts() if arm.name == CONTROL else nullcontext():
+        return run_or_read(arm.name, config, out, watching, arm=facts, looks=looks, commit=commit)
 
 
-__all__ = ["BASELINE", "NULL", "Arm", "Comparison", "arms_of", "compare", "config_of", "null_of"]
+__all__ = ["BASELINE", "CONTROL", "NULL", "Arm", "Comparison", "arms_of", "compare", "config_of", "null_of"]

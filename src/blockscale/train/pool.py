@@ -14,7 +14,7 @@ from typing import Any
 from ..bench.trainings import Convergence, Points
 from ..errors import OptionError, message
 from .compare import BASELINE, NOTHING_CONVERTED, NULL
-from .statistics import Gap, judge, noise_of, paired
+from .statistics import Gap, Length, judge, noise_of, paired
 
 Arms = dict[str, Convergence]
 
@@ -141,7 +141,9 @@ def _gap(line: Convergence, base: Convergence) -> Gap:
 def _judged(line: Convergence, gap: Gap, noise: float) -> Convergence:
     verdict = None
     if line.budget is not None:
-        verdict = judge(gap, noise, line.budget) if line.flop_share else NOTHING_CONVERTED
+        parted = max(line.branch_at, line.since)
+        length = Length(line.steps, sum(step > parted for step, _ in line.along), parted)
+        verdict = judge(gap, noise, line.budget, length) if line.flop_share else NOTHING_CONVERTED
     finite = gap.is_finite
     return replace(
         line,

@@ -1,61 +1,68 @@
 """The page of a comparison: one HTML file that needs nothing else, made from what the runs have stored.
 
-Verdicts come first, then curves, the gap over time, where a step's time goes, what each layer loses, and what it takes
-to run it again. `table` has the figures that the terminal shows too, so that both say the same.
+The first sentence answers the question of its title; verdicts follow, then how large the gaps are, curves, where a
+step's time goes, what each layer loses, and what it takes to run it again. `table` has the figures that the terminal
+shows too, so that both say the same.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import statistics
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from .answer import CPU_SPEED, SHARED, answer, controlled, for_an_answer, is_short, limits, share, took, won
 from .breakdown import KINDS
-from .charts import Line, bars, lines
-from .compare import BASELINE, NULL, Arm, Comparison
+from .charts import Line, Reach, bars, lines, reaches
+from .compare import BASELINE, CONTROL, NULL, Arm, Comparison
 from .statistics import resolves
 from .stored import Stored
 
-CPU_SPEED = (
-    "Measured on a CPU, where low precision is emulated exactly and much slower than bf16: speeds, memory and shares "
-    "of time say nothing about a GPU. Losses do: casts give the same bytes on every device."
-)
-SHARED = "Runs shared the machine (--jobs), so their speeds mean nothing and are not shown."
-HEAD = ("recipe", "final loss", "gap to bf16", "tokens/s", "speedup", "peak memory", "low FLOPs", "verdict")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-# layers up to which a table is shown at once
-_SHORT = 8
+_OPTION = re.compile(r"--[a-z][\w.-]*(?: [\w.,@]+)?")
 _DECIBELS = ("x", "w", "dy", *PRODUCTS)
 
 
+def head(found: Comparison) -> list[str]:
+    """Names of the columns. Memory is shown on a GPU alone, speed where each run had that GPU to itself."""
+    speed = ["tokens/s", "speedup"] if _is_timed(found) else []
+    return ["recipe", "verdict", "gap to bf16", "final loss", *speed, *(["peak memory"] if found.is_on_gpu else [])]
+
+
+def _is_timed(found: Comparison) -> bool:
+    return found.is_on_gpu and found.is_timed
+
+
 def table(found: Comparison) -> list[list[str]]:
-    """One row for each arm, as `HEAD` says."""
+    """One row for each arm, as `head` says."""
     return [_row(found, arm) for arm in found.arms]
 
 
 def _row(found: Comparison, arm: Arm) -> list[str]:
-    runs, verdict = found.runs[arm.name], found.verdict(arm)
+    runs = found.runs[arm.name]
     loss = sum(run.loss for run in runs) / len(runs)
-    speed, base = found.tokens_per_second(arm.name), found.tokens_per_second(BASELINE)
-    memory = [run.end["peak_memory"] for run in runs if run.end.get("peak_memory") is not None]
-    is_recipe = arm.budget is not None
-    return [
-        arm.name,
-        f"{loss:.4f}",
-        "" if arm.name == BASELINE else str(found.gap(arm.name)),
-        f"{speed:,.0f}" if found.is_timed else "",
-        f"{speed / base:.2f}x" if is_recipe and base and found.is_timed else "",
-        f"{max(memory) / 2**30:.2f} GiB" if memory else "not on a CPU",
-        f"{runs[0].about['flop_share']:.0%}" if is_recipe else "",
-        "" if verdict is None else _said(verdict.kind, arm),
-    ]
+    cells = [arm.name, _said(found, arm), "" if arm.name == BASELINE else str(found.gap(arm.name)), f"{loss:.4f}"]
+    if _is_timed(found):
+        speed, base = found.tokens_per_second(arm.name), found.tokens_per_second(BASELINE)
+        cells += [f"{speed:,.0f}", f"{speed / base:.2f}x" if arm.is_recipe and base else ""]
+    if found.is_on_gpu:
+        memory = [run.end["peak_memory"] for run in runs if run.end.get("peak_memory") is not None]
+        cells.append(f"{max(memory) / 2**30:.2f} GiB" if memory else "")
+    return cells
 
 
-def _said(kind: str, arm: Arm) -> str:
-    return f"{kind} {arm.budget:.2%}" if kind == "within budget" else kind
+def _said(found: Comparison, arm: Arm) -> str:
+    """The verdict, never without the share of FLOPs that it is about."""
+    verdict = found.verdict(arm)
+    if verdict is None:
+        return ""
+    budget = f" {arm.budget:.2%}" if verdict.kind == "within budget" else ""
+    return f"{verdict.kind}{budget} ({share(found, arm)} converted)"
 
 
 def notes(found: Comparison) -> list[str]:
@@ -64,7 +71,7 @@ def notes(found: Comparison) -> list[str]:
     many, noise = len(found.seeds), found.noise
     said = [
         f"null: {null.says}; noise up to {100 * noise:.2g} %.",
-        "low FLOPs: share of linear FLOPs in low precision.",
+        "converted: share of linear FLOPs in low precision; the rest runs in bf16.",
     ]
     if found.branch_at:
         said.append(
@@ -81,19 +88,24 @@ def notes(found: Comparison) -> list[str]:
         )
     else:
         said.append(f"± is the 95 % interval of the mean of {many} paired seeds (Student's t).")
-    tight = [arm.name for arm in found.arms if arm.budget is not None and not resolves(noise, arm.budget)]
+    tight = [arm.name for arm in found.arms if arm.is_recipe and arm.budget and not resolves(noise, arm.budget)]
     if tight:
         said.append(f"The noise is above a third of the budget of {', '.join(tight)}: too much to trust that verdict.")
     for arm in found.arms:
-        verdict = found.verdict(arm)
-        if verdict is not None:
+        verdict = found.verdict(arm) if arm.is_recipe else None
+        if verdict is not None and verdict.kind != "too short to tell":  # which the answer explains
             said.append(f"{arm.name}: {verdict.kind}; {verdict.why}.")
         said += [f"{arm.name}, seed {seed}: {run.failed}" for seed, run in _runs(found, arm) if run.failed]
-    if not found.is_timed:
+    if found.is_on_gpu and not found.is_timed:
         said.append(SHARED)
-    if not found.is_on_gpu:
-        said.append(CPU_SPEED)
-    return said
+    return [*said, *filter(None, [controlled(found)])]
+
+
+def summary(found: Comparison) -> list[str]:
+    """What the terminal says below its table: the answer, the notes, and how to get an answer that is missing."""
+    speed = [] if found.is_on_gpu else [CPU_SPEED]
+    longer = [f"For an answer{took(found)}: {for_an_answer(found)}"] if is_short(found) else []
+    return [answer(found), *notes(found), *speed, *longer]
 
 
 def _runs(found: Comparison, arm: Arm) -> Sequence[tuple[int, Stored]]:
@@ -116,27 +128,34 @@ def page(found: Comparison) -> str:
     """All of it as text."""
     base = found.runs[BASELINE][0]
     config = base.about["config"]
-    title = f"{config['name']}: does it still converge?"
+    title = f"{config['name']}: does it still converge, and what is won?"
     style = Path(__file__).with_name("page.css").read_text()
     tokens = config["batch"] * config["accumulate"] * config["data"]["sequence"]
     together = f"bf16 up to step {found.branch_at}, " if found.branch_at else ""
-    summary = (
+    size = (
         f"{base.about['parameters'] / 1e6:,.2f}M parameters, {config['steps']} steps of {tokens:,} tokens, "
         f"{together}{len(found.seeds)} paired seed{'s' if len(found.seeds) > 1 else ''}, {base.where.get('name', '')}"
     )
-    warning = "" if found.is_on_gpu else f"<p class='warn'>{CPU_SPEED}</p>"
     body = [
-        f"<h1>{escape(title)}</h1><p class='note'>{escape(summary)}</p>{warning}",
+        f"<h1>{escape(title)}</h1><p class='answer'>{_text(answer(found))}</p>",
+        f"<p>{_text(won(found))}</p><p class='note'>{escape(size)}</p>",
         _section("Verdicts", _verdicts(found)),
+        _limits(found) if is_short(found) else "",
+        _sizes(found),
         f"<div class='pair'>{_curves(found)}</div>",
-        _time(found),
-        *(_layers(arm, found.runs[arm.name][0]) for arm in found.arms if found.runs[arm.name][0].layers),
+        _time(found) if found.is_on_gpu else "",
+        _layers(found),
         _section("How to run it again", _facts(found)),
     ]
-    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title>"
+    meta = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title>"
     return (
-        f"<!doctype html><html lang='en'><head>{head}<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+        f"<!doctype html><html lang='en'><head>{meta}<style>{style}</style></head><body>{''.join(body)}</body></html>\n"
     )
+
+
+def _text(sentence: str) -> str:
+    """Escaped, with options of the command line in one piece each."""
+    return _OPTION.sub(r"<code>\g<0></code>", escape(sentence))
 
 
 def _section(title: str, body: str, note: str = "") -> str:
@@ -148,17 +167,32 @@ def _verdicts(found: Comparison) -> str:
     rows: list[str] = []
     for arm, cells in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
-        kind = (
-            "" if verdict is None else "good" if verdict.is_good else "open" if verdict.kind == "undecided" else "bad"
-        )
-        last = f"<td class='{kind}'>{escape(cells[-1])}</td>"
-        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells[:-1]) + last)
-    said = "".join(f"<li>{escape(note)}</li>" for note in notes(found) if note != CPU_SPEED)
-    return f"{_table(HEAD, rows)}<ul class='note'>{said}</ul>"
+        kind = "" if verdict is None else verdict.tone
+        name, said, *figures = map(escape, cells)
+        row = f"<td>{name}</td><td class='left {kind}'>{said}</td>"
+        rows.append(row + "".join(f"<td>{each}</td>" for each in figures))
+    below = "".join(f"<li>{escape(note)}</li>" for note in notes(found))
+    return f"{_table(head(found), rows, left=('verdict',))}<ul class='note'>{below}</ul>"
 
 
-def _table(head: Sequence[str], rows: Sequence[str]) -> str:
-    top = "".join(f"<th>{escape(each)}</th>" for each in head)
+def _limits(found: Comparison) -> str:
+    told = "".join(f"<li>{_text(each)}</li>" for each in limits(found))
+    command = f"<p>For an answer{took(found)}:</p><p class='command'>{_text(for_an_answer(found))}</p>"
+    return _section("What this run can and cannot show", f"<ul>{told}</ul>{command}")
+
+
+def _sizes(found: Comparison) -> str:
+    rows: list[Reach] = []
+    for place, arm in enumerate(found.arms):
+        gap, budget = found.gap(arm.name), None if arm.budget is None else 100 * arm.budget
+        if arm.name != BASELINE and gap.is_finite:
+            rows.append(Reach(arm.name, 100 * gap.mean, 100 * (gap.error or 0.0), place, budget))
+    note = "Distance from bf16's loss at the end, up or down, with its interval; logarithmic. The mark is the budget."
+    return _section("How large the gaps are", reaches(rows), note)
+
+
+def _table(names: Sequence[str], rows: Sequence[str], left: Sequence[str] = ()) -> str:
+    top = "".join(f"<th class='{'left' * (each in left)}'>{escape(each)}</th>" for each in names)
     return f"<div class='scroll'><table><tr>{top}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"
 
 
@@ -170,7 +204,8 @@ def _curves(found: Comparison) -> str:
         training += [
             Line(arm.name, smooth(sorted(run.losses.items())), place, faint=at > 0) for at, run in enumerate(runs)
         ]
-        if arm.name != BASELINE and all(not run.failed for run in runs):
+        # the control would flatten all others
+        if arm.name not in (BASELINE, CONTROL) and all(not run.failed for run in runs):
             along = [(float(step), 100 * gap) for step, gap in found.along(arm.name)]
             gaps.append(Line(arm.name, along, place, dashed=arm.name == NULL))
     return _section(
@@ -196,30 +231,42 @@ def smooth(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
 def _time(found: Comparison) -> str:
     rows = [(arm.name, found.runs[arm.name][0].shares) for arm in found.arms if found.runs[arm.name][0].shares]
     note = "Shares of one step under the profiler: linear products, casts of our own, attention, everything else."
-    return _section(
-        "Where a step's time goes",
-        bars(rows, KINDS),
-        note if found.is_on_gpu else f"{note} On a CPU they say nothing about a GPU.",
-    )
+    return _section("Where a step's time goes", bars(rows, KINDS), note)
 
 
-def _layers(arm: Arm, run: Stored) -> str:
-    head = ("layer", *_DECIBELS, "clipped", "underflow")
-    rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in run.layers]
+def _layers(found: Comparison) -> str:
+    arms = {arm.name: layers for arm in found.arms if (layers := found.runs[arm.name][0].layers)}
+    if not arms:
+        return ""
     note = (
-        "Signal to quantisation noise in dB on one batch of the trained model: of operands, and of the three products. "
+        "Signal to quantisation noise in dB on one batch of the trained model, 6 dB for each half of the error: the "
+        "median of the layers for each product, and the least of all."
     )
-    note += "Clipped, underflow: the largest share among its operands."
-    lowest = min(
-        ((each[product], each["layer"], product) for each in run.layers for product in PRODUCTS if each[product]),
-        default=None,
-    )
-    worst = f"; least {lowest[0]:.1f} dB, {lowest[2]} of {lowest[1]}" if lowest else ""
-    summary = f"<summary>{len(rows)} layers{escape(worst)}</summary>"
-    opened = " open" if len(rows) <= _SHORT else ""
-    return _section(
-        f"What layers lose by {arm.name}", f"<details{opened}>{summary}{_table(head, rows)}</details>", note
-    )
+    rows = [
+        f"<td>{escape(name)}</td>" + "".join(f"<td>{each}</td>" for each in _medians(layers)) + _least(layers)
+        for name, layers in arms.items()
+    ]
+    table = _table(("recipe", *PRODUCTS, "least"), rows, left=("least",))
+    return _section("What layers lose", table + "".join(_all_layers(*each) for each in arms.items()), note)
+
+
+def _medians(layers: Sequence[dict[str, Any]]) -> list[str]:
+    known = [[each[product] for each in layers if each[product] is not None] for product in PRODUCTS]
+    return [f"{statistics.median(each):.1f}" if each else "" for each in known]
+
+
+def _least(layers: Sequence[dict[str, Any]]) -> str:
+    found = [(each[product], each["layer"], product) for each in layers for product in PRODUCTS if each[product]]
+    lowest = min(found, default=None)
+    return f"<td class='left'>{f'{lowest[0]:.1f} dB, {lowest[2]} of {escape(lowest[1])}' if lowest else ''}</td>"
+
+
+def _all_layers(name: str, layers: Sequence[dict[str, Any]]) -> str:
+    names = ("layer", *_DECIBELS, "clipped", "underflow")
+    rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in layers]
+    said = f"<summary>{escape(name)}: operands and products of {len(rows)} layers, in dB</summary>"
+    note = "<p class='note'>Clipped, underflow: the largest share among its operands.</p>"
+    return f"<details>{said}{_table(names, rows)}{note}</details>"
 
 
 def _cells(layer: dict[str, Any]) -> list[str]:
@@ -231,7 +278,7 @@ def _cells(layer: dict[str, Any]) -> list[str]:
 
 def _facts(found: Comparison) -> str:
     base = found.runs[BASELINE][0]
-    recipes = ",".join(arm.name for arm in found.arms if arm.name != NULL)
+    recipes = ",".join(arm.name for arm in found.arms if arm.name not in (NULL, CONTROL))
     facts = {
         "recipes": recipes,
         "seeds": ", ".join(map(str, found.seeds)),

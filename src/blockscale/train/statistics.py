@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["diverged", "worse", "undecided", "within budget", "within noise"]
+Kind = Literal["diverged", "worse", "too short to tell", "undecided", "within budget", "within noise"]
+Tone = Literal["good", "bad", "open", "short"]
 
 # two-sided 95 %, by degrees of freedom from 1 on
 _STUDENT = (
@@ -67,7 +68,7 @@ class Gap:
         if not self.is_finite:
             return "no number"
         spread = "" if self.error is None else f" ± {100 * self.error:.2f}"
-        return f"{100 * self.mean:+.2f}{spread} %"
+        return f"{round(100 * self.mean, 2) + 0.0:+.2f}{spread} %"  # no -0.00
 
 
 def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
@@ -104,6 +105,71 @@ def noise_of(null: Gap, along: Sequence[float] = ()) -> float:
     return max(abs(each) for each in (null.mean, *late))
 
 
+# The shortest comparison that is judged; docs/compare.md has the measurements behind each number.
+# Steps since the runs of a seed parted. Sums in another order differ by 0.05 % after 100 steps of the tiny model and by
+# 1 % from 200 on: a shorter null run measures no noise.
+LEAST_STEPS = 300
+# Paired seeds whose interval is useful: t is 12.7 with two, 4.3 with three.
+LEAST_SEEDS = 3
+# Evaluations since the runs parted. Two of three lie in the second half: the fewest that show whether a gap moves.
+LEAST_EVALUATIONS = 3
+# With fewer seeds the second half of the run stands in for the interval: four evaluations of it at least.
+LEAST_EVALUATIONS_OF_FEW_SEEDS = 8
+# Budgets that the whole interval must exceed to count as worse in a short comparison too: on their way to the end
+# correct recipes of 8 bits strayed by up to 3 in the mean of three seeds.
+FAR = 4
+
+
+@dataclass(frozen=True)
+class Length:
+    """How much was run.  steps: all of them.  parted: those before the runs of a seed differ (`branch_at`, `since`).
+    evaluations: on held-out text after that."""
+
+    steps: int
+    evaluations: int
+    parted: int = 0
+
+    def shortage(self, seeds: int) -> str:
+        """What was run and what a verdict needs, with the options that give it; empty if it is enough.
+
+        >>> Length(16, 4).shortage(3)
+        '16 steps, 4 evaluations and 3 seeds were run; a verdict needs 300 steps (--steps 300)'
+        """
+        after = f" after step {self.parted}" if self.parted else ""
+        needs: list[str] = []
+        if self.steps - self.parted < LEAST_STEPS:
+            needs.append(f"{LEAST_STEPS} steps{after} (--steps {self._goal})")
+        if seeds >= LEAST_SEEDS and self.evaluations < LEAST_EVALUATIONS:
+            needs.append(f"{LEAST_EVALUATIONS} evaluations{after} (--eval-every {self._every(LEAST_EVALUATIONS)})")
+        if seeds < LEAST_SEEDS and self.evaluations < LEAST_EVALUATIONS_OF_FEW_SEEDS:
+            every = self._every(LEAST_EVALUATIONS_OF_FEW_SEEDS)
+            many = f"{LEAST_EVALUATIONS_OF_FEW_SEEDS} evaluations{after} (--eval-every {every})"
+            needs.append(f"{LEAST_SEEDS} seeds (--seeds {LEAST_SEEDS}) or {many}")
+        if not needs:
+            return ""
+        run = (f"{_count(self.steps - self.parted, 'step')}{after}", _count(self.evaluations, "evaluation"))
+        return f"{', '.join(run)} and {_count(seeds, 'seed')} were run; a verdict needs {', and '.join(needs)}"
+
+    def options(self, seeds: int) -> dict[str, int]:
+        """Options of `blockscale compare` that are enough for a verdict."""
+        return {
+            "--steps": self._goal,
+            "--seeds": max(seeds, LEAST_SEEDS),
+            "--eval-every": self._every(2 * LEAST_EVALUATIONS),
+        }
+
+    @property
+    def _goal(self) -> int:
+        return max(self.steps, self.parted + LEAST_STEPS)
+
+    def _every(self, evaluations: int) -> int:
+        return (self._goal - self.parted) // evaluations
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """kind: what may be said.  why: in words, with the figures it rests on."""
@@ -115,15 +181,25 @@ class Verdict:
     def is_good(self) -> bool:
         return self.kind in ("within budget", "within noise")
 
+    @property
+    def is_bad(self) -> bool:
+        return self.kind in ("worse", "diverged")
 
-def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdict:
+    @property
+    def tone(self) -> Tone:
+        """How it is coloured."""
+        return "good" if self.is_good else "bad" if self.is_bad else "open" if self.kind == "undecided" else "short"
+
+
+def judge(gap: Gap, noise: float, budget: float, length: Length, strayed: float = 0.0) -> Verdict:
     """The verdict on a recipe.  noise: of the null, see `noise_of`.  budget: the largest relative gap that is accepted.
-    strayed: of a single seed, see `wander`.
+    length: how much was run.  strayed: of a single seed, see `wander`.
 
     The gap's interval decides; a single seed has none, and three times the null's noise stand in its place, or how far
     the gap strayed if that is more. Below the budget with all of it: within noise if the mean is no larger than the
     noise, else within budget. Above budget and noise with all of it: worse. Anything else is open, and so is everything
-    where the null is no number.
+    where the null is no number. Below the least length nothing of that is said, but that a run diverged, and that a
+    recipe is worse where LEAST_SEEDS have an interval above FAR budgets and the noise.
     """
     if any(map(math.isnan, gap.values)):
         return Verdict("undecided", "bf16 itself ended without a loss that is a number")
@@ -136,6 +212,12 @@ def judge(gap: Gap, noise: float, budget: float, strayed: float = 0.0) -> Verdic
     reach = f"from {low:+.2%} to {high:+.2%}" + (
         " (one seed: by three times the null's gap, or by how far its own strayed)" if gap.error is None else ""
     )
+    shortage = length.shortage(len(gap.values))
+    if shortage:
+        far = FAR * budget
+        if len(gap.values) >= LEAST_SEEDS and low > max(far, noise):
+            return Verdict("worse", f"{reach}, all above {far:.2%}, {FAR} budgets, which a short run is enough for")
+        return Verdict("too short to tell", shortage)
     if high <= budget and abs(gap.mean) <= noise:
         return Verdict("within noise", f"{reach}; the null alone makes {noise:.2%}")
     if high <= budget:
