@@ -398,6 +398,19 @@ def refusals(mesh: DeviceMesh) -> Iterator[Case]:
         weight.main_grad = torch.zeros(128, 256)
         return said(lambda: linear(replicated(torch.randn(4, 256)), weight, recipe="mxfp8"))
 
+    def changed_between(weight_cast: str, keeps: str) -> str:
+        """A weight, or an input that is kept, that changes between forward and backward."""
+        recipe = bs.get_recipe("mxfp8").replace(weight_cast=weight_cast, keeps=keeps)
+        weight, sent = nn.Parameter(sharded(torch.randn(256, 256), 0)), replicated(torch.randn(4, 256))
+        y = linear(sent, weight, recipe=recipe)
+        with torch.no_grad():
+            (weight if keeps == "operand" else sent).mul_(2)
+        try:
+            y.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
     def moe(**names: Any) -> MoE:
         return MoE(dim=64, hidden=64, experts=4, top_k=2, recipe="mxfp8", **names)
 
@@ -445,6 +458,8 @@ def refusals(mesh: DeviceMesh) -> Iterator[Case]:
             lambda: linear(replicated(x), sharded(w, 0), replicated(torch.randn(512)), recipe="mxfp8")
         ),
         "main_grad": main_grad,
+        "changed weight": lambda: changed_between("twice", "operand"),
+        "changed input": lambda: changed_between("forward", "source"),
         "misaligned by hand": lambda: said(lambda: linear(replicated(x), sharded(w[:96], 0), recipe="fp8_blockwise")),
         "cast": lambda: said(lambda: bs.quantize(sharded(torch.randn(4, 192), 1), "fp8_1x128")),
         "product": lambda: said(

@@ -72,7 +72,7 @@ def trained(make: Callable[[], torch.nn.Module], x: Tensor) -> list[Tensor]:
 LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
     "Linear": lambda **options: bs.nn.Linear(64, 96, **options),
     "SwiGLU": lambda **options: bs.nn.SwiGLU(64, 128, **options),
-    "MoE": lambda **options: bs.nn.MoE(64, 96, experts=4, top_k=2, shared=64, **options),
+    "MoE": lambda **options: bs.nn.MoE(dim=64, hidden=96, experts=4, top_k=2, shared=64, **options),
 }
 
 

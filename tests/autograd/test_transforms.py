@@ -37,8 +37,8 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "SwiGLU": lambda: bs.nn.SwiGLU(K, K, recipe="mxfp8"),
     "GroupedLinear": lambda: Offsets(bs.nn.GroupedLinear(2, K, K, recipe="mxfp8")),
     "GroupedLinear bf16": lambda: Offsets(bs.nn.GroupedLinear(2, K, K, recipe="bf16")),
-    "GroupedExperts": lambda: Offsets(bs.nn.GroupedExperts(2, K, K, recipe="mxfp8")),
-    "MoE": lambda: bs.nn.MoE(K, K, experts=4, top_k=2, shared=K, recipe="mxfp8"),
+    "GroupedExperts": lambda: Offsets(bs.nn.GroupedExperts(experts=2, dim=K, hidden=K, recipe="mxfp8")),
+    "MoE": lambda: bs.nn.MoE(dim=K, hidden=K, experts=4, top_k=2, shared=K, recipe="mxfp8"),
 }
 
 

@@ -88,5 +88,5 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and x.is_inference():
         return Activation(x, (chosen, None))
-    version = None if is_compiling else x_MK._version  # views count with their source
+    version = None if is_compiling else x._version
     return Activation(x, (chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())), version)

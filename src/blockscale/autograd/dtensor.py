@@ -51,9 +51,14 @@ class Shards:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
+    watched: tuple[DTensor, ...]
 
     def dtensor(self, y: Tensor) -> DTensor:
         """This rank's result [..., N] as a shard or a partial sum of the whole."""
+        if y.requires_grad and not torch.compiler.is_compiling():
+            made = _Unchanged.apply(y, *self.watched)
+            assert isinstance(made, Tensor)
+            y = made
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         return DTensor.from_local(
             y, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=tuple(strides)
@@ -95,7 +100,22 @@ def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
         mesh,
         tuple(plan.y for plan in plans),
         shape,
+        # an input of which a cast is kept may change, one that is kept itself may not
+        (weight,) if recipe.keeps == "operand" else (weight, x),
     )
+
+
+class _Unchanged(torch.autograd.Function):
+    """The identity, whose backward raises if a DTensor has changed since: shards do not count changes of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *watched: Tensor) -> Tensor:
+        ctx.save_for_backward(*watched)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, *(None for _ in ctx.saved_tensors)
 
 
 class _Plan(NamedTuple):

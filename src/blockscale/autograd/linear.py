@@ -64,7 +64,10 @@ def linear(
     # by type, here and in other hot calls: `isinstance` of a tensor class takes 4 times as long
     if type(weight) is DTensor or type(source) is DTensor:
         shards = local_shards(source, weight, bias, chosen, rounding)
-        mine = dataclasses.replace(x, source=shards.x) if isinstance(x, Activation) else shards.x
+        mine = shards.x
+        if isinstance(x, Activation):
+            x.operands(chosen)  # raises if the DTensor has changed, which its shard does not count
+            mine = dataclasses.replace(x, source=shards.x, version=None)
         return shards.dtensor(linear(mine, shards.weight, shards.bias, chosen, rounding=shards.rounding))
     check_low(source, weight, bias)
     check_rounding(chosen, rounding)

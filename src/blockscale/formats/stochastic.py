@@ -108,11 +108,11 @@ class Stochastic:
             raise OptionError(
                 message(
                     f"origin={self.origin!r}",
-                    rule="a shard starts at (row, column) of a tensor with that many columns, none negative",
+                    rule="a shard starts at (row, column) of a tensor with so many columns: whole numbers, none negative",
                     fix="pass (first row, first column, columns of the whole tensor)",
                 )
             )
-        rule = "groups are counted from 0 and share 16 bits of the counter: it is the global index"
+        rule = "groups are counted from 0 and share 16 bits of the counter: a whole number, the global index"
         check_int(self.first_group, "first_group", rule, most=65535)
         check_text(self.name, "name", "layers.0.mlp.down_proj")
         if not is_dense(self.state) or self.state.dtype != torch.int64 or self.state.shape != (2,):
