@@ -108,7 +108,7 @@ class Stochastic:
             raise OptionError(
                 message(
                     f"origin={self.origin!r}",
-                    rule="a shard starts at (row, column) of a tensor with so many columns: whole numbers, none negative",
+                    rule="a shard starts at (row, column) of a tensor with these columns: whole numbers, not negative",
                     fix="pass (first row, first column, columns of the whole tensor)",
                 )
             )
