@@ -99,7 +99,7 @@ class Stochastic:
         if self.origin is not None and not placed:
             raise OptionError(
                 message(
-                    f"origin={self.origin if isinstance(self.origin, tuple) else in_words(self.origin)}",
+                    f"origin={self.origin if type(self.origin) is tuple else in_words(self.origin)}",
                     rule="a shard starts at (row, column) of a tensor with that many columns, none negative",
                     fix="pass (first row, first column, columns of the whole tensor)",
                 )
