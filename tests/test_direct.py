@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import blockscale as bs
 from blockscale import library
 from blockscale.casts import ops as ops  # defines the operators
+from blockscale.errors import DtypeError
 from blockscale.gemm import ops as gemm_ops
 
 OPERATOR = library.OPERATORS["quantize"]
@@ -92,12 +93,18 @@ class Dispatches(TorchDispatchMode):
         lambda: source().to("meta"),
         lambda: torch.ones(4, 32, dtype=torch.complex64).conj().imag,
         lambda: torch._to_functional_tensor(source()),
-        lambda: source().to_sparse(),
     ],
-    ids=["subclass", "fake", "meta", "to be negated", "functional", "sparse"],
+    ids=["subclass", "fake", "meta", "to be negated", "functional"],
 )
 def test_other_tensors_take_the_operator(make: Callable[[], Tensor]) -> None:
     assert Spy().path(make()) == "operator"
+
+
+def test_tensors_without_strides_reach_no_kernel() -> None:
+    """Neither the operator nor its body: a reference in torch would compute something of a sparse one."""
+    for make in (lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor([x])):
+        with pytest.raises(DtypeError, match=r"casts and products take dense tensors\. Fix: pass "):
+            Spy().path(make(source()))
 
 
 @pytest.mark.parametrize("mode", [Functions, Dispatches, FakeTensorMode, lambda: FlopCounterMode(display=False)])

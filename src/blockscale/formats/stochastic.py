@@ -107,7 +107,7 @@ class Stochastic:
         if self.origin is not None and not placed:
             raise OptionError(
                 message(
-                    f"origin={self.origin!r}",
+                    f"origin={self.origin if type(self.origin) is tuple else in_words(self.origin)}",
                     rule="a shard starts at (row, column) of a tensor with these columns: whole numbers, not negative",
                     fix="pass (first row, first column, columns of the whole tensor)",
                 )
