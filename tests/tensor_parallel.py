@@ -240,15 +240,19 @@ def numbers(mesh: DeviceMesh) -> Iterator[Case]:
         sharded = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
         y = layer(sharded)
         y.backward(distribute_tensor(dy, mesh, [Shard(0)]))
-        total, source = torch.zeros_like(want["weight"]), layer_of(recipe, dtype)
+        total, bias = torch.zeros_like(want["weight"]), torch.zeros_like(want["bias"])
+        source = layer_of(recipe, dtype)
         for each in range(RANKS):  # sums over the tokens of a rank, rounded, then added
             w = source.weight.detach().clone().requires_grad_()
             origin = (each * TOKENS // RANKS, 0, HIDDEN)
             rounding = Stochastic(source.rng, source.name, origin) if source.recipe.draws else None
-            made = linear(x.chunk(RANKS)[each], w, recipe=source.recipe, rounding=rounding)
+            b = source.bias.detach().clone().requires_grad_()
+            made = linear(x.chunk(RANKS)[each], w, b, source.recipe, rounding=rounding)
             made.backward(dy.chunk(RANKS)[each])
             total += w.grad
+            bias += b.grad
         return {
+            "bias": torch.equal(layer.bias.grad.full_tensor(), bias),
             "y": torch.equal(y.to_local(), want["y"].chunk(RANKS)[rank]),
             "x": torch.equal(sharded.grad.to_local(), want["x"].chunk(RANKS)[rank]),
             "weight": torch.equal(layer.weight.grad.full_tensor(), total),
@@ -319,6 +323,62 @@ def numbers(mesh: DeviceMesh) -> Iterator[Case]:
         return {"moved": not torch.equal(first, second), "whole's": torch.equal(second, want)}
 
     yield "numbers next draws", advanced
+
+    def ticks() -> dict[str, bool]:
+        """Every state moves on once: cloned ones, one shared with a layer outside of the plan, and on resuming."""
+        found: dict[str, bool] = {}
+        for clone in (False, True):
+            model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+            bs.quantize_(model, "mxfp4", everything)
+            if clone:
+                model._apply(torch.clone)
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            bs.advance_(model)
+            found[f"once, clone={clone}"] = [int(whole(each.rng)[1]) for each in model] == [1, 1, 1]
+            bs.advance_(model, 7)
+            found[f"set, clone={clone}"] = [int(whole(each.rng)[1]) for each in model] == [7, 7, 7]
+        return found
+
+    def from_meta() -> dict[str, bool]:
+        """Sharded on the meta device, filled later: the seed is there again."""
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM))
+        bs.quantize_(model, "mxfp4", everything, seed=11)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model.to_empty(device="cpu")
+        return {"seed": [whole(each.rng).tolist() for each in model] == [[11, 0]] * 2}
+
+    def strided() -> dict[str, bool]:
+        """Tokens of a sequence that was sharded and then flattened."""
+        x = random(BATCH, TOKENS, DIM, seed=7, dtype=torch.bfloat16)
+        layer = distribute_module(layer_of("mxfp8", torch.bfloat16), mesh)
+        y = layer(distribute_tensor(x, mesh, [Shard(1)]).flatten(0, 1))
+        want = layer_of("mxfp8", torch.bfloat16)(x).view(BATCH, RANKS, -1, HIDDEN)[:, rank].flatten(0, 1)
+        return {"y": torch.equal(y.to_local(), want)}
+
+    def no_gradient() -> dict[str, bool]:
+        """Without a gradient nothing is drawn, wherever tokens are sharded."""
+        layer = distribute_module(layer_of("mxfp4", torch.bfloat16), mesh)
+        x = random(BATCH, TOKENS, DIM, seed=7, dtype=torch.bfloat16)
+        with torch.no_grad():
+            y = layer(distribute_tensor(x, mesh, [Shard(1)]))
+            want = layer_of("mxfp4", torch.bfloat16)(x)
+        return {"y": torch.equal(y.to_local(), want.chunk(RANKS, 1)[rank])}
+
+    def one_rank() -> dict[str, bool]:
+        """A tensor parallel degree of 1 shards nothing: every layer and recipe takes it."""
+        single = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp"))["tp"]
+        mlp = SwiGLU(DIM, HIDDEN, recipe="mxfp8")
+        plain, x = copy.deepcopy(mlp), torch.randn(8, DIM)
+        parallelize_module(mlp, single, {"gate_up": ColwiseParallel(), "down": RowwiseParallel()})
+        low = layer_of("nvfp4", torch.bfloat16)
+        parallelize_module(low, single, RowwiseParallel())
+        sent = random(8, DIM, seed=7, dtype=torch.bfloat16)
+        same = torch.equal(low(sent), layer_of("nvfp4", torch.bfloat16)(sent))
+        return {"swiglu": relative(mlp(x), plain(x)) < 1e-6, "nvfp4": same}
+
+    for test in (ticks, from_meta, strided, no_gradient, one_rank):
+        yield f"numbers {test.__name__}", test
 
 
 def colwise(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -411,6 +471,26 @@ def refusals(mesh: DeviceMesh) -> Iterator[Case]:
             return str(error)
         return "nothing"
 
+    def changed_input(recipe: str | bs.Recipe, *, frozen: bool = False) -> str:
+        """An input that changes between forward and backward."""
+        weight, bias = sharded(torch.randn(256, 256), 0), sharded(torch.randn(256), 0).requires_grad_()
+        sent = replicated(torch.randn(4, 256))
+        y = linear(sent, weight if frozen else weight.requires_grad_(), bias, recipe)
+        sent.mul_(2)
+        try:
+            y.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
+    def half_converted() -> str:
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        bs.quantize_(model, "mxfp8", everything)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        text = said(lambda: bs.quantize_(model, "nvfp4", everything))
+        assert [each.recipe.name for each in model] == ["mxfp8", "mxfp8"]
+        return text
+
     def moe(**names: Any) -> MoE:
         return MoE(dim=64, hidden=64, experts=4, top_k=2, recipe="mxfp8", **names)
 
@@ -460,6 +540,21 @@ def refusals(mesh: DeviceMesh) -> Iterator[Case]:
         "main_grad": main_grad,
         "changed weight": lambda: changed_between("twice", "operand"),
         "changed input": lambda: changed_between("forward", "source"),
+        "changed input, wgrad in bf16": lambda: changed_input("mxfp8_wgrad_bf16"),
+        "changed input, cast kept": lambda: changed_input("mxfp8"),
+        "changed input, frozen weight": lambda: changed_input(
+            bs.get_recipe("mxfp8").replace(keeps="source"), frozen=True
+        ),
+        "converted again": half_converted,
+        "drawn along the second axis": lambda: said(
+            lambda: linear(
+                sharded(torch.randn(2, 8, 256), 1).requires_grad_(),
+                replicated(w),
+                recipe="mxfp4",
+                rounding=Stochastic(bs.rng_state(0), "layer"),
+            )
+        ),
+        "only the bias": lambda: said(lambda: linear(x, w, replicated(torch.randn(512)), "mxfp8")),
         "misaligned by hand": lambda: said(lambda: linear(replicated(x), sharded(w[:96], 0), recipe="fp8_blockwise")),
         "cast": lambda: said(lambda: bs.quantize(sharded(torch.randn(4, 192), 1), "fp8_1x128")),
         "product": lambda: said(

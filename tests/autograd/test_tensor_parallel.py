@@ -43,10 +43,16 @@ REFUSED = {
     "bias placed otherwise": ("a bias that is a DTensor (512,) placed (Replicate(),)", "Shard(dim=0)", "place both"),
     "main_grad": ("weight.main_grad", "weight.grad", "delete"),
     "misaligned by hand": ("the weight (96, 256) in shards of 48", "every 128 values", "degree"),
+    "converted again": ("for recipe 'nvfp4'", "one scale for the whole tensor", "leave the layer out"),
+    "drawn along the second axis": ("(2, 8, 512) that is sharded along axis 1", "counted by row", "first axis"),
+    "only the bias": ("the input is a plain tensor (8, 256)", "both are DTensors", "ColwiseParallel"),
     "cast": ("x (4, 192) placed (Shard(dim=1),)", "never gathered unasked", "redistribute"),
     "product": ("placed (Shard(dim=0),)", "never gathered unasked", "redistribute"),
 }
-ALLOWED = ("hidden 384, mxfp8", "converted after, fits", "dequantize")
+ALLOWED = (
+    *("hidden 384, mxfp8", "converted after, fits", "dequantize"),
+    *("changed input, cast kept", "changed input, frozen weight"),
+)
 
 
 @pytest.mark.slow
@@ -77,7 +83,7 @@ def check_collectives(results: Results) -> None:
 
 
 def check_numbers(results: Results) -> None:
-    """Bits of single layers; for blocks of two layers, a distance that sums in another order explain."""
+    """Bits of single layers; gradients of blocks of two layers within the rounding of partial sums."""
     found = of_kind(results, "numbers") | of_kind(results, "swiglu")
     assert len(found) >= 3 * len(LOW)
     assert {label: each for label, each in found.items() if not all(each.values())} == {}
@@ -91,7 +97,7 @@ def check_numbers(results: Results) -> None:
 def check_refusals(results: Results) -> None:
     """Raised by every rank, by ours, with the value, the rule and the fix."""
     found = {label.removeprefix("refused "): text for label, text in of_kind(results, "refused").items()}
-    for name in ("changed weight", "changed input"):
+    for name in ("changed weight", "changed input", "changed input, wgrad in bf16"):
         assert "modified by an inplace operation" in found.pop(name)
     assert {*found} == {*REFUSED, *ALLOWED}
     assert {name: found[name] for name in ALLOWED} == dict.fromkeys(ALLOWED, "nothing")

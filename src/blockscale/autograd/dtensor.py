@@ -42,7 +42,10 @@ _WEIGHT_ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w")
 
 @dataclass(frozen=True)
 class Shards:
-    """The tensors of one layer's call on this rank, and how to make a DTensor of its result."""
+    """The local tensors of one layer's call, and the placements of its result.
+
+    watched: DTensors that may not change before the backward.
+    """
 
     x: Tensor
     weight: Tensor
@@ -87,10 +90,11 @@ def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
     check_shards("the weight", tuple(weight.shape), shard_shape(weight), recipe)
     mesh, last = weight.device_mesh, x.dim() - 1
     plans = [_plan(*each, last) for each in zip(x.placements, weight.placements, strict=True)]
-    if any(isinstance(each, Shard) for each in x.placements):
+    if any(not each.is_replicate() and mesh.size(dim) > 1 for dim, each in enumerate(x.placements)):
         check_tensor_scales(f"an input placed {x.placements}", recipe)
     shape = (*x.shape[:-1], weight.shape[0])
-    if rounding is not None:
+    # only gradients are rounded stochastically
+    if rounding is not None and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         rounding = _rounding_of_shard(rounding, shape, mesh, [plan.y for plan in plans])
     return Shards(
         x.to_local(grad_placements=[plan.dx for plan in plans]),
@@ -100,13 +104,20 @@ def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
         mesh,
         tuple(plan.y for plan in plans),
         shape,
-        # an input of which a cast is kept may change, one that is kept itself may not
-        (weight,) if recipe.keeps == "operand" else (weight, x),
+        # the input is saved for the backward only where wgrad's operand is not
+        (weight, x) if weight.requires_grad and _saves_input(recipe) else (weight,),
     )
 
 
+def _saves_input(recipe: Recipe) -> bool:
+    return recipe.keeps == "source" or recipe.operand("wgrad_x") is None
+
+
 class _Unchanged(torch.autograd.Function):
-    """The identity, whose backward raises if a DTensor has changed since: shards do not count changes of the whole."""
+    """The identity, whose backward raises if a DTensor has changed since the forward.
+
+    In-place operations on a DTensor do not bump the version counter of its local tensor, which the layer saves.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *watched: Tensor) -> Tensor:
@@ -119,7 +130,7 @@ class _Unchanged(torch.autograd.Function):
 
 
 class _Plan(NamedTuple):
-    """Placements along one dimension of the mesh: of the result and the gradients, and the one that a bias has."""
+    """Placements along one dimension of the mesh: of the result, the bias and the gradients."""
 
     y: Placement
     dx: Placement
@@ -133,7 +144,7 @@ def _plan(x: Placement, weight: Placement, last: int) -> _Plan:
     whole, partial = Replicate(), Partial()
     if weight.is_replicate() and x.is_replicate():
         return _Plan(whole, whole, whole, whole, whole)
-    if weight.is_replicate() and isinstance(x, Shard) and x.dim != last:
+    if weight.is_replicate() and getattr(x, "dim", last) != last:  # Shard, or _StridedShard of flattened tokens
         return _Plan(x, x, partial, whole, partial)
     if weight.is_shard(0) and x.is_replicate():
         return _Plan(Shard(last), partial, weight, Shard(0), Shard(0))
@@ -167,7 +178,7 @@ def _local_bias(bias: Tensor, mesh: DeviceMesh, plans: Sequence[_Plan]) -> Tenso
 
 
 class _ZeroWithGradient(torch.autograd.Function):
-    """Zeros in the forward, the gradient as it comes in the backward: a bias that another rank's product adds."""
+    """Zeros in the forward, the unchanged gradient in the backward: a bias that another rank's product adds."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor) -> Tensor:
@@ -181,12 +192,12 @@ class _ZeroWithGradient(torch.autograd.Function):
 def _rounding_of_shard(
     rounding: Stochastic, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> Stochastic:
-    """Draws of this rank's dy by its position in the whole dy [..., N], so that bytes are those of the whole's cast."""
+    """Stochastic rounding of this rank's shard of dy [..., N], by its offsets in the whole: the same bytes."""
     starts, sizes, last = [0] * len(shape), list(shape), len(shape) - 1
     for dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            axis = placement.dim
-            if axis != last and math.prod(shape[:axis]) != 1:
+        if not placement.is_replicate() and not placement.is_partial():
+            axis: int = getattr(placement, "dim")  # noqa: B009
+            if not isinstance(placement, Shard) or (axis != last and math.prod(shape[:axis]) != 1):
                 raise ShardingError(
                     message(
                         f"stochastic rounding of a gradient {tuple(shape)} that is sharded along axis {axis}",
@@ -199,8 +210,12 @@ def _rounding_of_shard(
             starts[axis] += first
             sizes[axis] = min(chunk, sizes[axis] - first)
     row = sum(start * math.prod(shape[axis + 1 : -1]) for axis, start in enumerate(starts[:-1]))
-    state = rounding.state.to_local() if isinstance(rounding.state, DTensor) else rounding.state
-    return replace(rounding, state=state, origin=(row, starts[-1], shape[-1]))
+    return replace(rounding, origin=(row, starts[-1], shape[-1]))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's tensor of a DTensor; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _placed(tensor: object) -> str:
@@ -256,7 +271,10 @@ def check_tensor_scales(what: str, recipe: Recipe) -> None:
 
 def check_not_packed(name: str, weight: object) -> None:
     """Raise for gates and ups [2H, K] in one parameter that is sharded along its rows."""
-    if isinstance(weight, DTensor) and any(placement.is_shard(0) for placement in weight.placements):
+    if not isinstance(weight, DTensor):
+        return
+    mesh = weight.device_mesh
+    if any(placement.is_shard(0) and mesh.size(dim) > 1 for dim, placement in enumerate(weight.placements)):
         raise ShardingError(
             message(
                 f"{name} {tuple(weight.shape)} placed {weight.placements}",

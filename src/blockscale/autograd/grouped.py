@@ -58,6 +58,8 @@ def grouped_linear(
     (torch.Size([3, 64, 128]), 0.0)
     """
     chosen, groups = get_recipe(recipe), groups_of(offs)
+    if type(bias) is DTensor:
+        refuse_experts("the bias of experts", bias)
     check_experts(x, weight, groups)
     if chosen.is_low:
         check_low(x, weight, bias)
@@ -139,8 +141,8 @@ def check_combined(weights: Tensor | None, offs: Tensor | Routing) -> None:
 
 def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
     """Raise unless rows, weights and groups fit."""
-    if type(weight) is DTensor or type(x) is DTensor:
-        refuse_experts("rows of experts", x, weight)
+    if type(weight) is DTensor or type(x) is DTensor or type(groups.offs) is DTensor:
+        refuse_experts("rows of experts", x, weight, groups.offs)
     try:
         fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
     except (AttributeError, TypeError, RuntimeError):  # what has no shape; asking first would take longer
@@ -177,6 +179,8 @@ def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
 
 def check_expert_mlp(gate_up_weight: Tensor, down_weight: Tensor) -> None:
     """Raise unless both weights are those of one MLP for each expert."""
+    if type(down_weight) is DTensor:
+        refuse_experts("down_weight of experts", down_weight)
     experts, twice, _ = gate_up_weight.shape
     try:
         fits = down_weight.dim() == 3 and down_weight.shape[0] == experts and twice == 2 * down_weight.shape[2]

@@ -62,7 +62,7 @@ def linear(
         check_high(source, weight, bias)
         return high_linear(source, weight, bias, dtype)
     # by type, here and in other hot calls: `isinstance` of a tensor class takes 4 times as long
-    if type(weight) is DTensor or type(source) is DTensor:
+    if type(weight) is DTensor or type(source) is DTensor or type(bias) is DTensor:
         shards = local_shards(source, weight, bias, chosen, rounding)
         mine = shards.x
         if isinstance(x, Activation):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from ..autograd.dtensor import DTensor, check_shards, local, refuse_experts, shard_shape
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, message
 from ..formats.checks import check_int, check_model, in_words
@@ -67,6 +68,9 @@ def quantize_(
     # every layer is judged before the first one changes: a filter_fn that fails leaves the model as it was
     reasons = [_reason(name, module, filter_fn, defaults, ends) if sizes_of(module) else "" for name, module in modules]
     holders = {id(module): max((size.experts for size in sizes_of(module)), default=1) for _, module in modules}
+    for (name, module), reason in zip(modules, reasons, strict=True):
+        if reason is None and chosen.is_low:
+            _check_sharding(module, name or ROOT, chosen)
     active = active_experts(modules, {each: experts for each, experts in holders.items() if experts > 1})
     unknown: dict[int, list[str]] = {}
     converted: list[Converted] = []
@@ -153,7 +157,7 @@ def advance_(model: nn.Module, tick: int | None = None) -> None:
     if tick is not None:
         tick = whole_number(tick, "tick")
     found = (getattr(module, "rng", None) for module, _ in _followers(model))
-    states = [state for state in found if isinstance(state, Tensor) and not state.is_meta]
+    states = [local(state) for state in found if isinstance(state, Tensor) and not state.is_meta]
     # layers share a state until the model is moved, and each has its own from then on
     ticks = list({(state.device, state.data_ptr()): state[1] for state in states}.values())
     if tick is None and ticks:
@@ -209,6 +213,24 @@ def _reason(
     if reason is not None and isinstance(module, Follower):
         return f"{reason}; still follows {module.recipe.name}"
     return reason
+
+
+def _check_sharding(module: nn.Module, name: str, recipe: Recipe) -> None:
+    """Raise for parameters that torch's parallel styles have sharded as the recipe cannot compute them.
+
+    FSDP's shards are gathered before a layer is called; on a mesh of several dimensions only the call tells them apart.
+    """
+    if not getattr(module, "_distribute_module_applied", False):
+        return
+    for part, parameter in module.named_parameters(recurse=False):
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
+            continue
+        if isinstance(module, Follower):
+            module.check_sharding(f"{name}.{part}", parameter, recipe)
+        elif isinstance(module, nn.Linear):
+            check_shards(f"{name}.{part}", tuple(parameter.shape), shard_shape(parameter), recipe)
+        else:
+            refuse_experts(f"{name}.{part}", parameter)
 
 
 def _is_low(module: nn.Module) -> bool:

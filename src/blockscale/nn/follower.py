@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..autograd.dtensor import DTensor, refuse_experts
+from ..autograd.dtensor import DTensor, local, refuse_experts
 from ..autograd.operands import Pair
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.weights import SharedWeight
@@ -62,23 +62,19 @@ class Follower(torch.nn.Module):
         if chosen.draws and rng is None:
             rng = rng_state(seed, device=next(self.parameters()).device)
         self.register_buffer("rng", rng if chosen.draws else None, persistent=False)
-        # what torch's styles have sharded before; parameters that FSDP shards are whole when a layer is called
-        if getattr(self, "_distribute_module_applied", False):
-            for part, parameter in self.named_parameters(recurse=False):
-                if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
-                    self.check_sharding(part, parameter)
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         """Take a parameter. torch's parallel styles register DTensors, so that what cannot be computed raises there."""
         if isinstance(param, DTensor) and not isinstance(self._parameters.get(name), DTensor):
             recipe = getattr(self, "recipe", None)
             if isinstance(recipe, Recipe) and recipe.is_low:
-                self.check_sharding(name, param)
+                self.check_sharding(f"{self.name or type(self).__name__}.{name}", param, recipe)
+                self._share(self.shared_weight is not None)  # casts of the unsharded weight are dropped
         super().register_parameter(name, param)
 
-    def check_sharding(self, name: str, parameter: DTensor) -> None:
-        """Raise for a parameter that is sharded as this layer cannot compute it."""
-        refuse_experts(f"{self.name or type(self).__name__}.{name}", parameter)
+    def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
+        """Raise for a parameter that is sharded as this kind of layer cannot compute it by that recipe."""
+        refuse_experts(where, parameter)
 
     def _share(self, shares: bool) -> None:
         self.shared_weight = SharedWeight() if shares else None
@@ -90,7 +86,7 @@ class Follower(torch.nn.Module):
     def given(self) -> tuple[Stochastic | None, Pair | None]:
         """What a call made now takes besides parameters: what it draws from, and shared casts of the weight."""
         recipe, shared = self.recipe_now, self.shared_weight
-        rounding = Stochastic(self.rng, self.name) if recipe.draws and self.rng is not None else None
+        rounding = Stochastic(local(self.rng), self.name) if recipe.draws and self.rng is not None else None
         return rounding, None if shared is None else shared.operands(self.weight, recipe)  # pyright: ignore[reportArgumentType]
 
     @classmethod
@@ -115,7 +111,7 @@ class Follower(torch.nn.Module):
         before = self.rng
         result = super()._apply(fn, recurse)
         if before is not None and before.is_meta and self.rng is not None and not self.rng.is_meta:
-            self.rng.copy_(rng_state(self.seed))  # what came off the meta device has no values
+            local(self.rng).copy_(rng_state(self.seed))  # what came off the meta device has no values
         for shared in self._shared():
             shared.invalidate()
         return result

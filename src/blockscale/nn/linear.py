@@ -68,12 +68,11 @@ class Linear(Follower, torch.nn.Linear):
         rounding, operands = self.given()
         return linear(input, self.weight, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands)
 
-    def check_sharding(self, name: str, parameter: DTensor) -> None:
+    def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
         """Raise unless shards hold whole blocks, and gates and ups in one parameter lie together."""
-        where = f"{self.name or type(self).__name__}.{name}"
         if self.is_packed:
             check_not_packed(where, parameter)
-        check_shards(where, tuple(parameter.shape), shard_shape(parameter), self.recipe)
+        check_shards(where, tuple(parameter.shape), shard_shape(parameter), recipe)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

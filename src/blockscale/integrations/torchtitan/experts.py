@@ -17,20 +17,19 @@ import torch
 from torch import Tensor
 from torchtitan.models.common.moe import GroupedExperts
 
-from ...autograd.dtensor import DTensor, check_shards, shard_shape
+from ...autograd.dtensor import DTensor, check_shards, local, shard_shape
 from ...autograd.grouped import grouped_linear, grouped_swiglu_mlp
 from ...autograd.recipe import Recipe
 from ...formats.stochastic import Stochastic
-from .follower import TitanFollower, local
+from .follower import TitanFollower
 
 
 class FollowingExperts(TitanFollower):
     """Experts of any kind that follow a recipe."""
 
-    def check_sharding(self, name: str, parameter: DTensor) -> None:
+    def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
         """Raise unless shards hold whole blocks; torchtitan gives each rank experts, or features, of its own."""
-        where = f"{self.name}.{name}" if self.name else name
-        check_shards(where, tuple(parameter.shape), shard_shape(parameter), self.recipe)
+        check_shards(where, tuple(parameter.shape), shard_shape(parameter), recipe)
 
     def rounding(self, part: str) -> Stochastic | None:
         """What one of the products draws from."""

@@ -1,7 +1,7 @@
 """`TitanFollower`: what layers of torchtitan that follow a recipe have in common.
 
-They are built from a config on the meta device, cut for tensor parallelism, and filled later. A piece must not split
-blocks that share a scale, which is checked as soon as the number of pieces is known. Layers whose recipe draws move on
+They are built from a config on the meta device, sharded for tensor parallelism, and filled later. A shard holds whole
+blocks, which is checked as soon as the number of shards is known. Layers whose recipe draws move on
 to the next draws after every optimizer step, by the optimizer's own count: a run that resumes goes on as if it had
 never stopped, and checkpoints stay those of the plain model.
 """
@@ -13,7 +13,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchtitan.components.optimizer import OptimizersContainer
@@ -65,7 +64,7 @@ class TitanFollower(Follower):
             _listen()
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Cut the parameters as torchtitan does, and check what that does to blocks."""
+        """Shard the parameters as torchtitan does, and check that shards hold whole blocks."""
         whole = {name: tuple(each.shape) for name, each in self.named_parameters(recurse=False)}
         # every buffer would need a placement; this one is the same on all ranks
         rng, self.rng = self.rng, None
@@ -75,11 +74,6 @@ class TitanFollower(Follower):
             parameter = self.get_parameter(name)
             shard = shard_shape(parameter) if isinstance(parameter, DTensor) else tuple(parameter.shape)
             check_shards(f"{self.name}.{name}" if self.name else name, shape, shard, self.recipe)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's piece."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @functools.cache
