@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 import blockscale as bs
@@ -220,9 +220,85 @@ def test_compiled_transforms_are_refused_too(transform: str):
         torch.compile(transforms[transform], backend="aot_eager", fullgraph=True)(x.requires_grad_())
 
 
+@pytest.mark.parametrize("name", ["Linear", "SwiGLU", "MoE", "linear", "grouped_swiglu_mlp"])
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_forward_mode_around_compiled_code_never_drops_the_tangent(name: str, is_known: bool, backend: str):
+    torch._dynamo.reset()
+    call, x = frozen(name), tokens()
+    compiled = torch.compile(call, backend=backend)
+    if is_known:  # a graph from before the dual level is not taken within it
+        compiled(x)
+    with pytest.raises(TransformError, match="a forward-mode derivative"):
+        _dual(compiled, x)
+
+
 def test_layers_in_bf16_take_every_transform():
     layer, x = bs.nn.Linear(K, K, recipe="bf16").requires_grad_(False), tokens().float()
     want = torch.ones(6, K) @ layer.weight
     torch.testing.assert_close(grad(lambda x: layer(x).sum())(x), want)
     torch.testing.assert_close(vmap(grad(lambda x: layer(x).sum()))(x), want)
     torch.testing.assert_close(jvp(layer, (x,), (x,))[1], x @ layer.weight.mT)
+
+
+# ---- derivatives of gradients --------------------------------------------------------------------------------------
+
+AGAIN = r"a gradient of a gradient through a layer in low precision.*Fix: use the recipe 'bf16'"
+LOW_MODULES = [name for name in MODULES if name not in ("Linear, one product in bf16", "GroupedLinear bf16")]
+
+
+def _quadratic(call: Call) -> Call:
+    return lambda x: call(x).square().sum()
+
+
+def _total(call: Call) -> Call:
+    return lambda x: call(x).sum()
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize("name", LOW_MODULES)
+@pytest.mark.parametrize("which", ["jvp", "hvp", "vhp", "hessian", "hvp of a sum", "hvp of an intermediate"])
+def test_derivatives_of_gradients_are_never_zero_in_silence(name: str, which: str, is_frozen: bool):
+    call = frozen(name) if is_frozen else MODULES[name]()
+    x = tokens()
+    calls: dict[str, Callable[[], object]] = {
+        "jvp": lambda: functional.jvp(call, x, x),
+        "hvp": lambda: functional.hvp(_quadratic(call), x, x),
+        "vhp": lambda: functional.vhp(_quadratic(call), x, x),
+        "hessian": lambda: functional.hessian(_quadratic(call), x),
+        "hvp of a sum": lambda: functional.hvp(_total(call), x, x),
+        "hvp of an intermediate": lambda: functional.hvp(_total(lambda x: call(x * 2)), x, x),
+    }
+    with pytest.raises(RuntimeError, match=AGAIN):
+        calls[which]()
+
+
+@pytest.mark.parametrize("name", LOW_MODULES)
+def test_a_gradient_is_never_unused_by_what_it_depends_on(name: str):
+    model, x = MODULES[name](), tokens().requires_grad_()
+    y = model(x)
+    dy = torch.ones_like(y).requires_grad_()
+    params = list(model.parameters())
+    for leaf in (x, *params):
+        (found,) = torch.autograd.grad(y, leaf, dy, create_graph=True)
+        for source in (x, dy):
+            with pytest.raises(RuntimeError, match=AGAIN):
+                torch.autograd.grad(found.sum(), source, allow_unused=True, retain_graph=True)
+
+
+def test_a_gradient_penalty_raises_through_layers_between():
+    model = torch.nn.Sequential(torch.nn.Linear(K, K), torch.nn.Tanh(), bs.nn.SwiGLU(K, K, recipe="mxfp8"))
+    x = tokens().float().requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=AGAIN):
+        torch.autograd.grad(dx.norm(), model[0].weight, allow_unused=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match=AGAIN):
+        dx.norm().backward()
+
+
+def test_a_recorded_backward_has_the_bits_of_a_plain_one():
+    model, x = MODULES["SwiGLU"](), tokens().requires_grad_()
+    leaves = [x, *model.parameters()]
+    want = torch.autograd.grad(model(x).sum(), leaves)
+    got = torch.autograd.grad(model(x).sum(), leaves, create_graph=True)
+    assert_same_bits([each.detach() for each in got], list(want))

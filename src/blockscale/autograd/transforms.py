@@ -65,6 +65,7 @@ def _check(tensors: Iterable[Tensor | None]) -> None:
         raise TransformError(message(what, rule=rule, fix=fix))
 
 
+@torch._disable_dynamo  # a traced tensor has no tangent: code around the graph would find nothing to refuse
 def _wanted(tensor: Tensor) -> tuple[str, str, str] | None:
     """The derivative by a tensor that no layer has. Plain autograd's is none of these, but below a transform."""
     kinds = {each.key() for each in _functorch.get_interpreter_stack() or ()}
