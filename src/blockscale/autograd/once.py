@@ -18,9 +18,9 @@ from ..errors import message
 from .transforms import check_transforms
 
 _TEXT = message(
-    "a gradient of a gradient through a layer in low precision",
+    "a gradient of a gradient through a layer in low precision or a layer of experts",
     rule="its backward pass can be differentiated no further",
-    fix="use the recipe 'bf16' for the layers that a gradient penalty or a Hessian goes through",
+    fix="use dense layers with the recipe 'bf16' where a gradient penalty or a Hessian goes through",
 )
 Grads = tuple[Tensor | None, ...]
 
