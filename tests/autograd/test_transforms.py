@@ -298,7 +298,8 @@ def test_derivatives_of_gradients_are_never_zero_in_silence(name: str, which: st
         calls[which]()
 
 
-@pytest.mark.parametrize("name", MODULES)
+# but for MoE in bf16, whose router's gradient comes by `combine`, which has derivatives of any order
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "MoE bf16"])
 def test_a_gradient_is_never_unused_by_what_it_depends_on(name: str):
     model, x = MODULES[name](), tokens().requires_grad_()
     y = model(x)
