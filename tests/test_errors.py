@@ -158,6 +158,24 @@ PRODUCTS: list[Case] = [
         ShapeError,
         "accumulate is torch.float16 (8, 8)",
     ),
+    (
+        "acc overlap",
+        lambda: bs.scaled_mm(q(), q(), accumulate=torch.zeros(1, 8).expand(8, 8)),
+        OptionError,
+        "accumulate (8, 8) has strides (0, 1)",
+    ),
+    (
+        "acc overlap of strides",
+        lambda: bs.scaled_mm(q(), q(), accumulate=torch.zeros(64).as_strided((8, 8), (4, 1))),
+        OptionError,
+        "accumulate (8, 8) has strides (4, 1)",
+    ),
+    (
+        "grouped acc overlap",
+        lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, accumulate=torch.zeros(1, 8).expand(8, 8)),
+        OptionError,
+        "accumulate (8, 8) has strides (0, 1)",
+    ),
     ("acc shape", lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 9)), ShapeError, "float32 (8, 9)"),
     ("acc device", lambda: bs.scaled_mm(q(), q(), accumulate=torch.ones(8, 8, device="meta")), ShapeError, "on meta"),
     (
@@ -535,8 +553,10 @@ def test_empty_tensors_work(device, name, shape):
         (lambda: bs.quantize([[1.0]], "mxfp4"), "x is a list"),
         (lambda: bs.quantize(X, "mxfp4", offs=[1]), "offs is a list"),
         (lambda: bs.scaled_mm(q(), q(), bias=[1.0]), "bias is a list"),
+        (lambda: bs.scaled_mm(q(), q(), bias=1), "bias is 1"),
+        (lambda: bs.quantize(1, "mxfp4"), "x is 1"),
     ],
-    ids=["x", "offs", "bias"],
+    ids=["x", "offs", "bias", "a number as bias", "a number as x"],
 )
 def test_lists_are_not_tensors(call, text):
     with pytest.raises(DtypeError, match=text):

@@ -159,6 +159,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "by a view": lambda x: x[0].zero_(),
     "detached": lambda x: x.detach().mul_(3),
     "in inference mode": torch.inference_mode()(lambda x: x.mul_(3)),
+    "other data": lambda x: setattr(x, "data", 3 * x.detach()),
+    "other data, twice": lambda x: [setattr(x, "data", torch.empty_like(x).fill_(at)) for at in (2.0, 3.0)],
+    "swapped": lambda x: torch.utils.swap_tensors(x, (3 * x.detach()).requires_grad_()),
 }
 
 

@@ -126,8 +126,9 @@ def test_two_forwards_may_come_before_their_backwards():
         (torch.zeros(72, 200), OptionError, r"torch.float32 \(72, 200\) for a weight \(200, 72\)"),
         (3.0, OptionError, "main_grad is 3.0"),
         (torch.zeros(200, 72, device="meta"), DeviceError, "main_grad is on meta"),
+        (torch.zeros(1, 72).expand(200, 72), OptionError, r"main_grad has strides \(0, 1\)"),
     ],
-    ids=["dtype", "shape", "type", "device"],
+    ids=["dtype", "shape", "type", "device", "overlap"],
 )
 def test_a_main_grad_that_does_not_fit_is_refused(value: Any, error: type[Exception], text: str):
     p = Problem(*ODD)

@@ -7,11 +7,20 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 import blockscale as bs
-from blockscale.autograd import activation, combine, grouped_linear, grouped_swiglu_mlp, linear, route, swiglu_mlp
+from blockscale.autograd import (
+    activation,
+    combine,
+    grouped_linear,
+    grouped_swiglu_mlp,
+    linear,
+    permute,
+    route,
+    swiglu_mlp,
+)
 from blockscale.errors import BlockscaleError, TransformError
 from products import assert_same_bits, gaussian
 
@@ -38,6 +47,7 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "GroupedLinear": lambda: Offsets(bs.nn.GroupedLinear(2, K, K, recipe="mxfp8")),
     "GroupedLinear bf16": lambda: Offsets(bs.nn.GroupedLinear(2, K, K, recipe="bf16")),
     "GroupedExperts": lambda: Offsets(bs.nn.GroupedExperts(experts=2, dim=K, hidden=K, recipe="mxfp8")),
+    "MoE bf16": lambda: bs.nn.MoE(dim=K, hidden=K, experts=4, top_k=2, recipe="bf16"),
     "MoE": lambda: bs.nn.MoE(dim=K, hidden=K, experts=4, top_k=2, shared=K, recipe="mxfp8"),
 }
 
@@ -50,6 +60,7 @@ def weight(*shape: int) -> Tensor:
 GATE_UP, DOWN, EXPERTS = weight(2 * K, K), weight(K, K), (weight(2, 2 * K, K), weight(2, K, K))
 ENDS = torch.tensor([3, 6], dtype=torch.int32)
 ROUTING, GATES = route(weight(3, 4).float().softmax(-1), 2)
+SIX, _ = route(weight(6, 4).float().softmax(-1), 2)
 
 FUNCTIONS: dict[str, Call] = {
     "linear": lambda x: linear(x, DOWN, recipe="mxfp8"),
@@ -57,8 +68,18 @@ FUNCTIONS: dict[str, Call] = {
     "grouped_linear": lambda x: grouped_linear(x, EXPERTS[1], ENDS, recipe="mxfp8"),
     "grouped_swiglu_mlp": lambda x: grouped_swiglu_mlp(x, *EXPERTS, ENDS, recipe="mxfp8"),
     "activation": lambda x: linear(activation(x, "mxfp8"), DOWN, recipe="mxfp8"),
+    "permute": lambda x: permute(x, SIX),
     "combine": lambda x: combine(x, ROUTING, GATES),
 }
+ROUTED = ("permute", "combine")
+EXPERT_LAYERS = ("groupedlinear", "grouped_linear", "moe bf16")
+
+
+def subject(name: str) -> str:
+    """What an error is about."""
+    if name in ROUTED:
+        return "permute or combine"
+    return "a layer of experts" if name.lower().startswith(EXPERT_LAYERS) else "a layer in low precision"
 
 
 def frozen(name: str) -> Call:
@@ -73,13 +94,14 @@ def tokens(*lead: int) -> Tensor:
 @pytest.mark.parametrize("name", [*MODULES, *FUNCTIONS])
 def test_vmap_over_a_frozen_layer_never_drops_the_gradient_of_its_input(name: str):
     call, x = frozen(name), tokens(3).requires_grad_()
-    with pytest.raises(TransformError, match=r"torch\.vmap over a layer.*Rule: .*Fix: pass the batch as leading axes"):
+    fix = "pass the tokens of all samples" if name in ROUTED else "pass the batch as leading axes"
+    with pytest.raises(TransformError, match=rf"torch\.vmap over {subject(name)}.*Rule: .*Fix: {fix}"):
         vmap(call)(x)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_vmap_over_a_trainable_layer_is_refused_in_our_words(name: str):
-    with pytest.raises(TransformError, match=r"torch\.vmap over a layer"):
+    with pytest.raises(TransformError, match=rf"torch\.vmap over {subject(name)}"):
         vmap(MODULES[name]())(tokens(3))
 
 
@@ -135,7 +157,9 @@ def test_derivatives_by_torch_func_are_refused(name: str, transform: str):
         "vjp": lambda: vjp(call, x)[1](call(x)),
         "jacrev": lambda: jacrev(call)(x),
     }
-    with pytest.raises(TransformError, match=r"a derivative by torch\.func \(grad, vjp, jacrev\).*Fix: use loss\.back"):
+    with pytest.raises(
+        TransformError, match=rf"a derivative by torch\.func \(grad.*\) of {subject(name)}.*Fix: use loss\.b"
+    ):
         transforms[transform]()
 
 
@@ -164,7 +188,9 @@ def test_forward_mode_is_refused(name: str, transform: str, is_frozen: bool):
         "forward_ad": lambda: _dual(call, x),
         "no_grad": lambda: torch.no_grad()(_dual)(call, x),  # which does not end forward-mode AD
     }
-    with pytest.raises(TransformError, match=r"a forward-mode derivative.*Rule: layers have a backward pass"):
+    with pytest.raises(
+        TransformError, match=rf"a forward-mode derivative.* of {subject(name)}.*Rule: .* have a backward pass"
+    ):
         transforms[transform]()
 
 
@@ -220,9 +246,85 @@ def test_compiled_transforms_are_refused_too(transform: str):
         torch.compile(transforms[transform], backend="aot_eager", fullgraph=True)(x.requires_grad_())
 
 
+@pytest.mark.parametrize("name", ["Linear", "SwiGLU", "MoE", "linear", "grouped_swiglu_mlp"])
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_forward_mode_around_compiled_code_never_drops_the_tangent(name: str, is_known: bool, backend: str):
+    torch._dynamo.reset()
+    call, x = frozen(name), tokens()
+    compiled = torch.compile(call, backend=backend)
+    if is_known:  # a graph from before the dual level is not taken within it
+        compiled(x)
+    with pytest.raises(TransformError, match="a forward-mode derivative"):
+        _dual(compiled, x)
+
+
 def test_layers_in_bf16_take_every_transform():
     layer, x = bs.nn.Linear(K, K, recipe="bf16").requires_grad_(False), tokens().float()
     want = torch.ones(6, K) @ layer.weight
     torch.testing.assert_close(grad(lambda x: layer(x).sum())(x), want)
     torch.testing.assert_close(vmap(grad(lambda x: layer(x).sum()))(x), want)
     torch.testing.assert_close(jvp(layer, (x,), (x,))[1], x @ layer.weight.mT)
+
+
+# ---- derivatives of gradients --------------------------------------------------------------------------------------
+
+AGAIN = r"a gradient of a gradient through a layer in low precision or a layer of experts.*Fix: use dense layers"
+
+
+def _quadratic(call: Call) -> Call:
+    return lambda x: call(x).square().sum()
+
+
+def _total(call: Call) -> Call:
+    return lambda x: call(x).sum()
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("which", ["jvp", "hvp", "vhp", "hessian", "hvp of a sum", "hvp of an intermediate"])
+def test_derivatives_of_gradients_are_never_zero_in_silence(name: str, which: str, is_frozen: bool):
+    call = frozen(name) if is_frozen else MODULES[name]()
+    x = tokens()
+    calls: dict[str, Callable[[], object]] = {
+        "jvp": lambda: functional.jvp(call, x, x),
+        "hvp": lambda: functional.hvp(_quadratic(call), x, x),
+        "vhp": lambda: functional.vhp(_quadratic(call), x, x),
+        "hessian": lambda: functional.hessian(_quadratic(call), x),
+        "hvp of a sum": lambda: functional.hvp(_total(call), x, x),
+        "hvp of an intermediate": lambda: functional.hvp(_total(lambda x: call(x * 2)), x, x),
+    }
+    with pytest.raises(RuntimeError, match=AGAIN):
+        calls[which]()
+
+
+# but for MoE in bf16, whose router's gradient comes by `combine`, which has derivatives of any order
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "MoE bf16"])
+def test_a_gradient_is_never_unused_by_what_it_depends_on(name: str):
+    model, x = MODULES[name](), tokens().requires_grad_()
+    y = model(x)
+    dy = torch.ones_like(y).requires_grad_()
+    params = list(model.parameters())
+    for leaf in (x, *params):
+        (found,) = torch.autograd.grad(y, leaf, dy, create_graph=True)
+        for source in (x, dy):
+            with pytest.raises(RuntimeError, match=AGAIN):
+                torch.autograd.grad(found.sum(), source, allow_unused=True, retain_graph=True)
+
+
+def test_a_gradient_penalty_raises_through_layers_between():
+    model = torch.nn.Sequential(torch.nn.Linear(K, K), torch.nn.Tanh(), bs.nn.SwiGLU(K, K, recipe="mxfp8"))
+    x = tokens().float().requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=AGAIN):
+        torch.autograd.grad(dx.norm(), model[0].weight, allow_unused=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match=AGAIN):
+        dx.norm().backward()
+
+
+def test_a_recorded_backward_has_the_bits_of_a_plain_one():
+    model, x = MODULES["SwiGLU"](), tokens().requires_grad_()
+    leaves = [x, *model.parameters()]
+    want = torch.autograd.grad(model(x).sum(), leaves)
+    got = torch.autograd.grad(model(x).sum(), leaves, create_graph=True)
+    assert_same_bits([each.detach() for each in got], list(want))

@@ -79,7 +79,7 @@ def test_golden(case: dict, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("option", ["seed", "tick"])
-@pytest.mark.parametrize("value", [1.5, 2.0, "3", None, torch.tensor(1.5), 1 << 64, -(1 << 63) - 1])
+@pytest.mark.parametrize("value", [1.5, 2.0, "3", None, True, torch.tensor(1.5), 1 << 64, -(1 << 63) - 1])
 def test_state_is_made_of_whole_numbers(option: str, value: object) -> None:
     with pytest.raises(OptionError, match=rf"{option}=.*Rule: it is a whole number.*Fix: pass {option}=0"):
         rng_state(**{"seed": 0, option: value})  # pyright: ignore[reportArgumentType]

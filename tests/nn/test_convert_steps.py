@@ -29,7 +29,7 @@ def test_layers_draw_by_their_names_from_one_state():
     assert not torch.equal(dw(up), dw(gate))
 
 
-@pytest.mark.parametrize("tick", [1.5, 2.0, "3", 1 << 63])
+@pytest.mark.parametrize("tick", [1.5, 2.0, "3", True, 1 << 63])
 def test_a_tick_is_a_whole_number(tick):
     model = small()
     bs.quantize_(model, "nvfp4", everything, seed=3)

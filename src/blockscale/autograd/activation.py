@@ -1,7 +1,7 @@
 """`activation`: an input that several layers share (q, k and v; gate and up), cast once for all of them.
 
 Gradients of the layers add up in high precision at the source, as they do for a plain tensor. An input that is changed
-in place after its cast is refused by the layers; compiled code does not look.
+in place after its cast, or given other data, is refused by the layers; compiled code does not look.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..formats.checks import check_tensor
 from .dtensor import DTensor, check_tensor_scales
 from .operands import Casts, Pair, matrix
 from .recipe import Recipe, get_recipe
+from .stamps import Stamp, stamp_of, storage_of
 from .transforms import check_transforms
 
 
@@ -26,12 +27,13 @@ class Activation:
 
     source: where gradients go.  casts: the recipe, and the operands of fprop and of wgrad, each None in high precision;
     no operands at all of a source made in inference mode, whose changes are not counted: every layer casts it.
-    version: of the source when it was cast, None in compiled code.
+    version: stamp of the source when it was cast, None in compiled code.  storage: memory of the source at that time.
     """
 
     source: Tensor
     casts: tuple[Recipe, Pair | None]
-    version: int | None = None
+    version: Stamp | None = None
+    storage: torch.UntypedStorage | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -49,7 +51,7 @@ class Activation:
                     fix=f"make it with activation(x, {recipe.name!r}), or pass the tensor itself",
                 )
             )
-        if self.version is not None and not torch.compiler.is_compiling() and self.source._version != self.version:
+        if self.version is not None and not torch.compiler.is_compiling() and stamp_of(self.source) != self.version:
             raise StaleActivationError(
                 message(
                     f"an activation {tuple(self.shape)} whose input has changed since it was cast",
@@ -88,5 +90,5 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and x.is_inference():
         return Activation(x, (chosen, None))
-    version = None if is_compiling else x._version
-    return Activation(x, (chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())), version)
+    made = chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())
+    return Activation(x, made) if is_compiling else Activation(x, made, stamp_of(x), storage_of(x))

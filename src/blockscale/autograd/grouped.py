@@ -31,6 +31,7 @@ from .mlp import check_pairs, fused_mlp, swiglu
 from .operands import Groups, Pair, groups_of, needs_of
 from .recipe import Recipe, get_recipe
 from .routing import check_slots, combine
+from .transforms import EXPERTS
 from .work import work_of
 
 
@@ -68,7 +69,7 @@ def grouped_linear(
             check_weight_operands(weight_operands, weight)
     else:
         check_high(x, weight, bias)
-    needs = needs_of(x, weight, bias)
+    needs = needs_of(x, weight, bias, EXPERTS)
     work, given = work_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
     if not any(needs):
         return work.forward(x, weight, bias, given, groups).y

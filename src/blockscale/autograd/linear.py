@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..casts import FLOAT_DTYPES
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
-from ..formats.checks import PLAIN_TYPES, check_tensor, in_words
+from ..formats.checks import PLAIN_TYPES, check_tensor, in_words, overlaps
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import ACCUMULATOR_DTYPES, check_bias
@@ -173,6 +173,14 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
                 fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
             )
         )
+    if overlaps(main_grad):
+        raise OptionError(
+            message(
+                f"weight.main_grad has strides {main_grad.stride()} for a weight {tuple(weight.shape)}",
+                rule="every element of a weight gradient is added to memory of its own",
+                fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
+            )
+        )
     if main_grad.device != weight.device:
         raise DeviceError(
             message(
@@ -212,16 +220,19 @@ def check_tensors(**tensors: Tensor) -> None:
 
 def check_high(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise for what no product in high precision takes, or would take for another number: weights in an int dtype."""
-    odd = next((each for each in (x, weight) if not (each.is_floating_point() or each.is_complex())), None)
-    if odd is not None:
-        rule, fix = "layers take floating-point tensors", "convert it, for example with .float()"
-        raise DtypeError(message(f"{'x' if odd is x else 'the weight'} is {odd.dtype}", rule=rule, fix=fix))
-    for each, name in ((weight, "the weight"), (bias, "bias")):
-        if each is not None and name == "bias":
-            check_tensor(each, "bias", "layers")
-        if each is not None and each.device != x.device:
-            rule = "both are on one device"
-            raise DeviceError(message(f"x is on {x.device}, {name} on {each.device}", rule=rule, fix="move one"))
+    if not (x.is_floating_point() and weight.is_floating_point()):
+        odd = next((each for each in (x, weight) if not (each.is_floating_point() or each.is_complex())), None)
+        if odd is not None:
+            rule, fix = "layers take floating-point tensors", "convert it, for example with .float()"
+            raise DtypeError(message(f"{'x' if odd is x else 'the weight'} is {odd.dtype}", rule=rule, fix=fix))
+    # plain dense tensors first: the whole question takes longer than the rest of this
+    if bias is not None and (type(bias) not in PLAIN_TYPES or bias.layout is not torch.strided or bias.is_nested):
+        check_tensor(bias, "bias", "layers")
+    device = x.device
+    if weight.device != device or (bias is not None and bias.device != device):
+        name, odd = ("the weight", weight) if weight.device != device else ("bias", bias)
+        rule = "both are on one device"
+        raise DeviceError(message(f"x is on {device}, {name} on {odd.device}", rule=rule, fix="move one"))  # pyright: ignore[reportOptionalMemberAccess]
     if bias is not None and bias.shape != weight.shape[:-1]:
         raise ShapeError(
             message(

@@ -18,9 +18,9 @@ from ..errors import message
 from .transforms import check_transforms
 
 _TEXT = message(
-    "a gradient of a gradient through a layer in low precision",
+    "a gradient of a gradient through a layer in low precision or a layer of experts",
     rule="its backward pass can be differentiated no further",
-    fix="use the recipe 'bf16' for the layers that a gradient penalty or a Hessian goes through",
+    fix="use dense layers with the recipe 'bf16' where a gradient penalty or a Hessian goes through",
 )
 Grads = tuple[Tensor | None, ...]
 
@@ -36,8 +36,31 @@ def once(backward: Callable[..., Grads]) -> Callable[..., Grads]:
             return inner(ctx, *grads)
         if not torch.is_grad_enabled():  # nothing is recorded, so nothing needs watching
             return backward(ctx, *grads)
-        found = inner(ctx, *grads)
-        raises = torch._C._functions.DelayedError(_TEXT.encode(), len(found))  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-        return raises(*(None if each is None else each.detach().requires_grad_() for each in found))
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        # Tensors that require grad whatever the leaves do: `backward()` raises in any case.
+        results = (None if each is None else each.detach().requires_grad_() for each in found)
+        sources = (*grads, *_leaves(ctx))
+        raises = torch._C._functions.DelayedError(_TEXT.encode(), len(found) + len(sources))  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+        # The error has edges to all sources: a pass for one of them alone would not come by it otherwise, and torch
+        # would take the gradient for a constant.
+        return raises(*results, *sources)[: len(found)]
 
     return run
+
+
+def _leaves(ctx: Any) -> list[Tensor]:
+    """Leaves of the graph below a backward node. Inputs between them and the layer have no tensors that could be had
+    without keeping their memory; the incoming gradient leads to them if it depends on the layer's result."""
+    found: list[Tensor] = []
+    nodes = [node for node, _ in ctx.next_functions if node is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        above = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(above)
+        nodes += above
+    return found

@@ -27,7 +27,7 @@ from ..grouped import Routing
 from ..grouped.ops import wanted_layouts as wanted_grouped_layouts
 from ..grouped.routing_ops import permute_rows
 from .recipe import Recipe
-from .transforms import are_transforms_active, check_transforms
+from .transforms import LOW, Subject, are_transforms_active, check_transforms
 
 Pair = tuple[BlockScaled | None, BlockScaled | None]
 Resolved = tuple[CastSpec, CastPlan]
@@ -44,10 +44,10 @@ class Needs(NamedTuple):
 NOTHING = Needs(False, False, False)
 
 
-def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
+def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None, subject: Subject = LOW) -> Needs:
     """What a call made now will be asked for; raises for derivatives that layers do not have."""
     if are_transforms_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
-        check_transforms(x, weight, bias)
+        check_transforms(x, weight, bias, subject=subject)
     if not torch.is_grad_enabled():
         return NOTHING
     return Needs(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)

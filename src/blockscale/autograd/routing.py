@@ -18,7 +18,7 @@ from ..errors import DtypeError, OptionError, ShapeError, message
 from ..formats.checks import check_flag, check_int, check_number, check_tensor, in_words
 from ..grouped import Routing, sort_by_expert
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
-from .transforms import wants_gradient
+from .transforms import ROUTING, wants_gradient
 
 _NO_SUM = 1e-20  # 1 / total**2, a factor of gradients, is finite above
 
@@ -58,7 +58,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
     """
     _check_routing(routing)
     _check_rows(x, routing.rows.shape[0], "tokens")
-    if not wants_gradient(x):
+    if not wants_gradient(x, subject=ROUTING):
         return permute_rows(x, routing.tokens, routing.rows, None)
     return _Permute.apply(x, None, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
@@ -75,7 +75,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     _check_routing(routing)
     _check_rows(y, routing.tokens.shape[0], "rows")
     check_slots(weights, routing)
-    if not wants_gradient(y, weights):
+    if not wants_gradient(y, weights, subject=ROUTING):
         return combine_rows(y, routing.rows, weights)
     return _Combine.apply(y, weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 

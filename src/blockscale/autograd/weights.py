@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import env
@@ -35,6 +34,7 @@ from ..formats.checks import check_model
 from ..formats.tensor import assemble
 from .operands import Casts, Pair, Resolved
 from .recipe import Recipe
+from .stamps import Stamp, stamp_of, storage_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -57,7 +57,7 @@ class SharedWeight:
         self._transposed = transposed
         # no weak reference: swap_tensors takes no tensor that has one
         self._weight: Tensor | None = None
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: Stamp | None = None
         # the weight's memory, held so that no later values are given its address
         self._storage: torch.UntypedStorage | None = None
         # asked by compiled code, so not to be told from what changes with every step
@@ -84,7 +84,7 @@ class SharedWeight:
             return None
         if torch.compiler.is_compiling():  # the owner refreshes in place what a graph reads
             return self._pair if self.is_valid and self._recipe == recipe else None
-        stamp = _stamp(weight)
+        stamp = stamp_of(weight)
         if stamp is None:
             return None
         if not (self.is_valid and self._stamp == stamp and self._recipe == recipe):
@@ -109,7 +109,7 @@ class SharedWeight:
             else:
                 self._rewrite(source)
         self._weight, self._shape, self._recipe = weight, weight.shape, recipe
-        self._stamp, self._storage = _stamp(weight), weight.untyped_storage() if _has_address(weight) else None
+        self._stamp, self._storage = stamp_of(weight), storage_of(weight)
         self.is_open = self.is_valid = True
         self.casts += 1
         _SHARED.add(self)
@@ -179,18 +179,6 @@ def _none_if_empty(factor: Tensor | None) -> Tensor | None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
-def _stamp(weight: Tensor) -> tuple[int, int] | None:
-    """The count of changes that are counted, and the address of the values: `weight.data = other` counts nothing. None
-    for a weight made in inference mode, which counts no changes at all."""
-    if weight.is_inference():
-        return None
-    return weight._version, weight.data_ptr() if _has_address(weight) else 0
-
-
-def _has_address(weight: Tensor) -> bool:
-    return type(weight) is Parameter or type(weight) is Tensor
 
 
 def check_can_be_shared(weight: Tensor) -> None:

@@ -44,6 +44,22 @@ def is_dense(x: object) -> bool:
     return torch.compiler.is_compiling() or (x.layout == torch.strided and not x.is_nested)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
+def overlaps(x: Tensor) -> bool:
+    """Whether elements of a dense tensor may share memory, as those of an expanded one do.
+
+    >>> overlaps(torch.zeros(1, 4).expand(3, 4)), overlaps(torch.zeros(4, 6)[:, ::2].mT)
+    (True, False)
+    """
+    if x.is_contiguous():
+        return False
+    end = 0
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step <= end:
+            return True
+        end += step * (size - 1)
+    return False
+
+
 def check_tensor(x: object, name: str, taker: str) -> None:
     """Raise unless `taker` (a plural: casts, layers) can read it: a dense torch tensor in high precision."""
     if is_dense(x):
@@ -52,9 +68,8 @@ def check_tensor(x: object, name: str, taker: str) -> None:
         if type(x).__name__ == "BlockScaled":  # whose file imports this one
             fix = f"pass blockscale.dequantize({name}), or the tensor that it was cast from"
             raise DtypeError(message(f"{name} is {x}", rule=f"{taker} take high-precision tensors", fix=fix))
-        what = in_words(x) if x is None else f"a {type(x).__name__}"
         raise DtypeError(
-            message(f"{name} is {what}", rule=f"{taker} take torch tensors", fix=f"pass torch.tensor({name})")
+            message(f"{name} is {in_words(x)}", rule=f"{taker} take torch tensors", fix=f"pass torch.tensor({name})")
         )
     fix = f"pass torch.nested.to_padded_tensor({name}, 0.0)" if x.is_nested else f"pass {name}.to_dense()"
     what = "is a nested tensor" if x.is_nested else f"has layout {x.layout}"

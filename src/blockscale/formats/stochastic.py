@@ -61,14 +61,14 @@ def rng_state(seed: int, tick: int = 0, device: torch.device | str = "cpu") -> T
 
 
 def whole_number(value: object, name: str, end: int = 2**63) -> int:
-    """The int that an option of that name is; raises for what is none, or not in [-2^63, end).
+    """The int that an option of that name is; raises for what is none (True, a tensor), or not in [-2^63, end).
 
     >>> whole_number(7, "tick")
     7
     """
     number = end
     with contextlib.suppress(TypeError):
-        number = end if isinstance(value, Tensor) else operator.index(value)  # pyright: ignore[reportArgumentType]
+        number = end if isinstance(value, Tensor | bool) else operator.index(value)  # pyright: ignore[reportArgumentType]
     if -(2**63) <= number < end:
         return number
     rule = f"it is a whole number from -2^63 to 2^{end.bit_length() - 1} - 1"

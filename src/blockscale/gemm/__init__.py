@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..casts import FLOAT_DTYPES
 from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError, message
-from ..formats.checks import in_words, is_dense
+from ..formats.checks import in_words, is_dense, overlaps
 from ..formats.spec import check_pair
 from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, to_parts
 from . import _reference as _reference  # registers its rows
@@ -161,7 +161,7 @@ def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], 
     """Raise unless a product of this shape can be added into the buffer, and nothing else."""
     if not isinstance(acc, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass accumulate=torch.zeros(shape)"
-        raise DtypeError(message(f"accumulate is a {type(acc).__name__}", rule="it is an fp32 or bf16 buffer", fix=fix))
+        raise DtypeError(message(f"accumulate is {in_words(acc)}", rule="it is an fp32 or bf16 buffer", fix=fix))
     if acc.requires_grad and torch.is_grad_enabled():
         raise OptionError(
             message(
@@ -182,6 +182,14 @@ def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], 
                 fix="allocate it with torch.zeros",
             )
         )
+    if overlaps(acc):
+        raise OptionError(
+            message(
+                f"accumulate {tuple(acc.shape)} has strides {acc.stride()}: elements share memory",
+                rule="every element of a product is added to memory of its own",
+                fix="pass accumulate.contiguous(), or allocate it with torch.zeros",
+            )
+        )
 
 
 def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
@@ -189,9 +197,7 @@ def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device
     if bias is None:
         return
     if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DtypeError(
-            message(f"bias is a {type(bias).__name__}", rule="a bias is a tensor", fix="torch.tensor(bias)")
-        )
+        raise DtypeError(message(f"bias is {in_words(bias)}", rule="a bias is a tensor", fix="torch.tensor(bias)"))
     sound = is_dense(bias) and bias.dtype in FLOAT_DTYPES and tuple(bias.shape) == shape
     if not sound or bias.device != device:
         raise ShapeError(
