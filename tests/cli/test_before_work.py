@@ -66,6 +66,7 @@ WRONG: list[tuple[str, str]] = [
     ("compare tiny --recipes fp8_blockwise_wgrad_bf17", "unknown recipe"),
     ("compare tiny --seeds 0", "--seeds 0"),
     ("compare tiny --budget 0", "--budget 0"),
+    ("compare tiny --recipes bf16 --require-verdict", "--require-verdict with --recipes bf16"),
     ("compare unknownpreset", "unknown preset"),
     ("speed tiny --recipes nonsense", "unknown recipe"),
     ("speed tiny --compiles nonsense", "unknown --compiles"),

@@ -108,6 +108,10 @@ def _checked(options: Options) -> list[str]:
     """The recipes, or an error for what cannot be compared; before torch is imported."""
     check_run(options.config)
     recipes = arguments.recipes(options.recipes)
+    if options.require_verdict and not {*recipes} - {"bf16"}:
+        rule = "bf16 is what recipes are compared with, and has no verdict"
+        fix = "name a recipe, such as --recipes mxfp8, or leave --require-verdict out"
+        arguments.refuse(f"--require-verdict with --recipes {' '.join(recipes)}", rule, fix)
     arguments.at_least(1, options.seeds, "--seeds", "there is one at least")
     arguments.at_least(1, options.jobs, "--jobs", "there is one at least")
     arguments.at_least(1, options.eval_batches, "--eval-batches", "losses on held-out text are compared")
