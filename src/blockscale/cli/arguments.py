@@ -71,9 +71,11 @@ def numbers(values: Sequence[int], flag: str) -> list[int]:
 
 
 def at_least(least: int, value: int, flag: str, rule: str) -> None:
-    """Raise for a count that is too small."""
+    """Raise for a count that is too small, or above `MOST`."""
     if value < least:
         refuse(f"{flag} {value}", rule, f"pass {flag} {least} or more")
+    if value > MOST:
+        refuse(f"{flag} {value}", "counts are integers up to 2**28", f"pass {flag} {max(1, least)}, or some more")
 
 
 def format_pair(formats: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -139,9 +139,16 @@ def _kinds(hint: object) -> tuple[object, ...]:
 
 
 def parse_words(
-    declared: Callable[..., T] | T, command: str, words: Sequence[str], description: str | None = None
+    declared: Callable[..., T] | T,
+    command: str,
+    words: Sequence[str],
+    description: str | None = None,
+    presets: Collection[str] = (),
 ) -> T:
-    """Call a function, or change an instance of a dataclass, as words say; an error of ours where they are wrong."""
+    """Call a function, or change an instance of a dataclass, as words say; an error of ours where they are wrong.
+
+    presets: what the command takes as its first word, which is not among these words any more.
+    """
     import tyro
 
     options = options_of(declared)
@@ -155,7 +162,7 @@ def parse_words(
     arguments: dict[str, Any] = {
         "prog": f"blockscale {command}",
         "description": "\n\n".join([about, *more]),
-        "args": checked(command, words, options, shorts, set_by_command(declared) if is_instance else ()),
+        "args": checked(command, words, options, shorts, set_by_command(declared) if is_instance else (), presets),
         "config": (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
     }
     return tyro.cli(type(declared), default=declared, **arguments) if is_instance else tyro.cli(declared, **arguments)  # pyright: ignore
@@ -178,10 +185,11 @@ def checked(
     options: Sequence[Option],
     shorts: Mapping[str, str],
     ours: Sequence[str] = (),
+    presets: Collection[str] = (),
 ) -> list[str]:
     """The words, with full names and one word for each value, if each of them can be read.
 
-    ours: options that the command sets itself.
+    ours: options that the command sets itself.  presets: words that are the command's first, and no value of a list.
     """
     if any(word in ("-h", "--help") for word in words):
         return ["--help"]
@@ -191,8 +199,12 @@ def checked(
     while rest:
         word = rest.pop(0)
         if not _is_flag(word):
+            if not places and word in presets:
+                others = [*words[: len(words) - len(rest) - 1], *rest]
+                _refuse_preset(command.split()[0], word, others)
             if not places:
-                _refuse_word(command, word, [option for option in options if option.is_positional])
+                meant = _as_option(word, rest, {**known, **{short: known[full] for short, full in shorts.items()}})
+                _refuse_word(command, word, [option for option in options if option.is_positional], meant)
             _check_value(places[0].flag, places[0], word)
             first.append(word)
             places.pop(0)
@@ -211,7 +223,7 @@ def checked(
                 _refuse(word, "it is on or off, and takes no value", f"write {written}, or leave it out")
             found.append(flag)
             continue
-        values = [value] if mark else _own(follows, option) if option.takes == "many" else follows[:1]
+        values = [value] if mark else _own(follows, option, presets) if option.takes == "many" else follows[:1]
         del rest[: 0 if mark else len(values)]
         if option.takes == "many":
             values = [each for text in values for each in _parts(text, flag)]
@@ -242,9 +254,13 @@ def _parts(text: str, flag: str) -> list[str]:
     return [part.strip() for part in text.split(_SEPARATORS.get(flag, ",")) if part.strip()]
 
 
-def _own(words: Sequence[str], option: Option) -> list[str]:
-    """The values of a list: the first word, and those after it that are of its kind."""
-    ends = (place for place, word in enumerate(words) if not all(map(option.takes_value, _parts(word, option.flag))))
+def _own(words: Sequence[str], option: Option, presets: Collection[str]) -> list[str]:
+    """The values of a list: the first word, and those after it that are of its kind and no preset."""
+
+    def is_own(word: str) -> bool:
+        return word not in presets and all(map(option.takes_value, _parts(word, option.flag)))
+
+    ends = (place for place, word in enumerate(words) if not is_own(word))
     return list(words[: max(1, next(ends, len(words)))])
 
 
@@ -258,10 +274,26 @@ def _check_value(written: str, option: Option, value: str) -> None:
         _refuse(what, "it is not empty" if is_empty else f"it is {option.rule}", fix)
 
 
-def _refuse_word(command: str, word: str, places: Sequence[Option]) -> NoReturn:
+def _as_option(word: str, rest: Sequence[str], known: Mapping[str, Option]) -> str:
+    """The option that `steps=5`, `-steps 5` or `resume` stands for; empty if there is none."""
+    name, mark, value = word.lstrip("-").partition("=")
+    option = known.get(flag := _flag(name))
+    if option is None or (mark and option.takes == "none"):
+        return ""
+    values = [value] if mark else _values(rest)[:1]
+    return flag if option.takes == "none" else " ".join((flag, *map(shlex.quote, values or [option.example])))
+
+
+def _refuse_preset(command: str, word: str, others: Sequence[str]) -> NoReturn:
+    written = " ".join(map(shlex.quote, ("blockscale", command, word, *others)))
+    _refuse(f"{word!r} belongs to no option", "the preset is the first word", f"write it first: {written}")
+
+
+def _refuse_word(command: str, word: str, places: Sequence[Option], meant: str) -> NoReturn:
     takes = f"no more than one word, its {places[0].flag}," if places else "no words"
     rule = f"blockscale {command} takes {takes} before its options, which begin with --"
-    _refuse(f"{word!r} belongs to no option", rule, f"leave it out; blockscale {command} --help lists the options")
+    fix = f"write {meant}" if meant else f"leave it out; blockscale {command} --help lists the options"
+    _refuse(f"{word!r} belongs to no option", rule, fix)
 
 
 def _refuse_option(

@@ -27,8 +27,8 @@ _KERNELS = 10
 # columns of a dry run on a CPU: names, milliseconds a step, spread
 _CPU_COLUMNS = 5
 CPU_SPEED = (
-    "Speed needs a GPU: on a CPU low precision is emulated exactly, so that speedups, memory and shares of time are not "
-    "shown. These times are a dry run: they show that the command works."
+    "Speed needs a GPU: on a CPU low precision is emulated exactly, so that speedups, memory and shares of time are "
+    "not shown. These times are a dry run: they show that the command works."
 )
 
 

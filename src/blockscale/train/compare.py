@@ -19,7 +19,7 @@ from ..autograd import Recipe
 from ..errors import OptionError, message, option
 from .branch import BASELINE, trunk, trunk_of
 from .checkpoint import read_about
-from .checks import check_apart
+from .checks import check_apart, check_seeds
 from .config import RunConfig
 from .control import CONTROL, CONTROL_RECIPE, SAYS, broken_casts
 from .data import load
@@ -188,6 +188,8 @@ def compare(
     branch_at: the step up to which all runs of a seed are bf16's; with `config.start` they begin with that checkpoint.
     control: one more arm, with a fault that must come out as worse.
     """
+    if isinstance(seeds, int) and seeds > 0:
+        check_seeds(0, seeds)
     chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not chosen:
         raise OptionError(
