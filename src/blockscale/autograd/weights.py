@@ -346,8 +346,8 @@ def _check_there_is_something(optimizer: Optimizer, model: Module) -> None:
         _warn(
             f"attach to an optimizer ({type(optimizer).__name__}) that holds none of the model's parameters",
             rule="casts are made again after a step of the optimizer that writes the weights",
-            fix="attach the optimizer that was made with model.parameters(); ignore this warning if this one steps copies "
-            "of them and writes those back",
+            fix="attach the optimizer that was made with model.parameters(); ignore this warning if this one steps "
+            "copies of them and writes those back",
         )
 
 

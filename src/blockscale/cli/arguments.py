@@ -146,7 +146,9 @@ def check_picture(path: Path | None, flag: str) -> None:
         return
     known = (".png", ".svg", ".pdf")
     if path.suffix not in known:
-        named = path.with_suffix(".png") if path.stem.strip(".") and path.stem != path.suffix else path / "x.png"
+        is_ending = path.name in known  # a hidden file of that name
+        has_stem = path.stem.strip(".") and path.stem != path.suffix
+        named = path.with_name("x.png") if is_ending else path.with_suffix(".png") if has_stem else path / "x.png"
         fix = f"{flag} {shlex.quote(str(named))}"
         refuse(f"{flag} {shlex.quote(str(path))}", f"pictures end in {', '.join(known)}", fix)
     check_writable(path, flag)

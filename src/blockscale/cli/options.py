@@ -16,12 +16,13 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
-from ..errors import OptionError, check_name, message
+from ..errors import OptionError, UnknownNameError, check_name, message
 from ..train.config import ExpertsConfig, LatentConfig, RunConfig
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ SHORT = {
     "--rate": "--optimizer.rate",
     "--schedule": "--optimizer.schedule",
 }
+_HELP = ("-h", "--help")
 # between the values of a list that is written as one word; a weight is "N,K"
 _SEPARATORS = {"--shapes": ";"}
 _KINDS: Mapping[object, tuple[str, str]] = {
@@ -191,10 +193,13 @@ def checked(
 
     ours: options that the command sets itself.  presets: words that are the command's first, and no value of a list.
     """
-    if any(word in ("-h", "--help") for word in words):
-        return ["--help"]
     known = {option.flag: option for option in options if not option.is_positional}
     places = [option for option in options if option.is_positional]
+    if any(word in _HELP for word in words):
+        for written in (word.partition("=")[0] for word in words if _is_flag(word) and word not in _HELP):
+            if _full(written, shorts) not in known:
+                _refuse_option(command, written, [], [*shorts, *known], ours)
+        return ["--help"]
     given, first, found, rest = dict[str, str](), list[str](), list[str](), list(words)
     while rest:
         word = rest.pop(0)
@@ -205,12 +210,14 @@ def checked(
             if not places:
                 meant = _as_option(word, rest, {**known, **{short: known[full] for short, full in shorts.items()}})
                 _refuse_word(command, word, [option for option in options if option.is_positional], meant)
+            if "--model" in known and not places[0].takes_value(word):
+                _refuse_model(command, word, rest)
             _check_value(places[0].flag, places[0], word)
             first.append(word)
             places.pop(0)
             continue
         written, mark, value = word.partition("=")
-        flag = shorts.get(written, f"-{written}" if len(written) == 2 else written)
+        flag = _full(written, shorts)
         follows = [] if mark else _values(rest)
         if flag not in known:
             _refuse_option(command, written, [value] if mark else follows[:1], [*shorts, *known], ours)
@@ -241,6 +248,11 @@ def checked(
 
 def _is_flag(word: str) -> bool:
     return word.startswith("--") or re.fullmatch("-[a-zA-Z]", word) is not None
+
+
+def _full(written: str, shorts: Mapping[str, str]) -> str:
+    """The full name of an option, also of one letter."""
+    return shorts.get(written, f"-{written}" if len(written) == 2 else written)
 
 
 def _values(words: Sequence[str]) -> list[str]:
@@ -287,6 +299,16 @@ def _as_option(word: str, rest: Sequence[str], known: Mapping[str, Option]) -> s
 def _refuse_preset(command: str, word: str, others: Sequence[str]) -> NoReturn:
     written = " ".join(map(shlex.quote, ("blockscale", command, word, *others)))
     _refuse(f"{word!r} belongs to no option", "the preset is the first word", f"write it first: {written}")
+
+
+def _refuse_model(command: str, word: str, rest: Sequence[str]) -> None:
+    """Raise for the name of a model where a command takes it as an option."""
+    from ..bench.shapes import model_name
+
+    with suppress(UnknownNameError):
+        model_name(word)
+        written = " ".join(map(shlex.quote, ("blockscale", command, "--model", word, *rest)))
+        _refuse(f"{word!r} is a model", f"blockscale {command} takes it as an option", written)
 
 
 def _refuse_word(command: str, word: str, places: Sequence[Option], meant: str) -> NoReturn:

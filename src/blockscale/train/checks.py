@@ -107,7 +107,7 @@ def check_recipe_config(config: RunConfig) -> None:
         _refuse(
             f"{option('recipe.since', recipe.since)} of {config.steps} steps",
             "low precision begins before the last step",
-            f"pass {option('recipe.since', max(0, config.steps - 1))} or less, or leave it out",
+            f"pass {option('recipe.since', 0)} to {config.steps - 1}, or leave it out",
         )
     if recipe.since and start is not None:
         _refuse(
