@@ -25,7 +25,7 @@ Layer = tuple[int, int]  # (N, K) of a weight
 MOST = 2**28
 # each process that compiles holds a torch of its own, some 500 MB
 MOST_WORKERS = 16
-# of lists that go to a file or a pipe, where nobody can widen the window
+# of lists that go to a file or a pipe, which have no window to widen
 FILE_WIDTH = 120
 
 
@@ -79,7 +79,7 @@ def at_least(least: int, value: int, flag: str, rule: str) -> None:
 
 
 def format_pair(formats: str) -> tuple[str, str]:
-    """Of activations and weights, written as a@b, if there is a product of them."""
+    """Formats of activations and weights, written as a@b, if there is a product of them."""
     from ..errors import check_name
     from ..names import FORMAT_NAMES, check_pair
 

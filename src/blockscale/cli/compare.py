@@ -95,7 +95,7 @@ def run(options: Options | None = None) -> int:
 
 
 def status(found: Comparison, require_verdict: bool) -> int:
-    """Of the process, by the verdicts on recipes."""
+    """Exit status by the verdicts on recipes."""
     verdicts = found.verdicts().values()
     if any(each.is_bad for each in verdicts):
         return 1

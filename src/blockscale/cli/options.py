@@ -93,7 +93,8 @@ def _is_of(kind: object, value: str) -> bool:
 
 
 def options_of(declared: object) -> list[Option]:
-    """Of a function its parameters, of an instance of a dataclass its fields, also of those inside of it."""
+    """Options that a command declares: parameters of a function, or fields of a dataclass's instance and of those
+    inside of it."""
     if dataclasses.is_dataclass(declared):
         return list(_fields(declared, is_set=True))
     assert callable(declared)
