@@ -140,7 +140,8 @@ def test_an_optimizer_with_parameters_of_its_own():
     for each in (model, plain):
         optimizer = Master(list(each.parameters()))
         if each is model:
-            bs.attach(optimizer, model)
+            with pytest.warns(UserWarning, match="ignore this warning if this one steps copies"):
+                bs.attach(optimizer, model)
         for step in range(STEPS):
             accumulate(each, step)
             optimizer.step()
@@ -215,14 +216,28 @@ def test_layers_that_share_no_casts_are_a_warning(cast: str):
         bs.attach(AdamW(model.parameters()), model)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "bf16"])
-def test_casts_once_per_step_are_no_warning(name: str):
-    """Nor are those of a recipe in high precision, the baseline of a loop that is written for others."""
+def test_casts_once_per_step_are_no_warning():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    bs.quantize_(model, bs.get_recipe(name).replace(weight_cast="step"))
+    bs.quantize_(model, bs.get_recipe("mxfp8").replace(weight_cast="step"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bs.attach(AdamW(model.parameters()), model)
+        bs.attach(AdamW([model[0].bias]), model)  # one of two optimizers has it
+
+
+def test_layers_in_high_precision_have_no_casts_and_are_a_warning():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    bs.quantize_(model, bs.get_recipe("bf16").replace(weight_cast="step"))
+    with pytest.warns(
+        UserWarning, match=r"attach has nothing to do: .*high precision .bf16..*Rule: .*Fix: .*leave attach out"
+    ):
+        bs.attach(AdamW(model.parameters()), model)
+
+
+def test_an_optimizer_without_a_parameter_of_the_model_is_a_warning():
+    model, other = build("step"), build("step")
+    with pytest.warns(UserWarning, match=r"attach to an optimizer .AdamW. that holds none of .*Rule: .*Fix: "):
+        bs.attach(AdamW(other.parameters()), model)
 
 
 def test_a_skipped_step_casts_nothing():

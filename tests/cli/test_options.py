@@ -117,6 +117,41 @@ def test_a_word_of_no_option_is_refused(command: str, capsys: pytest.CaptureFixt
         (["compare", "--recipes"], "--recipes without a value.", "write --recipes"),
         (["compare", "--recipes", ",", "--seeds", "1"], "--recipes without a value.", "write --recipes"),
         (["explain"], "explain without its operation. Rule: it is one of cast,", "blockscale explain cast"),
+        (
+            ["train", "--recipe", "mxfp8", "125m"],
+            "'125m' belongs to no option. Rule: the preset is the first word",
+            "write it first: blockscale train 125m --recipe mxfp8.",
+        ),
+        (
+            ["train", "tiny", "--recipe", "mxfp8", "125m", "--resume"],
+            "'125m' belongs to no option.",
+            "write it first: blockscale train 125m --recipe mxfp8 --resume.",
+        ),
+        (
+            ["compare", "--recipes", "mxfp8", "tiny"],
+            "'tiny' belongs to no option.",
+            "write it first: blockscale compare tiny --recipes mxfp8.",
+        ),
+        (
+            ["advise", "--top", "3", "125m"],
+            "'125m' belongs to no option.",
+            "write it first: blockscale advise 125m --top 3.",
+        ),
+        (["roofline", "llama3-8b"], "'llama3-8b' is a model.", "blockscale roofline --model llama3-8b."),
+        (
+            ["roofline", "llama3-8b", "--tokens", "8"],
+            "is a model.",
+            "blockscale roofline --model llama3-8b --tokens 8.",
+        ),
+        (["doctor", "--help", "--bogus"], "unknown option --bogus.", "leave --bogus out"),
+        (["train", "tiny", "--bogus", "--help"], "unknown option --bogus.", "leave --bogus out"),
+        (["--version", "--bogus"], "--version with --bogus.", "leave --bogus out"),
+        (["--help", "--bogus"], "--help with --bogus.", "leave --bogus out"),
+        (["train", "tiny", "steps=5"], "'steps=5' belongs to no option.", "write --steps 5."),
+        (["train", "tiny", "-steps", "5"], "'-steps' belongs to no option.", "write --steps 5."),
+        (["train", "tiny", "-steps=5"], "'-steps=5' belongs to no option.", "write --steps 5."),
+        (["train", "tiny", "eval_every=5"], "'eval_every=5' belongs to no option.", "write --eval-every 5."),
+        (["train", "tiny", "resume"], "'resume' belongs to no option.", "write --resume."),
         (["explain", "gem"], "unknown operation 'gem'.", "did you mean gemm"),
         (["explain", "gemm", "--k", "big"], "--k big. Rule: it is an integer", "write --k 1"),
         (["bench", "cast"], "unknown suite 'cast'.", "did you mean casts"),
@@ -131,6 +166,24 @@ def test_what_cannot_be_read_is_refused(
     said = refused(capsys, *words)
     assert what in said
     assert fix in said.split("Fix: ")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("train tiny --since -1", "pass --since 0 to 99, or leave it out."),
+        ("train tiny --since 100", "pass --since 0 to 99, or leave it out."),
+        ("collect", "blockscale compare tiny, which writes out/compare; or name the folder of its --out."),
+        ("collect nowhere", "blockscale compare tiny, which writes out/compare; or name the folder of its --out."),
+        ("formats --plot .png", "--plot x.png."),
+        ("formats --plot deep/.svg", "--plot deep/x.png."),
+    ],
+)
+def test_a_fix_is_a_call_that_is_accepted(
+    words: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, *words.split()).split("Fix: ")[1].strip() == fix
 
 
 # ---- lists -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -206,6 +207,9 @@ SAID = {
     "config as a dict": lambda **named: Mixture(config={"top_k": 3}, **named),
     "config with a top_k of sampling": lambda **named: Mixture(config=SamplingConfig(), **named),
     "router": in_the_router,
+    "router of another name": lambda **named: Mixture(router="switch", top_k=3, **named),
+    "an int of numpy": lambda **named: Mixture(top_k=numpy.int64(3), **named),
+    "config of Megatron": lambda **named: Mixture(config={"moe_router_topk": 3}, **named),
     "class": lambda **named: type("OfThree", (Mixture,), {"top_k": 3})(**named),
 }
 
@@ -262,6 +266,21 @@ def test_an_unknown_number_of_active_experts_is_a_warning(grouped: bool):
         assert f"warning: {warning}" in str(report)
         assert "8 experts, an unknown number (counted as 1) for each token" in str(report)
         assert {each.active for each in report.converted} == {1}
+
+
+@pytest.mark.parametrize("listed", [nn.ModuleList, lambda all: nn.ModuleDict({f"e{i}": e for i, e in enumerate(all)})])
+def test_a_router_that_is_known_by_its_width_makes_a_mixture_of_the_list_beside_it(listed: Any):
+    """Conversion and FLOPs ask the same: neither the router nor the list has a usual name."""
+    for said, active in (({"top_k": 2}, 2), ({}, 1)):
+        block = nn.Module()
+        block.switch, block.ffns = nn.Linear(64, 8), listed(MLP() for _ in range(8))
+        for name, value in said.items():
+            setattr(block, name, value)
+        report = bs.quantize_(block, "mxfp8")
+        assert [each.name for each in report.skipped] == ["switch"]
+        assert "router: as wide as the 8 experts beside it" in str(report)
+        assert {(each.active, each.among) for each in report.converted} == {(active, 8)}
+        assert bool(report.warnings) is not bool(said)
 
 
 def test_what_is_no_mixture_is_not_counted_as_one():

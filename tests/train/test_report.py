@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -164,8 +165,17 @@ def test_a_short_run_is_neither_green_nor_red():
     assert "What this run can and cannot show" not in long
 
 
+@pytest.mark.parametrize(("out", "says"), [("my runs", " --out 'my runs'"), (None, "")])
+def test_the_proposed_command_has_the_folder_and_the_options_of_the_sentence(out: str | None, says: str):
+    found = replace(made(steps=4, mxfp8=(2.001, 3.0015)), out=None if out is None else Path(out))
+    every = re.findall(r"--eval-every \d+", " ".join(summary(found)))
+    assert len(every) == 2
+    assert len({*every}) == 1
+    assert for_an_answer(found).endswith(f"--eval-every 37{says}")
+
+
 def test_a_short_run_says_what_it_shows_and_what_gives_an_answer():
-    found, command = made(steps=4), "blockscale compare tiny --steps 300 --recipes mxfp8 --seeds 3 --eval-every 50"
+    found, command = made(steps=4), "blockscale compare tiny --steps 300 --recipes mxfp8 --seeds 3 --eval-every 37"
     assert for_an_answer(found) == command
     # 300 steps of 32 tokens by 3 seeds at 100, 90, 140 and 80 tokens/s
     assert summary(found)[-1] == f"For an answer (about 20 minutes on this machine): {command}"
@@ -175,7 +185,7 @@ def test_a_short_run_says_what_it_shows_and_what_gives_an_answer():
     for runs in found.runs.values():
         for run in runs:
             run.where["command"] = "blockscale my_script.py"
-    assert "blockscale compare ... --steps 300 --seeds 3 --eval-every 50" in re.sub("</?code>", "", page(found))
+    assert "blockscale compare ... --steps 300 --seeds 3 --eval-every 37" in re.sub("</?code>", "", page(found))
     assert not any("For an answer" in line for line in summary(made()))
 
 

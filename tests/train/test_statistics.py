@@ -166,7 +166,7 @@ def test_what_is_missing_is_said_with_its_option():
         "2 steps, 2 evaluations and 1 seed were run; a verdict needs 300 steps (--steps 300), and 3 seeds (--seeds 3) "
         "or 8 evaluations (--eval-every 37)"
     )
-    assert Length(600, 1).shortage(5).endswith("a verdict needs 3 evaluations (--eval-every 200)")
+    assert Length(600, 1).shortage(5).endswith("a verdict needs 3 evaluations (--eval-every 75)")
     assert Length(3000, 7).shortage(2).endswith("3 seeds (--seeds 3) or 8 evaluations (--eval-every 375)")
     assert Length(3000, 12).shortage(1) == ENOUGH.shortage(3) == ""
 

@@ -282,7 +282,8 @@ def invalidate(model: Module) -> None:
 def attach(optimizer: Optimizer, model: Module) -> None:
     """Cast the weights of a model now, and after every step of this optimizer. Where several are attached to a model,
     each has those casts made again whose weights it steps. A model without a layer that follows a recipe is an error;
-    one whose recipes never say weight_cast="step" gets a warning, since there is nothing to do then.
+    one without a low-precision recipe that says weight_cast="step" gets a warning, since there is nothing to do then,
+    and so does an optimizer that holds none of the model's parameters.
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -299,13 +300,13 @@ def attach(optimizer: Optimizer, model: Module) -> None:
             )
         )
     refresh_weights_(model)
-    _check_there_is_something(model)
+    _check_there_is_something(optimizer, model)
     known = (each() for each in _ATTACHED.get(optimizer, ()))
     others = [each for each in known if each is not None and each is not model]
     _ATTACHED[optimizer] = [weakref.ref(each) for each in (*others, model)]
 
 
-def _check_there_is_something(model: Module) -> None:
+def _check_there_is_something(optimizer: Optimizer, model: Module) -> None:
     """Raise or warn where an optimizer would have no cast to keep fresh."""
     found = [vars(module).get("recipe") for module in model.modules()]
     recipes = [each for each in found if isinstance(each, Recipe)]
@@ -318,16 +319,29 @@ def _check_there_is_something(model: Module) -> None:
                 "print what it returns: it may have kept every layer, and says why",
             )
         )
-    if not any(each.weight_cast == "step" for each in recipes):
-        said = " and ".join(sorted({repr(each.weight_cast) for each in recipes}))
-        warnings.warn(
-            message(
-                f"attach has nothing to do: the {len(recipes)} layers that follow a recipe have weight_cast={said}",
-                rule="weights are cast once per optimizer step where a recipe says weight_cast='step'",
-                fix=f"convert with get_recipe({recipes[0].name!r}).replace(weight_cast='step'), or leave attach out",
-            ),
-            stacklevel=3,
+    casting = [each for each in recipes if each.is_low]
+    if not any(each.weight_cast == "step" for each in casting):
+        said = " and ".join(sorted({repr(each.weight_cast) for each in casting}))
+        names = " and ".join(sorted({each.name.rstrip("*") for each in recipes}))  # "*": changed by replace
+        what = f"have weight_cast={said}" if casting else f"are in high precision ({names})"
+        name = casting[0].name.rstrip("*") if casting else "mxfp8"
+        _warn(
+            f"attach has nothing to do: the {len(casting or recipes)} layers that follow a recipe {what}",
+            rule="weights are cast once per optimizer step where a low-precision recipe says weight_cast='step'",
+            fix=f"convert with get_recipe({name!r}).replace(weight_cast='step'), or leave attach out",
         )
+    elif _params(optimizer).isdisjoint(map(id, model.parameters())):
+        _warn(
+            f"attach to an optimizer ({type(optimizer).__name__}) that holds none of the model's parameters",
+            rule="casts are made again after a step of the optimizer that writes the weights",
+            fix="attach the optimizer that was made with model.parameters(); ignore this warning if this one steps "
+            "copies of them and writes those back",
+        )
+
+
+def _warn(what: str, *, rule: str, fix: str) -> None:
+    """Warn at the line that calls `attach`."""
+    warnings.warn(message(what, rule=rule, fix=fix), stacklevel=4)
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -80,8 +80,8 @@ def main(words: list[str]) -> int:
         rule = "the first word is a folder of a run with numerics.jsonl, or a preset"
         arguments.refuse(f"no folder {name}", rule, "blockscale train 125m --folder out/125m --numerics-every 1000")
     if name not in PRESETS and folder.exists():
-        return run(parse_words(Wanted(), f"advise {name}", words, about), folder)
-    return run(parse_words(Options.of(get_preset(name)), f"advise {name}", words, about))
+        return run(parse_words(Wanted(), f"advise {name}", words, about, PRESETS), folder)
+    return run(parse_words(Options.of(get_preset(name)), f"advise {name}", words, about, PRESETS))
 
 
 def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:

@@ -25,7 +25,7 @@ Layer = tuple[int, int]  # (N, K) of a weight
 MOST = 2**28
 # each process that compiles holds a torch of its own, some 500 MB
 MOST_WORKERS = 16
-# of lists that go to a file or a pipe, where nobody can widen the window
+# of lists that go to a file or a pipe, which have no window to widen
 FILE_WIDTH = 120
 
 
@@ -71,13 +71,15 @@ def numbers(values: Sequence[int], flag: str) -> list[int]:
 
 
 def at_least(least: int, value: int, flag: str, rule: str) -> None:
-    """Raise for a count that is too small."""
+    """Raise for a count that is too small, or above `MOST`."""
     if value < least:
         refuse(f"{flag} {value}", rule, f"pass {flag} {least} or more")
+    if value > MOST:
+        refuse(f"{flag} {value}", "counts are integers up to 2**28", f"pass {flag} {max(1, least)}, or some more")
 
 
 def format_pair(formats: str) -> tuple[str, str]:
-    """Of activations and weights, written as a@b, if there is a product of them."""
+    """Formats of activations and weights, written as a@b, if there is a product of them."""
     from ..errors import check_name
     from ..names import FORMAT_NAMES, check_pair
 
@@ -144,7 +146,9 @@ def check_picture(path: Path | None, flag: str) -> None:
         return
     known = (".png", ".svg", ".pdf")
     if path.suffix not in known:
-        named = path.with_suffix(".png") if path.stem.strip(".") and path.stem != path.suffix else path / "x.png"
+        is_ending = path.name in known  # a hidden file of that name
+        has_stem = path.stem.strip(".") and path.stem != path.suffix
+        named = path.with_name("x.png") if is_ending else path.with_suffix(".png") if has_stem else path / "x.png"
         fix = f"{flag} {shlex.quote(str(named))}"
         refuse(f"{flag} {shlex.quote(str(path))}", f"pictures end in {', '.join(known)}", fix)
     check_writable(path, flag)

@@ -23,14 +23,14 @@ SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch", "report")
 LAYERS = ("linear", "mlp")
 # suites whose rows tell rates and decibels
 PRODUCTS = ("gemm", *LAYERS, "moe")
-# whom each suite can compare with
+# peers that each suite can compare with
 PEERS: dict[str, tuple[str, ...]] = {
     "casts": ("eager", "compile", "torchao"),
     "gemm": ("rows", "bf16", "rowwise", "torchao"),
     **dict.fromkeys(LAYERS, ("bf16", "casts", "torchao", "torchao compiled", "rowwise", "compile")),
     "moe": ("rows", "bf16", "rowwise", "casts", "torchao"),
 }
-# of tables that go to a file or a pipe, where nobody can widen the window
+# of tables that go to a file or a pipe, which have no window to widen
 FILE_WIDTH = 200
 
 
@@ -60,12 +60,12 @@ def run(
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         peers: Whom to compare with, with commas or spaces between them: eager, compile, torchao for casts; rows, bf16,
             rowwise, torchao for gemm; bf16, casts, torchao, torchao compiled, rowwise, compile for linear and mlp;
-            rows, bf16, rowwise, casts, torchao for moe; none: nobody. All by default.
+            rows, bf16, rowwise, casts, torchao for moe; none: no peer. All by default.
         commit: Commit to record where the source is no git checkout.
     """
     check_name(suite, SUITES, "suite")
     arguments.check_device(device)
-    with_whom = _peers(suite, peers)
+    chosen_peers = _peers(suite, peers)
     arguments.check_readable(compare, "--compare")
     if suite == "report":
         arguments.check_readable(json, "--json")
@@ -83,7 +83,7 @@ def run(
     older = [] if compare is None else read(compare)
     if json is not None:
         read(json)  # a file of something else is told before anything is timed
-    every = _cases(console, suite, where, quick, with_whom)
+    every = _cases(console, suite, where, quick, chosen_peers)
     texts = [text for text in only.split("|") if text] or [""]
     cases = [case for case in every if any(text in case.name or text in case.group for text in texts)]
     if not cases:
@@ -148,10 +148,10 @@ def _expert_cases(console: Console, device: torch.device, quick: bool, peers: fr
 
 
 def _peers(suite: Suite, names: Sequence[str]) -> frozenset[str]:
-    """Whom a suite compares with; an error for those that it does not know."""
+    """Peers that a suite compares with; an error for those that it does not know."""
     known = PEERS.get(suite, ())
     if names and not known:
-        arguments.refuse(f"--peers with {suite}", "it compares with nobody", "leave --peers out")
+        arguments.refuse(f"--peers with {suite}", "that suite has no peers", "leave --peers out")
     if tuple(names) == ("none",):
         return frozenset()
     for name in names:

@@ -21,7 +21,8 @@ def run(folder: Path = Path("out"), /, json: Path | None = None, pool: bool = Fa
     from .arguments import check_writable, plain_console, refuse
 
     if not folder.is_dir():
-        refuse(f"no folder {folder}", "it is what compare or speed wrote (--out)", "blockscale collect out")
+        fix = "blockscale compare tiny, which writes out/compare; or name the folder of its --out"
+        refuse(f"no folder {folder}", "it is what compare or speed wrote (--out)", fix)
     check_writable(json, "--json")
     console = plain_console()
     with console.status("importing torch ..."):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import env
+from ..train.checks import check_seeds
 from ..train.presets import get_preset
 from . import arguments
 from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
@@ -94,7 +95,7 @@ def run(options: Options | None = None) -> int:
 
 
 def status(found: Comparison, require_verdict: bool) -> int:
-    """Of the process, by the verdicts on recipes."""
+    """Exit status by the verdicts on recipes."""
     verdicts = found.verdicts().values()
     if any(each.is_bad for each in verdicts):
         return 1
@@ -108,7 +109,11 @@ def _checked(options: Options) -> list[str]:
     """The recipes, or an error for what cannot be compared; before torch is imported."""
     check_run(options.config)
     recipes = arguments.recipes(options.recipes)
-    arguments.at_least(1, options.seeds, "--seeds", "there is one at least")
+    if options.require_verdict and not {*recipes} - {"bf16"}:
+        rule = "bf16 is what recipes are compared with, and has no verdict"
+        fix = "name a recipe, such as --recipes mxfp8, or leave --require-verdict out"
+        arguments.refuse(f"--require-verdict with --recipes {' '.join(recipes)}", rule, fix)
+    check_seeds(options.seed, options.seeds)
     arguments.at_least(1, options.jobs, "--jobs", "there is one at least")
     arguments.at_least(1, options.eval_batches, "--eval-batches", "losses on held-out text are compared")
     arguments.at_least(0, options.branch_at, "--branch-at", "runs part after a step, and 0 is at once")

@@ -15,13 +15,14 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
-from ..errors import OptionError, check_name, message
+from ..errors import OptionError, UnknownNameError, check_name, message
 from ..train.config import ExpertsConfig, LatentConfig, RunConfig
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ SHORT = {
     "--rate": "--optimizer.rate",
     "--schedule": "--optimizer.schedule",
 }
+_HELP = ("-h", "--help")
 # between the values of a list that is written as one word; a weight is "N,K"
 _SEPARATORS = {"--shapes": ";"}
 _KINDS: Mapping[object, tuple[str, str]] = {
@@ -91,7 +93,8 @@ def _is_of(kind: object, value: str) -> bool:
 
 
 def options_of(declared: object) -> list[Option]:
-    """Of a function its parameters, of an instance of a dataclass its fields, also of those inside of it."""
+    """Options that a command declares: parameters of a function, or fields of a dataclass's instance and of those
+    inside of it."""
     if dataclasses.is_dataclass(declared):
         return list(_fields(declared, is_set=True))
     assert callable(declared)
@@ -139,9 +142,16 @@ def _kinds(hint: object) -> tuple[object, ...]:
 
 
 def parse_words(
-    declared: Callable[..., T] | T, command: str, words: Sequence[str], description: str | None = None
+    declared: Callable[..., T] | T,
+    command: str,
+    words: Sequence[str],
+    description: str | None = None,
+    presets: Collection[str] = (),
 ) -> T:
-    """Call a function, or change an instance of a dataclass, as words say; an error of ours where they are wrong."""
+    """Call a function, or change an instance of a dataclass, as words say; an error of ours where they are wrong.
+
+    presets: what the command takes as its first word, which is not among these words any more.
+    """
     import tyro
 
     options = options_of(declared)
@@ -155,7 +165,7 @@ def parse_words(
     arguments: dict[str, Any] = {
         "prog": f"blockscale {command}",
         "description": "\n\n".join([about, *more]),
-        "args": checked(command, words, options, shorts, set_by_command(declared) if is_instance else ()),
+        "args": checked(command, words, options, shorts, set_by_command(declared) if is_instance else (), presets),
         "config": (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
     }
     return tyro.cli(type(declared), default=declared, **arguments) if is_instance else tyro.cli(declared, **arguments)  # pyright: ignore
@@ -178,27 +188,37 @@ def checked(
     options: Sequence[Option],
     shorts: Mapping[str, str],
     ours: Sequence[str] = (),
+    presets: Collection[str] = (),
 ) -> list[str]:
     """The words, with full names and one word for each value, if each of them can be read.
 
-    ours: options that the command sets itself.
+    ours: options that the command sets itself.  presets: words that are the command's first, and no value of a list.
     """
-    if any(word in ("-h", "--help") for word in words):
-        return ["--help"]
     known = {option.flag: option for option in options if not option.is_positional}
     places = [option for option in options if option.is_positional]
+    if any(word in _HELP for word in words):
+        for written in (word.partition("=")[0] for word in words if _is_flag(word) and word not in _HELP):
+            if _full(written, shorts) not in known:
+                _refuse_option(command, written, [], [*shorts, *known], ours)
+        return ["--help"]
     given, first, found, rest = dict[str, str](), list[str](), list[str](), list(words)
     while rest:
         word = rest.pop(0)
         if not _is_flag(word):
+            if not places and word in presets:
+                others = [*words[: len(words) - len(rest) - 1], *rest]
+                _refuse_preset(command.split()[0], word, others)
             if not places:
-                _refuse_word(command, word, [option for option in options if option.is_positional])
+                meant = _as_option(word, rest, {**known, **{short: known[full] for short, full in shorts.items()}})
+                _refuse_word(command, word, [option for option in options if option.is_positional], meant)
+            if "--model" in known and not places[0].takes_value(word):
+                _refuse_model(command, word, rest)
             _check_value(places[0].flag, places[0], word)
             first.append(word)
             places.pop(0)
             continue
         written, mark, value = word.partition("=")
-        flag = shorts.get(written, f"-{written}" if len(written) == 2 else written)
+        flag = _full(written, shorts)
         follows = [] if mark else _values(rest)
         if flag not in known:
             _refuse_option(command, written, [value] if mark else follows[:1], [*shorts, *known], ours)
@@ -211,7 +231,7 @@ def checked(
                 _refuse(word, "it is on or off, and takes no value", f"write {written}, or leave it out")
             found.append(flag)
             continue
-        values = [value] if mark else _own(follows, option) if option.takes == "many" else follows[:1]
+        values = [value] if mark else _own(follows, option, presets) if option.takes == "many" else follows[:1]
         del rest[: 0 if mark else len(values)]
         if option.takes == "many":
             values = [each for text in values for each in _parts(text, flag)]
@@ -231,6 +251,11 @@ def _is_flag(word: str) -> bool:
     return word.startswith("--") or re.fullmatch("-[a-zA-Z]", word) is not None
 
 
+def _full(written: str, shorts: Mapping[str, str]) -> str:
+    """The full name of an option, also of one letter."""
+    return shorts.get(written, f"-{written}" if len(written) == 2 else written)
+
+
 def _values(words: Sequence[str]) -> list[str]:
     """Those before the next option."""
     ends = (place for place, word in enumerate(words) if _is_flag(word))
@@ -242,9 +267,13 @@ def _parts(text: str, flag: str) -> list[str]:
     return [part.strip() for part in text.split(_SEPARATORS.get(flag, ",")) if part.strip()]
 
 
-def _own(words: Sequence[str], option: Option) -> list[str]:
-    """The values of a list: the first word, and those after it that are of its kind."""
-    ends = (place for place, word in enumerate(words) if not all(map(option.takes_value, _parts(word, option.flag))))
+def _own(words: Sequence[str], option: Option, presets: Collection[str]) -> list[str]:
+    """The values of a list: the first word, and those after it that are of its kind and no preset."""
+
+    def is_own(word: str) -> bool:
+        return word not in presets and all(map(option.takes_value, _parts(word, option.flag)))
+
+    ends = (place for place, word in enumerate(words) if not is_own(word))
     return list(words[: max(1, next(ends, len(words)))])
 
 
@@ -258,10 +287,36 @@ def _check_value(written: str, option: Option, value: str) -> None:
         _refuse(what, "it is not empty" if is_empty else f"it is {option.rule}", fix)
 
 
-def _refuse_word(command: str, word: str, places: Sequence[Option]) -> NoReturn:
+def _as_option(word: str, rest: Sequence[str], known: Mapping[str, Option]) -> str:
+    """The option that `steps=5`, `-steps 5` or `resume` stands for; empty if there is none."""
+    name, mark, value = word.lstrip("-").partition("=")
+    option = known.get(flag := _flag(name))
+    if option is None or (mark and option.takes == "none"):
+        return ""
+    values = [value] if mark else _values(rest)[:1]
+    return flag if option.takes == "none" else " ".join((flag, *map(shlex.quote, values or [option.example])))
+
+
+def _refuse_preset(command: str, word: str, others: Sequence[str]) -> NoReturn:
+    written = " ".join(map(shlex.quote, ("blockscale", command, word, *others)))
+    _refuse(f"{word!r} belongs to no option", "the preset is the first word", f"write it first: {written}")
+
+
+def _refuse_model(command: str, word: str, rest: Sequence[str]) -> None:
+    """Raise for the name of a model where a command takes it as an option."""
+    from ..bench.shapes import model_name
+
+    with suppress(UnknownNameError):
+        model_name(word)
+        written = " ".join(map(shlex.quote, ("blockscale", command, "--model", word, *rest)))
+        _refuse(f"{word!r} is a model", f"blockscale {command} takes it as an option", written)
+
+
+def _refuse_word(command: str, word: str, places: Sequence[Option], meant: str) -> NoReturn:
     takes = f"no more than one word, its {places[0].flag}," if places else "no words"
     rule = f"blockscale {command} takes {takes} before its options, which begin with --"
-    _refuse(f"{word!r} belongs to no option", rule, f"leave it out; blockscale {command} --help lists the options")
+    fix = f"write {meant}" if meant else f"leave it out; blockscale {command} --help lists the options"
+    _refuse(f"{word!r} belongs to no option", rule, fix)
 
 
 def _refuse_option(

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 WIDTH = 180
 # that are shown by name, of each arm
 _KERNELS = 10
-CPU_SPEED = "On a CPU low precision is emulated exactly: these figures say nothing about a GPU."
+# columns of a dry run on a CPU: names, milliseconds a step, spread
+_CPU_COLUMNS = 5
+CPU_SPEED = (
+    "Speed needs a GPU: on a CPU low precision is emulated exactly, so that speedups, memory and shares of time are "
+    "not shown. These times are a dry run: they show that the command works."
+)
 
 
 @dataclass(frozen=True)
@@ -103,18 +108,20 @@ def _show(console: Console, rows: Sequence[Throughput]) -> None:
 
     from ..bench.report_speed import HEAD, cells
 
+    is_on_gpu = str(rows[0].where.get("device", "")).startswith("cuda")
+    shown = len(HEAD) if is_on_gpu else _CPU_COLUMNS
     table = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for place, heading in enumerate(HEAD):
+    for place, heading in enumerate(HEAD[:shown]):
         table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*cells(row, rows))
+        table.add_row(*cells(row, rows)[:shown])
     console.print(table)
-    if any(row.longest for row in rows):
+    if is_on_gpu and any(row.longest for row in rows):
         console.print(_kernels(rows))
     for row in rows:
         if row.failed:
             console.print(f"{row.recipe}, compile {row.compile}: {row.failed}", highlight=False)
-    if not str(rows[0].where.get("device", "")).startswith("cuda"):
+    if not is_on_gpu:
         console.print(CPU_SPEED)
 
 

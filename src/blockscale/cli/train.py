@@ -82,7 +82,7 @@ def parse(arguments: list[str], command: str, what: str, options: Callable[[RunC
     about = "\n".join(f"  {each:<10} {first_line(each)}" for each in PRESETS)
     about = f"{what} The first word is the preset, {DEFAULT} without one.\n\n{about}\n\nOptions shown are those of it."
     about = f"{about}\n\n{more}" if more else about
-    return parse_words(options(get_preset(name)), f"{command} {name}", words, about)
+    return parse_words(options(get_preset(name)), f"{command} {name}", words, about, PRESETS)
 
 
 def check_run(config: RunConfig) -> None:

@@ -7,16 +7,22 @@ one of a few names; where none of them says it, a report tells so and counts one
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from torch import nn
 
 Named = Sequence[tuple[str, nn.Module]]
 ROUTERS = frozenset({"router", "gate", "gating"})
+# heads by any place in a model, and words that mean a head only outside of numbered blocks (BERT's have an `output`)
+HEADS = frozenset({"lm_head", "shared_head", "embed_out"})
+OUTER_HEADS = frozenset(
+    {"head", "heads", "output", "classifier", "score", "qa_outputs", "output_layer", "output_projection", "proj_out"}
+)
 # what blocks, routers and configurations call the number of experts that see a token
 _WORDS = (
     "top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts",
-    "num_selected", "n_activated_experts", "num_activated_experts", "moe_top_k", "moe_topk",
+    "num_selected", "n_activated_experts", "num_activated_experts", "moe_top_k", "moe_topk", "moe_router_topk",
 )  # fmt: skip
 # many things are called so: it counts beside experts and in routers
 _SHORT = "k"
@@ -49,14 +55,26 @@ def active_experts(modules: Named, holders: Mapping[int, int]) -> dict[int, Acti
 
 
 def _is_list_of_experts(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
-    """By its name, or by a router beside it that is as wide as it is long."""
+    """By its name, or by a router beside it that is as wide as it is long; a head of that width is no router."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return False
     last = name.rpartition(".")[2].lower()
     if "expert" in last:
         return "shared" not in last  # those see every token
-    beside = () if parent is None else parent.named_children()
-    return any(is_router(called, each) and getattr(each, "out_features", 0) == len(module) for called, each in beside)
+    beside = {} if parent is None else dict(parent.named_children())
+    widths = {} if parent is None else widths_of_routers(parent)
+    return any(
+        widths.get(id(each)) == len(module) and (is_router(called, each) or called not in HEADS | OUTER_HEADS)
+        for called, each in beside.items()
+    )
+
+
+def widths_of_routers(block: nn.Module) -> dict[int, int]:
+    """Out features of the children of a block that are as wide as a list beside them is long, by their ids."""
+    children = list(block.children())
+    lengths = {len(child) for child in children if isinstance(child, nn.ModuleList | nn.ModuleDict)}
+    widths = {id(child): getattr(child, "out_features", None) for child in children} if lengths else {}
+    return {child: width for child, width in widths.items() if isinstance(width, int) and width in lengths}
 
 
 def is_router(name: str, module: nn.Module) -> bool:
@@ -101,5 +119,5 @@ def _said(module: nn.Module, words: Sequence[str]) -> Iterator[int]:
 def _numbers(held: Mapping[str, object], words: Sequence[str]) -> Iterator[int]:
     for word in words:
         value = held.get(word)
-        if isinstance(value, int) and not isinstance(value, bool):
-            yield value
+        if isinstance(value, Integral) and not isinstance(value, bool):  # also numpy's
+            yield int(value)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,17 +27,12 @@ from ..autograd.recipe import Recipe
 from ..errors import OptionError, message
 from ..formats.checks import all_ints, check_int, in_words
 from ..formats.spec import get_format
-from .active import ROUTERS, Named
+from .active import HEADS, OUTER_HEADS, ROUTERS, Named, widths_of_routers
 from .adapters import AdaptedExperts, expert_sizes, has_experts, style_of
 from .experts import GroupedLinear
 from .linear import Linear
 from .moe import Router
 
-# heads by any place in a model, and words that mean a head only outside of numbered blocks (BERT's have an `output`)
-HEADS = frozenset({"lm_head", "shared_head", "embed_out"})
-OUTER_HEADS = frozenset(
-    {"head", "heads", "output", "classifier", "score", "qa_outputs", "output_layer", "output_projection", "proj_out"}
-)
 # what the shortest block has, and what Hopper's products want features to be multiples of
 NARROW = 16
 KEPT_FIRST, KEPT_LAST = 2, 0.15
@@ -220,12 +215,13 @@ def check_ends(first: object, last: object) -> None:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a model says about its own layers: which weight is an embedding's, how many experts are where."""
+    """What a model says about its own layers: which weight is an embedding's, which layers are as wide as the experts
+    beside them (`routers`), by id."""
 
     embeddings: frozenset[int] = frozenset()
     vocabulary: int = 0
     last: nn.Module | None = None
-    experts: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    routers: frozenset[int] = frozenset()
 
     def reason(self, name: str, module: nn.Module) -> str | None:
         """Why a layer stays in high precision; None if nothing speaks against it."""
@@ -248,7 +244,7 @@ class Defaults:
             return "output head: the last layer, as wide as the vocabulary"
         if ROUTERS & set(parts):
             return "router"
-        if module.out_features in self.experts.get(id(module), ()):
+        if id(module) in self.routers:
             return f"router: as wide as the {module.out_features} experts beside it"
         return None
 
@@ -257,14 +253,12 @@ def find_defaults(modules: Named) -> Defaults:
     """Look through a model once."""
     tables = [module for _, module in modules if isinstance(module, nn.Embedding)]
     linears = [module for _, module in modules if is_linear(module)]
-    experts: dict[int, frozenset[int]] = {}
+    routers: set[int] = set()
     for _, module in modules:
-        children = list(module.children())
-        beside = frozenset(len(child) for child in children if isinstance(child, nn.ModuleList | nn.ModuleDict))
-        experts.update((id(child), beside) for child in children if beside and is_linear(child))
+        routers.update(widths_of_routers(module))
     return Defaults(
         frozenset(id(table.weight) for table in tables),
         max((table.num_embeddings for table in tables), default=0),
         linears[-1] if linears else None,
-        experts,
+        frozenset(routers),
     )

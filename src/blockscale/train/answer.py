@@ -6,7 +6,7 @@ Made from the verdicts alone, so that terminal and page say the same.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .compare import BASELINE, CONTROL, NULL, Arm, Comparison
 from .statistics import FAR, LEAST_SEEDS, LEAST_STEPS, Verdict
@@ -15,7 +15,7 @@ CPU_SPEED = (
     "Speed needs a GPU: on a CPU low precision is emulated exactly and slower than bf16, so that speeds, memory and "
     "shares of time are not shown. Losses count: casts give the same bytes on every device."
 )
-SHARED = "Runs shared the machine (--jobs), so their speeds mean nothing and are not shown."
+NOT_TIMED = "Runs shared the machine (--jobs), so their speeds mean nothing and are not shown."
 
 
 def answer(found: Comparison) -> str:
@@ -35,8 +35,8 @@ def answer(found: Comparison) -> str:
     short = {arm.name: (arm, verdict) for arm, verdict in said if verdict.kind == "too short to tell"}
     for why in dict.fromkeys(verdict.why for _, verdict in short.values()):
         mine = [arm for arm, verdict in short.values() if verdict.why == why]
-        whom = "" if len(mine) == len(said) else f" about {words.named(mine)}"
-        parts.append(f"too short to tell{whom}: {why}")
+        about = "" if len(mine) == len(said) else f" about {words.named(mine)}"
+        parts.append(f"too short to tell{about}: {why}")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 
@@ -69,7 +69,7 @@ class _Words:
 
 
 def share(found: Comparison, arm: Arm) -> str:
-    """Of the linear FLOPs that an arm has in low precision; "?" if all of its runs broke down before they told it."""
+    """Share of linear FLOPs that an arm has in low precision; "?" if all of its runs broke down before they told it."""
     known = [run.about["flop_share"] for run in found.runs[arm.name] if "flop_share" in run.about]
     return f"{known[0]:.0%}" if known else "?"
 
@@ -79,7 +79,7 @@ def won(found: Comparison) -> str:
     if not found.is_on_gpu:
         return CPU_SPEED
     if not found.is_timed:
-        return SHARED
+        return NOT_TIMED
     base = found.tokens_per_second(BASELINE)
     speeds = [
         f"{arm.name} {found.tokens_per_second(arm.name) / base:.2f}x" for arm in found.arms if arm.is_recipe and base
@@ -122,21 +122,21 @@ def for_an_answer(found: Comparison) -> str:
     options = found.length(NULL).options(len(found.seeds))
     told = str(found.runs[BASELINE][0].where.get("command", ""))
     begins = "blockscale compare"
-    if told.startswith(begins):
-        return longer(told, options)
-    return f"{begins} ... " + " ".join(f"{option} {value}" for option, value in options.items())
+    is_ours = told.startswith(begins)
+    written = longer(told if is_ours else f"{begins} ...", options)
+    # records leave it out
+    return written if found.out is None else f"{written} --out {shlex.quote(str(found.out))}"
 
 
-def longer(command: str, options: dict[str, int]) -> str:
+def longer(command: str, options: Mapping[str, int]) -> str:
     """A command with other values of some options.
 
-    >>> longer("blockscale compare tiny --steps 16 --eval_every=4", {"--steps": 300, "--eval-every": 50, "--seeds": 3})
+    >>> longer("blockscale compare tiny --steps 16 --eval-every=4", {"--steps": 300, "--eval-every": 50, "--seeds": 3})
     'blockscale compare tiny --steps 300 --eval-every=50 --seeds 3'
     """
     words, left = shlex.split(command), dict(options)
     for place, word in enumerate(words):
         option, mark, _ = word.partition("=")
-        option = option.replace("_", "-")
         if option not in left or (not mark and place + 1 == len(words)):
             continue
         value = str(left.pop(option))
@@ -147,7 +147,7 @@ def longer(command: str, options: dict[str, int]) -> str:
     return " ".join([*map(shlex.quote, words), *(f"{option} {value}" for option, value in left.items())])
 
 
-def took(found: Comparison) -> str:
+def duration(found: Comparison) -> str:
     """How long that command takes here, in parentheses, by the speeds of these runs; evaluations are left out."""
     options, config = found.length(NULL).options(len(found.seeds)), found.runs[BASELINE][0].about["config"]
     speeds = [found.tokens_per_second(arm.name) for arm in found.arms]

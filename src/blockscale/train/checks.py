@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     import torch
 
 
+# largest count of a run; torch's generators take seeds of 64 bits, signed or not
+MOST = 2**31 - 1
+LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1
+# paired seeds of a comparison
+MOST_SEEDS = 1000
+_POSITIVE = ("steps", "batch", "accumulate", "loss_chunks", "log_every")
+_MAY_BE_ZERO = ("eval_every", "eval_batches", "save_every", "profile", "numerics_every")
+
+
 def _refuse(what: str, rule: str, fix: str) -> NoReturn:
     raise OptionError(message(what, rule=rule, fix=fix))
 
@@ -27,13 +36,17 @@ def check(config: RunConfig) -> None:
     """Raise for what cannot be trained, with the value, the rule and the fix."""
     _check_model(config.model)
     _check_optimizer(config.optimizer)
-    for name in ("steps", "batch", "accumulate", "loss_chunks", "log_every"):
+    for name in _POSITIVE:
         if getattr(config, name) < 1:
             _refuse(option(name, getattr(config, name)), "it is 1 or more", f"pass {option(name, 1)} or more")
-    for name in ("eval_every", "eval_batches", "save_every", "profile", "numerics_every"):
+    for name in _MAY_BE_ZERO:
         if getattr(config, name) < 0:
             what = option(name, getattr(config, name))
             _refuse(what, "it is a count, and 0 means never", f"pass {option(name, 0)} or more")
+    for name in (*_POSITIVE, *_MAY_BE_ZERO):
+        if getattr(config, name) > MOST:
+            _refuse(option(name, getattr(config, name)), "it is below 2**31", f"pass {option(name, MOST)} or less")
+    check_seeds(config.seed)
     if config.keep < 1:
         _refuse(option("keep", config.keep), "the last checkpoint always stays", f"pass {option('keep', 1)} or more")
     check_recipe_config(config)
@@ -72,6 +85,17 @@ def check(config: RunConfig) -> None:
         )
 
 
+def check_seeds(first: int, count: int = 1) -> None:
+    """Raise for seeds first, first + 1, ... that a generator does not take, and for more of them than any comparison
+    has."""
+    if not 1 <= count <= MOST_SEEDS:
+        rule = f"a comparison has 1 to {MOST_SEEDS} seeds"
+        _refuse(option("seeds", count), rule, f"pass {option('seeds', 1 if count < 1 else MOST_SEEDS)}")
+    if not LEAST_SEED <= first <= MOST_SEED - count + 1:
+        what = option("seed", first) + (f" with {option('seeds', count)}" if count > 1 else "")
+        _refuse(what, "seeds are integers from -2**63 to 2**64 - 1", f"pass {option('seed', 0)}")
+
+
 def check_recipe_config(config: RunConfig) -> None:
     """Raise for a recipe that does not exist, or that does not fit the run."""
     recipe, start = config.recipe, config.start
@@ -83,7 +107,7 @@ def check_recipe_config(config: RunConfig) -> None:
         _refuse(
             f"{option('recipe.since', recipe.since)} of {config.steps} steps",
             "low precision begins before the last step",
-            f"pass {option('recipe.since', max(0, config.steps - 1))} or less, or leave it out",
+            f"pass {option('recipe.since', 0)} to {config.steps - 1}, or leave it out",
         )
     if recipe.since and start is not None:
         _refuse(

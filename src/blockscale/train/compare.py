@@ -19,7 +19,7 @@ from ..autograd import Recipe
 from ..errors import OptionError, message, option
 from .branch import BASELINE, trunk, trunk_of
 from .checkpoint import read_about
-from .checks import check_apart
+from .checks import check_apart, check_seeds
 from .config import RunConfig
 from .control import CONTROL, CONTROL_RECIPE, SAYS, broken_casts
 from .data import load
@@ -53,11 +53,12 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs of a comparison.  runs: by arm, one for each seed, in the order of `seeds`."""
+    """All runs of a comparison.  runs: by arm, one for each seed, in the order of `seeds`.  out: their folder."""
 
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     runs: dict[str, tuple[Stored, ...]]
+    out: Path | None = None
 
     def gap(self, name: str) -> Gap:
         """To the baseline, in pairs."""
@@ -88,7 +89,7 @@ class Comparison:
         return judge(self.gap(arm.name), self.noise, arm.budget, self.length(arm.name), strayed)
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Of every recipe, without the control."""
+        """Verdicts by recipe, without the control."""
         found = {arm.name: self.verdict(arm) for arm in self.arms if arm.is_recipe}
         return {name: verdict for name, verdict in found.items() if verdict is not None}
 
@@ -188,6 +189,8 @@ def compare(
     branch_at: the step up to which all runs of a seed are bf16's; with `config.start` they begin with that checkpoint.
     control: one more arm, with a fault that must come out as worse.
     """
+    if isinstance(seeds, int) and seeds > 0:
+        check_seeds(0, seeds)
     chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not chosen:
         raise OptionError(
@@ -226,7 +229,7 @@ def compare(
     for place, (arm, _) in enumerate(pairs):
         runs[arm.name].append(found[place])
     _check_same(out, [run for each in runs.values() for run in each])
-    return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()})
+    return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()}, out)
 
 
 def _check_text(config: RunConfig, kept: Sequence[Stored], out: Path) -> None:

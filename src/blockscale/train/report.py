@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .answer import CPU_SPEED, SHARED, answer, controlled, for_an_answer, is_short, limits, share, took, won
+from .answer import CPU_SPEED, NOT_TIMED, answer, controlled, duration, for_an_answer, is_short, limits, share, won
 from .breakdown import KINDS
 from .charts import Line, Reach, bars, lines, reaches
 from .compare import BASELINE, CONTROL, NULL, Arm, Comparison
@@ -97,14 +97,14 @@ def notes(found: Comparison) -> list[str]:
             said.append(f"{arm.name}: {verdict.kind}; {verdict.why}.")
         said += [f"{arm.name}, seed {seed}: {run.failed}" for seed, run in _runs(found, arm) if run.failed]
     if found.is_on_gpu and not found.is_timed:
-        said.append(SHARED)
+        said.append(NOT_TIMED)
     return [*said, *filter(None, [controlled(found)])]
 
 
 def summary(found: Comparison) -> list[str]:
     """What the terminal says below its table: the answer, the notes, and how to get an answer that is missing."""
     speed = [] if found.is_on_gpu else [CPU_SPEED]
-    longer = [f"For an answer{took(found)}: {for_an_answer(found)}"] if is_short(found) else []
+    longer = [f"For an answer{duration(found)}: {for_an_answer(found)}"] if is_short(found) else []
     return [answer(found), *notes(found), *speed, *longer]
 
 
@@ -177,7 +177,7 @@ def _verdicts(found: Comparison) -> str:
 
 def _limits(found: Comparison) -> str:
     told = "".join(f"<li>{_text(each)}</li>" for each in limits(found))
-    command = f"<p>For an answer{took(found)}:</p><p class='command'>{_text(for_an_answer(found))}</p>"
+    command = f"<p>For an answer{duration(found)}:</p><p class='command'>{_text(for_an_answer(found))}</p>"
     return _section("What this run can and cannot show", f"<ul>{told}</ul>{command}")
 
 

@@ -119,8 +119,8 @@ def _call(function: Callable[..., T], task: tuple[Any, ...]) -> T:
 
 
 class Lines(Hooks):
-    """Progress as plain lines, for files, pipes and processes without a terminal.  every: steps between them; 0: with
-    each evaluation."""
+    """Progress as plain lines, for files, pipes and processes without a terminal; tokens/s on a GPU alone.  every:
+    steps between them; 0: with each evaluation."""
 
     def __init__(self, name: str, every: int = 0) -> None:
         self.name, self.every = name, every
@@ -140,5 +140,6 @@ class Lines(Hooks):
 
     def _say(self, run: Run, what: str) -> None:
         steps = f"step {run.step} of {run.config.steps}"
-        sys.stdout.write(f"{self.name}: {steps}, {what}, {self.speed:,.0f} tokens/s\n")
+        speed = f", {self.speed:,.0f} tokens/s" if run.device.type == "cuda" else ""
+        sys.stdout.write(f"{self.name}: {steps}, {what}{speed}\n")
         sys.stdout.flush()

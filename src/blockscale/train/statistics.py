@@ -140,10 +140,9 @@ class Length:
         if self.steps - self.parted < LEAST_STEPS:
             needs.append(f"{LEAST_STEPS} steps{after} (--steps {self._goal})")
         if seeds >= LEAST_SEEDS and self.evaluations < LEAST_EVALUATIONS:
-            needs.append(f"{LEAST_EVALUATIONS} evaluations{after} (--eval-every {self._every(LEAST_EVALUATIONS)})")
+            needs.append(f"{LEAST_EVALUATIONS} evaluations{after} (--eval-every {self._every})")
         if seeds < LEAST_SEEDS and self.evaluations < LEAST_EVALUATIONS_OF_FEW_SEEDS:
-            every = self._every(LEAST_EVALUATIONS_OF_FEW_SEEDS)
-            many = f"{LEAST_EVALUATIONS_OF_FEW_SEEDS} evaluations{after} (--eval-every {every})"
+            many = f"{LEAST_EVALUATIONS_OF_FEW_SEEDS} evaluations{after} (--eval-every {self._every})"
             needs.append(f"{LEAST_SEEDS} seeds (--seeds {LEAST_SEEDS}) or {many}")
         if not needs:
             return ""
@@ -155,15 +154,17 @@ class Length:
         return {
             "--steps": self._goal,
             "--seeds": max(seeds, LEAST_SEEDS),
-            "--eval-every": self._every(2 * LEAST_EVALUATIONS),
+            "--eval-every": self._every,
         }
 
     @property
     def _goal(self) -> int:
         return max(self.steps, self.parted + LEAST_STEPS)
 
-    def _every(self, evaluations: int) -> int:
-        return (self._goal - self.parted) // evaluations
+    @property
+    def _every(self) -> int:
+        """Steps between evaluations that are enough for any number of seeds."""
+        return (self._goal - self.parted) // LEAST_EVALUATIONS_OF_FEW_SEEDS
 
 
 def _count(count: int, what: str) -> str:
