@@ -119,5 +119,5 @@ def _said(module: nn.Module, words: Sequence[str]) -> Iterator[int]:
 def _numbers(held: Mapping[str, object], words: Sequence[str]) -> Iterator[int]:
     for word in words:
         value = held.get(word)
-        if isinstance(value, Integral) and not isinstance(value, bool):  # also numpy's
+        if not isinstance(value, bool) and isinstance(value, Integral):  # also numpy's
             yield int(value)
