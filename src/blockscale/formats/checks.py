@@ -114,12 +114,15 @@ def check_text(value: object, name: str, example: str) -> None:
 
 
 def check_device(device: object) -> None:
-    """Raise unless torch knows such a device."""
+    """Raise unless torch knows such a device, and this machine has a GPU of that number."""
     try:
-        torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        made = torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (TypeError, ValueError, RuntimeError):
         rule = "a device is a torch.device, or its name"
         raise DeviceError(message(f"device {in_words(device)}", rule=rule, fix="pass 'cpu' or 'cuda'")) from None
+    if made.type == "cuda" and torch.cuda.is_available() and (made.index or 0) >= torch.cuda.device_count():
+        rule = f"GPUs are numbered from 0, and torch sees {torch.cuda.device_count()} here"
+        raise DeviceError(message(f"device {in_words(device)}", rule=rule, fix="pass 'cuda' or 'cuda:0'"))
 
 
 def check_place(device: object, dtype: object) -> None:
