@@ -115,7 +115,7 @@ def test_explain_refuses_what_the_call_would(call: object, text: str) -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda x, q: bs.scaled_mm(q, q, accumulate=True), "accumulate is a bool"),
+        (lambda x, q: bs.scaled_mm(q, q, accumulate=True), "accumulate is True"),
         (lambda x, q: bs.quantize(x, "nvfp4", amax=3.0), "amax is a float"),
         (lambda x, q: bs.quantize(x, "mxfp4", rounding=bs.Stochastic(0, "l"), role="fprop_x"), "state is a int"),
         (lambda x, q: bs.scaled_grouped_mm(q, q, None), "offs is a NoneType"),
