@@ -181,7 +181,7 @@ class Config:
 
 
 class SamplingConfig:
-    """Of Transformers: its top_k is that of sampling."""
+    """A configuration of Transformers, whose top_k is that of sampling."""
 
     model_type, top_k, num_experts_per_tok = "mixtral", 5, 3
 

@@ -270,7 +270,7 @@ def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:
-    """Raise where a recipe draws and nobody says from what, or not by a `Stochastic`."""
+    """Raise where a recipe rounds stochastically and `rounding` is no `Stochastic`."""
     if rounding is not None and not isinstance(rounding, Stochastic):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
             message(

@@ -200,8 +200,7 @@ def assemble(
 
 
 def check_is_block_scaled(q: object, name: str, taker: str, partner: object = None) -> None:
-    """Raise unless it is a BlockScaled at all, as opposed to a tensor that nobody has cast.  partner: the other operand
-    of a product, which decides what format to cast to."""
+    """Raise unless it is a BlockScaled.  partner: the other operand of a product, which decides the advice."""
     if not isinstance(q, BlockScaled):
         beside = partner.format if isinstance(partner, BlockScaled) else None
         format = partners_of(beside)[0] if isinstance(beside, str) and beside in FORMATS else "mxfp8_e4m3"

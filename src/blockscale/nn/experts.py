@@ -32,8 +32,10 @@ Layer = TypeVar("Layer")
 
 
 def sizes_by_name(init: Callable[Concatenate[Layer, Named], None]) -> Callable[Concatenate[Layer, Named], None]:
-    """A constructor whose sizes have names at every call: in what order a layer of experts has them nobody remembers,
-    and three ints in the wrong one make a layer that works, of another size."""
+    """Decorator: a constructor that takes its sizes by keyword only, and says so.
+
+    Three ints in the wrong order make a layer that works, of another size.
+    """
     wanted = [p.name for p in inspect.signature(init).parameters.values() if p.default is p.empty][1:]
 
     @functools.wraps(init)
