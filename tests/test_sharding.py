@@ -269,6 +269,21 @@ def test_grouped_products_are_cut_along_columns(mesh):
         bs.scaled_grouped_mm(rows, b, ends)
 
 
+def test_layers_of_experts_refuse_every_dtensor(mesh):
+    x, ends = gaussian(6, 64), offsets([2, 0, 4])
+    weight, down = gaussian(3, 128, 64), gaussian(3, 64, 64)
+    sent = [put(each, mesh, None) for each in (x, weight, ends, gaussian(3, 128), down)]
+    for call in (
+        lambda: bs.autograd.grouped_linear(sent[0], weight, ends, recipe="mxfp8"),
+        lambda: bs.autograd.grouped_linear(x, sent[1], ends, recipe="mxfp8"),
+        lambda: bs.autograd.grouped_linear(x, weight, sent[2], recipe="mxfp8"),
+        lambda: bs.autograd.grouped_linear(x, weight, ends, sent[3], recipe="mxfp8"),
+        lambda: bs.autograd.grouped_swiglu_mlp(x, weight, sent[4], ends, recipe="mxfp8"),
+    ):
+        with pytest.raises(ShardingError, match="not sharded by DTensor"):
+            call()
+
+
 # ---- meshes, builds ------------------------------------------------------------------------------------------------
 
 
