@@ -16,7 +16,7 @@ NEXT := .venv-next/bin/python
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-next demo doctor test test-all test-next test-gpu sanitize aot bench convergence lint format clean
+.PHONY: help setup setup-next demo doctor test test-all test-next test-gpu sanitize aot sass bench convergence lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' Makefile
@@ -61,6 +61,10 @@ test-next: setup-next ## compile and interpret the kernels with the newest trito
 aot: setup setup-next ## compile all kernel variants for all GPUs, with both tritons (half an hour and more)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m aot.matrix $(ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(NEXT) -m aot.matrix $(ARGS)
+
+# Needs no GPU. For a change that only renames: every kernel keeps its instructions (tests/golden/sass.txt).
+sass: setup ## compare the SASS of every kernel for sm_90 and sm_100 with the stored hashes (twenty minutes on two cores)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m aot.sass $(ARGS)
 
 # Runs where nothing can be installed. Without a GPU it fails: all skipped must not look like all passed.
 test-gpu: ## run the tests that need a GPU, with PYTHON as it is, without .venv
