@@ -83,19 +83,19 @@ def seed() -> None:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
-    """The memory of calls (`blockscale.replay`), with nothing known; and no poison, which no replay would write."""
-    from blockscale import library, replay
+    """An empty store of recorded calls (`blockscale.call_recording`); buffers are not poisoned, as replays do not."""
+    from blockscale import call_recording, library
 
     known: dict[Any, Any] = {}
-    monkeypatch.setattr(replay, "_KNOWN", known)
+    monkeypatch.setattr(call_recording, "_RECORDINGS", known)
     monkeypatch.setattr(library, "_POISON", False)
     return known
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was replayed: recordings of `blockscale.replay`."""
-    from blockscale.replay import Recording
+    """What was replayed: recordings of `blockscale.call_recording`."""
+    from blockscale.call_recording import Recording
 
     found: list[Any] = []
     plain = Recording.replay

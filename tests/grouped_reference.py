@@ -30,7 +30,7 @@ PATTERNS = {
 
 
 def drawn(recipe: str | bs.Recipe, layer: int = 0, device: torch.device | str = "cpu") -> bs.Stochastic | None:
-    return bs.Stochastic(bs.rng_state(5, 2, device), NAMES[layer]) if get_recipe(recipe).draws else None
+    return bs.Stochastic(bs.rng_state(5, 2, device), NAMES[layer]) if get_recipe(recipe).stochastic else None
 
 
 def spans(sizes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from blockscale.autograd import RECIPES, Operand, Product, Recipe, get_recipe, l
 from blockscale.formats.stochastic import ROLES
 from products import gaussian
 
-LOW = [name for name, recipe in RECIPES.items() if recipe.is_low]
+LOW = [name for name, recipe in RECIPES.items() if recipe.is_quantized]
 # no two roles alike, so that none can be taken for another
 MIXED = Recipe(
     "mixed",
@@ -27,18 +27,18 @@ MIXED = Recipe(
 )
 VARIANTS: dict[str, bs.Recipe] = {name: get_recipe(name) for name in LOW} | {
     "mxfp8 by 128x128": get_recipe("mxfp8").with_weights("mxfp8_e4m3_128x128"),
-    "fp8_blockwise keeps source": get_recipe("fp8_blockwise").replace(keeps="source"),
+    "fp8_blockwise keeps source": get_recipe("fp8_blockwise").replace(saves="source"),
     "fp8_blockwise twice": get_recipe("fp8_blockwise").replace(weight_cast="twice"),
     "mixed": MIXED,
-    "mixed keeps source twice": MIXED.replace(keeps="source", weight_cast="twice"),
-    "nvfp4 keeps source twice": get_recipe("nvfp4").replace(keeps="source", weight_cast="twice"),
+    "mixed keeps source twice": MIXED.replace(saves="source", weight_cast="twice"),
+    "nvfp4 keeps source twice": get_recipe("nvfp4").replace(saves="source", weight_cast="twice"),
 }
 NAME = "layers.0.proj"
 
 
 def drawn(recipe: str | bs.Recipe, device: torch.device | str = "cpu") -> bs.Stochastic | None:
     """What a layer draws from, if it does."""
-    return bs.Stochastic(bs.rng_state(5, 2, device), NAME) if get_recipe(recipe).draws else None
+    return bs.Stochastic(bs.rng_state(5, 2, device), NAME) if get_recipe(recipe).stochastic else None
 
 
 class Problem:

@@ -45,7 +45,7 @@ def cases(op: str, pairs: Iterable[Pair] = PAIRS) -> list:
     """(row, device, pair) for every registered row of an operation and every device and pair that it claims."""
     pairs = list(pairs)
     found = []
-    for row in registry.rows(op):
+    for row in registry.kernels(op):
         for device in ("cpu", "cuda"):
             if row.devices and device not in row.devices:
                 continue

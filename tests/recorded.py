@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from blockscale import library, replay
-from blockscale.replay import record
+from blockscale import call_recording, library
+from blockscale.call_recording import record
 
 N = 33  # floats: no multiple of any alignment
 
@@ -35,11 +35,11 @@ def address(tensor: Tensor | None) -> int | None:
 
 def run_add(a: Tensor, b: Tensor | None, plus: float = 0.0, out: Tensor | None = None) -> Tensor:
     """An operator: one launch is all of its work."""
-    replay.started()
+    call_recording.note_operator_start()
     out = allocate() if out is None else out
     pointers = a.data_ptr(), address(b), out.data_ptr()
     add(-1, *pointers, plus)
-    replay.launched(add, pointers, (plus,))
+    call_recording.note_launch(add, pointers, (plus,))
     return out
 
 
@@ -55,5 +55,5 @@ def refusal(call: Callable[[], Tensor], *inputs: Tensor) -> bool:
     """Whether a call is not remembered; it is done in any case."""
     returned, recording = record(call, inputs, one)
     assert isinstance(returned, Tensor)
-    assert replay.recorder() is None
+    assert call_recording.recorder() is None
     return recording is None

@@ -96,7 +96,7 @@ def assert_fresh(model: nn.Module, call: Callable[[Tensor], Tensor] | None = Non
     plain = copy.deepcopy(model)
     for layer in plain.modules():
         if isinstance(layer, Linear):
-            layer.follow(layer.recipe_now.replace(weight_cast="forward"), name=layer.name, rng=layer.rng)
+            layer.apply_recipe(layer.recipe_now.replace(weight_cast="forward"), name=layer.name, rng=layer.rng)
     results: list[list[Tensor]] = []
     for each in (call or model, plain):
         x = batch(9, 9).to(next(model.parameters()).dtype).requires_grad_()

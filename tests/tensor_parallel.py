@@ -208,7 +208,7 @@ def numbers(mesh: DeviceMesh) -> Iterator[Case]:
             part = (x.chunk(RANKS, -1)[each] if axis else x).clone().requires_grad_()
             mine = dy if axis else dy.chunk(RANKS, -1)[each]
             origin = None if axis else (0, each * w.shape[0], layer.weight.shape[0])
-            rounding = Stochastic(layer.rng, layer.name, origin) if layer.recipe.draws else None
+            rounding = Stochastic(layer.rng, layer.name, origin) if layer.recipe.stochastic else None
             y = linear(part, w, b, layer.recipe, rounding=rounding)
             y.backward(mine)
             made.append({"y": y.detach(), "x": part.grad, "weight": w.grad, "bias": b.grad})
@@ -246,7 +246,7 @@ def numbers(mesh: DeviceMesh) -> Iterator[Case]:
         for each in range(RANKS):  # sums over the tokens of a rank, rounded, then added
             w = source.weight.detach().clone().requires_grad_()
             origin = (each * TOKENS // RANKS, 0, HIDDEN)
-            rounding = Stochastic(source.rng, source.name, origin) if source.recipe.draws else None
+            rounding = Stochastic(source.rng, source.name, origin) if source.recipe.stochastic else None
             b = source.bias.detach().clone().requires_grad_()
             made = linear(x.chunk(RANKS)[each], w, b, source.recipe, rounding=rounding)
             made.backward(dy.chunk(RANKS)[each])

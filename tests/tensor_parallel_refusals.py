@@ -59,13 +59,13 @@ def refusals(mesh: DeviceMesh) -> Iterator[Case]:
         weight.main_grad = torch.zeros(128, 256)
         return said(lambda: linear(replicated(torch.randn(4, 256)), weight, recipe="mxfp8"))
 
-    def changed_between(weight_cast: str, keeps: str) -> str:
+    def changed_between(weight_cast: str, saves: str) -> str:
         """A weight, or an input that is kept, that changes between forward and backward."""
-        recipe = bs.get_recipe("mxfp8").replace(weight_cast=weight_cast, keeps=keeps)
+        recipe = bs.get_recipe("mxfp8").replace(weight_cast=weight_cast, saves=saves)
         weight, sent = nn.Parameter(sharded(torch.randn(256, 256), 0)), replicated(torch.randn(4, 256))
         y = linear(sent, weight, recipe=recipe)
         with torch.no_grad():
-            (weight if keeps == "operand" else sent).mul_(2)
+            (weight if saves == "operand" else sent).mul_(2)
         try:
             y.sum().backward()
         except RuntimeError as error:
@@ -144,7 +144,7 @@ def refusals(mesh: DeviceMesh) -> Iterator[Case]:
         "changed input, wgrad in bf16": lambda: changed_input("mxfp8_wgrad_bf16"),
         "changed input, cast kept": lambda: changed_input("mxfp8"),
         "changed input, frozen weight": lambda: changed_input(
-            bs.get_recipe("mxfp8").replace(keeps="source"), frozen=True
+            bs.get_recipe("mxfp8").replace(saves="source"), frozen=True
         ),
         "converted again": half_converted,
         "drawn along the second axis": lambda: said(

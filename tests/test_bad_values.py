@@ -107,7 +107,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "Product": (lambda **named: Recipe("r", fprop=Product(**named)), {"a": Operand("mxfp4"), "b": Operand("mxfp4")}),
     "Recipe": (
         Recipe,
-        {"name": "r", "fprop": None, "dgrad": None, "wgrad": None, "until": {}, "keeps": "operand",
+        {"name": "r", "fprop": None, "dgrad": None, "wgrad": None, "until": {}, "saves": "operand",
          "weight_cast": "forward", "since": 0},
     ),
     "Recipe.at": (bs.get_recipe("mxfp8").replace(until={"fprop": 2}).at, {"step": 0}),

@@ -18,8 +18,8 @@ from blockscale.casts import ops as casts_ops
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 from blockscale.formats.tensor import to_parts
 from blockscale.gemm import ops as gemm_ops
-from blockscale.grouped import high, routing_ops
 from blockscale.grouped import ops as grouped_ops
+from blockscale.grouped import routing_ops, unquantized
 from products import ONE_D, assert_same_bits, gaussian, offsets, partner, raw
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -398,7 +398,7 @@ def test_fakes_allocate_what_the_bodies_allocate(device):
 
 FUNCTIONS = {
     name: getattr(module, name)
-    for module in (casts_ops, fused_ops, gemm_ops, grouped_ops, high, routing_ops)
+    for module in (casts_ops, fused_ops, gemm_ops, grouped_ops, unquantized, routing_ops)
     for name in library.OPERATORS
     if name in vars(module) and not name.endswith("_")
 }

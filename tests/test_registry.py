@@ -96,7 +96,7 @@ def test_operations():
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_reference_is_last_and_takes_everything(op):
-    rows = registry.rows(op)
+    rows = registry.kernels(op)
     assert [row.backend for row in rows].count("reference") == 1
     assert rows[-1].backend == "reference"
     assert [row.priority for row in rows] == sorted((row.priority for row in rows), reverse=True)
@@ -115,15 +115,15 @@ def test_the_reference_is_last_and_takes_everything(op):
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_row_says_what_it_is(op):
-    for row in registry.rows(op):
+    for row in registry.kernels(op):
         assert row.summary
         assert row.op == op
         assert row.formats <= (set(formats_of(op)) if op in (*ONE_CAST, *TWO_CASTS) else LEGAL_PAIRS)
 
 
 def test_rows_returns_a_copy():
-    registry.rows("gemm").clear()
-    assert registry.rows("gemm")
+    registry.kernels("gemm").clear()
+    assert registry.kernels("gemm")
 
 
 def test_backends():
@@ -136,7 +136,7 @@ def test_requests_and_rows_are_hashable():
     assert a == b
     assert len({a, b}) == 1
     assert len({a, replace(a, shape=(1, 2, 3)), replace(a, options=frozenset({"bias"}))}) == 3
-    assert len(set(registry.rows("gemm"))) == len(registry.rows("gemm"))
+    assert len(set(registry.kernels("gemm"))) == len(registry.kernels("gemm"))
     assert len(set(HYPOTHETICAL.values())) == len(HYPOTHETICAL)
 
 
@@ -253,8 +253,8 @@ def test_explain_and_select_agree(where):
         row = select(request)
         assert explanation.taken.summary == row.summary
         assert [candidate.taken for candidate in explanation.candidates].count(True) == 1
-        assert len(explanation.candidates) == len(registry.rows("gemm"))
-        for candidate, found in zip(explanation.candidates, registry.rows("gemm"), strict=True):
+        assert len(explanation.candidates) == len(registry.kernels("gemm"))
+        for candidate, found in zip(explanation.candidates, registry.kernels("gemm"), strict=True):
             if found.refusal(request) is not None:
                 assert candidate.reason == found.refusal(request)
             assert candidate.fits == (found.misfit(request) is None)
@@ -276,12 +276,12 @@ def test_explain_and_select_agree(where):
     ],
 )
 def test_refusals(backend, request_, reason):
-    row = next(row for row in registry.rows("gemm") if row.backend == backend)
+    row = next(row for row in registry.kernels("gemm") if row.backend == backend)
     assert row.refusal(request_) == reason
 
 
 def test_a_row_without_the_dtype_refuses():
-    row = replace(registry.rows("gemm")[-1], dtypes=frozenset({torch.bfloat16}))
+    row = replace(registry.kernels("gemm")[-1], dtypes=frozenset({torch.bfloat16}))
     assert row.refusal(request_for("gemm", ("mxfp4", "mxfp4"), dtype=torch.float32)) == "has no float32"
 
 
@@ -361,7 +361,7 @@ def test_use_backend_nests_and_restores():
         with pytest.raises(RuntimeError, match="inside"), use_backend("torch"):
             raise RuntimeError("inside")
         assert backend_of("gemm", MX_PAIR) == "reference"
-    assert registry._demands == []
+    assert registry._forced == []
 
 
 def test_auto_lifts_a_demand():
@@ -405,12 +405,12 @@ def test_unknown_names_propose_the_nearest(call, texts):
     with pytest.raises(UnknownNameError) as caught, call():
         pass
     assert all(text in str(caught.value) for text in texts)
-    assert registry._demands == []
+    assert registry._forced == []
 
 
 def test_unknown_operation():
     with pytest.raises(UnknownNameError, match="did you mean gemm"):
-        registry.rows("gem")
+        registry.kernels("gem")
 
 
 # ---- the environment -----------------------------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def test_the_table_is_complete_in_a_fresh_process(setting, code):
 
 
 def test_priority_decides_and_refusals_pass_on(toy):
-    assert [row.backend for row in registry.rows(toy)] == ["elsewhere", "fast", "slow"]
+    assert [row.backend for row in registry.kernels(toy)] == ["elsewhere", "fast", "slow"]
     assert select(toy_request(2)).launch() == "fast"
     assert select(toy_request(3)).launch() == "slow"
     with use_backend(toy="slow"):
@@ -484,7 +484,7 @@ def test_a_specialist_leaves_the_rest_to_others(toy, caplog):
     def reject(request):
         return "has no room" if request.shape[0] > 99 else None
 
-    kernel(toy, "special", devices=("cpu",), priority=6, leave=leave, reject=reject)(lambda: "special")
+    kernel(toy, "special", devices=("cpu",), priority=6, defer=leave, reject=reject)(lambda: "special")
     small, middle, large = (toy_request(rows) for rows in (4, 50, 500))
     assert [select(request).backend for request in (small, middle, large)] == ["special", "fast", "fast"]
     assert not caplog.records, "that a specialist does not serve is no news"
@@ -498,14 +498,14 @@ def test_a_specialist_leaves_the_rest_to_others(toy, caplog):
 
 
 def test_what_never_ran_serves_by_demand_only(toy):
-    kernel(toy, "untried", devices=("cpu",), priority=99, by_demand=True)(lambda: "untried")
+    kernel(toy, "untried", devices=("cpu",), priority=99, forced_only=True)(lambda: "untried")
     assert select(toy_request(2)).backend == "fast"
     assert explain_request(toy_request(2)).taken.backend == "fast"
     assert "untried: able, but only by demand" in str(explain_request(toy_request(2)))
     with use_backend(toy="untried"):
         assert select(toy_request(2)).backend == "untried"
         assert explain_request(toy_request(2)).taken.backend == "untried"
-    untried = {f"{row.backend}.{row.launch.__name__}" for row in registry.rows("gemm") if row.by_demand}
+    untried = {f"{row.backend}.{row.launch.__name__}" for row in registry.kernels("gemm") if row.forced_only}
     assert untried <= {
         "triton.scaled_mm",
         "torch_sm100.scaled_mm_blackwell",

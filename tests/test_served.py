@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 
     def select(request: Request) -> Kernel:
         found.setdefault(request.op, set()).add(f"{real(request).backend} {request}")
-        return next(row for row in registry.rows(request.op) if row.backend == "reference")
+        return next(row for row in registry.kernels(request.op) if row.backend == "reference")
 
     for name, module in list(sys.modules.items()):
         if name.startswith("blockscale."):

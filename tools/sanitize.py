@@ -89,7 +89,7 @@ def cases(name: str) -> Iterator[tuple[str, str, Call]]:
         yield (
             "permute_both",
             "weighted",
-            lambda i: bs.permute_quantize_both(i.x, i.indices, i.offs, name, name, weights=i.factors),
+            lambda i: bs.permute_quantize_both(i.x, i.indices, i.offs, name, name, gate_weights=i.factors),
         )
         yield "permute_columns", "", lambda i: bs.permute_quantize_columns(i.x, i.indices, i.offs, name)
     yield "dequantize", "", lambda i: [bs.dequantize(bs.quantize(i.x, name, axis=axis)) for axis in (-1, -2)]
@@ -266,7 +266,7 @@ def main() -> int:
     for title, db in () if interpreted else itertools.chain.from_iterable(several):
         count, wrong = count + 1, wrong + (not db > LEAST_DB)
         print(f"{'ok   ' if db > LEAST_DB else 'WRONG'} {title}: {db:.0f} dB", flush=True)
-    ours = {op for op in registry.operations() if any(row.backend == "triton" for row in registry.rows(op))}
+    ours = {op for op in registry.operations() if any(row.backend == "triton" for row in registry.kernels(op))}
     ours -= {"gemm", "m_grouped", "k_grouped"}  # they have no bytes to compare
     assert seen >= ours, f"no case runs {sorted(ours - seen)}"
     by = f"under {os.environ[WATCHED]}" if WATCHED in os.environ else "accesses not watched: no compute-sanitizer"

@@ -60,25 +60,25 @@ def capability(device: torch.device | str) -> Capability:
 
 
 # of an H200, and of every H100 with SXM
-USUAL_MULTIPROCESSORS = 132
+DEFAULT_SM_COUNT = 132
 _META = torch.device("meta")
 _COUNTS: dict[torch.device, int] = {}
 _NAMES: dict[torch.device, str] = {}
 
 
-def multiprocessors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """How many programs run at a time; where none do, on a CPU, as many as on an H200.
 
-    >>> multiprocessors(torch.device("cpu"))
+    >>> sm_count(torch.device("cpu"))
     132
     """
     known = _COUNTS.get(device)
     if known is not None:
         return known
     if device.type != "cuda":
-        return USUAL_MULTIPROCESSORS
+        return DEFAULT_SM_COUNT
     if device == torch.device("cuda"):  # without a number, it is another one tomorrow
-        return multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+        return sm_count(torch.device("cuda", torch.cuda.current_device()))
     return _COUNTS.setdefault(device, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -99,16 +99,16 @@ def gpu_name(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def compiling_for(where: Capability, count: int = USUAL_MULTIPROCESSORS, name: str = "") -> Generator[None]:
+def compiling_for(where: Capability, count: int = DEFAULT_SM_COUNT, name: str = "") -> Generator[None]:
     """Within it, operands on the meta device stand for operands on such a GPU of `count` multiprocessors, by that name.
 
-    Kernels that can be compiled ahead (`Kernel.ahead`) are launched with them, and no GPU is asked.
+    Kernels that can be compiled ahead (`Kernel.precompile_key`) are launched with them, and no GPU is asked.
 
     >>> with compiling_for(Capability("cuda", 90)):
     ...     capability("meta")
     Capability(device='cuda', sm=90)
     """
-    before = _KNOWN.get(_META, Capability("meta")), _COUNTS.get(_META, USUAL_MULTIPROCESSORS), _NAMES.get(_META, "")
+    before = _KNOWN.get(_META, Capability("meta")), _COUNTS.get(_META, DEFAULT_SM_COUNT), _NAMES.get(_META, "")
     _KNOWN[_META], _COUNTS[_META], _NAMES[_META] = where, count, name
     try:
         yield

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
-from . import env, replay
+from . import call_recording, env
 from .errors import BlockscaleError, ShardingError, message
 from .formats.checks import PLAIN_TYPES, check_tensor
-from .recall import remembered
+from .operator_recording import with_recorded_calls
 
 NAMESPACE = "blockscale"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -71,7 +71,7 @@ def define_op(
         schema = torch.library.infer_schema(_prototype(body), mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        again = remembered(name, body, _tensor_places(packet.default))
+        again = with_recorded_calls(name, body, _tensor_places(packet.default))
         _LIBRARY.impl(name, _filled(_shielded(again)), "CompositeExplicitAutograd")
         # results never require grad, so a backward through a bare operator raises; torch would only warn
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -283,14 +283,14 @@ _POISON = env.flag("BLOCKSCALE_POISON")
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised output; with BLOCKSCALE_POISON every byte is FF, so what a kernel forgot to write is NaN."""
-    if dtype is replay.FP4:
-        out = replay.empty_fp4(shape, device)
+    if dtype is call_recording.FP4:
+        out = call_recording.empty_fp4(shape, device)
     elif shape:  # sizes one by one are parsed in two thirds of the time of a tuple, but there must be one
         out = torch.empty(*shape, dtype=dtype, device=device)
     else:
         out = torch.empty((), dtype=dtype, device=device)
     if _POISON and not torch.compiler.is_compiling():
         out.view(-1).view(torch.uint8).fill_(0xFF)
-        replay.refuse("a poisoned buffer")
-    replay.allocated(out)
+        call_recording.refuse("a poisoned buffer")
+    call_recording.note_allocation(out)
     return out

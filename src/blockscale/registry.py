@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from . import env, replay
+from . import call_recording, env
 from .errors import BackendError, OptionError, check_name, message
 from .hardware import Capability
 
@@ -112,9 +112,9 @@ class Forecast:
 class Kernel:
     """A row. Empty `devices`, `formats` and `dtypes` accept everything; `layouts` maps a format to the scale layout
     that the kernel reads (a format that is not named is read in any layout); `reject` returns a reason or None.
-    by_demand: it serves only where it is asked for by name, because too little is known of it.  leave: why a request
+    forced_only: it serves only where it is asked for by name, because too little is known of it.  defer: why a request
     that it could serve is better left to the rows below, or None.  forecast: how it would serve a request that it
-    accepts.  ahead: it can be compiled without being run, by a launch with operands on the meta device
+    accepts.  precompile_key: it can be compiled without being run, by a launch with operands on the meta device
     (`hardware.compiling_for`); requests with equal answers are served by one compiled kernel."""
 
     op: str
@@ -128,10 +128,10 @@ class Kernel:
     priority: int = 0
     reject: Callable[[Request], str | None] | None = None
     summary: str = ""
-    by_demand: bool = False
+    forced_only: bool = False
     forecast: Callable[[Request], Forecast] | None = None
-    ahead: Callable[[Request], Hashable] | None = None
-    leave: Callable[[Request], str | None] | None = None
+    precompile_key: Callable[[Request], Hashable] | None = None
+    defer: Callable[[Request], str | None] | None = None
 
     def misfit(self, request: Request) -> str | None:
         """Why this row was not made for such a device and such formats, or None."""
@@ -156,9 +156,9 @@ class Kernel:
 
     def reserve(self, request: Request) -> str | None:
         """Why it serves a request that it accepts only if it is demanded, or None."""
-        if self.by_demand:
+        if self.forced_only:
             return "only by demand"
-        return self.leave(request) if self.leave else None
+        return self.defer(request) if self.defer else None
 
     def conversions(self, request: Request) -> tuple[str, ...]:
         """Scale layouts that must be changed before this row runs, as text."""
@@ -171,7 +171,7 @@ class Kernel:
 
 _TABLE: dict[str, list[Kernel]] = {}
 # process-wide on purpose: on CUDA the backward runs on autograd's own threads, which see no context variable
-_demands: list[tuple[str | None, dict[str, str]]] = []
+_forced: list[tuple[str | None, dict[str, str]]] = []
 
 
 def kernel(
@@ -185,10 +185,10 @@ def kernel(
     layouts: dict[str, str] | None = None,
     priority: int = 0,
     reject: Callable[[Request], str | None] | None = None,
-    by_demand: bool = False,
+    forced_only: bool = False,
     forecast: Callable[[Request], Forecast] | None = None,
-    ahead: Callable[[Request], Hashable] | None = None,
-    leave: Callable[[Request], str | None] | None = None,
+    precompile_key: Callable[[Request], Hashable] | None = None,
+    defer: Callable[[Request], str | None] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: add the launcher below it to the table. Its docstring's first line is what `explain` shows."""
 
@@ -206,10 +206,10 @@ def kernel(
             priority,
             reject,
             summary,
-            by_demand,
+            forced_only,
             forecast,
-            ahead,
-            leave,
+            precompile_key,
+            defer,
         )
         rows = _TABLE.setdefault(op, [])
         rows.append(row)
@@ -225,7 +225,7 @@ def operations() -> list[str]:
     return list(_TABLE)
 
 
-def rows(op: str) -> list[Kernel]:
+def kernels(op: str) -> list[Kernel]:
     """Every row of an operation, best first."""
     check_name(op, _TABLE, "operation")
     return list(_TABLE[op])
@@ -239,7 +239,7 @@ def backends() -> list[str]:
 def forced_backend(op: str) -> str | None:
     """The backend that use_backend() or BLOCKSCALE_BACKEND demands for an operation, if it implements it."""
     wanted: str | None = None
-    for everywhere, per_operation in reversed(_demands):
+    for everywhere, per_operation in reversed(_forced):
         wanted = per_operation.get(op, everywhere)
         if wanted is not None:
             break
@@ -277,27 +277,29 @@ def use_backend(backend: str | None = None, **per_operation: str) -> Generator[N
     if backend is not None:
         check_name(backend, ["auto", *backends()], "backend")
     demand = (backend, per_operation)
-    _demands.append(demand)
+    _forced.append(demand)
     try:
         yield
     finally:
         # by identity: blocks of several threads may end in any order
-        _demands[:] = [other for other in _demands if other is not demand]
+        _forced[:] = [other for other in _forced if other is not demand]
 
 
-def current_demands() -> tuple[tuple[str | None, dict[str, str]], ...]:
+def forced_backends() -> tuple[tuple[str | None, dict[str, str]], ...]:
     """What `use_backend` demands now, for processes that are to choose alike."""
-    return tuple(_demands)
+    return tuple(_forced)
 
 
-def adopt_demands(demands: tuple[tuple[str | None, dict[str, str]], ...]) -> None:
+def force_backends(demands: tuple[tuple[str | None, dict[str, str]], ...]) -> None:
     """Demand in this process, until it ends, what another demanded."""
-    _demands.extend(demands)
+    _forced.extend(demands)
 
 
 @functools.lru_cache(maxsize=8192)
 def _select(request: Request, forced: str | None) -> Kernel:
-    candidates = [row for row in _TABLE[request.op] if row.backend == forced or (forced is None and not row.by_demand)]
+    candidates = [
+        row for row in _TABLE[request.op] if row.backend == forced or (forced is None and not row.forced_only)
+    ]
     refused: list[tuple[Kernel, str]] = []
     for row in candidates:
         reason = row.refusal(request)
@@ -324,7 +326,7 @@ _told: set[str] = set()
 def _tell_once(request: Request, taken: Kernel, refused: list[tuple[Kernel, str]]) -> None:
     """Say that a faster row made for this device and these formats was passed over. Other rows are no news, nor is one
     that leaves most requests to others anyway."""
-    here = [f"{row.backend} {reason}" for row, reason in refused if row.misfit(request) is None and row.leave is None]
+    here = [f"{row.backend} {reason}" for row, reason in refused if row.misfit(request) is None and row.defer is None]
     text = f"{request.op} {' @ '.join(request.formats)} on {request.capability} uses {taken.backend}"
     if here and text not in _told:
         _told.add(text)
@@ -335,7 +337,7 @@ def _tell_once(request: Request, taken: Kernel, refused: list[tuple[Kernel, str]
 
 def select(request: Request) -> Kernel:
     """The row that serves a request: the best that accepts, or the one the user demands. For whoever will launch it."""
-    replay.started()
+    call_recording.note_operator_start()
     return would_serve(request)
 
 
@@ -344,9 +346,9 @@ def would_serve(request: Request) -> Kernel:
     return _select(request, forced_backend(request.op))
 
 
-def demands_nothing() -> bool:
+def nothing_is_forced() -> bool:
     """Whether the choice of kernels is the table's alone."""
-    return not _demands and not env.get("BLOCKSCALE_BACKEND")
+    return not _forced and not env.get("BLOCKSCALE_BACKEND")
 
 
 @dataclass(frozen=True)
@@ -391,7 +393,7 @@ def explain_request(request: Request) -> Explanation:
     forced = forced_backend(request.op)
     found = False
     candidates: list[Candidate] = []
-    for row in rows(request.op):
+    for row in kernels(request.op):
         reason = row.refusal(request)
         forecast = row.forecast(request) if row.forecast is not None and reason is None else None
         reserve = row.reserve(request) if reason is None else None

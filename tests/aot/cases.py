@@ -310,7 +310,7 @@ def spread(name: str, *, columns: bool = False) -> Callable[[], object]:
     offs, weights = torch.arange(1, 65, dtype=torch.int32) * 768, torch.ones(49152)
     if columns:
         return lambda: permute_quantize_columns(x, indices, offs, name)
-    return lambda: permute_quantize_both(x, indices, offs, name, name, weights=weights)
+    return lambda: permute_quantize_both(x, indices, offs, name, name, gate_weights=weights)
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ _STEPS = {
 }  # fmt: skip
 
 
-def given_back(ptx: str) -> list[str]:
+def released_stages(ptx: str) -> list[str]:
     """Of each block of the ring that is given back after its product, whether a fence stands behind the last load of
     its scales: the copy engine was seen to overwrite what had not been read."""
     found: list[str] = []

@@ -121,7 +121,7 @@ def _hopper_gemms() -> Iterator[tuple[str, Case]]:
     def call(tile: int, weight: str, dtype: torch.dtype, bias: bool, accumulate: bool, split: bool, n: int, k: int):
         problem = heuristics.Problem(512, n, k, weight == "fp8_1x128", dtype == torch.float32, 132, accumulate)
         chosen = heuristics.TILES[tile]
-        plan = heuristics.shared_tiles(chosen, problem) if split else heuristics.whole_tiles(chosen, problem)
+        plan = heuristics.stream_k_plan(chosen, problem) if split else heuristics.data_parallel_plan(chosen, problem)
         assert plan is not None
         a, b = _operand(512, k, "fp8_1x128"), _operand(n, k, weight)
         out, added = _output(512, n, dtype), torch.zeros(n) if bias else None
@@ -131,7 +131,7 @@ def _hopper_gemms() -> Iterator[tuple[str, Case]]:
         for (words, dtype, bias, accumulate), split in itertools.product(
             _epilogues(6 if tile == 1 else 3), (False, True)
         ):
-            if accumulate and heuristics.TILES[tile].waves > 1:
+            if accumulate and heuristics.TILES[tile].m_subtiles > 1:
                 continue
             name = f"gemm hopper {weight} tile {tile} {words}{' stream-K' if split else ''}"
             yield name, functools.partial(call, tile, weight, dtype, bias, accumulate, split, 512, 2048)
@@ -244,7 +244,7 @@ def _grouped(
         if n != sizes[0] and tile != 1:
             continue
         for words, dtype, bias, accumulate in _epilogues(6 if tile == 1 else 3):
-            if (pair[2] and bias) or (accumulate and tiles[tile].waves > 1):
+            if (pair[2] and bias) or (accumulate and tiles[tile].m_subtiles > 1):
                 continue
             kind = "k-grouped" if pair[2] else "m-grouped"
             name = f"{kind} {title} {pair[0]} {pair[1]} tile {tile} N={n} {words}"

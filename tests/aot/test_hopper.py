@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 from aot.cases import LATER
-from aot.compiled import CAN_COMPILE, OTHER_PTXAS, Report, compiled_for, given_back, report
+from aot.compiled import CAN_COMPILE, OTHER_PTXAS, Report, compiled_for, released_stages, report
 from blockscale import quantize
 from blockscale.errors import OptionError
 from blockscale.gemm import heuristics
@@ -72,7 +72,7 @@ def test_machine_code_by_the_other_assembler(
 ) -> None:
     """The one of CUDA 12.9, which the library takes for Triton 3.6."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
-    check(tile, weight, _EPILOGUES[0 if tile.waves > 1 else 2])
+    check(tile, weight, _EPILOGUES[0 if tile.m_subtiles > 1 else 2])
 
 
 # the epilogue with the most in each tile's memory and registers, and one of 16 bits without anything
@@ -100,10 +100,12 @@ def test_clusters(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, monke
     expected = {(tile.bm + tile.bn) * 128 + scales} | ({4 * 64 * tile.bn} if epilogue[2] else set())
     assert set(map(int, re.findall(r"expect_tx\S+ _, \[%\w+\], (\d+);", ptx))) == expected
     # the consumers: to the first multiprocessor and to their own, after each product and where there is none
-    assert re.findall(r"mbarrier\.arrive\.shared::(\w+)", ptx) == ["cluster", "cta"] * tile.groups * (tile.run + 1)
+    assert re.findall(r"mbarrier\.arrive\.shared::(\w+)", ptx) == ["cluster", "cta"] * tile.warpgroups * (
+        tile.k_unroll + 1
+    )
     arrivals = re.findall(r"mbarrier\.init\S+ \[%\w+\], (\d+);", ptx)
-    stages = (len(arrivals) - tile.groups) // 3  # three barriers each, and one of each group for what is added to
-    assert arrivals.count(str(2 * tile.groups)) == stages, "those of both are waited for"
+    stages = (len(arrivals) - tile.warpgroups) // 3  # three barriers each, and one of each group for what is added to
+    assert arrivals.count(str(2 * tile.warpgroups)) == stages, "those of both are waited for"
     # both are set up before one tells the other, and neither ends before it has been told
     begin = [ptx.rindex("mbarrier.init"), ptx.index("fence.mbarrier_init"), ptx.index("barrier.cluster.wait")]
     end = [ptx.rindex("mbarrier.arrive"), ptx.rindex("cluster.arrive.aligned"), ptx.rindex("barrier.cluster.wait")]
@@ -142,7 +144,7 @@ def check(
 ) -> Report:
     dtype, has_bias, accumulate, shared = epilogue
     problem = heuristics.Problem(512, n, k, weight == "fp8_1x128", dtype == torch.float32, 132, accumulate)
-    plan = heuristics.shared_tiles(tile, problem) if shared else heuristics.whole_tiles(tile, problem)
+    plan = heuristics.stream_k_plan(tile, problem) if shared else heuristics.data_parallel_plan(tile, problem)
     assert plan is not None
     plan = heuristics.in_clusters(plan, problem) if clusters else plan
     a, b = quantize(torch.zeros(512, k), "fp8_1x128"), quantize(torch.zeros(n, k), weight)
@@ -153,12 +155,12 @@ def check(
     column = 16 if LATER and n == 1 else 0  # a result of one column, which nobody multiplies often
     assert found.spilled <= max(_MAY_SPILL.get((weight, shared), 0), column)
     # per wave of a group: 128 of K by instructions of 32
-    parts = tile.groups * tile.waves
-    assert found.opcodes["QGMMA"] == 4 * parts * tile.run
-    assert found.opcodes["FFMA"] >= parts * tile.run * tile.bn // 2, "sums are fused multiply-adds"
+    parts = tile.warpgroups * tile.m_subtiles
+    assert found.opcodes["QGMMA"] == 4 * parts * tile.k_unroll
+    assert found.opcodes["FFMA"] >= parts * tile.k_unroll * tile.bn // 2, "sums are fused multiply-adds"
     # the assembler waits for every instruction of a product where it loses sight of one that is under way
-    assert found.opcodes["WARPGROUP"] == 2 * parts * tile.run, "products are waited for once"
-    assert given_back(found.ptx) == ["fenced"] * tile.groups * tile.run
+    assert found.opcodes["WARPGROUP"] == 2 * parts * tile.k_unroll, "products are waited for once"
+    assert released_stages(found.ptx) == ["fenced"] * tile.warpgroups * tile.k_unroll
     assert not found.stray
     estimate = heuristics.shared_bytes(plan.tile, problem)
     assert estimate - 2048 <= found.shared <= estimate <= heuristics.SHARED_BYTES
@@ -178,7 +180,7 @@ def test_few_rows(rows: int, n: int, k: int, weight: str, monkeypatch: pytest.Mo
         _rows.launch(a, b, torch.empty(rows, n, dtype=torch.bfloat16), None, accumulate=False, plan=plan)
     found, tile = report(kernels[0]), plan.tile
     assert found.spilled == 0
-    assert found.opcodes["QGMMA"] == 4 * tile.groups * tile.run
-    assert found.opcodes["WARPGROUP"] == 2 * tile.groups * tile.run, "products are waited for once"
-    assert given_back(found.ptx) == ["fenced"] * tile.groups * tile.run
+    assert found.opcodes["QGMMA"] == 4 * tile.warpgroups * tile.k_unroll
+    assert found.opcodes["WARPGROUP"] == 2 * tile.warpgroups * tile.k_unroll, "products are waited for once"
+    assert released_stages(found.ptx) == ["fenced"] * tile.warpgroups * tile.k_unroll
     assert found.shared <= heuristics.SHARED_BYTES

@@ -11,13 +11,13 @@ import torch
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 from aot.cases import LATER
-from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, given_back, report
+from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, released_stages, report
 from blockscale import quantize
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
 from blockscale.grouped import heuristics
 from blockscale.grouped.ops import grouped_request
 from blockscale.hardware import Capability
-from blockscale.registry import rows
+from blockscale.registry import kernels
 from helpers import first_of
 from products import offsets
 
@@ -40,7 +40,9 @@ class Case:
     n: int = 512
 
     def __str__(self) -> str:
-        kind = f"{'k' if self.k_grouped else 'm'}, N = {self.n}, {self.tile.label}, run {self.tile.run}, {self.dtype}"
+        kind = (
+            f"{'k' if self.k_grouped else 'm'}, N = {self.n}, {self.tile.label}, run {self.tile.k_unroll}, {self.dtype}"
+        )
         return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
 
 
@@ -105,12 +107,12 @@ def check(case: Case, *, spilled: int = 0) -> None:
         _hopper.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)
     found = report(kernels[-1])
     # a later Triton keeps some values of a tile in memory; consumers load them once a tile, not for each block
-    assert found.spilled <= (24 if LATER and case.k_grouped and tile.run == 2 else spilled)
-    parts = tile.groups * tile.waves
-    assert found.opcodes["QGMMA"] == 4 * parts * tile.run
-    assert found.opcodes["FFMA"] >= parts * tile.run * tile.bn // 2, "sums are fused multiply-adds"
-    assert found.opcodes["WARPGROUP"] == 2 * parts * tile.run, "products are waited for once"
-    assert given_back(found.ptx) == ["fenced"] * tile.groups * tile.run
+    assert found.spilled <= (24 if LATER and case.k_grouped and tile.k_unroll == 2 else spilled)
+    parts = tile.warpgroups * tile.m_subtiles
+    assert found.opcodes["QGMMA"] == 4 * parts * tile.k_unroll
+    assert found.opcodes["FFMA"] >= parts * tile.k_unroll * tile.bn // 2, "sums are fused multiply-adds"
+    assert found.opcodes["WARPGROUP"] == 2 * parts * tile.k_unroll, "products are waited for once"
+    assert released_stages(found.ptx) == ["fenced"] * tile.warpgroups * tile.k_unroll
     # stores of tails, from registers: pairs of neighbours at once where rows start at multiples of 16 values
     width = 2 * 8 * case.dtype.itemsize
     assert found.stores == {width if n % 16 == 0 else width // 2: parts * tile.bn // (4 if n % 16 == 0 else 2)} or LATER
@@ -125,7 +127,7 @@ def test_operands_without_memory_name_the_kernels(kind: str) -> None:
     with equal answers ask for the same."""
     from triton import knobs
 
-    from blockscale.diagnostics.ahead import Target, _standing_in
+    from blockscale.diagnostics.precompile import Target, _standing_in
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -152,9 +154,9 @@ def test_operands_without_memory_name_the_kernels(kind: str) -> None:
             asked.clear()
             serve(a, b, offs, out, bias=None, accumulate=False)
             request = grouped_request(a, b, groups, torch.bfloat16, bias=False, accumulate=False)
-            row = next(row for row in rows(request.op) if row.launch is serve)
-            assert row.ahead is not None
-            found[tokens] = (row.ahead(request), [pair for pair in asked if pair[0] == product])
+            row = next(row for row in kernels(request.op) if row.launch is serve)
+            assert row.precompile_key is not None
+            found[tokens] = (row.precompile_key(request), [pair for pair in asked if pair[0] == product])
             assert {name for name, _ in asked} <= {
                 product, "_row_tiles_kernel", "_group_spans_kernel", "cast_kernel",
             }  # fmt: skip

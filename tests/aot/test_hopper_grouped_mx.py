@@ -78,7 +78,7 @@ def check(case: Case) -> None:
     found = report(kernels[-1])
     # two registers of the 128x128 tile with a bias, with the assembler of a later Triton
     assert found.spilled <= (8 if LATER and case.bias else 0)
-    products = tile.groups * tile.run
+    products = tile.warpgroups * tile.k_unroll
     assert found.opcodes["QGMMA"] == products, "one for each 32 of K"
     assert found.opcodes["WARPGROUP"] == 2 * products, "products are waited for once"
     outputs = products * tile.bn // 2  # of a thread
@@ -88,7 +88,7 @@ def check(case: Case) -> None:
     assert f"f32.{get_format(case.left).element.name}.e4m3" in found.ptx
     # stores of tails, from registers: pairs of neighbours at once where rows start at multiples of 16 values
     width = 2 * 8 * case.dtype.itemsize
-    stores = tile.groups * tile.bn // 2
+    stores = tile.warpgroups * tile.bn // 2
     assert found.stores == ({width: stores // 2} if n % 16 == 0 else {width // 2: stores}) or LATER
     assert not found.stray
     estimate = heuristics_mx.shared_bytes(tile, problem)

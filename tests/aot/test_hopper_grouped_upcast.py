@@ -63,7 +63,9 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         _hopper_upcast.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)
     found = report(kernels[-1])
     assert found.spilled == 0
-    assert found.opcodes["HGMMA"] == tile.groups * tile.waves * 4, "one for each 16 of K in a block of the ring"
+    assert found.opcodes["HGMMA"] == tile.warpgroups * tile.m_subtiles * 4, (
+        "one for each 16 of K in a block of the ring"
+    )
     assert found.opcodes["FFMA"] == 0, "tensor scales are multiplied, rounded, and then added to"
     assert not found.stray
     estimate = heuristics_upcast.shared_bytes(tile, problem)

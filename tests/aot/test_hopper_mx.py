@@ -75,7 +75,7 @@ def check(case: Case) -> None:
     found = report(kernels[0])
     # of a result of one column, which nobody multiplies often, a later Triton spills
     assert found.spilled <= (120 if LATER and n == 1 else 0)
-    products = tile.groups * tile.run
+    products = tile.warpgroups * tile.k_unroll
     assert found.opcodes["QGMMA"] == products, "one for each 32 of K"
     # the assembler waits for every instruction of a product where it loses sight of one that is under way
     assert found.opcodes["WARPGROUP"] == 2 * products, "products are waited for once"

@@ -61,7 +61,9 @@ def product(m: int, n: int, k: int, weight: str, dtype: torch.dtype, *, accumula
 
 def variant(m: int, n: int, k: int, weight: str, dtype: torch.dtype, *, accumulate: bool = False) -> Any:
     options = frozenset({"accumulate"} if accumulate else ())
-    return _hopper.ahead(Request("gemm", Capability("cuda", 90), ("fp8_1x128", weight), (m, n, k), dtype, (), options))
+    return _hopper.precompile_key(
+        Request("gemm", Capability("cuda", 90), ("fp8_1x128", weight), (m, n, k), dtype, (), options)
+    )
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])

@@ -12,8 +12,8 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale import replay
-from blockscale.autograd import activation, get_recipe, linear, mlp_work, swiglu_mlp, work
+from blockscale import call_recording
+from blockscale.autograd import activation, get_recipe, linear, linear_plan, mlp_plan, swiglu_mlp
 from blockscale.errors import DtypeError, OptionError, ShapeError, StaleActivationError
 from linear_reference import LOW, Calls, drawn
 from products import assert_same_bits, gaussian
@@ -90,7 +90,7 @@ def test_one_made_without_grad_can_be_trained_with():
 
 
 def test_inputs_that_are_kept_anyway_are_cast_in_the_backward():
-    recipe = get_recipe("mxfp8").replace(keeps="source")
+    recipe = get_recipe("mxfp8").replace(saves="source")
     p, q = Projections(), Projections()
     with Calls() as calls:
         shared = activation(p.x, recipe)
@@ -269,10 +269,10 @@ def test_what_is_replayed_knows_which_operands_there_are(monkeypatch):
         keys.append((key, len(inputs)))
         return call()
 
-    for module in (work, mlp_work):
+    for module in (linear_plan, mlp_plan):
         monkeypatch.setattr(module, "can_be_replayed", lambda tensors: True)
-    monkeypatch.setattr(replay, "learn", learn)
-    monkeypatch.setattr(replay, "known", lambda key: None)
+    monkeypatch.setattr(call_recording, "learn", learn)
+    monkeypatch.setattr(call_recording, "known", lambda key: None)
     x, weight, down = torch.randn(8, 64), torch.randn(64, 64), torch.randn(32, 32)
     for call in (
         lambda: linear(activation(x, "mxfp8"), weight, recipe="mxfp8"),

@@ -1,4 +1,4 @@
-"""Experts whose rows are added up by token within (`grouped_swiglu_mlp(..., weights=...)`): the bytes of `combine`
+"""Experts whose rows are added up by token within (`grouped_swiglu_mlp(..., gate_weights=...)`): the bytes of `combine`
 behind it, forward and backward, and what is not written on the way."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Mixture:
         spoiled = self.scores - torch.tensor([0, 0, 9.0, 0, 0], device=device)  # an expert without rows
         routing, weights = bs.route(spoiled, SLOTS, normalize=True)
         roundings = drawn(recipe, 0, device), drawn(recipe, 1, device)
-        named = {"recipe": recipe, "roundings": roundings, "weights": weights if within else None}
+        named = {"recipe": recipe, "roundings": roundings, "gate_weights": weights if within else None}
         y = grouped_swiglu_mlp(self.x, p.gate_up, p.down, routing, *p.biases, **named)
         y = y if within else bs.combine(y, routing, weights)
         if backward:
@@ -104,7 +104,7 @@ def test_compiled_bytes_are_eager_ones(name: str):
 
     def call(x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor) -> Tensor:
         weights = scores[:, :SLOTS].sigmoid()
-        return grouped_swiglu_mlp(x, gate_up, down, routing, recipe=name, roundings=roundings, weights=weights)
+        return grouped_swiglu_mlp(x, gate_up, down, routing, recipe=name, roundings=roundings, gate_weights=weights)
 
     y = torch.compile(call, backend="aot_eager", fullgraph=True)(m.x, p.gate_up, p.down, m.scores)
     y.backward(m.dy)
@@ -132,6 +132,6 @@ def test_mistakes():
     p = m.experts
     routing, weights = bs.route(m.scores, SLOTS)
     with pytest.raises(OptionError, match="only a routing says whose they are"):
-        grouped_swiglu_mlp(p.x, p.gate_up, p.down, routing.offs, weights=weights)
+        grouped_swiglu_mlp(p.x, p.gate_up, p.down, routing.offs, gate_weights=weights)
     with pytest.raises(ShapeError, match="each slot of each token has a weight"):
-        grouped_swiglu_mlp(m.x, p.gate_up, p.down, routing, weights=weights[:, :1])
+        grouped_swiglu_mlp(m.x, p.gate_up, p.down, routing, gate_weights=weights[:, :1])

@@ -63,7 +63,7 @@ def test_bytes_are_those_of_the_operators(name: str, pattern: str):
 @pytest.mark.parametrize("name", LOW)
 def test_a_group_is_a_dense_layer(name: str):
     """Each expert computes what `linear` computes of its rows alone, whoever lies beside them."""
-    if get_recipe(name).draws:
+    if get_recipe(name).stochastic:
         pytest.skip("draws depend on the number of the group")
     p = Experts((31, 129, 0, 2), *ODD)
     y, dx, dw, db = p.linear(name)
@@ -152,7 +152,7 @@ def test_the_noise_is_that_of_the_formats(name: str):
     exact = mlp_by_fake_casts(p, None)
     got, want = gains(p.run(name), exact), gains(mlp_by_fake_casts(p, recipe), exact)
     # drawn codes are noisier than those that fake quantisation rounds to nearest: only the forward draws none
-    for mine, theirs in list(zip(got, want, strict=True))[: 1 if recipe.draws else 4]:
+    for mine, theirs in list(zip(got, want, strict=True))[: 1 if recipe.stochastic else 4]:
         assert abs(mine - theirs) < 0.1, (got, want)
     for mine, expected in zip(got, EXPECTED[name], strict=True):
         assert abs(mine - expected) < 0.5, got
@@ -256,7 +256,7 @@ def test_frozen_leaves(at: int, name: str):
         assert_same_bits(got[at], p.grads()[at])
 
 
-@pytest.mark.parametrize("changes", [{"keeps": "source"}, {"weight_cast": "twice"}])
+@pytest.mark.parametrize("changes", [{"saves": "source"}, {"weight_cast": "twice"}])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4"])
 def test_when_operands_are_made_changes_no_byte(name: str, changes: dict[str, Any]):
     routing, _ = bs.route(torch.rand(20, 3, generator=torch.Generator().manual_seed(1)), 2)

@@ -247,8 +247,8 @@ def test_only_what_is_needed_is_made(which: str, name: str):
 
 WAITS = {
     "twice": ({"weight_cast": "twice"}, {"quantize_both": 1, "quantize": 1}, {"quantize_both": 1, "quantize": 1}),
-    "source": ({"keeps": "source"}, {"quantize_both": 1, "quantize": 1}, {"quantize_both": 1, "quantize": 1}),
-    "neither": ({"keeps": "source", "weight_cast": "twice"}, {"quantize": 2}, {"quantize_both": 1, "quantize": 2}),
+    "source": ({"saves": "source"}, {"quantize_both": 1, "quantize": 1}, {"quantize_both": 1, "quantize": 1}),
+    "neither": ({"saves": "source", "weight_cast": "twice"}, {"quantize": 2}, {"quantize_both": 1, "quantize": 2}),
 }
 
 
@@ -319,7 +319,7 @@ def test_an_input_that_changed_before_the_backward_is_noticed_if_it_is_what_wait
     y.backward(p.dy)  # its operand waits, which is what the gradient is made of
     assert_same_bits(p.grads(), want[1:])
     p = Problem(*ODD)
-    y = p.forward(recipe.replace(keeps="source"))
+    y = p.forward(recipe.replace(saves="source"))
     with torch.no_grad():
         p.x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

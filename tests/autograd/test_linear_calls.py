@@ -191,7 +191,7 @@ def test_memory_that_waits_for_the_backward():
     plain = saved_bytes(lambda: torch.nn.functional.linear(p.x * 1, p.weight), p.weight)
     assert plain == 2 * m * k
     assert kept["twice"] <= 0.54 * plain
-    source = saved_bytes(lambda: p.forward(recipe.replace(keeps="source", weight_cast="twice")), p.weight)
+    source = saved_bytes(lambda: p.forward(recipe.replace(saves="source", weight_cast="twice")), p.weight)
     assert source == plain
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.autograd import get_recipe, linear, swiglu_mlp, work
+from blockscale.autograd import get_recipe, linear, linear_plan, swiglu_mlp
 from blockscale.casts import activation as exact
 from blockscale.errors import DtypeError, OptionError, ShapeError
 from blockscale.gemm import ACCUMULATOR_DTYPES
@@ -28,7 +28,7 @@ ODD = (37, 72, 200, 56)
 
 def drawn(recipe: str | bs.Recipe, device: torch.device | str = "cpu") -> tuple[bs.Stochastic | None, ...]:
     """What both layers draw from."""
-    if not get_recipe(recipe).draws:
+    if not get_recipe(recipe).stochastic:
         return None, None
     return tuple(bs.Stochastic(bs.rng_state(5, 2, device), name) for name in NAMES)
 
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_layers(name: str, dtype: torch.dtype):
     assert error > (45 if dtype is torch.bfloat16 else 110)
 
 
-@pytest.mark.parametrize("change", [{"weight_cast": "twice"}, {"keeps": "source"}], ids=str)
+@pytest.mark.parametrize("change", [{"weight_cast": "twice"}, {"saves": "source"}], ids=str)
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4"])
 def test_what_waits_does_not_change_bytes(name: str, change: dict[str, Any]):
     p, q = Problem(*ODD), Problem(*ODD)
@@ -274,7 +274,7 @@ def test_memory_that_waits(monkeypatch: pytest.MonkeyPatch):
     # with both operands of the weights made in the forward, one of each waits too
     more = saved_bytes(lambda: swiglu_mlp(p.x, *weights), *weights)
     assert 2 * h * k + h * d < more - kept < 1.02 * (2 * h * k + h * d)
-    monkeypatch.setattr(work, "for_products", lambda *tensors: tensors)  # as on a GPU
+    monkeypatch.setattr(linear_plan, "for_products", lambda *tensors: tensors)  # as on a GPU
     high = saved_bytes(lambda: swiglu_mlp(p.x * 1, *weights, recipe="bf16"), *weights)
     assert high == 2 * m * k + 2 * m * 4 * h
 

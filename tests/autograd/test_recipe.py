@@ -47,8 +47,8 @@ def test_four_bit_recipes_draw_gradients_and_rotate_wgrad():
         four = name in ("mxfp4", "nvfp4")
         assert drawing == ({"dgrad_dy", "wgrad_dy"} if four else set())
         assert rotated == ({"wgrad_dy", "wgrad_x"} if four else set())
-        assert recipe.draws == four
-        assert recipe.is_low == (name != "bf16")
+        assert recipe.stochastic == four
+        assert recipe.is_quantized == (name != "bf16")
 
 
 def test_scale_rules_of_four_bit_recipes():
@@ -84,7 +84,7 @@ def test_equal_recipes_have_equal_hashes(name: str, copied: Callable[[Recipe], R
     assert other == recipe
     assert hash(other) == hash(recipe)
     assert {recipe: 1}[other] == 1
-    assert (other.is_low, other.draws) == (recipe.is_low, recipe.draws)
+    assert (other.is_quantized, other.stochastic) == (recipe.is_quantized, recipe.stochastic)
 
 
 def test_different_recipes_differ():
@@ -95,7 +95,7 @@ def test_different_recipes_differ():
         recipe.replace(name="mxfp8", wgrad=None),
         recipe.replace(name="mxfp8", until={"fprop": 1}),
         recipe.replace(name="mxfp8", until={"fprop": 2}),
-        recipe.replace(name="mxfp8", keeps="source"),
+        recipe.replace(name="mxfp8", saves="source"),
         recipe.replace(name="mxfp8", weight_cast="step"),
     ]
     assert len({recipe, *others}) == 8
@@ -132,7 +132,7 @@ def test_recipes_cannot_be_changed_in_place():
 
 def test_get_recipe():
     assert get_recipe("nvfp4") is RECIPES["nvfp4"]
-    mine = get_recipe("nvfp4").replace(keeps="source")
+    mine = get_recipe("nvfp4").replace(saves="source")
     assert get_recipe(mine) is mine
 
 
@@ -142,7 +142,7 @@ def test_products_that_a_name_spares_stay_in_high_precision(name: str, spared: l
     full = f"{name}_{'_'.join(spared)}_bf16"
     found = get_recipe(full)
     assert found == get_recipe(name).replace(name=full, **dict.fromkeys(spared))
-    assert found.is_low
+    assert found.is_quantized
     # whatever is spared is the product of bf16, to the bit
     torch.manual_seed(0)
     x, weight = torch.randn(40, 64), torch.randn(48, 64)
@@ -166,12 +166,12 @@ def test_names_that_spare_nothing_sensible(name: str):
 
 def test_replace_names_what_it_makes():
     recipe = get_recipe("mxfp8")
-    assert recipe.replace(keeps="source").name == "mxfp8*"
-    assert recipe.replace(keeps="source", name="mine").name == "mine"
+    assert recipe.replace(saves="source").name == "mxfp8*"
+    assert recipe.replace(saves="source", name="mine").name == "mine"
     changed = recipe.replace(fprop=None, dgrad=None, wgrad=None)
-    assert not changed.is_low
-    assert get_recipe("nvfp4").replace(dgrad=None).draws
-    assert not get_recipe("nvfp4").replace(dgrad=None, wgrad=None).draws
+    assert not changed.is_quantized
+    assert get_recipe("nvfp4").replace(dgrad=None).stochastic
+    assert not get_recipe("nvfp4").replace(dgrad=None, wgrad=None).stochastic
 
 
 def test_products_end_at_their_step():
@@ -182,8 +182,8 @@ def test_products_end_at_their_step():
     assert low == {step: [step < 10, False, step < 20] for step in range(30)}
     assert recipe.at(25) == recipe.at(29)
     assert recipe.at(12).at(25) == recipe.at(25)
-    assert recipe.at(12).draws
-    assert not recipe.at(25).draws
+    assert recipe.at(12).stochastic
+    assert not recipe.at(25).stochastic
     assert recipe.at(5).at(5) is not None
     plain = get_recipe("mxfp8")
     assert plain.at(10**9) is plain
@@ -283,14 +283,18 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no product": (lambda: Recipe("r", fprop="mxfp8_e4m3"), OptionError, "fprop='mxfp8_e4m3'.*two operands"),  # pyright: ignore[reportArgumentType]
     "until text": (lambda: base.replace(until={"fprop": "3"}), OptionError, r"until=\{'fprop': '3'\}"),
     "until nothing": (lambda: base.replace(until=None), OptionError, "until=None"),
-    "keeps": (lambda: base.replace(keeps="input"), UnknownNameError, "unknown kept input 'input'.*operand, source"),
+    "saves": (lambda: base.replace(saves="input"), UnknownNameError, "unknown saved input 'input'.*operand, source"),
     "weight cast": (lambda: base.replace(weight_cast="once"), UnknownNameError, "forward, twice, step"),
     "field": (
         lambda: base.replace(weightcast="step"),
         UnknownNameError,
-        "is one of name, fprop, dgrad, wgrad, until, keeps, weight_cast, since. Fix: did you mean weight_cast",
+        "is one of name, fprop, dgrad, wgrad, until, saves, weight_cast, since. Fix: did you mean weight_cast",
     ),
-    "found field": (lambda: base.replace(is_low=True), UnknownNameError, "unknown field of a recipe 'is_low'"),
+    "found field": (
+        lambda: base.replace(is_quantized=True),
+        UnknownNameError,
+        "unknown field of a recipe 'is_quantized'",
+    ),
     "seed": (
         lambda: bs.quantize_(torch.nn.Linear(64, 64), "nvfp4", lambda module, name: True, seed=1.5),  # pyright: ignore[reportArgumentType]
         OptionError,

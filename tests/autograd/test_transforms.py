@@ -205,7 +205,7 @@ def test_tangents_of_router_weights_are_refused():
     with forward_ad.dual_level():
         routing, weights = route(forward_ad.make_dual(gates, gates), 2)
         with pytest.raises(TransformError, match="a forward-mode derivative"):
-            grouped_swiglu_mlp(x, weight(4, 2 * K, K), weight(4, K, K), routing, recipe="mxfp8", weights=weights)
+            grouped_swiglu_mlp(x, weight(4, 2 * K, K), weight(4, K, K), routing, recipe="mxfp8", gate_weights=weights)
 
 
 @pytest.mark.parametrize("name", ["Linear", "SwiGLU", "MoE"])

@@ -121,7 +121,7 @@ def test_another_recipe_closes():
     train(model, optimizer, steps=1)  # still attached: shared again from here on
     assert is_open(model)
     assert_fresh(model)
-    model[0].follow("mxfp8")
+    model[0].apply_recipe("mxfp8")
     assert model[0].shared_weight is None
     assert_fresh(model)
     train(model, optimizer, steps=1)

@@ -141,7 +141,7 @@ def test_refusals_become_notes():
 def test_every_other_backend_of_the_table_is_a_peer():
     found = product_peers.table_rows(request("mxfp4", "mxfp4"))
     taken = bs.registry.select(request("mxfp4", "mxfp4")).backend
-    assert set(found) == {f"row {row.backend}" for row in bs.registry.rows("gemm")} - {f"row {taken}"}
+    assert set(found) == {f"row {row.backend}" for row in bs.registry.kernels("gemm")} - {f"row {taken}"}
 
 
 @pytest.mark.parametrize("name", ["fp8_1x128", "mxfp8_e4m3", "mxfp4", "nvfp4"])

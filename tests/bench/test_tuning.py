@@ -18,9 +18,9 @@ from blockscale.bench.timing import Timing
 from blockscale.gemm import heuristics, scaled_mm, tuned
 from blockscale.gemm.heuristics import Plan, Problem
 from blockscale.hardware import Capability
-from blockscale.registry import Request, rows
+from blockscale.registry import Request, kernels
 
-PROBLEM = Problem(128, 4096, 7168, vector=False, wide=False, multiprocessors=132)
+PROBLEM = Problem(128, 4096, 7168, b_1x128=False, fp32_out=False, sms=132)
 WHERE = Where(
     "NVIDIA H200",
     "2.11",
@@ -55,26 +55,26 @@ def timing(us: float, spread: float = 0.0) -> Timing:
 def test_the_products_of_a_model_each_once() -> None:
     found = tuning.problems_of(LLAMA, [1, 16, 4096], 132)
     assert len({tuned.same_plans(problem) for problem in found}) == len(found)
-    assert {problem.m for problem in found if not problem.add} == {16, 4096}, "1 and 16 have the same plans"
-    added = [problem for problem in found if problem.add]
+    assert {problem.m for problem in found if not problem.accumulate} == {16, 4096}, "1 and 16 have the same plans"
+    added = [problem for problem in found if problem.accumulate]
     assert {(problem.m, problem.n) for problem in added} == set(LLAMA)
     assert {problem.k for problem in added} == {16, 4096}
-    assert all(problem.wide and problem.vector for problem in added)
+    assert all(problem.fp32_out and problem.b_1x128 for problem in added)
     forward = tuning.problems_of(LLAMA, [4096], 132, vector=True, training=False)
     assert [(problem.n, problem.k) for problem in forward] == LLAMA
-    assert all(problem.vector and not problem.wide for problem in forward)
+    assert all(problem.b_1x128 and not problem.fp32_out for problem in forward)
 
 
 def test_only_what_hoppers_kernel_writes_by_itself() -> None:
     """Outputs whose rows start at multiples of 16 bytes; K may be any number."""
     pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
-    row = next(row for row in rows("gemm") if row.backend == "hopper" and ("fp8_1x128",) * 2 in row.formats)
+    row = next(row for row in kernels("gemm") if row.backend == "hopper" and ("fp8_1x128",) * 2 in row.formats)
     assert tuning.problems_of([(20, 64)], [16], 132, training=False) == []
     (gradient,) = tuning.problems_of([(33, 20)], [4095], 132)
-    assert (gradient.n, gradient.k, gradient.add) == (20, 4095, True)
+    assert (gradient.n, gradient.k, gradient.accumulate) == (20, 4095, True)
     for problem in tuning.problems_of([(48, 64), (40, 63), (64, 4105)], [1, 7, 16, 24, 4096], 132):
         shape = (problem.m, problem.n, problem.k)
-        assert problem.n * (4 if problem.wide else 2) % 16 == 0
+        assert problem.n * (4 if problem.fp32_out else 2) % 16 == 0
         request = Request("gemm", Capability("cuda", 90), ("fp8_1x128",) * 2, shape, torch.float32)
         assert row.refusal(request) is None
 

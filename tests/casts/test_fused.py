@@ -234,7 +234,7 @@ def test_weighted_rows_are_rounded_before_the_cast(form: str, device: torch.devi
         gathered = torch.where((indices < 0)[:, None], 0, x[indices.long()])
         scaled = (gathered.float() * weights[:, None]).to(dtype)
         for spec in (spec for spec in specs(device).values() if spec.format == form):
-            row, col = permute_quantize_both(x, indices, offs, spec, spec, weights=weights)
+            row, col = permute_quantize_both(x, indices, offs, spec, spec, gate_weights=weights)
             want_row, want_col = quantize_both(scaled, spec, spec, offs=offs)
             same_operand(row, want_row)
             same_operand(col, want_col)
@@ -303,7 +303,7 @@ CALLS: dict[str, Callable[..., object]] = {
         torch.tensor([4, 9], dtype=torch.int32, device=x.device),
         "mxfp8_e4m3",
         "fp8_1x128",
-        weights=x[:9, 0].float(),
+        gate_weights=x[:9, 0].float(),
     ),
     "permute columns": lambda x, y: permute_quantize_columns(
         x, torch.arange(9, device=x.device), torch.tensor([4, 9], dtype=torch.int32, device=x.device), "mxfp8_e4m3"
@@ -379,12 +379,14 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "x has shape (1, 4, 64)",
     ),
     "weights of other rows": (
-        lambda: permute_quantize_both(X, torch.zeros(4).int(), OFFS, "mxfp4", "mxfp4", weights=torch.ones(3)),
-        "weights are torch.float32 (3,) for 4 permuted rows",
+        lambda: permute_quantize_both(X, torch.zeros(4).int(), OFFS, "mxfp4", "mxfp4", gate_weights=torch.ones(3)),
+        "gate_weights torch.float32 (3,) for 4 permuted rows",
     ),
     "narrow weights": (
-        lambda: permute_quantize_both(X, torch.zeros(4).int(), OFFS, "mxfp4", "mxfp4", weights=torch.ones(4).half()),
-        "weights are torch.float16",
+        lambda: permute_quantize_both(
+            X, torch.zeros(4).int(), OFFS, "mxfp4", "mxfp4", gate_weights=torch.ones(4).half()
+        ),
+        "gate_weights torch.float16",
     ),
     "columns without ends": (
         lambda: permute_quantize_columns(X, torch.tensor([0]), None, "mxfp4"),  # pyright: ignore[reportArgumentType]

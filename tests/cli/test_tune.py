@@ -16,7 +16,7 @@ from blockscale.bench import candidates
 from blockscale.bench.timing import Timing
 from blockscale.cli import tune
 from blockscale.cli.main import main
-from blockscale.diagnostics import ahead
+from blockscale.diagnostics import precompile
 from blockscale.gemm import heuristics, tuned
 from blockscale.gemm.heuristics import Plan, Problem
 from blockscale.hardware import Capability, describe
@@ -24,7 +24,7 @@ from blockscale.registry import Request
 
 CPU = torch.device("cpu")
 GPU = describe(CPU)["name"]
-HOPPER = ahead.Target(Capability("cuda", 90), 132, GPU)
+HOPPER = precompile.Target(Capability("cuda", 90), 132, GPU)
 
 
 def test_dry_run_lists_plans_and_what_the_model_predicts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,9 @@ def test_without_a_gpu_nothing_is_tuned(words: list[str], capsys: pytest.Capture
 
 
 def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(tune, "_gpu", lambda device: (ahead.Target(Capability("cuda", 80), 108, "NVIDIA A100"), CPU))
+    monkeypatch.setattr(
+        tune, "_gpu", lambda device: (precompile.Target(Capability("cuda", 80), 108, "NVIDIA A100"), CPU)
+    )
     assert main(["tune", "llama3-8b"]) == 1
     assert "NVIDIA A100 is cuda sm_80" in capsys.readouterr().err
 
@@ -66,22 +68,22 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tup
     """A GPU that is not here: the model's plan takes 100 µs, 128x128 in runs of two 90. Gives what is compiled."""
     monkeypatch.setenv("BLOCKSCALE_TUNED", str(tmp_path / "own"))
     monkeypatch.setattr(tune, "_gpu", lambda device: (HOPPER, CPU))
-    monkeypatch.setattr(ahead, "obstacle", lambda: None)
+    monkeypatch.setattr(precompile, "obstacle", lambda: None)
     compiled: list[tuple[Request, Plan]] = []
 
     def compile_all(
-        requests: Sequence[Request], target: ahead.Target, workers: int, plans: Sequence[Plan]
-    ) -> Iterator[ahead.Compiled]:
+        requests: Sequence[Request], target: precompile.Target, workers: int, plans: Sequence[Plan]
+    ) -> Iterator[precompile.Compiled]:
         compiled.extend(zip(requests, plans, strict=True))
-        return (ahead.Compiled(request, 0.1, 1, 0) for request in requests)
+        return (precompile.Compiled(request, 0.1, 1, 0) for request in requests)
 
     def measure_plans(problem: Problem, plans: Sequence[Plan], *, device: torch.device) -> dict[Plan, Timing | str]:
         def quick(plan: Plan) -> bool:
-            return plan.tile.bm == 128 and plan.tile.run == 2 and not plan.shared
+            return plan.tile.bm == 128 and plan.tile.k_unroll == 2 and not plan.stream_k
 
         return {plan: Timing(us := 90.0 if quick(plan) else 100.0, us, us, "graph", 11) for plan in plans}
 
-    monkeypatch.setattr(ahead, "compile_all", compile_all)
+    monkeypatch.setattr(precompile, "compile_all", compile_all)
     monkeypatch.setattr(candidates, "measure_plans", measure_plans)
     tuned.forget()
     yield compiled
@@ -106,14 +108,14 @@ def test_winners_are_stored_shown_and_used(
     chosen = tuned.choose(problem, GPU)
     assert chosen.entry is not None
     assert (chosen.us, chosen.entry.model_us, chosen.entry.commit) == (90.0, 100.0, "abc1234")
-    assert chosen.plan.tile.run == 2
+    assert chosen.plan.tile.k_unroll == 2
     assert len(times.read_text().splitlines()) == 2
     assert json.loads(times.read_text().splitlines()[0])["where"]["gpu"] == GPU
 
 
 def test_each_kernel_is_compiled_once(hopper: list[tuple[Request, Plan]]) -> None:
     assert main(["tune", "llama3-8b"]) == 0
-    kernels = [(plan.tile, plan.shared, request.formats, request.dtype, request.options) for request, plan in hopper]
+    kernels = [(plan.tile, plan.stream_k, request.formats, request.dtype, request.options) for request, plan in hopper]
     assert len(set(kernels)) == len(kernels) > 10
     assert {request.options for request, _ in hopper} == {frozenset(), frozenset({"accumulate"})}
 

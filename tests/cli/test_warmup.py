@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton, which is not installed")
 from aot.compiled import CAN_COMPILE
 from blockscale.cli import warmup
 from blockscale.cli.main import main
-from blockscale.diagnostics import ahead
+from blockscale.diagnostics import precompile
 from blockscale.hardware import Capability
 
 pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
@@ -52,19 +52,19 @@ def test_without_a_gpu_nothing_is_compiled(words: list[str], capsys: pytest.Capt
 
 def test_what_is_compiled_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With a GPU that is not here, and a compiler that does nothing."""
-    monkeypatch.setattr(warmup, "_target", lambda device, dry_run: ahead.Target(Capability("cuda", 90)))
+    monkeypatch.setattr(warmup, "_target", lambda device, dry_run: precompile.Target(Capability("cuda", 90)))
     asked: list[int] = []
 
     def compile_all(requests, target, workers):
         asked.append(workers)
-        return iter([ahead.Compiled(request, 0.1, 1, number % 2) for number, request in enumerate(requests)])
+        return iter([precompile.Compiled(request, 0.1, 1, number % 2) for number, request in enumerate(requests)])
 
-    monkeypatch.setattr(ahead, "compile_all", compile_all)
+    monkeypatch.setattr(precompile, "compile_all", compile_all)
     assert main(["warmup", "--shapes", "512,256", "--m", "16", "--workers", "3"]) == 0
     text = capsys.readouterr().out
     assert "7 kernels for 1 layers on cuda sm_90: 4 compiled, 3 were there" in text
     assert "with 3 processes" in text
-    assert f"they are in {ahead.cache_folder()}" in text
+    assert f"they are in {precompile.cache_folder()}" in text
     assert asked == [3]
 
 

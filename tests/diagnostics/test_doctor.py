@@ -78,7 +78,7 @@ def test_processes_find_what_one_finds(monkeypatch):
 def test_a_process_that_dies_is_a_failed_check(monkeypatch):
     module = importlib.import_module("blockscale.diagnostics.doctor")
     monkeypatch.setattr(module, "FORMATS", {"mxfp4": FORMATS["mxfp4"]})
-    monkeypatch.setattr(module, "adopt_demands", os._exit)
+    monkeypatch.setattr(module, "force_backends", os._exit)
     assert doctor("cpu", workers=2).ok, "nothing was compiled, so there were no processes"
     monkeypatch.setattr(module, "_COMPILING_SECONDS", 0.0)
     report = doctor("cpu", workers=2)

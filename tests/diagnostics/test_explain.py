@@ -173,7 +173,7 @@ def test_the_request_is_that_of_the_call():
 def test_every_row_appears_with_a_reason():
     q = bs.quantize(gaussian(16, 128), "fp8_1x128")
     explanation = bs.explain("gemm", q, q)
-    assert [row.backend for row in explanation.candidates] == [row.backend for row in registry.rows("gemm")]
+    assert [row.backend for row in explanation.candidates] == [row.backend for row in registry.kernels("gemm")]
     assert all(row.reason and row.summary for row in explanation.candidates)
     assert explanation.taken.backend == "reference"
     assert str(explanation).splitlines()[0] == "gemm fp8_1x128 @ fp8_1x128 16x16x128 bfloat16 on cpu"

@@ -24,17 +24,23 @@ import blockscale as bs
 import interpreter
 from blockscale.formats import BlockScaled
 from blockscale.gemm import _blackwell
-from blockscale.registry import kernel, rows
+from blockscale.registry import kernel, kernels
 
 # tails in every direction, an odd K, one value, several tiles each way with a tail, whole tiles
 SIZES = ((33, 70, 150), (5, 66, 257), (1, 1, 1), (140, 300, 330), (128, 256, 512))
 # FP4 beside FP8: whole pieces of 128
 MIXED = ((33, 70, 128), (140, 130, 384))
-ROW = next(row for row in rows("gemm") if row.launch is _blackwell.scaled_mm_sm100)
+ROW = next(row for row in kernels("gemm") if row.launch is _blackwell.scaled_mm_sm100)
 
 
 @kernel(
-    "gemm", "interpreted", devices=("cpu",), formats=ROW.formats, layouts=ROW.layouts, reject=ROW.reject, by_demand=True
+    "gemm",
+    "interpreted",
+    devices=("cpu",),
+    formats=ROW.formats,
+    layouts=ROW.layouts,
+    reject=ROW.reject,
+    forced_only=True,
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Wide tiles, and for fp32 narrow ones, as sm_120 always has them."""

@@ -20,7 +20,7 @@ from blockscale.errors import BackendError
 from blockscale.formats import BlockScaled
 from blockscale.gemm import _blackwell, _torch
 from blockscale.hardware import Capability
-from blockscale.registry import Candidate, Request, rows, select
+from blockscale.registry import Candidate, Request, kernels, select
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_tiles() -> None:
 
 
 def test_mxfp4_by_the_vendor_depends_on_the_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    (row,) = [row for row in rows("gemm") if row.launch is _torch.scaled_mm_mxfp4]
+    (row,) = [row for row in kernels("gemm") if row.launch is _torch.scaled_mm_mxfp4]
     asked = request(("mxfp4", "mxfp4"), 100)
     monkeypatch.setattr(_torch, "_has_mxfp4", lambda: False)
     assert "optional library of FP4 products" in str(row.refusal(asked))

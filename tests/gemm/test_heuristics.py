@@ -23,7 +23,7 @@ from blockscale.gemm.heuristics import (
     in_clusters,
     kernel_part,
     shared_bytes,
-    shared_tiles,
+    stream_k_plan,
 )
 from blockscale.hardware import Capability
 from blockscale.registry import Request, select, use_backend
@@ -46,7 +46,7 @@ def test_every_choice_fits() -> None:
         assert us > 0
         assert plan.tile.stages >= 2
         assert shared_bytes(plan.tile, problem) <= SHARED_BYTES
-        assert 1 <= plan.programs <= problem.multiprocessors
+        assert 1 <= plan.ctas <= problem.sms
 
 
 def test_clusters_fit_and_are_never_chosen() -> None:
@@ -54,8 +54,8 @@ def test_clusters_fit_and_are_never_chosen() -> None:
         for plan, _ in candidates(problem):
             assert plan.tile.cluster == 1
             pair = in_clusters(plan, problem)
-            assert pair == plan if problem.m <= plan.tile.bm else not pair.shared
-            assert pair.programs * pair.tile.cluster <= problem.multiprocessors
+            assert pair == plan if problem.m <= plan.tile.bm else not pair.stream_k
+            assert pair.ctas * pair.tile.cluster <= problem.sms
             assert pair.tile.stages >= 2
             assert shared_bytes(pair.tile, problem) <= SHARED_BYTES
 
@@ -63,13 +63,13 @@ def test_clusters_fit_and_are_never_chosen() -> None:
 def test_shares_are_worth_a_program_and_counters_are_enough() -> None:
     for problem in problems():
         for tile in TILES:
-            plan = shared_tiles(tile, problem)
+            plan = stream_k_plan(tile, problem)
             if plan is None:
                 continue
-            left = -(-problem.m // tile.bm) * -(-problem.n // tile.bn) - plan.rounds * plan.programs
-            assert 0 < left < plan.programs
-            assert left * problem.blocks >= plan.programs, "no program without a share"
-            assert left * tile.groups * tile.waves <= 1024, "counters"
+            left = -(-problem.m // tile.bm) * -(-problem.n // tile.bn) - plan.waves * plan.ctas
+            assert 0 < left < plan.ctas
+            assert left * problem.blocks >= plan.ctas, "no program without a share"
+            assert left * tile.warpgroups * tile.m_subtiles <= 1024, "counters"
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.label)
@@ -96,7 +96,7 @@ def test_few_rows_get_small_tiles_and_many_get_large_ones() -> None:
 )
 def test_what_adding_costs_is_known(m: int, n: int, k: int, us: float) -> None:
     """Within 10 % of what benchmarks/results/gemm-h200.jsonl has."""
-    assert choose(Problem(m, n, k, False, True, 132, add=True))[1] == pytest.approx(us, rel=0.1)
+    assert choose(Problem(m, n, k, False, True, 132, accumulate=True))[1] == pytest.approx(us, rel=0.1)
 
 
 @pytest.mark.parametrize("vector", [False, True])
@@ -123,25 +123,25 @@ def test_what_the_kernel_cannot_write_costs_a_pass() -> None:
             part, us = kernel_part(problem)
             assert problem.direct is direct
             # what is added in a second pass is not rounded before
-            assert part == (problem if direct else replace(problem, wide=wide or add, add=False))
+            assert part == (problem if direct else replace(problem, fp32_out=wide or add, accumulate=False))
             assert (us > 0) is not direct
     once, twice = (kernel_part(Problem(4096, 2111, 64, True, True, 132, add))[1] for add in (False, True))
     assert twice > once, "what is added to is read as well"
-    halves = kernel_part(Problem(4096, 2111, 64, True, False, 132, add=True))[1]
+    halves = kernel_part(Problem(4096, 2111, 64, True, False, 132, accumulate=True))[1]
     assert once == halves < twice, "4 bytes read, 2 read and 2 written"
 
 
 def test_what_is_added_to_has_one_buffer_for_each_group() -> None:
     for m, n, k in itertools.product((1, 4096), (576, 8192), (128, 8192)):
         for wide in (False, True):
-            assert choose(Problem(m, n, k, True, wide, 132, add=True))[0].tile.waves == 1
+            assert choose(Problem(m, n, k, True, wide, 132, accumulate=True))[0].tile.m_subtiles == 1
 
 
 def test_few_rows_fit() -> None:
     for m, n, k in itertools.product((1, 16, 17, 32), (16, 2112, 18432), (16, 2048, 18432)):
         plan, us = choose_few_rows(Problem(m, n, k, False, False, 132))
         assert plan.tile.bn >= m
-        assert plan.tile.stages > plan.tile.run, "a run and more"
+        assert plan.tile.stages > plan.tile.k_unroll, "a run and more"
         assert us > 0
 
 

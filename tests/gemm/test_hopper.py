@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 
 def plans(tile: heuristics.Tile, problem: heuristics.Problem) -> list[heuristics.Plan]:
-    whole, shared = heuristics.whole_tiles(tile, problem), heuristics.shared_tiles(tile, problem)
+    whole, shared = heuristics.data_parallel_plan(tile, problem), heuristics.stream_k_plan(tile, problem)
     clusters = [heuristics.in_clusters(whole, problem)] if env.flag(_hopper.SETTING) else []
     return [whole, *([] if shared is None else [shared]), *clusters]
 
@@ -117,14 +117,16 @@ def test_pads_of_rows_are_not_read(row: str) -> None:
 
 @pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-@pytest.mark.parametrize("tile", [tile for tile in heuristics.TILES if tile.waves == 1], ids=lambda tile: tile.label)
+@pytest.mark.parametrize(
+    "tile", [tile for tile in heuristics.TILES if tile.m_subtiles == 1], ids=lambda tile: tile.label
+)
 def test_every_tile_adds(tile: heuristics.Tile, weight: str, dtype: torch.dtype) -> None:
     """Into a window of a buffer; the same bytes twice."""
     wide = dtype == torch.float32
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (517, 2111, 4095), (2048, 1536, 1024)):
         a, b = fp8_operands(m, n, k, weight)
         want, before = exact_mm(a, b), torch.randn(m, n, device="cuda").to(dtype)
-        for plan in plans(tile, heuristics.Problem(m, n, k, weight == "fp8_1x128", wide, 132, add=True)):
+        for plan in plans(tile, heuristics.Problem(m, n, k, weight == "fp8_1x128", wide, 132, accumulate=True)):
             results: list[Tensor] = []
             for _ in range(2):
                 frame, out = framed(m, n, dtype)
@@ -139,7 +141,7 @@ def test_every_tile_adds(tile: heuristics.Tile, weight: str, dtype: torch.dtype)
 def test_graphs_and_streams_do_not_share_counters() -> None:
     """The same shared product in two streams at once, and from a graph beside both."""
     a, b = fp8_operands(64, 2112, 7168, "fp8_128x128")
-    plan = heuristics.shared_tiles(heuristics.TILES[-1], heuristics.Problem(64, 2112, 7168, False, True, 132))
+    plan = heuristics.stream_k_plan(heuristics.TILES[-1], heuristics.Problem(64, 2112, 7168, False, True, 132))
     assert plan is not None
     want = torch.empty(64, 2112, device="cuda")
     _hopper.launch(a, b, want, None, accumulate=False, plan=plan)
@@ -177,13 +179,15 @@ def test_random_shapes() -> None:
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-@pytest.mark.parametrize("tile", [tile for tile in heuristics.TILES if tile.waves == 1], ids=lambda tile: tile.label)
+@pytest.mark.parametrize(
+    "tile", [tile for tile in heuristics.TILES if tile.m_subtiles == 1], ids=lambda tile: tile.label
+)
 def test_large_accumulation_is_repeatable(tile: heuristics.Tile, weight: str) -> None:
     """Many tiles for each program, whose loads of the buffer hold up those of scales: this once showed that scales were
     overwritten before they had been read."""
     a, b = fp8_operands(4096, 4096, 4096, weight)
     want = exact_mm(a, b)
-    for plan in plans(tile, heuristics.Problem(4096, 4096, 4096, weight == "fp8_1x128", True, 132, add=True)):
+    for plan in plans(tile, heuristics.Problem(4096, 4096, 4096, weight == "fp8_1x128", True, 132, accumulate=True)):
         for _ in range(4):
             out = torch.full((4096, 4096), 1000.0, device="cuda")
             _hopper.launch(a, b, out, None, accumulate=True, plan=plan)

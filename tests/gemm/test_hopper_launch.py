@@ -93,7 +93,7 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
         a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan
     ) -> None:
         assert _launch.can_be_described(out)
-        assert plan.tile.waves == 1 or not accumulate
+        assert plan.tile.m_subtiles == 1 or not accumulate
         added.append(accumulate)
         whole = product if bias is None else product + bias
         out.copy_(out + whole if accumulate else whole)

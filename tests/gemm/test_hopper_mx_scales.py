@@ -14,7 +14,7 @@ from blockscale.formats.decoding import decode_codes, e8m0_decode
 from blockscale.gemm import heuristics, heuristics_mx
 from blockscale.gemm._reference import block_product
 from blockscale.hardware import Capability
-from blockscale.registry import Request, rows, select
+from blockscale.registry import Request, kernels, select
 from products import assert_same_bits, gaussian
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
@@ -94,9 +94,9 @@ def test_every_tile_fits() -> None:
         for wide in (False, True):
             problem = heuristics.Problem(1000, 1000, 1000, False, wide, 132)
             plan = heuristics_mx.plan_for(tile, problem)
-            assert plan.tile.stages >= max(2, tile.run // 4), "a run's blocks are in the ring together"
+            assert plan.tile.stages >= max(2, tile.k_unroll // 4), "a run's blocks are in the ring together"
             assert heuristics_mx.shared_bytes(plan.tile, problem) <= heuristics.SHARED_BYTES
-            assert plan.programs <= 132
+            assert plan.ctas <= 132
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_small_products_get_small_tiles(m: int, n: int, bm: int, bn: int) -> Non
 
 
 def test_the_row_serves() -> None:
-    row = next(row for row in rows("gemm") if row.launch is _hopper_mx.scaled_mm_mx)
+    row = next(row for row in kernels("gemm") if row.launch is _hopper_mx.scaled_mm_mx)
     pair = ("mxfp8_e5m2", WEIGHT)
     request = Request("gemm", Capability("cuda", 90), pair, (100, 48, 80), torch.bfloat16, ("blocked", "plain"))
     assert select(request) is row
@@ -124,7 +124,7 @@ def test_the_row_serves() -> None:
 
 
 def test_blocks_of_128x128_are_for_weights() -> None:
-    row = next(row for row in rows("gemm") if row.launch is _hopper_mx.scaled_mm_mx)
+    row = next(row for row in kernels("gemm") if row.launch is _hopper_mx.scaled_mm_mx)
     request = Request("gemm", Capability("cuda", 90), (), (100, 48, 80), torch.bfloat16, ("plain", "blocked"))
     for pair in (("mxfp8_e4m3", WEIGHT), ("mxfp8_e5m2", WEIGHT)):
         assert row.refusal(replace(request, formats=pair)) is None

@@ -18,7 +18,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plans() -> list[tuple[int, int, int, int]]:
-    """Programs, tiles, rounds and blocks of K. As in `heuristics.shared_tiles`, every program has a share."""
+    """Programs, tiles, rounds and blocks of K. As in `heuristics.stream_k_plan`, every program has a share."""
     draw = random.Random(3)
     drawn = [(draw.randint(1, 140), draw.randint(0, 3), draw.randint(1, 150)) for _ in range(400)]
     found: list[tuple[int, int, int, int]] = []

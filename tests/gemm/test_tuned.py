@@ -17,11 +17,11 @@ from blockscale.formats import BlockScaled
 from blockscale.gemm import exact_mm, heuristics, tuned
 from blockscale.gemm.heuristics import Plan, Problem
 from blockscale.gemm.ops import gemm_request
-from blockscale.hardware import Capability, compiling_for, gpu_name, multiprocessors
+from blockscale.hardware import Capability, compiling_for, gpu_name, sm_count
 
 GPU, COUNT = "NVIDIA H200", 132
 FILE = "nvidia-h200-132.jsonl"
-PROBLEM = Problem(16, 4096, 7168, vector=False, wide=False, multiprocessors=COUNT)
+PROBLEM = Problem(16, 4096, 7168, b_1x128=False, fp32_out=False, sms=COUNT)
 HOPPER = Capability("cuda", 90)
 SHIPPED = sorted(tuned.SHIPPED.glob("*.jsonl"))  # before a fixture looks elsewhere
 
@@ -41,7 +41,7 @@ def test_every_shipped_plan_counts(path: Path) -> None:
     """A line whose plan is no longer considered would be ignored where nobody looks, and one that the model chooses by
     now is not needed."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    gpu, count = lines[0]["gpu"], lines[0]["problem"]["multiprocessors"]
+    gpu, count = lines[0]["gpu"], lines[0]["problem"]["sms"]
     found = tuned.read(path, gpu, count)
     assert path.name == tuned.file_name(gpu, count)
     assert len(found) == len(lines)
@@ -82,7 +82,7 @@ def test_a_stored_plan_is_taken_and_the_model_serves_the_rest(folder: Path) -> N
     tuned.store(folder / FILE, [stored])
     chosen = tuned.choose(PROBLEM, GPU)
     assert (chosen.plan, chosen.us, chosen.entry) == (stored.plan, 12.4, stored)
-    for other in (replace(PROBLEM, m=4096), replace(PROBLEM, vector=True), replace(PROBLEM, multiprocessors=114)):
+    for other in (replace(PROBLEM, m=4096), replace(PROBLEM, b_1x128=True), replace(PROBLEM, sms=114)):
         assert tuned.choose(other, GPU) == (*heuristics.choose(other), None)
     assert tuned.choose(PROBLEM, "NVIDIA H100").entry is None
     assert tuned.choose(PROBLEM, "").entry is None, "no GPU"
@@ -116,7 +116,7 @@ def test_problems_that_share_an_entry_have_the_same_candidates(add: bool) -> Non
 
 
 def test_an_entry_survives_its_line(folder: Path) -> None:
-    problems = [PROBLEM, Problem(4096, 4096, 512, True, True, COUNT, add=True)]
+    problems = [PROBLEM, Problem(4096, 4096, 512, True, True, COUNT, accumulate=True)]
     stored = [entry(problem, which) for which, problem in enumerate(problems)]
     tuned.store(folder / FILE, stored)
     assert list(tuned.read(folder / FILE, GPU, COUNT).values()) == stored
@@ -197,11 +197,11 @@ def sizes(**fields: object) -> dict[str, object]:
         (changed(problem=sizes(depth=3)), "depth"),
         (changed(plan=tile(stages=7)), "is not considered for"),
         (changed(plan=tile(warps=8)), "warps"),
-        (changed(plan=plan(programs=1000)), "is not considered for"),
-        (changed(plan=plan(rounds="1")), "is not considered for"),
+        (changed(plan=plan(ctas=1000)), "is not considered for"),
+        (changed(plan=plan(waves="1")), "is not considered for"),
         (changed(plan=None), "KeyError: 'plan'"),
         (changed(gpu="NVIDIA H200 NVL"), "is of NVIDIA H200 NVL with 132 multiprocessors, and this is NVIDIA H200"),
-        (changed(problem=sizes(multiprocessors=78)), "with 78 multiprocessors, and this is NVIDIA H200 with 132"),
+        (changed(problem=sizes(sms=78)), "with 78 multiprocessors, and this is NVIDIA H200 with 132"),
     ],
 )
 def test_a_line_that_does_not_count_is_told_once(
@@ -243,10 +243,10 @@ def test_a_file_that_cannot_be_read(folder: Path, caplog: pytest.LogCaptureFixtu
 
 def test_what_is_launched_is_the_librarys_own_plan(folder: Path) -> None:
     """Numbers of the right value and another type would be another constant for the compiler."""
-    write(folder / FILE, changed(plan=tile(groups=float(entry().plan.tile.groups))))
+    write(folder / FILE, changed(plan=tile(warpgroups=float(entry().plan.tile.warpgroups))))
     taken = tuned.choose(PROBLEM, GPU)
     assert taken.entry is not None
-    assert type(taken.plan.tile.groups) is int
+    assert type(taken.plan.tile.warpgroups) is int
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def operands(problem: Problem, device: str) -> tuple[BlockScaled, BlockScaled]:
         else torch.empty(rows, problem.k, dtype=torch.bfloat16, device=device)
         for rows in (problem.m, problem.n)
     )
-    return bs.quantize(x, "fp8_1x128"), bs.quantize(w, "fp8_1x128" if problem.vector else "fp8_128x128")
+    return bs.quantize(x, "fp8_1x128"), bs.quantize(w, "fp8_1x128" if problem.b_1x128 else "fp8_128x128")
 
 
 @pytest.fixture
@@ -311,10 +311,10 @@ def test_a_launch_takes_it_on_that_gpu_alone(folder: Path, launched: list[Plan],
         a, b = operands(PROBLEM, "meta")
         out = torch.empty(PROBLEM.m, PROBLEM.n, dtype=torch.bfloat16, device="meta")
         _hopper.scaled_mm(a, b, out, bias=None, accumulate=False)
-        kernel = _hopper.ahead(gemm_request(a, b, torch.bfloat16, bias=False, accumulate=False))
+        kernel = _hopper.precompile_key(gemm_request(a, b, torch.bfloat16, bias=False, accumulate=False))
     want = entry().plan if name == GPU else heuristics.choose(PROBLEM)[0]
     assert launched == [want]
-    assert kernel[:2] == (want.tile, want.shared), "what warmup compiles"
+    assert kernel[:2] == (want.tile, want.stream_k), "what warmup compiles"
 
 
 def test_explain_says_who_chose(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_explain_says_who_chose(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     away = str(bs.explain("gemm", a, b, on=HOPPER))
     monkeypatch.setattr(_hopper.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(_hopper, "capability", lambda device: HOPPER)
-    monkeypatch.setattr(_hopper, "multiprocessors", lambda device: COUNT)
+    monkeypatch.setattr(_hopper, "sm_count", lambda device: COUNT)
     monkeypatch.setattr(_hopper, "gpu_name", lambda device: GPU)
     here = str(bs.explain("gemm", a, b, on=HOPPER))
     tuned.store(folder / FILE, [entry()])
@@ -349,7 +349,7 @@ def test_tuned_for_real_it_is_used(folder: Path, launched: list[Plan]) -> None:
     from blockscale.diagnostics.quality import sqnr_db
 
     gpu = torch.device("cuda", torch.cuda.current_device())
-    problem = Problem(200, 1024, 2048, False, False, multiprocessors(gpu))
+    problem = Problem(200, 1024, 2048, False, False, sm_count(gpu))
 
     def measure(problem: Problem, plans: list[Plan]) -> dict[Plan, object]:
         return candidates.measure_plans(problem, plans, device=gpu, budget=Budget(3, 0.002))
@@ -367,7 +367,7 @@ def test_tuned_for_real_it_is_used(folder: Path, launched: list[Plan]) -> None:
     assert kept.plan == other
     a, b = operands(problem, "cuda")
     before = bs.scaled_mm(a, b)
-    tuned.store(tuned.own_file(gpu_name(gpu), problem.multiprocessors), [kept])
+    tuned.store(tuned.own_file(gpu_name(gpu), problem.sms), [kept])
     launched.clear()
     after = bs.scaled_mm(a, b)
     assert launched == [other]

@@ -34,7 +34,7 @@ from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
 from blockscale.gemm import ACCUMULATOR_DTYPES  # noqa: E402
 from blockscale.grouped import _blackwell, _schedule, _triton  # noqa: E402
 from blockscale.grouped._reference import exact_grouped  # noqa: E402
-from blockscale.registry import kernel, rows  # noqa: E402
+from blockscale.registry import kernel, kernels  # noqa: E402
 from grouped_kernels import room  # noqa: E402
 
 # lists are tested elsewhere, and take the interpreter long
@@ -194,7 +194,7 @@ def blackwell() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     interpreter.install()
     found = []
     for op, launcher in (("m_grouped", _blackwell.m_grouped_sm100), ("k_grouped", _blackwell.k_grouped_sm100)):
-        row = next(row for row in rows(op) if row.launch is launcher)
+        row = next(row for row in kernels(op) if row.launch is launcher)
 
         @kernel(op, "interpreted", devices=("cpu",), formats=row.formats, layouts=row.layouts, reject=row.reject)
         def product(

@@ -137,7 +137,7 @@ def _rows_of_gpus() -> list:
     """Every row that takes starts on a GPU, with a pair and an architecture of its own."""
     pairs = [("fp8_1x128", "fp8_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3")]
     found = []
-    for row in bs.registry.rows("m_grouped"):
+    for row in bs.registry.kernels("m_grouped"):
         where = f"sm_{max(row.sm[0], 80)}"
         pair = next((pair for pair in pairs if pair in row.formats), None)
         if pair is None or "cuda" not in row.devices:

@@ -38,14 +38,14 @@ def test_every_candidate_fits() -> None:
         for tile, us in candidates(problem):
             assert us > 0
             assert tile.stages >= 2
-            assert tile.rows == 256, "rows of other groups are never outside"
+            assert tile.a_rows == 256, "rows of other groups are never outside"
             assert shared_bytes(tile, problem) <= SHARED_BYTES
 
 
 def test_adding_takes_tiles_of_one_wave() -> None:
     for problem in problems():
-        plain, adding = dict(candidates(problem)), dict(candidates(replace(problem, add=True)))
-        assert {tile.waves for tile in adding} == {1}
+        plain, adding = dict(candidates(problem)), dict(candidates(replace(problem, accumulate=True)))
+        assert {tile.m_subtiles for tile in adding} == {1}
         assert all(us >= plain[tile] for tile, us in adding.items()), "what is added to is fetched, too"
 
 
@@ -71,11 +71,11 @@ def test_no_prediction_beats_the_bound() -> None:
 
 
 def test_a_pass_over_odd_outputs_is_counted() -> None:
-    odd = Problem(16640, 8191, 5120, 16, False, True, 132, add=True)
+    odd = Problem(16640, 8191, 5120, 16, False, True, 132, accumulate=True)
     part, us = kernel_part(odd)
-    assert not part.add
+    assert not part.accumulate
     assert us > 100
-    narrow, less = kernel_part(replace(odd, wide=False))
+    narrow, less = kernel_part(replace(odd, fp32_out=False))
     assert narrow == part, "what is added in a second pass was not rounded before"
     assert less < us
     assert kernel_part(replace(odd, n=8192)) == (replace(odd, n=8192), 0.0)
@@ -95,8 +95,8 @@ def test_every_candidate_of_mxfp8_fits() -> None:
         if not problem.k_grouped:
             for tile, us in heuristics_mx.candidates(problem):
                 assert us > bound(problem)[0]
-                assert tile.stages >= max(2, tile.run // 4), "a run's blocks are in the ring together"
-                assert (tile.waves, tile.loads, tile.rows) == (1, 1, 256)
+                assert tile.stages >= max(2, tile.k_unroll // 4), "a run's blocks are in the ring together"
+                assert (tile.m_subtiles, tile.a_loads, tile.a_rows) == (1, 1, 256)
                 assert heuristics_mx.shared_bytes(tile, problem) <= SHARED_BYTES
 
 
@@ -117,10 +117,10 @@ def test_every_candidate_for_decoded_operands_fits() -> None:
         for tile, us in heuristics_upcast.candidates(problem):
             assert us > bound(problem)[0] + heuristics_upcast.decoding_us(problem)
             assert tile.stages >= 2
-            assert (tile.run, tile.loads, tile.rows, tile.cluster) == (1, 1, 256, 1)
+            assert (tile.k_unroll, tile.a_loads, tile.a_rows, tile.cluster) == (1, 1, 256, 1)
             assert heuristics_upcast.shared_bytes(tile, problem) <= SHARED_BYTES
-        adding = heuristics_upcast.candidates(replace(problem, wide=True, add=True))
-        assert {tile.waves for tile, _ in adding} == {1}
+        adding = heuristics_upcast.candidates(replace(problem, fp32_out=True, accumulate=True))
+        assert {tile.m_subtiles for tile, _ in adding} == {1}
 
 
 def test_few_rows_of_decoded_operands_get_low_tiles() -> None:
@@ -203,7 +203,7 @@ def test_outputs_that_the_kernel_cannot_write(kind: str, n: int, monkeypatch: py
         assert starts is None
         assert launches.can_be_described(out)
         assert out.dim() == 2
-        assert tile.waves == 1 or not accumulate
+        assert tile.m_subtiles == 1 or not accumulate
         added.append(accumulate)
         whole = product.flatten(0, -2)
         out.copy_(out + whole if accumulate else whole)

@@ -20,7 +20,7 @@ _hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 TILES = heuristics.TILES
-ADDING = [tile for tile in TILES if tile.waves == 1]
+ADDING = [tile for tile in TILES if tile.m_subtiles == 1]
 
 
 def of_rows(sizes: list[int], rest: int, n: int, k: int) -> tuple[BlockScaled, BlockScaled, Tensor]:

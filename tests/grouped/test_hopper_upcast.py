@@ -100,7 +100,7 @@ def test_every_epilogue(tile: Tile, name: str, *, k_grouped: bool) -> None:
     if not k_grouped:
         bias = torch.randn(len(sizes), 336, device="cuda").bfloat16()
         assert is_right(launched(tile, a, b, offs, torch.bfloat16, bias), with_bias(want, bias, offs))
-    if tile.waves == 1:
+    if tile.m_subtiles == 1:
         alone = launched(tile, a, b, offs, torch.float32)
         for dtype in ACCUMULATOR_DTYPES:
             before = torch.randn(want.shape, device="cuda").to(dtype)

@@ -17,7 +17,7 @@ import pytest
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics, heuristics_mx
 
-walk: Any = pytest.importorskip("blockscale.grouped._hopper_walk", reason="this Triton has no Gluon for Hopper")
+walk: Any = pytest.importorskip("blockscale.grouped._hopper_tiles", reason="this Triton has no Gluon for Hopper")
 
 
 @dataclass(frozen=True)

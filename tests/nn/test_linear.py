@@ -48,7 +48,7 @@ def trained(layer: torch.nn.Module, dtype: torch.dtype = torch.bfloat16) -> list
 def test_the_module_is_the_function(name: str):
     layer = make(name)
     x = gaussian(TOKENS, IN, seed=1).requires_grad_()
-    drawn = bs.Stochastic(bs.rng_state(0), "layers.0.proj") if layer.recipe.draws else None
+    drawn = bs.Stochastic(bs.rng_state(0), "layers.0.proj") if layer.recipe.stochastic else None
     y = linear(x, layer.weight, layer.bias, name, rounding=drawn)
     y.backward(gaussian(TOKENS, OUT, seed=2))
     want = [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
@@ -220,10 +220,10 @@ def test_recipes_and_names_are_checked():
 
 def test_another_recipe_can_be_followed():
     layer = make("nvfp4")
-    layer.follow("mxfp8")
+    layer.apply_recipe("mxfp8")
     assert_same_bits(trained(layer), trained(make("mxfp8")))
     assert layer.rng is None
-    layer.follow("nvfp4", name="layers.0.proj")
+    layer.apply_recipe("nvfp4", name="layers.0.proj")
     assert_same_bits(trained(layer), trained(make("nvfp4")))
 
 

@@ -101,7 +101,7 @@ def test_hooks_of_sublayers_are_called(kind: str):
 
 
 def other_recipe(mlp: SwiGLU) -> None:
-    mlp.down.follow("mxfp8")
+    mlp.down.apply_recipe("mxfp8")
 
 
 def torchs_own(mlp: SwiGLU) -> None:

@@ -167,7 +167,7 @@ def test_layers_begin_with_the_first_step():
     bs.quantize_(model, bs.get_recipe("mxfp8").replace(since=2), lambda module, name: True)
     low = []
     for step in range(4):
-        low.append(model[0].recipe_now.is_low)
+        low.append(model[0].recipe_now.is_quantized)
         bs.set_step_(model, step + 1)
     assert low == [False, False, True, True]
 
@@ -216,9 +216,9 @@ def test_a_step_that_broke_before_is_replayed_as_it_was():
     run = Run(later())
     run.step = AT + 1
     bs.set_step_(run.model, run.step)
-    assert any(each.recipe_now.is_low for each in run.model.modules() if hasattr(each, "recipe_now"))
+    assert any(each.recipe_now.is_quantized for each in run.model.modules() if hasattr(each, "recipe_now"))
     run.located(StepRecord(1, float("nan"), 1.0, 0.1))
-    assert not any(each.recipe_now.is_low for each in run.model.modules() if hasattr(each, "recipe_now"))
+    assert not any(each.recipe_now.is_quantized for each in run.model.modules() if hasattr(each, "recipe_now"))
 
 
 def test_the_step_that_is_profiled_is_one_in_low_precision(tmp_path: Path):

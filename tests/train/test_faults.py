@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockscale.autograd import work
+from blockscale.autograd import linear_plan
 from blockscale.diagnostics import store
 from blockscale.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from blockscale.nn import Linear
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_when_weights_are_exported(tmp_path: Path, monkeypat
 def test_a_gradient_that_is_added_in_place_is_looked_at_too(monkeypatch: pytest.MonkeyPatch):
     """With several microbatches wgrad adds to a buffer of the weight; the replay has to see what it made."""
     run = Run(small("fp8_blockwise", weight_cast="forward", accumulate=2, batch=1))
-    plain, spoiled = work.wgrad, run.model.layers[1].attention.out.weight
+    plain, spoiled = linear_plan.wgrad, run.model.layers[1].attention.out.weight
 
     def wgrad(grad, col, x, x_col, dtype, main_grad, groups=None):
         made = plain(grad, col, x, x_col, dtype, main_grad, groups)
@@ -177,7 +177,7 @@ def test_a_gradient_that_is_added_in_place_is_looked_at_too(monkeypatch: pytest.
             written.fill_(float("nan"))
         return made
 
-    monkeypatch.setattr(work, "wgrad", wgrad)
+    monkeypatch.setattr(linear_plan, "wgrad", wgrad)
     place = faults.locate(run.model, [run.pieces(0, 0)])
     assert place is not None
     assert (place.layer.endswith("attention.out"), place.product) == (True, "wgrad")

@@ -75,13 +75,13 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     """
     chosen = get_recipe(recipe)
     check_tensor(x, "x", "layers")
-    if chosen.is_low:
+    if chosen.is_quantized:
         check_transforms(x)
     if not x.dim():
         rule, fix = "an input is [..., K]", "pass a tensor with features along its last axis"
         raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule=rule, fix=fix))
     x_MK = x if x.dim() != 1 else x[None]
-    if chosen.is_low:
+    if chosen.is_quantized:
         check_source(x_MK, "x")
     if isinstance(x_MK, DTensor):  # layers on DTensors multiply local shards
         if not all(placement.is_replicate() for placement in x_MK.placements):

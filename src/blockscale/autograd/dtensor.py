@@ -110,7 +110,7 @@ def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
 
 
 def _saves_input(recipe: Recipe) -> bool:
-    return recipe.keeps == "source" or recipe.operand("wgrad_x") is None
+    return recipe.saves == "source" or recipe.operand("wgrad_x") is None
 
 
 class _Unchanged(torch.autograd.Function):
@@ -239,7 +239,7 @@ def shard_shape(tensor: DTensor) -> tuple[int, ...]:
 def check_shards(name: str, whole: tuple[int, ...], shard: tuple[int, ...], recipe: Recipe) -> None:
     """Raise unless shards of a weight [..., N, K] hold whole blocks along both axes: dgrad contracts N, fprop K."""
     cut = [axis for axis in (-2, -1) if len(whole) > 1 and shard[axis] != whole[axis]]
-    if not cut or not recipe.is_low:
+    if not cut or not recipe.is_quantized:
         return
     check_tensor_scales(f"{name} {whole} in shards {shard}", recipe)
     formats = [recipe.formats()[role] for role in _WEIGHT_ROLES]

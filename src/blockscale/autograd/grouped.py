@@ -27,12 +27,12 @@ from .linear import (
     main_grad_of,
     output_dtype,
 )
+from .linear_plan import linear_plan_of
 from .mlp import check_pairs, fused_mlp, swiglu
 from .operands import Groups, Pair, groups_of, needs_of
 from .recipe import Recipe, get_recipe
 from .routing import check_slots, combine
 from .transforms import EXPERTS
-from .work import work_of
 
 
 def grouped_linear(
@@ -62,7 +62,7 @@ def grouped_linear(
     if type(bias) is DTensor:
         refuse_experts("the bias of experts", bias)
     check_experts(x, weight, groups)
-    if chosen.is_low:
+    if chosen.is_quantized:
         check_low(x, weight, bias)
         check_rounding(chosen, rounding)
         if weight_operands is not None:
@@ -70,7 +70,7 @@ def grouped_linear(
     else:
         check_high(x, weight, bias)
     needs = needs_of(x, weight, bias, EXPERTS)
-    work, given = work_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
+    work, given = linear_plan_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
     if not any(needs):
         return work.forward(x, weight, bias, given, groups).y
     return LinearFunction.apply(x, weight, bias, main_grad_of(weight), given, work, groups)  # pyright: ignore[reportReturnType]
@@ -87,14 +87,14 @@ def grouped_swiglu_mlp(
     *,
     roundings: tuple[Stochastic | None, Stochastic | None] = (None, None),
     weight_operands: tuple[Pair | None, Pair | None] = (None, None),
-    weights: Tensor | None = None,
+    gate_weights: Tensor | None = None,
 ) -> Tensor:
     """Rows [M, D], each silu(gate) * up of x @ gate_up_weight[e].mT, gates first, times down_weight[e].mT.
 
     gate_up_weight: [E, 2H, K].  down_weight: [E, D, H].  biases: [E, 2H] and [E, D].  offs: as for `grouped_linear`;
     the rest as for `swiglu_mlp`. A recipe with a product in high precision is served by two `grouped_linear`s.
 
-    weights: [T, k] of a `Routing`. The result is then [T, D], what `combine` makes of the rows, bit by bit; in the
+    gate_weights: [T, k] of a `Routing`. The result is then [T, D], what `combine` makes of the rows, bit by bit; in the
     backward the gradient of rows is cast as it is gathered from that of tokens, and never written in high precision.
 
     >>> import torch
@@ -107,37 +107,37 @@ def grouped_swiglu_mlp(
     chosen, groups = get_recipe(recipe), groups_of(offs)
     check_experts(x, gate_up_weight, groups)
     check_expert_mlp(gate_up_weight, down_weight)
-    check_combined(weights, offs)
+    check_combined(gate_weights, offs)
     check_pairs(roundings, weight_operands)
     if chosen.fprop is not None and chosen.dgrad is not None and chosen.wgrad is not None:
         layers, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
-        return fused_mlp(x, layers, biases, chosen, roundings, weight_operands, groups, weights)
+        return fused_mlp(x, layers, biases, chosen, roundings, weight_operands, groups, gate_weights)
     (first, second), (pair, other) = roundings, weight_operands
     gate_up = grouped_linear(x, gate_up_weight, offs, gate_up_bias, chosen, rounding=first, weight_operands=pair)
     rows = grouped_linear(
         swiglu(gate_up), down_weight, groups.offs, down_bias, chosen, rounding=second, weight_operands=other
     )
-    return combined(rows, offs, weights)
+    return combined(rows, offs, gate_weights)
 
 
-def combined(rows: Tensor, offs: Tensor | Routing, weights: Tensor | None) -> Tensor:
-    """Rows as they are, or added up by token where weights ask for that."""
-    return combine(rows, offs, weights) if isinstance(offs, Routing) and weights is not None else rows
+def combined(rows: Tensor, offs: Tensor | Routing, gate_weights: Tensor | None) -> Tensor:
+    """Rows as they are, or added up by token where gate weights ask for that."""
+    return combine(rows, offs, gate_weights) if isinstance(offs, Routing) and gate_weights is not None else rows
 
 
-def check_combined(weights: Tensor | None, offs: Tensor | Routing) -> None:
-    """Raise unless rows can be added up by token, where weights ask for that."""
-    if weights is None:
+def check_combined(gate_weights: Tensor | None, offs: Tensor | Routing) -> None:
+    """Raise unless rows can be added up by token, where gate weights ask for that."""
+    if gate_weights is None:
         return
     if not isinstance(offs, Routing):
         raise OptionError(
             message(
-                "weights of slots with the ends of groups",
+                "gate weights with the ends of groups",
                 rule="rows are added up by token, and only a routing says whose they are",
                 fix="pass the routing in place of its offs, with tokens in place of rows",
             )
         )
-    check_slots(weights, offs)
+    check_slots(gate_weights, offs)
 
 
 def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:

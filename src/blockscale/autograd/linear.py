@@ -24,10 +24,10 @@ from ..gemm import ACCUMULATOR_DTYPES, check_bias
 from ..grouped.routing_ops import combine_rows
 from .activation import Activation
 from .dtensor import DTensor, local_shards
-from .once import once
+from .linear_plan import CallState, ForwardResult, LinearPlan, linear_plan_of, unquantized_linear
+from .no_double_backward import no_double_backward
 from .operands import Groups, Pair, matrix, needs_of
 from .recipe import Recipe, get_recipe
-from .work import Given, Made, Work, high_linear, work_of
 
 
 def linear(
@@ -58,9 +58,9 @@ def linear(
     source = x.source if isinstance(x, Activation) else x
     check_linear(source, weight)
     dtype = output_dtype(source)
-    if not chosen.is_low:
+    if not chosen.is_quantized:
         check_high(source, weight, bias)
-        return high_linear(source, weight, bias, dtype)
+        return unquantized_linear(source, weight, bias, dtype)
     # by type, here and in other hot calls: `isinstance` of a tensor class takes 4 times as long
     if type(weight) is DTensor or type(source) is DTensor or type(bias) is DTensor:
         shards = local_shards(source, weight, bias, chosen, rounding)
@@ -75,7 +75,7 @@ def linear(
         check_weight_operands(weight_operands, weight)
     needs = needs_of(source, weight, bias)
     given = (x.operands(chosen) if isinstance(x, Activation) else None, weight_operands)
-    work = work_of(chosen, rounding, needs, dtype)
+    work = linear_plan_of(chosen, rounding, needs, dtype)
     if not any(needs):
         return work.forward(source, weight, bias, given).y
     return LinearFunction.apply(source, weight, bias, main_grad_of(weight), given, work, None)  # pyright: ignore[reportReturnType]
@@ -91,8 +91,8 @@ class LinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         main_grad: Tensor | None,
-        given: Given,
-        work: Work,
+        given: CallState,
+        work: LinearPlan,
         groups: Groups | None,
     ) -> Tensor:
         y, (x_waits, x_parts), (w_waits, w_parts), memory = work.forward(x, weight, bias, given, groups)
@@ -106,13 +106,13 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once
+    @no_double_backward
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 7
         x, weight, *parts = ctx.saved_tensors
         x_waits, w_waits, memory = ctx.waits
-        made = Made(grad, (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:6])), memory)
+        made = ForwardResult(grad, (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:6])), memory)
         groups = Groups(*parts[6:]) if len(parts) > 6 else None
         work = ctx.work
         if work.dtype != ctx.dtype:
@@ -279,7 +279,7 @@ def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:
                 fix="pass rounding=Stochastic(rng_state(seed), name), or None",
             )
         )
-    if rounding is None and recipe.draws:
+    if rounding is None and recipe.stochastic:
         raise OptionError(
             message(
                 f"recipe {recipe.name!r} without a state to draw from",

@@ -36,8 +36,8 @@ from .linear import (
     output_dtype,
     to_source,
 )
-from .mlp_work import Given, MadeMLP, MLPWork
-from .once import once
+from .mlp_plan import CallState, MLPForwardResult, MLPPlan
+from .no_double_backward import no_double_backward
 from .operands import Groups, Needs, Pair, Spread, matrix, needs_of
 from .recipe import Recipe, get_recipe
 from .routing import combine
@@ -105,7 +105,7 @@ def fused_mlp(
     above = needs_of(source, weights[0], biases[0])
     needs = above, needs_of(source, weights[1], biases[1])._replace(x=any(above))
     given = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
-    work = MLPWork(recipe, roundings, needs, output_dtype(source))
+    work = MLPPlan(recipe, roundings, needs, output_dtype(source))
     if not any((*needs[0], *needs[1])):
         y = work.forward(source, weights, biases, given, groups).y
         return _shaped(y, source) if slots is None else combine(y, Routing(*_routed(groups)), slots)
@@ -152,8 +152,8 @@ class SwiGLUFunction(torch.autograd.Function):
         gate_up_main: Tensor | None,
         down_main: Tensor | None,
         slots: Tensor | None,
-        given: Given,
-        work: MLPWork,
+        given: CallState,
+        work: MLPPlan,
         groups: Groups | None,
     ) -> Tensor:
         weights, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
@@ -176,7 +176,7 @@ class SwiGLUFunction(torch.autograd.Function):
         return _shaped(y, x) if slots is None else combine_rows(y, _routed(groups)[2], slots)
 
     @staticmethod
-    @once
+    @no_double_backward
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 11
@@ -185,7 +185,7 @@ class SwiGLUFunction(torch.autograd.Function):
         groups = Groups(*parts[11:]) if len(parts) > 11 else None
         *waits, memory = ctx.waits
         first, second, third = ((waiting, tuple(parts[3 * at : 3 * at + 3])) for at, waiting in enumerate(waits))
-        made = MadeMLP(grad, gate_up, (first, second, third), memory)
+        made = MLPForwardResult(grad, gate_up, (first, second, third), memory)
         work = ctx.work
         if work.dtype != ctx.dtype:
             work = work._replace(dtype=ctx.dtype)

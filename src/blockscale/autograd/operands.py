@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import replay
+from .. import call_recording
 from ..casts import cast, cast_both
 from ..casts.fused import swiglu_backward_cast, swiglu_cast
 from ..casts.permuted import cast_permute, permute_cast_both, permute_cast_columns
@@ -135,7 +135,7 @@ class Casts:
     def input(self, x: Tensor, *, waits: bool) -> Pair:
         """Of an input [M, K]: fprop's operand, and wgrad's, which waits for the backward. An input that has yet to be
         permuted is read in its new order."""
-        roles = "fprop_x", "wgrad_x" if waits and self.recipe.keeps == "operand" else None
+        roles = "fprop_x", "wgrad_x" if waits and self.recipe.saves == "operand" else None
         groups = self.groups
         if groups is None or groups.tokens is None:
             return self.both(x, *roles)
@@ -164,7 +164,9 @@ class Casts:
         assert self.offs is not None
         return permute_cast_both(grad, spread.tokens, (row, col), (row_plan, col_plan), self.offs, spread.weights)
 
-    def column(self, kept: Kept, source: Tensor | None, role: str, *, buffers: bool = False) -> BlockScaled | None:
+    def column(
+        self, kept: SavedOperand, source: Tensor | None, role: str, *, buffers: bool = False
+    ) -> BlockScaled | None:
         """The column operand that waited for a backward, or, where none did, one made now of the source; None in high
         precision.  buffers: what waited is whole buffers."""
         waits, parts = kept
@@ -201,7 +203,7 @@ def _cast(
         return pair[0], pair[1], total if colsum else None
     total = None
     if colsum:
-        replay.refuse("a sum by torch")
+        call_recording.refuse("a sum by torch")
         total = column_sums(x, offs)
     return _one(x, row, -1, offs), _one(x, col, -2, offs), total
 
@@ -262,10 +264,10 @@ class Waiting(NamedTuple):
         return made.operand
 
 
-Kept = tuple[Waiting | None, Parts]
+SavedOperand = tuple[Waiting | None, Parts]
 
 
-def set_aside(q: BlockScaled | None) -> Kept:
+def set_aside(q: BlockScaled | None) -> SavedOperand:
     """An operand as three tensors for `save_for_backward`, and what it takes to make it again."""
     if q is None:
         return None, (None, None, None)

@@ -74,12 +74,12 @@ class Recipe:
 
     fprop, dgrad, wgrad: None stays in high precision.  until: a step from which on a product stays in high precision
     too, such as {"fprop": 8000}.  since: the step up to which all of them do, such as the last of a warm-up; see `at`.
-    keeps: what of an input waits for the backward: "operand" (its 8-bit or 4-bit copy, made in the forward from one
+    saves: what of an input waits for the backward: "operand" (its 8-bit or 4-bit copy, made in the forward from one
     read) or "source" (the input itself, cast in the backward: for inputs that somebody else keeps anyway).
     weight_cast: "forward" (both operands of the weight are made in the forward and wait for the backward), "twice" (one
     in the forward, one in the backward: nothing waits) or "step" (once per optimizer step, see docs/weights.md).
 
-    is_low: whether any product is in low precision.  draws: whether a cast is stochastic, so that a layer needs a name
+    is_quantized: whether any product is in low precision.  stochastic: whether a cast is, so that a layer needs a name
     and a state.
 
     >>> print(get_recipe("fp8_blockwise").fprop)
@@ -91,12 +91,12 @@ class Recipe:
     dgrad: Product | None = None
     wgrad: Product | None = None
     until: Mapping[str, int] = field(default_factory=dict)
-    keeps: Literal["operand", "source"] = "operand"
+    saves: Literal["operand", "source"] = "operand"
     weight_cast: WeightCast = "forward"
     since: int = 0
     # found once: every call of a layer asks, and compiled code cannot find out later
-    is_low: bool = field(init=False, repr=False, compare=False)
-    draws: bool = field(init=False, repr=False, compare=False)
+    is_quantized: bool = field(init=False, repr=False, compare=False)
+    stochastic: bool = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,13 +108,13 @@ class Recipe:
         _check_until(self.until)
         object.__setattr__(self, "until", dict(self.until))  # whose it was may change it
         _check_since(self.since)
-        check_name(self.keeps, ("operand", "source"), "kept input")
+        check_name(self.saves, ("operand", "source"), "saved input")
         check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
         products = (self.fprop, self.dgrad, self.wgrad)
         operands = [operand for operand in map(self.operand, ROLES) if operand is not None]
-        fields = (self.name, *products, tuple(sorted(self.until.items())), self.keeps, self.weight_cast, self.since)
-        object.__setattr__(self, "is_low", bool(operands))
-        object.__setattr__(self, "draws", any(operand.stochastic for operand in operands))
+        fields = (self.name, *products, tuple(sorted(self.until.items())), self.saves, self.weight_cast, self.since)
+        object.__setattr__(self, "is_quantized", bool(operands))
+        object.__setattr__(self, "stochastic", any(operand.stochastic for operand in operands))
         object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
@@ -182,11 +182,11 @@ class Recipe:
         two it cannot drop, so both would be made in the forward, and both again in the backward.
 
         >>> found = get_recipe("fp8_blockwise").recomputed()
-        >>> found.name, found.keeps, found.weight_cast
+        >>> found.name, found.saves, found.weight_cast
         ('fp8_blockwise', 'source', 'twice')
         """
         weight_cast = "twice" if self.weight_cast == "forward" else self.weight_cast
-        return self.replace(name=self.name, keeps="source", weight_cast=weight_cast)
+        return self.replace(name=self.name, saves="source", weight_cast=weight_cast)
 
     def __str__(self) -> str:
         products = (f"{name} {getattr(self, name) or 'in high precision'}" for name in PRODUCTS)
@@ -291,7 +291,7 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     """A recipe by name; a recipe is returned as it is. Products that are to stay in high precision may follow a name:
     who asks which of them costs a model its loss compares `fp8_blockwise` with `fp8_blockwise_wgrad_bf16`.
 
-    >>> get_recipe("nvfp4").draws
+    >>> get_recipe("nvfp4").stochastic
     True
     >>> get_recipe("fp8_blockwise_fprop_dgrad_bf16").formats()["fprop_x"] is None
     True

@@ -1,10 +1,10 @@
 """Routing with gradients: from scores to experts, tokens to the rows of experts, and rows back to tokens.
 
-    routing, weights = route(scores, k)
-    y = combine(experts(permute(x, routing), routing.offs), routing, weights)
+    routing, gate_weights = route(scores, k)
+    y = combine(experts(permute(x, routing), routing.offs), routing, gate_weights)
 
 Everything is summed in a fixed order, so forward and backward give the same bits on every run; nothing waits for the
-host. Selection itself has no gradient: a router learns through the weights of the experts that were chosen.
+host. Selection itself has no gradient: a router learns through the gate weights of the experts that were chosen.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ _NO_SUM = 1e-20  # 1 / total**2, a factor of gradients, is finite above
 def route(
     scores: Tensor, k: int, *, bias: Tensor | None = None, normalize: bool = False, scale: float = 1.0
 ) -> tuple[Routing, Tensor]:
-    """Send each token to the k experts with the highest scores [T, E]: the routing, and fp32 weights [T, k].
+    """Send each token to the k experts with the highest scores [T, E]: the routing, and fp32 gate weights [T, k].
 
-    bias: [E], added to scores for the choice and not to weights: it balances load without touching what is computed.
-    normalize: weights of a token are divided by their sum; where that is below 1e-20 they stay as they are, so that
-    scores of zero give weights of zero, and gradients are finite.  scale: a factor of all weights, after that.
+    bias: [E], added to the scores for the selection only; gate weights do not see it.
+    normalize: gate weights of a token are divided by their sum. A sum below 1e-20 leaves them as they are, so scores of
+    zero give gate weights of zero and finite gradients.  scale: factor of all gate weights, applied last.
 
     >>> scores = torch.tensor([[0.1, 0.7, 0.2], [0.6, 0.3, 0.1]])
-    >>> routing, weights = route(scores, 2)
-    >>> routing.offs.tolist(), [[round(w, 2) for w in row] for row in weights.tolist()]
+    >>> routing, gate_weights = route(scores, 2)
+    >>> routing.offs.tolist(), [[round(w, 2) for w in row] for row in gate_weights.tolist()]
     ([1, 3, 4], [[0.7, 0.2], [0.6, 0.3]])
     """
     _check_scores(scores, k, bias)
     check_flag(normalize, "normalize")
-    check_number(scale, "scale", "it is a factor of all weights", "pass scale=1.0")
+    check_number(scale, "scale", "it is a factor of all gate_weights", "pass scale=1.0")
     seen = scores.detach() if bias is None else scores.detach() + bias
     experts = torch.topk(seen, k, dim=-1).indices
-    weights = scores.gather(-1, experts).to(torch.promote_types(scores.dtype, torch.float32))
+    gate_weights = scores.gather(-1, experts).to(torch.promote_types(scores.dtype, torch.float32))
     if normalize:
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / (total + (total.abs() < _NO_SUM))  # one where there is no sum, its gradient as ever
-    return sort_by_expert(experts, scores.shape[-1]), weights if scale == 1.0 else weights * float(scale)
+        total = gate_weights.sum(-1, keepdim=True)
+        # the divisor is 1 where the sum vanishes
+        gate_weights = gate_weights / (total + (total.abs() < _NO_SUM))
+    return sort_by_expert(experts, scores.shape[-1]), gate_weights if scale == 1.0 else gate_weights * float(scale)
 
 
 def permute(x: Tensor, routing: Routing) -> Tensor:
@@ -63,39 +64,39 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
     return _Permute.apply(x, None, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
 
-def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+def combine(y: Tensor, routing: Routing, gate_weights: Tensor | None = None) -> Tensor:
     """Tokens [T, D] of the rows [T * k, D] that experts made: the sum of a token's rows, each times its weight [T, k].
 
     Products and sums are in fp32, slot after slot; the result is rounded once to y's dtype.
 
-    >>> routing, weights = route(torch.tensor([[0.25, 0.75], [0.5, 0.25]]), 2)
-    >>> combine(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), routing, weights).flatten().tolist()
+    >>> routing, gate_weights = route(torch.tensor([[0.25, 0.75], [0.5, 0.25]]), 2)
+    >>> combine(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), routing, gate_weights).flatten().tolist()
     [2.5, 2.0]
     """
     _check_routing(routing)
     _check_rows(y, routing.tokens.shape[0], "rows")
-    check_slots(weights, routing)
-    if not wants_gradient(y, weights, subject=ROUTING):
-        return combine_rows(y, routing.rows, weights)
-    return _Combine.apply(y, weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
+    check_slots(gate_weights, routing)
+    if not wants_gradient(y, gate_weights, subject=ROUTING):
+        return combine_rows(y, routing.rows, gate_weights)
+    return _Combine.apply(y, gate_weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
 
 # The derivatives of these three are these three, so they can be differentiated any number of times.
 
 
 class _Permute(torch.autograd.Function):
-    """Rows are gathered, times their weights; in the backward the copies of a token are added up."""
+    """Rows are gathered, times their gate_weights; in the backward the copies of a token are added up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(x if _trains(weights) else None, weights, tokens, rows)
-        return permute_rows(x, tokens, rows, weights)
+    def forward(ctx: Any, x: Tensor, gate_weights: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(x if _trains(gate_weights) else None, gate_weights, tokens, rows)
+        return permute_rows(x, tokens, rows, gate_weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weights, tokens, rows = ctx.saved_tensors
-        dx = _Combine.apply(grad, weights, tokens, rows) if ctx.needs_input_grad[0] else None
-        dw = _Dots.apply(grad, x, tokens, rows).to(weights.dtype) if ctx.needs_input_grad[1] else None  # pyright: ignore[reportOptionalMemberAccess]
+        x, gate_weights, tokens, rows = ctx.saved_tensors
+        dx = _Combine.apply(grad, gate_weights, tokens, rows) if ctx.needs_input_grad[0] else None
+        dw = _Dots.apply(grad, x, tokens, rows).to(gate_weights.dtype) if ctx.needs_input_grad[1] else None  # pyright: ignore[reportOptionalMemberAccess]
         return dx, dw, None, None
 
 
@@ -104,15 +105,15 @@ class _Combine(torch.autograd.Function):
     dot product of the two."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(y if _trains(weights) else None, weights, tokens, rows)
-        return combine_rows(y, rows, weights)
+    def forward(ctx: Any, y: Tensor, gate_weights: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(y if _trains(gate_weights) else None, gate_weights, tokens, rows)
+        return combine_rows(y, rows, gate_weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y, weights, tokens, rows = ctx.saved_tensors
-        dy = _Permute.apply(grad, weights, tokens, rows) if ctx.needs_input_grad[0] else None
-        dw = _Dots.apply(y, grad, tokens, rows).to(weights.dtype) if ctx.needs_input_grad[1] else None  # pyright: ignore[reportOptionalMemberAccess]
+        y, gate_weights, tokens, rows = ctx.saved_tensors
+        dy = _Permute.apply(grad, gate_weights, tokens, rows) if ctx.needs_input_grad[0] else None
+        dw = _Dots.apply(y, grad, tokens, rows).to(gate_weights.dtype) if ctx.needs_input_grad[1] else None  # pyright: ignore[reportOptionalMemberAccess]
         return dy, dw, None, None
 
 
@@ -132,8 +133,8 @@ class _Dots(torch.autograd.Function):
         return dy, dx, None, None
 
 
-def _trains(weights: Tensor | None) -> bool:
-    return weights is not None and weights.requires_grad
+def _trains(gate_weights: Tensor | None) -> bool:
+    return gate_weights is not None and gate_weights.requires_grad
 
 
 def _check_routing(routing: object) -> None:
@@ -168,21 +169,21 @@ def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
         raise ShapeError(message(f"bias {tuple(bias.shape)} for {scores.shape[1]} experts", rule=rule, fix="pass [E]"))
 
 
-def check_slots(weights: Tensor | None, routing: Routing) -> None:
+def check_slots(gate_weights: Tensor | None, routing: Routing) -> None:
     """Raise unless there is a weight for each slot of each token."""
-    if weights is None:
+    if gate_weights is None:
         return
     try:
-        fits = weights.shape == routing.rows.shape
+        fits = gate_weights.shape == routing.rows.shape
     except (AttributeError, TypeError, RuntimeError):
         fits = False
     if not fits:
-        check_tensor(weights, "weights", "routings")
+        check_tensor(gate_weights, "gate_weights", "routings")
         raise ShapeError(
             message(
-                f"weights {tuple(weights.shape)} for {tuple(routing.rows.shape)} slots",
+                f"gate_weights {tuple(gate_weights.shape)} for {tuple(routing.rows.shape)} slots",
                 rule="each slot of each token has a weight: [T, k]",
-                fix="pass the weights that route returned",
+                fix="pass the gate_weights that route returned",
             )
         )
 

@@ -319,7 +319,7 @@ def _check_there_is_something(optimizer: Optimizer, model: Module) -> None:
                 "print what it returns: it may have kept every layer, and says why",
             )
         )
-    casting = [each for each in recipes if each.is_low]
+    casting = [each for each in recipes if each.is_quantized]
     if not any(each.weight_cast == "step" for each in casting):
         said = " and ".join(sorted({repr(each.weight_cast) for each in casting}))
         names = " and ".join(sorted({each.name.rstrip("*") for each in recipes}))  # "*": changed by replace

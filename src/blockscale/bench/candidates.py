@@ -49,9 +49,9 @@ def measure_plans(
 def _measure(
     problem: Problem, plans: Sequence[Plan], device: torch.device, budget: Budget, launch: Launch
 ) -> dict[Plan, Timing | str]:
-    formats = ("fp8_1x128", "fp8_1x128" if problem.vector else "fp8_128x128")
+    formats = ("fp8_1x128", "fp8_1x128" if problem.b_1x128 else "fp8_128x128")
     product = (problem.m, problem.n, problem.k)
-    make = functools.partial(make_operands, product, formats, device, accumulate=problem.add)
+    make = functools.partial(make_operands, product, formats, device, accumulate=problem.accumulate)
     operands = make()
 
     def multiplied(plan: Plan, given: Operands) -> Tensor:
@@ -75,5 +75,5 @@ def _output(problem: Problem, operands: Operands) -> Tensor:
     """What a product is added to, or room for it."""
     if operands.acc is not None:
         return operands.acc
-    dtype = torch.float32 if problem.wide else torch.bfloat16
+    dtype = torch.float32 if problem.fp32_out else torch.bfloat16
     return torch.empty(problem.m, problem.n, dtype=dtype, device=operands.x.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..gemm import scaled_mm
-from ..registry import Request, rows, select, use_backend
+from ..registry import Request, kernels, select, use_backend
 from .peers import NOT_COMPILED, Peer, torchao
 from .products import Operands, gate_db
 
@@ -57,7 +57,7 @@ def table_rows(request: Request, run: Callable[..., Tensor] = multiply) -> dict[
     """Every backend but the one that is selected, or why it does not take part.  run: ours, by whom is selected."""
     taken, gate = select(request).backend, gate_db(request.formats[0], request.dtype)
     found: dict[str, Peer | str] = {}
-    for backend in dict.fromkeys(row.backend for row in rows(request.op)):
+    for backend in dict.fromkeys(row.backend for row in kernels(request.op)):
         if backend == taken:
             continue
         refused = refusal(request, backend)
@@ -76,7 +76,7 @@ def refusal(request: Request, backend: str) -> str | None:
     A backend may have several rows, each for other formats.
     """
     refused: list[tuple[bool, str]] = []
-    for row in rows(request.op):
+    for row in kernels(request.op):
         if row.backend == backend:
             reason = row.refusal(request)
             if reason is None:

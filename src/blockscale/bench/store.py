@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import OptionError, message
-from ..gemm import _assembler
+from ..gemm import _ptxas
 from ..hardware import describe
 
 REGRESSION = 0.03
@@ -164,7 +164,7 @@ def where(device: torch.device, version: str, commit: str | None = None) -> Wher
 def _assembler_of(device: torch.device) -> str | None:
     """What makes machine code of Hopper's products here."""
     try:
-        return _assembler.choice().label if device.type == "cuda" else None
+        return _ptxas.choice().label if device.type == "cuda" else None
     except OptionError:  # one is demanded that cannot: the products will say so
         return None
 

@@ -32,7 +32,7 @@ Measure = Callable[[Problem, Sequence[Plan]], Mapping[Plan, Timing | str]]
 def problems_of(
     layers: Iterable[tuple[int, int]],
     tokens: Iterable[int],
-    multiprocessors: int,
+    sms: int,
     *,
     vector: bool = False,
     training: bool = True,
@@ -45,10 +45,10 @@ def problems_of(
     every: list[Problem] = []
     for n, k in layers:
         for m in sorted(tokens):
-            every.append(Problem(m, n, k, vector, False, multiprocessors))
+            every.append(Problem(m, n, k, vector, False, sms))
             if training:
-                every.append(Problem(m, k, n, vector, False, multiprocessors))
-                every.append(Problem(n, k, m, True, True, multiprocessors, add=True))
+                every.append(Problem(m, k, n, vector, False, sms))
+                every.append(Problem(n, k, m, True, True, sms, accumulate=True))
     return list({tuned.same_plans(problem): problem for problem in every if problem.direct}.values())
 
 
@@ -122,7 +122,7 @@ def entry_of(outcome: Outcome, where: Where) -> tuned.Entry | None:
         model_us=round(outcome.times[outcome.model].us, 3),
         gpu=where.gpu,
         triton=where.triton or "none",
-        assembler=where.assembler or "unknown",
+        ptxas=where.assembler or "unknown",
         blockscale=where.blockscale,
         commit=where.commit and where.commit + (" with changes" if where.dirty else ""),
         utc=where.utc,
@@ -149,27 +149,27 @@ def record_of(outcome: Outcome, where: Where) -> dict[str, Any]:
         else:
             row |= {"us": round(timing.us, 3), "spread_us": [round(timing.low, 3), round(timing.high, 3)]}
         rows.append(row)
-    sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "vector": problem.vector, "add": problem.add}
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "vector": problem.b_1x128, "add": problem.accumulate}
     return {**sizes, "model": plan_text(outcome.model), "plans": rows, "where": asdict(where)}
 
 
 def problem_text(problem: Problem) -> str:
     """For people.
 
-    >>> problem_text(Problem(16, 512, 4096, vector=False, wide=False, multiprocessors=132))
+    >>> problem_text(Problem(16, 512, 4096, b_1x128=False, fp32_out=False, sms=132))
     '16x512x4096 1x128 @ 128x128'
     """
-    weights = "1x128" if problem.vector else "128x128"
-    result = " fp32 +=" if problem.add else " fp32" if problem.wide else ""
+    weights = "1x128" if problem.b_1x128 else "128x128"
+    result = " fp32 +=" if problem.accumulate else " fp32" if problem.fp32_out else ""
     return f"{problem.m}x{problem.n}x{problem.k} 1x128 @ {weights}{result}"
 
 
 def plan_text(plan: Plan) -> str:
     """Short, and no two candidates of a problem have the same.
 
-    >>> plan_text(heuristics.choose(Problem(8192, 8192, 8192, vector=False, wide=False, multiprocessors=132))[0])
+    >>> plan_text(heuristics.choose(Problem(8192, 8192, 8192, b_1x128=False, fp32_out=False, sms=132))[0])
     '192x128'
     """
     tile = plan.tile
-    run = f" run {tile.run}" if tile.run > 1 else ""
-    return f"{tile.bm}x{tile.bn}{run}{' shared' if plan.shared else ''}"
+    run = f" run {tile.k_unroll}" if tile.k_unroll > 1 else ""
+    return f"{tile.bm}x{tile.bn}{run}{' shared' if plan.stream_k else ''}"

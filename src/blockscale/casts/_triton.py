@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import replay
+from .. import call_recording
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import (
     GROUP_ALIGN,
@@ -30,7 +30,7 @@ from ..hardware import capability
 from ..library import empty
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
-from ._launch import launcher, start
+from ._launch_cache import launcher, start
 from ._source import Source, Tile, dense, plain, power_of_two, tile_shape
 from ._tiles import Even, side
 
@@ -140,11 +140,11 @@ def _launch(
     )  # fmt: skip
     known.launch(device, *pointers, *known.rest)
     if not known.reads_amax:
-        replay.launched(known.launch, pointers, known.rest, last=last and colsum is None)
+        call_recording.note_launch(known.launch, pointers, known.rest, last=last and colsum is None)
     if known.sums is not None:
         pointers = (_address(sums), _address(offs), _address(colsum))
         known.sums.launch(device, *pointers, *known.sums.rest)
-        replay.launched(known.sums.launch, pointers, known.sums.rest)
+        call_recording.note_launch(known.sums.launch, pointers, known.sums.rest)
 
 
 def _dense(out: Output | None) -> Output | None:
@@ -399,7 +399,7 @@ def itself(request: Request) -> Request:
     return request
 
 
-@kernel("cast", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, ahead=itself)
+@kernel("cast", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, precompile_key=itself)
 def quantize(
     x: Tensor,
     plan: CastPlan,
@@ -417,7 +417,7 @@ def quantize(
     launch(plain(x), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
 
 
-@kernel("cast_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, ahead=itself)
+@kernel("cast_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, precompile_key=itself)
 def quantize_both(
     x: Tensor,
     plans: tuple[CastPlan, CastPlan],

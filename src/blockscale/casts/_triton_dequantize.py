@@ -36,7 +36,7 @@ from ._device_decode import (
     scaled,
     source,
 )
-from ._launch import launcher
+from ._launch_cache import launcher
 from ._source import dense
 
 # ---- loading and storing ---------------------------------------------------------------------------------------------

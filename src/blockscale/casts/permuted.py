@@ -17,13 +17,13 @@ from .fused import Pair, Spec, check_same_device, count_groups, pair_arguments, 
 
 
 def permute_quantize_both(
-    x: Tensor, indices: Tensor, offs: Tensor, row: Spec, col: Spec, *, weights: Tensor | None = None
+    x: Tensor, indices: Tensor, offs: Tensor, row: Spec, col: Spec, *, gate_weights: Tensor | None = None
 ) -> Pair:
     """Both operands of x[indices], the tokens of each expert beside each other: `quantize_both(x[indices], ..., offs)`.
 
     x: [T, K].  indices: [P] int32 or int64, the source row of each permuted position; -1 makes a row of zeros.  offs:
-    inclusive ends of the experts among the P positions; `col` starts each at a multiple of 128.  weights: fp32 [P], a
-    factor of each permuted row, which is then rounded to x's type: what the gradient of a weighted sum of rows is.
+    inclusive ends of the experts among the P positions; `col` starts each at a multiple of 128.  gate_weights:
+    fp32 [P], factor of each permuted row; the result is rounded to x's dtype, as the gradient of a weighted sum is.
 
     >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
     >>> row, col = permute_quantize_both(torch.randn(4, 64), indices, offs, "mxfp8_e4m3", "mxfp8_e4m3")
@@ -32,10 +32,10 @@ def permute_quantize_both(
     """
     check_permutation(x, indices)
     check_offs(offs, x.device, x.dim(), required=True)
-    check_row_weights(weights, indices)
+    check_row_weights(gate_weights, indices)
     specs = (as_cast_spec(row), as_cast_spec(col))
     plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
-    return permute_cast_both(x, indices, specs, plans, offs, weights)
+    return permute_cast_both(x, indices, specs, plans, offs, gate_weights)
 
 
 def permute_cast_both(
@@ -44,10 +44,10 @@ def permute_cast_both(
     specs: tuple[CastSpec, CastSpec],
     plans: tuple[CastPlan, CastPlan],
     offs: Tensor,
-    weights: Tensor | None = None,
+    gate_weights: Tensor | None = None,
 ) -> Pair:
     """`permute_quantize_both` for those who have checked: plans are those of the specs."""
-    results = fused_ops.permute_quantize_both(x, indices, weights, *pair_arguments(plans, specs), offs)
+    results = fused_ops.permute_quantize_both(x, indices, gate_weights, *pair_arguments(plans, specs), offs)
     return pair_of(plans, results, (indices.shape[0], x.shape[1]), offs)
 
 
@@ -115,20 +115,20 @@ def check_permutation(x: Tensor, indices: Tensor) -> None:
     check_same_device(indices, "indices", x, "x")
 
 
-def check_row_weights(weights: Tensor | None, indices: Tensor) -> None:
+def check_row_weights(gate_weights: Tensor | None, indices: Tensor) -> None:
     """Raise unless there is a factor for each permuted row."""
-    if weights is None:
+    if gate_weights is None:
         return
-    check_tensor(weights, "weights", "casts")
-    if weights.dtype != torch.float32 or weights.shape != indices.shape:
+    check_tensor(gate_weights, "gate_weights", "casts")
+    if gate_weights.dtype != torch.float32 or gate_weights.shape != indices.shape:
         raise ShapeError(
             message(
-                f"weights are {weights.dtype} {tuple(weights.shape)} for {indices.shape[0]} permuted rows",
+                f"gate_weights {gate_weights.dtype} {tuple(gate_weights.shape)} for {indices.shape[0]} permuted rows",
                 rule="each row has one factor, in float32",
-                fix=f"pass float32 weights of shape ({indices.shape[0]},)",
+                fix=f"pass float32 gate_weights of shape ({indices.shape[0]},)",
             )
         )
-    check_same_device(weights, "weights", indices, "indices")
+    check_same_device(gate_weights, "gate_weights", indices, "indices")
 
 
 def check_copied_rows(plan: CastPlan) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..bench.store import Where
     from ..bench.tuning import Outcome
-    from ..diagnostics.ahead import Target
+    from ..diagnostics.precompile import Target
     from ..gemm.heuristics import Plan, Problem
 
 TUNABLE = ("fp8_1x128@fp8_128x128", "fp8_1x128@fp8_1x128")
@@ -70,7 +70,7 @@ def run(
         from ..gemm import tuned
 
     target, place = _gpu(device)
-    problems = _problems(layers, tokens, target.multiprocessors, vector=vector, training=not inference)
+    problems = _problems(layers, tokens, target.sms, vector=vector, training=not inference)
     if dry_run:
         if device is not None and place is None:
             rule = "plans are listed for the GPU that is named, or for an H200 where there is none"
@@ -80,7 +80,7 @@ def run(
     if place is None or against is not None:
         rule = "plans are compiled by Triton and timed on the Hopper GPU (sm_90) that will run them"
         return arguments.nothing("tuned", str(against), rule, "run it there, or list the plans with --dry-run")
-    path = out or tuned.own_file(target.name, target.multiprocessors)
+    path = out or tuned.own_file(target.name, target.sms)
     _compile(console, problems, target, processes)
     facts = where(place, __version__, commit)
     outcomes: list[Outcome] = []
@@ -120,41 +120,48 @@ def _gpu(device: str | None) -> tuple[Target, torch.device | None]:
     """The GPU to tune on; without one, an H200 for lists, and None."""
     import torch
 
-    from ..diagnostics.ahead import Target
-    from ..hardware import Capability, capability, gpu_name, multiprocessors, named_device
+    from ..diagnostics.precompile import Target
+    from ..hardware import Capability, capability, gpu_name, named_device, sm_count
 
     place = named_device(device or "cuda:0") if torch.cuda.is_available() else None
     if place is None or place.type != "cuda":
         return Target(Capability("cuda", 90)), None
-    return Target(capability(place), multiprocessors(place), gpu_name(place)), place
+    return Target(capability(place), sm_count(place), gpu_name(place)), place
 
 
 def _obstacle(target: Target, place: torch.device | None) -> str | None:
     """Why nothing can be tuned here, or None."""
-    from ..diagnostics import ahead
+    from ..diagnostics import precompile
 
     if place is None:
         return "torch sees no GPU here, or another device was named"
     if target.capability.sm != 90:
         return f"{target.name} is {target.capability}"
-    return ahead.obstacle()
+    return precompile.obstacle()
 
 
 def _compile(console: Console, problems: Sequence[Problem], target: Target, workers: int) -> None:
     """Every kernel that a plan needs, each once, in processes: one by one they would take most of the time."""
     from ..bench import tuning
-    from ..diagnostics import ahead
+    from ..diagnostics import precompile
     from ..gemm._hopper_launch import kind_of
 
     kernels: dict[object, tuple[Problem, Plan]] = {}
     for problem in problems:
         for plan, _ in tuning.plans_for(problem):
-            kernel = (plan.tile, plan.shared, kind_of(problem.n), problem.vector, problem.wide, problem.add)
+            kernel = (
+                plan.tile,
+                plan.stream_k,
+                kind_of(problem.n),
+                problem.b_1x128,
+                problem.fp32_out,
+                problem.accumulate,
+            )
             kernels.setdefault(kernel, (problem, plan))
-    requests = [ahead.product_request(problem, target) for problem, _ in kernels.values()]
+    requests = [precompile.product_request(problem, target) for problem, _ in kernels.values()]
     plans = [plan for _, plan in kernels.values()]
     with arguments.progress(console, len(plans), "starting processes that compile") as advance:
-        for done in ahead.compile_all(requests, target, workers, plans):
+        for done in precompile.compile_all(requests, target, workers, plans):
             advance(f"compiling, the last in {done.seconds:.1f} s")
 
 
@@ -233,7 +240,7 @@ def _list(console: Console, problems: Sequence[Problem], target: Target) -> int:
     from ..bench.tuning import plan_text, plans_for, problem_text
     from ..gemm import heuristics
 
-    title = f"plans that would be timed; {target.multiprocessors} multiprocessors"
+    title = f"plans that would be timed; {target.sms} multiprocessors"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for heading in ("product", "", "plan", "predicted µs", "stages", "programs", "tiles each"):
         table.add_column(heading, no_wrap=True, justify="left" if heading in ("product", "", "plan") else "right")
@@ -242,7 +249,7 @@ def _list(console: Console, problems: Sequence[Problem], target: Target) -> int:
         chosen, name = heuristics.choose(problem)[0], problem_text(problem)
         for plan, us in plans_for(problem):
             mark, style = ("->", "bold green") if plan == chosen else ("", None)
-            sizes = (plan.tile.stages, plan.programs, plan.rounds)
+            sizes = (plan.tile.stages, plan.ctas, plan.waves)
             table.add_row(name, mark, plan_text(plan), f"{us:.1f}", *map(str, sizes), style=style)
             name, count = "", count + 1
     console.print(table)

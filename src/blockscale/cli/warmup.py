@@ -11,7 +11,7 @@ from . import arguments
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..diagnostics.ahead import Needed, Target
+    from ..diagnostics.precompile import Needed, Target
 
 
 def run(
@@ -45,9 +45,9 @@ def run(
     arguments.check_device(device, is_architecture=True)
     console = arguments.wide_console()
     with console.status("importing torch ..."):
-        from ..diagnostics import ahead
+        from ..diagnostics import precompile
 
-    against = ahead.obstacle()
+    against = precompile.obstacle()
     if against is not None:
         rule, fix = "kernels are compiled by Triton", "install triton, and unset TRITON_INTERPRET"
         return arguments.nothing("compiled", against, rule, fix)
@@ -58,8 +58,8 @@ def run(
         fix = "pass --device sm_90" if dry_run else "run it there, or list what it would compile with --dry-run"
         return arguments.nothing("compiled", what, rule, fix)
     with console.status("looking for what is needed ..."):
-        requests = ahead.layer_requests(layers, target, tokens=tokens, formats=pair, training=not inference)
-        calls = ahead.needed(requests, target)
+        requests = precompile.layer_requests(layers, target, tokens=tokens, formats=pair, training=not inference)
+        calls = precompile.needed(requests, target)
     ready = [call for call in calls if call.kernels]
     name = model or f"{len(layers)} layers"
     if dry_run:
@@ -73,11 +73,11 @@ def run(
 
 
 def _compile(console: Console, calls: Sequence[Needed], target: Target, workers: int, name: str) -> None:
-    from ..diagnostics import ahead
+    from ..diagnostics import precompile
 
     started, made, found = time.perf_counter(), 0, 0
     with arguments.progress(console, len(calls), "starting processes") as advance:
-        for done in ahead.compile_all([call.request for call in calls], target, workers):
+        for done in precompile.compile_all([call.request for call in calls], target, workers):
             made, found = made + done.kernels - done.found, found + done.found
             advance(f"{done.request.op} {'x'.join(map(str, done.request.shape))}, {done.seconds:.1f} s")
     seconds = time.perf_counter() - started
@@ -85,14 +85,14 @@ def _compile(console: Console, calls: Sequence[Needed], target: Target, workers:
         f"{made + found} kernels for {name} on {target.capability}: {made} compiled, {found} were there; "
         f"{seconds:.1f} s with {min(workers, len(calls))} processes"
     )
-    console.print(f"they are in {ahead.cache_folder()}", soft_wrap=True)
+    console.print(f"they are in {precompile.cache_folder()}", soft_wrap=True)
 
 
 def _list(console: Console, calls: Sequence[Needed], target: Target) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"one call for each kernel; {target.multiprocessors} multiprocessors"
+    title = f"one call for each kernel; {target.sms} multiprocessors"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for heading in ("call", "formats", "sizes", "result", "backend", "kernel"):
         table.add_column(heading, no_wrap=True)
@@ -117,14 +117,14 @@ def _target(device: str | None, *, dry_run: bool) -> Target | None:
     """The GPU to compile for, or None where there is none."""
     import torch
 
-    from ..diagnostics.ahead import Target
-    from ..hardware import Capability, capability, gpu_name, multiprocessors, named_device
+    from ..diagnostics.precompile import Target
+    from ..hardware import Capability, capability, gpu_name, named_device, sm_count
 
     here = None
     if torch.cuda.is_available():
         named = device is not None and not device.startswith("sm_")
         place = named_device(device if named and device is not None else "cuda")
-        known = (capability(place), multiprocessors(place), gpu_name(place))
+        known = (capability(place), sm_count(place), gpu_name(place))
         here = Target(*known) if place.type == "cuda" else None
     if device is None or not device.startswith("sm_"):
         return here or (Target(Capability("cuda", 90)) if dry_run and device is None else None)

@@ -23,9 +23,9 @@ from .. import __version__, env
 from ..errors import OptionError, message
 from ..formats.checks import check_int, in_words
 from ..formats.spec import FORMATS
-from ..gemm import _assembler
+from ..gemm import _ptxas
 from ..hardware import default_device, describe, named_device
-from ..registry import adopt_demands, current_demands
+from ..registry import force_backends, forced_backends
 from .selfcheck import PARTS, Check, Choice, Samples, compiles_a_cast, known_bytes, move_checks, move_choices
 
 # what a look takes at most whose kernels are compiled: on an H200 all of them took 1.5 s, and 33 with an empty cache
@@ -96,7 +96,7 @@ def doctor(
         checks.append(Check(f"setting {name}", False, "is not a setting of this library: a typo?"))
     facts = describe(where)
     try:
-        facts["Hopper's assembler"] = str(_assembler.choice())
+        facts["Hopper's assembler"] = str(_ptxas.choice())
     except OptionError as error:  # one was demanded that cannot
         checks.append(Check("Hopper's assembler", False, str(error)))
     seconds = time.perf_counter() - started
@@ -138,8 +138,8 @@ def _answers_of_processes(
     looks: Sequence[_Look], device: torch.device, workers: int
 ) -> Iterator[tuple[_Look, Sequence[Choice | Check]]]:
     # not forked: a fork would break a CUDA context, and threads of torch's
-    context, demands = get_context("spawn"), current_demands()
-    with ProcessPoolExecutor(min(workers, len(looks)), context, adopt_demands, (demands,)) as pool:
+    context, demands = get_context("spawn"), forced_backends()
+    with ProcessPoolExecutor(min(workers, len(looks)), context, force_backends, (demands,)) as pool:
         pending = {pool.submit(_look_alone, look, str(device)): look for look in looks}
         for done in as_completed(pending):
             look = pending[done]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.linear_plan import dgrad, fprop, wgrad
 from ..autograd.operands import Casts, Groups
 from ..autograd.recipe import PRODUCTS
-from ..autograd.work import dgrad, fprop, wgrad
 from ..casts import dequantize
 from ..formats.decoding import decode_scale
 from ..formats.layout import locate, padded_ends

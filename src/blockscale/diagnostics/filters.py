@@ -52,7 +52,7 @@ def load_filter(path: str | Path, model: nn.Module | None = None, recipe: Recipe
         ) from error
     if model is not None:
         _check_names(place, [*low, *keep], [*others, *unmeasured] if "others" in row else None, model)
-    if recipe is not None and recipe.is_low and recipe.name != row.get("recipe"):
+    if recipe is not None and recipe.is_quantized and recipe.name != row.get("recipe"):
         warnings.warn(
             f"{place} was given for {row.get('recipe')}, this is {recipe.name}: its noise is another", stacklevel=2
         )

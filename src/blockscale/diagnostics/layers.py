@@ -23,7 +23,7 @@ from ..errors import OptionError, message
 from ..formats.stochastic import module_name
 from ..nn import GroupedLinear
 from ..nn.convert import ROOT
-from ..nn.follower import Follower
+from ..nn.recipe_module import RecipeModule
 from .figures import BINS, LOWEST, Sums, layer_sums
 from .watching import Untouched, counted, forget_gradients, watched
 
@@ -151,7 +151,7 @@ def _layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     low = {
         module_name(name) or ROOT: each
         for name, each in model.named_modules()
-        if isinstance(each, Follower) and each.recipe_now.is_low
+        if isinstance(each, RecipeModule) and each.recipe_now.is_quantized
     }
     layers: dict[str, torch.nn.Module]
     layers = {name: each for name, each in low.items() if isinstance(each, torch.nn.Linear | GroupedLinear)}

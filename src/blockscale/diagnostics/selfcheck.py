@@ -272,7 +272,7 @@ def _fused_casts(name: str, samples: Samples) -> dict[str, Callable[[], tuple[Bl
         found["permute"] = lambda: (
             quantize_permute(x, indices, name),
             *permute_quantize_both(x, indices, offs, name, name),
-            *permute_quantize_both(x, indices, offs, name, name, weights=samples.factors),
+            *permute_quantize_both(x, indices, offs, name, name, gate_weights=samples.factors),
             permute_quantize_columns(x, indices, offs, name),
         )
     return found

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..formats.layout import blocked_columns, ceil_div, round_up
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
-from ..hardware import multiprocessors
+from ..hardware import sm_count
 from ..registry import Request, kernel
 from ._tiles import Tile, store_tile, tile_at
 
@@ -59,10 +59,10 @@ def sum_of_blocks(
 def _scaled_mm_kernel(
     a_desc, b_desc, sa_desc, sb_desc, ga_ptr, gb_ptr, bias_ptr, c_ptr, M, N, K, c_m, c_n,
     A: tl.constexpr, B: tl.constexpr, ALONG: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A, B: names of the elements.  ALONG: codes under one scale.  SCALED: operands have tensor scales."""
-    tile_m, tile_n = tile_at(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), BAND)
+    tile_m, tile_n = tile_at(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
     row, column = tile_m * BM, tile_n * BN
     acc = sum_of_blocks(
         a_desc, b_desc, sa_desc, sb_desc, row, column, row, column, 0, K, A, B, ALONG, BM, BN, BK
@@ -119,11 +119,11 @@ def _depth(a: BlockScaled, b: BlockScaled) -> int:
     layouts=dict.fromkeys((*MX, *NVFP4), "blocked"),
     priority=4,  # below the vendor's until both have been timed
     reject=_reject,
-    by_demand=True,  # it has never run
+    forced_only=True,  # it has never run
 )
 def scaled_mm_sm100(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: block-scaled product of sm_100's tensor cores (tcgen05), sums in tensor memory"""
-    tile = tile_for_sm100(a, b, out.dtype, multiprocessors(out.device))
+    tile = tile_for_sm100(a, b, out.dtype, sm_count(out.device))
     launch(a, b, out, bias, accumulate=accumulate, tile=tile)
 
 
@@ -135,7 +135,7 @@ def scaled_mm_sm100(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor
     layouts=dict.fromkeys((*MX, *NVFP4), "blocked"),
     priority=4,
     reject=_reject,
-    by_demand=True,  # it has never run
+    forced_only=True,  # it has never run
 )
 def scaled_mm_sm120(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: block-scaled product of sm_120's tensor cores (mma.sync), sums in registers"""
@@ -150,7 +150,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
         *described(a, b, tile), a.global_scale, b.global_scale,
         None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
         *out.stride(), a.spec.element.name, b.spec.element.name, a.spec.granule,
-        a.global_scale is not None, bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.band, INTERPRETED,
+        a.global_scale is not None, bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.group_m, INTERPRETED,
         num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False,  # a tensor scale and a bias are two roundings
     )  # fmt: skip

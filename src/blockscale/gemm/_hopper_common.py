@@ -62,7 +62,7 @@ def allocate_barriers(COUNT: gl.constexpr, CLUSTER: gl.constexpr):
 @gluon.jit
 def ring_blocks(start, stop, TILE: gl.constexpr):
     """How many blocks pass through the ring for blocks of K from, to: whole runs."""
-    return gl.cdiv(stop - start, TILE.run) * TILE.run
+    return gl.cdiv(stop - start, TILE.k_unroll) * TILE.k_unroll
 
 
 @gluon.jit
@@ -77,7 +77,7 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 @gluon.jit
 def load_rows(a_desc, a_ring, bar, row, column, stage, TILE: gl.constexpr):
     """A tile's rows of codes, in as few copies as their number allows."""
-    LOADS: gl.constexpr = TILE.loads
+    LOADS: gl.constexpr = TILE.a_loads
     ROWS: gl.constexpr = a_ring.shape[1]
     for load in gl.static_range(LOADS):
         to = a_ring.index(stage * LOADS + load)
@@ -87,7 +87,7 @@ def load_rows(a_desc, a_ring, bar, row, column, stage, TILE: gl.constexpr):
 
 
 @gluon.jit
-def give_back(empty, stage):
+def release_stage(empty, stage):
     """A block of the ring, to each producer that fills it."""
     for who in gl.static_range(len(empty)):
         mbarrier.arrive(empty[who].index(stage), count=1)
@@ -98,13 +98,13 @@ def skip_blocks(full, empty, stage, phase, count, STAGES: gl.constexpr):
     """A group whose rows all lie below the operand gives its blocks back."""
     for _ in range(count):
         mbarrier.wait(full.index(stage), phase)
-        give_back(empty, stage)
+        release_stage(empty, stage)
         stage, phase = next_stage(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
-def pinned(x):
+def opt_barrier(x):
     """x, in a way that the compiler cannot look through. It would move the sums of the first part below the next
     product, and the partial results of two parts do not fit in the registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
@@ -159,7 +159,7 @@ def gathered(acc, place, part, sizes, TILE: gl.constexpr):
     """
     counters, pieces, tile = place
     _, _, K, _, tiles_m, tiles_n, rounds = sizes
-    parts: gl.constexpr = TILE.groups * TILE.waves
+    parts: gl.constexpr = TILE.warpgroups * TILE.m_subtiles
     program, programs, tiles, blocks = _sharer(), gl.num_programs(0), tiles_m * tiles_n, gl.cdiv(K, 128)
     m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     n = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))

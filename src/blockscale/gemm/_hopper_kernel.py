@@ -22,10 +22,10 @@ from ._hopper_common import (
     count_work,
     fetch_tile,
     gathered,
-    give_back,
     load_rows,
     next_stage,
-    pinned,
+    opt_barrier,
+    release_stage,
     ring_blocks,
     skip_blocks,
     store_tile,
@@ -40,8 +40,8 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
     a_ring, b_ring, sa_ring, sb_ring = rings
     full, empty, _ = bars
     _, _, K, _, tiles_m, tiles_n, rounds = sizes
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64 * TILE.cluster
-    LOADS: gl.constexpr = TILE.loads
+    BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64 * TILE.cluster
+    LOADS: gl.constexpr = TILE.a_loads
     sb_bytes: gl.constexpr = sb_desc.block_type.nbytes if VECTOR else 0
     a_bytes: gl.constexpr = LOADS * a_desc.block_type.nbytes // TILE.cluster + sa_desc.block_type.nbytes
     block_bytes: gl.constexpr = a_bytes + b_desc.block_type.nbytes + sb_bytes
@@ -49,10 +49,10 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
     stage, phase = 0, 1  # the ring starts empty
     for item in range(count_work(tiles_m * tiles_n, rounds, blocks, SHARED)):
         tile, start, stop = work_at(item, tiles_m * tiles_n, rounds, blocks, SHARED)
-        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
+        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.group_m)
         for number in range(ring_blocks(start, stop, TILE)):
             k = start + number
-            if TILE.run > 1:
+            if TILE.k_unroll > 1:
                 k = k if k < stop else blocks  # outside of the operands: zeros
             for who in gl.static_range(len(empty)):
                 mbarrier.wait(empty[who].index(stage), phase)
@@ -70,18 +70,18 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
 
 
 @gluon.jit
-def _multiply(rings, partial, stage, part, never, TILE: gl.constexpr):
+def _multiply(rings, partial, stage, part, false_at_runtime, TILE: gl.constexpr):
     """Have 64 rows of a block of K multiplied, into the registers of an earlier partial result.
 
-    never: false, which the compiler cannot know. A product that starts from an earlier result without adding it keeps
-    one range of registers for all of them; a fresh zero tensor would be a second one.
+    false_at_runtime: false, which the compiler cannot know. A product that starts from an earlier result without adding
+    it keeps one range of registers for all of them; a fresh zero tensor would be a second one.
     """
     a_ring, b_ring, _, _ = rings
-    PARTS: gl.constexpr = TILE.groups * TILE.waves // TILE.loads  # of one load
-    a = a_ring.index(stage * TILE.loads + part // PARTS)
+    PARTS: gl.constexpr = TILE.warpgroups * TILE.m_subtiles // TILE.a_loads  # of one load
+    a = a_ring.index(stage * TILE.a_loads + part // PARTS)
     if PARTS > 1:
         a = a.slice(part % PARTS * 64, 64)
-    return warpgroup_mma(a, b_ring.index(stage).permute((1, 0)), partial, use_acc=never, is_async=True)
+    return warpgroup_mma(a, b_ring.index(stage).permute((1, 0)), partial, use_acc=false_at_runtime, is_async=True)
 
 
 @gluon.jit
@@ -128,35 +128,35 @@ def sums_of_parts(
     full, empty, _ = bars
     _, _, K, sb_stride, _, _, _ = sizes
     BN: gl.constexpr = TILE.bn
-    RUN: gl.constexpr = TILE.run
+    RUN: gl.constexpr = TILE.k_unroll
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32], cga_layout=c_desc.layout.cga_layout
     )
-    part: gl.constexpr = GROUP * TILE.waves
-    never = K < 0
+    part: gl.constexpr = GROUP * TILE.m_subtiles
+    false_at_runtime = K < 0
     sb_at = sb_ptr + (pn * BN // 128) * sb_stride
     first = gl.zeros((64 * TILE.cluster, BN), gl.float32, mma)
     even = gl.zeros((64 * TILE.cluster, BN), gl.float32, mma)
     second = first
     odd = even
-    if TILE.waves == 2:
+    if TILE.m_subtiles == 2:
         for k in range(start, stop):
             sb = _block_scale(sb_at, k, VECTOR)
             mbarrier.wait(full.index(stage), phase)
             rows = _row_scales(rings, stage, part, mma, TILE)
-            even = _multiply(rings, even, stage, part, never, TILE)
+            even = _multiply(rings, even, stage, part, false_at_runtime, TILE)
             even = warpgroup_mma_wait(0, deps=(even,))
-            first = pinned(first + even * _scale(rows, sb, rings, stage, mma, TILE, VECTOR))
+            first = opt_barrier(first + even * _scale(rows, sb, rings, stage, mma, TILE, VECTOR))
             rows = _row_scales(rings, stage, part + 1, mma, TILE)
-            even = _multiply(rings, even, stage, part + 1, never, TILE)
+            even = _multiply(rings, even, stage, part + 1, false_at_runtime, TILE)
             if not VECTOR:
                 fence_async_shared()
             even = warpgroup_mma_wait(0, deps=(even,))
             scale = _scale(rows, sb, rings, stage, mma, TILE, VECTOR)
             if VECTOR:
                 fence_async_shared()
-            give_back(empty, stage)
-            second = pinned(second + even * scale)
+            release_stage(empty, stage)
+            second = opt_barrier(second + even * scale)
             stage, phase = next_stage(stage, phase, TILE.stages)
     else:
         # In a run of blocks one is multiplied while the one before is added. None is under way from one run to the
@@ -165,7 +165,7 @@ def sums_of_parts(
             sb = _block_scale(sb_at, k, VECTOR)
             mbarrier.wait(full.index(stage), phase)
             rows = _row_scales(rings, stage, part, mma, TILE)
-            even = _multiply(rings, even, stage, part, never, TILE)
+            even = _multiply(rings, even, stage, part, false_at_runtime, TILE)
             for i in gl.static_range(RUN):
                 here, rows_here, sb_here = stage, rows, sb
                 stage, phase = next_stage(stage, phase, TILE.stages)
@@ -174,9 +174,9 @@ def sums_of_parts(
                     mbarrier.wait(full.index(stage), phase)
                     rows = _row_scales(rings, stage, part, mma, TILE)
                     if i % 2 == 0:
-                        odd = _multiply(rings, odd, stage, part, never, TILE)
+                        odd = _multiply(rings, odd, stage, part, false_at_runtime, TILE)
                     else:
-                        even = _multiply(rings, even, stage, part, never, TILE)
+                        even = _multiply(rings, even, stage, part, false_at_runtime, TILE)
                 if not VECTOR:
                     fence_async_shared()
                 if i % 2 == 0:
@@ -186,11 +186,11 @@ def sums_of_parts(
                 scale = _scale(rows_here, sb_here, rings, here, mma, TILE, VECTOR)
                 if VECTOR:
                     fence_async_shared()
-                give_back(empty, here)
+                release_stage(empty, here)
                 if i % 2 == 0:
-                    first = pinned(first + even * scale)
+                    first = opt_barrier(first + even * scale)
                 else:
-                    first = pinned(first + odd * scale)
+                    first = opt_barrier(first + odd * scale)
     return first, second, stage, phase
 
 
@@ -202,15 +202,15 @@ def _consumer(
 ):  # fmt: skip
     full, empty, c_full = bars
     M, N, K, _, tiles_m, tiles_n, rounds = sizes
-    waves: gl.constexpr = TILE.waves
+    waves: gl.constexpr = TILE.m_subtiles
     ROWS: gl.constexpr = 64 * TILE.cluster
-    buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
+    buffers: gl.constexpr = c_tile.shape[0] // TILE.warpgroups
     blocks = gl.cdiv(K, 128)
     stage, phase, c_phase = 0, 0, 0
     for item in range(count_work(tiles_m * tiles_n, rounds, blocks, SHARED)):
         tile, start, stop = work_at(item, tiles_m * tiles_n, rounds, blocks, SHARED)
-        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        top, column = (pm * TILE.groups + GROUP) * waves * ROWS, pn * TILE.bn
+        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.group_m)
+        top, column = (pm * TILE.warpgroups + GROUP) * waves * ROWS, pn * TILE.bn
         if top >= M:
             stage, phase = skip_blocks(full, empty, stage, phase, ring_blocks(start, stop, TILE), TILE.stages)
         else:
@@ -251,16 +251,16 @@ def scaled_mm_kernel(
 ):  # fmt: skip
     """TILE: a `heuristics.Tile`.  VECTOR: b has scales 1x128, not 128x128.  ADD: to what c holds.  SHARED: tiles past
     `rounds` of them for each program are shared between programs (`_hopper_schedule`)."""
-    groups: gl.constexpr = TILE.groups
+    groups: gl.constexpr = TILE.warpgroups
     stages: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = 64 * TILE.cluster
-    BM: gl.constexpr = groups * TILE.waves * ROWS
-    gl.static_assert(TILE.waves == 1 or not ADD, "one buffer for each group, which holds one part of c")
-    gl.static_assert(TILE.cluster == 1 or TILE.loads == BM // ROWS, "a part is loaded by itself, half on each")
+    BM: gl.constexpr = groups * TILE.m_subtiles * ROWS
+    gl.static_assert(TILE.m_subtiles == 1 or not ADD, "one buffer for each group, which holds one part of c")
+    gl.static_assert(TILE.cluster == 1 or TILE.a_loads == BM // ROWS, "a part is loaded by itself, half on each")
     gl.static_assert(TILE.cluster == 1 or not SHARED, "one multiprocessor takes a tile's number, not two")
     # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
-    buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
-    a_ring = allocate_blocks(a_desc, stages * TILE.loads, BM // TILE.loads)
+    buffers: gl.constexpr = TILE.m_subtiles if c_desc.dtype.primitive_bitwidth == 16 else 1
+    a_ring = allocate_blocks(a_desc, stages * TILE.a_loads, BM // TILE.a_loads)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     sa_ring = allocate_blocks(sa_desc, stages, 1)
     sb_ring = allocate_blocks(sb_desc, stages if VECTOR else 1, 1)

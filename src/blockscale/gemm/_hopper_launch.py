@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import replay
-from ..casts._launch import bare_launcher, launcher, launches_are_watched, start
+from .. import call_recording
+from ..casts._launch_cache import bare_launcher, launch_hooks_are_set, launcher, start
 from ..formats.layout import round_up
-from . import _assembly
+from . import _ptxas_hook
 from ._gluon import TensorDescriptor
 
 _MOST_KNOWN = 4096
@@ -62,7 +62,7 @@ class _Known:
             torch.cuda.set_device(device)  # descriptors are made by the driver, which asks the thread for a context
             _thread.has_context = True
         count = len(self._descriptors)
-        if self._bare is None or launches_are_watched():
+        if self._bare is None or launch_hooks_are_set():
             made = [_filled(self._descriptors[at], _At(addresses[at] or 0)) for at in range(count)]
             return self._launch(device, *made, *addresses[count:], *self._rest)
         arguments: list[object] = []
@@ -105,7 +105,7 @@ def start_kernel(
     device = matrices[0].get_device()  # -1 where there is no GPU: then nothing is launched, and nothing known
     direct = device >= 0 and not any(matrix.data_ptr() % 16 for matrix in matrices)
     key = (
-        id(kernel), programs, numbers, constants, _assembly.mark(), device,
+        id(kernel), programs, numbers, constants, _ptxas_hook.mark(), device,
         *((matrix.stride(), matrix.dtype) for matrix in matrices),
         *(None if address is None else address % 16 for address in addresses),
         *(None if pointer is None else pointer.dtype for pointer in pointers),
@@ -114,9 +114,9 @@ def start_kernel(
     if known is not None:
         at = (*(matrix.data_ptr() for matrix in matrices), *addresses)
         known.start(device, *at)
-        return replay.launched(known.start, at)
+        return call_recording.note_launch(known.start, at)
     descriptors = [descriptor(*one) for one in described]
-    compiled = _assembly.launch(functools.partial(
+    compiled = _ptxas_hook.launch(functools.partial(
         start(kernel, (programs,), matrices[0]), *descriptors, *pointers, *numbers, *constants, num_warps=4,
         num_ctas=cluster,
         enable_fp_fusion=True,  # of the scaled sums: the contract's fused multiply-add

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..formats.tensor import BlockScaled
-from ..hardware import multiprocessors
+from ..hardware import sm_count
 from ..registry import Forecast, Request, kernel
 from ._gluon import gl
 from ._hopper import LANGUAGE, PASS, problem_of
@@ -28,7 +28,7 @@ from ._hopper_launch import (
 )
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .epilogue import finish
-from .heuristics import PART, Plan, Problem, bound, kernel_part
+from .heuristics import SUBTILE_M, Plan, Problem, bound, kernel_part
 from .heuristics_mx import choose
 from .ops import reject_fp8_of_hopper
 from .tuned import Choice
@@ -49,9 +49,9 @@ def forecast(request: Request) -> Forecast:
     return Forecast(chosen.plan.label, chosen.us + pass_us, flops, *bound(problem), note)
 
 
-def ahead(request: Request) -> Hashable:
+def precompile_key(request: Request) -> Hashable:
     """All that the compiled kernel depends on."""
-    add, count = "accumulate" in request.options, multiprocessors(torch.device("meta"))
+    add, count = "accumulate" in request.options, sm_count(torch.device("meta"))
     part, _ = kernel_part(Problem(*request.shape, False, request.dtype == torch.float32, count, add))
     return choose(part)[0].tile, kind_of(part.n), request.formats, request.dtype, request.options
 
@@ -65,14 +65,14 @@ def ahead(request: Request) -> Hashable:
     priority=12,
     reject=reject_fp8_of_hopper,
     forecast=forecast,
-    ahead=ahead,
+    precompile_key=precompile_key,
 )
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialised MXFP8 product, promoted after every 32 of K"""
     direct = can_be_written(out)
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
     wide, add = dtype == torch.float32, accumulate and direct
-    plan, _ = choose(Problem(a.rows, b.rows, a.length, False, wide, multiprocessors(out.device), add))
+    plan, _ = choose(Problem(a.rows, b.rows, a.length, False, wide, sm_count(out.device), add))
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
@@ -89,11 +89,13 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     b_scale = b.scale.view(torch.uint8)
     start_kernel(
         scaled_mm_mx_kernel,
-        plan.programs,
+        plan.ctas,
         (
-            Described(whole(a.data, k), (min(tile.rows, tile.bm), 128), shared_layout(PART, 128, CODES[a.data.dtype])),
+            Described(
+                whole(a.data, k), (min(tile.a_rows, tile.bm), 128), shared_layout(SUBTILE_M, 128, CODES[a.data.dtype])
+            ),
             Described(whole(b.data, k), (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
-            Described(out, (PART, tile.bn), shared_layout(PART, tile.bn, LANGUAGE[out.dtype])),
+            Described(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
         ),
         (scale_words(a), b_scale, None if bias is None else bias.contiguous()),
         (a.rows, b.rows, k, b_scale.stride(0)),

@@ -15,7 +15,7 @@ The rest is as in `_hopper_kernel`; docs/design/gemm.md says why, and why b has 
 # pyright: reportAssignmentType=false
 
 from ._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from ._hopper_common import allocate_blocks, fetch_tile, load_rows, next_stage, pinned, skip_blocks, store_tile
+from ._hopper_common import allocate_blocks, fetch_tile, load_rows, next_stage, opt_barrier, skip_blocks, store_tile
 from ._hopper_schedule import tile_at
 
 SCALERS: gl.constexpr = gl.constexpr(4)  # warps: one on each scheduler, or two of these would be late
@@ -53,7 +53,7 @@ def _factors(bytes):
 @gluon.jit
 def ring_blocks_mx(blocks, TILE: gl.constexpr):
     """How many blocks pass through the ring for those of a tile: whole runs, which are steps of 32."""
-    per_run: gl.constexpr = TILE.run // 4
+    per_run: gl.constexpr = TILE.k_unroll // 4
     return gl.cdiv(blocks, per_run) * per_run
 
 
@@ -64,11 +64,11 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr):
     a_ring, b_ring, _ = rings
     full, empty, _ = bars
     _, _, K, tiles_m, tiles_n = sizes
-    BM: gl.constexpr = TILE.groups * 64
+    BM: gl.constexpr = TILE.warpgroups * 64
     block_bytes: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
     stage, phase = 0, 1  # the ring starts empty
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
+        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.group_m)
         for k in range(ring_blocks_mx(gl.cdiv(K, 128), TILE)):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -89,7 +89,7 @@ def scale_blocks(a_at, b_at, rows, blocks, count, rings, bars, stage, phase, TIL
     """
     _, _, sa_ring = rings
     full, empty, _ = bars
-    BM: gl.constexpr = TILE.groups * 64
+    BM: gl.constexpr = TILE.warpgroups * 64
     m = gl.arange(0, BM, gl.SliceLayout(1, _QUADS))
     steps = gl.arange(0, 4, gl.SliceLayout(0, _QUADS))[None, :]
     for k in range(count):
@@ -112,21 +112,21 @@ def _scaler(scales, rings, bars, sizes, TILE: gl.constexpr):
     count = ring_blocks_mx(blocks, TILE)
     stage, phase = 0, 1
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        top = pm * TILE.groups * 64
+        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.group_m)
+        top = pm * TILE.warpgroups * 64
         a_at, b_at = sa_ptr + top.to(gl.int64) * blocks, sb_ptr + (pn * TILE.bn // 128) * sb_stride
         stage, phase = scale_blocks(a_at, b_at, M - top, blocks, count, rings, bars, stage, phase, TILE)
 
 
 @gluon.jit
-def _multiply(rings, partial, stage, part, never, STEP: gl.constexpr, TILE: gl.constexpr):
+def _multiply(rings, partial, stage, part, false_at_runtime, STEP: gl.constexpr, TILE: gl.constexpr):
     """Have 64 rows of a step of K multiplied, into the registers of an earlier partial result (`_hopper_kernel`)."""
     a_ring, b_ring, _ = rings
     a = a_ring.index(stage)
-    if TILE.groups > 1:
+    if TILE.warpgroups > 1:
         a = a.slice(part * 64, 64)
     b = b_ring.index(stage).slice(STEP * 32, 32, 1).permute((1, 0))
-    return warpgroup_mma(a.slice(STEP * 32, 32, 1), b, partial, use_acc=never, is_async=True)
+    return warpgroup_mma(a.slice(STEP * 32, 32, 1), b, partial, use_acc=false_at_runtime, is_async=True)
 
 
 @gluon.jit
@@ -154,11 +154,11 @@ def sums_of_steps(
     """The sums of a group's 64 rows over the blocks that pass through the ring, and where it stands then."""
     full, empty, c_full = bars
     BN: gl.constexpr = TILE.bn
-    RUN: gl.constexpr = TILE.run
+    RUN: gl.constexpr = TILE.k_unroll
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
     runs = count // (RUN // 4)
     fetch_at = gl.minimum(2, runs) - 1
-    never = K < 0
+    false_at_runtime = K < 0
     sums = gl.zeros((64, BN), gl.float32, mma)
     even = gl.zeros((64, BN), gl.float32, mma)
     odd = even
@@ -169,7 +169,7 @@ def sums_of_steps(
         # assembler does not follow it around the loop, and would wait for every product.
         mbarrier.wait(full.index(stage), phase)
         rows = _row_factors(rings, stage, GROUP, mma)
-        even = _multiply(rings, even, stage, GROUP, never, 0, TILE)
+        even = _multiply(rings, even, stage, GROUP, false_at_runtime, 0, TILE)
         for i in gl.static_range(RUN):
             here, rows_here = stage, rows
             if i % 4 == 3:
@@ -179,9 +179,9 @@ def sums_of_steps(
                     mbarrier.wait(full.index(stage), phase)
                     rows = _row_factors(rings, stage, GROUP, mma)
                 if i % 2 == 0:
-                    odd = _multiply(rings, odd, stage, GROUP, never, (i + 1) % 4, TILE)
+                    odd = _multiply(rings, odd, stage, GROUP, false_at_runtime, (i + 1) % 4, TILE)
                 else:
-                    even = _multiply(rings, even, stage, GROUP, never, (i + 1) % 4, TILE)
+                    even = _multiply(rings, even, stage, GROUP, false_at_runtime, (i + 1) % 4, TILE)
             if i % 2 == 0:
                 even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
                 partial = even
@@ -190,7 +190,7 @@ def sums_of_steps(
                 partial = odd
             if i % 4 == 3:
                 mbarrier.arrive(empty.index(here), count=1)
-            sums = pinned(sums + partial * rows_here[i % 4][:, None])
+            sums = opt_barrier(sums + partial * rows_here[i % 4][:, None])
     return sums, stage, phase
 
 
@@ -203,8 +203,8 @@ def _consumer(
     M, N, K, tiles_m, tiles_n = sizes
     stage, phase, c_phase = 0, 0, 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.band)
-        top, column = (pm * TILE.groups + GROUP) * 64, pn * TILE.bn
+        pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.group_m)
+        top, column = (pm * TILE.warpgroups + GROUP) * 64, pn * TILE.bn
         count = ring_blocks_mx(gl.cdiv(K, 128), TILE)
         if top >= M:
             stage, phase = skip_blocks(full, (empty,), stage, phase, count, TILE.stages)
@@ -229,11 +229,11 @@ def scaled_mm_mx_kernel(
 ):  # fmt: skip
     """sa_ptr: int32 [M, K / 128], four scale bytes each.  sb_ptr: bytes [N / 128, K / 128].  TILE: of `heuristics_mx`.
     ADD: to what c holds."""
-    groups: gl.constexpr = TILE.groups
+    groups: gl.constexpr = TILE.warpgroups
     stages: gl.constexpr = TILE.stages
     BM: gl.constexpr = groups * 64
-    gl.static_assert(TILE.waves == 1 and TILE.loads == 1, "a group has 64 rows, and all are fetched at once")
-    gl.static_assert(TILE.run % 4 == 0, "runs are of whole blocks")
+    gl.static_assert(TILE.m_subtiles == 1 and TILE.a_loads == 1, "a group has 64 rows, and all are fetched at once")
+    gl.static_assert(TILE.k_unroll % 4 == 0, "runs are of whole blocks")
     gl.static_assert(128 % TILE.bn == 0, "a tile lies in one block of 128 rows of b")
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a_ring = allocate_blocks(a_desc, stages, BM)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats.tensor import BlockScaled
-from ..hardware import multiprocessors
+from ..hardware import sm_count
 from ..registry import Forecast, Request, kernel
 from ._gluon import gl
 from ._hopper import problem_of
@@ -38,7 +38,7 @@ def _reject(request: Request) -> str | None:
     return reject_fp8_of_hopper(request)
 
 
-def _leave(request: Request) -> str | None:
+def _defer(request: Request) -> str | None:
     problem, _ = problem_of(request)
     if few_rows_pay(problem):
         return None
@@ -55,7 +55,7 @@ def forecast(request: Request) -> Forecast:
     return Forecast(plan.label, us, 2 * problem.m * problem.n * problem.k, *bound(problem), note)
 
 
-def ahead(request: Request) -> Hashable:
+def precompile_key(request: Request) -> Hashable:
     """All that the compiled kernel depends on."""
     m, n, _ = request.shape
     return few_rows_tile(m), kind_of(n), request.formats, request.dtype, request.options
@@ -69,14 +69,14 @@ def ahead(request: Request) -> Hashable:
     layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
     priority=26,
     reject=_reject,
-    leave=_leave,
+    defer=_defer,
     forecast=forecast,
-    ahead=ahead,
+    precompile_key=precompile_key,
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: FP8 product of few rows, weights as the tall side"""
     wide = out.dtype == torch.float32
-    problem = Problem(a.rows, b.rows, a.length, not b.spec.is_2d, wide, multiprocessors(out.device), accumulate)
+    problem = Problem(a.rows, b.rows, a.length, not b.spec.is_2d, wide, sm_count(out.device), accumulate)
     plan, _ = choose_few_rows(problem)
     launch(a, b, out, bias, accumulate=accumulate, plan=plan)
 
@@ -86,11 +86,11 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     tile, vector = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
-    rows = tile.bm // tile.loads
+    rows = tile.bm // tile.a_loads
     weights, tokens, scales = _layouts(rows, tile.bn)
     start_kernel(
         few_rows_kernel,
-        plan.programs,
+        plan.ctas,
         (
             Described(whole(b.data, k), (rows, 128), weights),
             Described(whole(a.data, k), (tile.bn, 128), tokens),

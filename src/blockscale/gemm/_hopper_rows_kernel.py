@@ -25,7 +25,7 @@ from ._hopper_common import (
     allocate_blocks,
     load_rows,
     next_stage,
-    pinned,
+    opt_barrier,
     ring_blocks,
     skip_blocks,
 )
@@ -37,8 +37,8 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
     w_ring, x_ring, sw_ring, sx_ring = rings
     full, empty = bars
     _, _, K, _, tiles = sizes
-    BM: gl.constexpr = TILE.groups * 64
-    LOADS: gl.constexpr = TILE.loads
+    BM: gl.constexpr = TILE.warpgroups * 64
+    LOADS: gl.constexpr = TILE.a_loads
     sw_bytes: gl.constexpr = sw_desc.block_type.nbytes if VECTOR else 0
     x_bytes: gl.constexpr = x_desc.block_type.nbytes + sx_desc.block_type.nbytes
     block_bytes: gl.constexpr = LOADS * w_desc.block_type.nbytes + x_bytes + sw_bytes
@@ -58,14 +58,14 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, VECTOR: gl.const
 
 
 @gluon.jit
-def _multiply(rings, partial, stage, never, GROUP: gl.constexpr, TILE: gl.constexpr):
+def _multiply(rings, partial, stage, false_at_runtime, GROUP: gl.constexpr, TILE: gl.constexpr):
     """As in `_hopper_kernel`: into the registers of an earlier partial result."""
     w_ring, x_ring, _, _ = rings
-    PARTS: gl.constexpr = TILE.groups // TILE.loads  # of one load
-    w = w_ring.index(stage * TILE.loads + GROUP // PARTS)
+    PARTS: gl.constexpr = TILE.warpgroups // TILE.a_loads  # of one load
+    w = w_ring.index(stage * TILE.a_loads + GROUP // PARTS)
     if PARTS > 1:
         w = w.slice(GROUP % PARTS * 64, 64)
-    return warpgroup_mma(w, x_ring.index(stage).permute((1, 0)), partial, use_acc=never, is_async=True)
+    return warpgroup_mma(w, x_ring.index(stage).permute((1, 0)), partial, use_acc=false_at_runtime, is_async=True)
 
 
 @gluon.jit
@@ -92,36 +92,36 @@ def _sums(
     full, empty = bars
     _, _, K, sw_stride, _ = sizes
     BN: gl.constexpr = TILE.bn
-    RUN: gl.constexpr = TILE.run
+    RUN: gl.constexpr = TILE.k_unroll
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
     blocks = gl.cdiv(K, 128)
-    never = K < 0
+    false_at_runtime = K < 0
     sw_at = sw_ptr + row // 128 * sw_stride
     acc = gl.zeros((64, BN), gl.float32, mma)
     even = gl.zeros((64, BN), gl.float32, mma)
     odd = even
     for k in range(0, blocks, RUN):
         mbarrier.wait(full.index(stage), phase)
-        even = _multiply(rings, even, stage, never, GROUP, TILE)
+        even = _multiply(rings, even, stage, false_at_runtime, GROUP, TILE)
         for i in gl.static_range(RUN):
             here = stage
             stage, phase = next_stage(stage, phase, TILE.stages)
             if i + 1 < RUN:
                 mbarrier.wait(full.index(stage), phase)
                 if i % 2 == 0:
-                    odd = _multiply(rings, odd, stage, never, GROUP, TILE)
+                    odd = _multiply(rings, odd, stage, false_at_runtime, GROUP, TILE)
                 else:
-                    even = _multiply(rings, even, stage, never, GROUP, TILE)
+                    even = _multiply(rings, even, stage, false_at_runtime, GROUP, TILE)
             scale = _scale(rings, sw_at, gl.minimum(k + i, blocks - 1), here, mma, BN, GROUP, VECTOR)
             fence_async_shared()
             if i % 2 == 0:
                 even = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(even,))
                 mbarrier.arrive(empty.index(here), count=1)
-                acc = pinned(acc + even * scale)
+                acc = opt_barrier(acc + even * scale)
             else:
                 odd = warpgroup_mma_wait(1 if i + 1 < RUN else 0, deps=(odd,))
                 mbarrier.arrive(empty.index(here), count=1)
-                acc = pinned(acc + odd * scale)
+                acc = opt_barrier(acc + odd * scale)
     return acc, stage, phase
 
 
@@ -149,7 +149,7 @@ def _consumer(
     M, N, K, _, tiles = sizes
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = (tile * TILE.groups + GROUP) * 64
+        row = (tile * TILE.warpgroups + GROUP) * 64
         if row >= N:
             count = ring_blocks(0, gl.cdiv(K, 128), TILE)
             stage, phase = skip_blocks(full, (empty,), stage, phase, count, TILE.stages)
@@ -166,9 +166,9 @@ def few_rows_kernel(
 ):  # fmt: skip
     """TILE: `heuristics.few_rows_tile`, weights by tokens.  VECTOR: weights have scales 1x128, not 128x128."""
     stages: gl.constexpr = TILE.stages
-    BM: gl.constexpr = TILE.groups * 64
-    gl.static_assert(TILE.groups == 3)
-    w_ring = allocate_blocks(w_desc, stages * TILE.loads, BM // TILE.loads)
+    BM: gl.constexpr = TILE.warpgroups * 64
+    gl.static_assert(TILE.warpgroups == 3)
+    w_ring = allocate_blocks(w_desc, stages * TILE.a_loads, BM // TILE.a_loads)
     x_ring = allocate_blocks(x_desc, stages, TILE.bn)
     sw_ring = allocate_blocks(sw_desc, stages if VECTOR else 1, 1)
     sx_ring = allocate_blocks(sx_desc, stages, 1)
@@ -176,7 +176,7 @@ def few_rows_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=TILE.groups)
+        mbarrier.init(empty.index(i), count=TILE.warpgroups)
     operands = (w_desc, x_desc, sw_desc, sx_desc)
     output = (out_ptr, bias_ptr, m_stride, n_stride)
     rings = (w_ring, x_ring, sw_ring, sx_ring)

@@ -13,11 +13,11 @@ from ._gluon import gluon
 
 
 @gluon.jit
-def tile_at(tile, tiles_m, tiles_n, band):
-    """Row and column of a tile: down a band of rows, then right, so that what runs at one time shares operands."""
-    above = tile // (band * tiles_n) * band
-    height = band if tiles_m - above > band else tiles_m - above
-    inside = tile % (band * tiles_n)
+def tile_at(tile, tiles_m, tiles_n, group_m):
+    """Row and column of a tile: down a group_m of rows, then right, so that what runs at one time shares operands."""
+    above = tile // (group_m * tiles_n) * group_m
+    height = group_m if tiles_m - above > group_m else tiles_m - above
+    inside = tile % (group_m * tiles_n)
     return above + inside % height, inside // height
 
 

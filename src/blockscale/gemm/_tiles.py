@@ -19,23 +19,23 @@ from ..casts._device import round_to_bf16
 
 
 class Tile(NamedTuple):
-    """bm rows by bn columns, bk of K at a time; band: rows of tiles that are walked down before going right."""
+    """bm rows by bn columns, bk of K at a time; group_m: rows of tiles that are walked down before going right."""
 
     bm: int
     bn: int
     bk: int
     warps: int
     stages: int
-    band: int = 8
+    group_m: int = 8
 
 
 @triton.jit
-def tile_at(tile, tiles_m, tiles_n, BAND: tl.constexpr):
-    """The row and the column of a tile: down a band of rows, then right, so that neighbours share operands in L2."""
-    band = tile // (BAND * tiles_n)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
-    inside = tile % (BAND * tiles_n)
-    return band * BAND + inside % height, inside // height
+def tile_at(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """The row and the column of a tile: down a group_m of rows, then right, so that neighbours share operands in L2."""
+    group_m = tile // (GROUP_M * tiles_n)
+    height = tl.minimum(tiles_m - group_m * GROUP_M, GROUP_M)
+    inside = tile % (GROUP_M * tiles_n)
+    return group_m * GROUP_M + inside % height, inside // height
 
 
 @triton.jit

@@ -92,7 +92,7 @@ def _reject_blackwell(request: Request) -> str | None:
     layouts=dict.fromkeys((*_MXFP8, *_NVFP4), "blocked"),
     priority=5,
     reject=_reject_blackwell,
-    by_demand=True,  # it has never run
+    forced_only=True,  # it has never run
 )
 def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """F.scaled_mm: the vendor library's MXFP8 or NVFP4 product"""
@@ -124,7 +124,7 @@ def _has_mxfp4() -> bool:
     layouts={"mxfp4": "blocked"},
     priority=5,
     reject=_reject_mxfp4,
-    by_demand=True,  # it has never run
+    forced_only=True,  # it has never run
 )
 def scaled_mm_mxfp4(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """F.scaled_mm: the MXFP4 product that torch has where it was built with MSLK"""

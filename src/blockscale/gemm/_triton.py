@@ -100,11 +100,11 @@ def _scaled_mm_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, ga_ptr, gb_ptr, bias_ptr, c_ptr, M, N, K,
     a_stride, b_stride, sa_t, sa_b, sb_t, sb_b, c_m, c_n, tiles_m, tiles_n,
     A: tl.constexpr, B: tl.constexpr, DOT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """DOT: what the tensor cores multiply, "fp8" or "bf16"; "fp32" for the interpreter, whose bf16 does not round.
     EVEN: BK divides K."""
-    tile_m, tile_n = tile_at(tl.program_id(0), tiles_m, tiles_n, BAND)
+    tile_m, tile_n = tile_at(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     m, n = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
     acc = sum_of_blocks(
         a_ptr, b_ptr, sa_ptr, sb_ptr, m, n, M, N, 0, K, K, a_stride, b_stride, sa_t, sa_b, sb_t, sb_b,
@@ -150,7 +150,7 @@ def _reject(request: Request) -> str | None:
     formats=sorted(LEGAL_PAIRS),
     priority=8,
     reject=_reject,
-    by_demand=True,  # right on an H200, but slower than the others there; on other GPUs it has not run
+    forced_only=True,  # right on an H200, but slower than the others there; on other GPUs it has not run
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: FP8 dot and promotion, or exact upcast in the kernel"""
@@ -165,7 +165,7 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
         *(data_of(q, dot) for q in (a, b)), *(scale for scale, _ in scales), a.global_scale, b.global_scale,
         None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
         a.data.stride(0), b.data.stride(0), *scales[0][1], *scales[1][1], *out.stride(), tiles_m, tiles_n,
-        *sides, dot, bias is not None, accumulate, a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.band,
+        *sides, dot, bias is not None, accumulate, a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.group_m,
         num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=is_fp8,  # of scaled sums; a tensor scale and a bias are two roundings
     )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from .heuristics import Cost, Plan, Problem, Tile, fitted, predicted_us, whole_tiles
+from .heuristics import Cost, Plan, Problem, Tile, data_parallel_plan, fitted, predicted_us
 
 BLOCK = 128  # of K, in the ring
 STEP = 32  # of K: a scale's reach, and one instruction
@@ -15,9 +15,9 @@ STEP = 32  # of K: a scale's reach, and one instruction
 # `run` counts steps: four are a block. Consumers leave registers to five warps that fetch and scale. Costs are fitted
 # to one H200: small tiles at 1 to 512 rows, the large one between these and the shapes of training, within 12 %.
 CANDIDATES = (
-    (Tile(2, 1, 128, 5, 12, run=8, registers=216), Cost(0.70, 0.6)),
-    (Tile(1, 1, 128, 8, 16, run=4), Cost(0.40, 2.0)),
-    (Tile(1, 1, 64, 8, 16, run=4), Cost(0.25, 1.6)),
+    (Tile(2, 1, 128, 5, 12, k_unroll=8, registers=216), Cost(0.70, 0.6)),
+    (Tile(1, 1, 128, 8, 16, k_unroll=4), Cost(0.40, 2.0)),
+    (Tile(1, 1, 64, 8, 16, k_unroll=4), Cost(0.25, 1.6)),
 )
 TILES = tuple(tile for tile, _ in CANDIDATES)
 
@@ -26,22 +26,22 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory that the kernel takes: the ring, the output tiles, and the barriers."""
     factors = 4 * BLOCK // STEP
     block = (tile.bm + tile.bn) * BLOCK + tile.bm * factors
-    output = tile.bm * tile.bn * (4 if problem.wide else 2)
-    return tile.stages * block + output + 8 * (2 * tile.stages + tile.groups) + 1024
+    output = tile.bm * tile.bn * (4 if problem.fp32_out else 2)
+    return tile.stages * block + output + 8 * (2 * tile.stages + tile.warpgroups) + 1024
 
 
 def plan_for(tile: Tile, problem: Problem) -> Plan:
     """Every tile is one program's. Where 16 bits are added to, consumers keep more addresses; 216 registers spilled."""
-    if problem.add and not problem.wide and tile.groups > 1:
+    if problem.accumulate and not problem.fp32_out and tile.warpgroups > 1:
         tile = tile._replace(registers=224)
-    return whole_tiles(tile, problem)._replace(tile=fitted(tile, problem, shared_bytes))
+    return data_parallel_plan(tile, problem)._replace(tile=fitted(tile, problem, shared_bytes))
 
 
 @functools.lru_cache(maxsize=8192)
 def choose(problem: Problem) -> tuple[Plan, float]:
     """The quickest plan by the model of `heuristics`, and its predicted microseconds.
 
-    >>> plan, us = choose(Problem(4096, 4096, 4096, vector=False, wide=False, multiprocessors=132))
+    >>> plan, us = choose(Problem(4096, 4096, 4096, b_1x128=False, fp32_out=False, sms=132))
     >>> plan.tile.label
     '128x128, 2 groups, 5 stages'
     """

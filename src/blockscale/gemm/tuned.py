@@ -29,7 +29,7 @@ from .. import env
 from ..errors import OptionError, message
 from ..formats.layout import round_up
 from ..registry import log
-from .heuristics import BLOCK, PART, Plan, Problem, Tile, candidates
+from .heuristics import BLOCK, SUBTILE_M, Plan, Problem, Tile, candidates
 from .heuristics import choose as by_model
 
 SETTING = "BLOCKSCALE_TUNED"
@@ -52,7 +52,7 @@ class Entry:
     model_us: float
     gpu: str
     triton: str
-    assembler: str
+    ptxas: str
     blockscale: str
     commit: str | None
     utc: str
@@ -79,13 +79,13 @@ class Choice(NamedTuple):
         if entry is None:
             return "by the model, which is fitted to one H200"
         times = f"{entry.us:,.1f} µs at M = {entry.problem.m}, the model's plan {entry.model_us:,.1f}"
-        return f"tuned on this GPU ({entry.utc[:10]}, triton {entry.triton}, {entry.assembler}: {times})"
+        return f"tuned on this GPU ({entry.utc[:10]}, triton {entry.triton}, {entry.ptxas}: {times})"
 
 
 def choose(problem: Problem, gpu: str) -> Choice:
     """The plan to launch on a GPU of that name: the tuned one, else the model's.
 
-    >>> choose(Problem(16, 7168, 2048, vector=False, wide=False, multiprocessors=132), "").origin
+    >>> choose(Problem(16, 7168, 2048, b_1x128=False, fp32_out=False, sms=132), "").origin
     'by the model, which is fitted to one H200'
     """
     return _choose(problem, gpu, env.get(SETTING))
@@ -93,17 +93,17 @@ def choose(problem: Problem, gpu: str) -> Choice:
 
 @functools.lru_cache(maxsize=8192)
 def _choose(problem: Problem, gpu: str, setting: str) -> Choice:
-    entry = entries(gpu, problem.multiprocessors, setting).get(same_plans(problem)) if gpu else None
+    entry = entries(gpu, problem.sms, setting).get(same_plans(problem)) if gpu else None
     return Choice(*by_model(problem), None) if entry is None else Choice(entry.plan, entry.us, entry)
 
 
 def same_plans(problem: Problem) -> Problem:
     """The largest problem that has the same candidates: it stands for all of them.
 
-    >>> same_plans(Problem(100, 512, 4000, vector=False, wide=False, multiprocessors=132))
-    Problem(m=128, n=512, k=4096, vector=False, wide=False, multiprocessors=132, add=False)
+    >>> same_plans(Problem(100, 512, 4000, b_1x128=False, fp32_out=False, sms=132))
+    Problem(m=128, n=512, k=4096, b_1x128=False, fp32_out=False, sms=132, accumulate=False)
     """
-    m = _FEW if problem.m <= _FEW else round_up(problem.m, PART)
+    m = _FEW if problem.m <= _FEW else round_up(problem.m, SUBTILE_M)
     return dataclasses.replace(problem, m=m, k=round_up(problem.k, BLOCK))
 
 
@@ -207,22 +207,22 @@ def _parse(line: str) -> Entry:
         problem, plan = Problem(**fields["problem"]), fields["plan"]
         plan = Plan(**plan | {"tile": Tile(**plan["tile"])})
         us, low, high, model_us = map(float, (fields["us"], *fields["spread_us"], fields["model_us"]))
-        gpu, triton, assembler, version, utc = (
-            str(fields[name]) for name in ("gpu", "triton", "assembler", "blockscale", "utc")
+        gpu, triton, ptxas, version, utc = (
+            str(fields[name]) for name in ("gpu", "triton", "ptxas", "blockscale", "utc")
         )
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"is no entry ({type(error).__name__}: {error})") from None
-    sizes = (problem.m, problem.n, problem.k, problem.multiprocessors)
+    sizes = (problem.m, problem.n, problem.k, problem.sms)
     if not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"is about sizes {sizes}, which are not all positive integers")
     if not all(0 < time < math.inf for time in (us, model_us)):
         raise ValueError(f"has times {us} and {model_us}, which are not both positive")
-    return Entry(problem, plan, us, (low, high), model_us, gpu, triton, assembler, version, fields.get("commit"), utc)
+    return Entry(problem, plan, us, (low, high), model_us, gpu, triton, ptxas, version, fields.get("commit"), utc)
 
 
 def _checked(entry: Entry, gpu: str, multiprocessors: int) -> Entry:
     """The entry if it counts on such a GPU, with the library's own plan in the place of the file's; else ValueError."""
-    count = entry.problem.multiprocessors
+    count = entry.problem.sms
     if (entry.gpu, count) != (gpu, multiprocessors):
         this = f"this is {gpu} with {multiprocessors}"
         raise ValueError(f"is of {entry.gpu} with {count} multiprocessors, and {this}")

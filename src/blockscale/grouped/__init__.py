@@ -21,8 +21,8 @@ from ..gemm import check_accumulator, check_bias, check_contraction, check_opera
 from . import _reference as _reference  # registers its rows
 from . import _reference_rows as _reference_rows
 from . import _torch as _torch
-from . import high as high
 from . import ops
+from . import unquantized as unquantized
 from .routing import Routing, sort_by_expert
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it

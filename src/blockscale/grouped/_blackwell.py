@@ -24,7 +24,7 @@ from ..formats.tensor import BlockScaled
 from ..gemm import _blackwell as dense
 from ..gemm._blackwell import INTERPRETED, MX, NVFP4, PAIRS, described, is_mixed, reject_mixed, sum_of_blocks
 from ..gemm._tiles import Tile
-from ..hardware import made_current, multiprocessors
+from ..hardware import made_current, sm_count
 from ..registry import Request, kernel
 from ._tiles import count_tiles, group_steps, listed, place_of, reject, store_group
 
@@ -36,14 +36,14 @@ def _grouped_mm_kernel(
     a_desc, b_desc, sa_desc, sb_desc, ga_ptr, gb_ptr, bias_ptr, c_ptr, list_ptr, groups, M, N, K,
     c_g, c_m, c_n, ga_g, gb_g,
     A: tl.constexpr, B: tl.constexpr, ALONG: tl.constexpr, K_GROUPED: tl.constexpr, SCALED: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A, B, ALONG, SCALED: as of the dense product.  x_g: from a group's to the next group's x."""
     tile = tl.program_id(0)
     if tile >= count_tiles(list_ptr, groups, M, N, K_GROUPED, BM, BN):
         return
-    group, row, column, start, stop, begin, end = place_of(tile, list_ptr, groups, M, N, K, K_GROUPED, BM, BN, BAND)
+    group, row, column, start, stop, begin, end = place_of(tile, list_ptr, groups, M, N, K, K_GROUPED, BM, BN, GROUP_M)
     b_row = column if K_GROUPED else group * N + column
     sb_row = column if K_GROUPED else group * tl.cdiv(N, 128) * 128 + column
     acc = sum_of_blocks(
@@ -68,7 +68,7 @@ def _reject(request: Request) -> str | None:
 def tile_for_sm100(a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor) -> Tile:
     """The dense product's, of one group where all have the same sizes."""
     groups = offs.shape[0] if len(b.shape) == 2 else 1
-    return _fitted(dense.tile_for_sm100(a, b, out.dtype, ceil_div(multiprocessors(out.device), groups)), b)
+    return _fitted(dense.tile_for_sm100(a, b, out.dtype, ceil_div(sm_count(out.device), groups)), b)
 
 
 def tile_for_sm120(a: BlockScaled, b: BlockScaled) -> Tile:
@@ -89,7 +89,7 @@ def _fitted(tile: Tile, b: BlockScaled) -> Tile:
     layouts=LAYOUTS,
     priority=4,
     reject=_reject,
-    by_demand=True,  # it has never run
+    forced_only=True,  # it has never run
 )
 def m_grouped_sm100(
     a: BlockScaled,
@@ -113,7 +113,7 @@ def m_grouped_sm100(
     layouts=LAYOUTS,
     priority=4,
     reject=_reject,
-    by_demand=True,  # it has never run
+    forced_only=True,  # it has never run
 )
 def k_grouped_sm100(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
@@ -130,7 +130,7 @@ def k_grouped_sm100(
     layouts=LAYOUTS,
     priority=4,
     reject=_reject,
-    by_demand=True,  # it has never run
+    forced_only=True,  # it has never run
 )
 def m_grouped_sm120(
     a: BlockScaled,
@@ -154,7 +154,7 @@ def m_grouped_sm120(
     layouts=LAYOUTS,
     priority=4,
     reject=_reject,
-    by_demand=True,  # it has never run
+    forced_only=True,  # it has never run
 )
 def k_grouped_sm120(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
@@ -185,7 +185,7 @@ def launch(
             None if bias is None else bias.contiguous(), out, tiles, offs.shape[0], a.rows, b.rows, a.length,
             *group_steps(a, b, out), a.spec.element.name, b.spec.element.name, a.spec.granule, k_grouped,
             a.global_scale is not None, bias is not None, accumulate,
-            tile.bm, tile.bn, tile.bk, tile.band, INTERPRETED,
+            tile.bm, tile.bn, tile.bk, tile.group_m, INTERPRETED,
             num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=False,  # a tensor scale and a bias are two roundings
         )  # fmt: skip

@@ -22,8 +22,8 @@ from ..gemm._hopper_launch import (
     whole,
 )
 from ..gemm.epilogue import finish
-from ..gemm.heuristics import PART
-from ..hardware import USUAL_MULTIPROCESSORS, capability, made_current, multiprocessors
+from ..gemm.heuristics import SUBTILE_M
+from ..hardware import DEFAULT_SM_COUNT, capability, made_current, sm_count
 from ..registry import Forecast, Request, kernel
 from . import heuristics
 from ._hopper_kernel import grouped_mm_kernel
@@ -42,7 +42,7 @@ def _problem(request: Request, count: int) -> Problem:
 def forecast(request: Request, choose: Choose = heuristics.choose) -> Forecast:
     """The tile that would be taken, on this GPU if it is such a one."""
     here = torch.cuda.is_available() and capability("cuda") == request.capability
-    count = multiprocessors(torch.device("cuda")) if here else USUAL_MULTIPROCESSORS
+    count = sm_count(torch.device("cuda")) if here else DEFAULT_SM_COUNT
     problem = _problem(request, count)
     part, pass_us = heuristics.kernel_part(problem)
     tile, us = choose(part)
@@ -51,9 +51,9 @@ def forecast(request: Request, choose: Choose = heuristics.choose) -> Forecast:
     return Forecast(tile.label, us + pass_us, problem.flops, *heuristics.bound(problem), note)
 
 
-def ahead(request: Request, choose: Choose = heuristics.choose) -> Hashable:
+def precompile_key(request: Request, choose: Choose = heuristics.choose) -> Hashable:
     """All that the compiled kernel depends on."""
-    part, _ = heuristics.kernel_part(_problem(request, multiprocessors(torch.device("meta"))))
+    part, _ = heuristics.kernel_part(_problem(request, sm_count(torch.device("meta"))))
     return choose(part)[0], kind_of(part.n), request.op, request.formats, request.dtype, request.options
 
 
@@ -76,7 +76,7 @@ def reject(request: Request) -> str | None:
     priority=25,
     reject=reject,
     forecast=forecast,
-    ahead=ahead,
+    precompile_key=precompile_key,
 )
 def m_grouped(
     a: BlockScaled,
@@ -101,7 +101,7 @@ def m_grouped(
     priority=25,
     reject=reject,
     forecast=forecast,
-    ahead=ahead,
+    precompile_key=precompile_key,
 )
 def k_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
@@ -129,7 +129,7 @@ def serve(
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
     wide, add = dtype == torch.float32, accumulate and direct
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
-    tile, _ = choose(Problem(*sizes, len(b.shape) == 2, wide, multiprocessors(out.device), add))
+    tile, _ = choose(Problem(*sizes, len(b.shape) == 2, wide, sm_count(out.device), add))
     with made_current(out.device):  # kernels go to the current device
         if direct:
             matrix = out.view(-1, out.shape[-1])
@@ -171,14 +171,14 @@ def launch(
         b_codes, b_scale, steps = b_codes.flatten(0, 1), b.scale, (b.scale.stride(1), b.scale.stride(0))
     start_kernel(
         grouped_mm_kernel,
-        multiprocessors(out.device),
+        sm_count(out.device),
         (
-            Described(a_codes, (tile.bm // tile.loads, 128), a_layout),
-            Described(a_codes, (PART, 128), a_layout),
+            Described(a_codes, (tile.bm // tile.a_loads, 128), a_layout),
+            Described(a_codes, (SUBTILE_M, 128), a_layout),
             Described(whole(b_codes, k), (tile.bn, 128), b_layout),
             Described(a_scale, (1, tile.span), scale_layout),
             Described(b_scale if k_grouped else a_scale, (1, tile.bn), scale_layout),
-            Described(out, (PART, tile.bn), out_layout),
+            Described(out, (SUBTILE_M, tile.bn), out_layout),
         ),
         (listed, out, b_scale, None if bias is None else bias.contiguous()),
         (groups, m, n, k, *steps, out.stride(0)),

@@ -26,7 +26,7 @@ from ..gemm._hopper_common import (
     skip_blocks,
 )
 from ..gemm._hopper_kernel import sums_of_parts
-from ._hopper_walk import count_tiles, fetch_codes, place_of, store_rows
+from ._hopper_tiles import count_tiles, fetch_codes, place_of, store_rows
 
 
 @gluon.jit
@@ -41,10 +41,10 @@ def _producer(operands, rings, bars, work, TILE: gl.constexpr, K_GROUPED: gl.con
     for item in range(count_tiles(work, TILE, K_GROUPED)):
         group, row, top, end, column, start, stop, _begin = place_of(item, work, TILE, K_GROUPED)
         b_row = column if K_GROUPED else group * N + column
-        short = end - top <= 64 if a_ring.shape[1] * TILE.loads > 64 else False
+        short = end - top <= 64 if a_ring.shape[1] * TILE.a_loads > 64 else False
         for number in range(ring_blocks(start, stop, TILE)):
             k = start + number
-            if TILE.run > 1:
+            if TILE.k_unroll > 1:
                 k = k if k < stop else gl.cdiv(K, 128)  # outside of the operands: zeros, not the next group's
             mbarrier.wait(empty[0].index(stage), phase)
             bar = full.index(stage)
@@ -65,8 +65,8 @@ def _consumer(
     c_desc, c_ptr, c_stride, sb_ptr, sb_stride, sb_group, bias_ptr = output
     full, empty, c_full = bars
     _, groups, M, N, K = work
-    waves: gl.constexpr = TILE.waves
-    buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
+    waves: gl.constexpr = TILE.m_subtiles
+    buffers: gl.constexpr = c_tile.shape[0] // TILE.warpgroups
     sizes = (M, N, K, sb_stride, 0, 0, 0)  # as the dense kernel has them
     stage, phase, c_phase = 0, 0, 0
     for item in range(count_tiles(work, TILE, K_GROUPED)):
@@ -116,13 +116,13 @@ def grouped_mm_kernel(
     part_desc: a again, by 64 rows.  sb_stride, sb_group: from one row of b's scales to the next, and to the next
     group's.  ADD: to what c holds."""
     stages: gl.constexpr = TILE.stages
-    consumers: gl.constexpr = TILE.groups
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64
+    consumers: gl.constexpr = TILE.warpgroups
+    BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64
     gl.static_assert(TILE.cluster == 1, "a program is one multiprocessor")
-    gl.static_assert(TILE.waves == 1 or not ADD, "one buffer for each group, which holds one part of c")
+    gl.static_assert(TILE.m_subtiles == 1 or not ADD, "one buffer for each group, which holds one part of c")
     # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
-    buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
-    a_ring = allocate_blocks(a_desc, stages * TILE.loads, BM // TILE.loads)
+    buffers: gl.constexpr = TILE.m_subtiles if c_desc.dtype.primitive_bitwidth == 16 else 1
+    a_ring = allocate_blocks(a_desc, stages * TILE.a_loads, BM // TILE.a_loads)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     sa_ring = allocate_blocks(sa_desc, stages, 1)
     sb_ring = allocate_blocks(sb_desc, stages if K_GROUPED else 1, 1)

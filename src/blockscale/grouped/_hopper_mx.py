@@ -13,8 +13,8 @@ from ..formats.tensor import BlockScaled
 from ..gemm._hopper import LANGUAGE
 from ..gemm._hopper_launch import Described, can_be_described, start_kernel, whole
 from ..gemm._hopper_mx import CODES, LAYOUTS, PAIRS, scale_words, shared_layout
-from ..gemm.heuristics import PART
-from ..hardware import multiprocessors
+from ..gemm.heuristics import SUBTILE_M
+from ..hardware import sm_count
 from ..registry import kernel
 from . import _hopper
 from ._hopper_mx_kernel import grouped_mm_mx_kernel
@@ -32,7 +32,7 @@ from .heuristics_mx import choose
     priority=25,
     reject=_hopper.reject,
     forecast=functools.partial(_hopper.forecast, choose=choose),
-    ahead=functools.partial(_hopper.ahead, choose=choose),
+    precompile_key=functools.partial(_hopper.precompile_key, choose=choose),
 )
 def m_grouped_mx(
     a: BlockScaled,
@@ -64,17 +64,17 @@ def launch(
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     m, n, k = a.rows, b.rows, a.length
     a_codes, b_codes = whole(a.data, k), whole(b.data.flatten(0, 1), k)
-    a_layout = shared_layout(PART, 128, CODES[a.data.dtype])
+    a_layout = shared_layout(SUBTILE_M, 128, CODES[a.data.dtype])
     b_scale = b.scale.view(torch.uint8)
     listed = row_tiles(offs, m, tile.bm, 1, starts)  # scales are loaded by threads, so tiles may start at any row
     start_kernel(
         grouped_mm_mx_kernel,
-        multiprocessors(out.device),
+        sm_count(out.device),
         (
             Described(a_codes, (tile.bm, 128), a_layout),
-            Described(a_codes, (PART, 128), a_layout),
+            Described(a_codes, (SUBTILE_M, 128), a_layout),
             Described(b_codes, (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
-            Described(out, (PART, tile.bn), shared_layout(PART, tile.bn, LANGUAGE[out.dtype])),
+            Described(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
         ),
         (listed, out, scale_words(a), b_scale, None if bias is None else bias.contiguous()),
         (offs.shape[0], m, n, k, b_scale.stride(1), b_scale.stride(0), out.stride(0)),

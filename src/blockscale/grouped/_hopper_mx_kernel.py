@@ -14,7 +14,7 @@ scales are bytes that threads load, as words of four along K, so no copy engine 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_store_wait
 from ..gemm._hopper_common import allocate_barriers, allocate_blocks, next_stage, skip_blocks
 from ..gemm._hopper_mx_kernel import SCALERS, ring_blocks_mx, scale_blocks, sums_of_steps
-from ._hopper_walk import count_tiles, fetch_codes, place_of, store_rows
+from ._hopper_tiles import count_tiles, fetch_codes, place_of, store_rows
 
 
 @gluon.jit
@@ -26,7 +26,7 @@ def _producer(operands, rings, bars, work, TILE: gl.constexpr):
     stage, phase = 0, 1  # the ring starts empty
     for item in range(count_tiles(work, TILE, False)):
         group, row, _, end, column, _, blocks, _ = place_of(item, work, TILE, False)
-        short = end - row <= 64 if TILE.groups > 1 else False
+        short = end - row <= 64 if TILE.warpgroups > 1 else False
         for k in range(ring_blocks_mx(blocks, TILE)):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -96,10 +96,10 @@ def grouped_mm_mx_kernel(
     """part_desc: a again, by 64 rows.  sa_ptr: int32 [M, K / 128], four scale bytes each.  sb_ptr: bytes
     [groups, N / 128, K / 128].  TILE: of `heuristics_mx`.  ADD: to what c holds."""
     stages: gl.constexpr = TILE.stages
-    consumers: gl.constexpr = TILE.groups
+    consumers: gl.constexpr = TILE.warpgroups
     BM: gl.constexpr = consumers * 64
-    gl.static_assert(TILE.waves == 1 and TILE.loads == 1, "a group has 64 rows, and all are fetched at once")
-    gl.static_assert(TILE.run % 4 == 0, "runs are of whole blocks")
+    gl.static_assert(TILE.m_subtiles == 1 and TILE.a_loads == 1, "a group has 64 rows, and all are fetched at once")
+    gl.static_assert(TILE.k_unroll % 4 == 0, "runs are of whole blocks")
     gl.static_assert(128 % TILE.bn == 0, "a tile lies in one block of 128 rows of b")
     a_ring = allocate_blocks(a_desc, stages, BM)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)

@@ -18,9 +18,9 @@ from ..formats.tensor import BlockScaled
 from ..gemm._hopper import LANGUAGE
 from ..gemm._hopper_launch import Described, can_be_described, start_kernel
 from ..gemm._hopper_mx import shared_layout
-from ..gemm.heuristics import PART
+from ..gemm.heuristics import SUBTILE_M
 from ..gemm.upcast import exact_bf16
-from ..hardware import multiprocessors
+from ..hardware import sm_count
 from ..registry import Request, kernel
 from . import _hopper
 from ._hopper_upcast_kernel import grouped_mm_upcast_kernel
@@ -30,7 +30,7 @@ from .heuristics_upcast import choose
 
 _WIDTH = 64  # of K in a block of the ring: 128 bytes
 _forecast = functools.partial(_hopper.forecast, choose=choose)
-_ahead = functools.partial(_hopper.ahead, choose=choose)
+_precompile_key = functools.partial(_hopper.precompile_key, choose=choose)
 
 
 def _reject(request: Request) -> str | None:
@@ -40,7 +40,7 @@ def _reject(request: Request) -> str | None:
     return _hopper.reject(request)
 
 
-def _leave(request: Request) -> str | None:
+def _defer(request: Request) -> str | None:
     return "decodes all experts, which the few rows of decoding do not pay for" if "starts" in request.options else None
 
 
@@ -51,9 +51,9 @@ def _leave(request: Request) -> str | None:
     formats=BF16_EXACT_PAIRS,
     priority=20,
     reject=_reject,
-    leave=_leave,
+    defer=_defer,
     forecast=_forecast,
-    ahead=_ahead,
+    precompile_key=_precompile_key,
 )
 def m_grouped(
     a: BlockScaled,
@@ -77,7 +77,7 @@ def m_grouped(
     priority=20,
     reject=_reject,
     forecast=_forecast,
-    ahead=_ahead,
+    precompile_key=_precompile_key,
 )
 def k_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
@@ -104,15 +104,15 @@ def launch(
     listed = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1, starts)
     factors = [q.global_scale for q in (a, b)]
     steps = [0 if factor is None else factor.dim() for factor in factors]
-    values = shared_layout(PART, _WIDTH, LANGUAGE[torch.bfloat16])
+    values = shared_layout(SUBTILE_M, _WIDTH, LANGUAGE[torch.bfloat16])
     start_kernel(
         grouped_mm_upcast_kernel,
-        multiprocessors(out.device),
+        sm_count(out.device),
         (
             Described(x, (tile.bm, _WIDTH), values),
-            Described(x, (PART, _WIDTH), values),
+            Described(x, (SUBTILE_M, _WIDTH), values),
             Described(y.flatten(0, -2), (tile.bn, _WIDTH), values),
-            Described(out, (PART, tile.bn), shared_layout(PART, tile.bn, LANGUAGE[out.dtype])),
+            Described(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
         ),
         (listed, out, *factors, None if bias is None else bias.contiguous()),
         (offs.shape[0], a.rows, b.rows, a.length, *steps, out.stride(0)),

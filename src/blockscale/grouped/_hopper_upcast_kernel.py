@@ -14,8 +14,8 @@ the one before is given back. NVFP4's tensor scales are applied to the fp32 sums
 # pyright: reportAssignmentType=false
 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from ..gemm._hopper_common import allocate_barriers, allocate_blocks, fetch_tile, next_stage, pinned, skip_blocks
-from ._hopper_walk import count_tiles, place_of, store_rows
+from ..gemm._hopper_common import allocate_barriers, allocate_blocks, fetch_tile, next_stage, opt_barrier, skip_blocks
+from ._hopper_tiles import count_tiles, place_of, store_rows
 
 _HALVES: gl.constexpr = gl.constexpr(2)  # blocks of the ring in one of K, which are 128
 
@@ -57,7 +57,7 @@ def _sums(rings, bars, blocks, stage, phase, layout: gl.constexpr, GROUP: gl.con
     """Of a group's parts over so many blocks of the ring, and where the ring stands then."""
     a_ring, b_ring = rings
     full, empty, _ = bars
-    waves: gl.constexpr = TILE.waves
+    waves: gl.constexpr = TILE.m_subtiles
     part: gl.constexpr = GROUP * waves
     BN: gl.constexpr = TILE.bn
     first = gl.zeros((64, BN), gl.float32, layout)
@@ -97,8 +97,8 @@ def _consumer(
     ga_ptr, gb_ptr, ga_step, gb_step = factors
     full, empty, c_full = bars
     _, groups, _, N, _ = work
-    waves: gl.constexpr = TILE.waves
-    buffers: gl.constexpr = c_tile.shape[0] // TILE.groups
+    waves: gl.constexpr = TILE.m_subtiles
+    buffers: gl.constexpr = c_tile.shape[0] // TILE.warpgroups
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE.bn, 16], cga_layout=c_desc.layout.cga_layout
     )
@@ -123,7 +123,7 @@ def _consumer(
                 if SCALED:
                     acc = acc * _factor(ga_ptr, group, groups, ga_step)
                     # a product of its own, rounded, before anything is added: not one fused with the addition
-                    acc = pinned(acc * _factor(gb_ptr, group, groups, gb_step))
+                    acc = opt_barrier(acc * _factor(gb_ptr, group, groups, gb_step))
                 row = top + wave * 64
                 if ADD:
                     mbarrier.wait(c_full.index(GROUP), c_phase)
@@ -150,13 +150,13 @@ def grouped_mm_upcast_kernel(
     """Arguments as of the FP8 kernel.  ga_ptr, gb_ptr: tensor scales in fp32, if SCALED; the steps are from one group's
     to the next, 0 for one that all have."""
     stages: gl.constexpr = TILE.stages
-    consumers: gl.constexpr = TILE.groups
-    BM: gl.constexpr = consumers * TILE.waves * 64
+    consumers: gl.constexpr = TILE.warpgroups
+    BM: gl.constexpr = consumers * TILE.m_subtiles * 64
     gl.static_assert(TILE.cluster == 1, "a program is one multiprocessor")
-    gl.static_assert(TILE.loads == 1, "all rows of a are fetched at once")
-    gl.static_assert(TILE.waves == 1 or not ADD, "one buffer for each group, which holds one part of c")
+    gl.static_assert(TILE.a_loads == 1, "all rows of a are fetched at once")
+    gl.static_assert(TILE.m_subtiles == 1 or not ADD, "one buffer for each group, which holds one part of c")
     # outputs of 16 bits fit beside the ring; of 32 bits, one part of each group does
-    buffers: gl.constexpr = TILE.waves if c_desc.dtype.primitive_bitwidth == 16 else 1
+    buffers: gl.constexpr = TILE.m_subtiles if c_desc.dtype.primitive_bitwidth == 16 else 1
     a_ring = allocate_blocks(a_desc, stages, BM)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     c_tile = allocate_blocks(c_desc, consumers * buffers, 64)

@@ -11,26 +11,26 @@ from ..registry import kernel
 
 
 @kernel("permute_rows", "reference", devices=(), priority=-100)
-def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
+def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor | None, out: Tensor) -> None:
     """exact torch reference, any device"""
     gathered = x.index_select(0, tokens)
-    if weights is not None:
+    if gate_weights is not None:
         wide = wide_dtype(x.dtype)
         factor = torch.empty(tokens.shape[0], dtype=wide, device=x.device)
-        factor.scatter_(0, rows.reshape(-1).to(torch.int64), weights.reshape(-1).to(wide))
+        factor.scatter_(0, rows.reshape(-1).to(torch.int64), gate_weights.reshape(-1).to(wide))
         gathered = gathered.to(wide) * factor[:, None]
     out.copy_(gathered)
 
 
 @kernel("combine_rows", "reference", devices=(), priority=-100)
-def combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
+def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None, out: Tensor) -> None:
     """exact torch reference, any device"""
     wide = wide_dtype(x.dtype)
     total: Tensor | None = None
     for slot in range(rows.shape[1]):
         term = x.index_select(0, rows[:, slot]).to(wide)
-        if weights is not None:
-            term = term * weights[:, slot, None].to(wide)
+        if gate_weights is not None:
+            term = term * gate_weights[:, slot, None].to(wide)
         total = term if total is None else total + term
     assert total is not None, "a token has at least one slot"
     out.copy_(total)

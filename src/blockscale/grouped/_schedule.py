@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, int32
 
-from ..casts._launch import Known, start_again
+from ..casts._launch_cache import CachedLaunch, launch_cached
 from ..casts._source import power_of_two
 from ..formats.layout import GROUP_ALIGN, ceil_div
 from ..library import empty
@@ -135,7 +135,7 @@ def _group_spans_kernel(
     _store_four(spans_ptr + rank * 4, mine, tl.sum(here * start[None, :], 1), size, mine * 0, mine < groups)
 
 
-_KNOWN: dict[tuple[object, ...], Known] = {}
+_KNOWN: dict[tuple[object, ...], CachedLaunch] = {}
 
 
 def _start(
@@ -150,4 +150,4 @@ def _start(
     assert offs is not None
     groups = offs.shape[0]
     rest = (groups, *numbers, *constants, power_of_two(max(groups, 1)))
-    start_again(_KNOWN, kernel, (programs, 1, 1), tensors, rest, last=False, num_warps=4)
+    launch_cached(_KNOWN, kernel, (programs, 1, 1), tensors, rest, last=False, num_warps=4)

@@ -33,7 +33,7 @@ def count_tiles(list_ptr, groups, M, N, K_GROUPED: tl.constexpr, BM: tl.constexp
 
 @triton.jit
 def place_of(
-    tile, list_ptr, groups, M, N, K, K_GROUPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr
+    tile, list_ptr, groups, M, N, K, K_GROUPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
     """Where a tile lies: its group; its first row; its column; its K from, to: nothing for rows of no group and for
     groups without tokens; and the rows from, to that are its group's."""
@@ -41,13 +41,13 @@ def place_of(
     if K_GROUPED:
         tiles_m = tl.cdiv(M, BM)
         entry = list_ptr + tile // (tiles_m * tiles_n) * 4
-        pm, pn = tile_at(tile % (tiles_m * tiles_n), tiles_m, tiles_n, BAND)
+        pm, pn = tile_at(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         # in blocks, whose numbers do not overflow whatever the ends of groups are
         first, blocks = tl.minimum(tl.load(entry + 1), K // 128), tl.load(entry + 2)
         stop = tl.minimum(first + blocks, K // 128)
         return tl.load(entry), pm * BM, pn * BN, first * 128, stop * 128, 0, M
     else:
-        pm, pn = tile_at(tile, tl.load(list_ptr), tiles_n, BAND)
+        pm, pn = tile_at(tile, tl.load(list_ptr), tiles_n, GROUP_M)
         entry = list_ptr + (1 + pm) * 4
         group = tl.load(entry + 2)
         stop = tl.where(group < groups, K, 0)

@@ -31,13 +31,13 @@ def _grouped_mm_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, ga_ptr, gb_ptr, bias_ptr, c_ptr, list_ptr, groups, M, N, K,
     a_stride, b_stride, b_g, sa_t, sa_b, sb_t, sb_b, sb_g, c_g, c_m, c_n, ga_g, gb_g,
     A: tl.constexpr, B: tl.constexpr, DOT: tl.constexpr, K_GROUPED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """A, B, DOT, EVEN: as of the dense product.  x_g: from a group's to the next group's x."""
     tile = tl.program_id(0)
     if tile >= count_tiles(list_ptr, groups, M, N, K_GROUPED, BM, BN):
         return
-    group, row, column, start, stop, begin, end = place_of(tile, list_ptr, groups, M, N, K, K_GROUPED, BM, BN, BAND)
+    group, row, column, start, stop, begin, end = place_of(tile, list_ptr, groups, M, N, K, K_GROUPED, BM, BN, GROUP_M)
     m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
     if not K_GROUPED:
         b_ptr += group.to(tl.int64) * b_g
@@ -104,7 +104,7 @@ def _launch(
             None if bias is None else bias.contiguous(), out, tiles, offs.shape[0], a.rows, b.rows, a.length,
             a.data.stride(0), b.data.stride(-2), b_group, *sa_steps, *sb_steps, sb_group, *group_steps(a, b, out),
             source(a, sm), source(b, sm), dot, k_grouped, bias is not None, accumulate,
-            a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.band,
+            a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.group_m,
             num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=is_fp8,  # of scaled sums; a tensor scale and a bias are two roundings
         )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..casts._device import round_to_bf16
-from ..casts._launch import Known, start_again
+from ..casts._launch_cache import CachedLaunch, launch_cached
 from ..casts._source import power_of_two
 from ..formats.layout import ceil_div
 from ..registry import Request, kernel
@@ -107,7 +107,7 @@ def _clear_rows_kernel(out_ptr, last_ptr, M, D, step, BD: tl.constexpr):
 INTERPRETED = not isinstance(_combine_rows_kernel, triton.runtime.JITFunction)
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_KNOWN: dict[tuple[object, ...], Known] = {}
+_KNOWN: dict[tuple[object, ...], CachedLaunch] = {}
 
 
 def _reject(request: Request) -> str | None:
@@ -127,24 +127,24 @@ def _tile(columns: int) -> tuple[int, int]:
 
 
 @kernel("permute_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
-def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
+def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor | None, out: Tensor) -> None:
     """Triton: one read, one write"""
     (m, columns), slots = out.shape, rows.shape[1]
     bm, bd = _tile(columns)
-    rest = (m, columns, x.stride(0), slots, weights is not None, INTERPRETED, bm, bd)
-    tensors, grid = (x, tokens, rows, _fp32(weights), out), (ceil_div(m, bm), ceil_div(columns, bd), 1)
-    start_again(_KNOWN, _permute_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
+    rest = (m, columns, x.stride(0), slots, gate_weights is not None, INTERPRETED, bm, bd)
+    tensors, grid = (x, tokens, rows, _fp32(gate_weights), out), (ceil_div(m, bm), ceil_div(columns, bd), 1)
+    launch_cached(_KNOWN, _permute_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
 
 
 @kernel("combine_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
-def combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
+def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None, out: Tensor) -> None:
     """Triton: every row is read once, sums in registers"""
     (count, columns), slots = out.shape, rows.shape[1]
     bm, bd = _tile(columns)
-    rest = (count, columns, x.stride(0), slots, weights is not None, INTERPRETED, bm, bd)
-    tensors, grid = (x, rows, _fp32(weights), out), (ceil_div(count, bm), ceil_div(columns, bd), 1)
+    rest = (count, columns, x.stride(0), slots, gate_weights is not None, INTERPRETED, bm, bd)
+    tensors, grid = (x, rows, _fp32(gate_weights), out), (ceil_div(count, bm), ceil_div(columns, bd), 1)
     # a product is rounded before it is added
-    start_again(_KNOWN, _combine_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
+    launch_cached(_KNOWN, _combine_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
 
 
 @kernel("combine_dots", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
@@ -153,7 +153,7 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
     (count, slots), columns = rows.shape, x.shape[1]
     bm, bd = _tile(columns)
     rest = (count, columns, x.stride(0), grad.stride(0), slots, bm, bd)
-    start_again(_KNOWN, _combine_dots_kernel, (ceil_div(count, bm) * slots, 1, 1), (x, grad, rows, out), rest)
+    launch_cached(_KNOWN, _combine_dots_kernel, (ceil_div(count, bm) * slots, 1, 1), (x, grad, rows, out), rest)
 
 
 @kernel("clear_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
@@ -161,8 +161,8 @@ def clear_rows(x: Tensor, offs: Tensor) -> None:
     """Triton: looks at the last end, and touches nothing where all rows have a group"""
     rows, columns = x.shape
     rest = (rows, columns, x.stride(0), _tile(columns)[1])
-    start_again(_KNOWN, _clear_rows_kernel, (min(rows, _CLEARING), 1, 1), (x, offs[-1:]), rest)
+    launch_cached(_KNOWN, _clear_rows_kernel, (min(rows, _CLEARING), 1, 1), (x, offs[-1:]), rest)
 
 
-def _fp32(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.to(torch.float32).contiguous()
+def _fp32(gate_weights: Tensor | None) -> Tensor | None:
+    return None if gate_weights is None else gate_weights.to(torch.float32).contiguous()

@@ -10,19 +10,21 @@ from dataclasses import replace
 
 from ..gemm import heuristics as dense
 from ..gemm import heuristics_mx as dense_mx
-from ..gemm.heuristics import PART, Tile
+from ..gemm.heuristics import SUBTILE_M, Tile
 from .heuristics import Problem, predicted_us
 
 # Bands are higher than in the dense product, since what a band shares of b is one group's only. Consumers keep a tile's
 # place beside their sums; with 216 registers they spilled, and the scalers need no more than 32.
-_CANDIDATES = tuple((tile._replace(band=32 // tile.groups, registers=224), cost) for tile, cost in dense_mx.CANDIDATES)
+_CANDIDATES = tuple(
+    (tile._replace(group_m=32 // tile.warpgroups, registers=224), cost) for tile, cost in dense_mx.CANDIDATES
+)
 TILES = tuple(tile for tile, _ in _CANDIDATES)
 _LONE_PART = 0.4  # microseconds of a block of K where one of two groups multiplies 64 rows
 
 
 def fitted(tile: Tile, problem: Problem) -> Tile:
     """With as many stages as fit."""
-    return dense.fitted(tile, replace(problem.one, m=4 * PART), dense_mx.shared_bytes)
+    return dense.fitted(tile, replace(problem.one, m=4 * SUBTILE_M), dense_mx.shared_bytes)
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
@@ -34,7 +36,7 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
 def choose(problem: Problem) -> tuple[Tile, float]:
     """The quickest tile by the model, and its predicted microseconds.
 
-    >>> tile, us = choose(Problem(16640, 8192, 5120, 64, k_grouped=False, wide=False, multiprocessors=132))
+    >>> tile, us = choose(Problem(16640, 8192, 5120, 64, k_grouped=False, fp32_out=False, sms=132))
     >>> tile.label
     '128x128, 2 groups, 5 stages'
     """
@@ -45,6 +47,6 @@ def choose(problem: Problem) -> tuple[Tile, float]:
 def candidates(problem: Problem) -> list[tuple[Tile, float]]:
     """Every tile that the kernel can run, each with its predicted microseconds."""
     return [
-        (fitted(tile, problem), predicted_us(tile, cost, problem, _LONE_PART if tile.groups > 1 else 0.0))
+        (fitted(tile, problem), predicted_us(tile, cost, problem, _LONE_PART if tile.warpgroups > 1 else 0.0))
         for tile, cost in _CANDIDATES
     ]

@@ -10,7 +10,7 @@ import functools
 from dataclasses import replace
 
 from ..gemm import heuristics as dense
-from ..gemm.heuristics import PART, Cost, Tile
+from ..gemm.heuristics import SUBTILE_M, Cost, Tile
 from .heuristics import Problem, predicted_us
 
 _CANDIDATES = (
@@ -25,7 +25,7 @@ _BYTES_PER_US = 4.1e6
 
 def fitted(tile: Tile, problem: Problem) -> Tile:
     """With as many stages as fit: a block of the ring has as many bytes as one of FP8, whose K is twice as long."""
-    return dense.fitted(tile, replace(problem.one, m=4 * PART))
+    return dense.fitted(tile, replace(problem.one, m=4 * SUBTILE_M))
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
@@ -43,7 +43,7 @@ def decoding_us(problem: Problem) -> float:
 def choose(problem: Problem) -> tuple[Tile, float]:
     """The quickest tile by the model, and its predicted microseconds.
 
-    >>> tile, us = choose(Problem(16640, 8192, 5120, 4, k_grouped=False, wide=False, multiprocessors=132))
+    >>> tile, us = choose(Problem(16640, 8192, 5120, 4, k_grouped=False, fp32_out=False, sms=132))
     >>> tile.label
     '256x128, 2 groups, 3 stages'
     """
@@ -55,9 +55,9 @@ def candidates(problem: Problem) -> list[tuple[Tile, float]]:
     return [
         (fitted(tile, problem), predicted_us(tile, cost, problem, _lone(tile)) + decoding_us(problem))
         for tile, cost in _CANDIDATES
-        if not (problem.add and tile.waves > 1)  # a group's buffer holds one part of what is added to
+        if not (problem.accumulate and tile.m_subtiles > 1)  # a group's buffer holds one part of what is added to
     ]
 
 
 def _lone(tile: Tile) -> float:
-    return _LONE_PART * tile.waves
+    return _LONE_PART * tile.m_subtiles

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import replay
+from .. import call_recording
 from ..casts.sharding import whole
 from ..errors import ShapeError, message
 from ..formats.layout import cuts_evenly
@@ -25,7 +25,7 @@ def _fake_sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, T
 @define_op(fake=_fake_sort_by_expert, sharding=whole)
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Ends of the experts [count], the token of each sorted row [T * k] and the sorted row of each slot [T, k]."""
-    replay.refuse("a sort by torch")
+    call_recording.refuse("a sort by torch")
     _check_range(experts, count)
     slots = experts.shape[1]
     # a radix sort takes a pass for each byte of its keys
@@ -71,31 +71,31 @@ def _columns(parts: int, x: Tensor, *rest: object, **named: object) -> Iterator[
         yield Cut({"x": 1}, (1,))
 
 
-def _fake_permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+def _fake_permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
     return empty((tokens.shape[0], x.shape[1]), x.dtype, x.device)
 
 
 @define_op(fake=_fake_permute_rows, sharding=_columns)
-def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Row x[tokens[i]] for each sorted row i, times its weight of [T, k] where there are weights."""
-    out = _fake_permute_rows(x, tokens, rows, weights)
+def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
+    """Row x[tokens[i]] for each sorted row i, times its weight of [T, k] where there are gate_weights."""
+    out = _fake_permute_rows(x, tokens, rows, gate_weights)
     row = select(rows_request("permute_rows", x, rows))
     with made_current(x.device):
-        row.launch(x, tokens.contiguous(), rows.contiguous(), weights, out)
+        row.launch(x, tokens.contiguous(), rows.contiguous(), gate_weights, out)
     return out
 
 
-def _fake_combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+def _fake_combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
     return empty((rows.shape[0], x.shape[1]), x.dtype, x.device)
 
 
 @define_op(fake=_fake_combine_rows, sharding=_columns)
-def combine_rows(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """The sum over j of x[rows[:, j]], times weights[:, j] where there are weights, slot after slot."""
-    out = _fake_combine_rows(x, rows, weights)
+def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
+    """The sum over j of x[rows[:, j]], times gate_weights[:, j] where there are gate_weights, slot after slot."""
+    out = _fake_combine_rows(x, rows, gate_weights)
     row = select(rows_request("combine_rows", x, rows))
     with made_current(x.device):
-        row.launch(x, rows.contiguous(), weights, out)
+        row.launch(x, rows.contiguous(), gate_weights, out)
     return out
 
 
@@ -105,7 +105,7 @@ def _fake_combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
 
 @define_op(fake=_fake_combine_dots, sharding=whole)
 def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of the weights of `combine_rows`: x[rows[t, j]] . grad[t], as [T, k]."""
+    """The gradient of the gate_weights of `combine_rows`: x[rows[t, j]] . grad[t], as [T, k]."""
     out = _fake_combine_dots(x, grad, rows)
     row = select(rows_request("combine_dots", x, rows, grad))
     with made_current(x.device):

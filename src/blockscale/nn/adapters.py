@@ -25,7 +25,7 @@ from ..autograd.weights import SharedWeight
 from ..errors import OptionError, message
 from ..formats.stochastic import Stochastic
 from ..grouped import sort_by_expert
-from .follower import Follower
+from .recipe_module import RecipeModule
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 # names of the arguments that stand for tokens, their experts and the weights of these
@@ -132,20 +132,20 @@ def _other_activation(module: nn.Module, style: Style) -> str | None:
     return None
 
 
-class AdaptedExperts(Follower):
+class AdaptedExperts(RecipeModule):
     """A module of Transformers' experts whose products follow a recipe; parameters and `state_dict` are what they were.
 
     Tokens are sorted by expert and gathered by the cast that reads them; nothing waits for the host.
     """
 
-    FOLLOWED: ClassVar[tuple[str, ...]] = (*Follower.FOLLOWED, "shared_weights", "style", "plain_class")
+    FOLLOWED: ClassVar[tuple[str, ...]] = (*RecipeModule.FOLLOWED, "shared_weights", "style", "plain_class")
     style: Style
     plain_class: type[nn.Module]
     shared_weights: dict[str, SharedWeight]
 
     @classmethod
     def convert(cls, module: nn.Module) -> AdaptedExperts:
-        """Make a module whose style is known one of ours, in place; it has to `follow` a recipe then."""
+        """Make a module whose style is known one of ours, in place; it has to `apply_recipe` a recipe then."""
         style, plain = style_of(module), type(module)
         if isinstance(style, str):
             rule = "only experts of a known arrangement can be converted"
@@ -171,7 +171,7 @@ class AdaptedExperts(Follower):
         parameter, recipe = self.get_parameter(name), self.recipe_now
         shared = self.shared_weights.get(name)
         rounding = None
-        if recipe.draws and self.rng is not None:
+        if recipe.stochastic and self.rng is not None:
             rounding = Stochastic(self.rng, f"{self.name}.{name}")
         weight = parameter.mT if self.style.transposed else parameter
         bias = self.get_parameter(f"{name}_bias") if self.style.bias else None
@@ -179,13 +179,13 @@ class AdaptedExperts(Follower):
 
     def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
         """Tokens [..., K], the experts of each [T, k] and their weights, [T, k] or of all experts [T, E]."""
-        experts, weights = _experts_and_weights(args, named)
+        experts, gate_weights = _experts_and_weights(args, named)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts = experts.reshape(tokens.shape[0], -1)
-        weights = weights.reshape(tokens.shape[0], -1)
+        gate_weights = gate_weights.reshape(tokens.shape[0], -1)
         (gate_up, bias, rounding, pair), (down, other_bias, other_rounding, other) = map(self._given, WEIGHTS)
-        if weights.shape != experts.shape:
-            weights = weights.gather(1, experts)
+        if gate_weights.shape != experts.shape:
+            gate_weights = gate_weights.gather(1, experts)
         routing, recipe = sort_by_expert(experts, gate_up.shape[0]), self.recipe_now
         if self.style.activate is _plain:
             y = grouped_swiglu_mlp(
@@ -198,7 +198,7 @@ class AdaptedExperts(Follower):
                 recipe,
                 roundings=(rounding, other_rounding),
                 weight_operands=(pair, other),
-                weights=weights,
+                gate_weights=gate_weights,
             )
         else:
             hidden = grouped_linear(tokens, gate_up, routing, bias, recipe, rounding=rounding, weight_operands=pair)
@@ -206,7 +206,7 @@ class AdaptedExperts(Follower):
             rows = grouped_linear(
                 hidden, down, routing.offs, other_bias, recipe, rounding=other_rounding, weight_operands=other
             )
-            y = combine(rows, routing, weights)
+            y = combine(rows, routing, gate_weights)
         return y.view(hidden_states.shape)
 
     def extra_repr(self) -> str:

@@ -22,9 +22,9 @@ from ..formats.checks import check_int, check_model, in_words
 from ..formats.stochastic import check_seed, module_name, rng_state, whole_number
 from .active import Active, active_experts
 from .adapters import AdaptedExperts
-from .follower import DEFAULT_SEED, Follower
 from .linear import Linear
 from .policy import Defaults, Ends, find_defaults, find_ends, obstacle, sizes_of
+from .recipe_module import DEFAULT_SEED, RecipeModule
 from .report import ConversionReport, Converted, Other, Skipped, nothing_converted, speed_note, unknown_active
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -69,7 +69,7 @@ def quantize_(
     reasons = [_reason(name, module, filter_fn, defaults, ends) if sizes_of(module) else "" for name, module in modules]
     holders = {id(module): max((size.experts for size in sizes_of(module)), default=1) for _, module in modules}
     for (name, module), reason in zip(modules, reasons, strict=True):
-        if reason is None and chosen.is_low:
+        if reason is None and chosen.is_quantized:
             _check_sharding(module, name or ROOT, chosen)
     active = active_experts(modules, {each: experts for each, experts in holders.items() if experts > 1})
     unknown: dict[int, list[str]] = {}
@@ -210,7 +210,7 @@ def _reason(
     elif defaults is not None:
         reason = defaults.reason(name, module)
     reason = reason or ends.reason(module)
-    if reason is not None and isinstance(module, Follower):
+    if reason is not None and isinstance(module, RecipeModule):
         return f"{reason}; still follows {module.recipe.name}"
     return reason
 
@@ -225,7 +225,7 @@ def _check_sharding(module: nn.Module, name: str, recipe: Recipe) -> None:
     for part, parameter in module.named_parameters(recurse=False):
         if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
             continue
-        if isinstance(module, Follower):
+        if isinstance(module, RecipeModule):
             module.check_sharding(f"{name}.{part}", parameter, recipe)
         elif isinstance(module, nn.Linear):
             check_shards(f"{name}.{part}", tuple(parameter.shape), shard_shape(parameter), recipe)
@@ -234,20 +234,20 @@ def _check_sharding(module: nn.Module, name: str, recipe: Recipe) -> None:
 
 
 def _is_low(module: nn.Module) -> bool:
-    return isinstance(module, Follower) and module.recipe.is_low
+    return isinstance(module, RecipeModule) and module.recipe.is_quantized
 
 
 def _convert(module: nn.Module, name: str, recipe: Recipe, states: dict[torch.device, Tensor], seed: int) -> str:
     """Change the class, follow the recipe; what is worth saying about it."""
     device = next(module.parameters(recurse=False)).device
-    state = states.setdefault(device, rng_state(seed, device=device)) if recipe.draws else None
-    note = f"followed {module.recipe.name} before" if isinstance(module, Follower) else ""
-    layer = module if isinstance(module, Follower) else _adopted(module)
-    layer.follow(recipe, name=name, rng=state, seed=seed)
+    state = states.setdefault(device, rng_state(seed, device=device)) if recipe.stochastic else None
+    note = f"followed {module.recipe.name} before" if isinstance(module, RecipeModule) else ""
+    layer = module if isinstance(module, RecipeModule) else _adopted(module)
+    layer.apply_recipe(recipe, name=name, rng=state, seed=seed)
     return note
 
 
-def _adopted(module: nn.Module) -> Follower:
+def _adopted(module: nn.Module) -> RecipeModule:
     return Linear.convert(module) if isinstance(module, nn.Linear) else AdaptedExperts.convert(module)
 
 

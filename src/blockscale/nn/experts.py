@@ -24,8 +24,8 @@ from ..errors import OptionError, message
 from ..formats.checks import check_flag, check_int, check_place, check_sizes, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
-from .follower import DEFAULT_SEED, Follower
 from .mlp import is_plain
+from .recipe_module import DEFAULT_SEED, RecipeModule
 
 Named = ParamSpec("Named")
 Layer = TypeVar("Layer")
@@ -56,7 +56,7 @@ def sizes_by_name(init: Callable[Concatenate[Layer, Named], None]) -> Callable[C
     return checked
 
 
-class GroupedLinear(Follower):
+class GroupedLinear(RecipeModule):
     """Rows of expert e: x @ weight[e].mT + bias[e]; weight [E, N, K], bias [E, N].
 
     Experts begin as torch's linear layers do. recipe, name, rng: as for `Linear`.
@@ -94,7 +94,7 @@ class GroupedLinear(Follower):
         made = Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", made)
         self.reset_parameters()
-        self.follow(recipe, name=name, rng=rng)
+        self.apply_recipe(recipe, name=name, rng=rng)
 
     def reset_parameters(self) -> None:
         """Values as torch's linear layer has them at first."""
@@ -150,21 +150,21 @@ class GroupedExperts(torch.nn.Module):
         check_sizes(dim=dim, hidden=hidden)
         check_place(device, dtype)
         check_text(name, "name", "layers.0.mlp.experts")
-        if rng is None and get_recipe(recipe).draws:
+        if rng is None and get_recipe(recipe).stochastic:
             rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
         for part, inputs, outputs in (("gate_up", dim, 2 * hidden), ("down", hidden, dim)):
             full = f"{name}.{part}" if name else ""
             layer = GroupedLinear(experts, inputs, outputs, bias, device, dtype, recipe=recipe, name=full, rng=rng)
             self.add_module(part, layer)
 
-    def forward(self, x: Tensor, offs: Tensor | Routing, weights: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, offs: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
         """[M, dim] and the ends of the experts, or tokens [T, dim] and their routing -> rows [M, dim] by expert, or
-        with the weights [T, k] of a routing tokens [T, dim], each the weighted sum of its rows."""
+        with the gate weights [T, k] of a routing tokens [T, dim], each the weighted sum of its rows."""
         first, second = self.gate_up, self.down
         if not self.is_fused:
-            check_combined(weights, offs)
+            check_combined(gate_weights, offs)
             ends = offs.offs if isinstance(offs, Routing) else offs
-            return combined(second(swiglu(first(x, offs)), ends), offs, weights)
+            return combined(second(swiglu(first(x, offs)), ends), offs, gate_weights)
         (rounding, operands), (other_rounding, other_operands) = first.given(), second.given()
         return grouped_swiglu_mlp(
             x,
@@ -176,7 +176,7 @@ class GroupedExperts(torch.nn.Module):
             first.recipe_now,
             roundings=(rounding, other_rounding),
             weight_operands=(operands, other_operands),
-            weights=weights,
+            gate_weights=gate_weights,
         )
 
     @property

@@ -15,10 +15,10 @@ from ..autograd.dtensor import DTensor, check_not_packed, check_shards, shard_sh
 from ..autograd.linear import linear
 from ..autograd.recipe import Recipe
 from ..formats.checks import check_flag, check_place, check_sizes
-from .follower import Follower
+from .recipe_module import RecipeModule
 
 
-class Linear(Follower, torch.nn.Linear):
+class Linear(RecipeModule, torch.nn.Linear):
     """y = x @ weight.mT + bias, trained by a recipe.
 
     recipe: a name or a `Recipe`.  name: where the layer is in its model, such as "layers.0.mlp.down_proj"; recipes that
@@ -50,11 +50,11 @@ class Linear(Follower, torch.nn.Linear):
         check_flag(bias, "bias")
         check_place(device, dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.follow(recipe, name=name, rng=rng)
+        self.apply_recipe(recipe, name=name, rng=rng)
 
     @classmethod
     def convert(cls, module: torch.nn.Linear) -> Linear:
-        """Make a plain module one of ours, in place; it has to `follow` a recipe then."""
+        """Make a plain module one of ours, in place; it has to `apply_recipe` a recipe then."""
         cls.adopt(module)
         assert isinstance(module, cls)
         return module

@@ -19,8 +19,8 @@ from ..autograd.recipe import Recipe, get_recipe
 from ..errors import OptionError, ShapeError, message
 from ..formats.checks import check_place, check_sizes, check_text, in_words
 from ..formats.stochastic import rng_state
-from .follower import DEFAULT_SEED
 from .linear import Linear
+from .recipe_module import DEFAULT_SEED
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -60,7 +60,7 @@ class SwiGLU(torch.nn.Module):
         check_sizes(dim=dim, hidden=hidden)
         check_place(device, dtype)
         check_text(name, "name", "layers.0.mlp")
-        if rng is None and get_recipe(recipe).draws:
+        if rng is None and get_recipe(recipe).stochastic:
             rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
         for part, inputs, outputs in (("gate_up", dim, 2 * hidden), ("down", hidden, dim)):
             full = f"{name}.{part}" if name else ""
@@ -91,7 +91,7 @@ class SwiGLU(torch.nn.Module):
         """
         check_projections(gate, up, down)
         hidden, dim = gate.weight.shape
-        if rng is None and get_recipe(recipe).draws:
+        if rng is None and get_recipe(recipe).stochastic:
             rng = rng_state(DEFAULT_SEED, device=gate.weight.device)
         # no memory for weights that are replaced at once
         mlp = cls(dim, hidden, _has_bias(gate), "meta", recipe=recipe, name=name, rng=rng)

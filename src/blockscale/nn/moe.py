@@ -23,8 +23,8 @@ from ..formats.checks import check_flag, check_int, check_number, check_place, c
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
 from .experts import GroupedExperts, sizes_by_name
-from .follower import DEFAULT_SEED
 from .mlp import SwiGLU
+from .recipe_module import DEFAULT_SEED
 
 SCORING = ("softmax", "sigmoid")
 
@@ -106,7 +106,7 @@ class MoE(torch.nn.Module):
                 message(f"top_k={top_k} of {experts} experts", rule=rule, fix="pass top_k between the two")
             )
         self.top_k, self.normalize, self.scale = top_k, normalize, scale
-        if rng is None and get_recipe(recipe).draws:
+        if rng is None and get_recipe(recipe).stochastic:
             rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
 
         def called(part: str) -> str:
@@ -137,8 +137,8 @@ class MoE(torch.nn.Module):
             refuse_experts("MoE", x)
         self._check_input(x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        routing, weights = self.route(tokens)
-        y = self.experts(tokens, routing, weights)
+        routing, gate_weights = self.route(tokens)
+        y = self.experts(tokens, routing, gate_weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y if x.dim() == 2 else y.view(x.shape)
@@ -156,11 +156,11 @@ class MoE(torch.nn.Module):
     def route(self, tokens: Tensor) -> tuple[Routing, Tensor]:
         """Where tokens [T, dim] go, and the weights [T, k] of what comes back; counts the load while training."""
         scores = self.router(tokens)
-        routing, weights = route(scores, self.top_k, bias=self.balance, normalize=self.normalize, scale=self.scale)
+        routing, gate_weights = route(scores, self.top_k, bias=self.balance, normalize=self.normalize, scale=self.scale)
         if self.load is not None and self.training and torch.is_grad_enabled():
             # in place: compiled recomputation takes no new attributes
             self.load.add_(routing.load())
-        return routing, weights
+        return routing, gate_weights
 
     @torch.no_grad()
     def update_balance_(self, rate: float = 1e-3) -> None:

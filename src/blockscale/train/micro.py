@@ -128,7 +128,7 @@ def _allocate(parameters: Iterable[Tensor]) -> None:
 
 def _summed_in_place(model: nn.Module) -> list[Tensor]:
     """Weights of layers in low precision, each with its gradient as what its products add to."""
-    layers = [each for each in model.modules() if isinstance(each, Linear | GroupedLinear) and each.recipe.is_low]
+    layers = [each for each in model.modules() if isinstance(each, Linear | GroupedLinear) and each.recipe.is_quantized]
     weights = [each.weight for each in layers if each.weight.requires_grad]
     _allocate(weights)
     for weight in weights:

@@ -284,4 +284,4 @@ def recipe_of(config: RecipeConfig) -> Recipe:
     recipe = get_recipe(config.name)
     if config.weights is not None:
         recipe = recipe.with_weights(config.weights)
-    return recipe.replace(name=recipe.name, weight_cast=config.weight_cast, since=config.since * recipe.is_low)
+    return recipe.replace(name=recipe.name, weight_cast=config.weight_cast, since=config.since * recipe.is_quantized)

@@ -42,7 +42,7 @@ class View(Hooks):
         self.console.print(said, highlight=False)
         converted = len(run.report.converted)
         share = f"{converted} layers with {run.flop_share:.1%} of the linear FLOPs in low precision"
-        self.console.print(share if converted and run.recipe.is_low else "all layers in bf16", highlight=False)
+        self.console.print(share if converted and run.recipe.is_quantized else "all layers in bf16", highlight=False)
         if run.step:
             self.console.print(f"going on from step {run.step}", highlight=False)
         if run.changed:

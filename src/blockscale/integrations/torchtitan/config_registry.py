@@ -44,7 +44,7 @@ def _make(model: str, recipe: str | Recipe) -> Trainer.Config:
     config = plain()
     if config.activation_checkpoint is not None:
         config.activation_checkpoint = _derive(config.activation_checkpoint, BlockScaledAC.Config)
-    if _get_recipe(recipe).is_low:
+    if _get_recipe(recipe).is_quantized:
         config.model_spec = registry(flavor, converters=[BlockScaledConverter.Config(recipe=recipe)])
         config.metrics = _derive(config.metrics, BlockScaledMetrics.Config)
     return config

@@ -23,9 +23,9 @@ from ...autograd.recipe import Recipe
 from ...errors import OptionError, message
 from ...nn.policy import KEPT_FIRST, KEPT_LAST, NARROW, check_ends, has_four_bits
 from ...nn.report import ConversionReport, Converted, Skipped, nothing_converted, speed_note
-from .experts import FollowingExperts, experts_class
-from .follower import TitanFollower, training_recipe
+from .experts import RecipeExperts, experts_class
 from .linear import BlockScaledLinear
+from .recipe_module import TitanRecipeModule, training_recipe
 
 # in the config tree of a trainer names begin with model_spec.model; `*` matches dots too
 FQNS = ("*layers.*",)
@@ -100,12 +100,12 @@ def converted_config(config: Any, recipe: Recipe, name: str = "") -> Any | str:
     plain = type(config)._owner
     named = {"name": name} if name else {}
     if isinstance(config, GroupedExperts.Config):
-        if issubclass(plain, FollowingExperts):
+        if issubclass(plain, RecipeExperts):
             return derive(config, type(config), recipe=recipe, **named)
         if plain.__name__ not in _EXPERTS:
             return f"a {plain.__name__}, which may compute something else"
         return derive(config, experts_class(plain).Config, recipe=recipe, **named)
-    if plain is not Linear and not issubclass(plain, TitanFollower):
+    if plain is not Linear and not issubclass(plain, TitanRecipeModule):
         return f"a {plain.__name__}, which may compute something else"
     if min(config.in_features, config.out_features) < NARROW:
         return f"narrow: fewer than {NARROW} features on a side"

@@ -21,10 +21,10 @@ from ...autograd.dtensor import DTensor, check_shards, local, shard_shape
 from ...autograd.grouped import grouped_linear, grouped_swiglu_mlp
 from ...autograd.recipe import Recipe
 from ...formats.stochastic import Stochastic
-from .follower import TitanFollower
+from .recipe_module import TitanRecipeModule
 
 
-class FollowingExperts(TitanFollower):
+class RecipeExperts(TitanRecipeModule):
     """Experts of any kind that follow a recipe."""
 
     def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
@@ -33,12 +33,12 @@ class FollowingExperts(TitanFollower):
 
     def rounding(self, part: str) -> Stochastic | None:
         """What one of the products draws from."""
-        if not self.recipe_now.draws or self.rng is None:
+        if not self.recipe_now.stochastic or self.rng is None:
             return None
         return Stochastic(self.rng, f"{self.name}.{part}")
 
 
-class BlockScaledExperts(FollowingExperts, GroupedExperts):
+class BlockScaledExperts(RecipeExperts, GroupedExperts):
     """Experts that are each w2(silu(w1(x)) * w3(x)), trained by a recipe."""
 
     @dataclass(kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def experts_class(plain: type[Any]) -> type[Any]:
     if plain is GroupedExperts:
         return BlockScaledExperts
 
-    class Experts(FollowingExperts, plain):
+    class Experts(RecipeExperts, plain):
         @dataclass(kw_only=True, slots=True)
         class Config(plain.Config):
             recipe: str | Recipe = "fp8_blockwise"

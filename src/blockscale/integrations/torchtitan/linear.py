@@ -14,10 +14,10 @@ from torchtitan.models.common.linear import Linear
 from ... import nn
 from ...autograd.activation import Activation
 from ...autograd.recipe import Recipe
-from .follower import TitanFollower
+from .recipe_module import TitanRecipeModule
 
 
-class BlockScaledLinear(TitanFollower, nn.Linear, Linear):
+class BlockScaledLinear(TitanRecipeModule, nn.Linear, Linear):
     """y = x @ weight.mT + bias, trained by a recipe."""
 
     @dataclass(kw_only=True, slots=True)

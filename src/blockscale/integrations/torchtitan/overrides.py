@@ -22,7 +22,7 @@ from ...autograd.recipe import Recipe
 from ...errors import OptionError, message
 from ...nn.policy import has_four_bits
 from .convert import converted_config
-from .follower import training_recipe
+from .recipe_module import training_recipe
 
 # names rather than sizes say what a router is: its gate is moe.router.gate, and lm_head lies outside of layers
 LINEAR_FQNS = ["*layers.*.attention.*", "*layers.*.feed_forward.*", "*layers.*.moe.shared_experts.*"]
@@ -43,7 +43,7 @@ def experts(config: GroupedExperts.Config, recipe: str = "fp8_blockwise", weight
 
 def _converted(config: Any, recipe: str | Recipe, weight_cast: str | None) -> Any:
     chosen = training_recipe(recipe, weight_cast)
-    if chosen.draws or has_four_bits(chosen):
+    if chosen.stochastic or has_four_bits(chosen):
         raise OptionError(
             message(
                 f"recipe {chosen.name!r} as an override",

@@ -20,11 +20,11 @@ from typing import Any
 from .. import env
 from ..errors import AssemblyError, message
 from ..registry import log
-from . import _assembler
-from ._assembler import SETTING, Assembler
+from . import _ptxas
+from ._ptxas import SETTING, Ptxas
 
 _MARK = "--blockscale-ptxas="
-_marked: dict[str, Assembler] = {}
+_marked: dict[str, Ptxas] = {}
 
 
 def options() -> dict[str, Any]:
@@ -34,11 +34,11 @@ def options() -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _options(setting: str) -> dict[str, Any]:
-    decided = _assembler.decided(setting)
+    decided = _ptxas.decided(setting)
     taken = decided.assembler
     # told once: the results of this function are kept
     if taken is None:
-        if any(_assembler.UNLISTED in refusal for refusal in decided.refused):
+        if any(_ptxas.UNLISTED in refusal for refusal in decided.refused):
             log.warning("Hopper's product is assembled by %s", decided)
         return {}
     log.info("Hopper's product is assembled by %s", decided)
@@ -71,7 +71,7 @@ def launch(run: Callable[..., Any]) -> Any:
         if env.get(SETTING):
             raise
         log.warning("Hopper's product falls back to Triton's default assembler: %s", error)
-        _assembler.give_up(str(error))
+        _ptxas.give_up(str(error))
         _options.cache_clear()
         return run()
 
@@ -132,7 +132,7 @@ def _runtime() -> Any:
 _hooked = _Hooked()
 
 
-def _flags(assembler: Assembler, carried: Any) -> list[str]:
+def _flags(assembler: Ptxas, carried: Any) -> list[str]:
     """As Triton's own `make_cubin` has them, with its settings for debugging."""
     import triton
     from triton import knobs
@@ -152,7 +152,7 @@ def _flags(assembler: Assembler, carried: Any) -> list[str]:
     return flags + carried.ptx_options.split()[1:]
 
 
-def assemble(assembler: Assembler, ptx: str, flags: list[str], arch: str) -> bytes:
+def assemble(assembler: Ptxas, ptx: str, flags: list[str], arch: str) -> bytes:
     """Machine code for `arch`; raises AssemblyError with what the assembler said."""
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"

@@ -14,7 +14,7 @@ from ..gemm._hopper_schedule import count_turns, tile_at, turn_at
 def count_tiles(work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
     """How many tiles this program takes."""
     list_ptr, groups, M, N, _ = work
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64
+    BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64
     down = groups * gl.cdiv(M, BM) if K_GROUPED else gl.load(list_ptr)
     return count_turns(gl.program_id(0), gl.num_programs(0), down * gl.cdiv(N, TILE.bn))
 
@@ -25,18 +25,18 @@ def place_of(item, work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
     column; its blocks of K from, to: none for rows of no group, and for groups without tokens; and the first row of c
     that is its group's."""
     list_ptr, groups, M, N, K = work
-    BM: gl.constexpr = TILE.groups * TILE.waves * 64
+    BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64
     blocks, tiles_n = gl.cdiv(K, 128), gl.cdiv(N, TILE.bn)
     tile = turn_at(item, gl.program_id(0), gl.num_programs(0))
     if K_GROUPED:
         tiles_m = gl.cdiv(M, BM)
         entry = list_ptr + tile // (tiles_m * tiles_n) * 4
-        pm, pn = tile_at(tile % (tiles_m * tiles_n), tiles_m, tiles_n, TILE.band)
+        pm, pn = tile_at(tile % (tiles_m * tiles_n), tiles_m, tiles_n, TILE.group_m)
         group, start, count = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
         top = group * M + pm * BM
         return group, pm * BM, top, group * M + M, pn * TILE.bn, start, gl.minimum(start + count, blocks), top
     else:
-        pm, pn = tile_at(tile, gl.load(list_ptr), tiles_n, TILE.band)
+        pm, pn = tile_at(tile, gl.load(list_ptr), tiles_n, TILE.group_m)
         entry = list_ptr + (1 + pm) * 4
         row, end, group, begin = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
         return group, row, row, end, pn * TILE.bn, 0, blocks if group < groups else 0, begin
@@ -50,9 +50,9 @@ def fetch_codes(operands, rings, bar, row, b_row, k, stage, short, REST_BYTES: g
     bytes: gl.constexpr = b_desc.block_type.nbytes + REST_BYTES
     if short:
         mbarrier.expect(bar, part_desc.block_type.nbytes + bytes)
-        tma_load(part_desc, [row, k * 128], bar, a_ring.index(stage * TILE.loads).slice(0, 64))
+        tma_load(part_desc, [row, k * 128], bar, a_ring.index(stage * TILE.a_loads).slice(0, 64))
     else:
-        mbarrier.expect(bar, TILE.loads * a_desc.block_type.nbytes + bytes)
+        mbarrier.expect(bar, TILE.a_loads * a_desc.block_type.nbytes + bytes)
         load_rows(a_desc, a_ring, bar, row, k * 128, stage, TILE)
     tma_load(b_desc, [b_row, k * 128], bar, b_ring.index(stage))
 

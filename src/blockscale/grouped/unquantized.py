@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import replay
+from .. import call_recording
 from ..casts.sharding import whole
 from ..formats.layout import check_group_ends
 from ..hardware import for_products
@@ -34,7 +34,7 @@ def _flops(a: list[int], b: list[int], offs: list[int], *rest: object, **named: 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """m-grouped, a [M, K] @ b [E, K, N] -> [M, N], or k-grouped, a [N, M] @ b [M, K] -> [G, N, K]; rows of no group
     give zero and are not summed."""
-    replay.refuse("a product in high precision")
+    call_recording.refuse("a product in high precision")
     m_grouped = b.dim() == 3
     check_group_ends(offs, a.shape[0] if m_grouped else a.shape[1])
     dtype = a.dtype

@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 
 from blockscale.errors import OptionError
-from blockscale.gemm import _assembler
-from blockscale.gemm._assembler import ALLOWED, Assembler, answering, choose, version_of
+from blockscale.gemm import _ptxas
+from blockscale.gemm._ptxas import ALLOWED, Ptxas, answering, choose, version_of
 from blockscale.hardware import cuda_driver
 
-OLD = Assembler("/wheel/ptxas", (12, 8, 93), "own")
-OTHER = Assembler("/wheel/ptxas-blackwell", (12, 9, 86), "other")
-TOOLKIT = Assembler("/cuda/bin/ptxas", (13, 0, 88), "toolkit")
+OLD = Ptxas("/wheel/ptxas", (12, 8, 93), "own")
+OTHER = Ptxas("/wheel/ptxas-blackwell", (12, 9, 86), "other")
+TOOLKIT = Ptxas("/cuda/bin/ptxas", (13, 0, 88), "toolkit")
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing set, nothing remembered."""
-    for name in (_assembler.SETTING, *_assembler.FOREIGN, "CUDA_HOME", "CUDA_PATH"):
+    for name in (_ptxas.SETTING, *_ptxas.FOREIGN, "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(_assembler, "_failures", [])
-    for cache in (_assembler.decided, version_of):
+    monkeypatch.setattr(_ptxas, "_failures", [])
+    for cache in (_ptxas.decided, version_of):
         cache.cache_clear()
     yield
-    for cache in (_assembler.decided, version_of):
+    for cache in (_ptxas.decided, version_of):
         cache.cache_clear()
 
 
@@ -52,7 +52,7 @@ def test_the_order_of_candidates_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tritons_own_needs_no_choosing() -> None:
-    own = Assembler("/wheel/ptxas-blackwell", (13, 4, 59), "own")
+    own = Ptxas("/wheel/ptxas-blackwell", (13, 4, 59), "own")
     found = choose([own, TOOLKIT], own.path, (3, 9), driver=13)
     assert found.assembler is None
     assert "13.4.59" in found.reason
@@ -74,8 +74,8 @@ def test_without_a_driver_nothing_is_chosen() -> None:
 def test_only_listed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = choose([OLD, OTHER], OLD.path, (3, 7), driver=13)
     assert found.assembler is None
-    assert f"{_assembler.UNLISTED} 3.7" in str(found)
-    near = Assembler(OTHER.path, (12, 9, 41))
+    assert f"{_ptxas.UNLISTED} 3.7" in str(found)
+    near = Ptxas(OTHER.path, (12, 9, 41))
     assert choose([near], OLD.path, (3, 6), driver=13).assembler is None, "a build counts"
     monkeypatch.setitem(ALLOWED, ((3, 7), OTHER.version), "by hand")
     assert choose([OLD, OTHER], OLD.path, (3, 7), driver=13).assembler is OTHER
@@ -106,10 +106,10 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     on_path = fake(tmp_path / "bin" / "ptxas", "13.1.80")
-    monkeypatch.setattr(_assembler, "_package_folders", lambda name: [str(tmp_path / name)])
+    monkeypatch.setattr(_ptxas, "_package_folders", lambda name: [str(tmp_path / name)])
     wheel = tmp_path / "wheel"
     for own, other in (("ptxas", "ptxas-blackwell"), ("ptxas-blackwell", "ptxas")):
-        assert [path for _, path in _assembler._places(str(wheel / own), wheel)] == [
+        assert [path for _, path in _ptxas._places(str(wheel / own), wheel)] == [
             str(wheel / own),
             str(wheel / other),
             str(tmp_path / "cuda" / "bin" / "ptxas"),
@@ -120,17 +120,17 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packages_are_found_by_name_and_not_imported() -> None:
-    assert _assembler._package_folders("no_such_package.inside") == []
-    assert _assembler._package_folders("blockscale.no_such_part") == []
-    (folder,) = _assembler._package_folders("blockscale.gemm")
+    assert _ptxas._package_folders("no_such_package.inside") == []
+    assert _ptxas._package_folders("blockscale.no_such_part") == []
+    (folder,) = _ptxas._package_folders("blockscale.gemm")
     assert Path(folder).name == "gemm"
 
 
-@pytest.mark.parametrize("name", _assembler.FOREIGN)
+@pytest.mark.parametrize("name", _ptxas.FOREIGN)
 def test_tritons_variables_are_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_assembler, "cuda_driver", lambda: 13)
+    monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 13)
     monkeypatch.setenv(name, "/somewhere/ptxas")
-    found = _assembler.choice()
+    found = _ptxas.choice()
     assert found.assembler is None
     assert f"{name}=/somewhere/ptxas is set" in found.reason
 
@@ -139,34 +139,34 @@ def test_the_setting_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Over Triton's variables and the list; `default` is the way back."""
     path = fake(tmp_path / "ptxas", "12.9.1")
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/somewhere/ptxas")
-    monkeypatch.setenv(_assembler.SETTING, path)
-    found = _assembler.choice()
-    assert found.assembler == Assembler(path, (12, 9, 1), _assembler.SETTING)
-    monkeypatch.setenv(_assembler.SETTING, "default")
-    assert _assembler.choice().assembler is None
-    assert _assembler.SETTING in _assembler.choice().reason
+    monkeypatch.setenv(_ptxas.SETTING, path)
+    found = _ptxas.choice()
+    assert found.assembler == Ptxas(path, (12, 9, 1), _ptxas.SETTING)
+    monkeypatch.setenv(_ptxas.SETTING, "default")
+    assert _ptxas.choice().assembler is None
+    assert _ptxas.SETTING in _ptxas.choice().reason
 
 
 def test_a_path_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "ptxas")
-    monkeypatch.setenv(_assembler.SETTING, path)
+    monkeypatch.setenv(_ptxas.SETTING, path)
     with pytest.raises(OptionError, match=r"Rule: it is 'default' or the path .* Fix: correct the path") as raised:
-        _assembler.choice()
+        _ptxas.choice()
     assert f"BLOCKSCALE_PTXAS={path!r}" in str(raised.value)
 
 
 def test_a_demand_that_the_driver_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_assembler, "cuda_driver", lambda: 12)
-    monkeypatch.setenv(_assembler.SETTING, fake(tmp_path / "ptxas", "13.0.88"))
+    monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 12)
+    monkeypatch.setenv(_ptxas.SETTING, fake(tmp_path / "ptxas", "13.0.88"))
     with pytest.raises(OptionError, match="is of CUDA 13, and the driver is of CUDA 12"):
-        _assembler.choice()
+        _ptxas.choice()
 
 
 def test_after_a_failure_tritons_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _assembler.give_up("it broke")
-    assert str(_assembler.choice()) == "Triton's default: it broke"
-    monkeypatch.setenv(_assembler.SETTING, fake(tmp_path / "ptxas", "12.9.86"))
-    assert _assembler.choice().assembler is not None, "a demand still counts"
+    _ptxas.give_up("it broke")
+    assert str(_ptxas.choice()) == "Triton's default: it broke"
+    monkeypatch.setenv(_ptxas.SETTING, fake(tmp_path / "ptxas", "12.9.86"))
+    assert _ptxas.choice().assembler is not None, "a demand still counts"
 
 
 def test_the_driver_is_asked_by_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +199,6 @@ def test_the_driver_is_asked_by_its_own_library(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_results_name_it_without_folders() -> None:
-    assert _assembler.Choice(None, "why").label == "Triton's ptxas"
-    one = _assembler.Assembler("/somewhere/ptxas", (12, 9, 86))
-    assert _assembler.Choice(one, "why").label == "ptxas 12.9.86"
+    assert _ptxas.Choice(None, "why").label == "Triton's ptxas"
+    one = _ptxas.Ptxas("/somewhere/ptxas", (12, 9, 86))
+    assert _ptxas.Choice(one, "why").label == "ptxas 12.9.86"

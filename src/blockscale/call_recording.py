@@ -89,21 +89,21 @@ def recorder() -> Recorder | None:
     return getattr(_state, "recorder", None)
 
 
-def allocated(tensor: Tensor) -> None:
+def note_allocation(tensor: Tensor) -> None:
     """Tell that a buffer was allocated."""
     found = recorder()
     if found is not None:
         found.allocated(tensor)
 
 
-def provided(tensor: Tensor, again: Callable[[], Tensor]) -> None:
+def note_persistent_buffer(tensor: Tensor, again: Callable[[], Tensor]) -> None:
     """Tell of a buffer that outlives the call, and how to find the one that is right for a later call."""
     found = recorder()
     if found is not None:
         found.provided(tensor, again)
 
 
-def started() -> None:
+def note_operator_start() -> None:
     """Tell that an operator has begun its work."""
     found = recorder()
     if found is not None:
@@ -117,7 +117,7 @@ def refuse(why: str) -> None:
         found.refused = found.refused or why
 
 
-def launched(
+def note_launch(
     start: Callable[..., None],
     pointers: Sequence[int | None],
     rest: tuple[object, ...] = (),
@@ -238,10 +238,10 @@ def _arranged(found: Recorder, device: int, results: tuple[int | None, ...], not
     return Recording(device, tuple(seen), tuple(offsets), size, launches, returned, note)
 
 
-_MOST_KNOWN = 16384  # a layer's call, and each of its operators'
+_MOST_RECORDINGS = 16384  # a layer's call, and each of its operators'
 _TRIES = 3
 # a recording, or how often a call was made that could not be recorded: the first compiles its kernels
-_KNOWN: dict[tuple[object, ...], Recording | int] = {}
+_RECORDINGS: dict[tuple[object, ...], Recording | int] = {}
 
 
 def layout(tensor: Tensor) -> tuple[object, ...]:
@@ -249,25 +249,25 @@ def layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
 
 
-def known(key: tuple[object, ...]) -> Recording | None:
+def find_recording(key: tuple[object, ...]) -> Recording | None:
     """The call of that key, if it was recorded."""
-    found = _KNOWN.get(key)
+    found = _RECORDINGS.get(key)
     return found if type(found) is Recording else None
 
 
-def learn(
+def run_and_record(
     key: tuple[object, ...],
     call: Callable[[], Any],
     inputs: Sequence[Tensor],
     results: Callable[[Any], tuple[Sequence[Tensor | None], Any]],
 ) -> Any:
     """Do a call that is not known, and record it if it may be: not the first time, and not after it failed to."""
-    tries = _KNOWN.get(key, 0)
-    if len(_KNOWN) >= _MOST_KNOWN and key not in _KNOWN:
-        _KNOWN.clear()
+    tries = _RECORDINGS.get(key, 0)
+    if len(_RECORDINGS) >= _MOST_RECORDINGS and key not in _RECORDINGS:
+        _RECORDINGS.clear()
     if type(tries) is not int or not 0 < tries <= _TRIES:
-        _KNOWN.setdefault(key, 1)
+        _RECORDINGS.setdefault(key, 1)
         return call()
     returned, recording = record(call, inputs, results)
-    _KNOWN[key] = tries + 1 if recording is None else recording
+    _RECORDINGS[key] = tries + 1 if recording is None else recording
     return returned

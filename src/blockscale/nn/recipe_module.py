@@ -1,4 +1,4 @@
-"""`Follower`: what layers that train by a recipe have in common, whatever they multiply.
+"""`RecipeModule`: what layers that train by a recipe have in common, whatever they multiply.
 
 Its recipe and the one of the present step, the name and the state that stochastic rounding draws by, and casts of its
 weights that a step's microbatches share. None of it is part of a `state_dict`.
@@ -24,12 +24,12 @@ from ..formats.stochastic import Stochastic, module_name, rng_state
 DEFAULT_SEED = 0
 
 
-class Follower(torch.nn.Module):
+class RecipeModule(torch.nn.Module):
     """A layer with a weight that follows a recipe."""
 
-    # the attributes that `follow` sets beside the buffer rng
+    # the attributes that `apply_recipe` sets beside the buffer rng
     FOLLOWED: ClassVar[tuple[str, ...]] = ("recipe", "recipe_now", "name", "seed", "shared_weight")
-    # what a plain module had under the names that `follow` takes; None for a layer that was made as one of ours
+    # what a plain module had under the names that `apply_recipe` takes; None for a layer that was made as one of ours
     was_plain: dict[str, Any] | None = None
     recipe: Recipe
     recipe_now: Recipe
@@ -38,7 +38,7 @@ class Follower(torch.nn.Module):
     shared_weight: SharedWeight | None
     rng: Tensor | None
 
-    def follow(
+    def apply_recipe(
         self, recipe: str | Recipe, *, name: str = "", rng: Tensor | None = None, seed: int = DEFAULT_SEED
     ) -> None:
         """Train by this recipe from now on. Casts that were shared are dropped.
@@ -48,7 +48,7 @@ class Follower(torch.nn.Module):
         check_text(name, "name", "layers.0.mlp.down_proj")
         check_rng(rng)
         chosen, plain = get_recipe(recipe), module_name(name)
-        if chosen.draws and not plain:
+        if chosen.stochastic and not plain:
             raise OptionError(
                 message(
                     f"recipe {chosen.name!r} for a layer without a name",
@@ -58,16 +58,16 @@ class Follower(torch.nn.Module):
             )
         self.recipe, self.recipe_now = chosen, chosen.at(0)
         self.name, self.seed = plain, seed
-        self._share(chosen.weight_cast == "step" and chosen.is_low)
-        if chosen.draws and rng is None:
+        self._share(chosen.weight_cast == "step" and chosen.is_quantized)
+        if chosen.stochastic and rng is None:
             rng = rng_state(seed, device=next(self.parameters()).device)
-        self.register_buffer("rng", rng if chosen.draws else None, persistent=False)
+        self.register_buffer("rng", rng if chosen.stochastic else None, persistent=False)
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         """Take a parameter. torch's parallel styles register DTensors, so that what cannot be computed raises there."""
         if isinstance(param, DTensor) and not isinstance(self._parameters.get(name), DTensor):
             recipe = getattr(self, "recipe", None)
-            if isinstance(recipe, Recipe) and recipe.is_low:
+            if isinstance(recipe, Recipe) and recipe.is_quantized:
                 self.check_sharding(f"{self.name or type(self).__name__}.{name}", param, recipe)
                 self._share(self.shared_weight is not None)  # casts of the unsharded weight are dropped
         super().register_parameter(name, param)
@@ -86,12 +86,12 @@ class Follower(torch.nn.Module):
     def given(self) -> tuple[Stochastic | None, Pair | None]:
         """What a call made now takes besides parameters: what it draws from, and shared casts of the weight."""
         recipe, shared = self.recipe_now, self.shared_weight
-        rounding = Stochastic(local(self.rng), self.name) if recipe.draws and self.rng is not None else None
+        rounding = Stochastic(local(self.rng), self.name) if recipe.stochastic and self.rng is not None else None
         return rounding, None if shared is None else shared.operands(self.weight, recipe)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def adopt(cls, module: torch.nn.Module) -> None:
-        """Make a plain module one of ours, in place; it has to `follow` a recipe then."""
+        """Make a plain module one of ours, in place; it has to `apply_recipe` a recipe then."""
         kept = {name: vars(module)[name] for name in cls.FOLLOWED if name in vars(module)}
         module.__class__ = cls
         assert isinstance(module, cls)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale import library, replay
-from blockscale.replay import Recording, record
+from blockscale import call_recording, library
+from blockscale.call_recording import Recording, record
 from products import assert_same_bits
 from recorded import SEEN, N, allocate, floats, one, run_add
 
@@ -78,9 +78,9 @@ def test_scalars_are_buffers():
 
     def call() -> Tensor:
         scalar = library.empty((), torch.float32, torch.device("cpu"))
-        replay.started()
+        call_recording.note_operator_start()
         write(-1, scalar.data_ptr())
-        replay.launched(write, (scalar.data_ptr(),))
+        call_recording.note_launch(write, (scalar.data_ptr(),))
         return scalar
 
     _, recording = record(call, (a,), one)
@@ -129,8 +129,8 @@ def test_hidden_buffers_of_any_size_are_aligned(size: int):
 
     def call() -> Tensor:
         rooms = [allocate(size), allocate(2, size)]
-        replay.started()
-        replay.launched(lambda device, *at: None, [room.data_ptr() for room in rooms])
+        call_recording.note_operator_start()
+        call_recording.note_launch(lambda device, *at: None, [room.data_ptr() for room in rooms])
         return run_add(a, None)
 
     _, recording = record(call, (a,), one)
@@ -153,7 +153,7 @@ def test_providers_are_asked_each_time():
 
     def call() -> Tensor:
         for _ in range(2):  # two operators may be given the same one
-            replay.provided(rooms[0], again)
+            call_recording.note_persistent_buffer(rooms[0], again)
         return run_add(a, rooms[0])
 
     _, recording = record(call, (a,), one)
@@ -169,7 +169,7 @@ def test_providers_are_asked_each_time():
 
 
 def learned(key: str, call: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
-    return replay.learn((key,), call, inputs, one)
+    return call_recording.run_and_record((key,), call, inputs, one)
 
 
 def test_the_second_call_is_recorded():
@@ -177,66 +177,66 @@ def test_the_second_call_is_recorded():
     a, recorded = floats(1), []
 
     def call() -> Tensor:
-        recorded.append(replay.recorder() is not None)
+        recorded.append(call_recording.recorder() is not None)
         return run_add(a, None, 2.0)
 
     for seen in ([False], [False, True]):
-        assert replay.known(("key",)) is None
+        assert call_recording.find_recording(("key",)) is None
         assert_same_bits(learned("key", call, a), a + 2)
         assert recorded == seen
-    recording = replay.known(("key",))
+    recording = call_recording.find_recording(("key",))
     assert isinstance(recording, Recording)
     assert_same_bits(recording.replay([floats(5)]), [floats(5) + 2])
-    assert replay.known(("other",)) is None
+    assert call_recording.find_recording(("other",)) is None
 
 
 def test_some_tries_and_no_more():
     a, stranger, recorded = floats(1), floats(2), []
 
     def call() -> Tensor:
-        recorded.append(replay.recorder() is not None)
+        recorded.append(call_recording.recorder() is not None)
         return run_add(a, stranger)
 
     for _ in range(7):
         assert_same_bits(learned("key", call, a), a + stranger)
     assert recorded == [False, True, True, True, False, False, False]
-    assert replay.known(("key",)) is None
+    assert call_recording.find_recording(("key",)) is None
 
 
 def test_a_later_try_may_succeed():
     a, stranger = floats(1), floats(2)
     for inputs in ((a,), (a,), (a, stranger)):
         learned("key", lambda: run_add(a, stranger), *inputs)
-    assert replay.known(("key",)) is not None
+    assert call_recording.find_recording(("key",)) is not None
 
 
 def test_a_known_call_that_is_learned_again_is_only_done():
     a = floats(1)
     for _ in range(2):
         learned("key", lambda: run_add(a, None), a)
-    recording = replay.known(("key",))
+    recording = call_recording.find_recording(("key",))
     assert_same_bits(learned("key", lambda: run_add(a, None), a), a)
-    assert replay.known(("key",)) is recording
+    assert call_recording.find_recording(("key",)) is recording
 
 
 def test_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch, forgotten: dict[Any, Any]):
     """Also of calls that were made once: with another number of tokens each time there are many."""
-    monkeypatch.setattr(replay, "_MOST_KNOWN", 8)
+    monkeypatch.setattr(call_recording, "_MOST_RECORDINGS", 8)
     a = floats(1)
     for times in (1, 2):
         for number in range(50):
             for _ in range(times):
                 learned(f"{times} {number}", lambda: run_add(a, None), a)
             assert len(forgotten) <= 8
-    assert replay.known(("2 49",)) is not None
+    assert call_recording.find_recording(("2 49",)) is not None
 
 
 def test_a_layout_is_all_but_the_address():
     x = torch.zeros(64, 64)
     same = torch.zeros(64, 64)
-    assert replay.layout(x) == replay.layout(same)
+    assert call_recording.layout(x) == call_recording.layout(same)
     others = [x.mT, x[1:], x[:, :32], x.bfloat16(), x[None], x.flatten()[1:-63].view(63, 64), x[:, 1:33]]
-    assert len({replay.layout(other) for other in (x, *others)}) == 1 + len(others)
+    assert len({call_recording.layout(other) for other in (x, *others)}) == 1 + len(others)
 
 
 def test_layers_on_a_cpu_are_not_replayed(forgotten: dict[Any, Any]):

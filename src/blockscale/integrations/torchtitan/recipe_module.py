@@ -1,4 +1,4 @@
-"""`TitanFollower`: what layers of torchtitan that follow a recipe have in common.
+"""`TitanRecipeModule`: what layers of torchtitan that follow a recipe have in common.
 
 They are built from a config on the meta device, sharded for tensor parallelism, and filled later. A shard holds whole
 blocks, which is checked as soon as the number of shards is known. Layers whose recipe draws move on
@@ -20,11 +20,11 @@ from torchtitan.components.optimizer import OptimizersContainer
 from ...autograd.dtensor import check_shards, shard_shape
 from ...autograd.recipe import Recipe, get_recipe
 from ...errors import OptionError, message
-from ...nn.follower import Follower
+from ...nn.recipe_module import RecipeModule
 
 # a weight that changes only with an optimizer's step may be cast once for it; torchtitan's are FSDP's, gathered anew
 WEIGHT_CASTS = ("forward", "twice")
-_DRAWING: weakref.WeakSet[TitanFollower] = weakref.WeakSet()
+_DRAWING: weakref.WeakSet[TitanRecipeModule] = weakref.WeakSet()
 _KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -53,13 +53,13 @@ def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Rec
     return chosen
 
 
-class TitanFollower(Follower):
+class TitanRecipeModule(RecipeModule):
     """A layer of torchtitan that follows a recipe; comes before torchtitan's class among the bases."""
 
     def begin(self, recipe: str | Recipe, name: str) -> None:
         """Follow the recipe of the config."""
-        self.follow(training_recipe(recipe), name=name)
-        if self.recipe.draws:
+        self.apply_recipe(training_recipe(recipe), name=name)
+        if self.recipe.stochastic:
             _DRAWING.add(self)
             _listen()
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockscale import library, replay
-from blockscale.autograd import get_recipe, work
+from blockscale import call_recording, library
+from blockscale.autograd import get_recipe, linear_plan
 from blockscale.autograd.operands import Casts, Groups, Needs
+from blockscale.call_recording import Recorder, record
 from blockscale.grouped import sort_by_expert
-from blockscale.replay import Recorder, record
 from products import assert_same_bits
 from recorded import add, allocate, floats, one, refusal, run_add
 
@@ -37,7 +37,7 @@ def test_an_operator_without_a_launch_refuses():
     a = floats(1)
 
     def silent() -> Tensor:
-        replay.started()
+        call_recording.note_operator_start()
         return run_add(a, None)
 
     assert refusal(silent, a)
@@ -49,11 +49,11 @@ def test_an_operator_of_two_launches_tells_its_last(finishes: bool):
     a = floats(1)
 
     def twice() -> Tensor:
-        replay.started()
+        call_recording.note_operator_start()
         first, second = allocate(), allocate()
         for x, out, last in ((a, first, False), (first, second, finishes)):
             add(-1, x.data_ptr(), None, out.data_ptr(), 1.0)
-            replay.launched(add, (x.data_ptr(), None, out.data_ptr()), (1.0,), last=last)
+            call_recording.note_launch(add, (x.data_ptr(), None, out.data_ptr()), (1.0,), last=last)
         return second
 
     _, recording = record(twice, (a,), one)
@@ -67,7 +67,7 @@ def test_work_that_says_so_refuses():
 
     def torchs() -> Tensor:
         out = run_add(a, None)
-        replay.refuse("a sum by torch")
+        call_recording.refuse("a sum by torch")
         return out
 
     assert refusal(torchs, a)
@@ -81,24 +81,24 @@ def test_what_a_layer_does_by_torch_refuses(product: str, monkeypatch: pytest.Mo
     """Even where it leaves nothing to return, as a gradient that is added to a buffer: a replay would leave it out."""
     x, weight, grad = torch.randn(4, 8), torch.randn(6, 8), torch.randn(4, 6)
     calls: dict[str, Callable[[], object]] = {
-        "fprop": lambda: work.fprop(x, weight, None, None, None, torch.float32),
-        "dgrad": lambda: work.dgrad(grad, None, weight, None, torch.float32),
-        "wgrad": lambda: work.wgrad(grad, None, x, None, torch.float32, torch.zeros(6, 8)),
+        "fprop": lambda: linear_plan.fprop(x, weight, None, None, None, torch.float32),
+        "dgrad": lambda: linear_plan.dgrad(grad, None, weight, None, torch.float32),
+        "wgrad": lambda: linear_plan.wgrad(grad, None, x, None, torch.float32, torch.zeros(6, 8)),
         "bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16")).gradient(grad, Needs(True, True, True)),
     }
     experts, acc, routing = torch.randn(2, 6, 8), torch.zeros(2, 6, 8), sort_by_expert(torch.tensor([[0, 1]] * 2), 2)
     groups, tokens = Groups(routing.offs), torch.randn(2, 8)
     calls |= {
-        "grouped fprop": lambda: work.fprop(x, experts, None, None, None, torch.float32, groups),
-        "grouped dgrad": lambda: work.dgrad(grad, None, experts, None, torch.float32, groups),
-        "grouped wgrad": lambda: work.wgrad(grad, None, x, None, torch.float32, acc, groups),
+        "grouped fprop": lambda: linear_plan.fprop(x, experts, None, None, None, torch.float32, groups),
+        "grouped dgrad": lambda: linear_plan.dgrad(grad, None, experts, None, torch.float32, groups),
+        "grouped wgrad": lambda: linear_plan.wgrad(grad, None, x, None, torch.float32, acc, groups),
         "grouped bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16"), None, groups).gradient(
             grad, Needs(True, True, True)
         ),
         "gather": lambda: Groups(routing.offs, routing.tokens, routing.rows).gathered(tokens),
     }
     found = Recorder([x, weight, grad], 3)
-    monkeypatch.setattr(replay._state, "recorder", found, raising=False)
+    monkeypatch.setattr(call_recording._state, "recorder", found, raising=False)
     calls[product]()
     # a row of the table that tells of no launch leaves its operator unfinished
     refused = found.refused in ("a product in high precision", "a sum by torch")
@@ -137,15 +137,15 @@ def test_a_call_that_fails_leaves_nobody_recording():
 
     with pytest.raises(KeyError, match="mine"):
         record(fails, (a,), one)
-    assert replay.recorder() is None
+    assert call_recording.recorder() is None
 
 
 def test_other_threads_are_not_recorded():
     a = floats(1)
 
     def elsewhere() -> None:
-        assert replay.recorder() is None
-        replay.refuse("not my call")
+        assert call_recording.recorder() is None
+        call_recording.refuse("not my call")
         run_add(floats(2), None)
 
     def call() -> Tensor:
@@ -159,6 +159,6 @@ def test_other_threads_are_not_recorded():
 
 def test_where_nobody_records_nothing_is_told():
     out = run_add(floats(1), floats(2))
-    replay.provided(out, lambda: out)
-    replay.refuse("nobody hears")
-    assert replay.recorder() is None
+    call_recording.note_persistent_buffer(out, lambda: out)
+    call_recording.refuse("nobody hears")
+    assert call_recording.recorder() is None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
-from .. import replay
+from .. import call_recording
 
 try:
     from triton.backends.nvidia import driver as _driver
@@ -37,7 +37,7 @@ def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     stream = triton.runtime.driver.active.get_current_stream
 
     def launch(device: int, *arguments: object) -> None:
-        if launches_are_watched():
+        if launch_hooks_are_set():
             compiled[grid](*arguments)
         else:
             run(*grid, stream(device), function, metadata, None, None, None, *arguments)
@@ -45,7 +45,7 @@ def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     return launch
 
 
-class Known(NamedTuple):
+class CachedLaunch(NamedTuple):
     """A compiled kernel on its grid, and its arguments but for addresses."""
 
     launch: Callable[..., None]
@@ -55,8 +55,8 @@ class Known(NamedTuple):
 _MOST_KNOWN = 4096
 
 
-def start_again(
-    known: dict[tuple[object, ...], Known],
+def launch_cached(
+    known: dict[tuple[object, ...], CachedLaunch],
     kernel: Any,
     grid: tuple[int, int, int],
     tensors: Sequence[Tensor | None],
@@ -79,16 +79,16 @@ def start_again(
     found = known.get(key)
     if found is not None:
         found.launch(device, *pointers, *rest)
-        return replay.launched(found.launch, pointers, rest, last=last)
-    replay.refuse("a kernel that is being compiled")
+        return call_recording.note_launch(found.launch, pointers, rest, last=last)
+    call_recording.refuse("a kernel that is being compiled")
     compiled = start(kernel, grid, first)(*tensors, *rest, **options)
     if compiled is not None and device >= 0:
         if len(known) >= _MOST_KNOWN:
             known.clear()
-        known[key] = Known(launcher(compiled, grid), rest)
+        known[key] = CachedLaunch(launcher(compiled, grid), rest)
 
 
-def launches_are_watched() -> bool:
+def launch_hooks_are_set() -> bool:
     """Whether somebody has hooks on launches: each is a chain of calls, or what somebody put in its place."""
     hooks = triton.knobs.runtime
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook

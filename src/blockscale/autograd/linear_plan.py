@@ -3,7 +3,7 @@
 A layer of experts does the same work with grouped products: `groups` says which rows are whose.
 
 A call on a GPU that nobody watches is recorded the second time that it comes with these shapes, and replayed from then
-on (`replay.py`); what it leaves for the backward is then whole buffers.
+on (`call_recording.py`); what it leaves for the backward is then whole buffers.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import registry, replay
+from .. import call_recording, registry
+from ..call_recording import Recording
 from ..formats.layout import locate
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import multiply
 from ..grouped import multiply_grouped
-from ..grouped.high import grouped_mm
+from ..grouped.unquantized import grouped_mm
 from ..hardware import for_products
 from ..library import is_watched
-from ..replay import Recording
-from .operands import Casts, Groups, Kept, Needs, Pair, matrix, set_aside
+from .operands import Casts, Groups, Needs, Pair, SavedOperand, matrix, set_aside
 from .recipe import Recipe
 
 _HIGH = "a product in high precision"
-Given = tuple[Pair | None, Pair | None]
+CallState = tuple[Pair | None, Pair | None]
 
 
-class Made(NamedTuple):
+class ForwardResult(NamedTuple):
     """What a forward leaves: its result, and what waits of x and of the weight.  memory: of a replayed call, whose
     tensors are whole buffers."""
 
     y: Tensor
-    x: Kept
-    weight: Kept
+    x: SavedOperand
+    weight: SavedOperand
     memory: Recording | None = None
 
 
-class Work(NamedTuple):
+class LinearPlan(NamedTuple):
     """All that a layer's call does besides autograd's bookkeeping, in a form that can be replayed."""
 
     casts: Casts
@@ -51,31 +51,37 @@ class Work(NamedTuple):
     dtype: torch.dtype
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given, groups: Groups | None = None
-    ) -> Made:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, given: CallState, groups: Groups | None = None
+    ) -> ForwardResult:
         """given: operands that were made before; their layout follows from the shapes."""
         inputs = [x, weight] if bias is None else [x, weight, bias]
         if groups is not None:
             inputs += _tensors(groups)
         if self.casts.rounding is not None or not can_be_replayed(inputs):
             return self._forward(x, weight, bias, given, groups)
-        key = (*self[1:], self.casts.recipe, x.device, *which_of(given), *map(replay.layout, inputs))
+        key = (*self[1:], self.casts.recipe, x.device, *which_of(given), *map(call_recording.layout, inputs))
         inputs += tensors_of(given)
-        known = replay.known(key)
+        known = call_recording.find_recording(key)
         if known is None:
-            return replay.learn(key, lambda: self._forward(x, weight, bias, given, groups), inputs, _forward_results)
+            return call_recording.run_and_record(
+                key, lambda: self._forward(x, weight, bias, given, groups), inputs, _forward_results
+            )
         y, *parts = known.replay(inputs)
         assert y is not None
         x_waits, w_waits = known.note
         y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-        return Made(y, (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5])), known)
+        return ForwardResult(
+            y, (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5])), known
+        )
 
-    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, given: Given, groups: Groups | None) -> Made:
+    def _forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, given: CallState, groups: Groups | None
+    ) -> ForwardResult:
         casts, needs = self.casts.among(groups), self.needs
         x_row, x_col = given[0] or casts.input(matrix(x), waits=needs.weight)
         w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")
         y = fprop(x, weight, bias, x_row, w_row, self.dtype, groups)
-        return Made(y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None))
+        return ForwardResult(y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None))
 
     def backward(
         self,
@@ -83,7 +89,7 @@ class Work(NamedTuple):
         x: Tensor | None,
         weight: Tensor,
         main_grad: Tensor | None,
-        made: Made,
+        made: ForwardResult,
         groups: Groups | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dX [M, K], dW and the column sums of grad [M, N], those that are needed."""
@@ -102,7 +108,7 @@ class Work(NamedTuple):
         x: Tensor | None,
         weight: Tensor,
         main_grad: Tensor | None,
-        made: Made,
+        made: ForwardResult,
         groups: Groups | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         casts, needs, buffers = self.casts.among(groups), self.needs, made.memory is not None
@@ -121,7 +127,7 @@ def _tensors(groups: Groups) -> list[Tensor]:
     return [each for each in groups if each is not None]
 
 
-def _forward_results(made: Made) -> tuple[list[Tensor | None], object]:
+def _forward_results(made: ForwardResult) -> tuple[list[Tensor | None], object]:
     return [made.y, *made.x[1], *made.weight[1]], (made.x[0], made.weight[0])
 
 
@@ -142,9 +148,13 @@ def backward_again(
     """The backward of a replayed forward: replayed too, or done, and learnt if it may be.  optional: what it reads or
     adds to besides grad."""
     inputs = [grad, *(each for each in optional if each is not None)]
-    key = (memory, *(None if each is None else replay.layout(each) for each in (grad, *optional)))
-    known = replay.known(key)
-    return replay.learn(key, call, inputs, lambda found: (found, None)) if known is None else known.replay(inputs)
+    key = (memory, *(None if each is None else call_recording.layout(each) for each in (grad, *optional)))
+    known = call_recording.find_recording(key)
+    return (
+        call_recording.run_and_record(key, call, inputs, lambda found: (found, None))
+        if known is None
+        else known.replay(inputs)
+    )
 
 
 def can_be_replayed(tensors: Sequence[Tensor]) -> bool:
@@ -153,23 +163,23 @@ def can_be_replayed(tensors: Sequence[Tensor]) -> bool:
     return (
         not torch.compiler.is_compiling()
         and first.is_cuda
-        and registry.demands_nothing()
+        and registry.nothing_is_forced()
         and first.get_device() == torch.cuda.current_device()
         and not is_watched(tensors)
     )
 
 
 # one for each way to call a layer: making them takes as long as an allocation
-_WORKS: dict[tuple[Recipe, Needs, torch.dtype], Work] = {}
+_WORKS: dict[tuple[Recipe, Needs, torch.dtype], LinearPlan] = {}
 
 
-def work_of(recipe: Recipe, rounding: Stochastic | None, needs: Needs, dtype: torch.dtype) -> Work:
+def linear_plan_of(recipe: Recipe, rounding: Stochastic | None, needs: Needs, dtype: torch.dtype) -> LinearPlan:
     """The work of such a call."""
     if rounding is not None or torch.compiler.is_compiling():
-        return Work(Casts(recipe, rounding), needs, dtype)
+        return LinearPlan(Casts(recipe, rounding), needs, dtype)
     found = _WORKS.get((recipe, needs, dtype))
     if found is None:
-        found = _WORKS[recipe, needs, dtype] = Work(Casts(recipe), needs, dtype)
+        found = _WORKS[recipe, needs, dtype] = LinearPlan(Casts(recipe), needs, dtype)
     return found
 
 
@@ -201,16 +211,16 @@ def fprop(
     if x_row is not None and w_row is not None:
         y = product(x_row, w_row, dtype, groups, bias=bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-    replay.refuse(_HIGH)
+    call_recording.refuse(_HIGH)
     bias = None if bias is None else bias.to(dtype)
     if groups is None:
         with torch.autocast(x.device.type, enabled=False):
-            return high_linear(x, weight, bias, dtype)
+            return unquantized_linear(x, weight, bias, dtype)
     y = grouped_mm(groups.gathered(x).to(dtype), weight.to(dtype).mT, groups.offs)
     return y if bias is None else y + _of_rows(bias, y.shape[0], groups.offs)
 
 
-def high_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """y [..., N] of operands in this dtype."""
     operands = for_products(*(each.to(dtype) for each in (x, weight, bias) if each is not None))
     if operands[0].dtype == dtype:
@@ -241,7 +251,7 @@ def dgrad(
     """dX [M, K] of grad [M, N] and weight [N, K] or [E, N, K], in high precision where there are no operands."""
     if row is not None and w_col is not None:
         return product(row, w_col.operand, dtype, groups)
-    replay.refuse(_HIGH)
+    call_recording.refuse(_HIGH)
     wide = weight.to(grad.dtype)
     return (_mm(grad, wide) if groups is None else grouped_mm(grad, wide, groups.offs)).to(dtype)
 
@@ -260,7 +270,7 @@ def wgrad(
         dw = product(col.operand, x_col.operand, dtype, groups, accumulate=main_grad)
         return dw if main_grad is None else None
     assert x is not None, "an input that is not cast is kept"
-    replay.refuse(_HIGH)
+    call_recording.refuse(_HIGH)
     if groups is None:
         dw = _mm(grad.mT, matrix(x).to(grad.dtype))
     else:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockscale import library, recall, replay
+from blockscale import call_recording, library, operator_recording
 from blockscale.library import define_op
-from blockscale.recall import remembered
+from blockscale.operator_recording import with_recorded_calls
 from products import assert_same_bits
 from recorded import N, floats, run_add
 
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 @pytest.fixture(autouse=True)
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if tensors were on a GPU; the kernels of `recorded.py` run anywhere."""
-    monkeypatch.setattr(recall, "_is_free", lambda tensor: recall.demands_nothing())
+    monkeypatch.setattr(operator_recording, "_is_free", lambda tensor: operator_recording.nothing_is_forced())
     CALLS.clear()
 
 
@@ -38,7 +38,7 @@ def body(a: Tensor, b: Tensor | None, plus: float) -> tuple[Tensor, Tensor | Non
 
 def run() -> Callable[..., Any]:
     """Remembered under a name of its own."""
-    return remembered(f"op{next(_numbers)}", body, (0, 1))
+    return with_recorded_calls(f"op{next(_numbers)}", body, (0, 1))
 
 
 def test_the_third_call_asks_nobody():
@@ -84,13 +84,13 @@ def test_what_differs_is_another_call(other: tuple[Any, ...], what: str):
 def test_devices_are_part_of_a_layout(monkeypatch: pytest.MonkeyPatch):
     """A tensor on the wrong device has an address that a kernel must not see."""
     x = floats(1)
-    here = recall._layout(x)  # pyright: ignore[reportPrivateUsage]
+    here = operator_recording._layout(x)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
-    assert recall._layout(x) != here  # pyright: ignore[reportPrivateUsage]
+    assert operator_recording._layout(x) != here  # pyright: ignore[reportPrivateUsage]
 
 
 def test_views_come_back_as_views():
-    op = remembered(f"op{next(_numbers)}", lambda a: run_add(a, None).view(3, 11).mT, (0,))
+    op = with_recorded_calls(f"op{next(_numbers)}", lambda a: run_add(a, None).view(3, 11).mT, (0,))
     for number in range(4):
         a = floats(number)
         got = op(a)
@@ -103,7 +103,7 @@ def test_one_that_writes_in_place_is_replayed_in_place():
         CALLS.append("add_")
         run_add(a, total, out=total)
 
-    op, total = remembered(f"op{next(_numbers)}", add_, (0, 1)), torch.zeros(N)
+    op, total = with_recorded_calls(f"op{next(_numbers)}", add_, (0, 1)), torch.zeros(N)
     for _ in range(4):
         assert op(total, floats(1)) is None
     assert_same_bits(total, floats(1) + floats(1) + floats(1) + floats(1))
@@ -113,10 +113,10 @@ def test_one_that_writes_in_place_is_replayed_in_place():
 def test_one_that_does_more_than_it_tells_is_never_replayed():
     def more(a: Tensor) -> Tensor:
         CALLS.append("more")
-        replay.refuse("a sum by torch")
+        call_recording.refuse("a sum by torch")
         return run_add(a, None) + a.sum()
 
-    op = remembered(f"op{next(_numbers)}", more, (0,))
+    op = with_recorded_calls(f"op{next(_numbers)}", more, (0,))
     for number in range(8):
         assert_same_bits(op(floats(number)), floats(number) + floats(number).sum())
     assert len(CALLS) == 8
@@ -126,20 +126,20 @@ def test_an_error_is_an_error_each_time():
     def broken(a: Tensor) -> Tensor:
         raise ValueError("no")
 
-    op = remembered(f"op{next(_numbers)}", broken, (0,))
+    op = with_recorded_calls(f"op{next(_numbers)}", broken, (0,))
     for _ in range(5):
         with pytest.raises(ValueError, match="no"):
             op(floats(1))
-    assert replay.recorder() is None
+    assert call_recording.recorder() is None
 
 
 def test_a_recorded_layer_hears_of_every_launch():
     """Its own recording has the launches, also of an operator that is known already."""
-    op = remembered(f"op{next(_numbers)}", lambda a: run_add(a, None, 1.0), (0,))
+    op = with_recorded_calls(f"op{next(_numbers)}", lambda a: run_add(a, None, 1.0), (0,))
     for _ in range(3):
         op(floats(1))
     a = floats(5)
-    _, recording = replay.record(lambda: op(op(a)), (a,), lambda found: ([found], None))
+    _, recording = call_recording.record(lambda: op(op(a)), (a,), lambda found: ([found], None))
     assert recording is not None
     assert len(recording.launches) == 2
     assert_same_bits(recording.replay([floats(6)]), [floats(6) + 1 + 1])
@@ -149,7 +149,7 @@ def test_a_demand_for_a_backend_is_heard(monkeypatch: pytest.MonkeyPatch):
     op = run()
     for _ in range(3):
         op(floats(1), floats(2), 1.0)
-    monkeypatch.setattr(recall, "demands_nothing", lambda: False)
+    monkeypatch.setattr(operator_recording, "nothing_is_forced", lambda: False)
     op(floats(1), floats(2), 1.0)
     assert len(CALLS) == 3
 

@@ -18,9 +18,9 @@ from aot.compiled import CAN_COMPILE, compiled_for
 from blockscale import quantize, quantize_both
 from blockscale.bench.shapes import MODELS
 from blockscale.casts._kernels import cast_kernel
-from blockscale.diagnostics import ahead
-from blockscale.gemm.heuristics import TILES, Problem, candidates, choose, shared_tiles
-from blockscale.hardware import CPU, Capability, capability, compiling_for, multiprocessors
+from blockscale.diagnostics import precompile
+from blockscale.gemm.heuristics import TILES, Problem, candidates, choose, stream_k_plan
+from blockscale.hardware import CPU, Capability, capability, compiling_for, sm_count
 from blockscale.registry import Request
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"
 )
 
-HOPPER = ahead.Target(Capability("cuda", 90))
+HOPPER = precompile.Target(Capability("cuda", 90))
 LLAMA = [(n, k) for k, n in MODELS["Llama3 8B"]]
 SMALL = Request("cast", HOPPER.capability, ("fp8_1x128",), (16, 256), torch.bfloat16, ("mn_major",))
 
@@ -67,41 +67,41 @@ def forget() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_needs_few_kernels(model: str) -> None:
     layers = [(n, k) for k, n in MODELS[model]]
-    calls = ahead.needed(ahead.layer_requests(layers, HOPPER), HOPPER)
+    calls = precompile.needed(precompile.layer_requests(layers, HOPPER), HOPPER)
     assert {"triton", "hopper"} <= {call.backend for call in calls} <= {"triton", "hopper", "hopper_rows"}
     assert all(call.kernels for call in calls)
     products = [call for call in calls if call.request.op == "gemm"]
     assert 5 <= len(products) <= 20
     assert len(calls) <= 64
-    again = ahead.needed([call.request for call in calls], HOPPER)
+    again = precompile.needed([call.request for call in calls], HOPPER)
     assert again == calls, "each is there for a kernel of its own"
 
 
 def test_inference_needs_less_and_given_tokens_fewer() -> None:
-    every = ahead.needed(ahead.layer_requests(LLAMA, HOPPER), HOPPER)
-    forward = ahead.needed(ahead.layer_requests(LLAMA, HOPPER, training=False), HOPPER)
+    every = precompile.needed(precompile.layer_requests(LLAMA, HOPPER), HOPPER)
+    forward = precompile.needed(precompile.layer_requests(LLAMA, HOPPER, training=False), HOPPER)
     assert {call.request.op for call in every} == {"cast", "cast_both", "gemm"}
     assert {call.request.op for call in forward} == {"cast", "gemm"}
     assert len(forward) < len(every)
-    one = ahead.layer_requests(LLAMA, HOPPER, tokens=[4096], training=False)
+    one = precompile.layer_requests(LLAMA, HOPPER, tokens=[4096], training=False)
     assert {request.shape[0] for request in one if request.formats == ("fp8_1x128", "fp8_128x128")} == {4096}
 
 
 def test_no_count_of_tokens_meets_a_kernel_that_was_not_compiled() -> None:
     """The product, over every count up to 2048 and some above; casts of both kinds, up to 1024 and some above."""
     n, k = 4096, 1024
-    calls = ahead.needed(ahead.layer_requests([(n, k)], HOPPER), HOPPER)
+    calls = precompile.needed(precompile.layer_requests([(n, k)], HOPPER), HOPPER)
     with compiling_for(HOPPER.capability):
-        made = {_hopper.ahead(call.request) for call in calls if call.request.op == "gemm"}
+        made = {_hopper.precompile_key(call.request) for call in calls if call.request.op == "gemm"}
         for m in (*range(1, 2049), 4095, 4096, 6001, 12345, 16384):
-            for request in ahead.layer_requests([(n, k)], HOPPER, tokens=[m]):
+            for request in precompile.layer_requests([(n, k)], HOPPER, tokens=[m]):
                 if request.op == "gemm":
-                    assert _hopper.ahead(request) in made, str(request)
+                    assert _hopper.precompile_key(request) in made, str(request)
     with keys() as seen:
         for call in calls:
             if call.request.op != "gemm":
                 with compiling_for(HOPPER.capability):
-                    ahead._launch(call.request, ahead.select(call.request))
+                    precompile._launch(call.request, precompile.select(call.request))
         compiled = set(seen)
         for m in (*range(1, 1025), 1500, 2047, 2048, 3000, 4095, 4096, 6000):
             x = torch.empty(m, k, dtype=torch.bfloat16)
@@ -125,9 +125,9 @@ def step(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, multiply: Callable[
 def test_a_step_asks_for_nothing_else(tokens: int, n: int, k: int) -> None:
     """With the operands that casts really give, transposed ones too."""
     compiled: set[tuple[str, str]] = set()
-    with compiling_for(HOPPER.capability), ahead._compiler(HOPPER) as keys_of:
-        for request in ahead.layer_requests([(n, k)], HOPPER):
-            compiled |= keys_of(request, ahead.select(request))
+    with compiling_for(HOPPER.capability), precompile._compiler(HOPPER) as keys_of:
+        for request in precompile.layer_requests([(n, k)], HOPPER):
+            compiled |= keys_of(request, precompile.select(request))
     with keys() as seen:
         x, w, dy = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((tokens, k), (n, k), (tokens, n)))
         step(x, w, dy, _hopper.scaled_mm)
@@ -140,10 +140,10 @@ def test_a_step_asks_for_nothing_else(tokens: int, n: int, k: int) -> None:
 def test_on_a_gpu_the_first_step_compiles_nothing() -> None:
     n, k, tokens = 640, 384, 48
     gpu = torch.device("cuda", 0)
-    target = ahead.Target(capability(gpu), multiprocessors(gpu))
+    target = precompile.Target(capability(gpu), sm_count(gpu))
     with fresh():
-        for call in ahead.needed(ahead.layer_requests([(n, k)], target, tokens=[tokens]), target):
-            ahead.compile_call(call.request, target)
+        for call in precompile.needed(precompile.layer_requests([(n, k)], target, tokens=[tokens]), target):
+            precompile.compile_call(call.request, target)
         forget()
         hits: list[bool] = []
         with knobs.compilation.scope():
@@ -166,16 +166,16 @@ def test_on_a_gpu_the_first_step_compiles_nothing() -> None:
     ids=["nvfp4", "mxfp8"],
 )
 def test_other_formats_compile_their_casts_and_tell_who_multiplies(formats: tuple[str, str], kernels: set[str]) -> None:
-    requests = ahead.layer_requests([(512, 256)], HOPPER, tokens=[64], formats=formats)
-    calls = ahead.needed(requests, HOPPER)
+    requests = precompile.layer_requests([(512, 256)], HOPPER, tokens=[64], formats=formats)
+    calls = precompile.needed(requests, HOPPER)
     names = {name for call in calls for name in call.kernels}
     assert names == kernels
     assert {call.backend for call in calls if not call.kernels} == {"torch"}
 
 
 def test_another_gpu_has_other_kernels() -> None:
-    ampere = ahead.Target(Capability("cuda", 80))
-    calls = ahead.needed(ahead.layer_requests([(512, 256)], ampere, tokens=[64]), ampere)
+    ampere = precompile.Target(Capability("cuda", 80))
+    calls = precompile.needed(precompile.layer_requests([(512, 256)], ampere, tokens=[64]), ampere)
     assert {call.request.op for call in calls if call.kernels} == {"cast", "cast_both"}
     assert {call.backend for call in calls if not call.kernels} == {"reference"}
 
@@ -184,40 +184,40 @@ def test_operands_without_memory_stand_for_a_gpu_only_within() -> None:
     meta = torch.device("meta")
     assert capability(meta) == Capability("meta")
     with compiling_for(HOPPER.capability, 78):
-        assert (capability(meta), multiprocessors(meta)) == (HOPPER.capability, 78)
+        assert (capability(meta), sm_count(meta)) == (HOPPER.capability, 78)
         with compiling_for(Capability("cuda", 100), 148):
-            assert multiprocessors(meta) == 148
-        assert (capability(meta), multiprocessors(meta)) == (HOPPER.capability, 78)
+            assert sm_count(meta) == 148
+        assert (capability(meta), sm_count(meta)) == (HOPPER.capability, 78)
         assert capability("cpu") == CPU
-    assert (capability(meta), multiprocessors(meta)) == (Capability("meta"), 132)
+    assert (capability(meta), sm_count(meta)) == (Capability("meta"), 132)
 
 
 def test_a_plan_can_be_asked_for() -> None:
     """Each plan of a product has a kernel of its own, and the model's has that of the ordinary call."""
-    problem = Problem(300, 512, 1024, False, False, HOPPER.multiprocessors)
-    request = ahead.product_request(problem, HOPPER)
-    with HOPPER.compiling(), ahead._compiler(HOPPER) as keys_of:
-        usual = keys_of(request, ahead.select(request))
-        found = {plan: keys_of(request, ahead._by_plan(plan)) for plan, _ in candidates(problem)}
+    problem = Problem(300, 512, 1024, False, False, HOPPER.sms)
+    request = precompile.product_request(problem, HOPPER)
+    with HOPPER.compiling(), precompile._compiler(HOPPER) as keys_of:
+        usual = keys_of(request, precompile.select(request))
+        found = {plan: keys_of(request, precompile._by_plan(plan)) for plan, _ in candidates(problem)}
     assert found[choose(problem)[0]] == usual
     assert len(set(map(frozenset, found.values()))) == len(found) > 6
-    added = ahead.product_request(replace(problem, vector=True, wide=True, add=True), HOPPER)
-    assert added in ahead.layer_requests([(300, 512)], HOPPER, tokens=[1024])
+    added = precompile.product_request(replace(problem, b_1x128=True, fp32_out=True, accumulate=True), HOPPER)
+    assert added in precompile.layer_requests([(300, 512)], HOPPER, tokens=[1024])
 
 
 def test_listing_compiles_nothing() -> None:
     with fresh() as folder:
-        ahead.needed([SMALL], HOPPER)
+        precompile.needed([SMALL], HOPPER)
         assert list(folder.rglob("*")) == []
 
 
 @pytest.mark.slow
 def test_a_launch_finds_what_was_compiled_ahead() -> None:
     with fresh() as folder:
-        first = ahead.compile_call(SMALL, HOPPER)
+        first = precompile.compile_call(SMALL, HOPPER)
         assert (first.kernels, first.found) == (1, 0)
         forget()
-        second = ahead.compile_call(SMALL, HOPPER)
+        second = precompile.compile_call(SMALL, HOPPER)
         assert (second.kernels, second.found) == (1, 1)
         forget()
         hits: list[bool] = []
@@ -231,25 +231,25 @@ def test_a_launch_finds_what_was_compiled_ahead() -> None:
 @pytest.mark.slow
 def test_processes_compile_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    gemm = ahead.layer_requests([(256, 128)], HOPPER, tokens=[16], training=False)[-1]
+    gemm = precompile.layer_requests([(256, 128)], HOPPER, tokens=[16], training=False)[-1]
     assert gemm.op == "gemm"
-    plan = shared_tiles(TILES[-1], Problem(16, 256, 1024, False, False, HOPPER.multiprocessors))
+    plan = stream_k_plan(TILES[-1], Problem(16, 256, 1024, False, False, HOPPER.sms))
     assert plan is not None
-    done = list(ahead.compile_all([SMALL, gemm], HOPPER, 2, [None, plan]))
+    done = list(precompile.compile_all([SMALL, gemm], HOPPER, 2, [None, plan]))
     assert {item.request.op for item in done} == {"cast", "gemm"}
     assert all((item.kernels, item.found) == (1, 0) for item in done)
     assert len(list(tmp_path.rglob("*.cubin"))) == 2
 
 
 def test_what_cannot_be_compiled_ahead_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ahead.obstacle() is None
+    assert precompile.obstacle() is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert ahead.obstacle() == "triton is not installed"
+    assert precompile.obstacle() == "triton is not installed"
 
 
 def test_a_layer_without_a_plan_of_hopper() -> None:
     """Weights on the left are the vendor's, who takes no such K: the list says who serves."""
     formats, layouts = ("fp8_128x128", "fp8_1x128"), ("grid", "mn_major")
     odd = replace(SMALL, op="gemm", formats=formats, shape=(64, 64, 24), layouts=layouts)
-    (call,) = ahead.needed([odd], HOPPER)
+    (call,) = precompile.needed([odd], HOPPER)
     assert (call.backend, call.kernels) == ("reference", ())

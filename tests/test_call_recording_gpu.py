@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale import recall
-from blockscale.replay import Recording
+from blockscale import operator_recording
+from blockscale.call_recording import Recording
 from products import assert_same_bits, gaussian
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -22,7 +22,7 @@ STEPS = 8
 @pytest.fixture
 def layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators are not remembered, so that what is replayed are calls of layers."""
-    monkeypatch.setattr(recall, "_is_free", lambda tensor: False)
+    monkeypatch.setattr(operator_recording, "_is_free", lambda tensor: False)
 
 
 class Training:

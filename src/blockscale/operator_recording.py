@@ -1,8 +1,7 @@
-"""An operator's call remembered: with tensors of layouts that were seen before it allocates and launches, and asks
-nothing.
+"""Recorded calls of single operators: replayed when every tensor has a layout that was recorded before.
 
-`replay.py` remembers the calls of whole layers, where nobody watches. This is the same for one operator, and holds for
-every way to it: from a layer that is not remembered, from compiled code, below a profiler or a mode.
+`call_recording.py` records the calls of whole layers, in eager mode only. Operators are replayed from every caller: a
+layer without a recording, compiled code, a profiler or a dispatch mode.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import replay
-from .registry import demands_nothing
+from . import call_recording
+from .registry import nothing_is_forced
 
 
-def remembered(name: str, body: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+def with_recorded_calls(name: str, body: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """The body of an operator, replayed where it can be.  places: of its tensors among the arguments, the first of
     which is always there."""
 
     @functools.wraps(body)
     def run(*args: Any, **named: Any) -> Any:
         # a layer that is being recorded wants to hear of every launch
-        if named or replay.recorder() is not None or not _is_free(args[places[0]]):
+        if named or call_recording.recorder() is not None or not _is_free(args[places[0]]):
             return body(*args, **named)
         key = (name, *[_layout(each) if isinstance(each, Tensor) else each for each in args])
         inputs = [args[at] for at in places if args[at] is not None]
-        known = replay.known(key)
+        known = call_recording.find_recording(key)
         if known is None:
-            return replay.learn(key, lambda: body(*args), inputs, _results)
+            return call_recording.run_and_record(key, lambda: body(*args), inputs, _results)
         return _dressed(known.replay(inputs), known.note)
 
     return run
@@ -39,11 +38,11 @@ def remembered(name: str, body: Callable[..., Any], places: Sequence[int]) -> Ca
 
 def _is_free(tensor: Tensor) -> bool:
     """Whether kernels run on a GPU, the current one, and are of the table's choice."""
-    return tensor.is_cuda and demands_nothing() and tensor.get_device() == torch.cuda.current_device()
+    return tensor.is_cuda and nothing_is_forced() and tensor.get_device() == torch.cuda.current_device()
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return (*replay.layout(tensor), tensor.get_device())
+    return (*call_recording.layout(tensor), tensor.get_device())
 
 
 _View = tuple[torch.Size, tuple[int, ...]] | None

@@ -20,30 +20,30 @@ from triton import knobs
 from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for
 from blockscale import quantize
 from blockscale.errors import AssemblyError
-from blockscale.gemm import _assembler, _assembly, heuristics
+from blockscale.gemm import _ptxas, _ptxas_hook, heuristics
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
 ]
-SMALLEST = heuristics.whole_tiles(heuristics.TILES[-1], heuristics.Problem(128, 128, 128, False, False, 132))
+SMALLEST = heuristics.data_parallel_plan(heuristics.TILES[-1], heuristics.Problem(128, 128, 128, False, False, 132))
 X, W = quantize(torch.zeros(128, 256), "fp8_1x128"), quantize(torch.zeros(128, 256), "fp8_128x128")
 
 
 def forget() -> None:
     """What this process remembers of choices and of compiled kernels; files stay."""
-    _assembler.decided.cache_clear()
-    _assembly._options.cache_clear()
+    _ptxas.decided.cache_clear()
+    _ptxas_hook._options.cache_clear()
     _hopper.scaled_mm_kernel.device_caches.clear()
     _theirs.device_caches.clear()
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (_assembler.SETTING, *_assembler.FOREIGN):
+    for name in (_ptxas.SETTING, *_ptxas.FOREIGN):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(_assembler, "_failures", [])
+    monkeypatch.setattr(_ptxas, "_failures", [])
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
     forget()
     yield
@@ -75,13 +75,13 @@ def fake(path: Path, version: str, rest: str) -> str:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Versions of the assemblers that were run instead of Triton's own, in order."""
     versions: list[str] = []
-    real = _assembly.assemble
+    real = _ptxas_hook.assemble
 
-    def assemble(assembler: _assembler.Assembler, *rest: Any) -> bytes:
+    def assemble(assembler: _ptxas.Ptxas, *rest: Any) -> bytes:
         versions.append(assembler.name)
         return real(assembler, *rest)
 
-    monkeypatch.setattr(_assembly, "assemble", assemble)
+    monkeypatch.setattr(_ptxas_hook, "assemble", assemble)
     return versions
 
 
@@ -91,7 +91,7 @@ def test_two_assemblers_have_two_entries(tmp_path: Path, monkeypatch: pytest.Mon
     with compiled_for(90) as kernels:
         for _ in range(2):
             for setting in ("default", OTHER_PTXAS, twin):
-                monkeypatch.setenv(_assembler.SETTING, setting)
+                monkeypatch.setenv(_ptxas.SETTING, setting)
                 product()
             forget()
         folders = {path.parent for path in Path(knobs.cache.dir).rglob("scaled_mm_kernel.cubin")}
@@ -109,14 +109,14 @@ def test_the_text_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the version of PTX, which an older assembler may not know."""
     with compiled_for(90) as kernels:
         for setting in ("default", OTHER_PTXAS):
-            monkeypatch.setenv(_assembler.SETTING, setting)
+            monkeypatch.setenv(_ptxas.SETTING, setting)
             product()
     first, second = (kernel.asm["ptx"].split(".target")[1] for kernel in kernels)
     assert first == second
 
 
 def test_kernels_of_others_are_untouched(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
-    monkeypatch.setenv(_assembler.SETTING, OTHER_PTXAS)
+    monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
     with compiled_for(90) as kernels:
         theirs()
         product()
@@ -136,11 +136,11 @@ def test_kernels_of_others_are_untouched(monkeypatch: pytest.MonkeyPatch, used: 
 
 def test_even_while_the_hook_is_there(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
     """Another thread compiles during one of our launches: its key may differ, its code may not."""
-    monkeypatch.setenv(_assembler.SETTING, OTHER_PTXAS)
+    monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
     with compiled_for(90) as kernels:
         theirs()
         forget()
-        with _assembly._hooked:
+        with _ptxas_hook._hooked:
             theirs()
             product()
         assert knobs.runtime.add_stages_inspection_hook is None
@@ -156,25 +156,25 @@ def test_a_hook_of_others_stays(monkeypatch: pytest.MonkeyPatch, used: list[str]
         seen.append(len(args))
         return "key", "hash"
 
-    monkeypatch.setenv(_assembler.SETTING, OTHER_PTXAS)
+    monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
     with compiled_for(90):
         knobs.runtime.add_stages_inspection_hook = hook
         product()
     assert knobs.runtime.add_stages_inspection_hook is hook
     assert 5 in seen
     assert used == ["12.9.86"]
-    with _assembly._hooked:
+    with _ptxas_hook._hooked:
         assert knobs.runtime.add_stages_inspection_hook() == ("key", "hash")
 
 
 def test_launches_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook stays until the last has finished, and one that somebody puts in its place meanwhile stays."""
-    hooked = _assembly._Hooked()
+    hooked = _ptxas_hook._Hooked()
     with hooked:
         with hooked:
             first = knobs.runtime.add_stages_inspection_hook
         assert knobs.runtime.add_stages_inspection_hook is first is not None
-        later = _assembly._Hook(first)
+        later = _ptxas_hook._Hook(first)
         knobs.runtime.add_stages_inspection_hook = later
         with hooked:
             assert knobs.runtime.add_stages_inspection_hook.earlier is later
@@ -184,8 +184,8 @@ def test_launches_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_hook_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own assembler does not know the word that names another."""
-    monkeypatch.setenv(_assembler.SETTING, OTHER_PTXAS)
-    monkeypatch.setattr(_assembly, "_hooked", contextlib.nullcontext())
+    monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
+    monkeypatch.setattr(_ptxas_hook, "_hooked", contextlib.nullcontext())
     with compiled_for(90):
         with pytest.raises(Exception, match="blockscale-ptxas"):
             product()
@@ -194,7 +194,7 @@ def test_without_the_hook_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_the_library_chooses(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
     """With a driver and nothing set: another assembler for Triton 3.6, and Triton's own for 3.9."""
-    monkeypatch.setattr(_assembler, "cuda_driver", lambda: 13)
+    monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 13)
     wanted = {"3.6": ["12.9.86"], "3.9": []}
     release = ".".join(triton.__version__.split(".")[:2])
     if release not in wanted:
@@ -210,9 +210,9 @@ def test_an_assembler_that_fails(
     """The library's choice falls back to Triton's own, and says so; a demand raises. Nothing is stored in its name."""
     bad = fake(tmp_path / "ptxas", "12.9.86", "echo 'no room left' >&2; exit 7")
     release = tuple(map(int, triton.__version__.split(".")[:2]))
-    monkeypatch.setitem(_assembler.ALLOWED, (release, (12, 9, 86)), "by hand")
-    monkeypatch.setattr(_assembler, "_places", lambda own, binaries: [("fake", bad)])
-    monkeypatch.setattr(_assembler, "cuda_driver", lambda: 13)
+    monkeypatch.setitem(_ptxas.ALLOWED, (release, (12, 9, 86)), "by hand")
+    monkeypatch.setattr(_ptxas, "_places", lambda own, binaries: [("fake", bad)])
+    monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 13)
     with compiled_for(90) as kernels:
         with caplog.at_level(logging.WARNING, logger="blockscale"):
             product()
@@ -221,7 +221,7 @@ def test_an_assembler_that_fails(
         assert kernels[0].hash == kernels[1].hash
         assert kernels[0].metadata.ptx_options is None
         assert [record.getMessage().count("no room left") for record in caplog.records] == [1], "told once"
-        assert "no room left" in str(_assembler.choice())
-        monkeypatch.setenv(_assembler.SETTING, bad)
+        assert "no room left" in str(_ptxas.choice())
+        monkeypatch.setenv(_ptxas.SETTING, bad)
         with pytest.raises(AssemblyError, match=r"status 7 .*no room left.* Fix: set BLOCKSCALE_PTXAS=default"):
             product()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import blockscale as bs
-from blockscale.replay import Recording
+from blockscale.call_recording import Recording
 from products import assert_same_bits, gaussian
 
 pytestmark = [pytest.mark.usefixtures("forgotten"), pytest.mark.gpu, pytest.mark.sm90]

@@ -1,6 +1,6 @@
 """Which kernels a model's linear layers need, and their compilation before the first step: `blockscale warmup`.
 
-A call is described by its `Request`, the row that serves it by the table, and rows that can (`Kernel.ahead`) are
+A call is described by its `Request`, the kernel that serves it by the registry. Kernels with a `precompile_key` are
 launched with operands that have no memory: the compiler asks for sizes and types alone. So no GPU is touched, processes
 compile side by side, and what they make is found on disk by whoever runs the same call. Listing what is needed takes
 seconds, since Triton names a kernel (its key) before it compiles it.
@@ -29,8 +29,8 @@ from ..formats.cast_spec import as_cast_spec
 from ..formats.spec import FORMATS, get_format
 from ..gemm.heuristics import Plan, Problem
 from ..gemm.ops import gemm_request
-from ..hardware import USUAL_MULTIPROCESSORS, Capability, compiling_for
-from ..registry import Kernel, Request, rows, select
+from ..hardware import DEFAULT_SM_COUNT, Capability, compiling_for
+from ..registry import Kernel, Request, kernels, select
 
 Layer = tuple[int, int]  # (N, K) of a weight
 
@@ -48,12 +48,12 @@ class Target:
     """The GPU that kernels are compiled for. name: the driver's, which tuned plans go by."""
 
     capability: Capability
-    multiprocessors: int = USUAL_MULTIPROCESSORS
+    sms: int = DEFAULT_SM_COUNT
     name: str = ""
 
     def compiling(self) -> contextlib.AbstractContextManager[None]:
         """Within it, operands on the meta device stand for operands there."""
-        return compiling_for(self.capability, self.multiprocessors, self.name)
+        return compiling_for(self.capability, self.sms, self.name)
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,17 @@ def needed(requests: Iterable[Request], target: Target) -> list[Needed]:
         named: set[tuple[str, str]] = set()
         for request in requests:
             row = select(request)
-            kind = (row.op, row.backend, row.summary, row.ahead(request) if row.ahead is not None else None)
+            kind = (
+                row.op,
+                row.backend,
+                row.summary,
+                row.precompile_key(request) if row.precompile_key is not None else None,
+            )
             if kind in asked:
                 continue
             asked.add(kind)
-            fresh = keys_of(request, row) - named if row.ahead is not None else set[tuple[str, str]]()
-            if fresh or row.ahead is None:
+            fresh = keys_of(request, row) - named if row.precompile_key is not None else set[tuple[str, str]]()
+            if fresh or row.precompile_key is None:
                 calls.append(Needed(request, row.backend, tuple(sorted(name for name, _ in fresh))))
             named |= fresh
     return calls
@@ -182,10 +187,10 @@ def compile_all(
 
 def product_request(problem: Problem, target: Target) -> Request:
     """What Hopper's product of that problem asks the table for."""
-    formats = ("fp8_1x128", "fp8_1x128" if problem.vector else "fp8_128x128")
+    formats = ("fp8_1x128", "fp8_1x128" if problem.b_1x128 else "fp8_128x128")
     layouts = tuple(FORMATS[name].default_layout for name in formats)
-    dtype = torch.float32 if problem.wide else torch.bfloat16
-    options = frozenset({"accumulate"} if problem.add else ())
+    dtype = torch.float32 if problem.fp32_out else torch.bfloat16
+    options = frozenset({"accumulate"} if problem.accumulate else ())
     return Request("gemm", target.capability, formats, (problem.m, problem.n, problem.k), dtype, layouts, options)
 
 
@@ -200,7 +205,7 @@ def _by_plan(plan: Plan) -> Kernel:
     """Hopper's row, made to follow a plan."""
     from ..gemm import _hopper
 
-    row = next(row for row in rows("gemm") if row.launch is _hopper.scaled_mm)
+    row = next(row for row in kernels("gemm") if row.launch is _hopper.scaled_mm)
     return replace(row, launch=functools.partial(_hopper.launch, plan=plan))
 
 

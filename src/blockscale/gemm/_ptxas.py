@@ -2,7 +2,7 @@
 
 The user wins; then, best first, Triton's own if it is new enough, the other one in Triton's wheel, the CUDA toolkit's.
 One is taken if it stands in `ALLOWED` and the driver can load what it writes; else Triton's default stays. `choice()`
-says what and why. How a launch gets it is in `_assembly.py`.
+says what and why. How a launch gets it is in `_ptxas_hook.py`.
 
 Cost: a few `ptxas --version`, once. Triton is imported late, since `doctor` asks also where there is none.
 """
@@ -37,7 +37,7 @@ ALLOWED: dict[tuple[tuple[int, int], Version], str] = {
 
 
 @dataclass(frozen=True)
-class Assembler:
+class Ptxas:
     """A `ptxas` that answered: where it is, its version, and how it was found."""
 
     path: str
@@ -56,7 +56,7 @@ class Assembler:
 class Choice:
     """The assembler to use, or None for Triton's own; why; and what was passed over, with the reason of each."""
 
-    assembler: Assembler | None
+    assembler: Ptxas | None
     reason: str
     refused: tuple[str, ...] = ()
 
@@ -82,17 +82,17 @@ def version_of(path: str) -> Version | None:
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
-def answering(places: Iterable[tuple[str, str]]) -> list[Assembler]:
+def answering(places: Iterable[tuple[str, str]]) -> list[Ptxas]:
     """The assemblers among (origin, path) that answer, in the same order, each version once."""
-    found: dict[Version, Assembler] = {}
+    found: dict[Version, Ptxas] = {}
     for origin, path in places:
         version = version_of(path)
         if version is not None:
-            found.setdefault(version, Assembler(path, version, origin))
+            found.setdefault(version, Ptxas(path, version, origin))
     return list(found.values())
 
 
-def choose(candidates: Iterable[Assembler], own: str, triton: tuple[int, int], driver: int | None) -> Choice:
+def choose(candidates: Iterable[Ptxas], own: str, triton: tuple[int, int], driver: int | None) -> Choice:
     """The first candidate that nothing speaks against. own: the path of Triton's, which needs no choosing."""
     refused: list[str] = []
     for candidate in candidates:
@@ -109,7 +109,7 @@ def choose(candidates: Iterable[Assembler], own: str, triton: tuple[int, int], d
 UNLISTED = "is not among those allowed with Triton"
 
 
-def _against(candidate: Assembler, triton: tuple[int, int], driver: int | None) -> str | None:
+def _against(candidate: Ptxas, triton: tuple[int, int], driver: int | None) -> str | None:
     if candidate.version < WORTH_IT:
         return f"is older than {WORTH_IT[0]}.{WORTH_IT[1]}"
     if driver is None:
@@ -162,12 +162,12 @@ def decided(setting: str) -> Choice:
     return choose(found, own, (int(release[1]), int(release[2])), cuda_driver())
 
 
-def _demanded(setting: str, driver: int | None) -> Assembler:
+def _demanded(setting: str, driver: int | None) -> Ptxas:
     """The assembler that the user names. It need not be listed, but it has to answer and the driver has to load it."""
     path = shutil.which(setting) or setting
     version = version_of(path)
     if version is not None and (driver is None or version[0] <= driver):
-        return Assembler(path, version, SETTING)
+        return Ptxas(path, version, SETTING)
     if version is None:
         what = f"{SETTING}={setting!r} does not answer `--version` as an assembler does"
     else:

@@ -25,7 +25,7 @@ _TEXT = message(
 Grads = tuple[Tensor | None, ...]
 
 
-def once(backward: Callable[..., Grads]) -> Callable[..., Grads]:
+def no_double_backward(backward: Callable[..., Grads]) -> Callable[..., Grads]:
     """Decorator of an autograd function's backward: with create_graph=True its results raise when differentiated."""
     inner = once_differentiable(backward)
 

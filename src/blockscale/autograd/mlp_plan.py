@@ -10,26 +10,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import replay
+from .. import call_recording
+from ..call_recording import Recording
 from ..formats.stochastic import Stochastic
-from ..replay import Recording
-from .operands import Casts, Groups, Kept, Needs, Pair, Spread, column_sums, matrix, set_aside
+from .linear_plan import backward_again, can_be_replayed, dgrad, product, tensors_of, wgrad, which_of
+from .operands import Casts, Groups, Needs, Pair, SavedOperand, Spread, column_sums, matrix, set_aside
 from .recipe import Recipe
-from .work import backward_again, can_be_replayed, dgrad, product, tensors_of, wgrad, which_of
 
 Weights = tuple[Tensor, Tensor]
 Biases = tuple[Tensor | None, Tensor | None]
 # of x, and of both weights
-Given = tuple[Pair | None, Pair | None, Pair | None]
+CallState = tuple[Pair | None, Pair | None, Pair | None]
 
 
-class MadeMLP(NamedTuple):
+class MLPForwardResult(NamedTuple):
     """What a forward leaves: y [M, D], gate_up [M, 2H] if a backward will ask for it, and what waits of x and of both
     weights.  memory: of a replayed call, whose tensors are whole buffers."""
 
     y: Tensor
     gate_up: Tensor | None
-    kept: tuple[Kept, Kept, Kept]
+    kept: tuple[SavedOperand, SavedOperand, SavedOperand]
     memory: Recording | None = None
 
 
@@ -43,7 +43,7 @@ class Gradients(NamedTuple):
     down_bias: Tensor | None = None
 
 
-class MLPWork(NamedTuple):
+class MLPPlan(NamedTuple):
     """All that an MLP's call does besides autograd's bookkeeping.  needs: of the first layer and of the second."""
 
     recipe: Recipe
@@ -51,24 +51,30 @@ class MLPWork(NamedTuple):
     needs: tuple[Needs, Needs]
     dtype: torch.dtype
 
-    def forward(self, x: Tensor, weights: Weights, biases: Biases, given: Given, groups: Groups | None) -> MadeMLP:
+    def forward(
+        self, x: Tensor, weights: Weights, biases: Biases, given: CallState, groups: Groups | None
+    ) -> MLPForwardResult:
         """given: operands that were made before; their layout follows from the shapes."""
         optional = (*biases, *(groups or ()))
         inputs = [x, *weights, *(each for each in optional if each is not None)]
         if self.roundings != (None, None) or not can_be_replayed(inputs):
             return self._forward(x, weights, biases, given, groups)
-        layouts = (None if each is None else replay.layout(each) for each in optional)
-        key = (self.recipe, *self[2:], x.device, *which_of(given), *map(replay.layout, (x, *weights)), *layouts)
+        layouts = (None if each is None else call_recording.layout(each) for each in optional)
+        key = (self.recipe, *self[2:], x.device, *which_of(given), *map(call_recording.layout, (x, *weights)), *layouts)
         inputs += tensors_of(given)
-        known = replay.known(key)
+        known = call_recording.find_recording(key)
         if known is None:
-            return replay.learn(key, lambda: self._forward(x, weights, biases, given, groups), inputs, _results)
+            return call_recording.run_and_record(
+                key, lambda: self._forward(x, weights, biases, given, groups), inputs, _results
+            )
         y, gate_up, *parts = known.replay(inputs)
         assert y is not None
         first, second, third = ((waits, tuple(parts[3 * at : 3 * at + 3])) for at, waits in enumerate(known.note))
-        return MadeMLP(y, gate_up, (first, second, third), known)  # pyright: ignore[reportArgumentType]
+        return MLPForwardResult(y, gate_up, (first, second, third), known)  # pyright: ignore[reportArgumentType]
 
-    def _forward(self, x: Tensor, weights: Weights, biases: Biases, given: Given, groups: Groups | None) -> MadeMLP:
+    def _forward(
+        self, x: Tensor, weights: Weights, biases: Biases, given: CallState, groups: Groups | None
+    ) -> MLPForwardResult:
         (above, below), (first, second) = self.needs, self._casts(groups)
         keeps_weights = self.recipe.weight_cast != "twice"
         x_row, x_col = given[0] or first.input(matrix(x), waits=above.weight)
@@ -84,7 +90,7 @@ class MLPWork(NamedTuple):
             set_aside(gate_up_col if above.x else None),
             set_aside(down_col if below.x else None),
         )
-        return MadeMLP(y, gate_up if below.x or below.weight else None, kept)
+        return MLPForwardResult(y, gate_up if below.x or below.weight else None, kept)
 
     def backward(
         self,
@@ -92,7 +98,7 @@ class MLPWork(NamedTuple):
         x: Tensor | None,
         weights: Weights,
         main_grads: Biases,
-        made: MadeMLP,
+        made: MLPForwardResult,
         groups: Groups | None,
         spread: Spread | None = None,
     ) -> Gradients:
@@ -114,7 +120,7 @@ class MLPWork(NamedTuple):
         x: Tensor | None,
         weights: Weights,
         main_grads: Biases,
-        made: MadeMLP,
+        made: MLPForwardResult,
         groups: Groups | None,
         spread: Spread | None,
     ) -> Gradients:
@@ -133,7 +139,7 @@ class MLPWork(NamedTuple):
                 wanted = second.spec("wgrad_x", gate_up) if below.weight else None
                 row, col, hidden = first.swiglu_gradient(dh, gate_up, wanted)
             if above.bias:
-                replay.refuse("a sum by torch")
+                call_recording.refuse("a sum by torch")
                 db_gate_up = swiglu_bias_gradient(dh, gate_up, first.offs)
         if below.weight:
             assert gate_up is not None
@@ -151,7 +157,7 @@ class MLPWork(NamedTuple):
         return Casts(self.recipe, self.roundings[0], groups), Casts(self.recipe, self.roundings[1], groups)
 
 
-def _results(made: MadeMLP) -> tuple[list[Tensor | None], object]:
+def _results(made: MLPForwardResult) -> tuple[list[Tensor | None], object]:
     parts = [part for _, three in made.kept for part in three]
     return [made.y, made.gate_up, *parts], tuple(waits for waits, _ in made.kept)
 
