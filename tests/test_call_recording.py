@@ -13,8 +13,8 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import call_recording, library
 from blockscale.call_recording import Recording, record
-from products import assert_same_bits
-from recorded import SEEN, N, allocate, floats, one, run_add
+from support.products import assert_same_bits
+from support.recorded import SEEN, N, allocate, floats, one, run_add
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 

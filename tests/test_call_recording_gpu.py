@@ -12,7 +12,7 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import operator_recording
 from blockscale.call_recording import Recording
-from products import assert_same_bits, gaussian
+from support.products import assert_same_bits, gaussian
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 

@@ -14,8 +14,8 @@ from blockscale.autograd import get_recipe, linear_plan
 from blockscale.autograd.operands import Casts, Groups, Needs
 from blockscale.call_recording import Recorder, record
 from blockscale.grouped import sort_by_expert
-from products import assert_same_bits
-from recorded import add, allocate, floats, one, refusal, run_add
+from support.products import assert_same_bits
+from support.recorded import add, allocate, floats, one, refusal, run_add
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 

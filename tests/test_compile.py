@@ -13,8 +13,8 @@ import blockscale as bs
 from blockscale import CastSpec, Stochastic, rng_state
 from blockscale.formats import FORMATS
 from blockscale.hardware import has_cpp_compiler
-from helpers import first_of
-from products import ONE_D, assert_same_bits, gaussian, offsets, partner
+from support.helpers import first_of
+from support.products import ONE_D, assert_same_bits, gaussian, offsets, partner
 
 K, N = 96, 40
 # both leave a tail in every block and a pad in every row of codes, and neither gives a size that K or N gives

@@ -18,7 +18,7 @@ from blockscale import library
 from blockscale.autograd import RECIPES
 from blockscale.casts.permuted import permute_quantize_both, quantize_permute
 from blockscale.formats import FORMATS
-from products import assert_same_bits, gaussian
+from support.products import assert_same_bits, gaussian
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from blockscale.errors import (
 from blockscale.formats import FORMATS, BlockScaled, CastSpec, Stochastic, get_format, rng_state, stream_id
 from blockscale.formats.spec import LEGAL_PAIRS
 from blockscale.gemm import exact_mm
-from products import offsets
+from support.products import offsets
 
 X = torch.ones(8, 64)
 X3 = torch.ones(3, 8, 64)

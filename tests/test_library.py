@@ -20,7 +20,7 @@ from blockscale.formats.tensor import to_parts
 from blockscale.gemm import ops as gemm_ops
 from blockscale.grouped import ops as grouped_ops
 from blockscale.grouped import routing_ops, unquantized
-from products import ONE_D, assert_same_bits, gaussian, offsets, partner, raw
+from support.products import ONE_D, assert_same_bits, gaussian, offsets, partner, raw
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 CHECKS = ("test_autograd_registration", "test_faketensor")

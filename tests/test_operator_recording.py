@@ -13,8 +13,8 @@ from torch import Tensor
 from blockscale import call_recording, library, operator_recording
 from blockscale.library import define_op
 from blockscale.operator_recording import with_recorded_calls
-from products import assert_same_bits
-from recorded import N, floats, run_add
+from support.products import assert_same_bits
+from support.recorded import N, floats, run_add
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 

@@ -20,7 +20,7 @@ from blockscale.errors import BackendError, UnknownNameError
 from blockscale.formats import FORMATS
 from blockscale.formats.spec import LEGAL_PAIRS
 from blockscale.registry import Forecast, Request, explain_request, kernel, select, use_backend
-from products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
+from support.products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
 
 SRC = Path(__file__).parents[1] / "src"
 ONE_CAST = ("cast", "dequantize", "swiglu", "rmsnorm", "permute", "permute_columns")

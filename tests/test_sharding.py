@@ -15,7 +15,7 @@ import blockscale as bs
 from blockscale import library, rng_state
 from blockscale.errors import ShardingError
 from blockscale.formats import FORMATS, CastSpec, Stochastic
-from products import assert_same_bits, gaussian, offsets
+from support.products import assert_same_bits, gaussian, offsets
 
 if not dist.is_available():
     pytest.skip("this torch was built without distributed", allow_module_level=True)
@@ -23,7 +23,7 @@ if not dist.is_available():
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from sharded import RANKS, run, spec
+from support.sharded import RANKS, run, spec
 
 WHOLE = "R"
 
@@ -322,7 +322,7 @@ def test_a_build_without_distributed_still_imports():
 
 @pytest.mark.slow
 def test_pieces_have_the_bytes_of_the_whole(tmp_path):
-    """Two real ranks; see tests/sharded.py."""
+    """Two real ranks; see tests/support/sharded.py."""
     torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=RANKS)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     for result in results:

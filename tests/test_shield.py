@@ -11,7 +11,7 @@ import blockscale as bs
 from blockscale.formats import FORMATS
 from blockscale.gemm import exact_mm
 from blockscale.registry import forced_backend
-from products import partner
+from support.products import partner
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

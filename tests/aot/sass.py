@@ -45,7 +45,7 @@ from blockscale.grouped import _hopper_upcast, _triton_rows, heuristics_upcast
 from blockscale.grouped import _triton as grouped_triton
 from blockscale.grouped import heuristics as grouped_heuristics
 from blockscale.grouped import heuristics_mx as grouped_heuristics_mx
-from products import offsets
+from support.products import offsets
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "sass.txt"
 ARCHES = (90, 100)

@@ -19,7 +19,7 @@ from blockscale import quantize
 from blockscale.formats import BlockScaled
 from blockscale.gemm import _blackwell
 from blockscale.gemm._tiles import Tile
-from helpers import first_of
+from support.helpers import first_of
 
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),

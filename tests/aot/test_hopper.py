@@ -17,7 +17,7 @@ from blockscale.errors import OptionError
 from blockscale.gemm import heuristics
 from blockscale.hardware import Capability
 from blockscale.registry import Request
-from helpers import first_of
+from support.helpers import first_of
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 _rows = pytest.importorskip("blockscale.gemm._hopper_rows", reason="this Triton has no Gluon for Hopper")

@@ -18,8 +18,8 @@ from blockscale.grouped import heuristics
 from blockscale.grouped.ops import grouped_request
 from blockscale.hardware import Capability
 from blockscale.registry import kernels
-from helpers import first_of
-from products import offsets
+from support.helpers import first_of
+from support.products import offsets
 
 _hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
 _hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx")

@@ -15,8 +15,8 @@ from blockscale import quantize
 from blockscale.formats import get_format
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
 from blockscale.grouped import heuristics, heuristics_mx
-from helpers import first_of
-from products import offsets
+from support.helpers import first_of
+from support.products import offsets
 
 _hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx", reason="this Triton has no Gluon for Hopper")
 addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable

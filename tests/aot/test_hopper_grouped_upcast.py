@@ -13,7 +13,7 @@ from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
 from blockscale import quantize
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
 from blockscale.grouped import heuristics, heuristics_upcast
-from products import offsets
+from support.products import offsets
 
 _hopper_upcast = pytest.importorskip("blockscale.grouped._hopper_upcast", reason="this Triton has no Gluon for Hopper")
 addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable

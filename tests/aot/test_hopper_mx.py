@@ -15,7 +15,7 @@ from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
 from blockscale import quantize
 from blockscale.formats import get_format
 from blockscale.gemm import heuristics, heuristics_mx
-from helpers import first_of
+from support.helpers import first_of
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
 addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable

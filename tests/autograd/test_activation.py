@@ -15,8 +15,8 @@ import blockscale as bs
 from blockscale import call_recording
 from blockscale.autograd import activation, get_recipe, linear, linear_plan, mlp_plan, swiglu_mlp
 from blockscale.errors import DtypeError, OptionError, ShapeError, StaleActivationError
-from linear_reference import LOW, Calls, drawn
-from products import assert_same_bits, gaussian
+from support.linear_reference import LOW, Calls, drawn
+from support.products import assert_same_bits, gaussian
 
 K, SIZES = 72, (200, 33, 64)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.autograd import get_recipe, grouped_swiglu_mlp
 from blockscale.errors import OptionError, ShapeError
-from grouped_reference import Experts, drawn
-from helpers import first_of
-from linear_reference import Calls
-from products import assert_same_bits, gaussian
+from support.grouped_reference import Experts, drawn
+from support.helpers import first_of
+from support.linear_reference import Calls
+from support.products import assert_same_bits, gaussian
 
 LOW = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
 TOKENS, SLOTS, COUNT = 50, 3, 5

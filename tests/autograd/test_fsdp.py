@@ -13,7 +13,7 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from fully_sharded import BLOCKS, RANKS, run
+from support.fully_sharded import BLOCKS, RANKS, run
 
 WEIGHTS = 2 * BLOCKS
 Results = dict[str, Any]
@@ -21,7 +21,7 @@ Results = dict[str, Any]
 
 @pytest.mark.slow
 def test_two_ranks_and_one_process(tmp_path: Path):
-    """One test, since every worker that had a part of it would start ranks of its own; see tests/fully_sharded.py."""
+    """One test, since every worker that had a part of it would start ranks of its own; see support/fully_sharded.py."""
     torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=RANKS)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS))
     wrong = {label: found for label, found in first.items() if isinstance(found, str) and "Traceback" in found}

@@ -17,7 +17,7 @@ from blockscale.autograd import get_recipe, grouped_linear, grouped_swiglu_mlp, 
 from blockscale.autograd.weights import SharedWeight
 from blockscale.errors import DtypeError, OptionError, ShapeError
 from blockscale.gemm import ACCUMULATOR_DTYPES
-from grouped_reference import (
+from support.grouped_reference import (
     PATTERNS,
     ExactSwiGLU,
     Experts,
@@ -28,8 +28,8 @@ from grouped_reference import (
     mlp_by_operators,
     spans,
 )
-from linear_reference import Calls, saved_bytes, sqnr
-from products import assert_same_bits, gaussian, offsets
+from support.linear_reference import Calls, saved_bytes, sqnr
+from support.products import assert_same_bits, gaussian, offsets
 
 LOW = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
 NEAREST = ["fp8_blockwise", "mxfp8", "mxfp6"]

@@ -14,7 +14,7 @@ import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.errors import DeviceError, DtypeError, OptionError, ShapeError
 from blockscale.formats.stochastic import ROLES
-from linear_reference import (
+from support.linear_reference import (
     LOW,
     VARIANTS,
     Calls,
@@ -27,7 +27,7 @@ from linear_reference import (
     identity,
     sqnr,
 )
-from products import assert_same_bits, gaussian
+from support.products import assert_same_bits, gaussian
 
 # M, N, K: nothing divides a block, and everything does
 ODD, EVEN = (37, 200, 72), (64, 128, 256)

@@ -19,8 +19,8 @@ from blockscale.autograd import get_recipe, linear, swiglu_mlp
 from blockscale.errors import DeviceError, OptionError
 from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.hardware import has_cpp_compiler
-from linear_reference import LOW, VARIANTS, Calls, Problem, by_fake_casts, drawn, fake_casts, saved_bytes, sqnr
-from products import assert_same_bits, gaussian
+from support.linear_reference import LOW, VARIANTS, Calls, Problem, by_fake_casts, drawn, fake_casts, saved_bytes, sqnr
+from support.products import assert_same_bits, gaussian
 
 ODD = (37, 200, 72)
 

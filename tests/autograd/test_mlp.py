@@ -17,8 +17,8 @@ from blockscale.autograd import get_recipe, linear, linear_plan, swiglu_mlp
 from blockscale.casts import activation as exact
 from blockscale.errors import DtypeError, OptionError, ShapeError
 from blockscale.gemm import ACCUMULATOR_DTYPES
-from linear_reference import Calls, saved_bytes
-from products import assert_same_bits, gaussian
+from support.linear_reference import Calls, saved_bytes
+from support.products import assert_same_bits, gaussian
 
 LOW = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
 NAMES = ("mlp.gate_up", "mlp.down")

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import blockscale as bs
 from blockscale.errors import DtypeError, OptionError, ShapeError
 from blockscale.grouped import routing_ops
-from products import assert_same_bits, gaussian
+from support.products import assert_same_bits, gaussian
 
 COUNTS = [(0, 4, 2), (1, 1, 1), (1, 8, 8), (5, 3, 1), (37, 4, 2), (37, 16, 3), (64, 5, 4), (33, 9, 5)]
 COUNTS += [(29, 8, 6), (29, 8, 7), (40, 64, 8)]

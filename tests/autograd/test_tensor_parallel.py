@@ -1,6 +1,6 @@
 """Layers under torch's tensor parallel styles: torch's own collectives, the whole layer's bits, errors in time.
 
-Two real ranks; see tests/tensor_parallel.py for the cases.
+Two real ranks; see tests/support/tensor_parallel.py for the cases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from tensor_parallel import LOW, PLANS, RANKS, THOROUGH, run
+from support.tensor_parallel import LOW, PLANS, RANKS, THOROUGH, run
 
 Results = dict[str, Any]
 # what must be said, by case: a piece of the value, of the rule and of the fix

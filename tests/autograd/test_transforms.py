@@ -22,7 +22,7 @@ from blockscale.autograd import (
     swiglu_mlp,
 )
 from blockscale.errors import BlockscaleError, TransformError
-from products import assert_same_bits, gaussian
+from support.products import assert_same_bits, gaussian
 
 K = 64
 Call = Callable[[Tensor], Tensor]

@@ -8,8 +8,18 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from products import assert_same_bits
-from shared_weights import FORMATS, MICROBATCHES, STEPS, Calls, accumulate, assert_same_weights, batch, build, shared
+from support.products import assert_same_bits
+from support.shared_weights import (
+    FORMATS,
+    MICROBATCHES,
+    STEPS,
+    Calls,
+    accumulate,
+    assert_same_weights,
+    batch,
+    build,
+    shared,
+)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

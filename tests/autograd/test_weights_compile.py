@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import AdamW
 
 import blockscale as bs
-from shared_weights import FORMATS, OPTIMIZERS, STEPS, accumulate, assert_same_weights, build, shared
+from support.shared_weights import FORMATS, OPTIMIZERS, STEPS, accumulate, assert_same_weights, build, shared
 
 
 def casts_in(graph: torch.fx.GraphModule) -> int:

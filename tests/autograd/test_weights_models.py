@@ -14,8 +14,18 @@ from torch.optim import SGD, AdamW
 import blockscale as bs
 from blockscale.autograd import weights
 from blockscale.nn import Linear, SwiGLU
-from products import assert_same_bits
-from shared_weights import STEPS, Calls, accumulate, assert_fresh, assert_same_weights, build, is_open, shared, train
+from support.products import assert_same_bits
+from support.shared_weights import (
+    STEPS,
+    Calls,
+    accumulate,
+    assert_fresh,
+    assert_same_weights,
+    build,
+    is_open,
+    shared,
+    train,
+)
 
 
 def pickled(model: nn.Module) -> nn.Module:

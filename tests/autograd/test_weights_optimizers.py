@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 import blockscale as bs
 from blockscale.autograd import weights
 from blockscale.errors import OptionError
-from shared_weights import (
+from support.shared_weights import (
     FORMATS,
     MICROBATCHES,
     OPTIMIZERS,

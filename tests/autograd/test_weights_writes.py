@@ -15,8 +15,8 @@ from torch.optim import SGD
 
 import blockscale as bs
 from blockscale.errors import OptionError, StaleWeightError
-from products import assert_same_bits
-from shared_weights import FORMATS, Calls, accumulate, assert_fresh, batch, build, is_open
+from support.products import assert_same_bits
+from support.shared_weights import FORMATS, Calls, accumulate, assert_fresh, batch, build, is_open
 
 
 def write_data(model: nn.Sequential) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_rows import suite
+from support.bench_rows import suite
 
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")

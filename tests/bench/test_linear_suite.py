@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import blockscale.nn
-from bench_rows import row as made_up
 from blockscale.bench import harness, layer_peers, layers, report, report_layers, store, telemetry
 from blockscale.bench.rooflines import Roofs
 from blockscale.bench.suites import layers as common
 from blockscale.bench.suites import linear, mlp
 from blockscale.hardware import Capability
 from blockscale.roofline import MEASURED, NOMINAL
+from support.bench_rows import row as made_up
 
 CPU = torch.device("cpu")
 HOPPER = Capability("cuda", 90)

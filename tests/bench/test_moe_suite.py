@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench_rows import row as made_up
 from blockscale.bench import ceilings, expert_layers, grouped_peers, harness, layers, report, report_moe, shapes, store
 from blockscale.bench.grouped_products import Grouped, make_k_grouped, make_m_grouped, picked
 from blockscale.bench.loads import LOADS, sizes
@@ -23,6 +22,7 @@ from blockscale.bench.suites.layers import FP8, RECIPES
 from blockscale.bench.telemetry import Telemetry
 from blockscale.hardware import Capability
 from blockscale.roofline import MEASURED, NOMINAL
+from support.bench_rows import row as made_up
 
 CPU = torch.device("cpu")
 HOPPER = Capability("cuda", 90)

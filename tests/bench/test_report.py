@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench_rows import product, products, suite
 from blockscale.bench import picture, report, report_bars, report_gemm, trainings
 from blockscale.bench.store import Row
+from support.bench_rows import product, products, suite
 
 ROOT = Path(__file__).parents[2]
 PAGE = """before

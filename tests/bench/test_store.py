@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench_rows import row
 from blockscale.bench import store
 from blockscale.errors import OptionError
+from support.bench_rows import row
 
 
 def test_round_trip(tmp_path: Path):

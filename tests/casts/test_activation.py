@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockscale.casts import activation
-from helpers import all_bf16, bits, same_bits
+from support.helpers import all_bf16, bits, same_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PROGRAM = Path(__file__).parent / "interpreted_fused.py"

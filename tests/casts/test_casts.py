@@ -15,7 +15,7 @@ from blockscale.formats import FORMATS
 from blockscale.formats.hadamard import DEFAULT_MASKS
 from blockscale.formats.layout import padded_length
 from blockscale.library import empty
-from helpers import (
+from support.helpers import (
     FORMAT_RULES,
     MX,
     NVFP4,

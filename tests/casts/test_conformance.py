@@ -18,7 +18,8 @@ from blockscale.casts.permuted import quantize_permute
 from blockscale.errors import OptionError
 from blockscale.formats import FORMATS, CastSpec
 from blockscale.formats.tensor import assemble
-from helpers import (
+from oracles.inputs import EDGE_K, EDGE_ROWS
+from support.helpers import (
     FORMAT_RULES,
     FP8,
     MX,
@@ -32,7 +33,6 @@ from helpers import (
     scales_of,
     source,
 )
-from oracles.inputs import EDGE_K, EDGE_ROWS
 
 pytest.importorskip("ml_dtypes", reason="the cast oracles encode with ml_dtypes")
 

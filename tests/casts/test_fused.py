@@ -21,8 +21,8 @@ from blockscale.casts.fused import (
 )
 from blockscale.casts.permuted import permute_quantize_both, permute_quantize_columns, quantize_permute
 from blockscale.formats import FORMATS
-from helpers import ONE_D, all_bf16, bits, same_bits, same_operand
-from products import assert_same_bits
+from support.helpers import ONE_D, all_bf16, bits, same_bits, same_operand
+from support.products import assert_same_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [0, 1, 31, 127, 129]

@@ -13,7 +13,7 @@ import oracles
 from blockscale import BlockScaled, dequantize, quantize
 from blockscale.formats import FORMATS
 from blockscale.formats.layout import ceil_div
-from helpers import bits, codes_of, expand, f32, golden, same_bits, scales_of, u8
+from support.helpers import bits, codes_of, expand, f32, golden, same_bits, scales_of, u8
 
 CASES = [case for stem in ("mx", "fp8", "nvfp4") for case in golden(stem)]
 

@@ -14,7 +14,7 @@ import oracles
 from blockscale import Stochastic, dequantize, quantize, rng_state
 from blockscale.formats import FORMATS, stream_id
 from blockscale.formats.hadamard import DEFAULT_MASKS
-from helpers import FORMAT_RULES, ONE_D, bits, codes_of, expect, expect_values, same_bits, same_cast, source
+from support.helpers import FORMAT_RULES, ONE_D, bits, codes_of, expect, expect_values, same_bits, same_cast, source
 
 pytest.importorskip("ml_dtypes", reason="the cast oracles encode with ml_dtypes")
 pytest.importorskip("hypothesis", reason="the inputs are made up by hypothesis")

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import blockscale as bs
-import helpers
 from blockscale.formats import FORMATS
 from blockscale.hardware import Capability
+from support import helpers
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 

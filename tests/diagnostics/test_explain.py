@@ -13,7 +13,7 @@ from blockscale import CastSpec, Stochastic, registry, rng_state
 from blockscale.formats import FORMATS
 from blockscale.hardware import Capability
 from blockscale.registry import Explanation, Kernel
-from products import ONE_D, gaussian, offsets, partner
+from support.products import ONE_D, gaussian, offsets, partner
 
 
 def spied(call: Callable[[], object]) -> list[tuple[str, str]]:

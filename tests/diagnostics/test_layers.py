@@ -13,7 +13,7 @@ from blockscale.diagnostics import figures, layer_numerics, sample
 from blockscale.diagnostics.figures import Seen, layer_sums
 from blockscale.diagnostics.quality import measure, sqnr_db
 from blockscale.errors import OptionError
-from measured_layers import all_layers, converted, experts
+from support.measured_layers import all_layers, converted, experts
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_blockwise", "mxfp6"])

@@ -11,7 +11,7 @@ import blockscale as bs
 from blockscale.diagnostics import measure
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS
-from products import gaussian
+from support.products import gaussian
 
 
 def test_sqnr_is_its_formula(device):

@@ -12,7 +12,7 @@ import blockscale as bs
 from blockscale.diagnostics import layer_numerics, sample
 from blockscale.diagnostics.watching import EXPERT_ROWS, ROWS, _rows_of_experts
 from blockscale.errors import OptionError
-from measured_layers import converted, experts
+from support.measured_layers import converted, experts
 
 # ---- which calls count -----------------------------------------------------------------------------------------------
 

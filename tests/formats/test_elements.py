@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import oracles
 from blockscale.formats import ELEMENTS, decode, encode, grid
 from blockscale.formats.scales import e8m0_decode
-from helpers import bits, expand, f32, golden, same_bits, u8
+from support.helpers import bits, expand, f32, golden, same_bits, u8
 
 pytest.importorskip("ml_dtypes", reason="the element oracle is ml_dtypes")
 

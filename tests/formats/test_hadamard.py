@@ -11,7 +11,7 @@ import torch
 import oracles
 from blockscale.formats import rotate, rotate_back
 from blockscale.formats.hadamard import DEFAULT_MASKS
-from helpers import bits, expand, f32, golden, same_bits
+from support.helpers import bits, expand, f32, golden, same_bits
 
 pytest.importorskip("ml_dtypes", reason="the oracle rounds to bf16 with ml_dtypes")
 

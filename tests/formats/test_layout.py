@@ -19,7 +19,7 @@ from blockscale.formats.layout import (
     scale_view_shape,
     unpack_scale,
 )
-from helpers import MX, bits, expand, golden, same_bits
+from support.helpers import MX, bits, expand, golden, same_bits
 
 SIZES = [(0, 64), (1, 1), (5, 33), (32, 128), (127, 300), (128, 512), (129, 517), (300, 600)]
 """(rows, length): on and off the 128x4 grid of the swizzle, with rows % 4 != 0 for mn_major."""

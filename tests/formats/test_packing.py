@@ -8,7 +8,7 @@ import torch
 
 import oracles
 from blockscale.formats import pack_fp4, pack_fp6, unpack_fp4, unpack_fp6
-from helpers import bits, golden, same_bits, u8
+from support.helpers import bits, golden, same_bits, u8
 
 PACKING = {
     "fp4": (pack_fp4, unpack_fp4, oracles.pack_fp4, 16),

@@ -22,7 +22,7 @@ from blockscale.formats.scales import (
     nvfp4_block_scale,
     nvfp4_tensor_scale,
 )
-from helpers import bits, same_bits
+from support.helpers import bits, same_bits
 
 pytest.importorskip("ml_dtypes", reason="the exact scale oracles take the facts of an element from ml_dtypes")
 

@@ -18,7 +18,19 @@ from blockscale.errors import OptionError
 from blockscale.formats import FORMATS, ROLES, stream_id
 from blockscale.formats.hadamard import DEFAULT_MASKS
 from blockscale.formats.stochastic import module_name, philox, random_words
-from helpers import FP8, ONE_D, bits, codes_of, expand, expect, golden, same_bits, same_cast, same_operand, scales_of
+from support.helpers import (
+    FP8,
+    ONE_D,
+    bits,
+    codes_of,
+    expand,
+    expect,
+    golden,
+    same_bits,
+    same_cast,
+    same_operand,
+    scales_of,
+)
 
 NAME = "model.layers.0.mlp.down_proj"
 SEED, TICK, ROLE = 0x0123456789ABCDEF, 7, "dgrad_dy"

@@ -11,7 +11,7 @@ import blockscale
 from blockscale import BlockScaled
 from blockscale.formats import FORMATS
 from blockscale.formats.tensor import has_canonical_strides
-from helpers import bits, codes_of, same_bits, same_operand, scales_of
+from support.helpers import bits, codes_of, same_bits, same_operand, scales_of
 
 ALL_LAYOUTS = [(name, layout) for name, spec in FORMATS.items() for layout in spec.layouts]
 SHAPES = [(5, 33), (37, 130), (130, 37), (2, 5, 33), (2, 3, 18, 20)]

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/gemm/interpreted_blackwell.py
 
-Prints what `interpreted.py` prints, by its bounds. `tests/interpreter.py` supplies `tl.dot_scaled`; the rest is
+Prints what `interpreted.py` prints, by its bounds. `tests/support/interpreter.py` supplies `tl.dot_scaled`; the rest is
 Triton's own: copies with zeros outside an operand, scales taken out of their tiles, the order of tiles, the epilogue.
 """
 
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-import interpreter
 from blockscale.formats import BlockScaled
 from blockscale.gemm import _blackwell
 from blockscale.registry import kernel, kernels
+from support import interpreter
 
 # tails in every direction, an odd K, one value, several tiles each way with a tail, whole tiles
 SIZES = ((33, 70, 150), (5, 66, 257), (1, 1, 1), (140, 300, 330), (128, 256, 512))

@@ -13,7 +13,7 @@ import torch
 import blockscale as bs
 from blockscale import CastSpec, Stochastic, rng_state
 from blockscale.diagnostics.quality import sqnr_db
-from products import gaussian
+from support.products import gaussian
 
 M, N, K = 256, 256, 2048
 MARGIN = 0.5

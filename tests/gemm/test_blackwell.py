@@ -14,13 +14,13 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
-import helpers
 from blockscale import explain, quantize, use_backend
 from blockscale.errors import BackendError
 from blockscale.formats import BlockScaled
 from blockscale.gemm import _blackwell, _torch
 from blockscale.hardware import Capability
 from blockscale.registry import Candidate, Request, kernels, select
+from support import helpers
 
 
 @pytest.mark.slow

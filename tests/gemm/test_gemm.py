@@ -17,7 +17,7 @@ from blockscale.formats.decoding import decode_blocks
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm
 from blockscale.gemm.ops import gemm_request
 from blockscale.gemm.upcast import exact_bf16
-from products import (
+from support.products import (
     FEW,
     PAIRS,
     accepts,

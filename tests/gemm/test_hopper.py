@@ -13,7 +13,7 @@ from blockscale import env
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm, heuristics
-from products import HOPPER_DB, ODD_SIZES, check_frame, fp8_operands, framed, hopper_gate, with_poisoned_pad
+from support.products import HOPPER_DB, ODD_SIZES, check_frame, fp8_operands, framed, hopper_gate, with_poisoned_pad
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 _launch = pytest.importorskip("blockscale.gemm._hopper_launch")

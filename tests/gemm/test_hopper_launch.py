@@ -15,7 +15,7 @@ from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm
 from blockscale.gemm.heuristics import Plan
-from products import HOPPER_DB
+from support.products import HOPPER_DB
 
 _launch = pytest.importorskip("blockscale.gemm._hopper_launch", reason="this Triton has no Gluon for Hopper")
 on_hopper = [pytest.mark.gpu, pytest.mark.sm90]

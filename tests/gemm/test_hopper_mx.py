@@ -15,7 +15,7 @@ from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm, heuristics, heuristics_mx
 from blockscale.gemm._reference import block_product
-from products import HOPPER_DB, ODD_SIZES, check_frame, framed, hopper_gate, with_poisoned_pad
+from support.products import HOPPER_DB, ODD_SIZES, check_frame, framed, hopper_gate, with_poisoned_pad
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]

@@ -15,7 +15,7 @@ from blockscale.gemm import heuristics, heuristics_mx
 from blockscale.gemm._reference import block_product
 from blockscale.hardware import Capability
 from blockscale.registry import Request, kernels, select
-from products import assert_same_bits, gaussian
+from support.products import assert_same_bits, gaussian
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
 _kernel = pytest.importorskip("blockscale.gemm._hopper_mx_kernel")

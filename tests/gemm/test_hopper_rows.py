@@ -8,7 +8,7 @@ import torch
 import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm, heuristics
-from products import HOPPER_DB, check_frame, fp8_operands, framed, hopper_gate
+from support.products import HOPPER_DB, check_frame, fp8_operands, framed, hopper_gate
 
 _rows = pytest.importorskip("blockscale.gemm._hopper_rows", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]

@@ -14,7 +14,7 @@ import blockscale as bs
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats.tensor import BlockScaled
 from blockscale.gemm import exact_mm
-from products import gaussian
+from support.products import gaussian
 
 PAIRS = [("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128")]
 # the page's table: Gaussian operands times 2^e, dB

@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
-import helpers
 from aot.compiled import CAN_COMPILE, compiled_for, report
 from blockscale import quantize
 from blockscale.gemm import _triton
+from support import helpers
 
 
 @pytest.mark.slow

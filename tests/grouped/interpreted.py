@@ -8,7 +8,7 @@ Prints `cases values mismatches` and the first mismatches. A value is right when
 terms can lose, and a 16-bit result within its rounding of that; where nothing is summed it must be exact. What products
 are added to is a window of a larger buffer, of which nothing else may change. Of groups with starts, rows of no group
 must stay as they were allocated, and the others have the bytes of the product of packed rows. For Blackwell
-`tests/interpreter.py` supplies `tl.dot_scaled`.
+`tests/support/interpreter.py` supplies `tl.dot_scaled`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import blockscale as bs  # noqa: E402
-import interpreter  # noqa: E402
 from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
 from blockscale.gemm import ACCUMULATOR_DTYPES  # noqa: E402
 from blockscale.grouped import _blackwell, _schedule, _triton  # noqa: E402
 from blockscale.grouped._reference import exact_grouped  # noqa: E402
 from blockscale.registry import kernel, kernels  # noqa: E402
-from grouped_kernels import room  # noqa: E402
+from support import interpreter  # noqa: E402
+from support.grouped_kernels import room  # noqa: E402
 
 # lists are tested elsewhere, and take the interpreter long
 _schedule._PROGRAMS, _schedule._CHUNK = 1, 64  # pyright: ignore[reportPrivateUsage]

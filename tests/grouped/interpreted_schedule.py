@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from blockscale.grouped import _schedule  # noqa: E402
 from blockscale.grouped._schedule import group_spans, row_tiles  # noqa: E402
-from grouped_kernels import CAPACITIES  # noqa: E402
+from support.grouped_kernels import CAPACITIES  # noqa: E402
 
 # the interpreter takes long over a scan, and each program makes one: as few as can still divide the work wrongly
 _schedule._PROGRAMS, _schedule._CHUNK = 2, 512  # pyright: ignore[reportPrivateUsage]

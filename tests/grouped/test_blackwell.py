@@ -15,7 +15,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
-import helpers
 from aot.cases import LATER, SHARED
 from aot.compiled import CAN_COMPILE, Report, compiled_for, report
 from blockscale import quantize, use_backend
@@ -23,7 +22,8 @@ from blockscale.errors import BackendError
 from blockscale.formats import BlockScaled
 from blockscale.grouped import _blackwell
 from blockscale.registry import Request, explain_request, select
-from products import HYPOTHETICAL, offsets
+from support import helpers
+from support.products import HYPOTHETICAL, offsets
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from blockscale.grouped import heuristics, heuristics_mx, heuristics_upcast
 from blockscale.grouped._reference import exact_grouped
 from blockscale.grouped.ops import grouped_request
 from blockscale.registry import Kernel, Request
-from grouped_kernels import CAPACITIES, Room, room, twice
-from products import FEW, HYPOTHETICAL, SENTINEL, cases, gaussian, only, raw, skip_refused
+from support.grouped_kernels import CAPACITIES, Room, room, twice
+from support.products import FEW, HYPOTHETICAL, SENTINEL, cases, gaussian, only, raw, skip_refused
 
 M_FEW = [pair for pair in FEW if not bs.formats.FORMATS[pair[0]].is_2d]
 K, N = 144, 48

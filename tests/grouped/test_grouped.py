@@ -17,7 +17,7 @@ from blockscale.formats.layout import padded_length
 from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.grouped._reference import exact_grouped
 from blockscale.grouped.ops import grouped_request
-from products import FEW, ONE_D, PAIRS, accepts, cases, gate_a, gaussian, offsets, only, skip_refused, step
+from support.products import FEW, ONE_D, PAIRS, accepts, cases, gate_a, gaussian, offsets, only, skip_refused, step
 
 # sizes of the groups, and rows that come after the last group
 GROUPS: dict[str, tuple[list[int], int]] = {

@@ -17,8 +17,8 @@ from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics, heuristics_mx
 from blockscale.grouped._reference import exact_grouped
-from grouped_kernels import GROUPS, is_right, twice, with_bias
-from products import HOPPER_DB, offsets
+from support.grouped_kernels import GROUPS, is_right, twice, with_bias
+from support.products import HOPPER_DB, offsets
 
 _hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import blockscale as bs
-import helpers
 from blockscale.grouped import routing_ops
 from blockscale.grouped.routing_ops import rows_request
 from blockscale.hardware import Capability
-from products import assert_same_bits
+from support import helpers
+from support.products import assert_same_bits
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
-import helpers
 from aot.compiled import CAN_COMPILE, compiled_for, report
 from blockscale.grouped._schedule import group_spans, row_tiles
+from support import helpers
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 import blockscale as bs
-import helpers
 from aot.compiled import CAN_COMPILE, Report, compiled_for, report
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.errors import BackendError
@@ -23,7 +22,8 @@ from blockscale.formats import BlockScaled
 from blockscale.grouped import _triton
 from blockscale.grouped._reference import exact_grouped
 from blockscale.registry import Request, select
-from products import HYPOTHETICAL, SENTINEL, offsets
+from support import helpers
+from support.products import HYPOTHETICAL, SENTINEL, offsets
 
 
 @pytest.mark.slow

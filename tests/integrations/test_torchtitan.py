@@ -1,4 +1,4 @@
-"""torchtitan's debug models by recipes, on a CPU and with torchtitan's own trainer; see tests/titan_checks.py."""
+"""torchtitan's debug models by recipes, on a CPU and with torchtitan's own trainer; see support/titan_checks.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_checks(names: Sequence[str], ranks: int) -> dict[str, Any]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(TESTS / "titan_checks.py"), *names]
+    command = [sys.executable, *launcher, "-m", "support.titan_checks", *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict[str, Any] = {}

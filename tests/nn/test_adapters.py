@@ -15,8 +15,8 @@ import blockscale as bs
 from blockscale.errors import OptionError
 from blockscale.nn import Linear, MoE
 from blockscale.nn.adapters import AdaptedExperts
-from linear_reference import Calls, sqnr
-from products import assert_same_bits, gaussian
+from support.linear_reference import Calls, sqnr
+from support.products import assert_same_bits, gaussian
 
 EXPERTS, DIM, HIDDEN, TOKENS, TOP = 4, 64, 48, 37, 2
 

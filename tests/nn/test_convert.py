@@ -13,7 +13,7 @@ from torch import nn
 import blockscale as bs
 from blockscale.errors import OptionError, UnknownNameError
 from blockscale.nn import Linear
-from toy_models import DIM, TOKENS, everything, gradients, loss_of, made, names
+from support.toy_models import DIM, TOKENS, everything, gradients, loss_of, made, names
 
 
 def test_a_converted_layer_is_the_same_object_and_computes_by_the_recipe():

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 import blockscale as bs
 from blockscale.errors import OptionError
 from blockscale.nn import Linear
-from toy_models import DIM, TOKENS, everything, gradients, made, small
+from support.toy_models import DIM, TOKENS, everything, gradients, made, small
 
 
 def test_layers_draw_by_their_names_from_one_state():

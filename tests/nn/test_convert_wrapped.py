@@ -8,7 +8,7 @@ from torch import nn
 
 import blockscale as bs
 from blockscale.nn import Linear
-from toy_models import TOKENS, Model, everything, gradients, loss_of, made, names, small
+from support.toy_models import TOKENS, Model, everything, gradients, loss_of, made, names, small
 
 
 def test_a_meta_model_gets_its_values_and_its_seed_later():

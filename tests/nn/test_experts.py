@@ -19,9 +19,9 @@ import blockscale as bs
 from blockscale.autograd import grouped_linear, grouped_swiglu_mlp
 from blockscale.errors import OptionError
 from blockscale.nn import GroupedExperts, GroupedLinear, MoE
-from grouped_reference import PATTERNS
-from linear_reference import Calls
-from products import assert_same_bits, gaussian, offsets
+from support.grouped_reference import PATTERNS
+from support.linear_reference import Calls
+from support.products import assert_same_bits, gaussian, offsets
 
 EXPERTS, DIM, HIDDEN = 4, 72, 104
 SIZED = {"experts": EXPERTS, "dim": DIM, "hidden": HIDDEN}

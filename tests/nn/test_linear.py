@@ -17,8 +17,8 @@ import blockscale as bs
 from blockscale.autograd import RECIPES, linear
 from blockscale.errors import OptionError, UnknownNameError
 from blockscale.nn import Linear
-from linear_reference import Calls
-from products import assert_same_bits, gaussian
+from support.linear_reference import Calls
+from support.products import assert_same_bits, gaussian
 
 IN, OUT, TOKENS = 72, 200, 37
 NAMED = {"name": "layers.0.proj", "dtype": torch.bfloat16}

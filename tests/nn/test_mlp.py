@@ -16,7 +16,7 @@ import blockscale as bs
 from blockscale.autograd import swiglu_mlp
 from blockscale.errors import OptionError, ShapeError
 from blockscale.nn import Linear, SwiGLU
-from products import assert_same_bits, gaussian
+from support.products import assert_same_bits, gaussian
 
 DIM, HIDDEN, TOKENS = 72, 200, 37
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import blockscale as bs
 from blockscale.errors import OptionError, UnknownNameError
 from blockscale.nn import MoE
-from helpers import first_of
-from linear_reference import sqnr
-from products import assert_same_bits, gaussian
+from support.helpers import first_of
+from support.linear_reference import sqnr
+from support.products import assert_same_bits, gaussian
 
 DIM, HIDDEN, EXPERTS = 64, 48, 6
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import blockscale as bs
 from blockscale.nn.policy import find_blocks
-from toy_models import DIM, Block, everything, made, names
+from support.toy_models import DIM, Block, everything, made, names
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8"])

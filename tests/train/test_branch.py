@@ -20,7 +20,7 @@ from blockscale.train.publish import publish
 from blockscale.train.records import StepRecord
 from blockscale.train.report import notes, page
 from blockscale.train.view import View
-from small_runs import small
+from support.small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
 # by a recipe that no arm has: what is shared is bf16's whatever a config says

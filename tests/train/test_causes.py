@@ -10,7 +10,7 @@ import torch
 
 import causes
 from blockscale.train import ModelConfig
-from small_runs import small
+from support.small_runs import small
 
 
 def test_errors_that_are_known():

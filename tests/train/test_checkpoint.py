@@ -21,7 +21,7 @@ from blockscale.train import DataConfig, Run, files, stored, train
 from blockscale.train import checkpoint as checkpoints
 from blockscale.train.branch import StopAfter
 from blockscale.train.files import owned
-from small_runs import DENSE, small
+from support.small_runs import DENSE, small
 
 RUN = small("bf16", model=replace(DENSE, layers=1), steps=3)
 
@@ -157,7 +157,7 @@ import sys, time
 from dataclasses import replace
 from pathlib import Path
 from blockscale.train import checkpoint, train
-from small_runs import DENSE, small
+from support.small_runs import DENSE, small
 real = checkpoint._checksums
 def slow(folder):
     # the tensors of step 2 are on disk, the rest is not

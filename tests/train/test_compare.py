@@ -22,7 +22,7 @@ from blockscale.train.compare import BASELINE, CONTROL, NULL, Comparison, arms_o
 from blockscale.train.publish import publish
 from blockscale.train.statistics import Length
 from blockscale.train.stored import read
-from small_runs import small
+from support.small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
 

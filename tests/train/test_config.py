@@ -13,7 +13,7 @@ from blockscale.train import PRESETS, OptimizerConfig, get_preset, with_layers
 from blockscale.train.checks import check
 from blockscale.train.config import to_dict
 from blockscale.train.model import Transformer, flops_per_token
-from small_runs import DENSE, SPARSE, small
+from support.small_runs import DENSE, SPARSE, small
 
 # what papers and model cards say; ours have bytes in place of a vocabulary in the first four
 PARAMETERS = {

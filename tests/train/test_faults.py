@@ -17,7 +17,7 @@ from blockscale.train import Hooks, OptimizerConfig, Run, attention, faults, get
 from blockscale.train.checkpoint import complete
 from blockscale.train.metrics import JsonLines
 from blockscale.train.numerics import NumericsLog
-from small_runs import DENSE, SPARSE, small
+from support.small_runs import DENSE, SPARSE, small
 
 
 class Spoil(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from blockscale.errors import OptionError
 from blockscale.train import ModelConfig, Transformer, export, train
-from small_runs import DENSE, SPARSE, small
+from support.small_runs import DENSE, SPARSE, small
 
 safetensors = pytest.importorskip("safetensors.torch")
 SIZES = {"llama": DENSE, "qwen3": replace(DENSE, qk_norm=True), "tied": replace(DENSE, tied=True)}

@@ -17,7 +17,7 @@ from blockscale.autograd.weights import shared_weights
 from blockscale.errors import CheckpointError, OptionError
 from blockscale.train import DataConfig, Hooks, OptimizerConfig, RecipeConfig, Run, TrainResult, loop, train
 from blockscale.train.branch import StopAfter
-from small_runs import DENSE, SPARSE, small
+from support.small_runs import DENSE, SPARSE, small
 
 
 def losses(result: TrainResult) -> list[float]:

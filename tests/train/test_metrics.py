@@ -18,7 +18,7 @@ from blockscale.train.branch import StopAfter
 from blockscale.train.metrics import JsonLines, TensorBoard
 from blockscale.train.numerics import NumericsLog
 from blockscale.train.view import View
-from small_runs import DENSE, small
+from support.small_runs import DENSE, small
 
 rich = pytest.importorskip("rich.console", reason="the view needs rich")
 RUN = small("bf16", model=replace(DENSE, layers=1), steps=3, log_every=2)

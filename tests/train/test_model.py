@@ -18,7 +18,7 @@ import blockscale as bs
 from blockscale.train.attention import Attention, LatentAttention, RMSNorm, attend, rotary_table, rotate
 from blockscale.train.model import Transformer
 from blockscale.train.presets import get_preset
-from small_runs import DENSE, SPARSE
+from support.small_runs import DENSE, SPARSE
 
 SIZES = {"dense": DENSE, "sparse": SPARSE, "normed": replace(DENSE, qk_norm=True), "tied": replace(DENSE, tied=True)}
 

@@ -13,7 +13,7 @@ from blockscale.diagnostics.store import read
 from blockscale.errors import OptionError
 from blockscale.train import train
 from blockscale.train.numerics import NumericsLog
-from small_runs import DENSE, SPARSE, small
+from support.small_runs import DENSE, SPARSE, small
 
 ONE_BLOCK = replace(DENSE, layers=1)
 

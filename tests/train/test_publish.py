@@ -22,7 +22,7 @@ from blockscale.train.side_by_side import side_by_side
 from blockscale.train.statistics import Length, judge, paired, wander
 from blockscale.train.stored import run_or_read
 from blockscale.train.throughput import MEASURES, arms_of, measure, throughput_of
-from small_runs import small
+from support.small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -17,7 +17,7 @@ from blockscale.train.charts import Line, Reach, lines, nice, reaches
 from blockscale.train.compare import BASELINE, CONTROL, NULL, Comparison, arms_of
 from blockscale.train.report import head, notes, page, smooth, summary, table, write
 from blockscale.train.stored import Stored
-from small_runs import small
+from support.small_runs import small
 
 LAYER = {"layer": "layers.0.<mlp>", "x": 31.5, "w": None, "dy": 30.0, "fprop": 29.0, "dgrad": 28.5, "wgrad": 27.25}
 

@@ -10,7 +10,7 @@ import torch
 from blockscale.train import OptimizerConfig
 from blockscale.train.model import Transformer
 from blockscale.train.schedule import make_optimizer, norm_and_scale, rate_at
-from small_runs import SPARSE
+from support.small_runs import SPARSE
 
 
 def rates(**options) -> list[float]:

@@ -22,7 +22,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from blockscale.train.compare import compare
-from small_runs import small
+from support.small_runs import small
 if __name__ == "__main__":
     try:
         compare(small("bf16", steps=100_000, log_every=1), [], out=Path(sys.argv[1]), jobs=2)

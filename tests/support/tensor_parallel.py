@@ -40,7 +40,7 @@ from blockscale.autograd import RECIPES, linear
 from blockscale.errors import BlockscaleError
 from blockscale.formats import Stochastic
 from blockscale.nn import SwiGLU
-from tensor_parallel_refusals import refusals
+from support.tensor_parallel_refusals import refusals
 
 RANKS, BATCH, TOKENS, DIM, HIDDEN = 2, 2, 32, 256, 512
 THOROUGH = "ALL_TESTS" in os.environ

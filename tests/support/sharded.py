@@ -23,7 +23,7 @@ import blockscale as bs
 from blockscale.errors import ShardingError
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 from blockscale.gemm import exact_mm
-from products import FEW, ONE_D, gaussian, offsets, raw
+from support.products import FEW, ONE_D, gaussian, offsets, raw
 
 RANKS = 2
 Case = tuple[str, Callable[[], int]]

@@ -14,7 +14,7 @@ import blockscale as bs
 from blockscale.autograd import get_recipe, grouped_linear, grouped_swiglu_mlp
 from blockscale.casts import activation as exact
 from blockscale.formats.stochastic import ROLES
-from products import gaussian, offsets
+from support.products import gaussian, offsets
 
 NAMES = ("mlp.experts.gate_up", "mlp.experts.down")
 # sizes of groups: none but one, every other one empty, one row each, around blocks, everything in one, nothing at all

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import oracles
 from blockscale.formats import FORMATS, BlockScaled
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 MX = [name for name, spec in FORMATS.items() if spec.family == "mx"]
 NVFP4 = ["nvfp4", "nvfp4_16x16"]
 FP8 = ["fp8_1x128", "fp8_128x128"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockscale.diagnostics.quality import sqnr_db
-from products import HOPPER_DB, check_frame, framed, gaussian
+from support.products import HOPPER_DB, check_frame, framed, gaussian
 
 # sizes of groups, and rows of no group behind them
 GROUPS: dict[str, tuple[list[int], int]] = {

@@ -1,7 +1,7 @@
 """What tests/integrations/test_torchtitan.py looks at, found in one process: torchtitan takes long to start.
 
-    python tests/titan_checks.py llama experts     # prints one line of JSON for each
-    torchrun --standalone --nproc-per-node 2 tests/titan_checks.py tensor_parallel
+    PYTHONPATH=tests python -m support.titan_checks llama experts     # prints one line of JSON for each
+    PYTHONPATH=tests torchrun --standalone --nproc-per-node 2 -m support.titan_checks tensor_parallel
 
 In a process of its own also because torchtitan is told that the CPU is its device, which no other test should be.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import titan_cpu
+from support import titan_cpu
 
 MARK = "RESULT"
 ONE_STEP = ("--training.steps", "1")

@@ -1,7 +1,7 @@
 """torchtitan on a CPU: what a debug run needs besides torchtitan, and a launcher.
 
-    python tests/titan_cpu.py --config llama3_debug_mxfp8            # one rank
-    torchrun --standalone --nproc-per-node 2 tests/titan_cpu.py --config llama3_debug_mxfp8 \\
+    python tests/support/titan_cpu.py --config llama3_debug_mxfp8            # one rank
+    torchrun --standalone --nproc-per-node 2 tests/support/titan_cpu.py --config llama3_debug_mxfp8 \\
         --parallelism.spmd-backend partial_dtensor --parallelism.tensor-parallel-degree 2
 
 The trainer wants an accelerator, a tokenizer and text. Here it is told that the device is the CPU, attention is dense

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import blockscale as bs
 from blockscale.autograd import RECIPES, Operand, Product, Recipe, get_recipe, linear
 from blockscale.formats.stochastic import ROLES
-from products import gaussian
+from support.products import gaussian
 
 LOW = [name for name, recipe in RECIPES.items() if recipe.is_quantized]
 # no two roles alike, so that none can be taken for another

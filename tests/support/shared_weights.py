@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import blockscale as bs
 from blockscale.autograd import weights
 from blockscale.nn import Linear
-from products import assert_same_bits
+from support.products import assert_same_bits
 
 FORMATS = ["fp8_blockwise", "mxfp8", "nvfp4"]
 STEPS, MICROBATCHES, TOKENS = 3, 2, 24
