@@ -22,8 +22,7 @@ os.environ["BLOCKSCALE_TUNED"] = "off"
 import pytest
 import torch
 
-from blockscale import env
-from blockscale.hardware import capability
+from support.selection import Selection
 
 _COMPARED: Counter[str] = Counter()
 
@@ -34,34 +33,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Programs that tests start are told too."""
+    """Deselects tests by their marks; programs that tests start are told of --all."""
+    config.pluginmanager.register(Selection(config))
     if config.getoption("--all"):
         os.environ["ALL_TESTS"] = "1"  # not BLOCKSCALE_*: those are the library's, and doctor reports others
 
 
-def missing_gpu(item: pytest.Item) -> str | None:
-    """Why a GPU test cannot run here, or None."""
-    if not torch.cuda.is_available():
-        # all skipped must never look like all passed: where a GPU is required the test runs, and fails
-        return None if env.flag("BLOCKSCALE_REQUIRE_GPU") else "needs a CUDA GPU, found none"
-    found = capability("cuda").sm
-    for sm in (90, 100):
-        if item.get_closest_marker(f"sm{sm}") and found // 10 != sm // 10:
-            return f"needs sm_{sm}, found sm_{found}"
-    return None
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests skip with a reason where what they need is missing, and what takes minutes, or is one more of a kind,
-    unless it is asked for; what takes long starts first, so that no worker is left alone with it at the end."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long starts first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    for item in items:
-        if item.get_closest_marker("long") and "long" not in config.getoption("-m"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes: run it with -m long"))
-        if item.get_closest_marker("sweep") and not config.getoption("--all"):
-            item.add_marker(pytest.mark.skip(reason="one more of a kind: run it with --all"))
-        if item.get_closest_marker("gpu") and (reason := missing_gpu(item)):
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -115,6 +95,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         output["compared"] = dict(_COMPARED)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object, error: object) -> None:
     _COMPARED.update(getattr(node, "workeroutput", {}).get("compared", {}))
 

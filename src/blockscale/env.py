@@ -31,7 +31,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("BLOCKSCALE_MULTICAST", "1: Hopper's FP8 product in clusters of two (Triton 3.9; gains little)", "0"),
     Variable("BLOCKSCALE_POISON", "1: fill outputs with NaN bytes before a kernel writes them (debugging, tests)", "0"),
     Variable("BLOCKSCALE_PTXAS", "assembler of Hopper's product: default for Triton's own, or the path of a ptxas"),
-    Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail instead of skipping when there is no GPU", "0"),
+    Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail when there is no GPU, instead of being deselected", "0"),
     Variable("BLOCKSCALE_TUNED", "folder of your tuned plans, instead of the one in the cache; off: use no tuned plan"),
 )
 _DECLARED = {variable.name: variable for variable in VARIABLES}
