@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,21 @@ def test_layer_contract():
     assert kept is not None, result.stdout
     contracts = (ROOT / "pyproject.toml").read_text().count("[[tool.importlinter.contracts]]")
     assert int(kept.group(1)) == contracts > 0
+
+
+def registers_a_kernel(path: Path) -> bool:
+    decorated = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    calls = (each.func for node in decorated for each in node.decorator_list if isinstance(each, ast.Call))
+    return any(isinstance(function, ast.Name) and function.id == "kernel" for function in calls)
+
+
+def test_the_backend_contract_names_every_file_that_registers_a_kernel():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (contract,) = (each for each in contracts if each["name"].startswith("Backends of one operation"))
+    folders = [ROOT / "src" / each.replace(".", "/") for each in contract["containers"]]
+    backends = {path.stem for folder in folders for path in folder.glob("*.py") if registers_a_kernel(path)}
+    assert {name.strip(" ()") for layer in contract["layers"] for name in layer.split("|")} == backends
+    assert {"_hopper_rows", "_hopper_upcast", "_triton_rows", "_torch"} < backends
 
 
 def test_the_layer_contract_can_fail(tmp_path):
