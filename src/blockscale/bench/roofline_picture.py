@@ -1,6 +1,6 @@
-"""Two pictures of the roofline: speedup over tokens for each layer, and the steps of one layer under the roofs.
+"""Two pictures of the roofline: speedup over tokens for each layer, and the steps of one layer under the ceilings.
 
-Lines are what the model allows, marks what was measured. The same figures give the same file.
+Lines are predictions of the roofline model, markers are measurements. The same figures give the same file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# of people who do not see all colours alike; bf16 is grey
+# a palette for colour-blind readers; bf16 is grey
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-# what is drawn later is thinner, so that a line under it is still seen
+# later lines are thinner, so that lines below stay visible
 WIDTHS = (3.0, 2.2, 1.4, 0.9, 0.7, 0.5)
 _GREY = "0.35"
 _TOKENS = [round(2 ** (power / 4)) for power in range(4 * 4, 16 * 4 + 1)]
@@ -38,7 +38,7 @@ def draw_speedups(
     path: Path,
     seen: Iterable[Measured] = (),
 ) -> None:
-    """A panel for each layer: solid the main roof, dotted the nominal one, marks the measured speedup."""
+    """One panel per layer: main ceilings solid, nominal ceilings dotted, measured speedups as markers."""
     measured = _speedups(seen, use)
     across = min(_PANELS_ACROSS, len(layers))
     down = math.ceil(len(layers) / across)
@@ -56,7 +56,7 @@ def draw_speedups(
             if place + across >= len(layers):
                 axes.set_xlabel("tokens")
             axes.tick_params(labelbottom=place + across >= len(layers))
-        panels[0].set_ylim(bottom=0)  # for all, once every line is there
+        panels[0].set_ylim(bottom=0)  # shared by all panels, so set after all lines
         _legend(figure, roofs, marks=bool(measured))
         what = "forward and backward" if use.training else "forward"
         figure.suptitle(f"What low precision can win over bf16: {what}, {roofs.main.name}", x=0.01, ha="left")
@@ -117,10 +117,10 @@ def _legend(figure: Figure, roofs: Roofs, *, marks: bool) -> None:
 
 
 def draw_steps(layer: Layer, tokens: int, recipes: Sequence[Recipe], ceilings: Ceilings, use: Use, path: Path) -> None:
-    """FLOP/s over FLOPs per byte: the roofs of memory and of each kind of unit, and a layer below them.
+    """FLOP/s over arithmetic intensity: ceilings of memory and of each tensor core type, and one layer below them.
 
-    A line is the whole layer, casts included, from few tokens to many, its dot at `tokens`. Small marks are the
-    products there, each by itself: what lies between them and the dot is casting.
+    A line is the whole layer with its casts, from few tokens to many, with a dot at `tokens`. Small markers are its
+    GEMMs alone: the distance to the dot is the cost of casts.
     """
     every = [(BASELINE, _GREY, 4.0, BF16)]
     for recipe, colour, width in zip(recipes, COLOURS, WIDTHS, strict=False):
@@ -142,7 +142,7 @@ def draw_steps(layer: Layer, tokens: int, recipes: Sequence[Recipe], ceilings: C
 
 
 def _place(work: LinearCost | Step) -> tuple[float, float]:
-    """FLOPs per byte, and TFLOP/s."""
+    """(FLOPs per byte, TFLOP/s) of a layer or step."""
     return work.flops / work.bytes, work.flops / work.seconds / 1e12
 
 
@@ -179,7 +179,7 @@ def _points(axes: Axes, name: str, colour: str, size: float, cost: LinearCost) -
 
 @contextmanager
 def _figure(path: Path, size: tuple[float, float], grid: tuple[int, int]) -> Generator[tuple[Figure, list[Axes]]]:
-    """A figure and its panels, row by row; it is written when the block ends."""
+    """A figure and its panels in row order; written when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")

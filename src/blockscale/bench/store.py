@@ -1,4 +1,4 @@
-"""Results as JSON lines: one row per case, with everything that one needs to believe or repeat it."""
+"""Results as JSON lines: one row per case, with machine, versions, commit and command to repeat it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class Where:
-    """The machine, the versions and the command of a run: the same for all of its rows."""
+    """Machine, versions and command of a run; the same for all of its rows."""
 
     gpu: str
     torch: str
@@ -44,13 +44,12 @@ class Where:
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Times are microseconds per call; a wrong kernel has none, and wrong_bytes or problem says how wrong it
-    is.
+    """One case. Times are microseconds per call. A wrong kernel has none; wrong_bytes or problem describes the fault.
 
-    dtype: of a cast's input, of a product's output.  spread_us: quartiles over rounds.  bytes: the fewest that must
-    move.  bound_us: the least time that this machine's own ceilings allow.  sqnr_db: of a product, against the exact
-    product of its operands.  peers: {name: {us, ratio, tflop_s, sqnr_db, note}}, the ratio being theirs to ours.
-    details: what a suite has to say besides, figures by name (docs/benchmarks.md).
+    dtype: input of a cast, output of a GEMM.  spread_us: quartiles over rounds.  bytes: least bytes that must move.
+    bound_us: least time under the measured ceilings of this machine.  sqnr_db: of a GEMM, against the exact product of
+    its operands.  peers: {name: {us, ratio, tflop_s, sqnr_db, note}}; ratio is the time of the peer over ours.
+    details: further figures of a suite by name (benchmarks/linear.md).
     """
 
     suite: str
@@ -75,7 +74,7 @@ class Row:
     sm_clock_mhz: float | None = None
     power_w: float | None = None
     where: dict[str, Any] = field(default_factory=dict[str, Any])
-    # what casts lack; rows that were stored before products existed have none of it
+    # fields that casts lack; older rows have none of them
     tflop_s: float | None = None
     bound_us: float | None = None
     percent_of_bound: float | None = None
@@ -85,18 +84,18 @@ class Row:
 
     @property
     def fault(self) -> str:
-        """What is wrong with the kernel, or nothing."""
+        """Fault of the kernel, or ""."""
         return self.problem or (f"{self.wrong_bytes} bytes" if self.wrong_bytes else "")
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a row replaces when it is stored again."""
+        """Identity of a row: a stored row of the same key is replaced."""
         return self.suite, self.case, str(self.where.get("gpu"))
 
 
 @dataclass(frozen=True)
 class Change:
-    """A row against the same row of an older run: new time over old."""
+    """Time of a row beside the same row of an older run."""
 
     case: str
     old_us: float
@@ -112,7 +111,7 @@ class Change:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, in its order; nothing when there is no such file."""
+    """Rows of a file, in its order; empty if the file does not exist."""
     if not path.exists():
         return []
     try:
@@ -123,7 +122,7 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Store rows: those of the same key are replaced in place, others appended. The file changes all at once."""
+    """Store rows: a row replaces the row of the same key, others are appended. The file is replaced atomically."""
     merged = {row.key: row for row in read(path)}
     merged |= {row.key: row for row in rows}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +132,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
-    """Rows that both runs timed, in the order of the new one."""
+    """Rows that both runs timed, in the order of the new run."""
     before = {(row.suite, row.case): row.us for row in old}
     changes: list[Change] = []
     for row in new:
@@ -144,7 +143,7 @@ def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
 
 
 def where(device: torch.device, version: str, commit: str | None = None) -> Where:
-    """Facts about this run. commit: what to record where the source is no git checkout."""
+    """Facts about this run.  commit: recorded if the source is no git checkout."""
     found, dirty = _git_state() if commit is None else (commit, None)
     return Where(
         gpu=describe(device)["name"],
@@ -153,7 +152,7 @@ def where(device: torch.device, version: str, commit: str | None = None) -> Wher
         python=platform.python_version(),
         blockscale=version,
         torchao=_version("torchao"),
-        assembler=_assembler_of(device),
+        assembler=_ptxas_of(device),
         commit=found,
         dirty=dirty,
         command=command_line(sys.argv),
@@ -161,26 +160,26 @@ def where(device: torch.device, version: str, commit: str | None = None) -> Wher
     )
 
 
-def _assembler_of(device: torch.device) -> str | None:
-    """What makes machine code of Hopper's products here."""
+def _ptxas_of(device: torch.device) -> str | None:
+    """Label of the ptxas that compiles the Hopper GEMMs on this machine."""
     try:
         return _ptxas.choice().label if device.type == "cuda" else None
-    except OptionError:  # one is demanded that cannot: the products will say so
+    except OptionError:  # the forced ptxas does not work: the GEMMs raise the error
         return None
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The command without folders of somebody's machine, and without what says where results go and of which commit.
+    """The command without local folders, and without options for output files and the commit.
 
     >>> command_line(["/somewhere/blockscale/__main__.py", "bench", "casts", "--json", "where.jsonl", "/some/rows"])
     'blockscale bench casts rows'
     """
-    after = [False, *(word in _NOT_TOLD for word in words[1:])]
-    told = [word for word, skip in zip(words[1:], after, strict=False) if not skip and word not in _NOT_TOLD]
-    return " ".join(["blockscale", *(Path(word).name if word.startswith("/") else word for word in told)])
+    after = [False, *(word in _LEFT_OUT for word in words[1:])]
+    shown = [word for word, skip in zip(words[1:], after, strict=False) if not skip and word not in _LEFT_OUT]
+    return " ".join(["blockscale", *(Path(word).name if word.startswith("/") else word for word in shown)])
 
 
-_NOT_TOLD = ("--json", "--out", "--commit")
+_LEFT_OUT = ("--json", "--out", "--commit")
 
 
 def _version(package: str) -> str | None:
@@ -191,8 +190,8 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    """Commit of the source and whether it was changed since; (None, None) without git or outside of a checkout, be it
-    inside of somebody else's."""
+    """Commit of the source and whether it has local changes; (None, None) without git, or if the source is no checkout
+    of its own."""
     if not (_ROOT / ".git").exists():
         return None, None
     try:

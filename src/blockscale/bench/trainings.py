@@ -1,7 +1,7 @@
-"""What trainings came to, as JSON lines: one for each arm of a comparison, one for each throughput that was measured.
+"""Results of training runs as JSON lines: one per arm of a comparison, one per measured throughput.
 
-`train.publish` makes them from folders of runs; tables and the picture are made from them alone. A line replaces the
-line of the same key.
+`train.publish` makes them from run folders. Tables and pictures are made from these lines alone. A line replaces the
+stored line of the same key.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Points = list[list[float]]
 
 @dataclass(frozen=True)
 class Convergence:
-    """One arm of a comparison, all of its seeds.
+    """One arm of a comparison, all seeds.
 
-    says: what the arm is.  losses: on held-out text at the end, by seed; None where a run broke down.  gap, error:
-    relative to bf16, the mean of the pairs and half of its interval of 95 %.  noise: what the null says that a gap may
-    be by chance.  curves: training loss, smoothed and thinned, by seed.  along: [step, mean gap on held-out text].
-    tokens_per_second, shares: None and empty where runs shared the machine.  branch_at: the step up to which all runs
-    of a seed are bf16's; 0: they part at the first.  since: the step from which on recipes are in low precision.
+    says: the arm in words.  losses: final loss on held-out text, by seed; None if a run diverged.  gap, error: relative
+    to bf16, mean of the pairs and half of its interval of 95 %.  noise: largest gap that the null run (bf16, another
+    reduction order) shows by chance.  curves: training loss, smoothed and thinned, by seed.  along: [step, mean gap on
+    held-out text].  tokens_per_second, shares: None and empty if runs shared the GPU.  branch_at: step up to which all
+    runs of a seed are one bf16 run; 0: none.  since: step from which recipes use low precision.
     """
 
     model: str
@@ -57,24 +57,24 @@ class Convergence:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a line replaces when it is stored again."""
+        """Identity of a line: a stored line of the same key is replaced."""
         return self.kind, self.arm, *self.setting, len(self.seeds)
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """What runs that are compared with each other have in common, but for their seeds."""
+        """Common fields of runs that are compared with each other, except their seeds."""
         size = (self.steps, self.branch_at, self.since, self.tokens_per_step, self.parameters)
         return self.model, *size, self.data_hash, self.where.get("gpu")
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """One recipe, compiled or not, with weights cast at some time: what a step takes.
+    """Time and memory of a training step: one recipe, one setting of compile and weight_cast.
 
-    converted: parameters of layers in low precision.  step_ms, spread_ms: median and quartiles of timed steps, None
-    where the run failed.  warm_up: steps before, which do not count.  peak_memory: bytes.  longest: kernels and their
-    shares of the step.  kernel_ms: of all kernels of a step.  captured: microbatches are replayed as CUDA graphs.
-    failed: why there is none.
+    converted: number of parameters in low precision.  step_ms, spread_ms: median and quartiles of timed steps; None if
+    the run failed.  warm_up: untimed steps before.  peak_memory: bytes.  longest: kernels and their shares of the step.
+    kernel_ms: sum over all kernels of a step.  captured: microbatches run as CUDA graphs.  failed: error of a failed
+    run.
     """
 
     model: str
@@ -105,13 +105,13 @@ class Throughput:
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """What runs that are compared with each other have in common."""
+        """Common fields of runs that are compared with each other."""
         size = (self.layers, self.sequence, self.batch, self.accumulate, self.recompute)
         return self.model, self.compile, self.captured, *size, self.where.get("gpu")
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a line replaces when it is stored again."""
+        """Identity of a line: a stored line of the same key is replaced."""
         return self.kind, self.recipe, self.weight_cast, *self.setting
 
 
@@ -120,7 +120,7 @@ _KINDS: dict[str, type[Training]] = {"convergence": Convergence, "throughput": T
 
 
 def read(path: Path) -> list[Training]:
-    """The lines of a file, in its order; nothing when there is no such file."""
+    """Lines of a file, in its order; empty if the file does not exist."""
     if not path.exists():
         return []
     try:
@@ -132,7 +132,7 @@ def read(path: Path) -> list[Training]:
 
 
 def write(path: Path, rows: Iterable[Training]) -> None:
-    """Store lines: those of the same key are replaced in place, others appended. The file changes all at once."""
+    """Store lines: a line replaces the line of the same key, others are appended. The file is replaced atomically."""
     merged = {row.key: row for row in [*read(path), *rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
@@ -141,15 +141,15 @@ def write(path: Path, rows: Iterable[Training]) -> None:
 
 
 def load(folder: Path) -> list[Training]:
-    """All that is stored."""
+    """All stored lines."""
     return [row for path in sorted(folder.glob("training-*.jsonl")) for row in read(path)]
 
 
 def convergences(rows: Sequence[Training]) -> list[Convergence]:
-    """Those of comparisons."""
+    """Lines of comparisons."""
     return [row for row in rows if isinstance(row, Convergence)]
 
 
 def throughputs(rows: Sequence[Training]) -> list[Throughput]:
-    """Those of speed."""
+    """Lines of throughput."""
     return [row for row in rows if isinstance(row, Throughput)]
