@@ -13,7 +13,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 FORMATS_PAGE = (ROOT / "docs" / "formats.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += [page for folder in ("docs", "benchmarks") for page in sorted((ROOT / folder).rglob("*.md"))]
 
 
 def test_formats_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockscale.bench import ceilings, expert_layers, grouped_peers, harness, layers, report, report_moe, shapes, store
+from blockscale.bench import (
+    ceilings,
+    expert_layers,
+    grouped_peers,
+    harness,
+    layers,
+    report,
+    report_moe,
+    shapes,
+    store,
+    tables,
+)
 from blockscale.bench.grouped_products import Grouped, make_k_grouped, make_m_grouped, picked
 from blockscale.bench.loads import LOADS, sizes
 from blockscale.bench.products import judge, sqnr_db
@@ -373,7 +384,7 @@ def test_goals_of_products():
     assert list(goals(eight)) == ["fprop, 32768x7168x2048, 8 equal groups: 1000 TFLOP/s"]
     added = rate("equal groups wgrad fp32 += E=8 2048x7168x32768", 849.0, [2048, 7168, 32768])
     ((text, (figure, met, *_)),) = goals(added).items()
-    assert text.startswith("wgrad added to fp32")
+    assert text.startswith("wgrad accumulated into fp32")
     assert (figure, met) == ("849 TFLOP/s", "no")
     zipf = "DeepSeek-V3 671B fprop E=256 zipf 32768x2048x7168"
     assert next(iter(goals(rate(zipf, 900.0, [1, 1, 1], balanced=0.9)).values()))[:2] == ["11 %", "yes"]
@@ -453,7 +464,7 @@ def test_rows_are_put_in_order_and_no_rows_are_no_tables():
     names = ("fp8_blockwise M=16640 E=16 5120->8192", "fp8_blockwise M=16640 E=4 5120->8192")
     assert [row.case for row in report.in_order([stored(name) for name in names])] == list(reversed(names))
     for name in ("moe", "moe-linear", "moe-goals"):
-        assert report.SECTIONS[name]([made_up()]) == report.EMPTY
+        assert report.SECTIONS[name]([made_up()]) == tables.EMPTY
 
 
 def test_a_peer_that_leaves_values_unwritten_is_told():

@@ -1,14 +1,27 @@
-"""The report: same rows, same bytes; wrong kernels have no figures; the pages of this checkout are up to date."""
+"""The report: same rows, same bytes; wrong kernels have no figures; pages and pictures of this checkout are current."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from blockscale.bench import picture, report, report_bars, report_gemm, trainings
+from blockscale.bench import (
+    goals,
+    headline_picture,
+    picture,
+    pictures,
+    report,
+    report_casts,
+    report_gemm,
+    report_headline,
+    report_index,
+    trainings,
+)
 from blockscale.bench.store import Row
+from blockscale.bench.tables import EMPTY
 from support.bench_rows import product, products, suite
 
 ROOT = Path(__file__).parents[2]
@@ -31,17 +44,18 @@ def test_sections_are_rewritten_and_nothing_else():
 
 
 def test_tables_tell_what_rows_tell():
-    text = report.casts_table(suite())
+    text = report_casts.casts_table(suite())
     assert "| fp8_1x128 axis -1 | 16384x8192 | 100.0 | 2.0 % | 3,900 | 4,100 | 95 | 9.00x | 1.50x* | - |" in text
     assert "NVIDIA H200; torch 2.11.0, triton 3.6.0, torchao 0.18.0; commit abc1234; 2026-11-15." in text
     (wrong,) = [line for line in text.splitlines() if "WRONG" in line]
     assert "17 bytes" in wrong
     assert "100.0" not in wrong
-    assert "| quantize nvfp4 | 21.5 | 2.0 % | 4.5 |" in report.dispatch_table(suite())
+    assert "| quantize nvfp4 | 21.5 | 2.0 % | 4.5 |" in report_casts.dispatch_table(suite())
 
 
 def test_no_rows_say_so():
-    assert all(section([]) == report.EMPTY for section in report.SECTIONS.values())
+    assert all(section([]) == EMPTY for section in report.SECTIONS.values())
+    assert all(section([], []) == EMPTY for section in report.COMMON_SECTIONS.values())
 
 
 def test_pages_are_rewritten_once(tmp_path: Path):
@@ -70,11 +84,89 @@ def test_the_pages_are_up_to_date():
         )
 
 
-def test_a_slow_copy_is_told() -> None:
+def test_every_section_is_on_one_page() -> None:
+    marked = [name for page in report.PAGES for name in re.findall(r"<!-- bench:(\S+) -->", (ROOT / page).read_text())]
+    assert sorted(marked) == sorted([*report.SECTIONS, *report.TRAINING_SECTIONS, *report.COMMON_SECTIONS])
+
+
+def test_pictures_of_the_front_page_are_up_to_date() -> None:
+    rows, runs = report.load(ROOT / report.RESULTS), trainings.load(ROOT / report.RESULTS)
+    for name, words in (
+        (headline_picture.PICTURE, headline_picture.description(report_headline.panels(rows, runs))),
+        (headline_picture.LOSS_PICTURE, headline_picture.loss_description(report_headline.loss_comparison(runs))),
+    ):
+        assert words in (ROOT / pictures.FOLDER / name).read_text(), f"{name}: run `blockscale bench report`"
+
+
+def test_readme_has_one_generated_section_of_limited_size() -> None:
+    text = (ROOT / "README.md").read_text()
+    (section,) = re.findall(r"<!-- bench:.*<!-- /bench:\S+ -->", text, flags=re.DOTALL)
+    assert section.startswith("<!-- bench:headline -->")
+    assert len(section.encode()) <= 1600
+    assert section.count("\n| ") <= 15
+
+
+def test_headline_figures_come_from_rows() -> None:
+    ours = [product(f"1x128 @ 128x128 {m}x1x1", shape=[m, 1, 1], tflop_s=1000.0 + m) for m in (1, 2)]
+    slower = replace(ours[1], peers=ours[1].peers | {report_gemm.CUBLAS: {"us": 1.0, "ratio": 0.9}})
+    text = report_headline.headline_table([ours[0], slower], [])
+    assert "2 shapes | 1,001 to 1,002 TFLOP/s | cuBLAS blockwise | 0.99x (0.90 to 1.10) |" in text
+    assert report_headline.headline_table([replace(ours[0], where={"gpu": "another GPU"})], []) == EMPTY
+    (panel,) = report_headline.panels([ours[0]], [])
+    assert {name: round(value) for name, value in panel.bars.items()} == {
+        "bf16": 574, "cuBLAS FP8": 910, "Blockscale": 1001,
+    }  # fmt: skip
+
+
+def test_pictures_are_drawn_where_their_rows_are_stored(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed")
+    runs = trainings.load(ROOT / report.RESULTS)
+    assert pictures.draw_all(tmp_path, [], []) == []
+    drawn = pictures.draw_all(tmp_path, [*suite(), product()], runs)
+    assert [path.name for path in drawn] == ["casts.svg", "training.svg", "headline.svg", "headline-loss.svg"]
+    first = [(tmp_path / path).read_bytes() for path in drawn]
+    assert pictures.draw_all(tmp_path, [*suite(), product()], runs) == drawn
+    assert [(tmp_path / path).read_bytes() for path in drawn] == first
+
+
+def test_index_counts_met_and_missed_goals() -> None:
+    good = product(peers={report_gemm.CUBLAS: {"us": 1.0, "ratio": 1.2}})
+    wgrad = product("1x128 @ 1x128 4096x7168x18432", peers={report_gemm.CUBLAS: {"us": 1.0, "ratio": 0.9}})
+    text = report_index.goals_table([good, wgrad], [])
+    assert "| [GEMM](gemm.md) | 1 | 2 | 0 | 0 |" in text  # the third goal is that of all rows
+    assert "[experts](moe.md)" not in text
+    assert text.count("| not measured yet | - |") > 10, "goals of training runs are listed before they are measured"
+
+
+def test_every_goal_can_fail() -> None:
+    for goal in (*report_gemm.GOALS, *report_index.report_layers.GOALS, *report_index.report_moe.GOALS):
+        assert goal.met or goal.least_mean
+        extremes = (-1e9, 1e9)
+        assert goal.met is None or not all(map(goal.met, extremes)), goal.what
+
+
+@pytest.mark.parametrize(
+    ("figure", "met", "shown"),
+    [
+        (1.00000004, "yes", "1.00x"),
+        (1.0004, "yes", "1.00x"),
+        (1.0006, "no", "1.001x"),  # a miss shows the decimal that makes it one
+        (1.02, "no", "1.02x"),
+        (0.9, "yes", "0.90x"),
+    ],
+)
+def test_a_miss_below_the_printed_precision_is_no_miss(figure: float, met: str, shown: str) -> None:
+    goal = goals.Goal("peak memory", "at most 1x", "", lambda row: True, lambda row: figure, lambda found: found <= 1)
+    verdict = goals.verdict(goal, [product()])
+    assert verdict is not None
+    assert (verdict.met, verdict.figure) == (met, shown)
+
+
+def test_a_slow_copy_is_remarked() -> None:
     rows = suite()
-    assert "itself reaches" not in report.casts_table(rows)
+    assert "itself reaches" not in report_casts.casts_table(rows)
     slow = [replace(row, copy_gb_s=2700.0) if row.group == "expert weights" else row for row in rows]
-    assert "reaches 2,700 GB/s on tensors of 5,369 MB and more, against 4,100 GB/s" in report.casts_table(slow)
+    assert "reaches 2,700 GB/s on tensors of 5,369 MB and more, against 4,100 GB/s" in report_casts.casts_table(slow)
 
 
 def test_rows_of_several_runs_are_put_in_order() -> None:
@@ -114,7 +206,7 @@ def test_the_summary_tells_the_share_of_the_ceiling() -> None:
     )
     assert "accumulate=acc" not in text, "the first page has room for the bf16 results alone"
     assert "few rows" not in text
-    assert report_gemm.summary_table(suite()) == report.EMPTY
+    assert report_gemm.summary_table(suite()) == EMPTY
 
 
 def test_products_are_put_in_order() -> None:
@@ -126,8 +218,8 @@ def test_products_are_put_in_order() -> None:
     ]
 
 
-def bar_lines(*rows: Row) -> dict[str, list[str]]:
-    lines = [line.strip("| ").split(" | ") for line in report_bars.bars_table(rows).splitlines()[2:]]
+def goal_lines(*rows: Row) -> dict[str, list[str]]:
+    lines = [line.strip("| ").split(" | ") for line in report_gemm.goals_table(rows).splitlines()[2:]]
     return {cells[0].split(",")[0]: cells[1:] for cells in lines}
 
 
@@ -136,21 +228,25 @@ def test_goals_are_judged_by_their_rows() -> None:
         return {name: {"us": 1.0, "ratio": ratio}}
 
     good = [product(f"1x128 @ 128x128 {size}x1x1", peers=beside(ratio)) for size, ratio in ((1, 1.0), (2, 1.2))]
-    found, met, by = bar_lines(*good)["1x128 @ 128x128"]
+    found, met, commit, command = goal_lines(*good)["1x128 @ 128x128"]
     assert (found, met) == ("1.00 to 1.20x, mean 1.095x", "yes")
-    assert by.startswith("`--only 'large'`")
-    assert bar_lines(*good, product(peers=beside(0.999)))["1x128 @ 128x128"][1] == "no", "one shape below is enough"
+    assert (commit, command) == ("abc1234", "`blockscale bench gemm --only large`")
+    assert goal_lines(*good, product(peers=beside(0.999)))["1x128 @ 128x128"][:2] == [
+        "0.999 to 1.200x, mean 1.062x", "no",
+    ], "one shape below is enough"  # fmt: skip
     added = product("1x128 @ 1x128 fp32 += 4096x4096x4096", peers=beside(0.93, "to bf16"))
-    assert bar_lines(added) == {"1x128 @ 1x128": ["0.93 to 0.93x, mean 0.930x", "yes", by]}
+    assert goal_lines(added) == {"1x128 @ 1x128": ["0.93x", "yes", commit, command]}
     slower = product(peers=beside(0.96))
-    assert bar_lines(slower)["all rows"][1] == "no"
-    assert report_bars.bars_table([]) == report.EMPTY
+    assert goal_lines(slower)["all rows"][1] == "no"
+    assert report_gemm.goals_table([]) == EMPTY
 
 
 def test_only_weights_from_memory_count_for_decoding() -> None:
     def few(m: int, n: int, k: int) -> dict[str, list[str]]:
         case = f"few rows 1x128 @ 128x128 {m}x{n}x{k}"
-        return bar_lines(product(case, group="few rows", shape=[m, n, k], peers={}))
+        return goal_lines(product(case, group="few rows", shape=[m, n, k], peers={}))
 
-    assert few(16, 7168, 18432) == {"1 to 16 rows": ["93 to 93 %", "yes", "`--only 'few rows'`, abc1234"]}
+    assert few(16, 7168, 18432) == {
+        "1 to 16 rows": ["93 %", "yes", "abc1234", "`blockscale bench gemm --only 'few rows'`"]
+    }
     assert few(16, 7168, 2048) == few(17, 7168, 18432) == {}

@@ -46,7 +46,7 @@ def met(text: str, start: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-FULL = "125m by fp8_blockwise, 3000 steps:"
+FULL = "125m, fp8_blockwise, 3000 steps:"
 
 
 def test_nothing_is_told_of_what_was_not_measured():
@@ -54,7 +54,7 @@ def test_nothing_is_told_of_what_was_not_measured():
         lines = goals.splitlines()[2:]
         assert lines
         assert all("not measured yet" in line and "| yes |" not in line and "| no |" not in line for line in lines)
-    assert "training.svg" not in report_training.goals_table([])
+    assert "training.svg" not in report_training.long_table([])
     assert report_training.long_table([]) == report_speed.long_table([]) == "Not measured yet."
     on_cpu = convergence(0.0, where=H200 | {"gpu": "a CPU"})
     assert met(report_training.goals_table([on_cpu]), FULL)[1] == "not measured yet"
@@ -65,9 +65,10 @@ def test_nothing_is_told_of_what_was_not_measured():
     [
         (convergence(0.0024), "yes"),
         (convergence(0.0026), "no"),
-        (convergence(0.0026, noise=0.003), "inside the null's noise"),  # the null alone does as much
-        (convergence(0.001, verdict="undecided", error=0.01), "in the mean"),  # its interval is too wide
-        (convergence(0.001, verdict="too short to tell"), "in the mean"),
+        (convergence(0.0026, noise=0.003), "within noise"),  # the null run has as large a gap
+        (convergence(0.00254), "yes"),  # printed as 0.25 %
+        (convergence(0.001, verdict="undecided", error=0.01), "mean only"),  # its interval is too wide
+        (convergence(0.001, verdict="too short to tell"), "mean only"),
         (convergence(None, verdict="diverged"), "no"),
         (convergence(0.001, flop_share=0.5), "no"),  # half of it stayed in bf16
         (convergence(0.001, steps=300), "-"),
@@ -83,21 +84,21 @@ def test_goals_by_length_and_recipe():
         convergence(0.021, arm="nvfp4", steps=300, seeds=[0, 1, 2, 3, 4], error=0.001),
     ]
     text = report_training.goals_table(rows)
-    assert met(text, "125m by nvfp4, 3000 steps:")[1:6] == ["+1.90 %", "0.10 %", "70.0 %", "within budget", "yes"]
-    assert met(text, "125m by nvfp4, 300 steps")[1] == "+2.10 ± 0.10 %"
-    assert met(text, "125m by nvfp4, 300 steps")[5:8] == ["no", "5", "abc1234"]
+    assert met(text, "125m, nvfp4, 3000 steps:")[1:6] == ["+1.90 %", "0.10 %", "70.0 %", "within budget", "yes"]
+    assert met(text, "125m, nvfp4, 300 steps")[1] == "+2.10 ± 0.10 %"
+    assert met(text, "125m, nvfp4, 300 steps")[5:8] == ["no", "5", "abc1234"]
     more = convergence(0.018, arm="nvfp4", seeds=[0, 1, 2], error=0.001)
-    assert met(report_training.goals_table([*rows, more]), "125m by nvfp4, 3000 steps:")[1] == "+1.80 ± 0.10 %"
-    late = "125m by nvfp4, 3000 steps, runs that part"
+    assert met(report_training.goals_table([*rows, more]), "125m, nvfp4, 3000 steps:")[1] == "+1.80 ± 0.10 %"
+    late = "125m, nvfp4, 3000 steps, branched"
     assert met(text, late)[1] == "not measured yet"
     text = report_training.goals_table([convergence(0.001, arm="nvfp4", branch_at=1000)])
     assert met(text, late)[1] == "+0.10 %"
-    assert met(text, "125m by nvfp4, 3000 steps:")[1] == "not measured yet"
+    assert met(text, "125m, nvfp4, 3000 steps:")[1] == "not measured yet"
 
 
 def test_goals_of_runs_that_begin_in_bf16():
     """Apart from those in low precision from the first step on; steps in bf16 are no fault of the share of FLOPs."""
-    late = "125m by fp8_blockwise, 3000 steps, 2 seeds, bf16 before step 300"
+    late = "125m, fp8_blockwise, 3000 steps, 2 seeds, bf16 before step 300"
     row = convergence(0.001, seeds=[1, 2], error=0.001, since=300, flop_share=0.82)
     text = report_training.goals_table([row])
     assert met(text, late)[1:6] == ["+0.10 ± 0.10 %", "0.10 %", "82.0 %", "within budget", "yes"]
@@ -120,6 +121,11 @@ def test_goals_of_throughput():
     assert met(text, f"{start} once a step, tokens/s")[1:3] == ["1.22x", "no"]
     assert met(text, f"{start} once a step, peak memory")[1:3] == ["2.10 bytes", "yes"]
     assert met(text, f"{start} once a step, casts")[1:3] == ["8.0 %", "no"]
+    same = report_speed.goals_table([bf16, replace(forward, peak_memory=100 * 10**9 + 4096)])
+    assert met(same, f"{start} in every forward, peak memory")[1:3] == ["1.00x", "yes"], "4096 bytes are no miss"
+    assert f"{start} in every forward, tokens/s over bf16: 1.25x, 8,192 tokens per step" in [
+        judged.goal for judged in report_speed.verdicts([bf16, forward])
+    ]
     # only with bf16 of the same size beside it
     assert met(report_speed.goals_table([bf16, replace(forward, layers=16)]), f"{start} in every forward, tok")[1] == (
         "not measured yet"

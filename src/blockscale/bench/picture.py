@@ -1,4 +1,4 @@
-"""The picture of the casts: terabytes a second, ours and theirs, with lines at a copy and at nine tenths of it."""
+"""Picture of the casts: TB/s of Blockscale and its peers, with lines at the bandwidth of a copy and at 90 % of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .report import fastest_copy, main_rows
+from .report_casts import fastest_copy, main_rows
 from .shapes import text
 from .store import Row
 from .tables import label
@@ -14,7 +14,7 @@ from .tables import label
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# a cast that moves its bytes nine tenths as fast as a copy leaves little to win
+# share of the bandwidth of a copy that leaves little to gain
 BAR = 0.9
 _MARKS = {
     "torchao": ("s", "#d95f02"),
@@ -25,7 +25,7 @@ _MARKS = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """One bar per row of the summary, one mark per peer. The same rows give the same file."""
+    """One bar per row of the summary, one marker per peer. The same rows give the same file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,8 +46,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     ours = [(row.gb_s or 0.0) / 1e3 for row in rows]
-    axes.barh(range(len(rows)), ours, height=0.7, color="#8fd0b5", label="blockscale")
-    for place, value in enumerate(ours):  # in a column of their own, where no line or mark crosses them
+    axes.barh(range(len(rows)), ours, height=0.7, color="#8fd0b5", label="Blockscale")
+    for place, value in enumerate(ours):  # right of the axes, clear of lines and markers
         axes.text(1.0, place, f"{value:.2f}", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [f"{label(row)}  {text(tuple(row.shape))}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -55,7 +55,7 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _marks(axes: Axes, rows: Sequence[Row], name: str) -> None:
-    """A peer's bandwidth is ours over the ratio of the times."""
+    """Markers of one peer, whose bandwidth is ours over the ratio of the times."""
     x: list[float] = []
     y: list[int] = []
     for place, row in enumerate(rows):
@@ -71,7 +71,7 @@ def _lines(axes: Axes, rows: Sequence[Row]) -> None:
     copy = fastest_copy(rows) / 1e3
     axes.axvline(BAR * copy, color="0.15", linewidth=1, linestyle="--", zorder=0, label=f"{BAR:.0%} of it")
     axes.axvline(copy, color="0.65", linewidth=1, zorder=0, label="bf16 copy in the same run")
-    axes.set_xlabel("TB/s: the fewest bytes that the cast must move, over its time")
+    axes.set_xlabel("TB/s: least bytes that the cast must move, over its time")
     where = rows[0].where if rows else {}
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "triton", "torchao") if where.get(name))
     axes.set_title(f"Casts on {where.get('gpu', 'no device')}  ({versions})", loc="left")

@@ -1,29 +1,31 @@
-"""Stored rows of products as tables: speed beside accuracy, and whether the registry chose well."""
+"""Stored rows of GEMMs as tables: speed beside accuracy, the choices of the registry, and the goals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from . import goals
+from .goals import Goal, Verdict
 from .product_peers import FAST, ROW
 from .products import BF16_DB
 from .shapes import text
 from .store import REGRESSION, Row
-from .tables import EMPTY, label, number, peer, provenance, spread, table
+from .tables import EMPTY, heading, label, number, peer, provenance, spread, table
 
 GROUPS = ("large", "few rows", "models", "MX and NVFP4", "MXFP8 natively")
-# those of the summary; the others are many, and bounded by bytes
+# groups of the summary; the others are many, and bound by memory
 MAIN_GROUPS = ("large", "MX and NVFP4")
 
 
 def beside(row: Row, name: str) -> str:
-    """How many times longer a peer takes, and how accurate it is where that is worse than a rounding to bf16."""
+    """Time of a peer over ours, and its SQNR where that is below the SQNR of rounding to bf16."""
     accuracy = row.peers.get(name, {}).get("sqnr_db")
     worse = accuracy is not None and not accuracy >= BF16_DB
     return peer(row, name) + (f", {accuracy:.0f} dB" if worse else "")
 
 
 def best_other(row: Row) -> tuple[str, float] | None:
-    """The fastest other backend of our table that is right, and how many times longer it takes."""
+    """Fastest other backend of the registry with a correct result, and its time over ours."""
     able = {
         name.removeprefix(ROW): float(cell["ratio"])
         for name, cell in row.peers.items()
@@ -33,21 +35,21 @@ def best_other(row: Row) -> tuple[str, float] | None:
 
 
 def misplaced(row: Row) -> str:
-    """The backend that should have been selected: faster than ours by more than a difference that counts, or none.
+    """Backend that is faster than the selected one by more than `REGRESSION`, or "".
 
-    On a CPU nothing is selected for its speed.
+    Always "" on a CPU, where backends are not selected by speed.
     """
     other = best_other(row)
     return other[0] if other is not None and other[1] < 1 - REGRESSION and row.method != "cpu" else ""
 
 
 def shown_peers(rows: Sequence[Row]) -> list[str]:
-    """Peers that ran somewhere, in the order of the rows."""
+    """Peers that were timed in at least one row, in the order of the rows."""
     return list(dict.fromkeys(name for row in rows for name, cell in row.peers.items() if "us" in cell))
 
 
 def long_table(rows: Sequence[Row]) -> str:
-    """Every row of the suite, a table per group."""
+    """All rows of the suite, one table per group."""
     mine = [row for row in rows if row.suite == "gemm"]
     if not mine:
         return EMPTY
@@ -58,11 +60,11 @@ def long_table(rows: Sequence[Row]) -> str:
 
 
 def products_table(rows: Sequence[Row]) -> str:
-    """Products with all that is known of them."""
+    """GEMMs with every stored figure."""
     peers = shown_peers(rows)
     head = [
-        "product", "M x N x K", "µs", "spread", "TFLOP/s", "GB/s", "% of bound", "dB", "MHz", "W", "by",
-        "bf16, TFLOP/s", *peers,
+        "GEMM", "M x N x K", "µs", "spread", "TFLOP/s", "GB/s", "% of bound", "dB", "MHz", "W", "backend",
+        "bf16, TFLOP/s", *map(heading, peers),
     ]  # fmt: skip
     return table(head, [_cells(row, peers) for row in rows])
 
@@ -79,26 +81,26 @@ def _cells(row: Row, peers: Sequence[str]) -> list[str]:
 
 
 def _choices(rows: Sequence[Row]) -> list[str]:
-    """A remark on the registry's choices, where there was one to make."""
+    """A remark on the choices of the registry; none if no row has a second backend."""
     chosen = [row for row in rows if best_other(row) is not None]
     if not chosen:
         return []
     wrong = [f"{row.case} ({misplaced(row)})" for row in chosen if misplaced(row)]
     limit = f"{100 * REGRESSION:.0f} %"
     if not wrong:
-        return [f"In none of {len(chosen)} rows is another backend of the table faster by more than {limit}."]
+        return [f"In none of {len(chosen)} rows is another backend of the registry faster by more than {limit}."]
     return [
         f"Another backend is faster by more than {limit} in {len(wrong)} of {len(chosen)} rows: {', '.join(wrong)}."
     ]
 
 
 def summary_table(rows: Sequence[Row]) -> str:
-    """What each kernel reaches of the fastest FP8 product here: one scale per row, fast accumulation, same run. Sums
-    into fp32 buffers are left to the long table."""
+    """TFLOP/s of each kernel beside the fastest FP8 GEMM of the same run: rowwise scales, fast accumulation. GEMMs that
+    accumulate into fp32 are in the long table only."""
     mine = [row for row in rows if row.suite == "gemm" and row.group in MAIN_GROUPS and row.dtype == "bfloat16"]
     if not mine:
         return EMPTY
-    head = ["kernel", "wrapper", "measured TFLOP/s", "ceiling", "share", "best other row"]
+    head = ["GEMM", "call, backend", "measured TFLOP/s", "ceiling", "share", "best other backend"]
     return provenance(mine) + "\n\n" + table(head, [_summary_cells(row) for row in mine])
 
 
@@ -116,3 +118,83 @@ def _summary_cells(row: Row) -> list[str]:
         share,
         "-" if other is None else f"{other[0]} {other[1]:.2f}x",
     ]
+
+
+# ---- goals -----------------------------------------------------------------------------------------------------------
+
+# weights of at least this many bytes come from memory, not from L2; at most this many rows are bound by these bytes
+_LARGE_WEIGHT, _FEW = 64e6, 16
+CUBLAS = "row torch"
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Verdicts of all goals with stored rows."""
+    return goals.verdicts(GOALS, [row for row in rows if row.suite == "gemm" and row.us is not None])
+
+
+def goals_table(rows: Sequence[Row]) -> str:
+    """Verdicts as a table."""
+    return goals.goals_table(verdicts(rows))
+
+
+def large(layout: str, *, accumulate: bool = False) -> Callable[[Row], bool]:
+    """Selects large GEMMs with these scale layouts, which write bf16 or accumulate into fp32."""
+    start = f"{layout} {'fp32 += ' if accumulate else ''}"
+    return lambda row: row.group == "large" and row.case.startswith(start) and ("+=" in row.case) == accumulate
+
+
+def _beside(name: str) -> Callable[[Row], float | None]:
+    return lambda row: row.peers.get(name, {}).get("ratio")
+
+
+def _decoding(row: Row) -> bool:
+    m, n, k = row.shape
+    return row.group == "few rows" and m <= _FEW and n * k >= _LARGE_WEIGHT
+
+
+def _other(row: Row) -> float | None:
+    other = best_other(row)
+    return None if other is None else other[1]
+
+
+def _at_least(least: float) -> Callable[[float], bool]:
+    return lambda figure: figure >= least
+
+
+LAYOUTS = ("1x128 @ 128x128", "1x128 @ 1x128")
+GOALS = (
+    *(
+        Goal(
+            f"{layout}, time of cuBLAS (`F.scaled_mm`) over ours", "none below 1, mean 1.05", "gemm --only large",
+            large(layout), _beside(CUBLAS), _at_least(1), least_mean=1.05,
+        )
+        for layout in LAYOUTS
+    ),
+    *(
+        Goal(
+            f"{layout}, accumulated into fp32, rate over that of the bf16 output", "none below 0.92",
+            "gemm --only large", large(layout, accumulate=True), _beside("to bf16"), _at_least(0.92),
+        )
+        for layout in LAYOUTS
+    ),
+    Goal(
+        "1 to 128 rows, time of cuBLAS (`F.scaled_mm`) over ours", "none below 1", "gemm --only 'few rows'",
+        lambda row: row.group == "few rows", _beside(CUBLAS), _at_least(1),
+    ),
+    Goal(
+        "1 to 16 rows, weights of 64 MB and more, share of the memory bandwidth", "80 %", "gemm --only 'few rows'",
+        _decoding, lambda row: row.percent_of_bound, _at_least(80), " %",
+    ),
+    Goal(
+        "MXFP8, MXFP4, NVFP4 by exact upcast, rate over bf16", "none below 0.80", "gemm --only MX",
+        lambda row: row.group == "MX and NVFP4" and row.backend == "torch", _beside("bf16"), _at_least(0.80),
+    ),
+    Goal(
+        "MXFP8 in FP8 tensor cores, weights in 128x128 blocks, rate over bf16", "mean 1.05", "gemm --only natively",
+        lambda row: row.group == "MXFP8 natively", _beside("bf16"), least_mean=1.05,
+    ),
+    Goal(
+        "all rows, time of the best other backend over the selected one", "none below 0.97", "gemm",
+        lambda row: True, _other, _at_least(1 - REGRESSION),
+    ),
+)  # fmt: skip

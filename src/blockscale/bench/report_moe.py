@@ -1,4 +1,4 @@
-"""Stored rows of mixtures of experts as tables: grouped products, one grouped linear as torchao tells it, experts, and
+"""Stored rows of mixtures of experts as tables: grouped GEMMs, the grouped linear of torchao's benchmark, experts, and
 the goals.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import goals
-from .goals import Goal
+from .goals import Goal, Verdict
 from .grouped_peers import BALANCED
 from .layer_peers import BF16
 from .product_peers import FAST
@@ -24,7 +24,7 @@ FP8 = "fp8_blockwise"
 
 
 def place(row: Row) -> str:
-    """What rows of a group are sorted by: their names, with numbers by size.
+    """Sort key of a row within its group: its name, with numbers by size.
 
     >>> from blockscale.bench.store import Row
     >>> rows = [Row("moe", "", f"E={n}", "", "", [], "", "", "", 0) for n in (16, 4)]
@@ -35,7 +35,7 @@ def place(row: Row) -> str:
 
 
 def long_table(rows: Sequence[Row]) -> str:
-    """Every row of the suite, a table per group, and per recipe of layers."""
+    """All rows of the suite, one table per group, and per recipe of layers."""
     mine = [row for row in rows if row.suite == SUITE]
     if not mine:
         return EMPTY
@@ -54,7 +54,7 @@ def long_table(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Linear:
-    """What a row of the grouped linear is of.  use: "" for forward and backward, "8 microbatches" or "forward"."""
+    """Case of a grouped linear.  use: "" for forward and backward, "8 microbatches" or "forward"."""
 
     recipe: str
     use: str
@@ -62,7 +62,7 @@ class Linear:
 
 
 def linear_of(row: Row) -> Linear | None:
-    """What a row is of, None where it is no grouped linear's."""
+    """The grouped linear of a row; None for rows of other groups."""
     found = re.fullmatch(r"\S+ (?:(.+) )?M=\d+ E=(\d+) \d+->\d+", row.case)
     if row.suite != SUITE or row.group != LINEAR or found is None:
         return None
@@ -70,7 +70,7 @@ def linear_of(row: Row) -> Linear | None:
 
 
 def linear_table(rows: Sequence[Row]) -> str:
-    """By recipe and number of experts: forward and backward, and a forward alone, beside bf16."""
+    """Forward and backward, and forward alone, beside bf16: one line per recipe and number of experts."""
     mine = {linear: row for row in rows if (linear := linear_of(row)) is not None}
     if not mine:
         return EMPTY
@@ -81,7 +81,7 @@ def linear_table(rows: Sequence[Row]) -> str:
         lines.append([recipe, str(experts), *_cells(trained), *_cells(forward), _cells(shared)[-1]])
     head = [
         "recipe", "E", "bf16_e2e_us", "scaled_e2e_us", "speedup", "bf16_fwd_us", "scaled_fwd_us", "speedup",
-        "e2e, cast shared by 8",
+        "e2e, one cast for 8",
     ]  # fmt: skip
     return provenance(list(mine.values())) + "\n\n" + table(head, lines)
 
@@ -97,13 +97,18 @@ def _cells(row: Row | None) -> list[str]:
 # ---- goals -----------------------------------------------------------------------------------------------------------
 
 
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Verdicts of all goals with stored rows."""
+    return goals.verdicts(GOALS, [row for row in rows if row.suite == SUITE and row.us is not None])
+
+
 def goals_table(rows: Sequence[Row]) -> str:
-    """Every goal whose rows are stored."""
-    return goals.goals_table(GOALS, [row for row in rows if row.suite == SUITE and row.us is not None])
+    """Verdicts as a table."""
+    return goals.goals_table(verdicts(rows))
 
 
 def _product(start: str, *shapes: list[int]) -> Callable[[Row], bool]:
-    """Rows of products whose names begin so; shapes: of some sizes only."""
+    """Selects grouped GEMMs whose name starts with `start`.  shapes: only these (M, N, K), if given."""
     return lambda row: (
         row.group == PRODUCTS and row.case.startswith(f"{start} ") and (not shapes or row.shape in shapes)
     )
@@ -114,7 +119,7 @@ def _either(*tests: Callable[[Row], bool]) -> Callable[[Row], bool]:
 
 
 def _linear(recipes: tuple[str, ...], use: str, experts: int | None = None) -> Callable[[Row], bool]:
-    """Rows of the grouped linear, of some number of experts or of any."""
+    """Selects rows of the grouped linear.  experts: only this number of experts, if given."""
 
     def test(row: Row) -> bool:
         found = linear_of(row)
@@ -128,7 +133,7 @@ def _rate(row: Row) -> float | None:
 
 
 def _slowdown(row: Row) -> float | None:
-    """Percent that it takes longer than equal groups."""
+    """Time beyond that of equal groups, in percent."""
     ratio = row.peers.get(BALANCED, {}).get("ratio")
     return 100 * (1 / ratio - 1) if ratio else None
 
@@ -138,7 +143,7 @@ def _at_least(least: float) -> Callable[[float], bool]:
 
 
 def _wide(experts: int) -> Callable[[Row], bool]:
-    """fprop and dgrad of 5120 -> 8192 with 16640 rows."""
+    """Selects fprop and dgrad of 5120 -> 8192 features with 16640 rows."""
     return _either(
         _product(f"equal groups fprop E={experts}", [16640, 8192, 5120]),
         _product(f"equal groups dgrad E={experts}", [16640, 5120, 8192]),
@@ -171,7 +176,7 @@ GOALS = (
             f"wgrad{output}, 32768 rows in 8 equal groups, 2048x7168, 4096x7168 and 7168x2048", f"850{_TFLOP_S}",
             _EQUAL, _product(f"equal groups wgrad{name} E=8"), _rate, _at_least(850), _TFLOP_S,
         )
-        for name, output in (("", " to bf16"), (" fp32", " to fp32"), (" fp32 +=", " added to fp32"))
+        for name, output in (("", " to bf16"), (" fp32", " to fp32"), (" fp32 +=", " accumulated into fp32"))
     ),
     *(
         Goal(
@@ -185,11 +190,11 @@ GOALS = (
         _linear((FP8,), "8 microbatches"), speedup, _at_least(1.42),
     ),
     Goal(
-        "the same, gradients added into an fp32 `main_grad` by the products, over bf16's `.grad`", "1.42x", _SHARED,
+        "the same, wgrads accumulated into an fp32 `main_grad` by the GEMMs, over bf16 with `.grad`", "1.42x", _SHARED,
         _linear((FP8,), "8 microbatches"), summed_speedup, _at_least(1.42),
     ),
     Goal(
-        "a forward alone, weights cast before, any number of experts, over bf16", "1x",
+        "forward alone, weights cast before, any number of experts, over bf16", "1x",
         "moe --only 'fp8_blockwise forward'", _linear((FP8,), "forward"), speedup, _at_least(1),
     ),
     Goal(
@@ -202,12 +207,12 @@ GOALS = (
         _at_least(1),
     ),
     Goal(
-        "256 experts, 8 for each token, rows by Zipf's law of 1.2: longer than equal groups", "at most 15 %",
+        "256 experts, top-8, group sizes by Zipf's law with exponent 1.2, time beyond equal groups", "at most 15 %",
         "moe --only 'E=256 zipf'", lambda row: row.group == PRODUCTS and " E=256 zipf " in row.case, _slowdown,
         lambda figure: figure <= 15, " %",
     ),
     Goal(
-        "host syncs in a forward and backward of a mixture with its router", "0", "moe --only mixture",
+        "host syncs in forward and backward of a mixture with its router", "0", "moe --only mixture",
         lambda row: row.group == MIXTURE and row.format == FP8, lambda row: row.details.get("host_syncs"),
         lambda figure: figure == 0, "",
     ),

@@ -1,29 +1,30 @@
-"""Throughput of trainings as tables: what recipes are meant to win on a model, and what the stored runs say."""
+"""Stored throughput of training steps as tables: recipes beside bf16, and the goals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .goals import NO, NOT_MEASURED, YES, Verdict, judge
 from .report_training import BASELINE, NOT_YET, commit, gib, on_machine
 from .tables import provenance, table
 from .trainings import Throughput, Training, throughputs
 
 HEAD = (
-    "recipe", "compile", "weights cast", "ms a step", "spread", "tokens/s", "speedup", "peak memory", "over bf16's",
+    "recipe", "compile", "weights cast", "ms per step", "spread", "tokens/s", "speedup", "peak memory", "over bf16",
     "GPU busy", "products", "casts", "attention", "other",
 )  # fmt: skip
 RECIPE = "fp8_blockwise"
 
 
 def baseline(row: Throughput, rows: Sequence[Throughput]) -> Throughput | None:
-    """bf16 in the same setting, if it ran."""
+    """bf16 in the same setting; None if it did not run."""
     alike = (other for other in rows if other.recipe == BASELINE and other.setting == row.setting)
     return next((other for other in alike if not other.failed), None)
 
 
 def speedup(row: Throughput, rows: Sequence[Throughput]) -> float | None:
-    """Tokens per second over bf16's."""
+    """Tokens per second over those of bf16."""
     base = baseline(row, rows)
     if base is None or not base.tokens_per_second or not row.tokens_per_second:
         return None
@@ -31,13 +32,13 @@ def speedup(row: Throughput, rows: Sequence[Throughput]) -> float | None:
 
 
 def memory_ratio(row: Throughput, rows: Sequence[Throughput]) -> float | None:
-    """Peak memory over bf16's."""
+    """Peak memory over that of bf16."""
     base = baseline(row, rows)
     return None if base is None or not base.peak_memory or not row.peak_memory else row.peak_memory / base.peak_memory
 
 
 def bytes_more(row: Throughput, rows: Sequence[Throughput]) -> float | None:
-    """Peak memory beyond bf16's, in bytes for each converted parameter."""
+    """Peak memory beyond that of bf16, in bytes per converted parameter."""
     base = baseline(row, rows)
     if base is None or base.peak_memory is None or row.peak_memory is None or not row.converted:
         return None
@@ -45,13 +46,13 @@ def bytes_more(row: Throughput, rows: Sequence[Throughput]) -> float | None:
 
 
 def casts_share(row: Throughput, rows: Sequence[Throughput]) -> float | None:
-    """Percent of a step's kernel time in casts."""
+    """Casts, in percent of the kernel time of a step."""
     return None if "casts" not in row.shares else 100 * row.shares["casts"]
 
 
 @dataclass(frozen=True)
 class SpeedGoal:
-    """What a compiled step of a model in FP8 is meant to reach.  figure: of a row among all rows."""
+    """Target of a compiled step of a model in FP8.  figure: value of a row, given all rows."""
 
     what: str
     model: str
@@ -70,20 +71,20 @@ def _goals() -> tuple[SpeedGoal, ...]:
         for cast in ("forward", "step"):
             goals += [
                 SpeedGoal(
-                    f"tokens/s over bf16's: {most:.2f}x", model, cast, layers,
+                    f"tokens/s over bf16: {most:.2f}x", model, cast, layers,
                     speedup, lambda found, most=most: found >= most, "x", command,
                 ),
                 SpeedGoal(
-                    "peak memory over bf16's: at most 1x", model, cast, layers,
+                    "peak memory over bf16: at most 1x", model, cast, layers,
                     memory_ratio, lambda found: found <= 1, "x", command,
                 )
                 if cast == "forward"
                 else SpeedGoal(
-                    "peak memory beyond bf16's: at most 2.1 bytes for each converted parameter", model, cast, layers,
+                    "peak memory beyond bf16: at most 2.1 bytes per converted parameter", model, cast, layers,
                     bytes_more, lambda found: found <= 2.1, " bytes", command,
                 ),
                 SpeedGoal(
-                    "casts, share of a step's kernel time: under 8 %", model, cast, layers,
+                    "casts, share of the kernel time of a step: under 8 %", model, cast, layers,
                     casts_share, lambda found: found < 8, " %", command,
                 ),
             ]  # fmt: skip
@@ -93,40 +94,56 @@ def _goals() -> tuple[SpeedGoal, ...]:
 GOALS = _goals()
 
 
+_DIGITS = {"x": 2, " bytes": 2, " %": 1}
+
+
 def goals_table(rows: Sequence[Training]) -> str:
-    """Every goal; what was not run says so."""
+    """Verdicts as a table, with layers and tokens of each run."""
     mine = throughputs(rows)
-    head = ["goal, compiled, fp8_blockwise", "figure", "met", "layers", "tokens a step", "commit", "command"]
-    return table(head, [line for goal in GOALS for line in _goal_lines(goal, mine)])
+    head = ["goal, compiled, fp8_blockwise", "figure", "met", "layers", "tokens per step", "commit", "command"]
+    lines: list[list[str]] = []
+    for goal in GOALS:
+        for judged, row in _verdicts(goal, mine):
+            size = ["-", "-"] if row is None else [str(row.layers), f"{tokens_per_step(row):,}"]
+            lines.append([judged.goal, judged.figure, judged.met, *size, judged.commit, f"`{judged.command}`"])
+    return table(head, lines)
 
 
-def _goal_lines(goal: SpeedGoal, rows: Sequence[Throughput]) -> list[list[str]]:
-    """One for each setting that was measured."""
+def verdicts(rows: Sequence[Training]) -> list[Verdict]:
+    """Verdicts of all goals, measured or not; one for each measured setting, with its tokens per step."""
+    mine = throughputs(rows)
+    return [
+        judged if row is None else replace(judged, goal=f"{judged.goal}, {tokens_per_step(row):,} tokens per step")
+        for goal in GOALS
+        for judged, row in _verdicts(goal, mine)
+    ]
+
+
+def tokens_per_step(row: Throughput) -> int:
+    """Tokens of one optimizer step."""
+    return row.batch * row.accumulate * row.sequence
+
+
+def _verdicts(goal: SpeedGoal, rows: Sequence[Throughput]) -> list[tuple[Verdict, Throughput | None]]:
     title = f"{goal.model}, weights cast {_cast(goal.weight_cast)}, {goal.what}"
     about = (goal.model, RECIPE, goal.weight_cast, "blocks")
-    lines: list[list[str]] = []
+    found: list[tuple[Verdict, Throughput | None]] = []
     for row in rows:
-        found = goal.figure(row, rows) if on_machine(row) else None
-        if (row.model, row.recipe, row.weight_cast, row.compile) == about and found is not None:
-            met = "yes" if goal.is_met(found) and row.layers >= goal.least_layers else "no"
-            size = [str(row.layers), f"{row.batch * row.accumulate * row.sequence:,}"]
-            digits = 1 if goal.unit == " %" else _digits(abs(found - 1))
-            figure = f"{found:.{digits}f}{goal.unit}"
-            lines.append([title, figure, met, *size, commit(row), f"`{row.where.get('command')}`"])
-    return lines or [[title, NOT_YET, "-", "-", "-", "-", f"`{goal.command}`"]]
-
-
-def _digits(apart: float) -> int:
-    """Of a ratio that is so far from one, as many as show on which side of it it is."""
-    return 2 if apart >= 0.01 else 4 if apart >= 0.00005 else 8
+        figure = goal.figure(row, rows) if on_machine(row) else None
+        if (row.model, row.recipe, row.weight_cast, row.compile) == about and figure is not None:
+            is_met, digits = judge([figure], goal.is_met, _DIGITS[goal.unit])
+            met = YES if is_met and row.layers >= goal.least_layers else NO
+            text = f"{figure:.{digits}f}{goal.unit}"
+            found.append((Verdict(title, text, met, commit(row), str(row.where.get("command"))), row))
+    return found or [(Verdict(title, NOT_YET, NOT_MEASURED, "-", goal.command), None)]
 
 
 def _cast(name: str) -> str:
-    return {"forward": "in every forward", "twice": "once for each product", "step": "once a step"}.get(name, name)
+    return {"forward": "in every forward", "twice": "once for each GEMM", "step": "once a step"}.get(name, name)
 
 
 def long_table(rows: Sequence[Training]) -> str:
-    """Everything that was timed, by model and size."""
+    """All timed runs, one table per model and size."""
     mine = throughputs(rows)
     if not mine:
         return NOT_YET.capitalize() + "."
@@ -137,7 +154,7 @@ def long_table(rows: Sequence[Training]) -> str:
     parts: list[str] = []
     for (model, layers, sequence, batch, accumulate, recompute), group in sorted(groups.items()):
         size = f"{layers} layers, {group[0].parameters / 1e9:.2f}B parameters"
-        size += f", {accumulate} x {batch} x {sequence:,} tokens a step, recompute {recompute}"
+        size += f", {accumulate} x {batch} x {sequence:,} tokens per step, recompute {recompute}"
         times = f"{group[0].warm_up} steps to warm up, {group[0].timed} timed"
         parts += [f"**{model}**, {size}; {times}; `{group[0].where.get('command')}`", provenance(group)]
         parts.append(table(HEAD, [cells(row, group) for row in group]))
@@ -145,7 +162,7 @@ def long_table(rows: Sequence[Training]) -> str:
 
 
 def cells(row: Throughput, rows: Sequence[Throughput]) -> list[str]:
-    """A row of the table, as `HEAD` says."""
+    """Cells of a table line, as in `HEAD`."""
     cast = "-" if row.recipe == BASELINE else row.weight_cast
     names = [row.recipe, f"{row.compile}, captured" if row.captured else row.compile, cast]
     if row.step_ms is None or row.spread_ms is None or row.tokens_per_second is None:

@@ -1,25 +1,30 @@
-"""Comparisons of trainings as tables: what recipes are meant to reach in loss, and what the stored runs say."""
+"""Stored comparisons of training runs as tables: loss of recipes beside bf16, and the goals.
+
+The null run is bf16 with another reduction order: its gap to bf16 is the noise that any recipe has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .goals import NO, NOT_MEASURED, YES, Verdict
 from .tables import provenance, table
 from .trainings import Convergence, Training, convergences
 
 NOT_YET = "not measured yet"
 PICTURE = "images/training.svg"
 BASELINE, NULL = "bf16", "null"
-# what the goals are for
+WITHIN_NOISE, MEAN_ONLY = "within noise", "mean only"
+# goals count runs on this GPU only
 MACHINE = "H200"
-# of linear FLOPs in low precision, from where a recipe begins, below which a small gap says little
+# least share of linear FLOPs in low precision, counted from the step where a recipe begins
 LEAST_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long runs are, how many seeds at least, and what they do at first: see `Convergence.branch_at`, `since`."""
+    """Least number of steps and seeds, and how runs begin: see `Convergence.branch_at` and `since`."""
 
     steps: int
     seeds: int
@@ -30,11 +35,11 @@ class Plan:
     @property
     def text(self) -> str:
         said = f"{self.steps} steps" + (f", {self.seeds} seeds" if self.seeds > 1 else "")
-        said += f", runs that part at {self.branch_at}" if self.branch_at else ""
+        said += f", branched at step {self.branch_at}" if self.branch_at else ""
         return said + (f", bf16 before step {self.since}" if self.since else "")
 
     def fits(self, row: Convergence) -> bool:
-        """Whether runs were long enough, with seeds enough, and began that way."""
+        """True if runs have enough steps and seeds, and begin as planned."""
         long_enough = row.steps >= self.steps and len(row.seeds) >= self.seeds
         return long_enough and (row.branch_at, row.since) == (self.branch_at, self.since)
 
@@ -47,8 +52,10 @@ LATE = Plan(3000, 2, " --since 300 --seeds 2", since=300)
 
 @dataclass(frozen=True)
 class LossGoal:
-    """A recipe on a model: gaps up to `most`, or up to the null's noise, are good.  share: of linear FLOPs that have to
-    be in low precision."""
+    """Largest gap to bf16 of a recipe on a model; a gap within the noise of the null run stays open.
+
+    share: least share of linear FLOPs in low precision.
+    """
 
     model: str
     recipe: str
@@ -58,27 +65,30 @@ class LossGoal:
 
     @property
     def text(self) -> str:
-        within = f"within {100 * self.most:g} %, or within the null's noise"
-        return f"{self.model} by {self.recipe}, {self.plan.text}: {within}"
+        return f"{self.model}, {self.recipe}, {self.plan.text}: gap to bf16 at most {100 * self.most:g} %"
 
     @property
     def command(self) -> str:
         return f"blockscale compare {self.model} --recipes {self.recipe}{self.plan.options}"
 
     def row(self, rows: Sequence[Convergence]) -> Convergence | None:
-        """The one with the most seeds of those that are long enough, or the longest of these where one seed will do."""
+        """The run that counts: the one with the most seeds, or the longest if the plan needs one seed."""
         mine = [row for row in rows if (row.model, row.arm) == (self.model, self.recipe) and on_machine(row)]
         fit = [row for row in mine if self.plan.fits(row)]
         return max(fit, key=lambda row: (row.steps if self.plan.seeds == 1 else 0, len(row.seeds)), default=None)
 
     def met(self, row: Convergence) -> str:
-        """By the mean gap, which the verdict may call open; a run that broke down has none. That the null strays as far
-        is said, since it is no proof that nothing is lost."""
-        if row.gap is None or row.flop_share < self.share or row.gap > max(self.most, row.noise or 0.0):
-            return "no"
-        if row.gap > self.most:
-            return "inside the null's noise"
-        return "in the mean" if row.verdict in ("undecided", "too short to tell") else "yes"
+        """Verdict on the gap, rounded to 0.01 % as tables show it. A run that diverged has no gap.
+
+        WITHIN_NOISE: above the bound, but no larger than the noise.  MEAN_ONLY: the mean is within the bound, the
+        interval of 95 % is not.
+        """
+        if row.gap is None or row.flop_share < self.share:
+            return NO
+        gap, noise = round(row.gap, 4), round(row.noise or 0.0, 4)
+        if gap > self.most:
+            return WITHIN_NOISE if gap <= noise else NO
+        return MEAN_ONLY if row.verdict in ("undecided", "too short to tell") else YES
 
 
 def _goals() -> tuple[LossGoal, ...]:
@@ -96,35 +106,43 @@ GOALS = _goals()
 
 
 def goals_table(rows: Sequence[Training]) -> str:
-    """Every goal; what was not run says so."""
+    """Verdicts as a table, with the noise, the share of FLOPs and the seeds of each run."""
     mine = convergences(rows)
-    head = ["goal", "gap", "noise of the null", "low FLOPs", "verdict", "met", "seeds", "commit", "command"]
-    body = table(head, [_goal_line(goal, mine) for goal in GOALS])
-    picture = [f"![Loss and gap to bf16 over steps](docs/{PICTURE})"] if pictured(mine) else []
-    return "\n\n".join([*picture, body])
+    head = ["goal", "gap", "noise of the null run", "low FLOPs", "verdict", "met", "seeds", "commit", "command"]
+    return table(head, [_goal_line(goal, goal.row(mine)) for goal in GOALS])
 
 
-def _goal_line(goal: LossGoal, rows: Sequence[Convergence]) -> list[str]:
-    row = goal.row(rows)
+def _goal_line(goal: LossGoal, row: Convergence | None) -> list[str]:
+    judged = _verdict(goal, row)
+    run = ["-", "-", "-"] if row is None else [percent(row.noise), f"{100 * row.flop_share:.1f} %", row.verdict]
+    seeds = "-" if row is None else str(len(row.seeds))
+    return [judged.goal, judged.figure, *run, judged.met, seeds, judged.commit, f"`{judged.command}`"]
+
+
+def verdicts(rows: Sequence[Training]) -> list[Verdict]:
+    """Verdicts of all goals, measured or not."""
+    mine = convergences(rows)
+    return [_verdict(goal, goal.row(mine)) for goal in GOALS]
+
+
+def _verdict(goal: LossGoal, row: Convergence | None) -> Verdict:
     if row is None:
-        return [goal.text, NOT_YET, "-", "-", "-", "-", "-", "-", f"`{goal.command}`"]
-    shares = [percent(row.noise), f"{100 * row.flop_share:.1f} %"]
-    says = [row.verdict, goal.met(row), str(len(row.seeds)), commit(row)]
-    return [goal.text, gap_of(row), *shares, *says, f"`{row.where.get('command')}`"]
+        return Verdict(goal.text, NOT_YET, NOT_MEASURED, "-", goal.command)
+    return Verdict(goal.text, gap_of(row), goal.met(row), commit(row), str(row.where.get("command")))
 
 
 def long_table(rows: Sequence[Training]) -> str:
-    """Every arm of every comparison."""
+    """All arms of all comparisons."""
     mine = convergences(rows)
     if not mine:
         return NOT_YET.capitalize() + "."
-    parts = [f"![Loss and gap to bf16 over steps]({PICTURE})"] if pictured(mine) else []
+    parts = [f"![Loss and gap to bf16 over steps](../docs/{PICTURE})"] if pictured(mine) else []
     for group in comparisons(mine):
         first = group[0]
         title = f"**{first.model}**, {first.parameters / 1e6:,.0f}M parameters, {first.steps:,} steps of "
         title += f"{first.tokens_per_step:,} tokens, {apart(first)}{len(first.seeds)} seed"
         title += f"{'s' * (len(first.seeds) > 1)}; text `{first.data_hash}`; `{first.where.get('command')}`"
-        null = next((f"null: {row.says}; noise {percent(row.noise)}." for row in group if row.arm == NULL), "")
+        null = next((f"Null run: {row.says}; noise {percent(row.noise)}." for row in group if row.arm == NULL), "")
         head = ["arm", "final loss", "gap to bf16", "verdict", "low FLOPs", "tokens/s", "peak memory"]
         parts += [title, provenance(group), null, table(head, [_cells(row) for row in group])]
     return "\n\n".join(part for part in parts if part)
@@ -140,7 +158,7 @@ def _cells(row: Convergence) -> list[str]:
 
 
 def comparisons(rows: Sequence[Convergence]) -> list[list[Convergence]]:
-    """Arms that were run together, longest runs of a model first, and most seeds of these."""
+    """Arms that ran together; the longest runs of a model first, then those with the most seeds."""
     groups: dict[tuple[object, ...], list[Convergence]] = {}
     for row in rows:
         key = (row.model, -row.steps, row.branch_at, -len(row.seeds), *map(str, row.setting))
@@ -149,7 +167,7 @@ def comparisons(rows: Sequence[Convergence]) -> list[list[Convergence]]:
 
 
 def pictured(rows: Sequence[Convergence]) -> list[list[Convergence]]:
-    """The longest comparison of each model, and the longest of runs that part late."""
+    """The longest comparison of each model, of branched runs, and of runs that begin in bf16."""
     longest: dict[tuple[str, bool, bool], list[Convergence]] = {}
     for group in comparisons(rows):
         longest.setdefault((group[0].model, group[0].branch_at > 0, group[0].since > 0), group)
@@ -157,13 +175,13 @@ def pictured(rows: Sequence[Convergence]) -> list[list[Convergence]]:
 
 
 def apart(row: Convergence) -> str:
-    """Where its runs part, in words, if that is not at once."""
+    """Where runs branch and how long they stay in bf16, in words; "" if neither applies."""
     begins = f"bf16 before step {row.since:,}, " if row.since else ""
     return (f"one run up to step {row.branch_at:,}, " if row.branch_at else "") + begins
 
 
 def gap_of(row: Convergence) -> str:
-    """In percent, with the half of its interval where there is one."""
+    """Gap in percent, with half of its interval of 95 % if there is one."""
     if row.gap is None:
         return "no number"
     spread = "" if row.error is None else f" ± {100 * row.error:.2f}"
@@ -171,20 +189,20 @@ def gap_of(row: Convergence) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Of a relative figure."""
+    """A relative figure in percent."""
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
 def gib(value: int | None) -> str:
-    """Of bytes."""
+    """Bytes in GiB."""
     return "-" if value is None else f"{value / 2**30:.1f} GiB"
 
 
 def on_machine(row: Training) -> bool:
-    """Whether it counts for the goals."""
+    """True if the run counts for the goals."""
     return MACHINE in str(row.where.get("gpu"))
 
 
 def commit(row: Training) -> str:
-    """That was measured."""
+    """Commit of a run."""
     return f"{row.where.get('commit') or 'none recorded'}{', with local changes' if row.where.get('dirty') else ''}"

@@ -1,4 +1,4 @@
-"""The picture of trainings: for each model the loss by recipe, and the gap to bf16 over time with the null's noise."""
+"""Picture of training runs: loss by recipe, and gap to bf16 with the noise of the null run, for each model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _colour(name: str) -> str:
 
 
 def _losses(axes: Axes, group: Sequence[Convergence]) -> None:
-    """Of the first seed; the null lies on bf16 and is left out."""
+    """Training loss of the first seed. The null run is left out: it lies on bf16."""
     from matplotlib.ticker import LogLocator
 
     for row in group:
@@ -69,14 +69,14 @@ def _losses(axes: Axes, group: Sequence[Convergence]) -> None:
 
 
 def _gaps(axes: Axes, group: Sequence[Convergence]) -> None:
-    """In percent of bf16's loss on held-out text, the mean of the seeds; the strip is the null's noise at the end.
+    """Gap in percent of the loss of bf16 on held-out text, mean of the seeds; the band is the noise of the null run.
 
-    The axis is made for the later two thirds: early on one is some steps ahead of another, which is luck. A strip far
-    wider than the gaps, as two seeds make it, fills the panel.
+    The axis fits the last two thirds: early gaps only say that one run is some steps ahead of another. A band far wider
+    than the gaps fills the panel.
     """
     noise = next((row.noise for row in group if row.arm == NULL), None)
     if noise is not None:
-        axes.axhspan(-100 * noise, 100 * noise, color="0.88", linewidth=0, label="the null's noise")
+        axes.axhspan(-100 * noise, 100 * noise, color="0.88", linewidth=0, label="noise of the null run")
     axes.axhline(0, color="black", linewidth=0.8)
     for row in group:
         if row.arm != BASELINE and row.along:

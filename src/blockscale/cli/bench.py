@@ -266,7 +266,7 @@ def _show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -
 
 
 def _report(console: Console, source: Path | None) -> int:
-    from ..bench import picture, report, training_picture, trainings
+    from ..bench import pictures, report, trainings
     from ..bench.store import read
 
     found = trainings.load(report.RESULTS)
@@ -279,12 +279,6 @@ def _report(console: Console, source: Path | None) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         console.print("the picture needs matplotlib. Fix: pip install matplotlib")
         return 1
-    if report.main_rows(rows):
-        picture.draw(rows, report.PICTURE)
-        console.print(f"wrote {report.PICTURE}")
-    if trainings.convergences(found):
-        training_picture.draw(trainings.convergences(found), report.TRAINING_PICTURE)
-        console.print(f"wrote {report.TRAINING_PICTURE}")
-    for page in report.update(Path.cwd(), rows, found):
-        console.print(f"wrote {page}")
+    for path in (*pictures.draw_all(Path.cwd(), rows, found), *report.update(Path.cwd(), rows, found)):
+        console.print(f"wrote {path}")
     return 0

@@ -14,7 +14,7 @@ def run(folder: Path = Path("out"), /, json: Path | None = None, pool: bool = Fa
     Args:
         folder: What compare or speed wrote (--out), or a folder of such folders.
         json: File to store lines in; a line replaces that of the same model, recipe and length on the same GPU.
-            By default the one that README's tables are made of, which takes runs of GPUs alone.
+            By default benchmarks/results/training-h200.jsonl, which takes runs of GPUs only.
         pool: Put seeds together with those that the file has of the same model, length and text, and store all of them
             as one comparison, of the arms that both have; for runs with the same options at another time.
     """
