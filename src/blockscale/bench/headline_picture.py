@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .layer_peers import BF16
 from .report_headline import CUBLAS_FP8, OURS, TORCHAO_FP8, Panel, loss_comparison, panels
@@ -94,7 +94,7 @@ def _figure(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings = {"svg.hashsalt": "blockscale", "font.size": 10}
+    settings: dict[Any, Any] = {"svg.hashsalt": "blockscale", "font.size": 10}
     settings |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), TEXT)
     with matplotlib.rc_context(settings):
         figure, grid = pyplot.subplots(
