@@ -69,7 +69,9 @@ def _marks(axes: Axes, rows: Sequence[Row], name: str) -> None:
 
 def _lines(axes: Axes, rows: Sequence[Row]) -> None:
     copy = fastest_copy(rows) / 1e3
-    axes.axvline(BAR * copy, color="0.15", linewidth=1, linestyle="--", zorder=0, label=f"{100 * BAR:.0f} % of that copy")
+    axes.axvline(
+        BAR * copy, color="0.15", linewidth=1, linestyle="--", zorder=0, label=f"{100 * BAR:.0f} % of that copy"
+    )
     axes.axvline(copy, color="0.65", linewidth=1, zorder=0, label="bf16 copy in the same run")
     axes.set_xlabel("TB/s: least bytes that the cast must move, over its time")
     where = rows[0].where if rows else {}
