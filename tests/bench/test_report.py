@@ -43,7 +43,7 @@ def test_sections_are_rewritten_and_nothing_else():
     assert report.render(once, suite()) == once
 
 
-def test_tables_tell_what_rows_tell():
+def test_tables_show_the_stored_rows():
     text = report_casts.casts_table(suite())
     assert "| fp8_1x128 axis -1 | 16384x8192 | 100.0 | 2.0 % | 3,900 | 4,100 | 95 | 9.00x | 1.50x* | - |" in text
     assert "NVIDIA H200; torch 2.11.0, triton 3.6.0, torchao 0.18.0; commit abc1234; 2026-11-15." in text
@@ -53,7 +53,7 @@ def test_tables_tell_what_rows_tell():
     assert "| quantize nvfp4 | 21.5 | 2.0 % | 4.5 |" in report_casts.dispatch_table(suite())
 
 
-def test_no_rows_say_so():
+def test_sections_without_rows_are_empty():
     assert all(section([]) == EMPTY for section in report.SECTIONS.values())
     assert all(section([], []) == EMPTY for section in report.COMMON_SECTIONS.values())
 
@@ -190,7 +190,7 @@ def test_products_show_speed_and_accuracy() -> None:
     assert len(set(heads)) <= 4  # every line has the cells of its table's head
 
 
-def test_the_choices_of_the_registry_are_judged() -> None:
+def test_slower_choices_of_the_registry_are_listed() -> None:
     text = report_gemm.long_table(products())
     assert "faster by more than 3 % in 1 of 4 rows: 1x128 @ 1x128 4096x7168x18432 (torch)." in text
     assert "In none of 1 rows" in report_gemm.long_table([product()])
@@ -199,7 +199,7 @@ def test_the_choices_of_the_registry_are_judged() -> None:
     assert not report_gemm.misplaced(product(peers={"row torch": {"us": 880.0, "ratio": 0.978}}))
 
 
-def test_the_summary_tells_the_share_of_the_ceiling() -> None:
+def test_summary_has_the_share_of_the_ceiling() -> None:
     text = report_gemm.summary_table(products())
     assert (
         "| 1x128 @ 128x128, 4096x7168x18432 | `scaled_mm(a, b)`, hopper | 1,202 | 1,304 | 92 % | torch 1.10x |" in text

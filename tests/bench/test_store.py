@@ -1,4 +1,4 @@
-"""Results: what is stored comes back, replaces its like, and is compared with what was."""
+"""Stored rows: round trip, replacement of the same key, comparison with an older run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_round_trip(tmp_path: Path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_row_replaces_its_like_and_keeps_its_place(tmp_path: Path):
+def test_a_row_replaces_the_row_of_the_same_key_in_place(tmp_path: Path):
     path = tmp_path / "casts.jsonl"
     store.write(path, [row("a", us=1.0), row("b", us=2.0)])
     elsewhere = dataclasses.replace(row("a", us=9.0), where={"gpu": "another"})

@@ -1,4 +1,4 @@
-"""Results of trainings as tables, goals and a picture, by made-up rows: what they say is what the rows say."""
+"""Results of training runs as tables, goals and a picture, from made-up rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def throughput(recipe: str, **fields: object) -> Throughput:
 
 
 def met(text: str, start: str) -> list[str]:
-    """Cells of the one line that starts so."""
+    """Cells of the only line that starts with `start`."""
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -49,7 +49,7 @@ def met(text: str, start: str) -> list[str]:
 FULL = "125m, fp8_blockwise, 3000 steps:"
 
 
-def test_nothing_is_told_of_what_was_not_measured():
+def test_goals_without_runs_are_not_measured():
     for goals in (report_training.goals_table([]), report_speed.goals_table([])):
         lines = goals.splitlines()[2:]
         assert lines
@@ -97,7 +97,7 @@ def test_goals_by_length_and_recipe():
 
 
 def test_goals_of_runs_that_begin_in_bf16():
-    """Apart from those in low precision from the first step on; steps in bf16 are no fault of the share of FLOPs."""
+    """They have their own goal, whose share of FLOPs leaves out the steps in bf16."""
     late = "125m, fp8_blockwise, 3000 steps, 2 seeds, bf16 before step 300"
     row = convergence(0.001, seeds=[1, 2], error=0.001, since=300, flop_share=0.82)
     text = report_training.goals_table([row])
@@ -134,7 +134,7 @@ def test_goals_of_throughput():
     assert met(report_speed.goals_table(few), f"{start} in every forward, tok")[2] == "no", "16 layers at least"
 
 
-def test_tables_of_pages_tell_what_lines_tell():
+def test_tables_show_the_stored_lines():
     page = "<!-- bench:training -->\n<!-- /bench:training -->\n<!-- bench:speed -->\n<!-- /bench:speed -->\n"
     rows: list[Training] = [
         convergence(0.0, arm="bf16"),
@@ -168,7 +168,7 @@ def test_the_picture_is_the_same_every_time(tmp_path: Path):
     assert one != (tmp_path / "two.svg").read_bytes()
 
 
-def test_what_parts_late_is_pictured_beside_what_parts_at_once():
+def test_branched_comparisons_are_pictured_beside_unbranched_ones():
     early, late = convergence(0.0, arm="bf16"), convergence(0.0, arm="bf16", branch_at=1000)
     shorter = replace(late, steps=2000)
     assert report_training.pictured([shorter, late, early]) == [[early], [late]]
@@ -178,8 +178,8 @@ def test_what_parts_late_is_pictured_beside_what_parts_at_once():
 @pytest.mark.parametrize(
     ("late", "noise", "reach"), [(0.01, 0.0, 1.3), (0.01, 0.015, 1.95), (0.01, 0.5, 2.6), (0, 0.5, 65)]
 )
-def test_the_axis_of_gaps_is_made_for_late_ones(late: float, noise: float, reach: float):
-    """And for a strip of noise that is up to twice as wide; a wider one fills the panel."""
+def test_gap_axis_fits_late_gaps(late: float, noise: float, reach: float):
+    """A noise band of up to twice the gaps fits too; a wider band fills the panel."""
     figures = pytest.importorskip("matplotlib.figure", reason="the picture needs matplotlib, which is not installed")
     axes = figures.Figure().subplots()
     along = [[500, -0.09], [1000, late], [3000, late / 2]]
@@ -188,7 +188,7 @@ def test_the_axis_of_gaps_is_made_for_late_ones(late: float, noise: float, reach
     assert axes.get_ylim() == pytest.approx((-reach, reach))
 
 
-def test_another_model_of_the_same_name_replaces_nothing(tmp_path: Path):
+def test_lines_of_another_setting_are_not_replaced(tmp_path: Path):
     file = tmp_path / "training-h200.jsonl"
     sizes = [{}, {"parameters": 5}, {"tokens_per_step": 5}, {"data_hash": "other"}]
     trainings.write(file, [convergence(0.001, **each) for each in sizes])
