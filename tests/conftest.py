@@ -16,6 +16,8 @@ from typing import Any
 os.environ["BLOCKSCALE_POISON"] = "1"
 # inductor would compile and run a program for each vector unit of the CPU; its own loops around our casts may be scalar
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# and start processes that import torch to compile in, more than one per worker of xdist
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # what somebody tuned on this machine is not what is tested
 os.environ["BLOCKSCALE_TUNED"] = "off"
 

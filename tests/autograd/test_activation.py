@@ -271,8 +271,8 @@ def test_what_is_replayed_knows_which_operands_there_are(monkeypatch):
 
     for module in (linear_plan, mlp_plan):
         monkeypatch.setattr(module, "can_be_replayed", lambda tensors: True)
-    monkeypatch.setattr(call_recording, "learn", learn)
-    monkeypatch.setattr(call_recording, "known", lambda key: None)
+    monkeypatch.setattr(call_recording, "run_and_record", learn)
+    monkeypatch.setattr(call_recording, "find_recording", lambda key: None)
     x, weight, down = torch.randn(8, 64), torch.randn(64, 64), torch.randn(32, 32)
     for call in (
         lambda: linear(activation(x, "mxfp8"), weight, recipe="mxfp8"),

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import AdamW
 
 import blockscale as bs
+from support.helpers import first_of
 from support.shared_weights import FORMATS, OPTIMIZERS, STEPS, accumulate, assert_same_weights, build, shared
 
 
@@ -19,7 +20,13 @@ def casts_in(graph: torch.fx.GraphModule) -> int:
     return sum("quantize" in str(node.target) for each in parts for node in each.graph.nodes)
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [*(("fused", each) for each in FORMATS), ("foreach", "mxfp8")])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    first_of(
+        [*(("fused", each) for each in FORMATS), ("foreach", "mxfp8")],
+        lambda each: each in (("fused", "nvfp4"), ("foreach", "mxfp8")),
+    ),
+)
 def test_compiled_models_share_without_compiling_again(kind: str, recipe: str):
     torch._dynamo.reset()
     models = {cast: build(cast, recipe) for cast in ("forward", "step")}

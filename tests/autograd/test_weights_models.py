@@ -153,7 +153,7 @@ def test_products_that_end_while_open(until: dict[str, int], is_compiled: bool):
         optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
         if cast == "step":
             bs.attach(optimizer, model)
-        call = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled and cast == "step" else model
         for step in range(5):
             bs.set_step_(model, step)
             accumulate(call, step)
