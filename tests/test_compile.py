@@ -201,8 +201,15 @@ def test_layer(device, recipe):
     assert same_compiled(function, layer_args(ROWS[0], device)) == 1
 
 
+def on_devices(values, kept):
+    """All cases on a GPU; on a CPU, where a C++ compiler takes seconds for each, the kept ones, and all with --all."""
+    several = [value if isinstance(value, tuple) else (value,) for value in values]
+    gpu = [pytest.param("cuda", *value, marks=pytest.mark.gpu) for value in several]
+    return [*first_of([("cpu", *value) for value in several], lambda case: case[1] == kept), *gpu]
+
+
 @needs_inductor
-@pytest.mark.parametrize("recipe", LAYERS)
+@pytest.mark.parametrize(("device", "recipe"), on_devices(LAYERS, "nvfp4"), indirect=["device"])
 def test_layer_through_inductor(device, recipe):
     form, weight_form = LAYERS[recipe]
     function = partial(layer, form=form, weight_form=weight_form)
@@ -211,8 +218,12 @@ def test_layer_through_inductor(device, recipe):
 
 @needs_inductor
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [("dequantize", "mxfp6_e2m3"), ("m_grouped", "nvfp4"), ("k_grouped", "fp8_1x128"), ("accumulate", "mxfp4")],
+    ("device", "kind", "name"),
+    on_devices(
+        [("dequantize", "mxfp6_e2m3"), ("m_grouped", "nvfp4"), ("k_grouped", "fp8_1x128"), ("accumulate", "mxfp4")],
+        "accumulate",
+    ),
+    indirect=["device"],
 )
 def test_inductor(device, kind, name):
     function, calls = problem(kind, name, device)

@@ -35,7 +35,7 @@ def compiled(arch: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[R
     return [report(kernel) for kernel in kernels]
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.sweep), 90, 100])
 def test_machine_code(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compiled(arch, COLUMNS, monkeypatch)
     assert [each.kernel for each in found] == [*KERNELS[:2], *KERNELS]
