@@ -262,7 +262,7 @@ def test_a_trace_is_written(tmp_path: Path):
 def test_a_run_that_is_too_short_for_a_trace(tmp_path: Path):
     with pytest.raises(OptionError, match=r"profile=2 of 3 steps.*pass steps=5"):
         train(small(steps=3, profile=2, folder=tmp_path / "new"))
-    run = small(steps=6, profile=2, folder=tmp_path)
+    run = small(steps=6, profile=2, folder=tmp_path, model=replace(DENSE, layers=1))
     train(run, hooks=[StopAfter(5)])
     assert train(replace(run, resume=True)).steps == 6, "what is left of a run is not refused"
 
