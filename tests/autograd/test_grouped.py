@@ -60,11 +60,10 @@ def test_bytes_are_those_of_the_operators(name: str, pattern: str):
     assert_same_bits([y, dx, dw_first, dw_second, db_second], mlp_by_operators(p, get_recipe(name)))
 
 
-@pytest.mark.parametrize("name", LOW)
+# stochastic rounding depends on the number of the group
+@pytest.mark.parametrize("name", [name for name in LOW if not get_recipe(name).stochastic])
 def test_a_group_is_a_dense_layer(name: str):
     """Each expert computes what `linear` computes of its rows alone, whoever lies beside them."""
-    if get_recipe(name).stochastic:
-        pytest.skip("draws depend on the number of the group")
     p = Experts((31, 129, 0, 2), *ODD)
     y, dx, dw, db = p.linear(name)
     for e, (low, high) in enumerate(spans(p.sizes)):
