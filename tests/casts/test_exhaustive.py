@@ -1,7 +1,7 @@
-"""Inline PTX on a GPU, for every pattern that it may meet, and casts whose tiles are others: the bytes do not change.
+"""Inline PTX on a GPU for every input pattern, and casts with forced tiles: the bytes do not change.
 
-The interpreter cannot run these branches of `_device.py` and `_device_fused.py`; here they are held against torch's
-correctly rounded division, against the plain branches, and against `activation.py`.
+The interpreter cannot run these branches of `_device.py` and `_device_fused.py`. They are compared with torch's
+correctly rounded division, with the plain branches, and with `activation.py`.
 """
 
 from __future__ import annotations
@@ -53,37 +53,37 @@ def _reciprocal_kernel(x_ptr, out_ptr, count, W: tl.constexpr):
 
 
 @triton.jit
-def _plain(words, factor, place: tl.constexpr, S: tl.constexpr):
-    """Codes of the words' first (place 0) or second values by integers."""
-    v = (words & -65536 if place else words << 16).to(tl.float32, bitcast=True) * factor
+def _plain_codes(words, factor, half: tl.constexpr, S: tl.constexpr):
+    """Codes of the first (half 0) or second values of packed words, by integer rounding."""
+    v = (words & -65536 if half else words << 16).to(tl.float32, bitcast=True) * factor
     return _device_codes.encode_signed(v, 0, S)
 
 
 @triton.jit
-def _words_kernel(words_ptr, factor_ptr, wrong_ptr, S: tl.constexpr, W: tl.constexpr):
-    """One factor a program, and W words: along a row, and eight of them below each other."""
+def _packed_words_kernel(words_ptr, factor_ptr, wrong_ptr, S: tl.constexpr, W: tl.constexpr):
+    """Compare one factor and W packed words per program: along a row, and in eight consecutive rows."""
     factor = tl.load(factor_ptr + tl.program_id(0)) + tl.zeros((1, W), tl.float32)
     at = tl.program_id(1) * W + tl.arange(0, W)[None, :]
     words = tl.load(words_ptr + at)
-    given = _device_codes.factor_words(factor, factor) if _device_codes.is_exact(S) else factor
-    code = _device_codes.encode_row_words(words, given, S).to(tl.int32) & ((1 << 2 * S.code_bits) - 1)
-    want = _plain(words, factor, 0, S) | (_plain(words, factor, 1, S) << S.code_bits)
+    given = _device_codes.pack_factors(factor, factor) if _device_codes.is_exact(S) else factor
+    code = _device_codes.encode_packed_row(words, given, S).to(tl.int32) & ((1 << 2 * S.code_bits) - 1)
+    want = _plain_codes(words, factor, 0, S) | (_plain_codes(words, factor, 1, S) << S.code_bits)
     wrong = tl.sum((code != want).to(tl.int32))
-    MOST: tl.constexpr = 1 << 15
-    a, b = words, tl.load(words_ptr + (at + 111) % MOST)
-    c, d = tl.load(words_ptr + (at + 222) % MOST), tl.load(words_ptr + (at + 3333) % MOST)
+    COUNT: tl.constexpr = 1 << 15
+    a, b = words, tl.load(words_ptr + (at + 111) % COUNT)
+    c, d = tl.load(words_ptr + (at + 222) % COUNT), tl.load(words_ptr + (at + 3333) % COUNT)
     if S.code_bits == 8:
-        low, high = _device_codes.encode_four_words(a, b, c, d, factor, factor, S)
+        low, high = _device_codes.encode_packed_4_rows(a, b, c, d, factor, factor, S)
     else:
-        low, high = _device_codes.encode_eight_words(a, b, c, d, d, b, c, a, factor, factor, S)
-    for place in tl.static_range(2):
-        want = _plain(a, factor, place, S) | (_plain(b, factor, place, S) << S.code_bits)
-        want |= _plain(c, factor, place, S) << (2 * S.code_bits)
-        want |= _plain(d, factor, place, S) << (3 * S.code_bits)
+        low, high = _device_codes.encode_packed_8_rows(a, b, c, d, d, b, c, a, factor, factor, S)
+    for half in tl.static_range(2):
+        want = _plain_codes(a, factor, half, S) | (_plain_codes(b, factor, half, S) << S.code_bits)
+        want |= _plain_codes(c, factor, half, S) << (2 * S.code_bits)
+        want |= _plain_codes(d, factor, half, S) << (3 * S.code_bits)
         if S.code_bits == 4:
-            want |= (_plain(d, factor, place, S) << 16) | (_plain(b, factor, place, S) << 20)
-            want |= (_plain(c, factor, place, S) << 24) | (_plain(a, factor, place, S) << 28)
-        wrong += tl.sum(((high if place else low) != want).to(tl.int32))
+            want |= (_plain_codes(d, factor, half, S) << 16) | (_plain_codes(b, factor, half, S) << 20)
+            want |= (_plain_codes(c, factor, half, S) << 24) | (_plain_codes(a, factor, half, S) << 28)
+        wrong += tl.sum(((high if half else low) != want).to(tl.int32))
     tl.atomic_add(wrong_ptr, wrong)
 
 
@@ -94,7 +94,7 @@ def _sigmoid_kernel(gate_ptr, out_ptr, count, W: tl.constexpr):
 
 
 def patterns(first: int, last: int) -> Iterator[Tensor]:
-    """int32 patterns from first to last inclusive, in pieces that fit."""
+    """int32 patterns from first to last inclusive, in chunks that fit in memory."""
     for start in range(first, last + 1, CHUNK):
         yield torch.arange(min(CHUNK, last + 1 - start), dtype=torch.int32, device="cuda") + start
 
@@ -116,7 +116,7 @@ def same(got: Tensor, want: Tensor, pattern: Tensor) -> int:
 
 
 @pytest.mark.gpu
-def test_factors_of_every_maximum(compared: Counter[str]) -> None:
+def test_factors_of_every_amax(compared: Counter[str]) -> None:
     """encode = min(448 / amax, 2^126), decode its reciprocal, for all 2^31 patterns of a magnitude."""
     for pattern in patterns(0, 0x7FFFFFFF):
         value = pattern.view(torch.float32)
@@ -144,9 +144,9 @@ def test_reciprocals_of_every_divisor(kernel: Callable, first: int, compared: Co
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "fp8_1x128", "nvfp4"])
 def test_codes_of_every_bf16_value(name: str, compared: Counter[str]) -> None:
-    """Programs from words to codes against the plain encoder: all 65536 values times every power of two and NaN, or
-    times 4096 factors, small integers and their reciprocals among them, which make ties."""
-    spec = _tiles.side(CastSpec(name).plan(), torch.cuda.get_device_capability()[0] * 10, grouped=False)
+    """Inline PTX from packed words to codes against the plain encoder: all 65536 values times every power of two and
+    NaN, or times 4096 factors. Small integers and their reciprocals are included, since they make ties."""
+    spec = _tiles.operand_config(CastSpec(name).plan(), torch.cuda.get_device_capability()[0] * 10, grouped=False)
     words = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.int32)
     if spec.family == "mx":
         factors = torch.arange(1, 256, dtype=torch.int32, device="cuda") << 23  # 2^-126 and up, and Inf for NaN
@@ -156,17 +156,17 @@ def test_codes_of_every_bf16_value(name: str, compared: Counter[str]) -> None:
         some = torch.arange(1, 513, device="cuda").float()
         factors = torch.cat((some, 1 / some, torch.randn(3071, device="cuda").exp2(), some.new_tensor([torch.nan])))
     wrong = torch.zeros((), dtype=torch.int32, device="cuda")
-    _words_kernel[(factors.numel(), 32)](words, factors, wrong, S=spec, W=1024, enable_fp_fusion=False)
+    _packed_words_kernel[(factors.numel(), 32)](words, factors, wrong, S=spec, W=1024, enable_fp_fusion=False)
     assert wrong.item() == 0
     compared["the plain encoder, codes of every bf16 value"] += factors.numel() * (1 << 16)
 
 
 @pytest.mark.gpu
 def test_sigmoids_of_every_gate(compared: Counter[str]) -> None:
-    """All bf16 values, and 2^26 fp32 ones from -87 to where a sigmoid is 1."""
+    """All bf16 values, and 2^26 fp32 values from -87 to where the sigmoid is 1."""
     bf16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16)
-    spread = torch.linspace(-87.0, 20.0, (1 << 26) - 3, device="cuda")
-    for gate in (bf16.float().nan_to_num(0.0).clamp(min=-87.0), spread):
+    dense = torch.linspace(-87.0, 20.0, (1 << 26) - 3, device="cuda")
+    for gate in (bf16.float().nan_to_num(0.0).clamp(min=-87.0), dense):
         got = torch.full_like(gate, -1.0)
         launch(_sigmoid_kernel, gate, got)
         compared["torch, sigmoids of Triton"] += same(got, activation.sigmoid(gate), gate.view(torch.int32))
@@ -175,7 +175,7 @@ def test_sigmoids_of_every_gate(compared: Counter[str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("up", [1.0, -3.0, 2.0**-100, 3e38])
 def test_swiglu_of_every_gate(up: float, compared: Counter[str]) -> None:
-    """The whole cast for all 65536 bf16 gates and some factors, forward and backward, as it runs in the kernel."""
+    """The fused cast for all 65536 bf16 gates and some factors, forward and backward."""
     gate = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16)
     gate_up = torch.cat((gate.view(256, 256), torch.full((256, 256), up, device="cuda").bfloat16()), dim=-1)
     grad = torch.full((256, 256), 0.75, device="cuda").bfloat16()
@@ -189,9 +189,9 @@ def test_swiglu_of_every_gate(up: float, compared: Counter[str]) -> None:
             compared["the reference, SwiGLU of every bf16 gate"] += same_operand(got, want)
 
 
-# ---- other tiles -----------------------------------------------------------------------------------------------------
+# ---- forced tiles ----------------------------------------------------------------------------------------------------
 
-# (J, MQ, BK, warps): a tile of the column operand holds whole blocks of 128 rows, and J rows make whole words of codes
+# (J, MQ, BK, warps): a tile of the column operand holds full blocks of 128 rows, and J rows fill 32-bit words of codes
 ROW_TILES = (Tile(1, 8, 1024, 4), Tile(1, 16, 256, 8), Tile(1, 4, 512, 4), Tile(1, 32, 128, 4))
 COLUMN_TILES = (Tile(16, 8, 128, 4), Tile(8, 16, 128, 8), Tile(16, 8, 64, 4))
 BOTH_TILES = (Tile(16, 8, 128, 4), Tile(8, 16, 128, 8), Tile(8, 16, 128, 4))
@@ -207,7 +207,7 @@ def same_operand(got: bs.BlockScaled, want: bs.BlockScaled) -> int:
 
 
 def check_tiles(name: str, device: str) -> int:
-    """Casts of one odd matrix with every tile forced, twice each, against the reference; how many values."""
+    """Cast one odd matrix with every tile forced, twice each, and compare with the reference; values compared."""
     x = torch.randn(333, 1202, device=device).bfloat16()
     spec = CastSpec(name, amax=torch.tensor(5.0, device=device)) if name == "nvfp4" else CastSpec(name)
     calls: list[tuple[tuple[Tile, ...], Callable[[], tuple[bs.BlockScaled, ...]]]] = [
@@ -220,18 +220,18 @@ def check_tiles(name: str, device: str) -> int:
         with bs.use_backend("reference"):
             want = call()
         for tile in tiles:
-            asked: list[Tile] = []
+            chosen: list[Tile] = []
 
-            def forced(*plans: object, tile: Tile = tile, asked: list[Tile] = asked, **rest: object) -> Tile:
-                asked.append(tile)
+            def forced(*plans: object, tile: Tile = tile, chosen: list[Tile] = chosen, **rest: object) -> Tile:
+                chosen.append(tile)
                 return tile
 
             with pytest.MonkeyPatch.context() as patch, bs.use_backend("triton"):
                 patch.setattr(_triton, "tile_shape", forced)
-                _triton._LAUNCHES.clear()  # what was worked out with another tile
+                _triton._LAUNCHES.clear()  # cached with another tile
                 results = [call() for _ in range(2)]
                 _triton._LAUNCHES.clear()
-            assert asked, "the tile is not chosen by tile_shape"
+            assert chosen, "the tile is not chosen by tile_shape"
             for got in results:
                 count += sum(same_operand(a, b) for a, b in zip(got, want, strict=True))
     return count
@@ -239,5 +239,5 @@ def check_tiles(name: str, device: str) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8_1x128", "mxfp8_e4m3", "mxfp4", "nvfp4"])
-def test_tiles_do_not_show(name: str, compared: Counter[str]) -> None:
+def test_bytes_do_not_depend_on_the_tile(name: str, compared: Counter[str]) -> None:
     compared["the reference, Triton casts with other tiles"] += check_tiles(name, "cuda")

@@ -1,4 +1,4 @@
-"""Launches of kernels that were compiled before: what reaches the driver, without a driver."""
+"""Launch cache of casts: arguments of cached launches as the driver receives them, with a fake driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Driver:
 
 
 class Kernel:
-    """A kernel as Triton has it, and what it compiles to; both note their arguments."""
+    """Fake of a Triton kernel and of its compiled form; both record their arguments."""
 
     function, packed_metadata = 77, (4, 1, 0)
 
@@ -59,13 +59,13 @@ def cast(x: torch.Tensor, name: str, axis: int) -> ops.Buffers:
 
 
 def as_addresses(args: tuple[object, ...]) -> list[object]:
-    """What a launch through the compiler was given, as a launch after it should have it."""
+    """Arguments of a JIT launch, with tensors as addresses: the arguments that a cached launch must have."""
     return [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "mxfp4"])
-def test_a_second_cast_gives_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
+def test_cached_cast_passes_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
     cast(torch.ones(64, 128), name, axis)
     assert (len(kernel.compiled), kernel.raw) == (1, [])
     x = torch.ones(64, 128)
@@ -75,7 +75,7 @@ def test_a_second_cast_gives_its_own_addresses(kernel: Kernel, name: str, axis: 
     assert len(kernel.compiled) == 1
     assert args[3:9] == (999, 77, (4, 1, 0), None, None, None)
     before, after = as_addresses(kernel.compiled[0]), list(args[9:])
-    first = 6 if axis == -1 else 11  # x, y, z, index, offs, sums, then five of each operand
+    first = 6 if axis == -1 else 11  # x, y, z, index, offs, partials, then five per operand
     assert after[0] == x.data_ptr()
     assert after[first : first + 2] == [data.data_ptr(), scale.data_ptr()]
     assert after[16:] == before[16:]
@@ -113,7 +113,7 @@ def test_another_epsilon_is_another_launch(kernel: Kernel) -> None:
     ] == [1, 1]
 
 
-def test_hooks_of_triton_are_called(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_launch_hooks_are_called(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     cast(torch.ones(64, 128), "mxfp8_e4m3", -1)
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
     cast(torch.ones(64, 128), "mxfp8_e4m3", -1)
@@ -122,7 +122,7 @@ def test_hooks_of_triton_are_called(kernel: Kernel, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "nvfp4"])
-def test_a_second_decode_gives_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
+def test_cached_decode_passes_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
     for _ in range(2):
         q, out = bs.quantize(torch.ones(64, 128), name, axis=axis), torch.empty(64, 128)
         _dequantize.dequantize(q, out)
@@ -135,7 +135,7 @@ def test_a_second_decode_gives_its_own_addresses(kernel: Kernel, name: str, axis
     assert len(kernel.compiled) == 2
 
 
-def test_a_decode_that_copied_first_is_not_remembered(kernel: Kernel) -> None:
+def test_decode_of_a_copy_is_not_cached(kernel: Kernel) -> None:
     q = bs.quantize(torch.ones(2, 64, 256), "mxfp8_e4m3", scale_layout="blocked")
     apart = torch.zeros(2, 2 * q.scale.shape[1], dtype=torch.uint8).view(q.scale.dtype)[:, ::2]
     for _ in range(2):
@@ -145,13 +145,13 @@ def test_a_decode_that_copied_first_is_not_remembered(kernel: Kernel) -> None:
     assert (len(kernel.compiled), len(kernel.raw)) == (2, 0)
 
 
-def test_programs_are_part_of_a_kernels_identity() -> None:
-    """Triton finds compiled kernels by their source; inline PTX that is put together elsewhere must count as source."""
+def test_ptx_text_is_part_of_the_compile_key() -> None:
+    """Triton keys compiled kernels by their source; inline PTX assembled by Python must be part of that key."""
     codes = pytest.importorskip("blockscale.casts._device_codes")
-    before = codes._text.cache_key  # collects what the function refers to
-    assert "_PROGRAMS" in {name for name, _ in codes._text.used_global_vals}
-    changed = triton.constexpr_function(codes._text.fn)
+    before = codes._ptx_for.cache_key  # collects the globals of the function
+    assert "_PTX" in {name for name, _ in codes._ptx_for.used_global_vals}
+    changed = triton.constexpr_function(codes._ptx_for.fn)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codes, "_PROGRAMS", triton.language.constexpr({}))
+        patch.setattr(codes, "_PTX", triton.language.constexpr({}))
         assert changed.cache_key != before
-    assert triton.constexpr_function(codes._text.fn).cache_key == before
+    assert triton.constexpr_function(codes._ptx_for.fn).cache_key == before

@@ -1,6 +1,6 @@
-"""The tiles of Triton's casts hold whole blocks on every GPU, whether it is here or not, for every source and dtype.
+"""Tiles of the Triton casts hold full blocks for every compute capability, source and dtype. Needs no GPU.
 
-A tile that cuts a block would take the maximum of a part of it, and only the GPU that it was chosen for would show it.
+A tile that splits a block would take the amax of only a part of it, and only the GPU with that tile would show it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PAIRS = [pair for pair in itertools.product((None, *FORMATS), repeat=2) if pair 
 
 
 @pytest.mark.parametrize(("row", "col"), PAIRS)
-def test_tiles_hold_whole_blocks(row: str | None, col: str | None) -> None:
+def test_tiles_hold_full_blocks(row: str | None, col: str | None) -> None:
     plans = [None if name is None else CastSpec(name).plan() for name in (row, col)]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for sm, name, dtype, whole in itertools.product(SMS, SOURCES, dtypes, (False, True)):
-        rows, columns = (512, 1024) if whole else (500, 1004)
-        tile = tile_shape(plans[0], plans[1], sm=sm, source=source(name, dtype, rows, columns), whole=whole)
+    for sm, name, dtype, full_tiles in itertools.product(SMS, SOURCES, dtypes, (False, True)):
+        rows, columns = (512, 1024) if full_tiles else (500, 1004)
+        tile = tile_shape(plans[0], plans[1], sm=sm, source=source(name, dtype, rows, columns), full_tiles=full_tiles)
         if plans[0] is not None:
             across, along = plans[0].spec.block
-            assert (tile.J * tile.MQ % across, tile.BK % along) == (0, 0), (tile, sm, name, dtype, whole)
+            assert (tile.J * tile.MQ % across, tile.BK % along) == (0, 0), (tile, sm, name, dtype, full_tiles)
         if plans[1] is not None:
             across, along = plans[1].spec.block
-            assert (tile.J * tile.MQ % along, tile.BK % across) == (0, 0), (tile, sm, name, dtype, whole)
-            assert tile.MQ % (tile.J * tile.MQ // along) == 0, "blocks along M hold whole groups of rows"
+            assert (tile.J * tile.MQ % along, tile.BK % across) == (0, 0), (tile, sm, name, dtype, full_tiles)
+            assert tile.MQ % (tile.J * tile.MQ // along) == 0, "blocks along M hold full groups of J rows"

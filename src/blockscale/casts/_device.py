@@ -1,8 +1,8 @@
-"""The contract (docs/numerics.md) on tiles in registers, statement by statement: scales, codes, rotation, random words.
+"""Device functions of the casts, statement by statement as docs/numerics.md: scales, codes, rotation, random words.
 
-For casts and for whatever fuses one. Everything must be launched with `enable_fp_fusion=False`: a contracted
-multiply-add would round differently. Patterns are int32, values fp32. `FAST` stands for inline PTX where plain Triton
-has no equal; the interpreter runs the plain branches, and tests on a GPU hold the two against each other.
+Kernels that use them must be launched with `enable_fp_fusion=False`: a contracted multiply-add would round differently.
+Bit patterns are int32, values fp32. `FAST` selects inline PTX where plain Triton has no equivalent; the interpreter
+runs the plain branches, and tests on a GPU compare the two.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -18,7 +18,7 @@ from ._device_codes import cast_e4m3, decode_e4m3, encode, magnitude_bits, nan_l
 
 @triton.jit
 def block_scale(amax, tensor_decode, tensor_encode, S: tl.constexpr):
-    """Pattern of a block's maximum -> what is stored (bytes as int32, or fp32) and the factor before encoding."""
+    """Bit pattern of a block's amax -> stored block scale (byte as int32, or fp32) and encode factor (fp32)."""
     if S.family == "mx":
         return mx_scale(amax, S)
     elif S.family == "fp8":
@@ -36,7 +36,7 @@ def power_of_two(byte):
 
 @triton.jit
 def mx_scale(amax, S: tl.constexpr):
-    """Pattern of a block's maximum -> E8M0 byte and the exact factor 2^(127 - byte)."""
+    """Bit pattern of a block's amax -> E8M0 byte and the exact encode factor 2^(127 - byte)."""
     exponent = amax >> 23
     mantissa = amax & 0x7FFFFF
     if S.rule == "floor":
@@ -57,7 +57,7 @@ def mx_scale(amax, S: tl.constexpr):
 
 @triton.jit
 def fp8_scale(amax, S: tl.constexpr):
-    """Pattern of a block's maximum -> decode and encode factor of an FP8 block."""
+    """Bit pattern of a block's amax -> decode and encode factor of an FP8 block."""
     if S.rule == "pow2":
         byte = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
         byte = tl.minimum(tl.maximum(byte, 1), 254)
@@ -74,8 +74,8 @@ def encode_factor(amax, LARGEST: tl.constexpr, FAST: tl.constexpr):
     """(decode, encode): encode = min(LARGEST / amax, 2^126), 1 for zero; decode its reciprocal; NaN if not finite."""
     value = amax.to(tl.float32, bitcast=True)
     if FAST:
-        # Below 2^-118 the quotient is capped anyway, and a power of two taken out keeps the reciprocal normal. One
-        # Newton step on an approximate reciprocal rounds correctly: compared for all 2^31 patterns on a GPU.
+        # Below 2^-118 the quotient is capped anyway; dividing by 256 keeps the reciprocal normal. One Newton step on
+        # the approximate reciprocal rounds correctly: compared for all 2^31 patterns on a GPU.
         divisor = tl.maximum(value, 2.0**-118) * (1.0 / 256)
         guess = _reciprocal(divisor)
         factor = (LARGEST / 256) * guess
@@ -99,7 +99,7 @@ def _reciprocal(x):
 
 @triton.jit
 def nvfp4_scale(amax, tensor_decode, tensor_encode, S: tl.constexpr):
-    """Pattern of a block's maximum and the tensor's factors -> E4M3 byte and encode factor of the block."""
+    """Bit pattern of a block's amax and the tensor factors -> E4M3 byte and encode factor of the block."""
     sixth = 0.16666667163372039794921875  # fp32(1 / 6)
     wanted = amax.to(tl.float32, bitcast=True) * (tensor_encode * sixth)
     wanted = tl.where(wanted > 448.0, 448.0, wanted)
@@ -120,7 +120,7 @@ def nvfp4_scale(amax, tensor_decode, tensor_encode, S: tl.constexpr):
 
 @triton.jit
 def inverse(x):
-    """1 / x correctly rounded for x >= 0, without a branch: as `encode_factor`, and small divisors are scaled up."""
+    """1 / x correctly rounded for x >= 0, without a branch: Newton as in `encode_factor`, small divisors scaled up."""
     scale = tl.where(x < 2.0**-60, 2.0**60, 1.0)
     divisor = x * scale
     guess = _reciprocal(divisor)
@@ -140,7 +140,7 @@ def butterfly(x, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def flip_signs(x, index, MASK: tl.constexpr, SIZE: tl.constexpr):
-    """x negated where the mask has a bit for its place in the group."""
+    """x negated where MASK has bit `index % SIZE` set."""
     return x * tl.where((MASK >> (index % SIZE)) & 1 != 0, -1.0, 1.0)  # a product, so that zeros change sign too
 
 
@@ -153,23 +153,24 @@ def round_to_bf16(x):
 
 
 @triton.jit
-def random_words(four, group, state_ptr, stream):
-    """int64 numbers of fours of positions in the whole source tensor -> one uint32 for each of the four, a pure
-    function of seed, tick, stream, group."""
+def random_words(quad, group, state_ptr, stream):
+    """int64 position // 4 in the full source tensor -> uint32 random words of its four positions (one Philox call).
+
+    A pure function of seed, tick, stream and group."""
     seed = tl.load(state_ptr)
     tick = tl.load(state_ptr + 1)
-    c0 = four.to(tl.uint32)
-    c1 = (group.to(tl.int64) * 65536 + (four >> 32)).to(tl.uint32)
-    zero = tl.zeros(four.shape, tl.uint32)
+    c0 = quad.to(tl.uint32)
+    c1 = (group.to(tl.int64) * 65536 + (quad >> 32)).to(tl.uint32)
+    zero = tl.zeros(quad.shape, tl.uint32)
     return tl.philox(seed, c0, c1, zero + tick.to(tl.uint32), zero + stream.to(tl.uint32))
 
 
 @triton.jit
 def random_word(position, group, state_ptr, stream):
-    """The word of each position."""
+    """Random word of each position."""
     w0, w1, w2, w3 = random_words(position >> 2, group, state_ptr, stream)
-    place = position & 3
-    return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+    slot = position & 3
+    return tl.where(slot < 2, tl.where(slot == 0, w0, w1), tl.where(slot == 2, w2, w3))
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -177,19 +178,20 @@ def random_word(position, group, state_ptr, stream):
 
 @triton.jit
 def locate(offs_ptr, groups, position, M, GROUPS: tl.constexpr, ALIGN: tl.constexpr):
-    """The group that the tile at a padded position lies in: its number, the tile's first source row, the group's first
-    row, and its end. Past the last group come the rows of no group, under the number `groups`."""
+    """Group of the tile at a padded position: (index, first source row of the tile, group's first row, group's end).
+
+    Rows past the last group belong to no group: their index is `groups`."""
     i = tl.arange(0, GROUPS)
     ends = tl.load(offs_ptr + i, mask=i < groups, other=0)
     starts = tl.load(offs_ptr + i - 1, mask=(i > 0) & (i < groups), other=0)
     padded_ends = tl.cumsum(tl.cdiv(tl.where(i < groups, ends - starts, 0), ALIGN) * ALIGN, 0)
-    # The last padded end that is not behind the position, and how many there are: ends grow with their numbers, so one
-    # maximum finds both. Every reduction is barriers that all warps wait at before the first load.
+    # The last padded end at or before the position, and its index: ends ascend, so one max over (end, index) finds
+    # both. A second reduction would add barriers before the first load.
     passed = tl.where((padded_ends <= position) & (i < groups), padded_ends.to(tl.int64) * (2 * GROUPS) + i + 1, 0)
-    most = tl.max(passed)
-    group = (most % (2 * GROUPS)).to(tl.int32)
+    last_passed = tl.max(passed)
+    group = (last_passed % (2 * GROUPS)).to(tl.int32)
     start = tl.load(offs_ptr + group - 1, mask=group > 0, other=0)
     end = tl.load(offs_ptr + group, mask=group < groups, other=0)
     end = tl.where(group < groups, end, M)
-    row0 = start + position - (most // (2 * GROUPS)).to(tl.int32)
+    row0 = start + position - (last_passed // (2 * GROUPS)).to(tl.int32)
     return group, row0, start, end

@@ -1,7 +1,8 @@
-"""Codes back to values on tiles in registers: elements, rounding to the output's type, rotation.
+"""Device functions that decode: codes and scales to fp32, rounding to the output dtype, inverse rotation.
 
-For `dequantize` and for whatever else decodes. As with `_device.py`, launched with `enable_fp_fusion=False`; inline PTX
-stands where plain Triton has no equal, the interpreter runs the plain branches, and tests on a GPU compare both.
+Used by `dequantize` and by products that decode operands. As with `_device.py`, launch with `enable_fp_fusion=False`.
+Inline PTX is used where plain Triton has no equivalent; the interpreter runs the plain branches, and tests on a GPU
+compare both.
 """
 
 # pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportAssignmentType=false
@@ -18,8 +19,8 @@ from ..formats.tensor import BlockScaled
 from ._device import butterfly, decode_e4m3, flip_signs, nan_like, power_of_two, round_to_bf16
 
 
-class Source(NamedTuple):
-    """All that the kernel must know about an operand at compile time."""
+class DecodeConfig(NamedTuple):
+    """Compile-time description of an operand to decode."""
 
     family: str
     layout: str
@@ -27,23 +28,23 @@ class Source(NamedTuple):
     ebits: int
     mbits: int
     bias: int
-    code_bits: int  # distance from one code to the next: 4 or 8
+    code_bits: int  # bits from one code to the next: 4 or 8
     across: int  # rows of a block
     along: int  # length of a block
-    repeats: int  # how often its scale stands beside itself in the blocked layout
+    repeats: int  # copies of its scale along K in the blocked layout
     hadamard: int  # size of a rotated group, or 0
-    mask: int
-    factor: str  # whose NVFP4's second scale is: "tensor", "matrix", "row" or "group"; "" for other formats
-    sm: int  # which instructions there are; 0: plain Triton only
+    mask: int  # sign mask of the rotation
+    factor: str  # scope of NVFP4's tensor scale: "tensor", "matrix", "row" or "group"; "" for other formats
+    sm: int  # compute capability, selects PTX instructions; 0: plain Triton only
 
 
-def source(q: BlockScaled, sm: int) -> Source:
-    """The compile-time part of an operand; sm=0 stands for the interpreter."""
+def decode_config(q: BlockScaled, sm: int) -> DecodeConfig:
+    """Compile-time part of an operand.  sm: compute capability, 0 for the interpreter."""
     spec, element, mask = q.spec, q.spec.element, q.hadamard or 0
     factor = "" if q.global_scale is None else "tensor"
     if q.global_scale is not None and q.global_scale.dim():
         factor = "matrix" if len(q.shape) > 2 else "group" if q.group_align else "row"
-    return Source(
+    return DecodeConfig(
         spec.family, q.scale_layout, element.name, element.ebits, element.mbits, element.bias,
         8 // spec.codes_per_byte, *spec.block, spec.block[1] // spec.granule,
         0 if q.hadamard is None else spec.hadamard, mask - (1 << 32) if mask >> 31 else mask, factor, sm,
@@ -55,9 +56,9 @@ def source(q: BlockScaled, sm: int) -> Source:
 
 @triton.jit
 def decode(code, S: tl.constexpr):
-    """int32 with a code in its low bits, anything above them -> fp32.
+    """int32 with a code in its low bits (higher bits are ignored) -> fp32, exact.
 
-    The code's fields become fp32's, subnormals included, and a power of two makes up for the other bias: exact.
+    The code's fields are shifted to those of fp32, subnormals included; a power of two corrects the bias.
     """
     FIELDS: tl.constexpr = ((1 << (S.ebits + S.mbits)) - 1) << (23 - S.mbits)
     bits = ((code << (31 - S.ebits - S.mbits)) >> (8 - S.ebits)) & (FIELDS - 0x80000000)
@@ -72,8 +73,8 @@ def decode(code, S: tl.constexpr):
 
 
 @triton.jit
-def decode_two(codes, S: tl.constexpr):
-    """Two adjacent codes in the low bits, the first one lowest -> two fp32. FP8 and FP4 values are all among fp16's."""
+def decode_pair(codes, S: tl.constexpr):
+    """Two adjacent codes in the low bits, the first one lowest -> two fp32. fp16 represents every FP8 and FP4 value."""
     if S.sm >= 89 and S.element == "e4m3":
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .b16 a, b; cvt.rn.f16x2.e4m3x2 t, $2; mov.b32 {a, b}, t;"
@@ -87,9 +88,9 @@ def decode_two(codes, S: tl.constexpr):
             "=f,=f,h", [codes.to(tl.int16)], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
     elif S.sm and S.element == "e2m1":
-        # the parts of these products do not overlap
+        # the bit fields of these products do not overlap
         byte = codes.to(tl.int32) & 0xFF
-        return _from_halves(((byte * 0x00200200) & 0x0E000E00) | ((byte * 0x01001000) & -0x7FFF8000))
+        return _halves_to_fp32(((byte * 0x00200200) & 0x0E000E00) | ((byte * 0x01001000) & -0x7FFF8000))
     else:
         codes = codes.to(tl.int32)
         return decode(codes, S), decode(codes >> S.code_bits, S)
@@ -97,19 +98,19 @@ def decode_two(codes, S: tl.constexpr):
 
 @triton.jit
 def decode_word(word, J: tl.constexpr, S: tl.constexpr):
-    """Codes 2J and 2J + 1 of the four in a word, or J and J + 4 of eight, which lie in its halves as fp16 will."""
+    """Codes 2J and 2J + 1 of the four in a word, or J and J + 4 of eight (one in each half) -> two fp32."""
     if S.code_bits == 8:
-        return decode_two(word >> (16 * J), S)
+        return decode_pair(word >> (16 * J), S)
     elif S.sm:
         fields = word >> 3 if J == 3 else word << (9 - 4 * J)
-        return _from_halves((fields & 0x0E000E00) | ((word << (12 - 4 * J)) & -0x7FFF8000))
+        return _halves_to_fp32((fields & 0x0E000E00) | ((word << (12 - 4 * J)) & -0x7FFF8000))
     else:
         return decode(word >> (4 * J), S), decode(word >> (4 * J + 16), S)
 
 
 @triton.jit
-def _from_halves(word):
-    """E2M1 fields in the places of fp16's -> two fp32; as in `decode`, a power of two makes up for the bias."""
+def _halves_to_fp32(word):
+    """E2M1 fields at the bit positions of fp16x2 -> two fp32; as in `decode`, a power of two corrects the bias."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; .reg .b16 a, b; mov.b32 t, 0x74007400; mul.rn.f16x2 t, $2, t; mov.b32 {a, b}, t;"
         " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
@@ -119,7 +120,7 @@ def _from_halves(word):
 
 @triton.jit
 def scaled(value, scale, factor, S: tl.constexpr):
-    """Each product is rounded to fp32; NaN scales need no more."""
+    """value * block scale (* tensor scale for NVFP4), each product rounded to fp32. NaN scales give NaN."""
     if S.factor == "":
         return value * scale
     else:
@@ -127,8 +128,8 @@ def scaled(value, scale, factor, S: tl.constexpr):
 
 
 @triton.jit
-def round_two(lo, hi, OUT: tl.constexpr, SM: tl.constexpr):
-    """Two fp32 -> their patterns in the output's type as one word, the first one lowest; one NaN for all."""
+def round_pair(lo, hi, OUT: tl.constexpr, SM: tl.constexpr):
+    """Two fp32 -> one word of two values in the output dtype, the first one lowest; NaN is canonical."""
     if OUT == "fp32":
         low = tl.where(lo == lo, lo, nan_like(lo)).to(tl.int32, bitcast=True)
         high = tl.where(hi == hi, hi, nan_like(hi)).to(tl.int32, bitcast=True)
@@ -144,7 +145,7 @@ def round_two(lo, hi, OUT: tl.constexpr, SM: tl.constexpr):
             low = lo.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             word = low | (hi.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
         NAN: tl.constexpr = 0x7FC0 if OUT == "bf16" else 0x7E00
-        if SM >= 90:  # the conversion gives 7FFF, so there are only bits to clear
+        if SM >= 90:  # cvt writes NaN as 7FFF, so clearing bits suffices
             IS_NAN: tl.constexpr = (
                 "set.nan.u32.bf16x2 $0, $1, $1;" if OUT == "bf16" else "set.nan.u32.f16x2 $0, $1, $1;"
             )
@@ -160,19 +161,19 @@ def round_two(lo, hi, OUT: tl.constexpr, SM: tl.constexpr):
 
 @triton.jit
 def load_scales(scale_ptr, tile, block, ok, stride_t, stride_b, EVEN: tl.constexpr, S: tl.constexpr):
-    """Scales at tile [T, 1] and block [1, B] as fp32. Blocked: stride_t is the 512-byte tiles beside each other."""
+    """Block scales at tile [T, 1] and block [1, B] as fp32. Blocked layout: stride_t is 512-byte tiles per tile row."""
     t, b = tile.to(tl.int64), block.to(tl.int64)
     if S.layout == "blocked":
         r, b = t * S.across, b * S.repeats
-        place = 512 * ((r // 128) * stride_t + b // 4) + (r % 32) * 16 + ((r % 128) // 32) * 4 + b % 4
+        offset = 512 * ((r // 128) * stride_t + b // 4) + (r % 32) * 16 + ((r % 128) // 32) * 4 + b % 4
     else:
-        place = t * stride_t + b * stride_b
-    scale = tl.load(scale_ptr + place) if EVEN else tl.load(scale_ptr + place, mask=ok, other=0)
+        offset = t * stride_t + b * stride_b
+    scale = tl.load(scale_ptr + offset) if EVEN else tl.load(scale_ptr + offset, mask=ok, other=0)
     if S.family == "mx":
         return power_of_two(scale.to(tl.int32))
     elif S.family == "nvfp4":
         value = decode_e4m3(scale.to(tl.int32) & 0x7F)
-        return value * tl.where(scale < 0x80, 1.0, -1.0)  # no cast writes a negative one
+        return value * tl.where(scale < 0x80, 1.0, -1.0)  # casts never write a negative scale
     else:
         return scale
 
@@ -181,8 +182,8 @@ def load_scales(scale_ptr, tile, block, ok, stride_t, stride_b, EVEN: tl.constex
 
 
 @triton.jit
-def rotate_pairs(lo, hi, S: tl.constexpr):
-    """Back, groups along pairs [A, W]: the first stage is within them."""
+def rotate_pairs_back(lo, hi, S: tl.constexpr):
+    """Inverse rotation in groups along the pairs [A, W]; the first stage is within pairs."""
     W: tl.constexpr = lo.shape[1]
     SIZE: tl.constexpr = lo.shape[0] * W
     lo, hi = lo + hi, lo - hi
@@ -196,8 +197,8 @@ def rotate_pairs(lo, hi, S: tl.constexpr):
 
 
 @triton.jit
-def rotate_rows(x, S: tl.constexpr):
-    """Back, groups along the rows of [A, W]."""
+def rotate_rows_back(x, S: tl.constexpr):
+    """Inverse rotation in groups along the rows of [A, W]."""
     A: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     STAGES: tl.constexpr = 5 if S.hadamard == 32 else 4

@@ -1,6 +1,6 @@
-"""Tile functions of `activation.py` for Triton kernels: the same operations in the same order, hence the same bits.
+"""Device functions of `activation.py` for Triton kernels: the same operations in the same order, hence the same bits.
 
-Like `_device.py`, to be launched with `enable_fp_fusion=False`: the multiply-adds that are fused are written as `fma`.
+As with `_device.py`, launch with `enable_fp_fusion=False`: fused multiply-adds are written as `fma`.
 """
 
 # pyright: basic, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -17,7 +17,7 @@ _E5, _E4, _E3, _E2, _E1, _E0 = (tl.constexpr(coefficient) for coefficient in EXP
 
 @triton.jit
 def _fma_by_fp64(a, b, c):
-    """What `activation.fma` does."""
+    """`activation.fma` in Triton: fp32 a * b + c with one rounding, by way of fp64."""
     product = a.to(tl.float64) * b
     total = product + c
     back = total - product
@@ -41,7 +41,7 @@ def fma(a, b, c):
         return tl.fma(a, b, c)
 
 
-# near 1 / x, and one Newton step: near + near * (1 - x * near)
+# approximate reciprocal `near`, and one Newton step: near + near * (1 - x * near)
 _RECIPROCAL = tl.constexpr("""{
     .reg .f32 near, rest;
     rcp.approx.ftz.f32 near, $1;
@@ -53,7 +53,7 @@ _RECIPROCAL = tl.constexpr("""{
 
 @triton.jit
 def reciprocal(x):
-    """fp32 1 / x, correctly rounded, for x from 1 to 2^126: what div_rn does there, without its branch for the rest."""
+    """fp32 1 / x, correctly rounded, for x from 1 to 2^126: equal to div_rn, without its slow-path branch."""
     if _INTERPRETED:
         return tl.div_rn(1.0, x)
     else:
@@ -62,7 +62,7 @@ def reciprocal(x):
 
 @triton.jit
 def sigmoid(g):
-    """fp32 -> 1 / (1 + e^-g), for a gate that `_bounded` made."""
+    """fp32 -> 1 / (1 + e^-g), for a gate clamped by `_bounded`."""
     clamped = tl.minimum(g, _HIGHEST)
     k = fma(clamped, _MINUS_LOG2E, _MAGIC)
     r = fma(k - _MAGIC, _LN2, clamped)
@@ -77,7 +77,7 @@ def sigmoid(g):
 
 @triton.jit
 def _bounded(gate):
-    """A gate, or -87 if it is below; NaN stays."""
+    """max(gate, -87); NaN stays."""
     return tl.maximum(gate, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -90,7 +90,7 @@ def swiglu(gate, up):
 
 @triton.jit
 def swiglu_backward(dy, gate, up):
-    """fp32 gradients of gate and of up, and what `swiglu` gives."""
+    """fp32 gradients of gate and of up, and the recomputed result of `swiglu`."""
     gate = _bounded(gate)
     s = sigmoid(gate)
     slope = s * fma(gate, 1.0 - s, 1.0)
@@ -104,9 +104,9 @@ def _log2(n):
 
 @triton.jit
 def tree_sum(x, R: tl.constexpr, N: tl.constexpr):
-    """fp32 [R, N] -> [R]: sums of neighbours, then of neighbouring sums. N is a power of two; zeros fill a row up.
+    """fp32 [R, N] -> [R]: pairwise tree sum of neighbours. N is a power of two; rows are padded with zeros.
 
-    Each step reduces pairs, whose order cannot matter; how Triton orders a longer reduction is not specified.
+    Each step reduces pairs, which has only one order. Triton does not specify the order of a longer reduction.
     """
     for level in tl.static_range(_log2(N)):
         x = tl.sum(tl.reshape(x, (R, N >> (level + 1), 2)), axis=2)
@@ -114,7 +114,7 @@ def tree_sum(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def rstd(lo, hi, share, eps, R: tl.constexpr, W: tl.constexpr):
-    """fp32 pairs [R, W] -> 1 / sqrt(mean of squares + eps), [R]; share: fp32(1 / length of a row without its fill)."""
-    root = tl.sqrt_rn(tree_sum(lo * lo + hi * hi, R, W) * share + eps)
+def rstd(lo, hi, inv_columns, eps, R: tl.constexpr, W: tl.constexpr):
+    """fp32 pairs [R, W] -> 1 / sqrt(mean of squares + eps), [R].  inv_columns: fp32(1 / row length without padding)."""
+    root = tl.sqrt_rn(tree_sum(lo * lo + hi * hi, R, W) * inv_columns + eps)
     return tl.div_rn(1.0, root)

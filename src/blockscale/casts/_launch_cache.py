@@ -1,4 +1,4 @@
-"""How Triton kernels start: compiled only, where operands have no memory, and the shortest way to launch one again."""
+"""Launches of Triton kernels: compile only for meta tensors, and a launch cache that skips Triton's host path."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 
@@ -21,17 +21,18 @@ except ImportError:  # other builds, other versions
 
 
 def start(kernel: Any, grid: tuple[int, ...], operand: Tensor) -> Callable[..., Any]:
-    """What to call with a kernel's arguments. With operands of the meta device it compiles and runs nothing: sizes,
-    strides and dtypes are all that a compiler asks (`hardware.compiling_for` says for which GPU)."""
+    """Callable that takes a kernel's arguments and launches it on `grid`; for meta operands it only compiles.
+
+    Compiling needs sizes, strides and dtypes only. `hardware.compiling_for` selects the GPU."""
     return functools.partial(kernel.warmup, grid=grid) if operand.is_meta else kernel[grid]
 
 
 def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """A function of the device's index and all of a kernel's arguments, constants included, tensors as addresses.
+    """Launch function of a compiled kernel: launch(device index, *all arguments), tensors as addresses.
 
-    `compiled[grid]` looks up device, stream and hooks each time, calls even hooks that nobody set, and asks the driver
-    whose memory a tensor is. Here that is known, or left out. The kernel must have run on that device, and it must be
-    the current one.
+    Constexpr arguments are passed too. `compiled[grid]` looks up device, stream and hooks each time, calls unset hooks,
+    and queries the driver for the memory of each tensor; this function skips all of it. The kernel must have run on
+    that device before, and the device must be current.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     stream = triton.runtime.driver.active.get_current_stream
@@ -46,60 +47,64 @@ def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
 
 
 class CachedLaunch(NamedTuple):
-    """A compiled kernel on its grid, and its arguments but for addresses."""
+    """Launch function of a compiled kernel on its grid, and its arguments other than tensor addresses."""
 
     launch: Callable[..., None]
-    rest: tuple[object, ...]
+    static_args: tuple[object, ...]
 
 
-_MOST_KNOWN = 4096
+_MAX_CACHED = 4096
 
 
 def launch_cached(
-    known: dict[tuple[object, ...], CachedLaunch],
+    cache: dict[tuple[object, ...], CachedLaunch],
     kernel: Any,
     grid: tuple[int, int, int],
     tensors: Sequence[Tensor | None],
-    rest: tuple[object, ...],
+    static_args: tuple[object, ...],
     *,
     last: bool = True,
     **options: object,
 ) -> None:
-    """Start a kernel whose arguments are tensors, the first of which is there, then numbers and constants: straight to
-    the compiled one where all but addresses has been seen.  last: with it an operator has done all of its work."""
+    """Launch a kernel through the cache; compile it at the first call with these shapes and constants.
+
+    tensors: leading arguments; the first is not None.  static_args: remaining arguments, scalars and constexprs.
+    last: the last launch of its operator."""
     first = tensors[0]
     assert first is not None
-    device = first.get_device()  # -1 where there is no GPU: then nothing is known
+    device = first.get_device()  # -1 without a GPU: nothing is cached
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    marks = tuple(
+    alignments = tuple(
         None if tensor is None or at is None else (tensor.dtype, at % 16)
         for tensor, at in zip(tensors, pointers, strict=True)
     )
-    key = (id(kernel), grid, rest, device, marks)
-    found = known.get(key)
-    if found is not None:
-        found.launch(device, *pointers, *rest)
-        return call_recording.note_launch(found.launch, pointers, rest, last=last)
+    key = (id(kernel), grid, static_args, device, alignments)
+    cached = cache.get(key)
+    if cached is not None:
+        cached.launch(device, *pointers, *static_args)
+        return call_recording.note_launch(cached.launch, pointers, static_args, last=last)
     call_recording.refuse("a kernel that is being compiled")
-    compiled = start(kernel, grid, first)(*tensors, *rest, **options)
+    compiled = start(kernel, grid, first)(*tensors, *static_args, **options)
     if compiled is not None and device >= 0:
-        if len(known) >= _MOST_KNOWN:
-            known.clear()
-        known[key] = CachedLaunch(launcher(compiled, grid), rest)
+        if len(cache) >= _MAX_CACHED:
+            cache.clear()
+        cache[key] = CachedLaunch(launcher(compiled, grid), static_args)
 
 
 def launch_hooks_are_set() -> bool:
-    """Whether somebody has hooks on launches: each is a chain of calls, or what somebody put in its place."""
+    """Whether launch hooks (profilers) are installed: a non-empty hook chain, or a callable in its place."""
     hooks = triton.knobs.runtime
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-_expand: Any = getattr(_driver, "make_tensordesc_arg", None)
+_expand_descriptor: Any = getattr(_driver, "make_tensordesc_arg", None)
 
 
 class BareLauncher(NamedTuple):
-    """What lies behind the launch of a kernel with descriptors, where these are made anew each time."""
+    """Inner launcher of a kernel with TMA descriptors, which takes descriptors that are already expanded.
+
+    Triton's own launch expands every descriptor at every call."""
 
     run: Any
     function: Any
@@ -108,8 +113,8 @@ class BareLauncher(NamedTuple):
     tensor_maps: Sequence[Any]
 
     def expand(self, descriptor: object, at: int) -> list[object]:
-        """A descriptor as the launch takes it: the driver's map, sizes and strides. It holds for its address."""
-        return _expand(descriptor, self.tensor_maps[at])
+        """Launch arguments of a descriptor: the driver's tensor map, sizes, strides. Valid for its address only."""
+        return _expand_descriptor(descriptor, self.tensor_maps[at])
 
     def start(self, device: int, grid: tuple[int, int, int], *arguments: object) -> None:
         """Launch with expanded descriptors."""
@@ -119,20 +124,20 @@ class BareLauncher(NamedTuple):
 
 
 def bare_launcher(compiled: Any) -> BareLauncher | None:
-    """Of a compiled kernel, where this Triton has one of the form that is known; it is nothing that Triton promises."""
+    """Inner launcher of a compiled kernel. Uses private Triton internals; returns None if they changed."""
     run = compiled.run
     try:
         inner = run.launch
-        cells = dict(zip(inner.__code__.co_freevars, (cell.cell_contents for cell in inner.__closure__), strict=True))
-        launch, maps = cells["launcher"], cells["tensordesc_meta"]
-        takes = tuple(inspect.signature(_expand).parameters)
-        whole = not run.global_scratch_size and not run.profile_scratch_size
-        known = takes == ("arg", "metadata") and all(each is not None for each in maps)
+        closure = dict(zip(inner.__code__.co_freevars, (cell.cell_contents for cell in inner.__closure__), strict=True))
+        launch, maps = closure["launcher"], closure["tensordesc_meta"]
+        parameters = tuple(inspect.signature(_expand_descriptor).parameters)
+        no_scratch = not run.global_scratch_size and not run.profile_scratch_size
+        expected = parameters == ("arg", "metadata") and all(each is not None for each in maps)
         flags = hasattr(run, "launch_cooperative_grid") and hasattr(run, "launch_pdl")
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return (
         BareLauncher(run, compiled.function, compiled.packed_metadata, launch, maps)
-        if whole and known and flags
+        if no_scratch and expected and flags
         else None
     )

@@ -1,11 +1,13 @@
-"""A tile of a matrix in registers: what is known of its operands, how it is loaded and held, its maxima and rotation.
+"""A tile of a matrix in registers: compile-time config of its operands, loads, register form, block amax, rotation.
 
 A tile is [MQ, J, W] pairs of neighbours along K: row mq * J + j, columns 2w and 2w + 1. Triton keeps the J rows and 8
-pairs of a row in one thread, so a thread can pack J codes of a column by itself and only whole 32-bit words cross
-threads: that makes the transposed write as cheap as the straight one. A pair of 16-bit values stays in one word until
-it is multiplied, and a maximum of such words takes one instruction for two values (`PACKED`).
+pairs of a row in one thread. A thread packs J codes of a column by itself, and only 32-bit words cross threads: the
+transposed write is as cheap as the straight one.
 
-`_write.py` has how it leaves. The caller's grid decides what a tile covers; everything outside the source is zero.
+Register form: a pair of 16-bit values stays one packed 32-bit word (bf16x2, fp16x2) until it is multiplied, and a max
+of packed words takes one instruction for two values (`PACKED`). Other tiles are two fp32 tensors (lo, hi).
+
+`_write.py` stores a tile. The caller's grid decides what a tile covers; everything outside the source is zero.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -24,14 +26,14 @@ from ._device_codes import magnitude_bits
 
 
 class Even(NamedTuple):
-    """Whether tiles cover rows and columns exactly: what need not be asked costs neither registers nor time."""
+    """Whether tiles cover rows and columns exactly, so that accesses need no mask."""
 
     rows: bool
     columns: bool
 
 
-class Side(NamedTuple):
-    """All that a kernel must know about one operand at compile time."""
+class OperandConfig(NamedTuple):
+    """Compile-time description of one operand."""
 
     family: str
     rule: str
@@ -43,38 +45,38 @@ class Side(NamedTuple):
     emax: int
     max_bits: int
     nan_code: int
-    code_bits: int  # distance from one code to the next: 4 or 8
+    code_bits: int  # bits from one code to the next: 4 or 8
     scale_bytes: bool
     across: int  # rows of a block
     along: int  # length of a block
-    repeats: int  # how often its scale stands beside itself in the blocked layout
-    hardware: str  # the element, where the GPU has a shorter way to its codes
+    repeats: int  # copies of its scale along K in the blocked layout
+    hardware: str  # element name if inline PTX encodes it, else ""
     fast: bool  # inline PTX may be used
-    sm_89: bool  # and has conversions to E4M3, and maxima of magnitudes
+    sm_89: bool  # PTX has cvt to E4M3 and max.xorsign.abs
     hadamard: int  # size of a rotated group, or 0
-    mask: int
+    mask: int  # sign mask of the rotation
     stochastic: bool
-    grouped: bool  # one tensor scale per group, or per matrix
-    fours: bool  # four neighbours in a row share a draw of random words
+    grouped: bool  # one tensor scale per group or per matrix
+    shared_philox: bool  # four neighbours in a row share one Philox call
 
 
-def side(plan: CastPlan, sm: int, *, grouped: bool, fours: bool = False) -> Side:
-    """The compile-time part of a plan; sm=0 stands for the interpreter."""
+def operand_config(plan: CastPlan, sm: int, *, grouped: bool, shared_philox: bool = False) -> OperandConfig:
+    """Compile-time part of a plan.  sm: compute capability, 0 for the interpreter."""
     spec, element = plan.spec, plan.spec.element
     short = {"e4m3": 89, "e5m2": 89, "e2m1": 80}.get(element.name, 999)
     hardware = element.name if sm >= short and plan.stream is None else ""
-    return Side(
+    return OperandConfig(
         spec.family, plan.rule, plan.layout, plan.satfinite,
         element.ebits, element.mbits, element.bias, element.emax, element.max_bits, element.nan_code,
         8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, *spec.block, spec.block[1] // spec.granule,
         hardware, sm > 0, sm >= 89,
         0 if plan.hadamard is None else spec.hadamard, _signed(plan.hadamard or 0), plan.stream is not None, grouped,
-        fours and plan.stream is not None,
+        shared_philox and plan.stream is not None,
     )  # fmt: skip
 
 
 def _signed(mask: int) -> int:
-    """The same 32 bits as an int32."""
+    """32-bit mask as an int32 with the same bits."""
     return mask - (1 << 32) if mask >> 31 else mask
 
 
@@ -83,11 +85,11 @@ def _signed(mask: int) -> int:
 
 @triton.jit
 def load_pairs(x_ptr, row_offsets, w, row_ok, columns, stride_k, MODE: tl.constexpr, EVEN: tl.constexpr):
-    """Rows as they are held: row_offsets [R, 1] in units of x_ptr, w [1, W] pair indices, row_ok [R, 1].
+    """Pairs [R, W] in register form: row_offsets [R, 1] in units of x_ptr, w [1, W] pair indices, row_ok [R, 1].
 
-    MODE: "bf16", "fp16" or "fp32" load whole words (x_ptr points at int32 or int64) and hold them, twice the same;
-    "any" takes any dtype and stride and holds values. `values` makes fp32 pairs of either, as late as possible: a tile
-    of fp32 values takes twice the registers of its words.
+    MODE: "bf16", "fp16" and "fp32" load packed words (x_ptr points at int32 or int64) and return them as both results;
+    "any" takes any dtype and stride and returns fp32 values (lo, hi). `to_fp32` unpacks as late as possible: fp32
+    values take twice the registers of packed 16-bit pairs.
     """
     if MODE == "any":
         mask_lo = row_ok & (2 * w < columns)
@@ -109,8 +111,8 @@ def load_pairs(x_ptr, row_offsets, w, row_ok, columns, stride_k, MODE: tl.conste
 
 
 @triton.jit
-def values(a, b, MODE: tl.constexpr):
-    """The fp32 pairs of a tile as it is held."""
+def to_fp32(a, b, MODE: tl.constexpr):
+    """fp32 pairs (lo, hi) of a tile in register form."""
     if MODE == "any":
         return a, b
     else:
@@ -119,7 +121,7 @@ def values(a, b, MODE: tl.constexpr):
 
 @triton.jit
 def unpack(words, MODE: tl.constexpr):
-    """Words -> the two values that they hold, as fp32."""
+    """Packed words -> their two values as fp32."""
     if MODE == "bf16":
         return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
     elif MODE == "fp16":
@@ -132,8 +134,8 @@ def unpack(words, MODE: tl.constexpr):
 
 
 @triton.jit
-def hold(lo, hi, MODE: tl.constexpr, FAST: tl.constexpr):
-    """fp32 pairs rounded to the type of MODE, as a tile is held: the inverse of `values` for 16-bit types."""
+def round_and_pack(lo, hi, MODE: tl.constexpr, FAST: tl.constexpr):
+    """fp32 pairs rounded to the dtype of MODE, in register form: the inverse of `to_fp32` for 16-bit dtypes."""
     if MODE == "bf16":
         if FAST:
             words = tl.inline_asm_elementwise(
@@ -156,7 +158,7 @@ def hold(lo, hi, MODE: tl.constexpr, FAST: tl.constexpr):
         return lo, hi
 
 
-# ---- maxima ----------------------------------------------------------------------------------------------------------
+# ---- block amax ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -188,8 +190,8 @@ def _max_magnitude_fp16x2(a, b):
 
 
 @triton.jit
-def _max_pairs(words, AXIS: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
-    """Words of the largest magnitudes along an axis; their signs mean nothing."""
+def _max_abs_pairs(words, AXIS: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
+    """Packed pairs with the largest magnitudes along an axis; the signs are undefined."""
     if S.sm_89 and MODE == "bf16":
         return tl.reduce(words, AXIS, _max_magnitude_bf16x2)
     elif S.sm_89:
@@ -201,40 +203,40 @@ def _max_pairs(words, AXIS: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def row_maxima(lo, hi, MODE: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr):
-    """Patterns [MQ * J / across, W * 2 / along] of blocks along K."""
+def row_block_amax(lo, hi, MODE: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr):
+    """amax bit patterns of blocks along K, int32 [MQ * J / across, W * 2 / along]."""
     MQ: tl.constexpr = lo.shape[0]
     J: tl.constexpr = lo.shape[1]
     NL: tl.constexpr = lo.shape[2] * 2 // S.along
     NR: tl.constexpr = MQ * J // S.across
     if not PACKED:
-        lo, hi = values(lo, hi, MODE)
+        lo, hi = to_fp32(lo, hi, MODE)
         bits = tl.maximum(magnitude_bits(lo), magnitude_bits(hi))
-        most = tl.max(tl.reshape(bits, (MQ, J, NL, S.along // 2)), axis=3)
+        amax = tl.max(tl.reshape(bits, (MQ, J, NL, S.along // 2)), axis=3)
         if S.across > 1:
-            most = tl.max(tl.reshape(most, (NR, S.across, NL)), axis=1)
-        return tl.reshape(most, (NR, NL))
+            amax = tl.max(tl.reshape(amax, (NR, S.across, NL)), axis=1)
+        return tl.reshape(amax, (NR, NL))
     else:
-        pairs = _max_pairs(tl.reshape(lo, (MQ, J, NL, S.along // 2)), 3, MODE, S)
+        pairs = _max_abs_pairs(tl.reshape(lo, (MQ, J, NL, S.along // 2)), 3, MODE, S)
         if S.across > 1:
-            pairs = _max_pairs(tl.reshape(pairs, (NR, S.across, NL)), 1, MODE, S)
+            pairs = _max_abs_pairs(tl.reshape(pairs, (NR, S.across, NL)), 1, MODE, S)
         low, high = unpack(tl.reshape(pairs, (NR, NL)), MODE)
         return tl.maximum(magnitude_bits(low), magnitude_bits(high))
 
 
 @triton.jit
-def column_maxima(lo, hi, MODE: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr):
-    """Patterns [MQ * J / along, W * 2 / across] of blocks along M."""
+def column_block_amax(lo, hi, MODE: tl.constexpr, PACKED: tl.constexpr, S: tl.constexpr):
+    """amax bit patterns of blocks along M, int32 [MQ * J / along, W * 2 / across]."""
     MQ: tl.constexpr = lo.shape[0]
     W: tl.constexpr = lo.shape[2]
     NB: tl.constexpr = MQ * lo.shape[1] // S.along
     if not PACKED:
-        lo, hi = values(lo, hi, MODE)
+        lo, hi = to_fp32(lo, hi, MODE)
         low = tl.max(tl.reshape(tl.max(magnitude_bits(lo), axis=1), (NB, MQ // NB, W)), axis=1)
         high = tl.max(tl.reshape(tl.max(magnitude_bits(hi), axis=1), (NB, MQ // NB, W)), axis=1)
     else:
-        pairs = _max_pairs(lo, 1, MODE, S)
-        pairs = _max_pairs(tl.reshape(pairs, (NB, MQ // NB, W)), 1, MODE, S)
+        pairs = _max_abs_pairs(lo, 1, MODE, S)
+        pairs = _max_abs_pairs(tl.reshape(pairs, (NB, MQ // NB, W)), 1, MODE, S)
         lowest, highest = unpack(pairs, MODE)
         low, high = magnitude_bits(lowest), magnitude_bits(highest)
     if S.across > 1:
@@ -243,30 +245,30 @@ def column_maxima(lo, hi, MODE: tl.constexpr, PACKED: tl.constexpr, S: tl.conste
         return tl.reshape(tl.join(low, high), (NB, 2 * W))
 
 
-# ---- the tensor's own scale ------------------------------------------------------------------------------------------
+# ---- tensor scale ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _supplied(top):
-    """Pattern of a tensor's maximum; NaN for a negative one, which is no maximum. -0.0 is zero."""
-    magnitude = top & 0x7FFFFFFF
-    return tl.where((top < 0) & (magnitude != 0), 0x7FC00000, magnitude)
+def _amax_bits(amax):
+    """Bit pattern of a tensor's amax; NaN if it is negative. -0.0 counts as zero."""
+    magnitude = amax & 0x7FFFFFFF
+    return tl.where((amax < 0) & (magnitude != 0), 0x7FC00000, magnitude)
 
 
 @triton.jit
-def tensor_factors(amax_ptr, global_ptr, index, inside, is_first, count, COUNT: tl.constexpr, S: tl.constexpr):
-    """NVFP4's (decode, encode) for this tile; the first program also stores the decode factors of all groups.
+def tensor_factors(amax_ptr, global_ptr, index, inside, is_first, amax_count, COUNT: tl.constexpr, S: tl.constexpr):
+    """(decode, encode) tensor factors of this tile for NVFP4, (1, 1) for other formats and tiles outside all groups.
 
-    Tiles of no group (`inside` is false) take 1. Other formats have none.
+    The first program also stores the decode factors (tensor scales) of all groups.
     """
     if S.family == "nvfp4":
         if is_first:
-            every = tl.arange(0, COUNT)
-            tops = _supplied(tl.load(amax_ptr + every, mask=every < count, other=0))
-            decode, encode = encode_factor(tops, 2688.0, False)
-            tl.store(global_ptr + every, decode, mask=every < count)
-        top = _supplied(tl.load(amax_ptr + (index if S.grouped else 0), mask=inside | (not S.grouped), other=0))
-        decode, encode = encode_factor(top + tl.zeros((1, 1), tl.int32), 2688.0, False)
+            i = tl.arange(0, COUNT)
+            amaxes = _amax_bits(tl.load(amax_ptr + i, mask=i < amax_count, other=0))
+            decode, encode = encode_factor(amaxes, 2688.0, False)
+            tl.store(global_ptr + i, decode, mask=i < amax_count)
+        amax = _amax_bits(tl.load(amax_ptr + (index if S.grouped else 0), mask=inside | (not S.grouped), other=0))
+        decode, encode = encode_factor(amax + tl.zeros((1, 1), tl.int32), 2688.0, False)
         if S.grouped:
             decode, encode = tl.where(inside, decode, 1.0), tl.where(inside, encode, 1.0)
         return decode, encode
@@ -279,7 +281,7 @@ def tensor_factors(amax_ptr, global_ptr, index, inside, is_first, count, COUNT: 
 
 @triton.jit
 def rotate_rows(lo, hi, S: tl.constexpr):
-    """Groups along K: the first stage is within pairs."""
+    """Hadamard rotation in groups along K; the first stage is within pairs."""
     W: tl.constexpr = lo.shape[2]
     ROWS: tl.constexpr = lo.shape[0] * lo.shape[1]
     w = tl.arange(0, W)[None, None, :]
@@ -295,7 +297,7 @@ def rotate_rows(lo, hi, S: tl.constexpr):
 
 @triton.jit
 def rotate_columns(x, S: tl.constexpr):
-    """Groups along M."""
+    """Hadamard rotation in groups along M."""
     J: tl.constexpr = x.shape[1]
     W: tl.constexpr = x.shape[2]
     ROWS: tl.constexpr = x.shape[0] * J

@@ -1,10 +1,10 @@
 """Triton `dequantize`, sm_80 and newer: one read of codes and scales, one write of values, bound by memory.
 
-An operand is [rows, length] with its scaled axis last. A program takes a tile of it and writes the tile as it lies or
-transposed (axis=-2). Values are held in pairs of neighbours in the output, because two 16-bit values are one word. When
-the tile is transposed, words of codes cross threads before they are decoded: a half or a quarter of what values weigh.
+An operand is [rows, length] with its scaled axis last. A CTA reads one tile and writes it as it lies or transposed
+(axis=-2). Values are kept in pairs of neighbours of the output, because two 16-bit values are one word. For a
+transposed tile, words of codes cross threads before they are decoded: a half or a quarter of the bytes of the values.
 
-Any strides are read, if need be byte by byte: copies of operands made by others have no pads.
+Any strides are supported, if need be byte by byte: copies of operands made elsewhere have no pads.
 """
 
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
@@ -27,14 +27,14 @@ from ..registry import Request, kernel
 from ._device import locate
 from ._device_decode import (
     decode,
-    decode_two,
+    decode_config,
+    decode_pair,
     decode_word,
     load_scales,
-    rotate_pairs,
-    rotate_rows,
-    round_two,
+    rotate_pairs_back,
+    rotate_rows_back,
+    round_pair,
     scaled,
-    source,
 )
 from ._launch_cache import launcher
 from ._source import dense
@@ -44,22 +44,22 @@ from ._source import dense
 
 @triton.jit
 def _load_codes(
-    data_ptr, r, unit, row_stride, step, rows, left, BYTES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr
+    data_ptr, r, unit, row_stride, step, rows, left, BYTES: tl.constexpr, BY_UNITS: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Units of BYTES bytes of codes; `rows` of them and `left` in a row are left of the operand from data_ptr on.
+    """Load units of BYTES bytes of codes; `rows` rows and `left` per row remain from data_ptr on.
 
-    WHOLE: data_ptr points at such units, row_stride and `left` count them. Else they are put together from bytes.
+    BY_UNITS: data_ptr points at such units; row_stride and `left` count units. Else units are assembled from bytes.
     """
     if EVEN:
         return tl.load(data_ptr + r * row_stride + unit)
-    elif WHOLE:
+    elif BY_UNITS:
         return tl.load(data_ptr + r * row_stride + unit, mask=(r < rows) & (unit < left), other=0)
     else:
         at = data_ptr + r.to(tl.int64) * row_stride
         word = tl.zeros((r.shape[0], unit.shape[1]), tl.int32)
         for i in tl.static_range(BYTES):
-            place = unit * BYTES + i
-            byte = tl.load(at + place.to(tl.int64) * step, mask=(r < rows) & (place < left), other=0)
+            at_byte = unit * BYTES + i
+            byte = tl.load(at + at_byte.to(tl.int64) * step, mask=(r < rows) & (at_byte < left), other=0)
             word = word | (byte.to(tl.int32) << (8 * i))
         return word
 
@@ -69,12 +69,12 @@ def _store(
     out_ptr, lo, hi, row, rows, columns, units,
     OUT: tl.constexpr, PAIRED: tl.constexpr, EVEN: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Pairs [A, W] at rows [A, 1] of the output; `rows` and `columns` are left from out_ptr on, `units` are in a row.
+    """Store pairs [A, W] at rows [A, 1] of the output; `rows` and `columns` remain from out_ptr on; `units` per row.
 
-    PAIRED: every pair is a whole word, which out_ptr points at and `units` counts.
+    PAIRED: every pair is one aligned word; out_ptr points at words and `units` counts them.
     """
     w = tl.arange(0, lo.shape[1])[None, :]
-    word = round_two(lo, hi, OUT, SM)
+    word = round_pair(lo, hi, OUT, SM)
     if EVEN:
         tl.store(out_ptr + row * units + w, word)
     elif PAIRED:
@@ -89,9 +89,9 @@ def _store(
 
 @triton.jit
 def _row_factors(global_ptr, offs_ptr, r0, groups, BR: tl.constexpr, STEPS: tl.constexpr):
-    """The scales [BR] of the groups that rows from r0 on lie in; rows of no group take 1.
+    """Tensor scales [BR] of the groups of rows [r0, r0 + BR); 1 for rows outside all groups.
 
-    Bisection finds the first row's group, and most often it is that of all.
+    Bisection finds the group of the first row, which usually is the group of all rows.
     """
     low, high = tl.zeros((), tl.int32), groups
     for _ in tl.static_range(STEPS):
@@ -116,14 +116,14 @@ def _dequantize_kernel(
     data_ptr, scale_ptr, global_ptr, offs_ptr, out_ptr,
     rows, length, logical, data_units, data_e, data_r, data_l, scale_e, scale_t, scale_b, out_e, out_units,
     tiles_r, tiles_l, groups, per_factor,
-    S: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, MANY: tl.constexpr, WHOLE: tl.constexpr,
+    S: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, MANY: tl.constexpr, BY_UNITS: tl.constexpr,
     EVEN: tl.constexpr, PAIRED: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr, ALIGN: tl.constexpr,
     BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """rows, length: of the operand as stored; logical: its length in the output. Strides are in units of pointers.
-    data_units, out_units: in a row."""
+    """Decode one tile of the operand [rows, length] as stored.  logical: its length in the output.  data_units,
+    out_units: units per row. Strides are in units of their pointers."""
     pid = tl.program_id(0)
-    if TRANSPOSED:  # neighbours in the output follow each other
+    if TRANSPOSED:  # rasterise along the rows of the output
         pr, pl = pid % tiles_r, pid // tiles_r
     else:
         pr, pl = pid // tiles_l, pid % tiles_l
@@ -137,29 +137,29 @@ def _dequantize_kernel(
     rows_left = rows - r0
     if GROUPS:  # groups start at multiples of ALIGN in the operand, so a tile lies within one
         group, first, _, end = locate(offs_ptr, groups, l0, logical, GROUPS, ALIGN)
-        live = group < groups
+        inside = group < groups
     else:
-        group, first, end, live = 0, l0, logical, True
+        group, first, end, inside = 0, l0, logical, True
     factor = 1.0
     if S.factor == "tensor":
         factor = tl.load(global_ptr)
     elif S.factor == "matrix":
         factor = tl.load(global_ptr + e // per_factor)
     elif S.factor == "group":
-        factor = tl.load(global_ptr + group, mask=live, other=1.0)
+        factor = tl.load(global_ptr + group, mask=inside, other=1.0)
     elif S.factor == "row":
         factor = _row_factors(global_ptr, offs_ptr, r0, groups, BR, STEPS)
 
-    UNIT: tl.constexpr = 4 if TRANSPOSED else S.code_bits // 4  # a word of codes, or a pair
+    UNIT: tl.constexpr = 4 if TRANSPOSED else S.code_bits // 4  # bytes: a word of codes, or a pair
     UNITS: tl.constexpr = BL * S.code_bits // 8 // UNIT
     r, unit = tl.arange(0, BR)[:, None], tl.arange(0, UNITS)[None, :]
     if not TRANSPOSED:
-        # These pairs in a thread are 16 bytes of output; if it loaded more at once, values would have to cross threads.
+        # This many pairs per thread are 16 bytes of output; with wider loads, values would have to cross threads.
         unit = tl.max_contiguous(unit, (1, 2 if OUT == "fp32" else 4))
     data_ptr += e * data_e + r0.to(tl.int64) * data_r
-    passed = pl * (UNITS if WHOLE else UNITS * UNIT)
+    passed = pl * (UNITS if BY_UNITS else UNITS * UNIT)
     data_ptr += passed.to(tl.int64) * data_l
-    codes = _load_codes(data_ptr, r, unit, data_r, data_l, rows_left, data_units - passed, UNIT, WHOLE, EVEN)
+    codes = _load_codes(data_ptr, r, unit, data_r, data_l, rows_left, data_units - passed, UNIT, BY_UNITS, EVEN)
     BLOCKS: tl.constexpr = BL // S.along
     block = pl * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     ok = (r < rows_left) & (block * S.along < length)
@@ -172,12 +172,12 @@ def _dequantize_kernel(
         scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BR, BLOCKS, S.along // 2)), (BR, W))
         if S.factor == "row":
             factor = factor[:, None]
-        lo, hi = decode_two(codes, S)
+        lo, hi = decode_pair(codes, S)
         lo, hi = scaled(lo, scale, factor, S), scaled(hi, scale, factor, S)
         if S.hadamard:
-            lo, hi = rotate_pairs(lo, hi, S)
+            lo, hi = rotate_pairs_back(lo, hi, S)
         if GROUPS:
-            lo, hi = tl.where(live, lo, 0.0), tl.where(live, hi, 0.0)
+            lo, hi = tl.where(inside, lo, 0.0), tl.where(inside, hi, 0.0)
         _store(out_ptr, lo, hi, r, rows_left, end - first, out_units, OUT, PAIRED, EVEN, S.sm)
     else:
         W: tl.constexpr = BR // 2
@@ -195,9 +195,9 @@ def _dequantize_kernel(
             lo, hi = decode(even[:, None, :] >> j, S), decode(odd[:, None, :] >> j, S)
             lo = tl.reshape(scaled(lo, scale_lo[:, None, :], factor_lo, S), (BL, W))
             hi = tl.reshape(scaled(hi, scale_hi[:, None, :], factor_hi, S), (BL, W))
-            lo, hi = rotate_rows(lo, S), rotate_rows(hi, S)
+            lo, hi = rotate_rows_back(lo, S), rotate_rows_back(hi, S)
             if GROUPS:
-                lo, hi = tl.where(live, lo, 0.0), tl.where(live, hi, 0.0)
+                lo, hi = tl.where(inside, lo, 0.0), tl.where(inside, hi, 0.0)
             row = tl.arange(0, BL)[:, None]
             _store(out_ptr, lo, hi, row, end - first, rows_left, out_units, OUT, PAIRED, EVEN, S.sm)
         else:
@@ -208,7 +208,7 @@ def _dequantize_kernel(
                     low = scaled(lo if i == 0 else lo_next, scale_lo, factor_lo, S)
                     high = scaled(hi if i == 0 else hi_next, scale_hi, factor_hi, S)
                     if GROUPS:
-                        low, high = tl.where(live, low, 0.0), tl.where(live, high, 0.0)
+                        low, high = tl.where(inside, low, 0.0), tl.where(inside, high, 0.0)
                     row = word + (j + 4 * i if S.code_bits == 4 else 2 * j + i)
                     _store(out_ptr, low, high, row, end - first, rows_left, out_units, OUT, PAIRED, EVEN, S.sm)
 
@@ -220,7 +220,7 @@ INTERPRETED = not isinstance(_dequantize_kernel, triton.runtime.JITFunction)
 
 
 class Tile(NamedTuple):
-    """Rows by length of the operand, for a program of `warps`."""
+    """Tile of one CTA: rows by length of the operand, and its number of warps."""
 
     rows: int
     length: int
@@ -228,25 +228,25 @@ class Tile(NamedTuple):
 
 
 def tile_shape(length: int, code_bits: int, *, transposed: bool, grouped: bool) -> Tile:
-    """The tile for an operand. grouped: groups start at multiples of 128, and no tile may cross into the next."""
+    """Tile of an operand.  grouped: groups start at multiples of 128, and no tile may span two."""
     if transposed or grouped:
         return Tile((512 if transposed else 256) // code_bits, GROUP_ALIGN)
-    width = min((1024, 512, 256, 128), key=lambda width: (round_up(length, width), -width))  # wastes least
+    width = min((1024, 512, 256, 128), key=lambda width: (round_up(length, width), -width))  # least padding
     return Tile(8192 // width, width)
 
 
 def _reads_units(data: Tensor, unit: int) -> bool:
-    """Whether every row of bytes may be read by whole units, its last one included."""
+    """Whether every row of bytes can be read in aligned units, its last one included."""
     count, rows, size = data.shape
-    steps = data.stride()
-    if steps[2] != 1 or any(step % unit for step in (data.data_ptr(), *steps[:2])):
+    scale_steps = data.stride()
+    if scale_steps[2] != 1 or any(step % unit for step in (data.data_ptr(), *scale_steps[:2])):
         return False
-    end = data.storage_offset() + (count - 1) * steps[0] + (rows - 1) * steps[1] + round_up(size, unit)
+    end = data.storage_offset() + (count - 1) * scale_steps[0] + (rows - 1) * scale_steps[1] + round_up(size, unit)
     return end <= data.untyped_storage().nbytes()
 
 
 _DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
-_MOST_GROUPS = 4096  # their ends are read by every program
+_MAX_GROUPS = 4096  # every CTA reads all group ends
 _OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -254,7 +254,7 @@ _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _reject(request: Request) -> str | None:
     if "far" in request.options:
         return "takes rows and columns that lie less than 2^23 values apart: offsets within a tile are 32-bit"
-    return f"takes at most {_MOST_GROUPS} padded groups" if "many_groups" in request.options else None
+    return f"takes at most {_MAX_GROUPS} padded groups" if "many_groups" in request.options else None
 
 
 @kernel("dequantize", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject)
@@ -263,31 +263,33 @@ def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> No
     data, scale, device = q.data, q.scale, out.get_device()
     factor, offs = dense(q.global_scale), dense(offs)
     if device >= 0 and device != torch.cuda.current_device():
-        with torch.cuda.device(device):  # kernels go to the current device
+        with torch.cuda.device(device):  # Triton launches on the current device
             return dequantize(q, out, offs=offs)
-    # all that a compiled kernel depends on; Triton compiles anew for addresses off 16 bytes
+    # everything that a compiled kernel depends on; Triton recompiles for addresses not 16-byte aligned
     key = (
         q.format, q.axis, q.scale_layout, q.shape, q.group_align, q.hadamard, out.dtype, device,
         data.shape, data.stride(), data.data_ptr() % 16, scale.shape, scale.stride(), scale.data_ptr() % 16,
         None if factor is None else (factor.shape, factor.data_ptr() % 16),
         None if offs is None else (offs.shape, offs.data_ptr() % 16),
     )  # fmt: skip
-    known = _LAUNCHES.get(key)
-    if known is None:
-        return _prepare(q, out, factor, offs, key)
-    launch, rest = known
+    cached = _LAUNCHES.get(key)
+    if cached is None:
+        return _compile_and_launch(q, out, factor, offs, key)
+    launch, static_args = cached
     launch(
         device, data.data_ptr(), scale.data_ptr(), None if factor is None else factor.data_ptr(),
-        None if offs is None else offs.data_ptr(), out.data_ptr(), *rest,
+        None if offs is None else offs.data_ptr(), out.data_ptr(), *static_args,
     )  # fmt: skip
 
 
 _LAUNCHES: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
-_MOST_LAUNCHES = 4096
+_MAX_LAUNCHES = 4096
 
 
-def _prepare(q: BlockScaled, out: Tensor, factor: Tensor | None, offs: Tensor | None, key: tuple[object, ...]) -> None:
-    """Launch through the compiler, and remember what it made."""
+def _compile_and_launch(
+    q: BlockScaled, out: Tensor, factor: Tensor | None, offs: Tensor | None, key: tuple[object, ...]
+) -> None:
+    """Launch through Triton's JIT, which compiles, and store the compiled kernel in the launch cache."""
     if out.numel() == 0:
         return
     operand, transposed = q.operand, q.axis == -2
@@ -298,44 +300,44 @@ def _prepare(q: BlockScaled, out: Tensor, factor: Tensor | None, offs: Tensor | 
     scale = operand.scale if operand.scale.element_size() == 4 else operand.scale.view(torch.uint8)
     if q.scale_layout == "blocked":
         scale = scale.reshape(count, -1).contiguous()
-        steps = scale.stride(0), ceil_div(blocked_columns(q.spec, length), 4), 1
+        scale_steps = scale.stride(0), ceil_div(blocked_columns(q.spec, length), 4), 1
     else:
         scale = scale.reshape(count, *scale.shape[-2:])
-        steps = scale.stride()
-    S = source(q, 0 if INTERPRETED else capability(q.device).sm)
+        scale_steps = scale.stride()
+    S = decode_config(q, 0 if INTERPRETED else capability(q.device).sm)
     groups = 0 if offs is None else offs.shape[0]
     padded = q.group_align > 0
     tile = tile_shape(length, S.code_bits, transposed=transposed, grouped=padded)
     unit = 4 if transposed else S.code_bits // 4
-    whole = _reads_units(data, unit)
-    data_units = ceil_div(data.shape[-1], unit) if whole else data.shape[-1]
-    data_steps = (*(step // unit for step in data.stride()[:2]), 1) if whole else data.stride()
-    # a group may start anywhere in the output, which an operand that lies as the output does sees in its rows
+    by_units = _reads_units(data, unit)
+    data_units = ceil_div(data.shape[-1], unit) if by_units else data.shape[-1]
+    data_steps = (*(step // unit for step in data.stride()[:2]), 1) if by_units else data.stride()
+    # a group may start at any column of the output if the operand is not transposed, so pairs may be unaligned
     paired = out.shape[-1] % 2 == 0 and not (padded and not transposed)
     word = out.element_size() * (2 if paired else 1)
     tiles_r = ceil_div(rows, tile.rows)
     tiles_l = ceil_div(padded_length(logical, groups) if padded else logical, tile.length)
     exact = rows % tile.rows == 0 and logical % tile.length == 0 and length == logical
-    numbers = (
-        rows, length, logical, data_units, *data_steps, *steps, rows * logical * out.element_size() // word,
+    scalars = (
+        rows, length, logical, data_units, *data_steps, *scale_steps, rows * logical * out.element_size() // word,
         out.shape[-1] * out.element_size() // word, tiles_r, tiles_l, groups,
         1 if factor is None or not factor.dim() else count // max(factor.shape[0], 1),
     )  # fmt: skip
     constants = (
-        S, _OUT[out.dtype], transposed, count > 1, whole, exact and whole and paired and not padded, paired,
+        S, _OUT[out.dtype], transposed, count > 1, by_units, exact and by_units and paired and not padded, paired,
         triton.next_power_of_2(max(groups, 1)) if padded else 0,
         groups.bit_length() if S.factor == "row" else 0, GROUP_ALIGN, tile.rows, tile.length,
     )  # fmt: skip
     grid = (count * tiles_r * tiles_l, 1, 1)
     compiled = _dequantize_kernel[grid](
-        data.as_strided((unit,), (1,)).view(_UNITS[unit]) if whole else data,
-        scale, factor, offs, out.view(_UNITS[word]), *numbers, *constants,
+        data.as_strided((unit,), (1,)).view(_UNITS[unit]) if by_units else data,
+        scale, factor, offs, out.view(_UNITS[word]), *scalars, *constants,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     in_place = data.data_ptr() == q.data.data_ptr() and scale.data_ptr() == q.scale.data_ptr()
-    # whether the end of the last row may be read by a whole unit is a matter of what lies behind it
-    certain = not whole or data.shape[-1] % unit == 0
-    if compiled is not None and in_place and certain:
-        if len(_LAUNCHES) >= _MOST_LAUNCHES:
+    # reading the last row's end by a full unit depends on the storage behind it, which is not in the key
+    is_cacheable = not by_units or data.shape[-1] % unit == 0
+    if compiled is not None and in_place and is_cacheable:
+        if len(_LAUNCHES) >= _MAX_LAUNCHES:
             _LAUNCHES.clear()
-        _LAUNCHES[key] = launcher(compiled, grid), (*numbers, *constants)
+        _LAUNCHES[key] = launcher(compiled, grid), (*scalars, *constants)

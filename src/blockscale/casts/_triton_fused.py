@@ -1,7 +1,7 @@
-"""Triton fused casts: the cast kernel with another source, and RMSNorm, whose rows must be whole before they are cast.
+"""Triton fused casts: the cast kernel with another source, a row gather of codes and scales, and RMSNorm's rstd.
 
-SwiGLU and its backward compute their tile from the loaded ones, rounded to the input's type as the unfused pair does; a
-permutation gathers the rows that it loads, or, where only rows are cast, copies rows of codes and scales after the
+SwiGLU and its backward compute their tile from the loaded ones, rounded to the input's dtype as the unfused pair does.
+A permutation gathers rows as it loads them; for the row operand alone it gathers rows of codes and scales after one
 cast. The rounding code is that of the plain casts.
 """
 
@@ -22,9 +22,9 @@ from ..formats.layout import CODE_ROW_BYTES, ceil_div, round_up, scale_buffer_sh
 from ..library import empty
 from ..registry import Request, kernel
 from ._device_fused import rstd as row_rstd
-from ._source import WORDS, Source, as_words, dense, in_pairs, power_of_two
-from ._tiles import Even, load_pairs, values
-from ._triton import DEVICES, Buffers, Output, launch, reject, takes_third
+from ._source import PACKED_MODES, Source, as_packed, dense, is_pair_aligned, power_of_two
+from ._tiles import Even, load_pairs, to_fp32
+from ._triton import DEVICES, Buffers, Output, fuses_hidden, launch, reject
 from .ops import is_far
 
 Plans = tuple[CastPlan, CastPlan]
@@ -36,7 +36,7 @@ def _matrices(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-2], x.shape[-1])
 
 
-def _halves(gate_up: Tensor) -> Source:
+def _swiglu_source(gate_up: Tensor) -> Source:
     return Source("swiglu", gate_up, gate_up.shape[-1] // 2)
 
 
@@ -53,7 +53,7 @@ def swiglu(
 ) -> None:
     """Triton: one read, codes and scales in place"""
     output = Output(plan, out, state, amax)
-    launch(_halves(gate_up), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
+    launch(_swiglu_source(gate_up), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
 
 
 @kernel("swiglu_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
@@ -68,7 +68,7 @@ def swiglu_both(
 ) -> None:
     """Triton: one read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(_halves(gate_up), row, col, offs=offs)
+    launch(_swiglu_source(gate_up), row, col, offs=offs)
 
 
 def _reject_backward(request: Request) -> str | None:
@@ -90,18 +90,18 @@ def swiglu_backward_both(
     amaxes: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     offs: Tensor | None = None,
 ) -> None:
-    """Triton: one read, both operands of both gradients, and the third where it is of the same format"""
+    """Triton: one read, both operands of both gradients, and the activation's if it has the same format"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states[:2], amaxes[:2], strict=True))
-    if is_far(grad.shape, grad.stride()):  # the table was asked about gate_up
+    if is_far(grad.shape, grad.stride()):  # the registry has only checked gate_up
         grad = grad.contiguous()
-    # where a tile holds the end of gates and the start of ups, each tile is made by itself: sources are read twice
+    # if a tile would span gates and ups, each tile is computed on its own and inputs are read twice
     name = "swiglu_backward_any" if gate_up.shape[-1] % 256 else "swiglu_backward"
     source = Source(name, gate_up, gate_up.shape[-1], grad)
-    third = None
-    if hidden is not None and hidden_out is not None and takes_third(source, plans, hidden):
-        third = Output(hidden, hidden_out, states[2], amaxes[2])
-    launch(source, row, col, offs=offs, third=third)
-    if hidden is not None and hidden_out is not None and third is None:
+    hidden_output = None
+    if hidden is not None and hidden_out is not None and fuses_hidden(source, plans, hidden):
+        hidden_output = Output(hidden, hidden_out, states[2], amaxes[2])
+    launch(source, row, col, offs=offs, hidden=hidden_output)
+    if hidden is not None and hidden_out is not None and hidden_output is None:
         swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
 
 
@@ -109,7 +109,7 @@ def swiglu_backward_both(
 def permute_both(
     x: Tensor,
     indices: Tensor,
-    weights: Tensor | None,
+    gate_weights: Tensor | None,
     plans: Plans,
     outs: Outs,
     *,
@@ -119,8 +119,8 @@ def permute_both(
 ) -> None:
     """Triton: one gathered read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    name = "plain" if weights is None else "weighted"
-    launch(Source(name, x, x.shape[-1], y=dense(weights), indices=dense(indices)), row, col, offs=offs)
+    name = "plain" if gate_weights is None else "weighted"
+    launch(Source(name, x, x.shape[-1], y=dense(gate_weights), indices=dense(indices)), row, col, offs=offs)
 
 
 @kernel("permute_columns", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
@@ -139,12 +139,12 @@ def permute_columns(
     launch(source, None, Output(plan, out, state, amax), offs=offs)
 
 
-# ---- one cast, then copies of rows -----------------------------------------------------------------------------------
+# ---- one cast, then a row gather -------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _scale_offset(row, column, pitch, LAYOUT: tl.constexpr):
-    """Where the scales of a row lie; in the blocked layout a column is a word of four, a pitch the words of a row."""
+    """Offset of a row's scales; in the blocked layout a column is a word of four scales, and pitch is words per row."""
     if LAYOUT == "blocked":
         return ((row // 128) * pitch + column) * 128 + (row % 32) * 4 + (row % 128) // 32
     elif LAYOUT == "mn_major":
@@ -155,12 +155,12 @@ def _scale_offset(row, column, pitch, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _copy_codes(index_ptr, data_ptr, out_ptr, P, units, pm, pk, R: tl.constexpr, W: tl.constexpr):
-    """A tile [R, W] of words of codes, `units` of 16 bytes a row."""
+    """Gather a tile [R, W] of 32-bit words of codes; rows have `units` of 16 bytes."""
     p = pm.to(tl.int64) * R + tl.arange(0, R)
     w = pk * W + tl.arange(0, W)
     source = tl.load(index_ptr + p, mask=p < P, other=-1).to(tl.int64) + 1
     ok = (p < P)[:, None] & (w < units * 4)[None, :]
-    # a factor of 4 that the compiler sees: rows start at multiples of 16 bytes
+    # an explicit factor of 4, so that the compiler knows that rows are 16-byte aligned
     words = tl.load(data_ptr + (source * units * 4)[:, None] + w[None, :], mask=ok)
     tl.store(out_ptr + (p * units * 4)[:, None] + w[None, :], words, mask=ok)
 
@@ -170,7 +170,7 @@ def _copy_scales(
     index_ptr, scale_ptr, out_ptr, P, columns, covered, pitch, out_pitch, pm, pk,
     FROM: tl.constexpr, TO: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A tile [R, C] of scales; up to `covered` rows, since layouts have pads, which are zeros."""
+    """Gather a tile [R, C] of scales; rows up to `covered` include the pads of the layout, which are zeros."""
     p = pm.to(tl.int64) * R + tl.arange(0, R)[:, None]
     c = pk * C + tl.arange(0, C)[None, :]
     source = tl.load(index_ptr + p, mask=p < P, other=-1).to(tl.int64) + 1
@@ -185,9 +185,9 @@ def gather_kernel(
     P, units, columns, covered, pitch, out_pitch, tiles_k, code_tiles, scale_tiles_k,
     FROM: tl.constexpr, TO: tl.constexpr, R: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Row p of codes and scales is row index[p] + 1 of the source: its row 0 stands for -1, the row of zeros.
+    """Gather codes and scales: row p is row index[p] + 1 of the source. Source row 0 is the row of zeros, index -1.
 
-    The first programs copy codes, the others scales.
+    The first `code_tiles` programs copy codes, the others scales.
     """
     pid = tl.program_id(0)
     if pid < code_tiles:
@@ -202,24 +202,24 @@ def gather_kernel(
 
 @kernel("permute", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
 def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: Tensor | None = None) -> None:
-    """Triton: one cast, then copies of its rows"""
+    """Triton: one cast, then a row gather"""
     spec, rows, positions = plan.spec, x.shape[0] + 1, indices.shape[0]
-    # the blocked layout keeps four scales in a word, and so does its source; else rows of scales are read as they lie
+    # the blocked layout stores four scales in a word, and so does its source; else scales are gathered from "plain"
     layout = "blocked" if plan.layout == "blocked" else "plain"
     length = plan.stored_length(x.shape[1])
     data = empty((rows, out[0].shape[1]), spec.data_dtype, x.device)
     scale = empty(scale_buffer_shape(spec, rows, length, layout), spec.scale_dtype, x.device)
-    # The row of zeros goes through the cast, because its codes are not always 0: a maximum of NaN poisons it too.
+    # The row of zeros goes through the cast too, because its codes are not always 0: a NaN amax poisons it.
     source = Source("plain", x, x.shape[1], indices=torch.arange(-1, x.shape[0], dtype=torch.int32, device=x.device))
     launch(source, Output(replace(plan, layout=layout), (data, scale, out[2]), None, amax), None)
     if positions == 0:
         return
     blocks = ceil_div(length, spec.block[1])
-    wide = layout == "blocked" or scale.dtype == torch.float32 or blocks % 4 == 0
-    columns = blocks if scale.dtype == torch.float32 or not wide else ceil_div(blocks, 4)
+    scale_words = layout == "blocked" or scale.dtype == torch.float32 or blocks % 4 == 0
+    columns = blocks if scale.dtype == torch.float32 or not scale_words else ceil_div(blocks, 4)
     covered = {"blocked": round_up(positions, 128), "mn_major": round_up(positions, 4)}.get(plan.layout, positions)
     words, out_words = (buffer.view(torch.uint8).view(torch.int32) for buffer in (data, out[0]))
-    scales, out_scales = (buffer.view(torch.int32 if wide else torch.uint8) for buffer in (scale, out[1]))
+    scales, out_scales = (buffer.view(torch.int32 if scale_words else torch.uint8) for buffer in (scale, out[1]))
     units = words.shape[1] * 4 // CODE_ROW_BYTES
     width = min(1024, power_of_two(words.shape[1]))
     tile_rows, scale_width = 8192 // width, min(16, power_of_two(columns))
@@ -235,40 +235,40 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
 
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------
 
-_LONGEST_ROW = 32768  # a row is summed in the registers of one program
+_MAX_COLUMNS = 32768  # one CTA sums a row in its registers
 
 
 @triton.jit
 def _rstd_kernel(
-    x_ptr, rstd_ptr, M, K, stride_e, stride_m, stride_k, share, eps,
+    x_ptr, rstd_ptr, M, K, stride_e, stride_m, stride_k, inv_columns, eps,
     MODE: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """1 / sqrt(mean of squares + eps) of R rows: pairs first, as the contract's tree has it."""
+    """rstd = 1 / sqrt(mean of squares + eps) of R rows, summed by the pairwise tree of docs/numerics.md."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid * R + tl.arange(0, R)[:, None]
     offsets = (row // M) * stride_e + (row % M) * stride_m
     w = tl.arange(0, N // 2)[None, :]
     a, b = load_pairs(x_ptr, offsets, w, row >= 0, K, stride_k, MODE, EVEN)
-    lo, hi = values(a, b, MODE)
-    factor = row_rstd(lo, hi, share, eps, R, N // 2)
+    lo, hi = to_fp32(a, b, MODE)
+    factor = row_rstd(lo, hi, inv_columns, eps, R, N // 2)
     tl.store(rstd_ptr + pid * R + tl.arange(0, R), factor)
 
 
 def _launch_rstd(x: Tensor, eps: float, out: Tensor) -> None:
     count, rows, columns = x.shape
-    mode = WORDS[x.dtype] if in_pairs(x) else "any"
+    mode = PACKED_MODES[x.dtype] if is_pair_aligned(x) else "any"
     steps = [step if mode == "any" else step // 2 for step in x.stride()[:2]]
     size = power_of_two(max(columns, 2))
     _rstd_kernel[(count * rows,)](
-        as_words(x, mode), out, rows, columns, *steps, x.stride(2), 1.0 / columns, eps,
+        as_packed(x, mode), out, rows, columns, *steps, x.stride(2), 1.0 / columns, eps,
         MODE=mode, EVEN=Even(True, size == columns), R=1, N=size,
         num_warps=8 if size > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _reject_rmsnorm(request: Request) -> str | None:
-    if request.shape[-1] > _LONGEST_ROW:
-        return f"takes rows of at most {_LONGEST_ROW} values, these have {request.shape[-1]}"
+    if request.shape[-1] > _MAX_COLUMNS:
+        return f"takes rows of at most {_MAX_COLUMNS} values, these have {request.shape[-1]}"
     return reject(request)
 
 
@@ -284,7 +284,7 @@ def rmsnorm(
     state: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> None:
-    """Triton: one read where a block lies in a row and no maximum comes first, else two"""
+    """Triton: one read for 1-D blocks without a tensor amax to compute, else two"""
     output = Output(plan, out, state, amax)
     if plan.spec.block[0] == 1 and (plan.spec.family != "nvfp4" or amax is not None):
         return launch(Source("rmsnorm_rows", x, x.shape[-1], rstd, dense(weight), eps=eps), output, None)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..casts._device_decode import decode, decode_two, load_scales, source
+from ..casts._device_decode import decode, decode_config, decode_pair, load_scales
 from ..formats.layout import blocked_columns, ceil_div
 from ..formats.spec import LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
@@ -38,7 +38,7 @@ def _codes(
         byte = k // 2 + tl.arange(0, BK // 2)[None, :]
         if not EVEN:
             ok &= byte < (K + 1) // 2  # behind an odd K lies a zero
-        lo, hi = decode_two(tl.load(first + byte, mask=ok, other=0), S)
+        lo, hi = decode_pair(tl.load(first + byte, mask=ok, other=0), S)
         return tl.reshape(tl.join(lo, hi), (R, BK))
     else:
         at = k + tl.arange(0, BK)[None, :]
@@ -156,7 +156,7 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     """Triton: FP8 dot and promotion, or exact upcast in the kernel"""
     sm = 0 if INTERPRETED else capability(out.device).sm
     is_fp8 = a.spec.family == "fp8"
-    sides = source(a, sm), source(b, sm)
+    sides = decode_config(a, sm), decode_config(b, sm)
     dot = dot_type(sm, is_fp8=is_fp8)
     tile = tile_shape(a.rows, is_fp8=is_fp8, sm=sm)
     tiles_m, tiles_n = ceil_div(a.rows, tile.bm), ceil_div(b.rows, tile.bn)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..casts._device_decode import source
+from ..casts._device_decode import decode_config
 from ..formats.layout import ceil_div
 from ..formats.spec import FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
@@ -103,7 +103,7 @@ def _launch(
             data_of(a, dot), data_of(b, dot), sa, sb, a.global_scale, b.global_scale,
             None if bias is None else bias.contiguous(), out, tiles, offs.shape[0], a.rows, b.rows, a.length,
             a.data.stride(0), b.data.stride(-2), b_group, *sa_steps, *sb_steps, sb_group, *group_steps(a, b, out),
-            source(a, sm), source(b, sm), dot, k_grouped, bias is not None, accumulate,
+            decode_config(a, sm), decode_config(b, sm), dot, k_grouped, bias is not None, accumulate,
             a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.group_m,
             num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=is_fp8,  # of scaled sums; a tensor scale and a bias are two roundings
