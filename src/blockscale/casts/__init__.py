@@ -1,9 +1,9 @@
-"""Casts: high precision to block-scaled formats and back.
+"""Casts: bf16, fp16 and fp32 to block-scaled formats and back.
 
-`quantize` makes one operand, `quantize_both` makes the two that a layer needs from one read, `dequantize` goes back;
-`fused.py` and `permuted.py` have the casts that begin with an activation or a norm, and with a gather of rows.
+`quantize` makes one operand, `quantize_both` makes the two that a layer needs from one read, `dequantize` decodes.
+`fused.py` has the casts fused with an activation or a norm, `permuted.py` those fused with a row gather.
 Each works on any tensor of rank two or more; blocks run along one of the last two axes and a tail block counts as a
-whole one.
+full one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..formats.checks import check_flag, check_tensor, in_words
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, check_is_block_scaled, to_parts
 from ..library import is_watched
-from . import _reference as _reference  # registers its rows
+from . import _reference as _reference  # registers its kernels
 from . import _reference_fused as _reference_fused
 from . import fused_ops as fused_ops
 from . import ops
@@ -71,7 +71,7 @@ def quantize(
 
 
 def cast(x: Tensor, spec: CastSpec, plan: CastPlan, axis: int = -1, offs: Tensor | None = None) -> BlockScaled:
-    """`quantize` for those who have checked: plan is the spec's."""
+    """`quantize` without checks; `plan` is the plan of `spec`."""
     buffers = ops.quantize(x, plan.text(), axis, spec.state, spec.amax_tensor, offs)
     return assemble(plan, buffers, x.shape, axis, groups=offs.shape[0] if offs is not None and axis == -2 else None)
 
@@ -115,10 +115,10 @@ def cast_both(
     *,
     colsum: bool = False,
 ) -> tuple[BlockScaled, BlockScaled, Tensor]:
-    """`quantize_both` for those who have checked: plans are those of the specs. Sums mean nothing unless asked for."""
+    """`quantize_both` without checks; `plans` are the plans of `specs`. Sums are undefined unless `colsum`."""
     (row, col), (row_plan, col_plan) = specs, plans
-    states, maxima = (row.state, col.state), (row.amax_tensor, col.amax_tensor)
-    results = ops.quantize_both(x, row_plan.text(), col_plan.text(), *states, *maxima, offs, colsum)
+    states, amaxes = (row.state, col.state), (row.amax_tensor, col.amax_tensor)
+    results = ops.quantize_both(x, row_plan.text(), col_plan.text(), *states, *amaxes, offs, colsum)
     row_operand = assemble(row_plan, results[0:3], x.shape, -1)
     col_operand = assemble(col_plan, results[3:6], x.shape, -2, groups=None if offs is None else offs.shape[0])
     return row_operand, col_operand, results[6]
@@ -127,10 +127,10 @@ def cast_both(
 def dequantize(
     q: BlockScaled, dtype: torch.dtype = torch.bfloat16, *, offs: Tensor | None = None, rotated: bool = False
 ) -> Tensor:
-    """The numbers that an operand stands for, rounded once to `dtype`, in the source's shape.
+    """Values of an operand, rounded once to `dtype`, in the source's shape.
 
-    offs: needed for operands whose groups were padded or scaled one by one.  rotated: leave a Hadamard-rotated operand
-    as it is stored (its scaled axis padded to the rotation's group) instead of rotating back.
+    offs: required if groups were padded or have their own tensor scales.  rotated: return the rotated values as stored
+    (the scaled axis padded to the rotation's group) instead of rotating back.
 
     >>> q = quantize(torch.tensor([[0.5, 1.0, 7.0, -6.0]]), "mxfp4")
     >>> dequantize(q, torch.float32)
@@ -152,7 +152,7 @@ def dequantize(
         raise OptionError(
             message(
                 f"{q} without offs",
-                rule="groups that were padded or scaled one by one can only be told apart by their ends",
+                rule="groups that were padded or have their own tensor scales need their ends",
                 fix="pass the offs that it was cast with",
             )
         )
@@ -163,13 +163,13 @@ def dequantize(
             message("rotated=True for a k-grouped operand", rule="its groups are padded", fix="leave rotated out")
         )
     length, mask = q.shape[q.axis], q.hadamard
-    if rotated:  # the values of a plain operand of the stored length
+    if rotated:  # as an unrotated operand of the stored length
         length, mask = q.length, None
     return ops.dequantize(*to_parts(q), q.axis, length, q.group_align, mask, offs, dtype)
 
 
 def check_group_count(q: BlockScaled, offs: Tensor | None, name: str) -> None:
-    """Raise unless there are as many group ends as the operand has groups, padded or scaled one by one."""
+    """Raise unless offs has as many ends as the operand has padded groups or tensor scales."""
     if offs is None:
         return
     scales = q.global_scale.shape[0] if q.global_scale is not None and q.global_scale.dim() else None
@@ -185,7 +185,7 @@ def check_group_count(q: BlockScaled, offs: Tensor | None, name: str) -> None:
 
 
 def _with_options(format: str | CastSpec, options: tuple[Any, ...]) -> CastSpec:
-    """The spec of a name with options. Spelled out, since tracing cannot list a dataclass's fields."""
+    """CastSpec of a format name with options. Spelled out, since tracing cannot list a dataclass's fields."""
     if not isinstance(format, CastSpec):
         return CastSpec(format, *options)
     spec = CastSpec("", *options)
@@ -229,10 +229,10 @@ def check_source(x: Tensor, name: str) -> None:
 
 
 def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
-    """Resolve a recipe and check it against the tensor that it is applied to."""
+    """Resolve a spec to its plan and check it against the tensor to cast."""
     plan, state, amax = spec.plan(), spec.state, spec.amax_tensor
     if offs is None and state is None and amax is None and not plan.grouped_amax:
-        return plan  # the rest is about these
+        return plan  # the checks below concern only these
     check_offs(offs, x.device, x.dim())
     check_amax(amax, x.device)
     if amax is not None and amax.device.type == "cpu" and not is_watched((amax,)):
@@ -270,13 +270,13 @@ def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
 
 
 def _check_signs(amax: Tensor) -> None:
-    """Raise for a negative maximum. On a GPU a look at it would wait for the device: there it counts as NaN."""
+    """Raise for a negative amax. On the CPU only: on a GPU the check would synchronize, and the cast gives NaN."""
     lowest = float(amax.min()) if amax.numel() else 0.0
     if lowest < 0:
         raise OptionError(
             message(
                 f"amax has {lowest}",
-                rule="a maximum of magnitudes is not negative (where values cannot be seen, the cast gives NaN)",
+                rule="a maximum of magnitudes is not negative (on a GPU, and while tracing, the cast gives NaN)",
                 fix="pass x.abs().amax().float()",
             )
         )

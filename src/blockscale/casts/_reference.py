@@ -1,7 +1,7 @@
-"""The exact casts, in torch, on any device: what every other backend is compared with, byte for byte.
+"""Reference casts in torch, exact, on any device: every other backend is compared with them byte for byte.
 
-Written for clarity: each step of the contract (docs/numerics.md) is one statement. Cost: about a dozen passes over the
-data, 30 with stochastic rounding.
+Written for clarity: each step of docs/numerics.md is one statement. Cost: about a dozen passes over the data, 30 with
+stochastic rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where each source row belongs: its group and its index, counted from the group's start when there are groups."""
+    """Group and index of each source row; with groups, the index counts from the group's start."""
 
     index: Tensor
     group: Tensor | None
@@ -83,8 +83,8 @@ def quantize(
     block_amax = magnitude_bits(blocks).amax((-3, -1))
     scale, factor, global_scale = _scales(operand, block_amax, plan, axis, amax, rows, offs)
     scaled = _from_blocks(blocks * factor[..., :, None, :, None], operand.shape)
-    words = None if state is None else _words(operand, plan, axis, rows, state, x.shape[-1])
-    codes = encode(scaled, spec.element, words)
+    random = None if state is None else _random_bits(operand, plan, axis, rows, state, x.shape[-1])
+    codes = encode(scaled, spec.element, random)
     out[0].copy_(_to_code_rows(codes, spec))
     out[1].copy_(pack_scale(spec, scale, operand.shape[-2], operand.shape[-1], plan.layout))
     if global_scale is not None and out[2] is not None:
@@ -120,7 +120,7 @@ def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> No
     elif q.hadamard is not None:
         values = rotate_back(values, q.spec.hadamard, q.hadamard)[..., :logical]
     out.copy_(values if q.axis == -1 else values.mT)
-    out.masked_fill_(out.isnan(), torch.nan)  # one NaN: conversions to bf16 and fp16 on a GPU write another
+    out.masked_fill_(out.isnan(), torch.nan)  # canonical NaN: a GPU's conversions to bf16 and fp16 write another
 
 
 def _to_blocks(operand: Tensor, spec: Format) -> Tensor:
@@ -151,31 +151,31 @@ def _scales(
         return byte.view(spec.scale_dtype), factor, None
     if spec.family == "fp8":
         return *fp8_scale(block_amax, plan.rule), None
-    top = _tensor_amax(block_amax, plan, axis, rows, offs) if amax is None else supplied_amax(amax)
-    global_scale, encode_factor = nvfp4_tensor_scale(top)
+    tensor_amax = _tensor_amax(block_amax, plan, axis, rows, offs) if amax is None else supplied_amax(amax)
+    global_scale, encode_factor = nvfp4_tensor_scale(tensor_amax)
     pair = tuple(group_values(t, block_amax, spec, rows.group, axis) for t in (global_scale, encode_factor))
     byte, factor = nvfp4_block_scale(block_amax, (pair[0], pair[1]), plan.rule)
     return byte.view(spec.scale_dtype), factor, global_scale
 
 
 def _tensor_amax(block_amax: Tensor, plan: CastPlan, axis: int, rows: _Rows, offs: Tensor | None) -> Tensor:
-    """Largest magnitude pattern of the tensor [], or of each group [G]; rows of no group do not count."""
+    """amax bit pattern of the tensor [], or of each group [G]; rows outside all groups do not count."""
     if block_amax.numel() == 0:
         groups = block_amax.shape[0] if offs is None else offs.shape[0]
         return block_amax.new_zeros((groups,) if plan.grouped_amax else ())
     if offs is None:
         return block_amax.flatten(1).amax(1) if plan.grouped_amax else block_amax.max()
     assert rows.group is not None
-    # one maximum per row (axis=-1) or per block of tokens (axis=-2, where groups start at whole blocks)
+    # one amax per row (axis=-1) or per block of tokens (axis=-2, where groups start at block boundaries)
     per_item = block_amax.amax(1) if axis == -1 else block_amax.amax(0)
     group = rows.group if axis == -1 else rows.group[:: plan.spec.block[1]]
-    top = per_item.new_zeros(offs.shape[0] + 1)
-    top = top.scatter_reduce(0, group, per_item, "amax")[:-1]
-    return top if plan.grouped_amax else pad(top, (0, 1)).max()  # a zero more, for no groups at all
+    amax = per_item.new_zeros(offs.shape[0] + 1)
+    amax = amax.scatter_reduce(0, group, per_item, "amax")[:-1]
+    return amax if plan.grouped_amax else pad(amax, (0, 1)).max()  # padded with a zero, for offs of length 0
 
 
-def _words(operand: Tensor, plan: CastPlan, axis: int, rows: _Rows, state: Tensor, columns: int) -> Tensor:
-    """One random word per element of the operand, by its position in the whole source tensor."""
+def _random_bits(operand: Tensor, plan: CastPlan, axis: int, rows: _Rows, state: Tensor, columns: int) -> Tensor:
+    """One random word per element of the operand, by its position in the full source tensor."""
     assert plan.stream is not None
     first_row, first_column, all_columns = plan.origin or (0, 0, columns)
     row, group = rows.index, rows.group
@@ -185,9 +185,9 @@ def _words(operand: Tensor, plan: CastPlan, axis: int, rows: _Rows, state: Tenso
         row = torch.cat((row, tail), dim=-1)
     column = torch.arange(operand.shape[-1 if axis == -1 else -2], device=row.device) + first_column
     index = (row + first_row)[..., :, None] * all_columns + column
-    number = 0 if group is None else (group + plan.first_group)[:, None]
-    words = random_words(index, state, plan.stream, number)
-    return words if axis == -1 else words.mT
+    group_index = 0 if group is None else (group + plan.first_group)[:, None]
+    random = random_words(index, state, plan.stream, group_index)
+    return random if axis == -1 else random.mT
 
 
 def _to_code_rows(codes: Tensor, spec: Format) -> Tensor:
@@ -198,7 +198,7 @@ def _to_code_rows(codes: Tensor, spec: Format) -> Tensor:
 
 
 def _column_sums(x: Tensor, offs: Tensor | None, out: Tensor) -> None:
-    """Sums over rows, or over the rows of each group, in fp64 and rounded once: order shows only past 53 bits."""
+    """Sums over rows, or over the rows of each group, in fp64 and rounded once: order matters only past 53 bits."""
     if offs is None:
         out.copy_(x.double().sum(-2))
         return
@@ -208,7 +208,7 @@ def _column_sums(x: Tensor, offs: Tensor | None, out: Tensor) -> None:
 
 
 def _unpad_groups(values: Tensor, offs: Tensor, rows: int) -> Tensor:
-    """[K, padded length] -> [K, rows]: every group moved back to where it was; rows of no group are zero."""
+    """[K, padded length] -> [K, rows]: groups at their unpadded positions; rows outside all groups are zero."""
     ends = padded_ends(offs)
     starts = torch.cat((ends.new_zeros(1), ends))
     group, index = locate(torch.arange(rows, device=values.device), offs.to(torch.int64))

@@ -1,6 +1,6 @@
-"""The exact fused casts: a tensor as `activation.py` specifies it, then the exact cast of that tensor.
+"""Reference fused casts: a tensor as `activation.py` specifies it, then the reference cast of that tensor.
 
-Nothing is saved: what these define is the bytes, for kernels that make one pass.
+They are not faster than the unfused pair. They define the bytes for kernels that need one pass.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def rmsnorm_both(
 def permute_both(
     x: Tensor,
     indices: Tensor,
-    weights: Tensor | None,
+    gate_weights: Tensor | None,
     plans: Plans,
     outs: Outs,
     *,
@@ -121,7 +121,7 @@ def permute_both(
     offs: Tensor,
 ) -> None:
     """exact torch reference, any device"""
-    rows = activation.gather_rows(x, indices, weights)
+    rows = activation.gather_rows(x, indices, gate_weights)
     quantize_both(rows, plans, outs, None, states=states, amaxes=amaxes, offs=offs)
 
 
@@ -144,7 +144,7 @@ def permute_columns(
 def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: Tensor | None = None) -> None:
     """exact torch reference, any device"""
     spec, plain = plan.spec, replace(plan, layout="plain")
-    source = activation.with_zero_row(x)  # a zero more changes no maximum
+    source = activation.with_zero_row(x)  # a row of zeros does not change the amax
     length = plan.stored_length(x.shape[1])
     data = empty((source.shape[0], out[0].shape[1]), spec.data_dtype, x.device)
     shape = scale_buffer_shape(spec, source.shape[0], length, "plain")
@@ -156,6 +156,6 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
 
 
 def _take(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Rows of codes or scales; as bytes where they are bytes, since torch does not index every dtype."""
+    """Gathered rows of codes or scales; one-byte dtypes as uint8, since torch does not index all of them."""
     raw = buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer
     return raw.index_select(0, rows).view(buffer.dtype)

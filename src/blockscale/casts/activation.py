@@ -1,7 +1,7 @@
-"""What casts are fused with, in fp32 and exactly specified: SwiGLU, its backward, RMSNorm, the gather of rows.
+"""Operations that casts are fused with, in fp32 and exactly specified: SwiGLU, its backward, RMSNorm, row gather.
 
-Section 16 of the contract (docs/numerics.md), statement by statement, in torch. No exponential of a platform is used:
-e^-r is a polynomial, so that every device makes the same bits. `_device_fused.py` has the same functions for Triton.
+Section 16 of docs/numerics.md, statement by statement, in torch. e^-r is a polynomial instead of a platform's exp, so
+that every device gives the same bits. `_device_fused.py` has the same functions for Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 MINUS_LOG2E = -1.44269502162933349609375
 LN2 = 0.693147182464599609375
 LOWEST, HIGHEST = -87.0, 88.0
-"""Gates below count as -87: soon 1 / s would leave the normal numbers. At 88 the exponent field of 2^n is 0."""
+"""Gates below -87 count as -87, which keeps 1 / s normal. At 88 the exponent field of 2^n is 0."""
 MAGIC = 12583039.0
 """1.5 * 2^23 + 127: adding it rounds to an integer n, and leaves n + 127 in the low byte."""
 EXP = (
@@ -29,7 +29,7 @@ EXP = (
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """fp32 a * b + c with one rounding, which torch has no operator for.
+    """fp32 a * b + c with one rounding; torch has no such operator.
 
     The product is exact in fp64. The sum is rounded to odd there: an inexact one gets an odd last bit, so that the
     rounding to fp32 never takes it for a tie.
@@ -46,7 +46,7 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
 
 
 def sigmoid(g: Tensor) -> Tensor:
-    """fp32 from -87 up -> 1 / (1 + e^-g); 1 from 16.64 on. Of NaN anything: whoever uses it multiplies by g.
+    """fp32 g >= -87 -> 1 / (1 + e^-g); 1 from 16.64 on. Undefined for NaN: callers multiply the result by g.
 
     >>> sigmoid(torch.tensor([0.0, 1.0, -1.0, 20.0])).tolist()
     [0.5, 0.7310585379600525, 0.26894140243530273, 1.0]
@@ -78,7 +78,7 @@ def _gate_and_up(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradients of gate and up beside each other [..., 2H], for the gradient [..., H] of `swiglu`; rounded likewise."""
+    """[gradient of gate | gradient of up], [..., 2H], for the gradient [..., H] of `swiglu`; rounded likewise."""
     gate, up = _gate_and_up(gate_up)
     dy, s = grad.float(), sigmoid(gate)
     slope = s * fma(gate, 1.0 - s, 1.0)
@@ -86,7 +86,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """fp32 sums over the last axis: neighbours are added, then neighbouring sums, until one is left."""
+    """fp32 sums over the last axis by a pairwise tree of neighbours."""
     length = x.shape[-1]
     x = pad(x, (0, (1 << (length - 1).bit_length()) - length))
     while x.shape[-1] > 1:
@@ -97,30 +97,30 @@ def tree_sum(x: Tensor) -> Tensor:
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x * rstd * weight over the last axis, rounded to x's type, and rstd (fp32) without that axis."""
     wide = x.float()
-    # tensors, since a device may replace a division by a Python number with a multiplication
+    # tensors: with a Python number a device may replace the division by a multiplication
     share, epsilon = (torch.tensor(v, dtype=torch.float32, device=x.device) for v in (1.0 / x.shape[-1], eps))
-    # by way of fp64: vector libraries take the root of an fp32 number to almost, not exactly, half a unit
+    # by way of fp64: vector libraries do not always round the root of an fp32 number correctly
     root = torch.sqrt((tree_sum(wide * wide) * share + epsilon).double()).float()
     rstd = torch.ones_like(root) / root
     return ((wide * rstd[..., None]) * weight.float()).to(x.dtype), rstd
 
 
-def gather_rows(x: Tensor, indices: Tensor, weights: Tensor | None = None) -> Tensor:
-    """x[indices], with a row of zeros for each -1; each times its weight [P] (fp32) where there are weights, in fp32
-    and rounded once to x's type.
+def gather_rows(x: Tensor, indices: Tensor, gate_weights: Tensor | None = None) -> Tensor:
+    """x[indices], with a row of zeros for each -1.  gate_weights: fp32 [P], factor of each row; the product is computed
+    in fp32 and rounded once to x's dtype.
 
     >>> gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 1])).flatten().tolist()
     [2.0, 0.0, 2.0]
     """
     rows = with_zero_row(x).index_select(0, zero_row_for_padding(indices, x.shape[0]))
-    return rows if weights is None else (rows.float() * weights[:, None]).to(x.dtype)
+    return rows if gate_weights is None else (rows.float() * gate_weights[:, None]).to(x.dtype)
 
 
 def with_zero_row(x: Tensor) -> Tensor:
-    """[T, K] -> [T + 1, K]: the last row stands for padding."""
+    """[T, K] -> [T + 1, K]: the added last row is zeros, for padding."""
     return torch.cat((x, x.new_zeros(1, x.shape[1])))
 
 
 def zero_row_for_padding(indices: Tensor, rows: int) -> Tensor:
-    """Indices into what `with_zero_row` returns."""
+    """Indices into the result of `with_zero_row`: -1 becomes `rows`."""
     return torch.where(indices < 0, rows, indices)

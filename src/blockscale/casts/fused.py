@@ -1,8 +1,8 @@
-"""Casts fused with what comes before them, so that a tensor is read once and never written in high precision.
+"""Casts fused with SwiGLU, its backward, or RMSNorm: the input is read once and no bf16 intermediate is written.
 
 Each gives exactly the bytes of the cast of a tensor that docs/numerics.md, section 16, defines: computed in fp32 and
-rounded once to the input's type. As with every cast, results do not require grad. `permuted.py` has the casts of rows
-that are gathered.
+rounded once to the input's dtype. As with every cast, results do not require grad. `permuted.py` has the casts fused
+with a row gather.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def swiglu_quantize(gate_up: Tensor, spec: Spec, *, axis: int = -1, offs: Tensor
 def swiglu_cast(
     gate_up: Tensor, spec: CastSpec, plan: CastPlan, axis: int = -1, offs: Tensor | None = None
 ) -> BlockScaled:
-    """`swiglu_quantize` for those who have checked: plan is the spec's."""
+    """`swiglu_quantize` without checks; `plan` is the plan of `spec`."""
     buffers = fused_ops.swiglu_quantize(gate_up, plan.text(), axis, spec.state, spec.amax_tensor, offs)
     return assemble(plan, buffers, _hidden_shape(gate_up), axis, groups=count_groups(offs) if axis == -2 else None)
 
@@ -76,11 +76,11 @@ def swiglu_backward_quantize_both(
 def swiglu_backward_quantize_both(
     grad: Tensor, gate_up: Tensor, row: Spec, col: Spec, *, hidden: Spec | None = None, offs: Tensor | None = None
 ) -> Pair | tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """Both operands of SwiGLU's gradient: that of gate and that of up beside each other, [..., M, 2H], as gate_up is.
+    """Both operands of SwiGLU's gradient [gradient of gate | gradient of up], [..., M, 2H], laid out as gate_up.
 
-    grad: [..., M, H], the gradient of silu(gate) * up.  hidden: a cast of silu(gate) * up itself with blocks along M,
-    which comes as a third result: the operand that the weight gradient of the next layer needs, recomputed from what
-    is read anyway instead of kept since the forward.
+    grad: [..., M, H], the gradient of silu(gate) * up.  hidden: spec of a cast of silu(gate) * up with blocks along M,
+    returned as a third result: the wgrad operand of the next linear layer, recomputed from the same read instead of
+    saved for backward.
 
     >>> import torch
     >>> grad, gate_up = torch.randn(64, 32), torch.randn(64, 64)
@@ -110,7 +110,7 @@ def swiglu_backward_cast(
     hidden_plan: CastPlan | None = None,
     offs: Tensor | None = None,
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled | None]:
-    """`swiglu_backward_quantize_both` for those who have checked: plans are those of the specs."""
+    """`swiglu_backward_quantize_both` without checks; `plans` are the plans of `specs`."""
     row, col = specs
     results = fused_ops.swiglu_backward_quantize_both(
         grad,
@@ -135,7 +135,7 @@ def swiglu_backward_cast(
 def rmsnorm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-6) -> tuple[BlockScaled, Tensor]:
     """Cast x * rstd * weight, where rstd = 1 / sqrt(mean of squares of a row + eps); blocks along the last axis.
 
-    Also returns rstd (fp32, [..., M]), which a backward needs.
+    Also returns rstd (fp32, [..., M]), which the backward needs.
 
     >>> import torch
     >>> q, rstd = rmsnorm_quantize(torch.full((2, 64), 3.0), torch.ones(64), "mxfp8_e4m3")
@@ -166,13 +166,13 @@ def rmsnorm_quantize_both(
     return *pair_of(plans, results, x.shape, offs), results[6]
 
 
-# what the functions above share
+# shared by the functions above
 
 
 def pair_arguments(
     plans: tuple[CastPlan, CastPlan], specs: tuple[CastSpec, CastSpec]
 ) -> tuple[str, str, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """How two casts cross an operator's boundary."""
+    """Operator arguments of two casts: plans as text, random states, supplied amaxes."""
     row, col = specs
     return plans[0].text(), plans[1].text(), row.state, col.state, row.amax_tensor, col.amax_tensor
 
@@ -180,13 +180,13 @@ def pair_arguments(
 def pair_of(
     plans: tuple[CastPlan, CastPlan], results: Sequence[Tensor], shape: Sequence[int], offs: Tensor | None
 ) -> Pair:
-    """Both operands of what an operator made."""
+    """Both operands from the buffers that an operator returned."""
     row = assemble(plans[0], (results[0], results[1], results[2]), shape, -1)
     return row, assemble(plans[1], (results[3], results[4], results[5]), shape, -2, groups=count_groups(offs))
 
 
 def count_groups(offs: Tensor | None) -> int | None:
-    """How many groups a column operand has."""
+    """Number of groups of a column operand; None without groups."""
     return None if offs is None else offs.shape[0]
 
 
@@ -195,7 +195,7 @@ def _hidden_shape(gate_up: Tensor) -> tuple[int, ...]:
 
 
 def check_gate_up(gate_up: Tensor) -> None:
-    """Raise unless it is a source whose last axis has two halves."""
+    """Raise unless gate_up is a valid source with an even last axis."""
     check_source(gate_up, "gate_up")
     if gate_up.shape[-1] % 2:
         raise ShapeError(
@@ -208,7 +208,7 @@ def check_gate_up(gate_up: Tensor) -> None:
 
 
 def check_grad(grad: Tensor, gate_up: Tensor) -> None:
-    """Raise unless it may be the gradient of what is made of `gate_up`."""
+    """Raise unless grad has the shape, dtype and device of the gradient of silu(gate) * up."""
     check_source(grad, "grad")
     want = _hidden_shape(gate_up)
     if tuple(grad.shape) != want:
@@ -255,12 +255,12 @@ def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def check_same_device(first: Tensor, first_name: str, second: Tensor, second_name: str) -> None:
-    """Raise unless two tensors lie on one device."""
+    """Raise unless two tensors are on one device."""
     if first.device != second.device:
         raise DeviceError(
             message(
                 f"{first_name} is on {first.device}, {second_name} on {second.device}",
-                rule="what one cast reads is on one device",
+                rule="all inputs of a cast are on one device",
                 fix=f"pass {first_name}.to({second_name}.device)",
             )
         )

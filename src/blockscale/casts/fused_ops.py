@@ -1,6 +1,6 @@
-"""The operators of the fused casts; conventions as in `ops.py`, with what a cast is fused with in front.
+"""The operators of the fused casts; conventions as in `ops.py`, with the inputs of the fused operation first.
 
-The kernel table is asked with the shape of what is cast, not of what is read.
+Registry requests have the shape of the tensor that is cast, not of the tensor that is read.
 """
 
 import torch
@@ -12,7 +12,7 @@ from ..formats.layout import check_group_ends
 from ..library import define_op, empty
 from ..registry import select
 from .ops import allocate, allocate_both, cast_request
-from .sharding import whole
+from .sharding import replicated
 
 Maybe = Tensor | None
 Three = tuple[Tensor, Tensor, Maybe]
@@ -27,17 +27,17 @@ def _parse(row: str, col: str) -> tuple[CastPlan, CastPlan]:
 
 
 def hidden_like(gate_up: Tensor) -> Tensor:
-    """A tensor of the shape, type and device of what SwiGLU makes: one half of its input."""
+    """View with the shape, dtype and device of SwiGLU's result: half of its input."""
     return gate_up[..., : gate_up.shape[-1] // 2]
 
 
 def permuted_like(x: Tensor, indices: Tensor) -> Tensor:
-    """A tensor of the shape, type and device of x[indices]."""
+    """Tensor with the shape, dtype and device of x[indices], without memory of its own."""
     return x.new_empty(()).expand(indices.shape[0], x.shape[1])
 
 
 def check_indices(indices: Tensor, rows: int) -> None:
-    """Raise unless every index is a row or -1. Only on the CPU: on a GPU looking would make the host wait."""
+    """Raise unless every index is a row or -1. On the CPU only: on a GPU the check would synchronize."""
     if indices.device.type != "cpu" or indices.shape[0] == 0:
         return
     for index in (int(indices.min()), int(indices.max())):
@@ -60,7 +60,7 @@ def _fake_swiglu(
     return allocate(hidden_like(gate_up), CastPlan.parse(plan), axis, amax, offs)
 
 
-@define_op(fake=_fake_swiglu, sharding=whole)
+@define_op(fake=_fake_swiglu, sharding=replicated)
 def swiglu_quantize(
     gate_up: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
 ) -> Three:
@@ -68,8 +68,8 @@ def swiglu_quantize(
     resolved, like = CastPlan.parse(plan), hidden_like(gate_up)
     check_group_ends(offs, gate_up.shape[-2])
     out = allocate(like, resolved, axis, amax, offs)
-    row = select(cast_request("swiglu", like, (resolved,), offs))
-    row.launch(gate_up, resolved, axis, out, state=state, amax=amax, offs=offs)
+    chosen = select(cast_request("swiglu", like, (resolved,), offs))
+    chosen.launch(gate_up, resolved, axis, out, state=state, amax=amax, offs=offs)
     return out
 
 
@@ -87,7 +87,7 @@ def _fake_swiglu_both(
     return *outs[0], *outs[1]
 
 
-@define_op(fake=_fake_swiglu_both, sharding=whole)
+@define_op(fake=_fake_swiglu_both, sharding=replicated)
 def swiglu_quantize_both(
     gate_up: Tensor,
     row: str,
@@ -108,7 +108,7 @@ def swiglu_quantize_both(
 
 
 def _allocate_hidden(grad: Tensor, hidden: str, amax: Maybe, offs: Maybe) -> tuple[Maybe, Maybe, Maybe]:
-    """Buffers of the recomputed activation's column operand, if it is asked for."""
+    """Buffers of the recomputed activation's column operand; None without a `hidden` plan."""
     return allocate(grad, CastPlan.parse(hidden), -2, amax, offs) if hidden else (None, None, None)
 
 
@@ -130,7 +130,7 @@ def _fake_swiglu_backward(
     return *outs[0], *outs[1], *_allocate_hidden(grad, hidden, hidden_amax, offs)
 
 
-@define_op(fake=_fake_swiglu_backward, sharding=whole)
+@define_op(fake=_fake_swiglu_backward, sharding=replicated)
 def swiglu_backward_quantize_both(
     grad: Tensor,
     gate_up: Tensor,
@@ -146,14 +146,15 @@ def swiglu_backward_quantize_both(
     offs: Tensor | None,
 ) -> Nine:
     """Both operands of the gradient of gate and up; with a `hidden` plan also the column operand of the activation."""
-    plans, third = _parse(row, col), CastPlan.parse(hidden) if hidden else None
+    plans, hidden_plan = _parse(row, col), CastPlan.parse(hidden) if hidden else None
     check_group_ends(offs, gate_up.shape[-2])
     outs = allocate_both(gate_up, plans, (row_amax, col_amax), offs)
     hidden_out = _allocate_hidden(grad, hidden, hidden_amax, offs)
-    chosen = select(cast_request("swiglu_backward_both", gate_up, plans if third is None else (*plans, third), offs))
+    requested = plans if hidden_plan is None else (*plans, hidden_plan)
+    chosen = select(cast_request("swiglu_backward_both", gate_up, requested, offs))
     states, amaxes = (row_state, col_state, hidden_state), (row_amax, col_amax, hidden_amax)
-    buffers = None if third is None else hidden_out
-    chosen.launch(grad, gate_up, plans, outs, third, buffers, states=states, amaxes=amaxes, offs=offs)
+    buffers = None if hidden_plan is None else hidden_out
+    chosen.launch(grad, gate_up, plans, outs, hidden_plan, buffers, states=states, amaxes=amaxes, offs=offs)
     return *outs[0], *outs[1], *hidden_out
 
 
@@ -168,15 +169,15 @@ def _fake_rmsnorm(x: Tensor, weight: Tensor, eps: float, plan: str, state: Tenso
     return *allocate(x, CastPlan.parse(plan), -1, amax, None), _allocate_rstd(x)
 
 
-@define_op(fake=_fake_rmsnorm, sharding=whole)
+@define_op(fake=_fake_rmsnorm, sharding=replicated)
 def rmsnorm_quantize(
     x: Tensor, weight: Tensor, eps: float, plan: str, state: Tensor | None, amax: Tensor | None
 ) -> Four:
     """The row operand of the normalised x, and rstd."""
     resolved = CastPlan.parse(plan)
     out, rstd = allocate(x, resolved, -1, amax, None), _allocate_rstd(x)
-    row = select(cast_request("rmsnorm", x, (resolved,)))
-    row.launch(x, weight, eps, resolved, out, rstd, state=state, amax=amax)
+    chosen = select(cast_request("rmsnorm", x, (resolved,)))
+    chosen.launch(x, weight, eps, resolved, out, rstd, state=state, amax=amax)
     return *out, rstd
 
 
@@ -196,7 +197,7 @@ def _fake_rmsnorm_both(
     return *outs[0], *outs[1], _allocate_rstd(x)
 
 
-@define_op(fake=_fake_rmsnorm_both, sharding=whole)
+@define_op(fake=_fake_rmsnorm_both, sharding=replicated)
 def rmsnorm_quantize_both(
     x: Tensor,
     weight: Tensor,
@@ -224,7 +225,7 @@ def rmsnorm_quantize_both(
 def _fake_permute_both(
     x: Tensor,
     indices: Tensor,
-    weights: Tensor | None,
+    gate_weights: Tensor | None,
     row: str,
     col: str,
     row_state: Tensor | None,
@@ -237,11 +238,11 @@ def _fake_permute_both(
     return *outs[0], *outs[1]
 
 
-@define_op(fake=_fake_permute_both, sharding=whole)
+@define_op(fake=_fake_permute_both, sharding=replicated)
 def permute_quantize_both(
     x: Tensor,
     indices: Tensor,
-    weights: Tensor | None,
+    gate_weights: Tensor | None,
     row: str,
     col: str,
     row_state: Tensor | None,
@@ -250,13 +251,13 @@ def permute_quantize_both(
     col_amax: Tensor | None,
     offs: Tensor,
 ) -> Six:
-    """Both operands of x[indices], each row times its weight where there are weights (fp32 [P])."""
+    """Both operands of x[indices]; with gate_weights (fp32 [P]) each row is multiplied by its weight."""
     plans, amaxes, like = _parse(row, col), (row_amax, col_amax), permuted_like(x, indices)
     check_group_ends(offs, indices.shape[0])
     check_indices(indices, x.shape[0])
     outs = allocate_both(like, plans, amaxes, offs)
     chosen = select(cast_request("permute_both", like, plans, offs))
-    chosen.launch(x, indices, weights, plans, outs, states=(row_state, col_state), amaxes=amaxes, offs=offs)
+    chosen.launch(x, indices, gate_weights, plans, outs, states=(row_state, col_state), amaxes=amaxes, offs=offs)
     return *outs[0], *outs[1]
 
 
@@ -266,7 +267,7 @@ def _fake_permute_columns(
     return allocate(permuted_like(x, indices), CastPlan.parse(plan), -2, amax, offs)
 
 
-@define_op(fake=_fake_permute_columns, sharding=whole)
+@define_op(fake=_fake_permute_columns, sharding=replicated)
 def permute_quantize_columns(
     x: Tensor, indices: Tensor, plan: str, state: Tensor | None, amax: Tensor | None, offs: Tensor
 ) -> Three:
@@ -275,8 +276,8 @@ def permute_quantize_columns(
     check_group_ends(offs, indices.shape[0])
     check_indices(indices, x.shape[0])
     out = allocate(like, resolved, -2, amax, offs)
-    row = select(cast_request("permute_columns", like, (resolved,), offs))
-    row.launch(x, indices, resolved, out, state=state, amax=amax, offs=offs)
+    chosen = select(cast_request("permute_columns", like, (resolved,), offs))
+    chosen.launch(x, indices, resolved, out, state=state, amax=amax, offs=offs)
     return out
 
 
@@ -284,9 +285,9 @@ def _fake_permute(x: Tensor, indices: Tensor, plan: str, amax: Tensor | None) ->
     return allocate(permuted_like(x, indices), CastPlan.parse(plan), -1, amax, None)
 
 
-@define_op(fake=_fake_permute, sharding=whole)
+@define_op(fake=_fake_permute, sharding=replicated)
 def quantize_permute(x: Tensor, indices: Tensor, plan: str, amax: Tensor | None) -> Three:
-    """The row operand of x, its rows gathered by `indices` after the cast."""
+    """The row operand of x, with its rows gathered by `indices` after the cast."""
     resolved = CastPlan.parse(plan)
     check_indices(indices, x.shape[0])
     out = allocate(permuted_like(x, indices), resolved, -1, amax, None)

@@ -1,7 +1,7 @@
-"""The cast operators: what crosses the boundary to PyTorch is tensors, and a `CastPlan` as text.
+"""The cast operators (torch.ops.blockscale): they take and return tensors, and a `CastPlan` as text.
 
 Bodies select a kernel and fill buffers; the fakes share the allocation. A cast returns the operand's contiguous buffers
-(codes, scales, tensor scale; the last is missing unless NVFP4), which `formats.tensor.assemble` dresses.
+(codes, scales, tensor scale; the last is None unless NVFP4), and `formats.tensor.assemble` wraps them.
 """
 
 import functools
@@ -19,14 +19,14 @@ from ..registry import Request, select
 from . import sharding
 
 Buffers = tuple[Tensor, Tensor, Tensor | None]
-Seven = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+BothAndColsum = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
 Shape = tuple[int, ...]
 
 
 def _buffer_shapes(
     plan: CastPlan, shape: Shape, axis: int, amax: Shape | None, groups: int | None
 ) -> tuple[Shape, Shape, Shape | None]:
-    """Shapes of codes, scales and tensor scale of a source's operand; amax: the shape of supplied maxima."""
+    """Shapes of codes, scales and tensor scale of an operand.  shape: of the source.  amax: shape of a supplied one."""
     spec, lead = plan.spec, shape[:-2]
     rows, length = shape[-3 - axis], plan.stored_length(shape[axis])
     if groups is not None and axis == -2:
@@ -39,13 +39,13 @@ def _buffer_shapes(
     return codes, (*lead, *scale_buffer_shape(spec, rows, length, plan.layout)), tensor_scale
 
 
-# by plain numbers only: sizes that are being traced are symbols
-_remembered_shapes = functools.lru_cache(maxsize=8192)(_buffer_shapes)
+# for plain ints only: sizes are symbols while tracing
+_cached_shapes = functools.lru_cache(maxsize=8192)(_buffer_shapes)
 
 
 def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Tensor | None) -> Buffers:
     """The buffers of one operand, for kernels and fakes alike."""
-    shapes_of = _remembered_shapes if type(x) is Tensor else _buffer_shapes
+    shapes_of = _cached_shapes if type(x) is Tensor else _buffer_shapes
     supplied, groups = None if amax is None else amax.shape, None if offs is None else offs.shape[0]
     codes, scales, tensor_scale = shapes_of(plan, x.shape, axis, supplied, groups)
     spec, device = plan.spec, x.device
@@ -57,14 +57,13 @@ def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Te
 
 
 def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
-    """What the kernel table is asked for a cast."""
+    """Registry request of a cast."""
     groups = None if offs is None else offs.shape[0]
     return _cast_request(op, capability(x.device), x.shape, x.stride(), x.dtype, plans, groups)
 
 
 def is_far(shape: Shape, strides: Shape) -> bool:
-    """Whether neighbouring rows, of a tensor or of an operand made from it, lie so far apart that 256 of them pass
-    2^31."""
+    """Whether rows of a tensor, or of its operand, are so far apart that offsets in a tile of 256 rows exceed 2^31."""
     return max(*strides[-2:], *shape[-2:]) >= 1 << 23
 
 
@@ -78,7 +77,7 @@ def _cast_request(
     plans: tuple[CastPlan, ...],
     groups: int | None,
 ) -> Request:
-    asked = {
+    options_on = {
         "far": is_far(shape, strides),
         "offs": groups is not None,
         "many_groups": groups is not None and groups > 4096,
@@ -86,7 +85,7 @@ def _cast_request(
         "hadamard": any(plan.hadamard is not None for plan in plans),
     }
     formats, layouts = tuple(plan.format for plan in plans), tuple(plan.layout for plan in plans)
-    options = frozenset(name for name, on in asked.items() if on)
+    options = frozenset(name for name, on in options_on.items() if on)
     return Request(op, where, formats, (math.prod(shape[:-1]), shape[-1]), dtype, layouts, options)
 
 
@@ -104,8 +103,8 @@ def quantize(
     resolved = CastPlan.parse(plan)
     check_group_ends(offs, x.shape[-2])
     out = allocate(x, resolved, axis, amax, offs)
-    row = select(cast_request("cast", x, (resolved,), offs))
-    row.launch(x, resolved, axis, out, state=state, amax=amax, offs=offs)
+    chosen = select(cast_request("cast", x, (resolved,), offs))
+    chosen.launch(x, resolved, axis, out, state=state, amax=amax, offs=offs)
     return out
 
 
@@ -133,7 +132,7 @@ def _fake_quantize_both(
     col_amax: Tensor | None,
     offs: Tensor | None,
     colsum: bool,
-) -> Seven:
+) -> BothAndColsum:
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     outs = allocate_both(x, plans, (row_amax, col_amax), offs)
     return *outs[0], *outs[1], _allocate_colsum(x, offs, colsum)
@@ -150,8 +149,8 @@ def quantize_both(
     col_amax: Tensor | None,
     offs: Tensor | None,
     colsum: bool,
-) -> Seven:
-    """Both operands of x from one read, and its column sums when asked for."""
+) -> BothAndColsum:
+    """Both operands of x from one read, and its column sums if `colsum`."""
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     check_group_ends(offs, x.shape[-2])
     amaxes = (row_amax, col_amax)
@@ -167,12 +166,12 @@ def _fake_requantize_(data: Tensor, scale: Tensor, factor: Tensor | None, x: Ten
     return None
 
 
-@define_op(fake=_fake_requantize_, sharding=sharding.whole, mutates=("data", "scale", "factor"))
+@define_op(fake=_fake_requantize_, sharding=sharding.replicated, mutates=("data", "scale", "factor"))
 def requantize_(data: Tensor, scale: Tensor, factor: Tensor | None, x: Tensor, plan: str, axis: int) -> None:
-    """Cast x again into the buffers that `quantize` made of a tensor like it."""
+    """Cast x into existing buffers, allocated by `quantize` for a tensor of the same shape and plan."""
     resolved = CastPlan.parse(plan)
-    row = select(cast_request("cast", x, (resolved,), None))
-    row.launch(x, resolved, axis, _typed(resolved, data, scale, factor), state=None, amax=None, offs=None)
+    chosen = select(cast_request("cast", x, (resolved,), None))
+    chosen.launch(x, resolved, axis, _typed(resolved, data, scale, factor), state=None, amax=None, offs=None)
 
 
 def _fake_requantize_both_(
@@ -192,7 +191,7 @@ def _fake_requantize_both_(
 _WRITTEN = ("row_data", "row_scale", "row_factor", "col_data", "col_scale", "col_factor")
 
 
-@define_op(fake=_fake_requantize_both_, sharding=sharding.whole, mutates=_WRITTEN)
+@define_op(fake=_fake_requantize_both_, sharding=sharding.replicated, mutates=_WRITTEN)
 def requantize_both_(
     row_data: Tensor,
     row_scale: Tensor,
@@ -204,7 +203,7 @@ def requantize_both_(
     row: str,
     col: str,
 ) -> None:
-    """Cast x again into the buffers that `quantize_both` made of a tensor like it."""
+    """Cast x into existing buffers, allocated by `quantize_both` for a tensor of the same shape and plans."""
     plans = (CastPlan.parse(row), CastPlan.parse(col))
     outs = _typed(plans[0], row_data, row_scale, row_factor), _typed(plans[1], col_data, col_scale, col_factor)
     chosen = select(cast_request("cast_both", x, plans, None))
@@ -212,7 +211,7 @@ def requantize_both_(
 
 
 def _typed(plan: CastPlan, data: Tensor, scale: Tensor, factor: Tensor | None) -> Buffers:
-    """Buffers that may have come as bytes, by the dtypes of the format."""
+    """Buffers viewed in the dtypes of the format; they may arrive as bytes."""
     return data.view(plan.spec.data_dtype), scale.view(plan.spec.scale_dtype), factor
 
 
@@ -248,10 +247,10 @@ def dequantize(
     offs: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Values of an operand, `length` along its scaled axis; rotated back unless `hadamard` is left out."""
+    """Values of an operand, `length` along its scaled axis; rotated back if `hadamard` (its sign mask) is given."""
     shape = _decoded_shape(data, axis, length)
     source = from_parts(data, scale, global_scale, kind, shape, axis=axis, group_align=group_align, hadamard=hadamard)
-    # tokens lie along the scaled axis of a padded operand, else along the other one
+    # tokens run along the scaled axis of a padded operand, else along the other one
     check_group_ends(offs, shape[axis] if group_align else shape[-3 - axis])
     out = empty(shape, dtype, source.device)
     select(dequantize_request(source, dtype, offs)).launch(source, out, offs=offs)
@@ -259,10 +258,10 @@ def dequantize(
 
 
 def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
-    """What the kernel table is asked for a decode."""
+    """Registry request of a decode."""
     groups = None if offs is None else offs.shape[0]
-    lies = (q.data.shape, q.data.stride(), q.shape, q.axis, q.group_align, q.hadamard)
-    return _dequantize_request(capability(q.device), q.format, q.scale_layout, q.length, dtype, groups, *lies)
+    layout_key = (q.data.shape, q.data.stride(), q.shape, q.axis, q.group_align, q.hadamard)
+    return _dequantize_request(capability(q.device), q.format, q.scale_layout, q.length, dtype, groups, *layout_key)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -280,11 +279,11 @@ def _dequantize_request(
     group_align: int,
     hadamard: int | None,
 ) -> Request:
-    asked = {
+    options_on = {
         "far": is_far(codes, strides) or max(shape[-2:]) >= 1 << 23,
         "offs": groups is not None,
         "many_groups": groups is not None and group_align > 0 and groups > 4096,
         "hadamard": hadamard is not None,
     }
-    options = frozenset(name for name, on in asked.items() if on)
+    options = frozenset(name for name, on in options_on.items() if on)
     return Request("dequantize", where, (format,), (shape[-3 - axis], length), dtype, (layout,), options)

@@ -1,6 +1,6 @@
-"""Casts of rows that are gathered: the tokens of each expert beside each other, never written in high precision.
+"""Casts fused with a row gather: tokens permuted into groups by expert, without a bf16 intermediate.
 
-As in `fused.py`, whose bytes docs/numerics.md, section 16, defines: results do not require grad.
+docs/numerics.md, section 16, defines the bytes. As with every cast, results do not require grad.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .fused import Pair, Spec, check_same_device, count_groups, pair_arguments, 
 def permute_quantize_both(
     x: Tensor, indices: Tensor, offs: Tensor, row: Spec, col: Spec, *, gate_weights: Tensor | None = None
 ) -> Pair:
-    """Both operands of x[indices], the tokens of each expert beside each other: `quantize_both(x[indices], ..., offs)`.
+    """Both operands of x[indices], tokens grouped by expert: `quantize_both(x[indices], ..., offs)`.
 
     x: [T, K].  indices: [P] int32 or int64, the source row of each permuted position; -1 makes a row of zeros.  offs:
     inclusive ends of the experts among the P positions; `col` starts each at a multiple of 128.  gate_weights:
-    fp32 [P], factor of each permuted row; the result is rounded to x's dtype, as the gradient of a weighted sum is.
+    fp32 [P], factor of each permuted row; the product is rounded to x's dtype, as the gradient of a weighted sum is.
 
     >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
     >>> row, col = permute_quantize_both(torch.randn(4, 64), indices, offs, "mxfp8_e4m3", "mxfp8_e4m3")
@@ -32,7 +32,7 @@ def permute_quantize_both(
     """
     check_permutation(x, indices)
     check_offs(offs, x.device, x.dim(), required=True)
-    check_row_weights(gate_weights, indices)
+    check_gate_weights(gate_weights, indices)
     specs = (as_cast_spec(row), as_cast_spec(col))
     plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
     return permute_cast_both(x, indices, specs, plans, offs, gate_weights)
@@ -46,13 +46,13 @@ def permute_cast_both(
     offs: Tensor,
     gate_weights: Tensor | None = None,
 ) -> Pair:
-    """`permute_quantize_both` for those who have checked: plans are those of the specs."""
+    """`permute_quantize_both` without checks; `plans` are the plans of `specs`."""
     results = fused_ops.permute_quantize_both(x, indices, gate_weights, *pair_arguments(plans, specs), offs)
     return pair_of(plans, results, (indices.shape[0], x.shape[1]), offs)
 
 
 def permute_quantize_columns(x: Tensor, indices: Tensor, offs: Tensor, spec: Spec) -> BlockScaled:
-    """The column operand of x[indices] alone: what a weight gradient takes of tokens that were kept as they came.
+    """The column operand of x[indices] alone: the wgrad operand of tokens saved in their original order.
 
     >>> indices, offs = torch.tensor([2, 0, 2]), torch.tensor([1, 3], dtype=torch.int32)
     >>> permute_quantize_columns(torch.randn(4, 64), indices, offs, "mxfp8_e4m3").shape
@@ -65,16 +65,16 @@ def permute_quantize_columns(x: Tensor, indices: Tensor, offs: Tensor, spec: Spe
 
 
 def permute_cast_columns(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan, offs: Tensor) -> BlockScaled:
-    """`permute_quantize_columns` for those who have checked: plan is the spec's."""
+    """`permute_quantize_columns` without checks; `plan` is the plan of `spec`."""
     buffers = fused_ops.permute_quantize_columns(x, indices, plan.text(), spec.state, spec.amax_tensor, offs)
     return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -2, groups=count_groups(offs))
 
 
 def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
-    """Cast x [T, K] once, blocks along K, then gather rows of codes and scales: what a forward to experts needs.
+    """Cast x [T, K] once, blocks along K, then gather rows of codes and scales: the fprop operand of experts.
 
-    The bytes of `quantize(x[indices], spec)`, but for NVFP4 without a supplied amax: its maximum is that of x, whether
-    or not every row is used. An index of -1 makes a row of zeros.
+    The bytes of `quantize(x[indices], spec)`, except for NVFP4 without a supplied amax: its amax is that of all of x,
+    whether or not every row is used. An index of -1 makes a row of zeros.
 
     >>> quantize_permute(torch.randn(4, 64), torch.tensor([2, 0, 2, 1, -1]), "mxfp8_e4m3").shape
     (5, 64)
@@ -87,7 +87,7 @@ def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
 
 
 def cast_permute(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan) -> BlockScaled:
-    """`quantize_permute` for those who have checked: plan is the spec's."""
+    """`quantize_permute` without checks; `plan` is the plan of `spec`."""
     buffers = fused_ops.quantize_permute(x, indices, plan.text(), spec.amax_tensor)
     return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -1)
 
@@ -115,8 +115,8 @@ def check_permutation(x: Tensor, indices: Tensor) -> None:
     check_same_device(indices, "indices", x, "x")
 
 
-def check_row_weights(gate_weights: Tensor | None, indices: Tensor) -> None:
-    """Raise unless there is a factor for each permuted row."""
+def check_gate_weights(gate_weights: Tensor | None, indices: Tensor) -> None:
+    """Raise unless gate_weights is None or fp32 [P], one factor per permuted row."""
     if gate_weights is None:
         return
     check_tensor(gate_weights, "gate_weights", "casts")
@@ -132,7 +132,7 @@ def check_row_weights(gate_weights: Tensor | None, indices: Tensor) -> None:
 
 
 def check_copied_rows(plan: CastPlan) -> None:
-    """Raise unless rows that are cast once may be copied to several places."""
+    """Raise unless rows of the cast can be gathered: 1-D blocks, round to nearest."""
     if plan.spec.is_2d:
         raise OptionError(
             message(

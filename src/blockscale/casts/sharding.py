@@ -1,6 +1,6 @@
-"""Along which dimensions casts may be computed in pieces: where the bytes of the pieces are pieces of the bytes.
+"""Sharding rules of the cast operators: dimensions along which the cast of a shard is the shard of the cast.
 
-Tensors stand for their shapes here. Group ends count rows of the whole, so casts with `offs` are never cut.
+Only shapes of tensors are read here. Group ends count rows of the full tensor, so casts with `offs` are never sharded.
 """
 
 from collections.abc import Iterator
@@ -17,35 +17,37 @@ Dims = tuple[int, int, int | None]
 
 
 def _buffers(parts: int, x: Tensor, dim: int, plan: CastPlan, axis: int, amax: Tensor | None) -> Dims | None:
-    """Where codes, scales and tensor scale are cut when x is cut along `dim`; None where pieces would differ."""
+    """Dimensions along which codes, scales and tensor scale are sharded if x is sharded along `dim`.
+
+    None if the bytes of the shards would differ."""
     spec, rank, size = plan.spec, len(x.shape), x.shape[dim]
     nvfp4, batch = spec.family == "nvfp4", dim < rank - 2
     grouped = plan.grouped_amax if amax is None else len(amax.shape) == 1
     if plan.stream is not None:
-        return None  # words are drawn by position in the whole tensor, and a piece would count from its own start
+        return None  # random words depend on the position in the full tensor; a shard would count from its own start
     if nvfp4 and amax is None and not (grouped and batch):
-        return None  # the tensor scale comes from the maximum of the whole
+        return None  # the tensor scale needs the amax of the full tensor
     if batch:
         return (dim, dim, 0 if nvfp4 and grouped else None) if cuts_evenly(size, parts) else None
     across, along = (rank - 1, rank - 2) if plan.layout == "mn_major" else (rank - 2, rank - 1)
     if dim == rank - 3 - axis:
         return (rank - 2, across, None) if cuts_rows(spec, size, plan.layout, parts) else None
-    # a rotation's group is a block, so it is not split either
+    # a rotated group is a block, so it is not split either
     return (rank - 1, along, None) if cuts_length(spec, size, plan.layout, parts) else None
 
 
 def quantize(
     parts: int, x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
 ) -> Iterator[Cut]:
-    """Any dimension that splits no block, pad or maximum."""
+    """Every dimension whose shards split no block, pad or amax."""
     for dim in range(len(x.shape) if offs is None else 0):
         outputs = _buffers(parts, x, dim, CastPlan.parse(plan), axis, amax)
         if outputs is not None:
-            yield Cut({"x": dim} | _maxima(amax=outputs), outputs)
+            yield Cut({"x": dim} | _amax_cuts(amax=outputs), outputs)
 
 
-def _maxima(**outputs: Dims) -> dict[str, int]:
-    """Maxima per group are cut where the tensor scales that come from them are."""
+def _amax_cuts(**outputs: Dims) -> dict[str, int]:
+    """Supplied amaxes per group are sharded with the tensor scales computed from them."""
     return {name: 0 for name, dims in outputs.items() if dims[2] is not None}
 
 
@@ -61,7 +63,7 @@ def quantize_both(
     offs: Tensor | None,
     colsum: bool,
 ) -> Iterator[Cut]:
-    """Where both casts may be cut. Column sums are rounded once, so they are never sums of rounded pieces."""
+    """Dimensions valid for both casts. Not M with `colsum`: sums are rounded once, not reduced from rounded shards."""
     rank = len(x.shape)
     for dim in range(rank if offs is None else 0):
         first = _buffers(parts, x, dim, CastPlan.parse(row), -1, row_amax)
@@ -69,7 +71,7 @@ def quantize_both(
         if first is None or second is None or (colsum and dim == rank - 2):
             continue
         total = min(dim, rank - 2) if colsum else None
-        yield Cut({"x": dim} | _maxima(row_amax=first, col_amax=second), (*first, *second, total))
+        yield Cut({"x": dim} | _amax_cuts(row_amax=first, col_amax=second), (*first, *second, total))
 
 
 def dequantize(
@@ -98,6 +100,6 @@ def dequantize(
         yield Cut({"data": rows, "scale": rank - 2 if layout == "blocked" else rows}, (rows,))
 
 
-def whole(parts: int, *args: object, **named: object) -> Iterator[Cut]:
-    """No cuts: fused casts are computed from gathered tensors until their layers say how they are cut."""
+def replicated(parts: int, *args: object, **named: object) -> Iterator[Cut]:
+    """No sharding: inputs are replicated. Fused casts are sharded by their layers."""
     return iter(())

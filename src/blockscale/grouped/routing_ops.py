@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import call_recording
-from ..casts.sharding import whole
+from ..casts.sharding import replicated
 from ..errors import ShapeError, message
 from ..formats.layout import cuts_evenly
 from ..hardware import capability, made_current
@@ -22,7 +22,7 @@ def _fake_sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, T
     return experts.new_empty((count,), dtype=torch.int32), made, torch.empty_like(experts, dtype=torch.int32)
 
 
-@define_op(fake=_fake_sort_by_expert, sharding=whole)
+@define_op(fake=_fake_sort_by_expert, sharding=replicated)
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Ends of the experts [count], the token of each sorted row [T * k] and the sorted row of each slot [T, k]."""
     call_recording.refuse("a sort by torch")
@@ -103,7 +103,7 @@ def _fake_combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
     return empty(rows.shape, torch.promote_types(grad.dtype, torch.float32), x.device)
 
 
-@define_op(fake=_fake_combine_dots, sharding=whole)
+@define_op(fake=_fake_combine_dots, sharding=replicated)
 def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
     """The gradient of the gate_weights of `combine_rows`: x[rows[t, j]] . grad[t], as [T, k]."""
     out = _fake_combine_dots(x, grad, rows)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import call_recording
-from ..casts.sharding import whole
+from ..casts.sharding import replicated
 from ..formats.layout import check_group_ends
 from ..hardware import for_products
 from ..library import define_op
@@ -30,7 +30,7 @@ def _flops(a: list[int], b: list[int], offs: list[int], *rest: object, **named: 
     return 2 * a[0] * a[1] * b[-1]
 
 
-@define_op(fake=_fake_grouped_mm, flops=_flops, sharding=whole)
+@define_op(fake=_fake_grouped_mm, flops=_flops, sharding=replicated)
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """m-grouped, a [M, K] @ b [E, K, N] -> [M, N], or k-grouped, a [N, M] @ b [M, K] -> [G, N, K]; rows of no group
     give zero and are not summed."""
