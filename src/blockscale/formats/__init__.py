@@ -1,4 +1,4 @@
-"""What a number is: the formats, their codes and scales, how they lie in memory, and the container that holds them."""
+"""Block-scaled formats: element codes, scales, memory layouts, and the container `BlockScaled`."""
 
 from .cast_spec import CastPlan, CastSpec, as_cast_spec
 from .elements import decode, encode, grid

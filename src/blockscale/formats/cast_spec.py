@@ -1,7 +1,7 @@
-"""What a cast should do, as data: `CastSpec` for users, `CastPlan` for operators.
+"""Description of a cast: `CastSpec` for users, `CastPlan` for operators.
 
-A `CastSpec` is one operand's recipe. It is resolved (defaults filled in, options checked) to a `CastPlan`, whose text
-crosses the operator boundary: `nvfp4 up plain hadamard=0xd7e8 stream=0xd94c4802` is all there is to know but tensors.
+A `CastSpec` holds the options of one operand's cast. It is resolved (defaults filled in, options checked) to a
+`CastPlan`. Operators take the plan as text, such as `nvfp4 up plain hadamard=0xd7e8 stream=0xd94c4802`, and tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .stochastic import ROLES, Stochastic, stream_id
 
 @dataclass(frozen=True, eq=False)
 class CastSpec:
-    """One operand's recipe.
+    """Options of one operand's cast.
 
     format: one of the ten names.  scale_rule, scale_layout: None takes the format's default.
     rounding: "nearest", or `Stochastic(state, name)`, which also needs `role`.
     hadamard: True (the default sign mask) or a sign mask; FP4 formats with 1-D blocks only.
     role: the operand's place in a layer, such as "dgrad_dy".
-    amax: NVFP4 only. "tensor" (one maximum), "group" (one per group or leading index), or the maxima themselves as an
-    fp32 tensor [] or [G], for shards that reduced them first.
+    amax: NVFP4 only. "tensor" (one amax), "group" (one per group or leading index), or the amax itself as an fp32
+    tensor [] or [G], for shards that reduced it first.
     satfinite: MX only. Infinities become the largest value instead of poisoning their block.
 
     >>> CastSpec("mxfp4").plan().text()
@@ -55,14 +55,14 @@ class CastSpec:
         if isinstance(self.rounding, Stochastic):
             return self._resolve()
         scope = self.amax if isinstance(self.amax, str) else None
-        # what is written shows types too: 0 is not False here, and mistakes need not be hashable
+        # repr distinguishes types (0 is not False), and invalid values need not be hashable
         key = repr(
             (self.format, self.scale_rule, self.rounding, self.hadamard, scope, self.satfinite, self.scale_layout)
         )
-        known = _PLANS.get(key)
-        if known is None:
-            known = _PLANS[key] = self._resolve()
-        return known
+        cached = _CACHED_PLANS.get(key)
+        if cached is None:
+            cached = _CACHED_PLANS[key] = self._resolve()
+        return cached
 
     def _resolve(self) -> CastPlan:
         spec = get_format(self.format)
@@ -90,7 +90,7 @@ class CastSpec:
                 raise OptionError(
                     message(
                         "stochastic rounding without a role",
-                        rule="every operand of a layer draws its own random words",
+                        rule="every operand of a layer has its own stream of random words",
                         fix="pass role='dgrad_dy' (or another of fprop_x, fprop_w, dgrad_w, wgrad_dy, wgrad_x)",
                     )
                 )
@@ -103,17 +103,17 @@ class CastSpec:
 
     @property
     def state(self) -> Tensor | None:
-        """Seed and tick, when the codes are drawn."""
+        """Seed and tick; None without stochastic rounding."""
         return self.rounding.state if isinstance(self.rounding, Stochastic) else None
 
     @property
     def amax_tensor(self) -> Tensor | None:
-        """The maxima, when the caller supplies them."""
+        """The amax if the caller supplies it, else None."""
         return None if isinstance(self.amax, str) else self.amax
 
 
-# plans that were made before: specs that are made anew for every call are the same few all the time
-_PLANS: dict[str, CastPlan] = {}
+# cache of plans: callers make equal specs anew for every call
+_CACHED_PLANS: dict[str, CastPlan] = {}
 
 
 def _check_rounding(rounding: str) -> None:
@@ -179,23 +179,23 @@ class CastPlan:
     first_group: int = 0
 
     def __hash__(self) -> int:
-        # plans are part of the keys that casts are looked up by; text knows its hash, nine fields must be asked
-        return hash(self._known_text)
+        # plans are part of cache keys; a str caches its hash, a dataclass would hash nine fields each time
+        return hash(self._cached_text)
 
     @property
     def spec(self) -> Format:
         return get_format(self.format)
 
     def stored_length(self, length: int) -> int:
-        """Codes kept along the scaled axis: a rotated tail group is kept whole."""
+        """Codes stored along the scaled axis: a rotated tail group is padded to full length."""
         return length if self.hadamard is None else length + -length % self.spec.hadamard
 
     def text(self) -> str:
-        """The form in which a plan crosses an operator's boundary, and in which people read it."""
-        return self._text() if torch.compiler.is_compiling() else self._known_text
+        """The plan as text, the form that operators take."""
+        return self._text() if torch.compiler.is_compiling() else self._cached_text
 
     @functools.cached_property
-    def _known_text(self) -> str:
+    def _cached_text(self) -> str:
         return self._text()
 
     def _text(self) -> str:
@@ -234,34 +234,34 @@ class CastPlan:
         )
 
 
-_NAMED: dict[str, CastSpec] = {}
+_DEFAULT_SPECS: dict[str, CastSpec] = {}
 
 
 def as_cast_spec(spec: str | CastSpec) -> CastSpec:
     """A bare format name means that format with its defaults."""
     if isinstance(spec, CastSpec):
         return spec
-    # a mistake need not be hashable
+    # an invalid value need not be hashable
     if torch.compiler.is_compiling() or not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         return CastSpec(spec)
-    known = _NAMED.get(spec)
-    if known is None:
-        known = _NAMED[spec] = CastSpec(spec)
-    return known
+    cached = _DEFAULT_SPECS.get(spec)
+    if cached is None:
+        cached = _DEFAULT_SPECS[spec] = CastSpec(spec)
+    return cached
 
 
 def check_amax(amax: Tensor | None, device: torch.device) -> None:
-    """Raise unless supplied maxima are an fp32 scalar or vector on the operand's device."""
+    """Raise unless a supplied amax is an fp32 scalar or vector on the operand's device."""
     if amax is None:
         return
     if not isinstance(amax, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        rule = "supplied maxima are a float32 tensor, so that nothing waits for the device"
+        rule = "a supplied amax is a float32 tensor, so that the host does not synchronize"
         raise OptionError(message(f"amax is a {type(amax).__name__}", rule=rule, fix="pass x.abs().amax().float()"))
     if not is_dense(amax) or amax.dtype != torch.float32 or amax.dim() > 1 or amax.device != device:
         raise OptionError(
             message(
                 f"amax is {in_words(amax)} on {amax.device}",
-                rule=f"supplied maxima are float32, [] for the tensor or [G] for its groups, on {device}",
+                rule=f"a supplied amax is float32, [] for the tensor or [G] for its groups, on {device}",
                 fix="pass x.abs().amax().float(), max-reduced over ranks where the tensor is sharded",
             )
         )

@@ -1,6 +1,6 @@
-"""Checks of arguments by their kind, for all rooms: dense tensors, whole numbers, switches, devices, dtypes, models.
+"""Argument checks for the whole library: dense tensors, integers, flags, devices, dtypes, models.
 
-A bad value is refused where it is given, with the value, the rule and the fix, and not by what trips over it later.
+A bad value is refused where it is given, with the value, the rule and the fix, not where it would fail later.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..errors import DeviceError, DtypeError, OptionError, message
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# what nearly all arguments are; subclasses take a longer look
+# the types of nearly all arguments; subclasses take the slower isinstance check
 PLAIN_TYPES = (Tensor, Parameter)
 
 
 def in_words(value: object) -> str:
-    """A value in an error: what it is, without its numbers.
+    """Short description of a value for error messages, without a tensor's elements.
 
     >>> in_words(torch.ones(2, 3)), in_words([1.0]), in_words(None)
     ('torch.float32 (2, 3)', 'a list', 'None')
@@ -37,8 +37,8 @@ def in_words(value: object) -> str:
 
 
 def is_dense(x: object) -> bool:
-    """Whether it is a torch tensor with strides: not sparse, not nested. A compiler takes no others by itself, and in a
-    backward does not let a layout be asked for."""
+    """Whether x is a strided torch tensor: not sparse, not nested. torch.compile accepts only those, and does not trace
+    `layout` in a backward."""
     if type(x) not in PLAIN_TYPES and not isinstance(x, Tensor):
         return False
     return torch.compiler.is_compiling() or (x.layout == torch.strided and not x.is_nested)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
@@ -61,7 +61,7 @@ def overlaps(x: Tensor) -> bool:
 
 
 def check_tensor(x: object, name: str, taker: str) -> None:
-    """Raise unless `taker` (a plural: casts, layers) can read it: a dense torch tensor in high precision."""
+    """Raise unless x is a dense, unquantized torch tensor.  taker: plural noun for the message (casts, layers)."""
     if is_dense(x):
         return
     if not isinstance(x, Tensor):
@@ -77,7 +77,7 @@ def check_tensor(x: object, name: str, taker: str) -> None:
 
 
 def check_int(value: object, name: str, rule: str, *, least: int = 0, most: int = 2**63 - 1) -> None:
-    """Raise unless it is a whole number from `least` to `most`; True is none."""
+    """Raise unless value is an integer from `least` to `most`; bools are refused."""
     if not _is_whole(value) or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
         bounds = f"of {least} or more" if most == 2**63 - 1 else f"from {least} to {most}"
         raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=f"pass an int {bounds}"))
@@ -91,7 +91,7 @@ def check_sizes(**sizes: object) -> None:
 
 def check_number(value: object, name: str, rule: str, fix: str) -> None:
     """Raise unless it is a finite number."""
-    # plain kinds first: a compiler cannot trace the other question
+    # plain types first: torch.compile cannot trace the check against numbers.Real
     real = isinstance(value, int | float) or isinstance(value, numbers.Real)  # noqa: SIM101
     if isinstance(value, bool) or not real or not -math.inf < value < math.inf:  # pyright: ignore[reportOperatorIssue]
         raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=fix))
@@ -114,7 +114,7 @@ def check_text(value: object, name: str, example: str) -> None:
 
 
 def check_device(device: object) -> None:
-    """Raise unless torch knows such a device, and this machine has a GPU of that number."""
+    """Raise unless device is valid for torch and, if a GPU, exists on this machine."""
     try:
         made = torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (TypeError, ValueError, RuntimeError):
@@ -126,7 +126,7 @@ def check_device(device: object) -> None:
 
 
 def check_place(device: object, dtype: object) -> None:
-    """Raise unless parameters can be made there in this dtype; None is torch's default."""
+    """Raise unless parameters can have this device and dtype; None is torch's default."""
     if device is not None:
         check_device(device)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -140,7 +140,7 @@ def check_place(device: object, dtype: object) -> None:
 
 
 def check_model(model: object, rule: str) -> None:
-    """Raise unless it is a model of torch."""
+    """Raise unless model is a torch.nn.Module."""
     if not isinstance(model, Module):
         raise OptionError(
             message(
@@ -150,7 +150,7 @@ def check_model(model: object, rule: str) -> None:
 
 
 def check_kind(value: object, kind: type, name: str, rule: str, fix: str) -> None:
-    """Raise unless it is of a class of ours, or None."""
+    """Raise unless value is None or an instance of `kind`."""
     if value is not None and not isinstance(value, kind):
         raise OptionError(message(f"{name} is {in_words(value)}", rule=rule, fix=fix))
 
@@ -162,12 +162,12 @@ def check_pair_of(values: object, name: str, rule: str) -> None:
 
 
 def all_ints(values: Iterable[object]) -> bool:
-    """Whether all are whole numbers of 0 or more."""
+    """Whether all are integers of 0 or more."""
     return all(_is_whole(each) and each >= 0 for each in values)  # pyright: ignore[reportOperatorIssue]
 
 
 def _is_whole(value: object) -> bool:
-    """Whether it is a whole number of any make, those of a tracer included; True is none."""
-    if isinstance(value, int):  # first: a compiler cannot trace the other question
+    """Whether value is an integer, symbolic integers included; bools are not."""
+    if isinstance(value, int):  # first: torch.compile cannot trace the check against numbers.Integral
         return not isinstance(value, bool)
     return isinstance(value, numbers.Integral | torch.SymInt)

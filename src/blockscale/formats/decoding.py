@@ -1,4 +1,4 @@
-"""Block-scaled operands back to numbers, exactly: shared by the reference casts and by products that decode first.
+"""Exact decoding of block-scaled operands to fp32: shared by the reference casts and by products that decode first.
 
 All results have the scaled axis last. A NaN scale gives the canonical NaN whatever the codes are.
 """
@@ -47,7 +47,7 @@ def decode_blocks(q: BlockScaled) -> Tensor:
 
 
 def decode_operand(q: BlockScaled, offs: Tensor | None = None) -> Tensor:
-    """The numbers an operand stands for: fp32 [..., rows, length]. `offs` is needed when there is a scale per group."""
+    """Values of an operand: fp32 [..., rows, length]. `offs` is required if there is a tensor scale per group."""
     values = decode_blocks(q)
     if q.global_scale is None:
         return values
@@ -71,8 +71,8 @@ def group_values(value: Tensor, like: Tensor, spec: Format | None, group: Tensor
     """A tensor-wide [] or per-group [G] value, shaped to broadcast over `like`, elements or blocks of an operand.
 
     group: the group of each token when tokens are grouped; they run along `like`'s rows (axis=-1) or along its last
-    axis (axis=-2, `spec` given when that axis counts blocks). Without it [G] goes with the leading axis. Tokens of no
-    group get 1.
+    axis (axis=-2, `spec` given when that axis counts blocks). Without it [G] goes with the leading axis. Tokens outside
+    all groups get 1.
     """
     if value.dim() == 0:
         return value

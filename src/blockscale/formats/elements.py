@@ -31,7 +31,7 @@ def encode(v: Tensor, element: Element, random: Tensor | None = None) -> Tensor:
     bits = v.view(torch.int32)
     magnitude = magnitude_bits(v)
     clamped = magnitude.clamp(max=element.max_bits)
-    # normal range: drop low mantissa bits and rebias; a later carry walks into the next binade by itself
+    # normal range: drop low mantissa bits and rebias; a later carry moves into the next binade
     base = (clamped >> shift) - ((127 - element.bias) << element.mbits)
     fraction = (clamped & ((1 << shift) - 1)).float() * 2.0**-shift
     # subnormal range: a fixed-point number in units of the smallest subnormal; the product is exact

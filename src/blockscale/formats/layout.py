@@ -1,4 +1,4 @@
-"""Where codes and scales lie in memory, and where groups start: pure arithmetic and byte moves, never values.
+"""Memory layout of codes and scales, and padded starts of groups: pure arithmetic and byte copies.
 
 An operand is [..., rows, K] with its scales along K, the last axis. Scale layouts:
 
@@ -27,7 +27,7 @@ _BLOCKED_ROWS, _BLOCKED_COLS = 128, 4
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Whole pieces of size b that cover a."""
+    """a / b rounded up."""
     return -(-a // b)
 
 
@@ -58,7 +58,7 @@ def scale_counts(spec: Format, rows: int, length: int) -> tuple[int, int]:
 
 
 def blocked_columns(spec: Format, length: int) -> int:
-    """Scales of a row in the blocked layout, without its pad."""
+    """Scales per row in the blocked layout, without the pad."""
     return ceil_div(length, spec.granule)
 
 
@@ -77,9 +77,9 @@ def scale_buffer_shape(spec: Format, rows: int, length: int, layout: str) -> tup
 def scale_view(
     spec: Format, buffer: Tensor, rows: int, length: int, layout: str, *, transposed: bool = False
 ) -> Tensor:
-    """The scale tensor as the operand shows it, a view of its buffer. transposed: of the operand with axis=-2.
+    """View of the scale buffer as the operand's `scale`.  transposed: for an operand with axis=-2.
 
-    Views cost microseconds, so none is made and turned back.
+    A view costs microseconds, so none is transposed twice.
     """
     if layout == "blocked":
         return buffer
@@ -92,7 +92,7 @@ def scale_view(
 
 
 def shorten(x: Tensor, length: int) -> Tensor:
-    """The first `length` along the last axis; a slice costs microseconds, so none is made of the whole."""
+    """The first `length` along the last axis. A slice costs microseconds, so a full-length one is skipped."""
     return x if x.shape[-1] == length else x[..., :length]
 
 
@@ -122,8 +122,8 @@ def unpack_scale(spec: Format, scale: Tensor, rows: int, length: int, layout: st
     """The scale tensor of an operand in any layout -> plain [..., row tiles, blocks]."""
     if layout != "blocked":
         return scale
-    every = _unswizzle(scale.view(torch.uint8), rows, blocked_columns(spec, length)).view(scale.dtype)
-    return every[..., :: spec.block[0], :: spec.block[1] // spec.granule]
+    repeated = _unswizzle(scale.view(torch.uint8), rows, blocked_columns(spec, length)).view(scale.dtype)
+    return repeated[..., :: spec.block[0], :: spec.block[1] // spec.granule]
 
 
 def _repeated(spec: Format, plain: Tensor, rows: int, columns: int) -> Tensor:
@@ -147,24 +147,24 @@ def _unswizzle(flat: Tensor, rows: int, cols: int) -> Tensor:
     return tiles.permute(order).flatten(-2).flatten(-4, -2)[..., :rows, :cols]
 
 
-# pieces: whether the buffers of equal pieces of an operand are equal pieces of its buffers, byte for byte
+# sharding: whether the buffers of equal shards of an operand are equal shards of its buffers, byte for byte
 
 
 def cuts_evenly(size: int, parts: int, unit: int = 1) -> bool:
-    """Whether `size` falls into `parts` pieces of whole units."""
+    """Whether `size` splits into `parts` equal shards, each a multiple of `unit`."""
     return size > 0 and size % (parts * unit) == 0
 
 
 def cuts_rows(spec: Format, rows: int, layout: str, parts: int) -> bool:
-    """Whether an operand may be cut along its rows: between tiles, and where no piece would pad its scales."""
+    """Whether an operand can be sharded along its rows: no shard splits a block or pads its scales."""
     pads = {"mn_major": 4 * spec.block[0], "blocked": _BLOCKED_ROWS}
     return cuts_evenly(rows, parts, pads.get(layout, spec.block[0]))
 
 
 def cuts_length(spec: Format, length: int, layout: str, parts: int) -> bool:
-    """Whether an operand may be cut along its scaled axis: between blocks, and where no piece would pad its codes.
+    """Whether an operand can be sharded along its scaled axis: no shard splits a block or pads its codes.
 
-    Not when `blocked`: there the pieces of the scales lie within each tile of rows.
+    Not with `blocked`: there the scales of a shard are not contiguous.
     """
     along = spec.block[1] * (4 if layout == "grid" else 1)
     unit = max(along, CODE_ROW_BYTES * spec.codes_per_byte)  # both are powers of two
@@ -175,10 +175,10 @@ def cuts_length(spec: Format, length: int, layout: str, parts: int) -> bool:
 
 
 def check_group_ends(offs: Tensor | None, rows: int, starts: Tensor | None = None) -> None:
-    """Raise unless ends ascend within the rows, and groups with starts follow each other.
+    """Raise unless ends ascend within the rows and, with starts, groups do not overlap.
 
-    Only on the CPU: on a GPU looking would make the host wait. With BLOCKSCALE_CHECK=1 the device looks, for nobody to
-    wait for, and what it finds stops the program (`torch._assert_async`).
+    On the CPU only: on a GPU the check would synchronize. With BLOCKSCALE_CHECK=1 the device checks asynchronously, and
+    a violation stops the process (`torch._assert_async`).
     """
     if offs is None or offs.shape[0] == 0 or offs.is_meta:
         return
@@ -195,13 +195,13 @@ def check_group_ends(offs: Tensor | None, rows: int, starts: Tensor | None = Non
 
 
 def _are_in_order(offs: Tensor, rows: int, starts: Tensor | None) -> Tensor:
-    """A bool on their device: 0 <= first start <= first end <= next start, and so on, up to the rows."""
+    """bool tensor on their device: 0 <= first start <= first end <= next start <= ... <= rows."""
     order = offs if starts is None else torch.stack((starts, offs), 1).flatten()
     return (order[1:] >= order[:-1]).all() & (order[0] >= 0) & (order[-1] <= rows)
 
 
 def padded_length(rows: int, groups: int) -> int:
-    """Length of a k-grouped operand: room for every group to start at a multiple of 128, whatever the sizes are."""
+    """Length of a k-grouped operand: every group starts at a multiple of 128; enough for any group sizes."""
     return round_up(rows + (GROUP_ALIGN - 1) * groups, GROUP_ALIGN)
 
 
@@ -217,7 +217,7 @@ def padded_ends(offs: Tensor) -> Tensor:
 
 
 def locate(positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Which group each position lies in, and how far from the group's start; past the last end the group is G."""
+    """Group of each position and its offset from the group's start; past the last end the group is G."""
     group = torch.searchsorted(ends, positions, right=True)
     starts = torch.cat((ends.new_zeros(1), ends))
     return group, positions - starts[group]

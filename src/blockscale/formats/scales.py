@@ -1,8 +1,8 @@
-"""From a block's largest magnitude to its scale: every scale rule, once.
+"""Scale rules: from a block's amax to its stored scale and encode factor.
 
-Each function takes block maxima as fp32 *patterns* (int32, sign bit clear: exact, order-free, NaN > Inf > finite by
-construction) and returns what is stored and what the elements are multiplied by before they are encoded. A stored scale
-is always the decode factor. There is no epsilon and no floor anywhere. A non-finite maximum gives a NaN scale.
+Each function takes the amax as fp32 bit *patterns* (int32, sign bit clear: exact, order-free, NaN > Inf > finite by
+construction) and returns the stored scale and the factor that elements are multiplied by before they are encoded. A
+stored scale is always the decode factor. There is no epsilon and no floor. A non-finite amax gives a NaN scale.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def fp8_scale(amax: Tensor, rule: str) -> tuple[Tensor, Tensor]:
 
 
 def supplied_amax(amax: Tensor) -> Tensor:
-    """int32 patterns of maxima that a caller supplied (fp32, any shape); NaN for negative ones, which are no maxima."""
+    """int32 bit patterns of a supplied amax (fp32, any shape); NaN where it is negative."""
     return torch.where(amax < 0, _NAN_BITS, magnitude_bits(amax))
 
 

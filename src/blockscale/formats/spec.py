@@ -1,6 +1,6 @@
 """The ten formats: element grid, block shape, scale type, scale rules and storage, as plain data.
 
-Everything else in the library asks this table by name; a format is added here and nowhere else. Sizes: a format stores
+Everything else in the library looks formats up here by name; a format is added here only. Sizes: a format stores
 `element bits + scale bits / block size` per value (mxfp8: 8.25, nvfp4: 4.5, fp8_1x128: 8.25 bits).
 """
 
@@ -97,7 +97,7 @@ class Format:
 
     @property
     def granule(self) -> int:
-        """Values along the scaled axis under one scale of the family's 1-D formats: what hardware reads a scale for.
+        """Values along the scaled axis per scale of the family's 1-D formats, which is what the hardware reads.
 
         Where a 2-D block is longer, the blocked layout and products see its scale repeated.
         """
@@ -114,7 +114,7 @@ class Format:
         return self.element.bits + scale_bits / (self.block[0] * self.block[1])
 
     def default_rule(self, *, stochastic: bool = False) -> str:
-        """The scale rule used when none is named; mxfp4 rounds its scale up when codes are drawn, so nothing clips."""
+        """Scale rule if none is named. With stochastic rounding mxfp4 rounds its scale up, so that nothing clips."""
         if self.name == "mxfp4":
             return "rceil" if stochastic else "even"
         return self.rules[0]

@@ -1,4 +1,4 @@
-"""Stochastic rounding that anybody can repeat: random words from a counter, not from a generator's history.
+"""Reproducible stochastic rounding: random words from a counter (Philox), not from the state of a generator.
 
 The word of an element is a pure function of (seed, tick, stream, group, position), so it does not depend on launch
 geometry, sharding, recomputation or a resume, and nothing but the seed needs saving. Philox4x32-10 (Salmon et al.
@@ -26,7 +26,7 @@ _MASK = 0xFFFFFFFF
 
 
 def module_name(name: str) -> str:
-    """A module's name as the stream sees it: wrapper components and one leading `module` are dropped.
+    """Module name that seeds a stream: wrapper components and one leading `module` are dropped.
 
     >>> module_name("module._orig_mod.layers.0.mlp")
     'layers.0.mlp'
@@ -61,7 +61,7 @@ def rng_state(seed: int, tick: int = 0, device: torch.device | str = "cpu") -> T
 
 
 def whole_number(value: object, name: str, end: int = 2**63) -> int:
-    """The int that an option of that name is; raises for what is none (True, a tensor), or not in [-2^63, end).
+    """value as an int; raises for bools and tensors, and outside [-2^63, end).
 
     >>> whole_number(7, "tick")
     7
@@ -76,15 +76,15 @@ def whole_number(value: object, name: str, end: int = 2**63) -> int:
 
 
 def check_seed(seed: object) -> int:
-    """The seed as an int of 64 bits, signed or not."""
+    """The seed as a signed or unsigned 64-bit int."""
     return whole_number(seed, "seed", end=2**64)
 
 
 @dataclass(frozen=True, eq=False)
 class Stochastic:
-    """How to draw: the state on the device, the layer's name, and where a shard lies in the whole tensor.
+    """Stochastic rounding: seed and tick on the device, the layer's name, and the origin of a shard.
 
-    origin: (first row, first column, columns of the whole tensor) of a shard; None when the tensor is whole.
+    origin: (first row, first column, columns of the full tensor) of a shard; None if the tensor is not sharded.
     first_group: global index of the first group (expert) when the cast is grouped.
     """
 
@@ -94,7 +94,7 @@ class Stochastic:
     first_group: int = 0
 
     def check(self) -> None:
-        """Raise unless the state has its shape and dtype, the layer a name, and the shard a place."""
+        """Raise unless state, name, origin and first_group are valid."""
         if not isinstance(self.state, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DtypeError(
                 message(
@@ -109,7 +109,7 @@ class Stochastic:
                 message(
                     f"origin={self.origin if type(self.origin) is tuple else in_words(self.origin)}",
                     rule="a shard starts at (row, column) of a tensor with these columns: whole numbers, not negative",
-                    fix="pass (first row, first column, columns of the whole tensor)",
+                    fix="pass (first row, first column, columns of the full tensor)",
                 )
             )
         rule = "groups are counted from 0 and share 16 bits of the counter: a whole number, the global index"
@@ -127,7 +127,7 @@ class Stochastic:
             raise OptionError(
                 message(
                     "stochastic rounding without a name",
-                    rule="random words are drawn per layer, so the cast must know the layer's fully qualified name",
+                    rule="random words are per layer, so the cast must know the layer's fully qualified name",
                     fix="pass Stochastic(state, name='layers.0.mlp.down_proj')",
                 )
             )
@@ -161,7 +161,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 def random_words(position: Tensor, state: Tensor, stream: int, group: Tensor | int = 0) -> Tensor:
     """int64 positions [...] -> int64 words in [0, 2^32), one per position.
 
-    position: row * columns + column in the whole source tensor; group: global expert index, 0 when dense.
+    position: row * columns + column in the full source tensor.  group: global expert index, 0 when dense.
     """
     seed, tick = state[0], state[1]
     key = (seed & _MASK, seed >> 32 & _MASK)

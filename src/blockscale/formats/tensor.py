@@ -1,6 +1,6 @@
-"""`BlockScaled`: codes, scales and what they mean, as a plain frozen dataclass.
+"""`BlockScaled`: codes, scales and their format, as a plain frozen dataclass.
 
-Not a tensor subclass: nothing to intercept, nothing to break. It is registered with pytree, so it goes in and out of
+It is not a tensor subclass, so it intercepts no torch function. It is registered with pytree, so it passes through
 compiled graphs. The scaled axis is contiguous in memory; `axis=-2` is the transposed view of a buffer whose rows hold
 the codes of a column. `shape` is the logical shape of the source; `data` may be shorter (two FP4 codes a byte) or
 longer (a rotated tail, padded groups) along the scaled axis.
@@ -70,7 +70,7 @@ class BlockScaled:
 
     @property
     def operand(self) -> BlockScaled:
-        """The same numbers with the scaled axis last, as products and kernels want them."""
+        """The same values with the scaled axis last, as products and kernels take them."""
         return self if self.axis == -1 else self.mT
 
     @property
@@ -83,7 +83,7 @@ class BlockScaled:
 
     @property
     def rows(self) -> int:
-        """Size of the other one of the last two axes."""
+        """Size of the unscaled one of the last two axes."""
         return self.shape[-3 - self.axis]
 
     @property
@@ -98,7 +98,7 @@ class BlockScaled:
         return unpack_scale(self.spec, operand.scale, self.rows, self.length, self.scale_layout)
 
     def with_layout(self, layout: str) -> BlockScaled:
-        """The same numbers with scales in another layout; a byte move, or nothing when the layout is already right."""
+        """The same values with scales in another layout; copies scale bytes unless the layout is the same."""
         if isinstance(layout, str) and layout == self.scale_layout:  # pyright: ignore[reportUnnecessaryIsInstance]
             return self
         check_layout(self.spec, layout)
@@ -107,7 +107,7 @@ class BlockScaled:
         return replace(self, scale=scale, scale_layout=layout)
 
     def to(self, device: torch.device | str) -> BlockScaled:
-        """The same numbers on another device, in the same layout."""
+        """The same values on another device, in the same layout."""
         check_device(device)
         where = torch.device(device)
         global_scale = None if self.global_scale is None else self.global_scale.to(where)
@@ -127,7 +127,7 @@ class BlockScaled:
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy with the same strides; `Tensor.to` would close the gaps that pads leave."""
+    """Copy with the same strides; `Tensor.to` would drop the pads."""
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     steps = zip(raw.shape, raw.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in steps) if raw.numel() else 0
@@ -151,7 +151,7 @@ pytree.register_pytree_node(
     serialized_type_name="blockscale.BlockScaled",
 )
 
-# so that torch.load reads saved operands without being told to trust the file
+# so that torch.load(weights_only=True) reads saved operands
 torch.serialization.add_safe_globals([BlockScaled])
 
 
@@ -175,10 +175,10 @@ def assemble(
     *,
     groups: int | None = None,
 ) -> BlockScaled:
-    """Dress the contiguous buffers of a cast as a `BlockScaled`: views only.
+    """Wrap the contiguous buffers of a cast in a `BlockScaled`: views only.
 
-    shape: the source's; groups: how many were padded, None when none were. The buffers are those of the operand, scaled
-    axis last; the third means nothing unless NVFP4.
+    buffers: codes, scales, tensor scale (ignored unless NVFP4), scaled axis last.  shape: of the source.  groups:
+    number of padded groups, None without padding.
     """
     spec, (data, scale, global_scale) = plan.spec, buffers
     padded = groups is not None
@@ -200,7 +200,7 @@ def assemble(
 
 
 def check_is_block_scaled(q: object, name: str, taker: str, partner: object = None) -> None:
-    """Raise unless it is a BlockScaled.  partner: the other operand of a product, which decides the advice."""
+    """Raise unless q is a BlockScaled.  partner: the other operand of a product, which selects the suggested format."""
     if not isinstance(q, BlockScaled):
         beside = partner.format if isinstance(partner, BlockScaled) else None
         format = partners_of(beside)[0] if isinstance(beside, str) and beside in FORMATS else "mxfp8_e4m3"
@@ -214,13 +214,13 @@ def check_is_block_scaled(q: object, name: str, taker: str, partner: object = No
 
 
 def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
-    """Raise unless data, scale and global scale have the dtypes, shapes and device that the format says."""
+    """Raise unless data, scale and global scale have the dtypes, shapes and device that the format requires."""
     spec = q.spec
     check_axis(q.axis)
     check_layout(spec, q.scale_layout)
     _check_record(q, name)
     lead, rows, length = tuple(q.shape[:-2]), q.rows, q.length
-    # compared as they lie: the operand with its scaled axis last would take views
+    # compared in their stored order: putting the scaled axis last would cost views
     order = 1 if q.axis == -1 else -1
     codes = (rows, code_bytes(spec, length))[::order]
     scales = scale_view_shape(spec, rows, length, q.scale_layout)[::order]
@@ -249,7 +249,7 @@ def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
 
 
 def _check_record(q: BlockScaled, name: str) -> None:
-    """Raise unless what an operand says besides its tensors makes sense: its shape, groups and rotation."""
+    """Raise unless an operand's shape, groups and rotation are valid."""
     if not isinstance(q.data, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule, fix = "codes are a torch tensor", "make operands with blockscale.quantize"
         raise LayoutError(message(f"{name}.data is {in_words(q.data)}", rule=rule, fix=fix))
@@ -295,10 +295,10 @@ def _check_part(
 
 
 def to_parts(q: BlockScaled) -> tuple[Tensor, Tensor, Tensor | None, str]:
-    """An operand as it crosses an operator's boundary: codes, scales, tensor scale, and `format layout` as text.
+    """Operator arguments of an operand: codes, scales, tensor scale, and `format layout` as text.
 
-    One-byte codes and scales go as bytes: inductor cannot handle FP4 and E8M0 as inputs of operators that mutate, and
-    not every collective moves FP8. Where there is neither, no views are made only to be undone.
+    One-byte codes and scales are passed as uint8: inductor cannot handle FP4 and E8M0 as inputs of operators that
+    mutate, and not every collective supports FP8. In eager mode with plain tensors the views are skipped.
     """
     kind = f"{q.format} {q.scale_layout}"
     if not torch.compiler.is_compiling() and type(q.data) is Tensor:
@@ -311,27 +311,27 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """By another dtype; a view costs microseconds, so none is made of what has it."""
+    """View as another dtype; a view costs microseconds, so it is skipped if the dtype is the same."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 @functools.cache
 def parse_kind(kind: str) -> tuple[Format, str]:
-    """The format and the scale layout that `to_parts` names."""
+    """Format and scale layout from the text of `to_parts`."""
     name, layout = kind.split(" ")
     return get_format(name), layout
 
 
 def stored_length(codes: Sequence[int], kind: str, length: int) -> int:
-    """Codes along the scaled axis of an operand whose codes have this shape and which is `length` long as a whole.
+    """Codes along the scaled axis.  codes: shape of the codes.  length: of the full operand.
 
-    The bytes alone do not tell (two FP4 codes share one); a piece cut along that axis is shorter than the whole.
+    The bytes alone do not tell (a byte holds two FP4 codes), and a shard along that axis is shorter than `length`.
     """
     return min(length, codes[-1] * parse_kind(kind)[0].codes_per_byte)
 
 
 def operand_from_parts(data: Tensor, scale: Tensor, global_scale: Tensor | None, kind: str, length: int) -> BlockScaled:
-    """An operand of a product from its parts, scaled axis last; length as `stored_length` takes it."""
+    """Operand of a product from its parts, scaled axis last.  length: as in `stored_length`."""
     shape = (*data.shape[:-1], stored_length(data.shape, kind, length))
     return from_parts(data, scale, global_scale, kind, shape)
 
@@ -348,15 +348,15 @@ def from_parts(
     hadamard: int | None = None,
     groups: int = 0,
 ) -> BlockScaled:
-    """The inverse of `to_parts`, given what it leaves out."""
-    name, layout = kind.split(" ")  # not parse_kind: a backward is traced, and there caches are looked through
+    """Inverse of `to_parts`, given the fields that it leaves out."""
+    name, layout = kind.split(" ")  # not parse_kind: tracing a backward ignores its cache
     spec = get_format(name)
     data, scale = _viewed(data, spec.data_dtype), _viewed(scale, spec.scale_dtype)
     return BlockScaled(data, scale, global_scale, spec.name, axis, layout, shape, group_align, hadamard, groups)
 
 
 def has_canonical_strides(q: BlockScaled) -> bool:
-    """Whether scales have the strides that their layout promises; copies made by others may not."""
+    """Whether scales have the strides of their layout; copies made elsewhere may not."""
     rows, blocks = q.scale.shape[-2:] if q.scale.dim() > 1 else (0, 0)
     if q.scale_layout == "mn_major":
         return q.scale.stride(-2) == 1 and q.scale.stride(-1) == round_up(rows, 4)
