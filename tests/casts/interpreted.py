@@ -1,9 +1,9 @@
-"""One format's Triton casts in the interpreter against the reference: a program, because the variable must come first.
+"""One format's Triton casts in the interpreter against the reference. A script: TRITON_INTERPRET must be set first.
 
     TRITON_INTERPRET=1 python tests/casts/interpreted.py mxfp4
 
-Prints `cases values mismatches` and the first mismatches. Code rows and scale buffers are compared with their pads. No
-rounding of the interpreter's own is involved: kernels make codes by integer arithmetic there.
+Prints `cases values mismatches` and the first mismatches. Code rows and scale buffers are compared with their pads. The
+interpreter's own rounding is not involved: kernels make codes by integer arithmetic there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Case = tuple[str, list[Tensor], list[Tensor]]
 
 
 def sources() -> Iterator[tuple[str, Tensor]]:
-    """The interpreter is slow, and a program costs the same whatever its tile holds: the fewest tiles that still have
-    neighbours and tails in both directions."""
+    """Fewest tiles that still have neighbours and tails in both directions. The interpreter is slow, and a program
+    costs the same whatever its tile holds."""
     special = torch.randn(40, 150)
     special[3, 5], special[30, 140], special[31, 40] = torch.nan, torch.inf, -torch.inf
     special[10], special[11], special[12], special[13] = 0.0, -0.0, special[12] * 1e-42, 3e38
@@ -39,7 +39,7 @@ def sources() -> Iterator[tuple[str, Tensor]]:
     yield "transposed bf16", torch.randn(95, 140).bfloat16().t()
     yield "one value", torch.randn(1, 1)
     yield "strided", torch.randn(40, 400)[::2, ::3]
-    yield "whole tiles bf16", torch.randn(256, 128).bfloat16()
+    yield "full tiles bf16", torch.randn(256, 128).bfloat16()
 
 
 def specs(spec: Format) -> Iterator[CastSpec]:
@@ -49,12 +49,12 @@ def specs(spec: Format) -> Iterator[CastSpec]:
     if spec.family == "mx":
         yield CastSpec(spec.name, satfinite=True)
     if spec.family == "nvfp4":
-        for top in (2.5, -2.5, -1e-42, -0.0):  # a negative one is no maximum, but for zero
-            yield CastSpec(spec.name, amax=torch.tensor(top))
+        for amax in (2.5, -2.5, -1e-42, -0.0):  # a negative amax counts as NaN, -0.0 as zero
+            yield CastSpec(spec.name, amax=torch.tensor(amax))
 
 
-def drawn(spec: Format) -> Iterator[CastSpec]:
-    """Stochastic rounding, whole and as a shard, and rotation where there is one."""
+def stochastic_and_rotated(spec: Format) -> Iterator[CastSpec]:
+    """Stochastic rounding, unsharded and as a shard, and rotation for formats that have it."""
     state = rng_state(-7, tick=3)
     yield CastSpec(spec.name, rounding=Stochastic(state, "layer"), role="wgrad_x")
     yield CastSpec(spec.name, rounding=Stochastic(state, "layer", origin=(5, 9, 1001)), role="dgrad_dy")
@@ -86,12 +86,12 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     form = FORMATS[name]
     every = list(sources())
     for number, spec in enumerate(specs(form)):
-        # every source with the defaults, the telling ones with the other rules and layouts: the interpreter is slow
-        # (the first one poisons the maximum of a tensor, and with it all of NVFP4)
+        # every source with the defaults, the first ones with the other rules and layouts: the interpreter is slow
+        # (the first source has a NaN amax, which poisons all of NVFP4)
         for title, x in every if number == 0 else every[: 2 if form.family == "nvfp4" else 1]:
             for axis in (-1, -2):
                 yield x.numel(), single(x, spec, axis, title)
-    for spec in drawn(form):
+    for spec in stochastic_and_rotated(form):
         for title, x in every[1:3]:
             for axis in (-1, -2):
                 yield x.numel(), single(x, spec, axis, title)
@@ -106,23 +106,23 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
 
 
 def grouped(form: Format) -> Iterator[tuple[int, Case]]:
-    """Group ends, among them empty groups and rows that belong to none; a group has more rows than a block."""
+    """Groups, with empty ones and rows outside all groups; one group has more rows than a block."""
     rows = max(form.block) + 22
     x = torch.randn(rows, 40).bfloat16()
     x[rows - 19] *= 1000
-    # NVFP4's maximum is given where it is not the question: to find it is a second pass over a hundred small tiles
+    # NVFP4's amax is supplied in most cases: computing it is a second pass over a hundred small tiles
     given = {"amax": torch.tensor(700.0)} if form.family == "nvfp4" else {}
     plain, state = CastSpec(form.name, **given), Stochastic(rng_state(2), "experts", first_group=9)
-    drawn_late = CastSpec(form.name, rounding=state, role="wgrad_dy", scale_layout=form.layouts[1], **given)
+    stochastic = CastSpec(form.name, rounding=state, role="wgrad_dy", scale_layout=form.layouts[1], **given)
     ends = torch.tensor([3, 3, rows - 10], dtype=torch.int32)
-    options = [plain, drawn_late, *(replace(spec, **given) for spec in list(drawn(form))[2:])]
+    options = [plain, stochastic, *(replace(spec, **given) for spec in list(stochastic_and_rotated(form))[2:])]
     if form.family == "nvfp4":
         options += [CastSpec(form.name), CastSpec(form.name, amax="group"), CastSpec(form.name, amax=torch.rand(3))]
     for spec in options:
         yield 2 * x.numel(), both(x, spec, spec, "groups", ends, colsum=True)
     for axis in (-1, -2):
         yield x.numel(), single(x, options[-1], axis, "groups", ends)
-    if form.family == "nvfp4":  # one maximum on one side, several on the other
+    if form.family == "nvfp4":  # one amax for one operand, several for the other
         several = CastSpec(form.name, amax=torch.tensor([0.5, 0.25, -0.75]))
         yield 2 * x.numel(), both(x, several, plain, "groups, mixed", ends)
         yield 2 * x.numel(), both(x, plain, CastSpec(form.name, amax="group"), "no groups", ends[:0], colsum=True)

@@ -1,9 +1,9 @@
-"""Triton's `dequantize` in the interpreter against the reference, byte for byte; a program, as `interpreted.py` is.
+"""Triton's `dequantize` in the interpreter against the reference, byte for byte; a script like `interpreted.py`.
 
     TRITON_INTERPRET=1 python tests/casts/interpreted_dequantize.py [format ...]
 
-Prints `cases values mismatches` and the first mismatches. Codes and scales are mostly random bytes, with what is
-special among them: no cast would write most of it, but an operand may come from elsewhere.
+Prints `cases values mismatches` and the first mismatches. Codes and scales are mostly random bytes, with special values
+among them: no cast writes most of them, but an operand may come from elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cast(x: Tensor, spec: Format, axis: int, **options: object) -> BlockScaled:
 
 
 def noise(spec: Format, shape: tuple[int, ...], axis: int, layout: str) -> BlockScaled:
-    """An operand of random codes, each of them somewhere, under scales of every kind."""
+    """Operand of random codes, all codes included, under scales of every kind."""
     q = cast(torch.zeros(shape), spec, axis, scale_layout=layout)
     q.data.view(torch.uint8).random_(0, 256)
     if q.scale.dtype == torch.float32:
@@ -54,7 +54,7 @@ def noise(spec: Format, shape: tuple[int, ...], axis: int, layout: str) -> Block
 
 
 def without_pads(q: BlockScaled) -> BlockScaled:
-    """A copy as others make it: dense rows, in the order of the source's axes, off any alignment."""
+    """Copy without pads: dense rows in the order of the source's axes, unaligned."""
     raw = q.data.view(torch.uint8)
     moved = torch.zeros(raw.numel() + 1, dtype=torch.uint8)[1:].view(raw.shape).copy_(raw)
     scale = q.scale if q.scale_layout == "blocked" else q.scale.clone(memory_format=torch.contiguous_format)
@@ -70,12 +70,12 @@ def plain(spec: Format) -> Iterator[Case]:
         yield "matrices", noise(spec, (2, 2, 17, 34), axis, spec.layouts[1]), None, torch.bfloat16
     for shape, axis in (((8, 1024), -1), ((128, 128), -2)):
         for dtype in DTYPES[::2]:
-            yield "whole tiles", noise(spec, shape, axis, spec.default_layout), None, dtype
+            yield "full tiles", noise(spec, shape, axis, spec.default_layout), None, dtype
     for axis in (-1, -2):
         odd = noise(spec, (33, 95), axis, spec.default_layout)
         yield "odd", odd, None, torch.float16
         yield "without pads", without_pads(odd), None, torch.bfloat16
-        yield "turned", odd.mT, None, torch.float32
+        yield "transposed", odd.mT, None, torch.float32
         yield "one value", noise(spec, (1, 1), axis, spec.default_layout), None, torch.bfloat16
         if odd.global_scale is not None:
             for value in SPECIAL_VALUES[axis == -2 :: 2]:
@@ -90,7 +90,7 @@ def plain(spec: Format) -> Iterator[Case]:
 
 
 def grouped(spec: Format) -> Iterator[Case]:
-    """Groups, among them empty ones and rows that belong to none; padded operands also lie as the output does."""
+    """Groups, with empty ones and rows outside all groups; padded operands also transposed."""
     x = torch.randn(150, 41) * torch.exp2(torch.randint(-9, 9, (150, 1)))
     options: list[dict[str, object]] = [{"scale_layout": spec.layouts[1]}]
     options += [{"hadamard": True}] if spec.hadamard else []
@@ -98,7 +98,7 @@ def grouped(spec: Format) -> Iterator[Case]:
     for option, axis in itertools.product(options, (-1, -2)):
         q = cast(x, spec, axis, offs=ENDS, **option)
         yield f"groups {option}", q, ENDS, torch.bfloat16
-        yield f"groups {option} turned", q.mT, ENDS, torch.float32
+        yield f"groups {option} transposed", q.mT, ENDS, torch.float32
     for ends in (ENDS[:0], torch.tensor([150], dtype=torch.int32)):
         yield f"{len(ends)} groups", cast(x, spec, -2, offs=ends), ends, torch.float16
 

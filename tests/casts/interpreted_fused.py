@@ -1,8 +1,8 @@
-"""The fused tile functions in Triton's interpreter against torch: a program, because the variable must come first.
+"""The fused device functions in Triton's interpreter against torch. A script: TRITON_INTERPRET must be set first.
 
     TRITON_INTERPRET=1 python tests/casts/interpreted_fused.py
 
-Without the variable the same runs on a GPU. Prints `values mismatches` of each function; NaN is NaN, whatever its bits.
+Without the variable the same runs on a GPU. Prints `values mismatches` of each function; all NaNs are equal.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def _backward_kernel(dy, gate, up, out, size, W: tl.constexpr):
 
 
 @triton.jit
-def _rstd_kernel(x, out, length, share, eps, R: tl.constexpr, N: tl.constexpr):
+def _rstd_kernel(x, out, length, inv_columns, eps, R: tl.constexpr, N: tl.constexpr):
     row, column = tl.program_id(0) * R + tl.arange(0, R), 2 * tl.arange(0, N // 2)[None, :]
     at = x + row[:, None] * length + column
     lo, hi = tl.load(at, mask=column < length, other=0.0), tl.load(at + 1, mask=column + 1 < length, other=0.0)
-    tl.store(out + row, device.rstd(lo, hi, share, eps, R, N // 2))
+    tl.store(out + row, device.rstd(lo, hi, inv_columns, eps, R, N // 2))
 
 
 def launch(kernel: Callable, *inputs: Tensor, results: int = 1) -> Tensor:
-    """One program for each 4096 values."""
+    """Launch with one program per 4096 values."""
     size = inputs[0].numel()
     assert size % WIDTH == 0
     out = torch.full((results, size), -1.0, device=WHERE)
@@ -77,8 +77,8 @@ def mismatches(got: Tensor, want: Tensor) -> int:
     return int((~same).sum())
 
 
-def words(count: int) -> Tensor:
-    """Random fp32 patterns: every exponent, NaN and infinities among them."""
+def any_fp32(count: int) -> Tensor:
+    """Random fp32 patterns: every exponent, NaN and infinities included."""
     return torch.randint(-(1 << 31), 1 << 31, (count,)).to(torch.int32).view(torch.float32).to(WHERE)
 
 
@@ -87,7 +87,7 @@ def all_bf16() -> Tensor:
 
 
 def gates() -> Tensor:
-    """Every bf16 value, every fp16 value, fp32 values where a sigmoid is neither 0 nor 1, and the edges of that."""
+    """Every bf16 value, every fp16 value, fp32 values where the sigmoid is neither 0 nor 1, and its edges."""
     half = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float().to(WHERE)
     edges = torch.tensor([-89.0, -88.3763, -87.3365, -87.0, 16.6355, 17.33, 88.0, 88.03], device=WHERE)
     near = (edges.view(torch.int32)[:, None] + torch.arange(-256, 256, device=WHERE)).to(torch.int32).flatten()
@@ -96,14 +96,14 @@ def gates() -> Tensor:
 
 
 def others(count: int) -> Tensor:
-    """Factors to go with gates: a third patterns of any kind, a third bf16 values, a third ordinary numbers."""
+    """Factors for the gates: a third random patterns, a third bf16 values, a third Gaussian numbers."""
     pick = torch.randint(3, (count,), device=WHERE)
     bf16 = all_bf16()[torch.randint(1 << 16, (count,), device=WHERE)]
-    return torch.where(pick == 0, words(count), torch.where(pick == 1, bf16, torch.randn(count, device=WHERE)))
+    return torch.where(pick == 0, any_fp32(count), torch.where(pick == 1, bf16, torch.randn(count, device=WHERE)))
 
 
 def comparisons() -> Iterator[tuple[str, int, int]]:
-    """(function, values compared, how many differ)."""
+    """(function, values compared, number that differ)."""
     gate = gates()
     count = gate.numel()
     up, dy = others(count), others(count)
@@ -117,12 +117,12 @@ def comparisons() -> Iterator[tuple[str, int, int]]:
     got = launch(_backward_kernel, dy, gate, up, results=2)
     want = activation.swiglu_backward(dy, torch.cat((gate, up))).view(2, -1)
     yield "swiglu_backward", 2 * count, mismatches(got, want)
-    # sums of any size, sums that nearly cancel, and products near the ends of the range
-    a, b, c = words(1 << 17), words(1 << 17), words(1 << 17)
+    # sums of any size, sums that nearly cancel, and products near overflow and underflow
+    a, b, c = any_fp32(1 << 17), any_fp32(1 << 17), any_fp32(1 << 17)
     c[::2] = -(a * b)[::2] * (1 + torch.randint(-3, 4, (1 << 16,), device=WHERE) * 2.0**-23)
     a[1::4], b[1::4], c[1::4] = (torch.randn(1 << 15, device=WHERE) for _ in range(3))
     yield "fma", 1 << 17, mismatches(launch(_fma_kernel, a, b, c), activation.fma(a, b, c))
-    # every mantissa, in the lowest, a middle and the highest binade that it is made for
+    # every mantissa, in the lowest, a middle and the highest binade of its domain
     step = 4096 if WHERE == "cpu" else 1
     mantissas = torch.arange(0, 1 << 23, step, dtype=torch.int32, device=WHERE)[:, None]
     binades = torch.tensor([127, 128, 190, 252], dtype=torch.int32, device=WHERE)
@@ -132,9 +132,9 @@ def comparisons() -> Iterator[tuple[str, int, int]]:
     for length in (1, 2, 3, 96, 255, 1024, 1500):
         x = torch.randn(8, length, device=WHERE) * torch.exp2(torch.randint(-20, 20, (8, 1), device=WHERE))
         x[3, length // 2], x[5] = torch.inf, 0.0
-        out, share = torch.full((8,), -1.0, device=WHERE), torch.tensor(1.0 / length).item()
+        out, inv_columns = torch.full((8,), -1.0, device=WHERE), torch.tensor(1.0 / length).item()
         width = max(2, 1 << (length - 1).bit_length())
-        _rstd_kernel[(2,)](x, out, length, share, 1e-6, R=4, N=width, enable_fp_fusion=False)
+        _rstd_kernel[(2,)](x, out, length, inv_columns, 1e-6, R=4, N=width, enable_fp_fusion=False)
         _, want = activation.rmsnorm(x, torch.ones(length, device=WHERE), 1e-6)
         yield f"rstd {length}", 8, mismatches(out, want)
 

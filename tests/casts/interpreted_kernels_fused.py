@@ -1,4 +1,4 @@
-"""Triton fused casts in the interpreter against their reference twins, byte for byte.
+"""Triton fused casts in the interpreter against the reference, byte for byte.
 
     TRITON_INTERPRET=1 python tests/casts/interpreted_kernels_fused.py mxfp8_e4m3
 
@@ -27,7 +27,7 @@ ENDS = torch.tensor([3, 3, 110], dtype=torch.int32)
 
 
 def gates(rows: int, hidden: int, dtype: torch.dtype, *, finite: bool) -> Tensor:
-    """finite: without what makes the maximum of a tensor NaN, and then all that NVFP4 writes."""
+    """[gate | up], bf16 or other.  finite: no NaN and Inf, which would make NVFP4's amax NaN and poison all codes."""
     x = torch.randn(rows, 2 * hidden) * 4
     x[3] = 0.0
     if not finite:
@@ -53,7 +53,7 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
     yield x.numel(), compared("swiglu backward", ops.swiglu_backward_quantize_both, grad, x, text, text, "", *rest)
     if not form.is_2d and form.family != "nvfp4":
         yield from three_operands(name)
-    # halves that are no whole tiles: a tile holds gates and ups; how it is read does not depend on the format
+    # H not a multiple of the tile: a tile holds gates and ups; how it is read does not depend on the format
     ragged = ((torch.bfloat16, 130, 192), (torch.float32, 40, 74)) if name == "fp8_1x128" or THOROUGH else ()
     for dtype, rows, width in ragged:
         x, grad = gates(rows, width, dtype, finite=form.family == "nvfp4"), torch.randn(rows, width).to(dtype)
@@ -68,63 +68,67 @@ def cases(name: str) -> Iterator[tuple[int, Case]]:
         yield 2 * y.numel(), both
     if form.is_2d:
         return
-    # a group has more rows than a block, and no more than that: NVFP4's tiles of groups are small, and many
+    # a group has few more rows than a block: NVFP4's tiles of groups are small, and many
     tall = max(form.block) + 22
     x, ends = gates(tall, 128, torch.bfloat16, finite=False), torch.tensor([3, 3, tall - 10], dtype=torch.int32)
-    drawn = CastSpec(name, rounding=Stochastic(rng_state(4), "mlp"), role="wgrad_x")
-    late = drawn.plan().text()
-    # NVFP4's own maximum is a second pass over many small tiles, and once is enough
-    top = torch.tensor(9.0) if form.family == "nvfp4" else None
-    states = drawn.state, drawn.state, top, top
-    yield x.numel(), compared("swiglu groups", ops.swiglu_quantize_both, x, late, late, *states, ends)
+    stochastic = CastSpec(name, rounding=Stochastic(rng_state(4), "mlp"), role="wgrad_x")
+    text_sr = stochastic.plan().text()
+    # computing NVFP4's amax is a second pass over many small tiles; one case is enough
+    amax = torch.tensor(9.0) if form.family == "nvfp4" else None
+    states = stochastic.state, stochastic.state, amax, amax
+    yield (
+        x.numel(),
+        compared("swiglu groups", ops.swiglu_quantize_both, x, text_sr, text_sr, *states, ends),
+    )
     tokens = torch.randn(50, 96).bfloat16()
     indices = torch.randint(-1, 50, (120,), dtype=torch.int32)
-    for kind, given in ((torch.int32, None), (torch.int64, top)):
+    for kind, given in ((torch.int32, None), (torch.int64, amax)):
         args = tokens, indices.to(kind), None, text, text, None, None, given, given, ENDS
         yield 2 * 120 * 96, compared("permute", ops.permute_quantize_both, *args)
         for layout in form.layouts:
             copied = CastSpec(name, scale_layout=layout).plan().text()
             what = f"permute once {layout} {kind}"
             yield 120 * 96, compared(what, ops.quantize_permute, tokens, indices.to(kind), copied, None)
-    # whole tiles within a group, and positions that no token goes to
+    # full tiles within a group, and padding positions
     long, many = torch.tensor([3, 3, 290], dtype=torch.int32), torch.randint(-1, 50, (310,), dtype=torch.int32)
-    framed = torch.cat((torch.full((1, 96), 7.0), torch.randn(50, 96))).bfloat16()[1:]  # before them lies something
-    for weights in (None, torch.randn(310)):
-        args = framed, many, weights, text, text, None, None, top, top, long
+    framed = torch.cat((torch.full((1, 96), 7.0), torch.randn(50, 96))).bfloat16()[1:]  # 7 before the first row
+    for gate_weights in (None, torch.randn(310)):
+        args = framed, many, gate_weights, text, text, None, None, amax, amax, long
         yield 2 * 310 * 96, compared("permute, long groups", ops.permute_quantize_both, *args)
-    yield 310 * 96, compared("columns, long groups", ops.permute_quantize_columns, framed, many, text, None, top, long)
-    wide = torch.randn(9, 1100)  # rows of more than one tile of codes, and a maximum that poisons the row of zeros
+    yield 310 * 96, compared("columns, long groups", ops.permute_quantize_columns, framed, many, text, None, amax, long)
+    wide = torch.randn(9, 1100)  # rows of more than one tile of codes, and a NaN amax, which poisons the row of zeros
     wide[7, 3] = torch.nan
     far = torch.randint(-1, 9, (130,))
     for layout in form.layouts:
         copied = CastSpec(name, scale_layout=layout).plan().text()
         yield 130 * 1100, compared(f"permute once, wide {layout}", ops.quantize_permute, wide, far, copied, None)
-    if form.hadamard:  # the sign of the first zero
-        turned = CastSpec(name, hadamard=(1 << form.hadamard) - 1).plan().text()
-        yield 120 * 96, compared("permute once, rotated", ops.quantize_permute, tokens, indices, turned, None)
-        yield weighted_and_rotated(name, top)
+    if form.hadamard:  # -0.0 from a rotated row of zeros
+        rotated = CastSpec(name, hadamard=(1 << form.hadamard) - 1).plan().text()
+        yield 120 * 96, compared("permute once, rotated", ops.quantize_permute, tokens, indices, rotated, None)
+        yield weighted_and_rotated(name, amax)
     yield 0, compared("permute once, nowhere", ops.quantize_permute, tokens, indices[:0], text, None)
-    nobody = torch.full((120,), -1, dtype=torch.int32)
-    args = tokens[:0], nobody, None, text, text, None, None, top, top, ENDS
+    all_padding = torch.full((120,), -1, dtype=torch.int32)
+    args = tokens[:0], all_padding, None, text, text, None, None, amax, amax, ENDS
     yield 0, compared("no tokens", ops.permute_quantize_both, *args)
     if name == "fp8_1x128" or THOROUGH:
-        yield from apart(text, form.family == "nvfp4")
+        yield from strided_inputs(text, form.family == "nvfp4")
 
 
-def weighted_and_rotated(name: str, top: Tensor | None) -> tuple[int, Case]:
-    """A rotation mixes a row's zeros with those behind its last column; a factor gives a sign to the former alone."""
+def weighted_and_rotated(name: str, amax: Tensor | None) -> tuple[int, Case]:
+    """A rotation mixes a row's zeros with zeros past its last column; a negative factor flips the sign of the former
+    only."""
     text = CastSpec(name, hadamard=True).plan().text()
     x, ends = torch.randn(50, 70).bfloat16(), torch.tensor([3, 30], dtype=torch.int32)
     indices = torch.where(torch.arange(40) % 5 == 0, -1, torch.arange(40))
-    args = x, indices, -torch.rand(40), text, text, None, None, top, top, ends
+    args = x, indices, -torch.rand(40), text, text, None, None, amax, amax, ends
     return 2 * 40 * 70, compared("weighted, rotated", ops.permute_quantize_both, *args)
 
 
 def three_operands(name: str) -> Iterator[tuple[int, Case]]:
-    """SwiGLU's backward with the operand of SwiGLU itself: one kernel writes all three if the formats are alike."""
+    """SwiGLU's backward with `hidden`: one kernel writes all three operands if the formats are equal."""
     call, plan = ops.swiglu_backward_quantize_both, CastSpec(name).plan()
     text, rest = plan.text(), (None,) * 6
-    # one row less than a tile, none, a whole tile and the rest of its group, and rows of no group
+    # one row less than a tile, none, a full tile and the rest of its group, and rows outside all groups
     ends = torch.tensor([127, 127, 300], dtype=torch.int32)
     shapes = {"one matrix": ((130, 256), None), "two": ((2, 40, 128), None), "groups": ((320, 128), ends)}
     for what, ((*rows, hidden), offs) in shapes.items():
@@ -132,20 +136,20 @@ def three_operands(name: str) -> Iterator[tuple[int, Case]]:
         x[..., 0, 0], x[..., 9, 1], grad[..., 20, 2] = torch.nan, torch.inf, -torch.inf
         yield x.numel(), compared(f"three operands, {what}", call, grad, x, text, text, text, *rest, offs)
     for layout in plan.spec.layouts:
-        third = CastSpec(name, scale_layout=layout).plan().text()
-        yield x.numel(), compared(f"three operands, {layout}", call, grad, x, text, text, third, *rest, offs)
+        hidden_text = CastSpec(name, scale_layout=layout).plan().text()
+        yield x.numel(), compared(f"three operands, {layout}", call, grad, x, text, text, hidden_text, *rest, offs)
     for other in ("mxfp4", "mxfp8_e5m2"):
-        third = CastSpec(other).plan().text()
-        yield x.numel(), compared(f"three operands, {other}", call, grad, x, text, text, third, *rest, offs)
+        hidden_text = CastSpec(other).plan().text()
+        yield x.numel(), compared(f"three operands, {other}", call, grad, x, text, text, hidden_text, *rest, offs)
 
 
-def spread(vector: Tensor) -> Tensor:
-    """The same vector with something else between its values."""
+def strided(vector: Tensor) -> Tensor:
+    """The same vector with stride 2, other values in between."""
     return torch.stack((vector, torch.full_like(vector, 77)), 1)[:, 0]
 
 
-def apart(text: str, has_amax: bool) -> Iterator[tuple[int, Case]]:
-    """Vectors and gradients whose values do not lie beside each other; the gradient of a sum has strides of 0."""
+def strided_inputs(text: str, has_amax: bool) -> Iterator[tuple[int, Case]]:
+    """Strided vectors and gradients; the gradient of a sum has strides of 0."""
     x = gates(130, 128, torch.bfloat16, finite=True)
     rest = None, None, None, None, None, None, None
     grads = (
@@ -157,20 +161,20 @@ def apart(text: str, has_amax: bool) -> Iterator[tuple[int, Case]]:
         args = grad, x, text, text, "", *rest
         yield x.numel(), compared(f"swiglu backward {grad.stride()}", ops.swiglu_backward_quantize_both, *args)
     args = grads[0], x.mT.contiguous().mT, text, text, "", *rest
-    yield x.numel(), compared("swiglu backward, gate_up turned", ops.swiglu_backward_quantize_both, *args)
+    yield x.numel(), compared("swiglu backward, gate_up transposed", ops.swiglu_backward_quantize_both, *args)
     four = torch.randn(2, 3, 40, 256).bfloat16().transpose(0, 1)
     args = torch.randn(3, 2, 40, 128).bfloat16(), four, text, text, "", *rest
-    yield four.numel(), compared("swiglu backward, axes turned", ops.swiglu_backward_quantize_both, *args)
-    tokens, weight = torch.randn(110, 96).bfloat16(), spread(torch.rand(96))
+    yield four.numel(), compared("swiglu backward, axes permuted", ops.swiglu_backward_quantize_both, *args)
+    tokens, weight = torch.randn(110, 96).bfloat16(), strided(torch.rand(96))
     for w in (weight, weight.bfloat16().expand(96), torch.ones(()).expand(96)):
         yield tokens.numel(), compared("rmsnorm weight", ops.rmsnorm_quantize, tokens, w, 1e-5, text, None, None)
-    args = tokens, weight, 1e-5, text, text, None, None, None, None, spread(ENDS)
+    args = tokens, weight, 1e-5, text, text, None, None, None, None, strided(ENDS)
     yield tokens.numel(), compared("rmsnorm ends", ops.rmsnorm_quantize_both, *args)
-    indices = spread(torch.randint(-1, 110, (120,), dtype=torch.int32))
-    tops = (spread(torch.tensor([9.0, 8.0, 7.0])), torch.tensor(9.0).expand(3)) if has_amax else (None, None)
-    args = tokens, indices, spread(torch.randn(120)), text, text, None, None, *tops, spread(ENDS)
+    indices = strided(torch.randint(-1, 110, (120,), dtype=torch.int32))
+    amaxes = (strided(torch.tensor([9.0, 8.0, 7.0])), torch.tensor(9.0).expand(3)) if has_amax else (None, None)
+    args = tokens, indices, strided(torch.randn(120)), text, text, None, None, *amaxes, strided(ENDS)
     yield tokens.numel(), compared("permute indices", ops.permute_quantize_both, *args)
-    args = tokens, indices, text, None, tops[0], spread(ENDS)
+    args = tokens, indices, text, None, amaxes[0], strided(ENDS)
     yield tokens.numel(), compared("permute columns indices", ops.permute_quantize_columns, *args)
     yield tokens.numel(), compared("permute once indices", ops.quantize_permute, tokens, indices, text, None)
 

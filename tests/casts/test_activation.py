@@ -1,4 +1,4 @@
-"""What casts are fused with, to the last bit: fma, sigmoid, SwiGLU, its gradients, RMSNorm; in torch and on tiles."""
+"""Operations that casts are fused with, bit for bit: fma, sigmoid, SwiGLU, its gradients, RMSNorm; torch and Triton."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_fma_rounds_once(compared: Counter[str]) -> None:
 
 
 def test_sigmoid_within_its_bounds() -> None:
-    """Units in the last place, in fp64: every bf16 gate, and fp32 ones between."""
+    """Error in units in the last place against fp64: every bf16 gate, and fp32 gates in between."""
     gates = torch.cat((all_bf16().float(), torch.rand(1_000_000) * 200 - 100))
     gates = gates[gates.isfinite() & (gates >= -87)]
     off = units(activation.sigmoid(gates), gates.double().sigmoid())
@@ -72,7 +72,7 @@ def test_sigmoid_never_descends() -> None:
 
 
 def test_special_gates() -> None:
-    """As torch's silu, except that a gate below -87 counts as -87: next to nothing, and -Inf is no NaN."""
+    """As torch's silu, except that a gate below -87 counts as -87: nearly zero, and -Inf does not give NaN."""
     gate = torch.tensor([torch.inf, torch.nan, 3e38, 0.0, -0.0])
     want = torch.nn.functional.silu(gate)
     got = activation.swiglu(torch.cat((gate, torch.ones(5))))
@@ -93,7 +93,7 @@ def pattern(words: str) -> Tensor:
 
 
 def test_worked_examples(device: torch.device) -> None:
-    """Those of the contract, section 16."""
+    """The examples of docs/numerics.md, section 16."""
     gate = torch.cat((torch.tensor([[0.0, 1, -1, 3.5, -10, -87]]), pattern("41A00000")), dim=-1).to(device)
     want = pattern("3F000000 3F3B26A7 3E89B2B0 3F787EFE 383E6997 00B3368A 3F800000")
     same_bits(bits(activation.sigmoid(gate)), bits(want))
@@ -109,7 +109,7 @@ def test_worked_examples(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_and_its_gradient_are_right(dtype: torch.dtype, device: torch.device) -> None:
-    """Against fp64 autograd. Bounds are of the terms: the slope of silu has a zero, where no relative bound holds."""
+    """Against fp64 autograd. Bounds are relative to the terms: the slope of silu has a zero."""
     grad, gate_up = torch.randn(300, 128, device=device).to(dtype), (4 * torch.randn(300, 256, device=device)).to(dtype)
     wide = gate_up.double().requires_grad_()
     gate, up = wide.chunk(2, dim=-1)
@@ -137,7 +137,7 @@ def test_rmsnorm_is_right(length: int, device: torch.device) -> None:
 
 
 def test_sums_are_over_neighbours() -> None:
-    """A sum whose result tells its order: the small ones meet each other before they meet the large one."""
+    """A sum whose result shows its order: the small terms are added to each other before the large one."""
     x = torch.full((1, 1000), 2.0**-24)
     x[0, 0] = 1.0
     levels = x[0].tolist() + [0.0] * 24

@@ -1,4 +1,4 @@
-"""What a cast promises beyond its bytes: both orientations, groups, ranks, strides, empties, idempotence, poisoning."""
+"""Properties of casts beyond their bytes: both operands, groups, ranks, strides, empties, idempotence, poisoning."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ends_of(sizes: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(np.cumsum(sizes), dtype=torch.int32, device=device)
 
 
-# ---- both orientations at once -------------------------------------------------------------------------------------
+# ---- both operands at once -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +121,7 @@ def grouped_source(rng_seed: int = 3, columns: int = 44) -> np.ndarray:
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("form", ONE_D)
 def test_k_groups_start_at_multiples_of_128(form: str, bad: float | None, device: torch.device) -> None:
-    """Each group is the cast of its own rows, then zeros; what lies after the last group leaves no trace."""
+    """Each group is the cast of its own rows, then zeros; rows after the last group have no effect."""
     needs_ml_dtypes()
     x, offs, spec = grouped_source(), ends_of(SIZES, device), FORMATS[form]
     if bad is not None:
@@ -144,8 +144,8 @@ def test_k_groups_start_at_multiples_of_128(form: str, bad: float | None, device
             assert not codes[:, start + size : start + room].any()
             assert (scales[:, start // block + used : (start + room) // block] == zero_scale).all()
         if form == "nvfp4":
-            want_top = np.uint32(0x3F800000) if size == 0 else want.tensor_scale
-            assert bits(q.global_scale)[number] == want_top
+            want_amax = np.uint32(0x3F800000) if size == 0 else want.tensor_scale
+            assert bits(q.global_scale)[number] == want_amax
         start += room
     assert start == 640
     assert not codes[:, start:].any()
@@ -154,8 +154,8 @@ def test_k_groups_start_at_multiples_of_128(form: str, bad: float | None, device
 
 @pytest.mark.parametrize("scope", ["tensor", "group", "given"])
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_nvfp4_maxima_of_groups(axis: int, scope: str, device: torch.device) -> None:
-    """One maximum for all groups, one for each, or supplied ones; rows of no group never count."""
+def test_nvfp4_amax_of_groups(axis: int, scope: str, device: torch.device) -> None:
+    """One amax for all groups, one for each, or supplied ones; rows outside all groups never count."""
     needs_ml_dtypes()
     x, offs = grouped_source(4), ends_of(SIZES, device)
     x[-EXTRA_ROWS:] = np.inf
@@ -163,14 +163,14 @@ def test_nvfp4_maxima_of_groups(axis: int, scope: str, device: torch.device) -> 
     given = np.array([7, 0.5, 3, 100, 1e-3], np.float32)
     amax = torch.from_numpy(given).to(device) if scope == "given" else scope
     q = quantize(torch.from_numpy(x).to(device), "nvfp4", axis=axis, offs=offs, amax=amax)
-    tops = bits(q.global_scale)
-    assert tops.shape == (() if scope == "tensor" else (len(SIZES),))
+    amaxes = bits(q.global_scale)
+    assert amaxes.shape == (() if scope == "tensor" else (len(SIZES),))
     start, end = 0, 0
     for number, size in enumerate(SIZES):
         part, end = inside[end : end + size], end + size
-        top = {"tensor": np.abs(inside).max(), "group": None, "given": given[number]}[scope]
-        want = expect(part if axis == -1 else part.T, "nvfp4", "nearest", amax=top)
-        assert (tops if scope == "tensor" else tops[number]) == want.tensor_scale
+        amax_value = {"tensor": np.abs(inside).max(), "group": None, "given": given[number]}[scope]
+        want = expect(part if axis == -1 else part.T, "nvfp4", "nearest", amax=amax_value)
+        assert (amaxes if scope == "tensor" else amaxes[number]) == want.tensor_scale
         if axis == -1:
             same_bits(codes_of(q)[end - size : end], want.codes)
             same_bits(scales_of(q)[end - size : end], want.scale)
@@ -190,7 +190,7 @@ def test_m_groups_leave_rows_where_they_are(form: str, device: torch.device) -> 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize(("form", "hadamard"), [(f, False) for f in ONE_D] + [(f, True) for f in ROTATING])
 def test_decoding_groups(form: str, hadamard: bool, axis: int, device: torch.device) -> None:
-    """Every group comes back to its rows; k-grouped rows of no group come back as zero."""
+    """Every group decodes to its rows; k-grouped rows outside all groups decode to zero."""
     x, offs = grouped_source(5), ends_of(SIZES, device)
     tensor = torch.from_numpy(x).to(device)
     options = {"hadamard": hadamard} | ({"amax": "group"} if form == "nvfp4" else {})
@@ -239,7 +239,7 @@ def test_few_and_empty_groups(form: str, sizes: list[int], device: torch.device)
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("form", ONE_D)
 def test_no_groups_at_all(form: str, axis: int, device: torch.device) -> None:
-    """offs of length zero: every row belongs to no group."""
+    """offs of length zero: every row is outside all groups."""
     x, offs = torch.randn(5, 40, device=device), ends_of([], device)
     back = dequantize(quantize(x, form, axis=axis, offs=offs), offs=offs)
     assert back.shape == x.shape
@@ -247,7 +247,7 @@ def test_no_groups_at_all(form: str, axis: int, device: torch.device) -> None:
         assert not bits(back).any()
 
 
-def test_groups_of_tokens_are_not_for_tiles(device: torch.device) -> None:
+def test_groups_of_tokens_refuse_2d_blocks(device: torch.device) -> None:
     x, offs = torch.randn(8, 32, device=device), ends_of([8], device)
     for form in ("nvfp4_16x16", "fp8_128x128", "mxfp8_e4m3_128x128"):
         with pytest.raises(ValueError, match="2-D block"):
@@ -263,7 +263,7 @@ def test_groups_of_tokens_are_not_for_tiles(device: torch.device) -> None:
 def test_higher_ranks_are_stacks_of_matrices(
     form: str, shape: tuple[int, ...], axis: int, device: torch.device
 ) -> None:
-    """Blocks and tiles never run from one matrix into the next; NVFP4 has one maximum for them all."""
+    """Blocks and tiles never span two matrices; NVFP4 has one amax for all matrices."""
     x = torch.randn(shape, device=device)
     q = quantize(x, form, axis=axis)
     back = dequantize(q, torch.float32)
@@ -360,7 +360,7 @@ def test_empty_tensors(form: str, shape: tuple[int, ...], axis: int, device: tor
 @pytest.mark.parametrize("mask", [True, 3, 0xBEEF])
 @pytest.mark.parametrize("form", ROTATING)
 def test_rotated_casts(form: str, mask: bool | int, axis: int, device: torch.device) -> None:
-    """The maximum is taken after the rotation; the tail group is stored whole; decoding rotates back and cuts."""
+    """The amax is taken after the rotation; the tail group is stored in full; decoding rotates back and truncates."""
     needs_ml_dtypes()
     size = FORMATS[form].hadamard
     number = DEFAULT_MASKS[size] if mask is True else int(mask)
@@ -390,7 +390,7 @@ def test_rotated_casts(form: str, mask: bool | int, axis: int, device: torch.dev
         assert np.linalg.norm(want - x) < 0.2 * np.linalg.norm(x) + 1e-6
 
 
-# ---- quantising what was dequantised -------------------------------------------------------------------------------
+# ---- idempotence ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["floor", "even", "rceil", "ceil"])
@@ -400,7 +400,7 @@ def test_mx_casts_are_idempotent(form: str, rule: str, device: torch.device) -> 
     needs_ml_dtypes()
     edges = oracles.edge_blocks(FORMATS[form].element.name).values()
     x = torch.from_numpy(np.concatenate([oracles.random_blocks(2000), *edges])).to(device)
-    if FORMATS[form].is_2d:  # a NaN would take its whole block with it
+    if FORMATS[form].is_2d:  # a NaN would poison its whole block
         x = torch.randn(300, 400, device=device) * torch.randint(-30, 30, (300, 400), device=device).exp2()
     q = quantize(x, form, scale_rule=rule)
     back = dequantize(q, torch.float32)
@@ -421,7 +421,7 @@ def test_mx_casts_are_idempotent(form: str, rule: str, device: torch.device) -> 
 
 @pytest.mark.parametrize(("form", "rule"), FORMAT_RULES)
 def test_only_two_dimensional_scales_commute_with_the_transpose(form: str, rule: str, device: torch.device) -> None:
-    """dequant(quant(W^T)) == dequant(quant(W))^T for tiles, in bits, and not for rows: no shortcut was taken."""
+    """dequant(quant(W^T)) == dequant(quant(W))^T bit for bit with 2-D blocks, and not with 1-D blocks."""
     w = torch.randn(150, 280, device=device) * torch.randint(-30, 1, (150, 1), device=device).exp2()
     there = dequantize(quantize(w, form, scale_rule=rule), torch.float32)
     for turned in (
@@ -436,7 +436,7 @@ def test_only_two_dimensional_scales_commute_with_the_transpose(form: str, rule:
 
 
 def test_transposing_the_result_is_not_casting_the_transpose(device: torch.device) -> None:
-    """`.mT` turns the operand and its axis; a cast along the other axis is a different number."""
+    """`.mT` transposes the operand and its axis; a cast along the other axis gives other values."""
     x = torch.randn(64, 64, device=device)
     assert not torch.equal(dequantize(quantize(x, "mxfp4").mT), dequantize(quantize(x.mT, "mxfp4")))
     same_operand(quantize(x, "mxfp4").mT, quantize(x.mT, "mxfp4", axis=-2))
@@ -479,7 +479,7 @@ def test_a_bad_value_poisons_its_block(form: str, axis: int, dtype: torch.dtype,
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("form", NVFP4)
 def test_a_bad_value_poisons_an_nvfp4_tensor_or_its_block(form: str, axis: int, device: torch.device) -> None:
-    """The tensor when its maximum is taken from the data, the block (a tile of 16x16) when it is supplied."""
+    """The tensor if its amax is taken from the data, the block (16x16) if the amax is supplied."""
     across, along = FORMATS[form].block
     clean = torch.randn(40, 3 * along, device=device)
     amax = torch.tensor(4.0, device=device)
@@ -520,7 +520,7 @@ def test_a_bad_value_poisons_its_tile(position: tuple[int, int], axis: int, devi
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("form", MX)
 def test_satfinite_keeps_infinities(form: str, axis: int, device: torch.device) -> None:
-    """Inf becomes the largest value under scale FE; NaN still poisons; finite blocks are cast as ever."""
+    """Inf becomes the largest value under scale FE; NaN still poisons; finite blocks are unchanged."""
     element, (across, along) = FORMATS[form].element, FORMATS[form].block
     x = torch.randn(4 * across, 2 * along, device=device)
     plain = quantize(x if axis == -1 else x.mT, form, axis=axis)
@@ -543,7 +543,7 @@ def test_satfinite_keeps_infinities(form: str, axis: int, device: torch.device) 
 
 
 def test_poison_shows_what_is_not_written(device: torch.device) -> None:
-    """These tests run with poisoned outputs: what a kernel forgets to write is FF, not zero."""
+    """Tests run with poisoned outputs: bytes that a kernel does not write are FF, not zero."""
     assert set(bits(empty((4, 4), torch.float32, device)).reshape(-1)) == {0xFFFFFFFF}
     buffers = torch.ops.blockscale.quantize(
         torch.zeros(3, 5, device=device), "fp8_1x128 fp32 mn_major", -1, *[None] * 3

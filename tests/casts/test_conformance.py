@@ -69,7 +69,7 @@ def all_patterns(dtype: str) -> F32:
 
 
 def wide_random(count: int, block: int, dtype: str, seed: int) -> F32:
-    """Blocks whose magnitudes cover the whole range of the type, Gaussian inside, and long-tailed ones."""
+    """Gaussian blocks whose magnitudes cover the range of the dtype, and long-tailed blocks."""
     if dtype != "fp16":
         return oracles.random_blocks(count, block, seed=seed, bf16=dtype == "bf16")
     rng = np.random.default_rng(seed)
@@ -136,11 +136,11 @@ def test_blocks_equal_gfloat(form: str, rule: str, device: torch.device, compare
 
 @pytest.mark.parametrize("rule", oracles.MX_RULES)
 def test_tiles_equal_gfloat(rule: str, device: torch.device, compared: Counter[str]) -> None:
-    """A whole tile and short ones to its right and below it, each a block to the specification."""
+    """A full tile and short ones to its right and below it, each one block of the specification."""
     pytest.importorskip("gfloat", reason="the specification oracle is gfloat")
     form = "mxfp8_e4m3_128x128"
     x = oracles.random_blocks(130, 131, seed=9)
-    x *= 2.0 ** -np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True)))  # or one row would be all that is left
+    x *= 2.0 ** -np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True)))  # else all rows but one would round to zero
     x[128:] *= 448
     q, _ = cast(x, "fp32", device, form, -1, scale_rule=rule)
     for i, rows in enumerate((slice(0, 128), slice(128, 130))):
@@ -186,7 +186,7 @@ def test_tiles(form: str, rule: str, dtype: str, axis: int, device: torch.device
 
 
 def nvfp4_matrices(form: str, dtype: str) -> dict[str, F32]:
-    """Tensors whose blocks lie up to 2^-24 below the tensor's maximum, at the whole range of tensor maxima."""
+    """Tensors whose block amaxes are down to 2^-24 of the tensor's amax, over the full range of tensor amaxes."""
     rng = np.random.default_rng(4)
     across = FORMATS[form].block[0]
     out = {}
@@ -211,7 +211,7 @@ def test_nvfp4(form: str, rule: str, dtype: str, axis: int, device: torch.device
     for name, x in nvfp4_matrices(form, dtype).items():
         q, exact = cast(x, dtype, device, form, axis, scale_rule=rule)
         compared[f"ml_dtypes cast {form}"] += same_cast(q, expect(exact, form, rule), name)
-        # a supplied maximum above, at and below the data, so that scales and codes saturate
+        # a supplied amax above, at and below that of the data, so that scales and codes saturate
         for factor in (16.0, 1.0, 0.01):
             top = np.float32(min(float(np.abs(exact).max()) * factor, 3e38))
             q, _ = cast(x, dtype, device, form, axis, scale_rule=rule, amax=torch.tensor(top, device=device))
@@ -223,10 +223,10 @@ def test_nvfp4(form: str, rule: str, dtype: str, axis: int, device: torch.device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", FORMATS["nvfp4"].rules)
 @pytest.mark.parametrize("form", NVFP4)
-def test_nvfp4_every_pattern_under_supplied_maxima(
+def test_nvfp4_every_pattern_under_a_supplied_amax(
     form: str, rule: str, dtype: str, axis: int, device: torch.device, compared: Counter[str]
 ) -> None:
-    """Non-finite values poison their block alone when the maximum is supplied, and everything when it is not finite."""
+    """Non-finite values poison only their block if the amax is supplied; a non-finite amax poisons everything."""
     x = all_patterns(dtype).reshape(-1, 256)
     for top in (1.0, 6.1e-5, 3e38, 1e-38, 1e-42, 2.0**-149, 0.0, np.inf, np.nan):
         amax = torch.tensor(top, dtype=torch.float32, device=device)
@@ -238,10 +238,10 @@ def test_nvfp4_every_pattern_under_supplied_maxima(
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("rule", FORMATS["nvfp4"].rules)
 @pytest.mark.parametrize("form", NVFP4)
-def test_nvfp4_a_negative_maximum_poisons_what_it_scales(
+def test_nvfp4_a_negative_amax_poisons_its_tensor(
     form: str, rule: str, axis: int, device: torch.device, compared: Counter[str]
 ) -> None:
-    """Below -0.0, which is zero. Through the operator: `quantize` looks at values on a CPU, and refuses."""
+    """Below -0.0, which is zero. Through the operator: `quantize` checks values on a CPU and raises."""
     x = torch.randn(48, 40, device=device)
     exact = x.cpu().numpy() if axis == -1 else x.cpu().numpy().T
     plan = CastSpec(form, rule).plan()
@@ -251,7 +251,7 @@ def test_nvfp4_a_negative_maximum_poisons_what_it_scales(
         compared[f"ml_dtypes cast {form}"] += same_cast(q, expect(exact, form, rule, amax=np.float32(meant)), top)
 
 
-def test_nvfp4_a_negative_maximum_of_a_group_poisons_that_group(device: torch.device) -> None:
+def test_nvfp4_a_negative_amax_of_a_group_poisons_that_group(device: torch.device) -> None:
     x, tops = torch.randn(3, 20, 50, device=device), torch.tensor([2.0, -2.0, 3.0], device=device)
     plan = CastSpec("nvfp4", amax="group").plan()
     q = assemble(plan, ops.quantize(x, plan.text(), -1, None, tops, None), x.shape, -1)
@@ -259,8 +259,8 @@ def test_nvfp4_a_negative_maximum_of_a_group_poisons_that_group(device: torch.de
     assert dequantize(q).isnan().flatten(1).any(1).tolist() == [False, True, False]
 
 
-def test_nvfp4_a_negative_maximum_is_refused_where_values_can_be_seen() -> None:
-    """On a CPU. A look at values on a GPU would wait for it: there the result is NaN, as the operator's is."""
+def test_nvfp4_a_negative_amax_is_refused_on_the_cpu() -> None:
+    """On a GPU the check would synchronize: there the result is NaN, as that of the operator is."""
     x, spec = torch.randn(8, 64), CastSpec("nvfp4", amax=torch.tensor(-2.0))
     calls: list[Callable[[], object]] = [
         lambda: quantize(x, spec),
@@ -276,8 +276,8 @@ def test_nvfp4_a_negative_maximum_is_refused_where_values_can_be_seen() -> None:
     assert quantize(x, "nvfp4", amax=torch.tensor(-0.0)).shape == (8, 64)
 
 
-def test_nvfp4_a_negative_maximum_is_seen_by_no_tracer() -> None:
-    """Compiled code cannot look at values either: the result is NaN."""
+def test_nvfp4_a_negative_amax_gives_nan_in_compiled_code() -> None:
+    """Compiled code cannot check values either: the result is NaN."""
     torch._dynamo.reset()
 
     def call(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_nvfp4_edge_tensors(form: str, rule: str, axis: int, device: torch.devic
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("form", NVFP4)
 def test_nvfp4_one_scale_per_leading_index(form: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
-    """amax="group" over the leading axis, with a tensor maximum in every binade of fp32; then the same ones given."""
+    """amax="group" over the leading axis, with a tensor amax in every binade of fp32; then the same ones supplied."""
     rng = np.random.default_rng(5)
     exponents = np.arange(-149, 128, 4)
     x = rng.uniform(-1, 1, (len(exponents), 20, 50)) * 2.0 ** -rng.integers(0, 12, (len(exponents), 20, 50))
@@ -325,7 +325,7 @@ def test_nvfp4_one_scale_per_leading_index(form: str, axis: int, device: torch.d
         same_bits(codes_of(one)[index], want.codes)
 
 
-# ---- sizes off every block -----------------------------------------------------------------------------------------
+# ---- tails ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -372,7 +372,7 @@ def operand(form: str, codes: NDArray, scale: NDArray, top: float | None, device
 
 
 def check_decode(q: BlockScaled) -> int:
-    """All three output types, as it is and transposed. NaN codes under a finite scale decode to some NaN."""
+    """All three output dtypes, direct and transposed. NaN codes under a finite scale decode to some NaN."""
     want = expect_values(q)
     scale = scales_of(q).view(np.float32) if q.spec.family == "fp8" else oracles.e8m0_decode(scales_of(q))
     free = np.isnan(want)
@@ -399,7 +399,7 @@ def check_decode(q: BlockScaled) -> int:
 def test_decode_every_scale_byte_and_code(form: str, device: torch.device, compared: Counter[str]) -> None:
     """All 256 scale bytes, 00 01 7E 7F FD FE FF among them, times all codes of the element, specials included."""
     codes = np.arange(256, dtype=np.uint8) & ((1 << FORMATS[form].element.bits) - 1)
-    if FORMATS[form].is_2d:  # two rows of a tile have them all
+    if FORMATS[form].is_2d:  # two rows of a tile hold all codes
         codes, scale = np.tile(codes.reshape(2, 128), (1, 256)), np.arange(256, dtype=np.uint8)[None, :]
     else:
         codes, scale = np.tile(codes, (256, 1)), np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
@@ -433,7 +433,7 @@ def test_decode_nvfp4(form: str, device: torch.device, compared: Counter[str]) -
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize(("form", "rule"), FORMAT_RULES)
-def test_decode_what_was_cast(form: str, rule: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
+def test_decode_of_casts(form: str, rule: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
     x = oracles.random_blocks(150, 300, seed=10)
     x[np.abs(x) > 1e30] = 0
     x[140] = np.nan if FORMATS[form].family != "nvfp4" else 0

@@ -1,4 +1,4 @@
-"""Fused casts give the cast of exactly that which `test_activation.py` tests, and of gathered rows."""
+"""Fused casts equal the cast of the activations that `test_activation.py` tests, and of gathered rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ends_of(sizes: list[int], device: torch.device) -> Tensor:
 
 
 def specs(device: torch.device) -> dict[str, CastSpec]:
-    """A cast of each kind: every format, and every option that a cast has."""
+    """One cast of each kind: every format and every option."""
     drawn = Stochastic(rng_state(3, device=device), "layer")
     options = {
         "given amax": CastSpec("nvfp4", "up", amax=torch.tensor(2.0, device=device)),
@@ -80,7 +80,7 @@ def test_swiglu_of_every_gate(device: torch.device) -> None:
 
 @pytest.mark.parametrize("form", ONE_D)
 def test_swiglu_of_groups(form: str, device: torch.device) -> None:
-    """Rows after the last group belong to none and leave no trace."""
+    """Rows after the last group have no effect."""
     gate_up, offs = torch.randn(sum(SIZES) + EXTRA, 88, device=device).bfloat16(), ends_of(SIZES, device)
     gate_up[-EXTRA:] = torch.nan
     spec = CastSpec(form, amax="group") if form == "nvfp4" else CastSpec(form)
@@ -125,7 +125,7 @@ def test_swiglu_backward_of_groups(device: torch.device) -> None:
 @pytest.mark.parametrize("name", ["fp8_1x128", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4"])
 @pytest.mark.parametrize("shape", [(300, 512), (2, 256, 256), (sum(SIZES) + EXTRA, 256)])
 def test_three_operands_of_one_format(shape: tuple[int, ...], name: str, device: torch.device) -> None:
-    """Hidden sizes of whole tiles, where one kernel writes all of them; the last shape is of groups, long and short."""
+    """Hidden sizes of full tiles, where one kernel writes all three; the last shape has long and short groups."""
     offs = ends_of(SIZES, device) if shape[0] == sum(SIZES) + EXTRA else None
     gate_up = torch.randn(shape, device=device).bfloat16()
     grad = torch.randn(*shape[:-1], shape[-1] // 2, device=device).bfloat16()
@@ -152,8 +152,8 @@ def test_strides_do_not_matter(device: torch.device) -> None:
             assert_same_bits(call(x, dy, weight), call(x.contiguous(), dy.contiguous(), weight.contiguous()))
 
 
-def test_what_is_rounded_once_differs_from_what_is_rounded_twice() -> None:
-    """In eager torch silu(gate) is rounded to bf16 before the product, and that shows."""
+def test_one_rounding_differs_from_eager_torch() -> None:
+    """Eager torch rounds silu(gate) to bf16 before the product."""
     gate_up = torch.randn(256, 512).bfloat16()
     gate, up = gate_up.chunk(2, dim=-1)
     fused, unfused = swiglu_quantize(gate_up, "mxfp8_e4m3"), quantize(torch.nn.functional.silu(gate) * up, "mxfp8_e4m3")
@@ -184,7 +184,7 @@ def test_rmsnorm_is_the_cast_of_the_norm(
 
 
 def test_rmsnorm_of_groups_and_bad_rows(device: torch.device) -> None:
-    """NaN takes its row along, an infinity its block."""
+    """NaN poisons its row, an infinity its block."""
     x, offs = torch.randn(sum(SIZES), 96, device=device), ends_of(SIZES, device)
     x[7, 3], x[9, 40] = torch.nan, torch.inf
     weight = torch.ones(96, device=device)
@@ -225,8 +225,8 @@ def test_permute_is_the_cast_of_the_gathered_rows(form: str, index_dtype: torch.
 
 @pytest.mark.parametrize("form", ONE_D)
 def test_weighted_rows_are_rounded_before_the_cast(form: str, device: torch.device) -> None:
-    """Each gathered row times its own factor, in fp32 and rounded once; a factor is that of a position, not of a row of
-    x, and a row of zeros takes its sign."""
+    """Each gathered row times its gate weight, in fp32 and rounded once; weights belong to positions, not to rows of x,
+    and a row of zeros takes the sign of its weight."""
     indices, offs = permutation(90, device, torch.int32)
     weights = torch.randn(indices.shape, device=device) * 3
     for dtype in DTYPES:
@@ -250,9 +250,9 @@ def test_padding_rows_are_zero(device: torch.device) -> None:
 
 @pytest.mark.parametrize("form", ONE_D)
 def test_rows_gathered_after_the_cast(form: str, device: torch.device) -> None:
-    """The bytes of the cast of the gathered rows; NVFP4's maximum is that of all tokens."""
+    """The bytes of the cast of the gathered rows; NVFP4's amax is that of all tokens."""
     x = torch.randn(90, 70, device=device).bfloat16()
-    x[13] *= 100  # a row that nobody asks for
+    x[13] *= 100  # a row that is not gathered
     indices, _ = permutation(90, device, torch.int64)
     indices[indices == 13] = 14
     gathered = torch.where((indices < 0)[:, None], 0, x[indices])
@@ -314,7 +314,7 @@ CALLS: dict[str, Callable[..., object]] = {
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_compiled_without_a_break(name: str, dynamic: bool, device: torch.device) -> None:
+def test_compiled_without_graph_breaks(name: str, dynamic: bool, device: torch.device) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(CALLS[name], backend="aot_eager", fullgraph=True, dynamic=dynamic)
     with torch._dynamo.config.patch(error_on_recompile=dynamic):

@@ -1,7 +1,7 @@
-"""Tensors of more than 2^31 values on a GPU: an offset that does not fit 32 bits reads or writes somewhere else.
+"""Tensors of more than 2^31 values on a GPU: 32-bit offsets would overflow.
 
-Blocks are local, so the cast of a slice alone has the bytes that the slice has in the cast of the whole: slices at the
-beginning, around the 2^31st value and at the end are compared with the reference.
+Blocks are local, so the cast of a slice equals the slice of the cast. Slices at the beginning, around the 2^31st value
+and at the end are compared with the reference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blockscale.formats.layout import ceil_div
 LIMIT = 1 << 31
 NAMES = ["fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "nvfp4"]
 COLUMNS = 1 << 15
-ROWS = LIMIT // COLUMNS + 1000  # the last tile is not whole, and codes along the rows have pads
+ROWS = LIMIT // COLUMNS + 1000  # the last tile is not full, and codes along the rows have pads
 EXPERTS = (33, 2048 + 128, 1 << 15)
 NEEDED = 40 << 30
 TITLE = "the reference, Triton casts past 2^31 values"
@@ -36,12 +36,12 @@ def memory() -> Iterator[None]:
 
 
 def spec_of(name: str) -> CastSpec:
-    """NVFP4 gets its maximum: a slice would find another."""
+    """NVFP4 gets a supplied amax: that of a slice would differ."""
     return CastSpec(name, amax=torch.tensor(6.0, device="cuda")) if name == "nvfp4" else CastSpec(name)
 
 
 def slices(rows: int, columns: int) -> list[slice]:
-    """Whole blocks of rows: the first, those around the 2^31st value, and the last."""
+    """Full blocks of rows: the first, those around the 2^31st value, and the last."""
     middle, last = LIMIT // columns // 128 * 128, (rows - 1) // 128 * 128
     return [slice(0, 256), slice(middle - 128, middle + 128), slice(last, rows)]
 

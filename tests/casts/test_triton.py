@@ -1,6 +1,6 @@
 """Triton casts and `dequantize` without a GPU: every format, rule, layout and axis in the interpreter, byte for byte.
 
-On a GPU the conformance tests go through the same kernels by themselves, since the table prefers them there.
+On a GPU the conformance tests use the same kernels, since the registry prefers them there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 
 def interpreted(program: str, *arguments: str) -> tuple[int, int, int]:
-    """What a program beside this file counts."""
+    """(cases, values, mismatches) printed by a script beside this file."""
     return helpers.interpreted(Path(__file__).parent / program, *arguments)
 
 
-# one of each kind of scale, and of blocks in one dimension and in two; others differ from these in numbers alone, or do
-# what two of them do
+# one format of each kind of scale, with 1-D and 2-D blocks; the others differ only in constants or combine these
 KINDS = ("mxfp8_e4m3", "nvfp4", "fp8_128x128")
 
 
@@ -51,7 +50,7 @@ def test_interpreted_casts_equal_the_reference(name: str, compared: Counter[str]
     ),
 )
 def test_interpreted_fused_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
-    """Formats with one scale and with two: fusions end in the same writes."""
+    """Formats with block scales alone and with a tensor scale; all fusions share their stores."""
     cases, values, wrong = interpreted("interpreted_kernels_fused.py", name)
     assert (cases >= (8 if FORMATS[name].is_2d else 20), wrong) == (True, 0)
     compared["the reference, Triton fused casts in the interpreter"] += values
@@ -65,8 +64,8 @@ def test_interpreted_dequantize_equals_the_reference(name: str, compared: Counte
     compared["the reference, Triton dequantize in the interpreter"] += values
 
 
-def test_the_program_for_the_sanitizer_runs() -> None:
-    """Here a few of its cases in the interpreter; that all of them exist is checked by itself."""
+def test_the_sanitizer_script_runs() -> None:
+    """A few of its cases in the interpreter; the script checks by itself that all cases exist."""
     program = Path(__file__).parents[2] / "tools" / "sanitize.py"
     command = [sys.executable, "-W", "ignore", str(program), "--only", "mxfp4 permute_"]
     result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
@@ -79,7 +78,7 @@ def test_the_program_for_the_sanitizer_runs() -> None:
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_on_the_gpu(name: str, axis: int, compared: Counter[str]) -> None:
-    """Large enough for many programs; every run gives the same bytes, and they are the reference's."""
+    """Large enough for many CTAs; every run gives the bytes of the reference."""
     x = torch.randn(1000, 1504, device="cuda") * torch.exp2(torch.randint(-40, 40, (1000, 1), device="cuda"))
     x[7, 9], x[500, 1000] = torch.nan, torch.inf
     for source in (x, x.bfloat16(), x.half(), x.t(), x.view(4, 250, 1504)):
@@ -97,7 +96,7 @@ def test_bytes_on_the_gpu(name: str, axis: int, compared: Counter[str]) -> None:
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("name", FORMATS)
 def test_decoded_bytes_on_the_gpu(name: str, axis: int, compared: Counter[str]) -> None:
-    """Here the conversion instructions decode and round; random bytes hold every code under every kind of scale."""
+    """cvt instructions decode and round here; random bytes hold every code under every kind of scale."""
     spec = FORMATS[name]
     ends = torch.tensor([100, 100, 613, 900], dtype=torch.int32, device="cuda")
     sources: list[tuple[bs.BlockScaled, torch.Tensor | None]] = []
@@ -132,7 +131,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-def test_the_table_prefers_triton_on_a_gpu() -> None:
+def test_the_registry_prefers_triton_on_a_gpu() -> None:
     x = torch.ones(4, 64, device="cuda")
     assert bs.explain("cast", x, "mxfp4").taken.backend == "triton"
     assert bs.explain("dequantize", bs.quantize(x, "mxfp4")).taken.backend == "triton"
@@ -148,7 +147,7 @@ def test_which_shapes_go_to_triton(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("x", [torch.empty(4, 1 << 29, device="meta"), torch.empty(9, 1 << 24, device="meta")[:, :64]])
 def test_rows_too_far_apart_for_32_bits_go_to_the_reference(x: torch.Tensor) -> None:
-    """256 rows of a tile that lie 2^23 values apart would pass 2^31, and the kernel would read somewhere else."""
+    """Offsets in a tile of 256 rows that are 2^23 values apart would exceed 2^31."""
     for source in (x, x.t()):
         explanation = bs.explain("cast", source, "mxfp8_e4m3", on=Capability("cuda", 90))
         assert explanation.taken is not None

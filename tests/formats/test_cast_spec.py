@@ -1,4 +1,4 @@
-"""Recipes: defaults of every format, and plans that survive the trip through text."""
+"""CastSpec and CastPlan: defaults of every format, and plans that round-trip through text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULTS = {
 RULES = {"mx": {"rceil", "floor", "ceil", "even"}, "nvfp4": {"nearest", "up"}, "fp8": {"fp32", "pow2"}}
 
 
-def drawing(**options: object) -> Stochastic:
+def stochastic(**options: object) -> Stochastic:
     return Stochastic(rng_state(7), "layers.0.mlp.down_proj", **options)
 
 
@@ -44,12 +44,12 @@ def test_defaults(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", DEFAULTS)
-def test_default_rule_of_drawn_codes(form: str) -> None:
-    """Only mxfp4 changes: its usual rule clips, which would bias the draw."""
-    plan = CastSpec(form, rounding=drawing(), role="dgrad_dy").plan()
+def test_default_rule_of_stochastic_rounding(form: str) -> None:
+    """Only mxfp4 changes: its default rule clips, which would bias stochastic rounding."""
+    plan = CastSpec(form, rounding=stochastic(), role="dgrad_dy").plan()
     assert plan.rule == ("rceil" if form == "mxfp4" else DEFAULTS[form][0])
     assert plan.stream == stream_id("layers.0.mlp.down_proj", "dgrad_dy")
-    assert CastSpec("mxfp4", "even", rounding=drawing(), role="dgrad_dy").plan().rule == "even"
+    assert CastSpec("mxfp4", "even", rounding=stochastic(), role="dgrad_dy").plan().rule == "even"
 
 
 @pytest.mark.parametrize("form", DEFAULTS)
@@ -95,7 +95,7 @@ def test_plan_text_says_it_all() -> None:
     plan = CastSpec(
         "nvfp4",
         "up",
-        rounding=drawing(origin=(128, 64, 4096), first_group=8),
+        rounding=stochastic(origin=(128, 64, 4096), first_group=8),
         hadamard=True,
         role="dgrad_dy",
         amax="group",
@@ -109,7 +109,7 @@ def test_plan_text_says_it_all() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, 16, 32, None, "yes"])
-def test_what_looks_like_a_switch_or_a_size_is_no_mask(value: object) -> None:
+def test_flags_and_group_sizes_are_refused_as_masks(value: object) -> None:
     with pytest.raises(OptionError, match="looks like a switch or a group size"):
         CastSpec("nvfp4", hadamard=value).plan()
 
@@ -122,14 +122,14 @@ def test_hadamard_masks() -> None:
 
 
 @pytest.mark.parametrize(("form", "length", "stored"), [("nvfp4", 17, 32), ("mxfp4", 33, 64), ("mxfp4", 64, 64)])
-def test_a_rotated_tail_is_stored_whole(form: str, length: int, stored: int) -> None:
+def test_a_rotated_tail_is_stored_in_full(form: str, length: int, stored: int) -> None:
     assert CastSpec(form, hadamard=True).plan().stored_length(length) == stored
     assert CastSpec(form).plan().stored_length(length) == length
 
 
 def test_tensors_stay_out_of_the_plan() -> None:
     amax = torch.tensor(1.0)
-    spec = CastSpec("nvfp4", amax=amax, rounding=drawing(), role="wgrad_x")
+    spec = CastSpec("nvfp4", amax=amax, rounding=stochastic(), role="wgrad_x")
     assert spec.amax_tensor is amax
     assert spec.state is not None
     assert CastSpec("nvfp4").amax_tensor is CastSpec("nvfp4", amax="group").amax_tensor is None
@@ -155,12 +155,12 @@ def test_tensors_stay_out_of_the_plan() -> None:
         ({"format": "nvfp4", "hadamard": -1}, OptionError, "mask"),
         ({"format": "nvfp4", "rounding": "stochastic"}, OptionError, "Stochastic\\(rng_state"),
         ({"format": "nvfp4", "rounding": "up"}, UnknownNameError, "nearest"),
-        ({"format": "nvfp4", "rounding": drawing()}, OptionError, "role"),
-        ({"format": "nvfp4", "rounding": drawing(), "role": "dgrad"}, UnknownNameError, "dgrad_dy"),
+        ({"format": "nvfp4", "rounding": stochastic()}, OptionError, "role"),
+        ({"format": "nvfp4", "rounding": stochastic(), "role": "dgrad"}, UnknownNameError, "dgrad_dy"),
         ({"format": "nvfp4", "rounding": Stochastic(rng_state(7), ""), "role": "dgrad_dy"}, OptionError, "name"),
         ({"format": "nvfp4", "rounding": Stochastic(torch.zeros(3), "a"), "role": "dgrad_dy"}, ShapeError, "int64"),
     ],
 )
-def test_options_that_make_no_sense(options: dict, error: type[Exception], words: str) -> None:
+def test_invalid_options_are_refused(options: dict, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         CastSpec(**options).plan()

@@ -1,4 +1,4 @@
-"""Checks of arguments by their kind."""
+"""Argument checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blockscale.errors import DeviceError
 from blockscale.formats.checks import check_device
 
 
-def test_a_gpu_that_is_not_here_is_refused_by_its_number(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_gpu_index_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for device in ("cuda:3", torch.device("cuda", 2)):

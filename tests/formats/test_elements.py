@@ -151,7 +151,7 @@ def test_grid_and_facts(element: str) -> None:
 # ---- stochastic ----------------------------------------------------------------------------------------------------
 
 
-def drawn(values: NDArray[np.float32], element: str, words: NDArray, device: torch.device) -> NDArray[np.uint8]:
+def encode_sr(values: NDArray[np.float32], element: str, words: NDArray, device: torch.device) -> NDArray[np.uint8]:
     random = torch.from_numpy(words.astype(np.int64)).to(device)
     return bits(encode(torch.from_numpy(values).to(device), ELEMENTS[element], random))
 
@@ -165,12 +165,12 @@ def test_stochastic_encode(element: str, device: torch.device, compared: Counter
         v[::2] = (rng.standard_normal(1 << 17) * oracles.spec(element).max / 2).astype(np.float32)
         v[1::8] = (rng.standard_normal(1 << 15) * oracles.spec(element).min_subnormal).astype(np.float32)
         words = rng.integers(0, 1 << 32, v.size, dtype=np.uint32)
-        same = same_bits(drawn(v, element, words, device), oracles.encode_sr(v, element, words))
+        same = same_bits(encode_sr(v, element, words, device), oracles.encode_sr(v, element, words))
         compared[f"exact {element} stochastic encode"] += same
     v = oracles.edge_values(element)
     for word in (0, 1, 0x7FFFFFFE, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFE, 0xFFFFFFFF):
         words = np.full(v.size, word, np.uint32)
-        same = same_bits(drawn(v, element, words, device), oracles.encode_sr(v, element, words), hex(word))
+        same = same_bits(encode_sr(v, element, words, device), oracles.encode_sr(v, element, words), hex(word))
         compared[f"exact {element} stochastic encode"] += same
 
 
@@ -182,23 +182,23 @@ def test_stochastic_encode_equals_gfloat(element: str, device: torch.device, com
     v[:500] *= np.float32(oracles.spec(element).min_subnormal / oracles.spec(element).max)
     words = rng.integers(0, 1 << 32, v.size, dtype=np.uint32)
     words[::7], words[1::7] = 0, 0xFFFFFFFF
-    same = same_bits(drawn(v, element, words, device), oracles.gfloat_encode_sr(v, element, words))
+    same = same_bits(encode_sr(v, element, words, device), oracles.gfloat_encode_sr(v, element, words))
     compared[f"gfloat {element} stochastic encode"] += same
 
 
 @pytest.mark.parametrize("word", [0, 0xFFFFFFFF])
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_extreme_words(element: str, word: int, device: torch.device) -> None:
+def test_extreme_random_words(element: str, word: int, device: torch.device) -> None:
     """R = 0 takes every fraction of 2^-32 or more up in magnitude, R = FFFFFFFF none; exact values never move."""
     values = oracles.grid(element)
     codes = np.arange(len(values), dtype=np.uint8)
     words = np.full(len(values), word, np.uint32)
-    same_bits(drawn(values.copy(), element, words, device), codes)
+    same_bits(encode_sr(values.copy(), element, words, device), codes)
     above = np.nextafter(values[:-1], np.float32(np.inf), dtype=np.float32)
     above[0] = np.float32(oracles.spec(element).min_subnormal * 2.0**-32)  # the smallest fraction that can move
-    same_bits(drawn(above, element, words[:-1], device), codes[:-1] + (word == 0))
+    same_bits(encode_sr(above, element, words[:-1], device), codes[:-1] + (word == 0))
     sign = np.uint8(1 << (ELEMENTS[element].bits - 1))
-    same_bits(drawn(-above, element, words[:-1], device), (codes[:-1] + (word == 0)) | sign)
+    same_bits(encode_sr(-above, element, words[:-1], device), (codes[:-1] + (word == 0)) | sign)
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
@@ -209,7 +209,7 @@ def test_stochastic_expectation_is_the_value(element: str, device: torch.device)
     facts = oracles.spec(element)
     for value in (0.3, -2.75, facts.min_subnormal * 0.1, facts.max * 0.99, -facts.max * 0.9701):
         v = np.float32(value)
-        codes = drawn(np.full(n, v), element, words, device)
+        codes = encode_sr(np.full(n, v), element, words, device)
         values = oracles.decode(codes, element).astype(np.float64)
         low, high = values.min(), values.max()
         assert low <= v <= high
@@ -245,4 +245,4 @@ SR_CASES = [case for case in golden("stochastic") if case["op"] == "encode_sr"]
 @pytest.mark.parametrize("case", SR_CASES, ids=lambda case: case["name"])
 def test_golden_stochastic(case: dict, device: torch.device) -> None:
     words = np.array(expand(case["R"]), np.uint32)
-    same_bits(drawn(f32(case["x"]), case["format"], words, device), u8(case["expect"]["codes"]))
+    same_bits(encode_sr(f32(case["x"]), case["format"], words, device), u8(case["expect"]["codes"]))

@@ -27,7 +27,7 @@ ALL_LAYOUTS = [(name, layout) for name, spec in FORMATS.items() for layout in sp
 
 
 def random_scales(form: str, rows: int, length: int, device: torch.device, lead: tuple[int, ...] = ()) -> torch.Tensor:
-    """Nonzero bytes everywhere, so that a pad is told from a scale."""
+    """Scales with nonzero bytes, so that pads differ from scales."""
     spec = FORMATS[form]
     rng, shape = np.random.default_rng(rows * 1000 + length), (*lead, *scale_counts(spec, rows, length))
     if spec.family == "fp8":
@@ -54,7 +54,7 @@ def test_every_layout_round_trips(form: str, layout: str, rows: int, length: int
 @pytest.mark.parametrize(("rows", "length"), SIZES[1:])
 @pytest.mark.parametrize("form", [name for name, layout in ALL_LAYOUTS if layout == "blocked"])
 def test_blocked_offsets(form: str, rows: int, length: int, device: torch.device) -> None:
-    """Each scale at the offset of the formula, zeros elsewhere; of 2-D blocks repeated, as 1-D ones store them."""
+    """Each scale at the offset of the formula, zeros elsewhere; scales of 2-D blocks are repeated per row."""
     spec = FORMATS[form]
     plain = random_scales(form, rows, length, device)
     got = bits(pack_scale(spec, plain, rows, length, "blocked"))
@@ -109,7 +109,7 @@ def test_grid_rows_are_padded_to_four(device: torch.device) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 31, 32, 33, 129])
 @pytest.mark.parametrize("form", FORMATS)
-def test_code_rows_are_whole_multiples_of_16_bytes(form: str, length: int) -> None:
+def test_code_rows_are_multiples_of_16_bytes(form: str, length: int) -> None:
     spec = FORMATS[form]
     packed = -(-length // 2) if spec.element.bits == 4 else length
     assert code_bytes(spec, length) == packed
@@ -127,7 +127,7 @@ OFFSET_CASES = [case for case in golden("layouts") if case["op"] == "offset"]
 
 @pytest.mark.parametrize("case", OFFSET_CASES, ids=lambda case: case["name"])
 def test_golden(case: dict, device: torch.device) -> None:
-    """A scale that is alone in a zero matrix turns up at the golden offset."""
+    """A single nonzero scale in a zero matrix is stored at the golden offset."""
     form, layout, block = {"swizzle_32_4_4": (MX[0], "blocked", 32), "mn_major": ("fp8_1x128", "mn_major", 128)}[
         case["format"]
     ]

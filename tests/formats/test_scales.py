@@ -1,4 +1,4 @@
-"""Scale rules: every one over all bf16 maxima, and over whole binades of mantissas, against exact oracles and onnx."""
+"""Scale rules: each over every bf16 amax, and over full binades of mantissas, against exact oracles and onnx."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def mx_bytes(amax: NDArray, element: str, rule: str, device: torch.device, *, sa
     return bits(byte)
 
 
-def some_maxima(element: str) -> NDArray[np.float32]:
-    """Every bf16 maximum, NaN included, and the thresholds of every rule in every binade with their neighbours."""
+def amax_samples(element: str) -> NDArray[np.float32]:
+    """Every bf16 amax, NaN included, and the thresholds of every rule in every binade with their neighbours."""
     edge = [oracles.block_amax(blocks) for blocks in oracles.edge_blocks(element).values()]
     words = np.random.default_rng(0).integers(0, 1 << 31, 1 << 20, dtype=np.uint32)
     return np.concatenate((NON_NEGATIVE_BF16.view(np.float32), *edge, words.view(np.float32)))
@@ -82,7 +82,7 @@ def test_magnitude_bits_rank_nan_over_inf_over_finite(device: torch.device) -> N
 def test_mx_rules_equal_the_exact_oracle(
     element: str, rule: str, satfinite: bool, device: torch.device, compared: Counter[str]
 ) -> None:
-    amax = some_maxima(element)
+    amax = amax_samples(element)
     got = mx_bytes(amax, element, rule, device, satfinite=satfinite)
     compared[f"exact mx {rule} scale"] += same_bits(got, oracles.mx_scale(amax, element, rule, satfinite))
     infinite = np.isinf(amax)
@@ -95,7 +95,7 @@ def test_mx_rules_equal_the_exact_oracle(
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_mx_rules_equal_onnx(element: str, rule: str, device: torch.device, compared: Counter[str]) -> None:
     pytest.importorskip("onnx", reason="the scale oracle is onnx")
-    amax = some_maxima(element)
+    amax = amax_samples(element)
     got = mx_bytes(amax, element, rule, device)
     compared[f"onnx mx {rule} scale"] += same_bits(got, oracles.onnx_mx_scale(amax, element, rule))
 
@@ -120,7 +120,7 @@ def test_other_rules_on_all_mantissas(element: str, rule: str, device: torch.dev
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_even_equals_its_frexp_form(element: str, device: torch.device, compared: Counter[str]) -> None:
     """The formula of the contract's section 14, by numpy's frexp."""
-    amax = some_maxima(element)
+    amax = amax_samples(element)
     amax = amax[np.isfinite(amax) & (amax > 0)]
     facts = oracles.spec(element)
     m, exponent = np.frexp(amax.astype(np.float64))
@@ -146,13 +146,13 @@ def test_highest_byte_of_finite_input(element: str, highest: int, device: torch.
 def test_fp8_scales(rule: str, device: torch.device, compared: Counter[str]) -> None:
     edge = [oracles.block_amax(blocks) for blocks in oracles.fp8_edge_blocks().values()]
     binade = np.arange(127 << 23, 128 << 23, dtype=np.uint32).view(np.float32)
-    amax = np.concatenate((some_maxima("e4m3"), *edge, binade))
+    amax = np.concatenate((amax_samples("e4m3"), *edge, binade))
     dec, enc = fp8_scale(patterns(amax, device), rule)
     want_enc, want_dec = oracles.fp8_scales(amax, rule)
     same_bits(bits(dec), want_dec, "dec")
     same_bits(bits(enc), want_enc, "enc")
     compared[f"numpy fp8 {rule} scale"] += amax.size
-    # every stored scale is a normal number or the one NaN
+    # every stored scale is a normal number or the canonical NaN
     assert set(np.unique(bits(dec) >> 23)) <= {*range(1, 255), 0xFF}
     assert (bits(dec)[~np.isfinite(amax)] == 0x7FC00000).all()
 
@@ -177,7 +177,7 @@ def nearest(got: np.float32, exact: Fraction) -> bool:
 # ---- NVFP4 ---------------------------------------------------------------------------------------------------------
 
 
-def tensor_maxima() -> NDArray[np.float32]:
+def tensor_amaxes() -> NDArray[np.float32]:
     """Zero, subnormals, the 2^126 bound (3.2e-35), ordinary ones, FLT_MAX, Inf and NaN."""
     bound = np.float32(2688 * 2.0**-126)
     special = [0, 2.0**-149, 1e-42, 1e-38, 1e-35, bound, 1e-30, 0.5, 1, 3, 2688, 1e30, 3e38, np.inf, np.nan]
@@ -186,7 +186,7 @@ def tensor_maxima() -> NDArray[np.float32]:
 
 
 def test_nvfp4_tensor_scale(device: torch.device, compared: Counter[str]) -> None:
-    amax = np.concatenate((NON_NEGATIVE_BF16.view(np.float32)[::17], tensor_maxima()))
+    amax = np.concatenate((NON_NEGATIVE_BF16.view(np.float32)[::17], tensor_amaxes()))
     dec, enc = nvfp4_tensor_scale(patterns(amax, device))
     want = [oracles.nvfp4_scales(np.zeros(1, np.float32), a) for a in amax]
     same_bits(bits(dec), np.array([w.S_dec for w in want], np.float32))
@@ -196,26 +196,26 @@ def test_nvfp4_tensor_scale(device: torch.device, compared: Counter[str]) -> Non
 
 @pytest.mark.parametrize("rule", ["nearest", "up"])
 def test_nvfp4_block_scale(rule: str, device: torch.device, compared: Counter[str]) -> None:
-    """Every bf16 block maximum, and a million others, under each of many tensor maxima."""
+    """Every bf16 block amax, and a million others, under each of many tensor amaxes."""
     words = np.random.default_rng(5).integers(0, 1 << 31, 1 << 16, dtype=np.uint32).view(np.float32)
     block = np.concatenate((NON_NEGATIVE_BF16.view(np.float32), words))
-    for top in tensor_maxima():
-        pair = nvfp4_tensor_scale(patterns(np.array([top]), device))
+    for tensor_amax in tensor_amaxes():
+        pair = nvfp4_tensor_scale(patterns(np.array([tensor_amax]), device))
         near = np.random.default_rng(6).random(1 << 14) * 2.0 ** -(np.arange(1 << 14) % 22)
-        near = (near * np.nan_to_num(np.float64(top), posinf=1)).astype(np.float32)
-        amax = np.concatenate((block, near, np.float32([top, top / 6, top / 2688])))
+        near = (near * np.nan_to_num(np.float64(tensor_amax), posinf=1)).astype(np.float32)
+        amax = np.concatenate((block, near, np.float32([tensor_amax, tensor_amax / 6, tensor_amax / 2688])))
         byte, factor = nvfp4_block_scale(patterns(amax, device), pair, rule)
-        want = oracles.nvfp4_scales(amax, top, rule)
-        same_bits(bits(byte), want.s_b, (top, "byte"))
-        # a NaN factor is used, never stored: its payload is free
+        want = oracles.nvfp4_scales(amax, tensor_amax, rule)
+        same_bits(bits(byte), want.s_b, (tensor_amax, "byte"))
+        # a NaN factor is never stored, so its payload is not specified
         got, factor_nan = bits(factor), np.isnan(want.enc_b)
-        same_bits(got[~factor_nan], want.enc_b[~factor_nan], (top, "factor"))
+        same_bits(got[~factor_nan], want.enc_b[~factor_nan], (tensor_amax, "factor"))
         assert np.isnan(got[factor_nan].view(np.float32)).all()
         compared[f"numpy nvfp4 {rule} block scale"] += amax.size
 
 
 def test_nvfp4_up_never_lies_below(device: torch.device) -> None:
-    """The smallest E4M3 number at or above t: so no block of data under its own tensor maximum is lost or clipped."""
+    """The smallest E4M3 number at or above t: no block below its own tensor amax is lost or clipped."""
     one = np.float32(1)
     amax = np.linspace(2.0**-20, 1, 200_001, dtype=np.float32)
     pair = nvfp4_tensor_scale(patterns(np.array([one]), device))

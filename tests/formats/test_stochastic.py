@@ -1,4 +1,4 @@
-"""Random words that depend on what an element is and on nothing else: the generator, and casts that draw with it."""
+"""Stochastic rounding: random words as a function of (seed, tick, stream, group, position), and casts with them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_state_is_made_of_whole_numbers(option: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("where", [{"origin": (0, 1.5, 8)}, {"origin": (0.0, 0, 8)}, {"first_group": 1.0}])
-def test_places_of_shards_are_whole_numbers(where: dict[str, Any]) -> None:
+def test_origins_of_shards_are_whole_numbers(where: dict[str, Any]) -> None:
     (name,) = where
     with pytest.raises(OptionError, match=f"{name}=.*whole number"):
         Stochastic(rng_state(0), "layer", **where).check()
@@ -130,7 +130,7 @@ def test_roles_and_streams_equal_the_oracle() -> None:
         ("module", ""),
     ],
 )
-def test_wrappers_leave_no_trace_in_a_name(name: str, plain: str) -> None:
+def test_wrappers_do_not_change_a_module_name(name: str, plain: str) -> None:
     assert module_name(name) == oracles.plain_module_name(name) == plain
     assert stream_id(name, ROLE) == (zlib.crc32(plain.encode()) & 0xFFFFFF) << 8 | 2
 
@@ -138,7 +138,9 @@ def test_wrappers_leave_no_trace_in_a_name(name: str, plain: str) -> None:
 # ---- casts against the oracle --------------------------------------------------------------------------------------
 
 
-def drawing(device: torch.device, name: str = NAME, seed: int = SEED, tick: int = TICK, **where: object) -> Stochastic:
+def stochastic(
+    device: torch.device, name: str = NAME, seed: int = SEED, tick: int = TICK, **where: object
+) -> Stochastic:
     return Stochastic(rng_state(seed, tick, device), name, **where)
 
 
@@ -153,14 +155,14 @@ def needs_ml_dtypes() -> None:
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("form", FORMATS)
-def test_drawn_casts_equal_the_oracle(form: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
-    """Every rule; the word of an element is that of its place in the source, whichever axis is scaled."""
+def test_stochastic_casts_equal_the_oracle(form: str, axis: int, device: torch.device, compared: Counter[str]) -> None:
+    """Every rule; the random word of an element depends on its position in the source, whichever axis is scaled."""
     needs_ml_dtypes()
     x = np.random.default_rng(2).standard_normal((150, 260)).astype(np.float32)
     R = oracles.sr_bits(positions(x.shape), SEED, TICK, stream_id(NAME, ROLE))
     for rule in FORMATS[form].rules:
         q = quantize(
-            torch.from_numpy(x).to(device), form, axis=axis, scale_rule=rule, rounding=drawing(device), role=ROLE
+            torch.from_numpy(x).to(device), form, axis=axis, scale_rule=rule, rounding=stochastic(device), role=ROLE
         )
         want = expect(x, form, rule, words=R) if axis == -1 else expect(x.T, form, rule, words=R.T)
         compared["exact stochastic casts"] += same_cast(q, want, rule)
@@ -172,7 +174,7 @@ def test_leading_dimensions_are_flattened_into_rows(shape: tuple[int, ...], axis
     needs_ml_dtypes()
     x = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     R = oracles.sr_bits(positions((x.size // shape[-1], shape[-1])), SEED, TICK, stream_id(NAME, ROLE)).reshape(shape)
-    q = quantize(torch.from_numpy(x).to(device), "mxfp4", axis=axis, rounding=drawing(device), role=ROLE)
+    q = quantize(torch.from_numpy(x).to(device), "mxfp4", axis=axis, rounding=stochastic(device), role=ROLE)
     codes, scales = codes_of(q), scales_of(q)
     for index in np.ndindex(shape[:-2]):
         matrix, matrix_words = (x[index], R[index]) if axis == -1 else (x[index].T, R[index].T)
@@ -183,12 +185,12 @@ def test_leading_dimensions_are_flattened_into_rows(shape: tuple[int, ...], axis
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
-def test_drawn_and_rotated(form: str, axis: int, device: torch.device) -> None:
-    """The word is that of the place a rotated value occupies; a rotated tail continues the count."""
+def test_stochastic_and_rotated(form: str, axis: int, device: torch.device) -> None:
+    """The random word depends on the position of the rotated value; positions continue in a rotated tail."""
     needs_ml_dtypes()
     size = FORMATS[form].hadamard
     x = np.random.default_rng(4).standard_normal((45, 71)).astype(np.float32)
-    q = quantize(torch.from_numpy(x).to(device), form, axis=axis, rounding=drawing(device), role=ROLE, hadamard=True)
+    q = quantize(torch.from_numpy(x).to(device), form, axis=axis, rounding=stochastic(device), role=ROLE, hadamard=True)
     turned = oracles.hadamard(x if axis == -1 else np.ascontiguousarray(x.T), DEFAULT_MASKS[size], size)
     row, column = np.indices(turned.shape if axis == -1 else turned.T.shape)
     R = oracles.sr_bits(row * x.shape[1] + column, SEED, TICK, stream_id(NAME, ROLE))
@@ -198,8 +200,8 @@ def test_drawn_and_rotated(form: str, axis: int, device: torch.device) -> None:
 # ---- geometry does not matter --------------------------------------------------------------------------------------
 
 
-def cut(q: BlockScaled, rows: slice, columns: slice) -> tuple[NDArray, NDArray]:
-    """Codes and scales of a part of the source of a 1-D format, whose scaled axis is cut at whole blocks."""
+def shard_of(q: BlockScaled, rows: slice, columns: slice) -> tuple[NDArray, NDArray]:
+    """Codes and scales of a shard of the source; the scaled axis is split between blocks."""
     block = q.spec.block[1]
     across, along = (rows, columns) if q.axis == -1 else (columns, rows)
     blocks = slice(along.start // block, -(-along.stop // block))
@@ -208,18 +210,18 @@ def cut(q: BlockScaled, rows: slice, columns: slice) -> tuple[NDArray, NDArray]:
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("form", ONE_D)
-def test_shards_equal_the_whole(form: str, axis: int, device: torch.device) -> None:
-    """Cut anywhere across, and at whole blocks along; NVFP4 shards are given the maximum of the whole."""
+def test_shards_equal_the_unsharded_cast(form: str, axis: int, device: torch.device) -> None:
+    """Split anywhere across, and between blocks along; NVFP4 shards are given the amax of the full tensor."""
     x = torch.randn(390, 394, device=device)
     amax = {"amax": x.abs().amax()} if form == "nvfp4" else {}
-    whole = quantize(x, form, axis=axis, rounding=drawing(device), role=ROLE, **amax)
+    full = quantize(x, form, axis=axis, rounding=stochastic(device), role=ROLE, **amax)
     for row0, row1 in ((0, 128), (128, 390)):
         for col0, col1 in ((0, 256), (256, 394)):
-            r1, c0 = (row1, col0) if axis == -1 else (row1, col0 + 5)  # off the blocks where that is allowed
+            r1, c0 = (row1, col0) if axis == -1 else (row1, col0 + 5)  # not at a block boundary where that is allowed
             r0 = row0 + 3 if axis == -1 else row0
-            part = drawing(device, origin=(r0, c0, 394))
+            part = stochastic(device, origin=(r0, c0, 394))
             q = quantize(x[r0:r1, c0:col1], form, axis=axis, rounding=part, role=ROLE, **amax)
-            codes, scales = cut(whole, slice(r0, r1), slice(c0, col1))
+            codes, scales = shard_of(full, slice(r0, r1), slice(c0, col1))
             same_bits(codes_of(q), codes)
             same_bits(scales_of(q), scales)
 
@@ -233,7 +235,7 @@ def test_shards_far_into_a_huge_tensor(device: torch.device) -> None:
         q = quantize(
             torch.from_numpy(x).to(device),
             "mxfp4",
-            rounding=drawing(device, origin=(row0, col0, columns)),
+            rounding=stochastic(device, origin=(row0, col0, columns)),
             role=ROLE,
         )
         i = positions(x.shape, row0, col0, columns)
@@ -242,22 +244,22 @@ def test_shards_far_into_a_huge_tensor(device: torch.device) -> None:
         same_cast(q, expect(x, "mxfp4", "rceil", words=R))
 
 
-def test_both_orientations_draw_the_same_words(device: torch.device) -> None:
+def test_both_axes_use_the_same_random_words(device: torch.device) -> None:
     """A tensor whose scales are all equal gets the same codes along either axis."""
     x = torch.rand(64, 64, device=device) * 5
     x.fill_diagonal_(6.0)
     x[torch.arange(64), (torch.arange(64) + 32) % 64] = 6.0
-    row = quantize(x, "mxfp4", axis=-1, rounding=drawing(device), role=ROLE)
-    col = quantize(x, "mxfp4", axis=-2, rounding=drawing(device), role=ROLE)
+    row = quantize(x, "mxfp4", axis=-1, rounding=stochastic(device), role=ROLE)
+    col = quantize(x, "mxfp4", axis=-2, rounding=stochastic(device), role=ROLE)
     assert set(scales_of(row).reshape(-1)) == set(scales_of(col).reshape(-1)) == {127}
     same_bits(codes_of(row), codes_of(col).T)
 
 
-def test_quantize_both_draws_as_two_casts_do(device: torch.device) -> None:
+def test_quantize_both_rounds_as_two_casts_do(device: torch.device) -> None:
     x = torch.randn(40, 70, device=device)
     specs = [
-        CastSpec("nvfp4", rounding=drawing(device), role="dgrad_dy"),
-        CastSpec("mxfp4", rounding=drawing(device, tick=8), role="wgrad_dy", hadamard=True),
+        CastSpec("nvfp4", rounding=stochastic(device), role="dgrad_dy"),
+        CastSpec("mxfp4", rounding=stochastic(device, tick=8), role="wgrad_dy", hadamard=True),
     ]
     row, col = quantize_both(x, *specs)
     same_operand(row, quantize(x, specs[0], axis=-1))
@@ -270,7 +272,7 @@ def test_repeatable_and_distinct(form: str, device: torch.device) -> None:
     x = torch.randn(64, 256, device=device)
 
     def codes(role: str = ROLE, **change: object) -> NDArray:
-        return codes_of(quantize(x, form, rounding=drawing(device, **change), role=role))
+        return codes_of(quantize(x, form, rounding=stochastic(device, **change), role=role))
 
     base = codes()
     same_bits(codes(), base)
@@ -291,7 +293,7 @@ def test_state_is_read_from_the_device(device: torch.device) -> None:
     assert state.tolist() == [SEED, TICK]
     state[1] += 1
     second = quantize(x, spec)
-    same_operand(second, quantize(x, "mxfp4", rounding=drawing(device, tick=TICK + 1), role=ROLE))
+    same_operand(second, quantize(x, "mxfp4", rounding=stochastic(device, tick=TICK + 1), role=ROLE))
     assert not np.array_equal(codes_of(first), codes_of(second))
 
 
@@ -311,7 +313,7 @@ def test_rows_count_from_the_start_of_their_group(form: str, axis: int, device: 
         torch.from_numpy(x).to(device),
         form,
         axis=axis,
-        rounding=drawing(device, first_group=first_group),
+        rounding=stochastic(device, first_group=first_group),
         role=ROLE,
         offs=offs,
         **amax,
@@ -331,37 +333,37 @@ def test_rows_count_from_the_start_of_their_group(form: str, axis: int, device: 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_expert_parallel_shards_equal_the_whole(axis: int, device: torch.device) -> None:
-    """A rank that holds experts 2 and 3 draws what a single process draws for them."""
+    """A rank that holds experts 2 and 3 uses the random words that a single process uses for them."""
     x = torch.randn(200, 64, device=device)
     ends = [50, 60, 130, 200]
     offs = torch.tensor(ends, dtype=torch.int32, device=device)
-    whole = quantize(x, "nvfp4", axis=axis, rounding=drawing(device), role=ROLE, offs=offs, amax="group")
+    full = quantize(x, "nvfp4", axis=axis, rounding=stochastic(device), role=ROLE, offs=offs, amax="group")
     part = quantize(
         x[60:],
         "nvfp4",
         axis=axis,
-        rounding=drawing(device, first_group=2),
+        rounding=stochastic(device, first_group=2),
         role=ROLE,
         offs=(offs[2:] - 60).to(torch.int32),
         amax="group",
     )
     if axis == -1:
-        same_bits(codes_of(part), codes_of(whole)[60:])
+        same_bits(codes_of(part), codes_of(full)[60:])
     else:
-        same_bits(codes_of(part)[:, :256], codes_of(whole)[:, 256:512])
-    same_bits(bits(part.global_scale), bits(whole.global_scale)[2:])
+        same_bits(codes_of(part)[:, :256], codes_of(full)[:, 256:512])
+    same_bits(bits(part.global_scale), bits(full.global_scale)[2:])
 
 
 # ---- the expectation -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("form", "rule"), [("mxfp4", "rceil"), ("nvfp4", "up"), ("mxfp8_e4m3", "rceil")])
-def test_expectation_is_the_value_block_maximum_included(form: str, rule: str, device: torch.device) -> None:
-    """One row many times, so that each value is drawn with many words: within 4 standard errors of a binomial."""
+def test_expectation_is_the_value_block_amax_included(form: str, rule: str, device: torch.device) -> None:
+    """One row many times, so that each value is rounded with many words: within 4 standard errors of a binomial."""
     needs_ml_dtypes()
-    draws = 1 << 14
+    samples = 1 << 14
     x = torch.randn(1, 64, device=device)
-    q = quantize(x.expand(draws, 64), form, scale_rule=rule, rounding=drawing(device), role=ROLE)
+    q = quantize(x.expand(samples, 64), form, scale_rule=rule, rounding=stochastic(device), role=ROLE)
     scales = scales_of(q)
     assert (scales == scales[0]).all()
     if form == "nvfp4":
@@ -378,18 +380,18 @@ def test_expectation_is_the_value_block_maximum_included(form: str, rule: str, d
     up = up.astype(np.int64) - low
     assert set(np.unique(up)) == {0, 1}
     error = np.abs(up.mean(axis=0) - share)
-    assert (error <= 4 * np.sqrt(share * (1 - share) / draws) + 1e-6).all()
+    assert (error <= 4 * np.sqrt(share * (1 - share) / samples) + 1e-6).all()
 
 
 @pytest.mark.parametrize("form", [*FP8, "mxfp6_e2m3"])
 def test_exact_values_never_move(form: str, device: torch.device) -> None:
     q = quantize(torch.randn(20, 200, device=device), form, scale_rule="pow2" if form in FP8 else "rceil")
     x = dequantize(q, torch.float32)
-    drawn = quantize(x, form, scale_rule="pow2" if form in FP8 else "rceil", rounding=drawing(device), role=ROLE)
-    same_bits(bits(dequantize(drawn, torch.float32)), bits(x))
+    rounded = quantize(x, form, scale_rule="pow2" if form in FP8 else "rceil", rounding=stochastic(device), role=ROLE)
+    same_bits(bits(dequantize(rounded, torch.float32)), bits(x))
 
 
-def test_a_spec_says_what_is_missing(device: torch.device) -> None:
+def test_stochastic_rounding_without_a_role_is_refused(device: torch.device) -> None:
     x = torch.randn(2, 32, device=device)
     with pytest.raises(ValueError, match=re.escape("role='dgrad_dy'")):
-        quantize(x, "mxfp4", rounding=drawing(device))
+        quantize(x, "mxfp4", rounding=stochastic(device))

@@ -1,4 +1,4 @@
-"""`BlockScaled`: views, storage as the contract describes it, pytree, and what it tells about itself."""
+"""`BlockScaled`: views, storage as docs/numerics.md describes it, pytree, repr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def source(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32
 
 
 def storage(tensor: torch.Tensor) -> np.ndarray:
-    """All bytes of the buffer behind a view, which starts where the buffer does."""
+    """All bytes of the buffer behind a view that starts at its first byte."""
     assert tensor.storage_offset() == 0
     return bits(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()))
 

@@ -1,7 +1,7 @@
 """Independent oracles for the numerics contract (`docs/numerics.md`, sections 1 to 10).
 
 Nothing here imports `blockscale`. The rounding of values is done by `ml_dtypes`, scales are exact float64
-comparisons cross-checked with `onnx`, and whole MX blocks can be redone by `gfloat` (exact and slow). Where a
+comparisons cross-checked with `onnx`, and MX blocks can be redone by `gfloat` (exact and slow). Where a
 library deviates from the contract, the function that uses it says so and corrects it; nothing else is allowed
 to differ.
 

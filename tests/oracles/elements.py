@@ -12,7 +12,7 @@ from .third_party import third_party
 
 ELEMENTS = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")
 NAN32 = np.uint32(0x7FC00000).view(np.float32)
-"""The one NaN that dequantisation and fp32 scales may contain."""
+"""The canonical NaN: the only one that dequantisation and fp32 scales may contain."""
 E8M0_NAN = 0xFF
 
 # The contract's choice, so it cannot come from a library: E4M3 and E5M2 write 7F, formats without NaN +max normal.

@@ -13,7 +13,7 @@ BF16_MAX = np.uint32(0x7F7F0000).view(np.float32)
 EDGE_K = (1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 63, 127, 128, 129, 130, 300)
 """Contraction lengths off and on every block size; odd ones for fp4, K % 4 != 0 for fp6."""
 EDGE_ROWS = (0, 1, 2, 5, 15, 16, 17, 31, 127, 128, 129)
-"""Row (token) counts, among them an empty operand and the tails of every tile."""
+"""Row (token) counts, with an empty operand and the tails of every tile."""
 
 
 def _from_bits(*bits: int) -> F32:
@@ -115,7 +115,7 @@ def edge_blocks(element: str = "e4m3", block: int = 32) -> dict[str, F32]:
 
 
 def fp8_edge_blocks(block: int = 128) -> dict[str, F32]:
-    """Item 10: maxima around the 2^126 bound (5.3e-36), subnormal maxima, next to those of `edge_blocks`."""
+    """Item 10: amaxes around the 2^126 bound (5.3e-36) and subnormal amaxes, besides those of `edge_blocks`."""
     bound = np.float32(448 * 2.0**-126)
     return {
         **edge_blocks("e4m3", block),

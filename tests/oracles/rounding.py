@@ -61,10 +61,10 @@ def encode_sr(v: ArrayLike, element: str, R: ArrayLike) -> NDArray[np.uint8]:
     magnitude = np.minimum(np.abs(np.where(np.isnan(v), 0, v)).astype(np.float64), e.max)
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, e.emin) - e.mbits
     quanta = np.ldexp(magnitude, -exponent)
-    whole = np.floor(quanta)
-    threshold = np.floor((quanta - whole) * 2.0**32).astype(np.uint64)
+    integer = np.floor(quanta)
+    threshold = np.floor((quanta - integer) * 2.0**32).astype(np.uint64)
     up = np.asarray(R).astype(np.uint64) < threshold
-    rounded = np.ldexp(whole + up, exponent).astype(np.float32)
+    rounded = np.ldexp(integer + up, exponent).astype(np.float32)
     rounded = np.where(np.signbit(v), -rounded, rounded)
     return np.where(np.isnan(v), np.uint8(e.nan_code), encode(rounded, element))
 
@@ -96,10 +96,10 @@ def gfloat_encode_sr(v: ArrayLike, element: str, R: ArrayLike) -> NDArray[np.uin
 
 
 def hadamard(x: ArrayLike, mask: int, h: int | None = None) -> NDArray[np.float32]:
-    """Random Hadamard transform along the last axis in groups of `h` (default: the whole axis), rounded to bf16.
+    """Random Hadamard transform along the last axis in groups of `h` (default: the full axis), rounded to bf16.
 
     The contract fixes fp32 butterflies with strides 1, 2, 4, ..., because a matrix product may sum in another order.
-    A tail group is zero padded and comes back whole: the last axis grows to a multiple of `h`. The values are
+    A tail group is zero padded and returned in full: the last axis grows to a multiple of `h`. The values are
     bf16, held in float32.
     """
     x = np.asarray(x, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Scales and whole blocks (sections 4, 5, 6, 10).
+"""Scales and full blocks (sections 4, 5, 6, 10).
 
 The MX rules are written as what they mean, a comparison of the amax with a table of 255 thresholds in exact float64,
 not as arithmetic on bit fields. fp8_* and nvfp4 are numpy fp32 operations in the written order: numpy rounds every
@@ -30,7 +30,7 @@ def block_amax(x: ArrayLike, axis: int | tuple[int, ...] = -1) -> NDArray[np.flo
 
 
 def to_blocks(x: ArrayLike, tile: tuple[int, int]) -> NDArray:
-    """Cut a matrix into zero padded tiles: [row tiles, column tiles, tile rows * tile columns]."""
+    """Split a matrix into zero padded tiles: [row tiles, column tiles, tile rows * tile columns]."""
     x = np.asarray(x)
     (rows, cols), (tr, tc) = x.shape, tile
     padded = np.pad(x, ((0, -rows % tr), (0, -cols % tc)))
@@ -64,7 +64,7 @@ def _thresholds(element: str, rule: str) -> NDArray[np.float64]:
 
 
 def mx_scale(amax: ArrayLike, element: str, rule: str, satfinite: bool = False) -> NDArray[np.uint8]:
-    """E8M0 byte for a block maximum.
+    """E8M0 byte for a block's amax.
 
     floor: largest power of two with 2^emax * scale <= amax. ceil: smallest with 2^emax * scale >= amax. rceil:
     smallest with max * scale >= amax, so nothing clips. even: floor, after rounding amax half up to mbits + 1
@@ -104,7 +104,7 @@ def onnx_mx_scale(amax: ArrayLike, element: str, rule: str) -> NDArray[np.uint8]
 def mx_quantize(
     x: ArrayLike, element: str, rule: str, satfinite: bool = False, R: ArrayLike | None = None
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Quantise blocks [..., 32] to (E8M0 bytes [...], codes [..., 32]); words `R` ask for stochastic rounding."""
+    """Quantise blocks [..., 32] to (E8M0 bytes [...], codes [..., 32]); random words `R` select stochastic rounding."""
     x = np.asarray(x, dtype=np.float32)
     byte = mx_scale(block_amax(x), element, rule, satfinite)
     shift = 127 - byte.astype(np.int32)[..., None]
@@ -151,7 +151,7 @@ def gfloat_mx_block(row: ArrayLike, element: str, rule: str) -> tuple[int, NDArr
 
 
 def fp8_scales(a: ArrayLike, rule: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(encode multiplier, stored decode scale) for block maxima `a`; rule `fp32` or `pow2`."""
+    """(encode multiplier, stored decode scale) for block amaxes `a`; rule `fp32` or `pow2`."""
     a = np.asarray(a, dtype=np.float32)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if rule == "fp32":
@@ -197,7 +197,7 @@ class Nvfp4Scales(NamedTuple):
 
 
 def nvfp4_scales(amax_b: ArrayLike, amax_t: float | np.float32 | None = None, rule: str = "nearest") -> Nvfp4Scales:
-    """Scales for block maxima `amax_b` under the tensor maximum `amax_t` (by default their maximum).
+    """Scales for block amaxes `amax_b` under the tensor amax `amax_t` (by default their maximum).
 
     `numpy.minimum` propagates NaN, as the contract asks of both minima.
     """
