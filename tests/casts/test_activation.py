@@ -19,7 +19,7 @@ from blockscale.casts import activation
 from support.helpers import all_bf16, bits, same_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-PROGRAM = Path(__file__).parent / "interpreted_fused.py"
+SCRIPT = Path(__file__).parent / "interpreted_fused.py"
 
 
 def units(got: Tensor, want: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def test_tile_functions_equal_torch_on_the_gpu(compared: Counter[str]) -> None:
 
 
 def check_tile_functions(environment: dict[str, str], compared: Counter[str]) -> None:
-    command = [sys.executable, "-W", "ignore", str(PROGRAM)]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split(maxsplit=2) for line in result.stdout.splitlines()]

@@ -397,7 +397,7 @@ def check_decode(q: BlockScaled) -> int:
 
 @pytest.mark.parametrize("form", MX)
 def test_decode_every_scale_byte_and_code(form: str, device: torch.device, compared: Counter[str]) -> None:
-    """All 256 scale bytes, 00 01 7E 7F FD FE FF among them, times all codes of the element, specials included."""
+    """All 256 scale bytes, 00 01 7E 7F FD FE FF included, times all codes of the element, specials included."""
     codes = np.arange(256, dtype=np.uint8) & ((1 << FORMATS[form].element.bits) - 1)
     if FORMATS[form].is_2d:  # two rows of a tile hold all codes
         codes, scale = np.tile(codes.reshape(2, 128), (1, 256)), np.arange(256, dtype=np.uint8)[None, :]
@@ -408,7 +408,7 @@ def test_decode_every_scale_byte_and_code(form: str, device: torch.device, compa
 
 @pytest.mark.parametrize("form", FP8)
 def test_decode_fp8(form: str, device: torch.device, compared: Counter[str]) -> None:
-    """Scales of every binade, the powers of two of bytes 00 01 7E 7F FD FE and the one NaN among them."""
+    """Scales of every binade, the powers of two of bytes 00 01 7E 7F FD FE and the canonical NaN included."""
     rng = np.random.default_rng(8)
     across = FORMATS[form].block[0]
     powers = np.ldexp(np.float32(1), np.array([0x00, 0x01, 0x7E, 0x7F, 0xFD, 0xFE]) - 127)

@@ -35,11 +35,11 @@ def ends_of(sizes: list[int], device: torch.device) -> Tensor:
 
 def specs(device: torch.device) -> dict[str, CastSpec]:
     """One cast of each kind: every format and every option."""
-    drawn = Stochastic(rng_state(3, device=device), "layer")
+    stochastic = Stochastic(rng_state(3, device=device), "layer")
     options = {
         "given amax": CastSpec("nvfp4", "up", amax=torch.tensor(2.0, device=device)),
         "rotated": CastSpec("mxfp4", hadamard=True),
-        "drawn": CastSpec("nvfp4", rounding=drawn, role="dgrad_dy", hadamard=True),
+        "stochastic": CastSpec("nvfp4", rounding=stochastic, role="dgrad_dy", hadamard=True),
         "blocked": CastSpec("mxfp8_e5m2", "floor", scale_layout="blocked", satfinite=True),
     }
     return {name: CastSpec(name) for name in FORMATS} | options
@@ -393,7 +393,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "offs is a NoneType",
     ),
     "tiles": (lambda: quantize_permute(X, torch.tensor([0]), "fp8_128x128"), "quantize_permute to fp8_128x128"),
-    "draws": (
+    "stochastic rounding": (
         lambda: quantize_permute(
             X, torch.tensor([0]), CastSpec("mxfp4", rounding=Stochastic(rng_state(0), "a"), role="fprop_x")
         ),

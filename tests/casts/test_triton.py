@@ -24,9 +24,9 @@ from support import helpers
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 
-def interpreted(program: str, *arguments: str) -> tuple[int, int, int]:
+def interpreted(script: str, *arguments: str) -> tuple[int, int, int]:
     """(cases, values, mismatches) printed by a script beside this file."""
-    return helpers.interpreted(Path(__file__).parent / program, *arguments)
+    return helpers.interpreted(Path(__file__).parent / script, *arguments)
 
 
 # one format of each kind of scale, with 1-D and 2-D blocks; the others differ only in constants or combine these
@@ -66,8 +66,8 @@ def test_interpreted_dequantize_equals_the_reference(name: str, compared: Counte
 
 def test_the_sanitizer_script_runs() -> None:
     """A few of its cases in the interpreter; the script checks by itself that all cases exist."""
-    program = Path(__file__).parents[2] / "tools" / "sanitize.py"
-    command = [sys.executable, "-W", "ignore", str(program), "--only", "mxfp4 permute_"]
+    script = Path(__file__).parents[2] / "tools" / "sanitize.py"
+    command = [sys.executable, "-W", "ignore", str(script), "--only", "mxfp4 permute_"]
     result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ok    mxfp4 permute_both weighted" in result.stdout

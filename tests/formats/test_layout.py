@@ -1,4 +1,4 @@
-"""Layouts: where every code and scale lies, byte by byte, against the offset formulas; groups padded to 128."""
+"""Layouts: offsets of every code and scale, byte by byte, against the formulas; groups padded to 128."""
 
 from __future__ import annotations
 

@@ -238,10 +238,10 @@ def tile_shape(length: int, code_bits: int, *, transposed: bool, grouped: bool) 
 def _reads_units(data: Tensor, unit: int) -> bool:
     """Whether every row of bytes can be read in aligned units, its last one included."""
     count, rows, size = data.shape
-    scale_steps = data.stride()
-    if scale_steps[2] != 1 or any(step % unit for step in (data.data_ptr(), *scale_steps[:2])):
+    strides = data.stride()
+    if strides[2] != 1 or any(step % unit for step in (data.data_ptr(), *strides[:2])):
         return False
-    end = data.storage_offset() + (count - 1) * scale_steps[0] + (rows - 1) * scale_steps[1] + round_up(size, unit)
+    end = data.storage_offset() + (count - 1) * strides[0] + (rows - 1) * strides[1] + round_up(size, unit)
     return end <= data.untyped_storage().nbytes()
 
 
@@ -300,10 +300,10 @@ def _compile_and_launch(
     scale = operand.scale if operand.scale.element_size() == 4 else operand.scale.view(torch.uint8)
     if q.scale_layout == "blocked":
         scale = scale.reshape(count, -1).contiguous()
-        scale_steps = scale.stride(0), ceil_div(blocked_columns(q.spec, length), 4), 1
+        scale_strides = scale.stride(0), ceil_div(blocked_columns(q.spec, length), 4), 1
     else:
         scale = scale.reshape(count, *scale.shape[-2:])
-        scale_steps = scale.stride()
+        scale_strides = scale.stride()
     S = decode_config(q, 0 if INTERPRETED else capability(q.device).sm)
     groups = 0 if offs is None else offs.shape[0]
     padded = q.group_align > 0
@@ -311,7 +311,7 @@ def _compile_and_launch(
     unit = 4 if transposed else S.code_bits // 4
     by_units = _reads_units(data, unit)
     data_units = ceil_div(data.shape[-1], unit) if by_units else data.shape[-1]
-    data_steps = (*(step // unit for step in data.stride()[:2]), 1) if by_units else data.stride()
+    data_strides = (*(step // unit for step in data.stride()[:2]), 1) if by_units else data.stride()
     # a group may start at any column of the output if the operand is not transposed, so pairs may be unaligned
     paired = out.shape[-1] % 2 == 0 and not (padded and not transposed)
     word = out.element_size() * (2 if paired else 1)
@@ -319,7 +319,7 @@ def _compile_and_launch(
     tiles_l = ceil_div(padded_length(logical, groups) if padded else logical, tile.length)
     exact = rows % tile.rows == 0 and logical % tile.length == 0 and length == logical
     scalars = (
-        rows, length, logical, data_units, *data_steps, *scale_steps, rows * logical * out.element_size() // word,
+        rows, length, logical, data_units, *data_strides, *scale_strides, rows * logical * out.element_size() // word,
         out.shape[-1] * out.element_size() // word, tiles_r, tiles_l, groups,
         1 if factor is None or not factor.dim() else count // max(factor.shape[0], 1),
     )  # fmt: skip

@@ -62,7 +62,7 @@ def write_row(
     data_ptr, scale_ptr, lo, hi, row0, rows_end, rows, pk, columns, row_units, pitch, factors, random,
     MODE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Write the tile to a row operand [rows, columns]: blocks along K, codes at the place of the source.
+    """Write the tile to a row operand [rows, columns]: blocks along K, codes at the positions of the source.
 
     row0: first row of the tile; rows from rows_end on belong to another group.  data_ptr: one unit per pair, int16 for
     8-bit codes and uint8 for 4-bit codes; row_units per row.  factors: NVFP4's (decode, encode) tensor factors.
@@ -234,13 +234,13 @@ def _pack_words(words, low, high, S: tl.constexpr):
 
 
 @triton.jit
-def _pack_rows(v, word, S: tl.constexpr):
+def _pack_rows(v, random, S: tl.constexpr):
     """fp32 values [MQ, J, W] of one column of each pair, and their random words -> int32 words of codes."""
     ROWS: tl.constexpr = v.shape[0] * v.shape[1] * S.code_bits // 32
     even, odd = _even_odd(v)
-    random_even, random_odd = word, word
+    random_even, random_odd = random, random
     if S.stochastic:
-        random_even, random_odd = _even_odd(word)
+        random_even, random_odd = _even_odd(random)
     low, high = _even_odd(encode_pair(even, odd, random_even, random_odd, S))
     code = low | (high << (2 * S.code_bits))
     if S.code_bits == 4:

@@ -84,7 +84,7 @@ def check_int(value: object, name: str, rule: str, *, least: int = 0, most: int 
 
 
 def check_sizes(**sizes: object) -> None:
-    """Raise unless all are sizes of a layer: whole numbers of 0 or more."""
+    """Raise unless all are sizes of a layer: integers of 0 or more."""
     for name, size in sizes.items():
         check_int(size, name, f"{name} is a size, a whole number")
 

@@ -53,7 +53,7 @@ def code_row_bytes(spec: Format, length: int) -> int:
 
 
 def scale_counts(spec: Format, rows: int, length: int) -> tuple[int, int]:
-    """(row tiles, blocks along the scaled axis) of an operand [rows, length]; tails count as whole blocks."""
+    """(row tiles, blocks along the scaled axis) of an operand [rows, length]; tails count as full blocks."""
     return ceil_div(rows, spec.block[0]), ceil_div(length, spec.block[1])
 
 

@@ -25,7 +25,7 @@ def mx_scale(amax: Tensor, element: Element, rule: str, *, satfinite: bool = Fal
     """E8M0 byte (uint8) and the exact fp32 power of two to multiply by.
 
     floor is OCP MX v1.0; rceil is the smallest power of two that clips nothing; ceil ignores the mantissa of the
-    largest code; even rounds the maximum to the element's precision first. satfinite sends infinities to the largest
+    largest code; even rounds the amax to the element's precision first. satfinite sends infinities to the largest
     code instead of poisoning the block.
     """
     exponent, mantissa = amax >> 23, amax & 0x7FFFFF
@@ -89,7 +89,7 @@ def nvfp4_tensor_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_reciprocal(factor: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(1 / factor, factor), both the canonical NaN where the maximum is not finite: devices differ in NaN payloads."""
+    """(1 / factor, factor), both the canonical NaN where the amax is not finite: devices differ in NaN payloads."""
     finite = amax < _INF_BITS
     return torch.where(finite, torch.ones_like(factor) / factor, torch.nan), torch.where(finite, factor, torch.nan)
 
@@ -97,7 +97,7 @@ def _with_reciprocal(factor: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 def nvfp4_block_scale(amax: Tensor, tensor_scale: tuple[Tensor, Tensor], rule: str) -> tuple[Tensor, Tensor]:
     """E4M3 byte (uint8) and encode factor of NVFP4 blocks; `tensor_scale` is (S_dec, S_enc), broadcast to `amax`.
 
-    The order of the multiplications is part of the contract. A block far below the tensor's maximum gets scale 00 and
+    The order of the multiplications is part of the contract. A block far below the tensor's amax gets scale 00 and
     is lost, except under the rule "up", which takes the smallest E4M3 at or above the wanted scale.
     """
     decode_factor, encode_factor = tensor_scale
