@@ -131,7 +131,7 @@ def test_a_captured_training_step_is_an_eager_one(replays: list[Recording], weig
     a capture fails as long as anything keeps their graph alive: its leaves would have to wait for that stream."""
     from blockscale.gemm import _hopper_launch
 
-    _hopper_launch._KNOWN.clear()  # so that these steps are the first of their shapes
+    _hopper_launch._LAUNCH_CACHE.clear()  # so that these steps are the first of their shapes
     warm = 6
     one, other = (
         Training(*SIZES, bias=True, weight_cast=weight_cast),

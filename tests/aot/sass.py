@@ -36,7 +36,7 @@ from aot.matrix import matrix
 from blockscale import quantize, sort_by_expert
 from blockscale.formats import FORMATS, BlockScaled
 from blockscale.gemm import _blackwell, _finish, _hopper, _hopper_mx, _hopper_rows, _triton, heuristics, heuristics_mx
-from blockscale.gemm._hopper_launch import addressable
+from blockscale.gemm._hopper_launch import empty_for_tma
 from blockscale.gemm._tiles import Tile as TritonTile
 from blockscale.grouped import _blackwell as grouped_blackwell
 from blockscale.grouped import _hopper as grouped_hopper
@@ -98,7 +98,7 @@ def _epilogues(count: int = 3) -> Iterator[tuple[str, torch.dtype, bool, bool]]:
 
 
 def _output(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return addressable((rows, columns), dtype, torch.device("cpu"))
+    return empty_for_tma((rows, columns), dtype, torch.device("cpu"))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from support.helpers import first_of
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 _rows = pytest.importorskip("blockscale.gemm._hopper_rows", reason="this Triton has no Gluon for Hopper")
-addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
+empty_for_tma = pytest.importorskip("blockscale.gemm._hopper_launch").empty_for_tma
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
@@ -148,7 +148,7 @@ def check(
     assert plan is not None
     plan = heuristics.in_clusters(plan, problem) if clusters else plan
     a, b = quantize(torch.zeros(512, k), "fp8_1x128"), quantize(torch.zeros(n, k), weight)
-    out, bias = addressable((512, n), dtype, torch.device("cpu")), torch.zeros(n) if has_bias else None
+    out, bias = empty_for_tma((512, n), dtype, torch.device("cpu")), torch.zeros(n) if has_bias else None
     with compiled_for(90) as kernels:
         _hopper.launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     found = report(kernels[0])

@@ -23,7 +23,7 @@ from support.products import offsets
 
 _hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
 _hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx")
-addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
+empty_for_tma = pytest.importorskip("blockscale.gemm._hopper_launch").empty_for_tma
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
@@ -101,7 +101,7 @@ def check(case: Case, *, spilled: int = 0) -> None:
     wide = case.dtype == torch.float32
     problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, wide, 132, case.accumulate)
     tile = heuristics.fitted(case.tile, problem)
-    out = addressable((3 * a.rows if case.k_grouped else a.rows, n), case.dtype, torch.device("cpu"))
+    out = empty_for_tma((3 * a.rows if case.k_grouped else a.rows, n), case.dtype, torch.device("cpu"))
     with compiled_for(90) as kernels:
         bias = torch.zeros(3, n) if case.bias else None
         _hopper.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)

@@ -19,7 +19,7 @@ from support.helpers import first_of
 from support.products import offsets
 
 _hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx", reason="this Triton has no Gluon for Hopper")
-addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
+empty_for_tma = pytest.importorskip("blockscale.gemm._hopper_launch").empty_for_tma
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
@@ -72,7 +72,7 @@ def check(case: Case) -> None:
     a, b = quantize(torch.zeros(512, 2048), case.left), quantize(torch.zeros(3, n, 2048), "mxfp8_e4m3_128x128")
     problem = heuristics.Problem(512, n, 2048, 3, False, wide, 132, case.accumulate)
     tile = heuristics_mx.fitted(case.tile, problem)
-    out, bias = addressable((512, n), case.dtype, torch.device("cpu")), torch.zeros(3, n) if case.bias else None
+    out, bias = empty_for_tma((512, n), case.dtype, torch.device("cpu")), torch.zeros(3, n) if case.bias else None
     with compiled_for(90) as kernels:
         _hopper_mx.launch(a, b, offsets([100, 200, 212]), out, bias, accumulate=case.accumulate, tile=tile)
     found = report(kernels[-1])

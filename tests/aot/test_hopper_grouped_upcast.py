@@ -16,7 +16,7 @@ from blockscale.grouped import heuristics, heuristics_upcast
 from support.products import offsets
 
 _hopper_upcast = pytest.importorskip("blockscale.grouped._hopper_upcast", reason="this Triton has no Gluon for Hopper")
-addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
+empty_for_tma = pytest.importorskip("blockscale.gemm._hopper_launch").empty_for_tma
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
@@ -57,7 +57,7 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         a, b = quantize(torch.zeros(512, 256), "nvfp4"), quantize(torch.zeros(3, n, 256), "nvfp4")
     problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, wide, 132, case.accumulate)
     tile = heuristics_upcast.fitted(case.tile, problem)
-    out = addressable((a.rows * (3 if case.k_grouped else 1), n), case.dtype, torch.device("cpu"))
+    out = empty_for_tma((a.rows * (3 if case.k_grouped else 1), n), case.dtype, torch.device("cpu"))
     with compiled_for(90) as kernels:
         bias = torch.zeros(3, n) if case.bias else None
         _hopper_upcast.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)

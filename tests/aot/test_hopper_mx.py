@@ -18,7 +18,7 @@ from blockscale.gemm import heuristics, heuristics_mx
 from support.helpers import first_of
 
 _hopper_mx = pytest.importorskip("blockscale.gemm._hopper_mx", reason="this Triton has no Gluon for Hopper")
-addressable = pytest.importorskip("blockscale.gemm._hopper_launch").addressable
+empty_for_tma = pytest.importorskip("blockscale.gemm._hopper_launch").empty_for_tma
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
@@ -71,7 +71,7 @@ def check(case: Case) -> None:
     problem = heuristics.Problem(512, n, k, False, case.dtype == torch.float32, 132, case.accumulate)
     plan = heuristics_mx.plan_for(tile, problem)
     a, b = quantize(torch.zeros(512, k), case.left), quantize(torch.zeros(n, k), "mxfp8_e4m3_128x128")
-    out, bias = addressable((512, n), case.dtype, torch.device("cpu")), torch.zeros(n) if case.bias else None
+    out, bias = empty_for_tma((512, n), case.dtype, torch.device("cpu")), torch.zeros(n) if case.bias else None
     with compiled_for(90) as kernels:
         _hopper_mx.launch(a, b, out, bias, accumulate=case.accumulate, plan=plan)
     found = report(kernels[0])

@@ -1,4 +1,4 @@
-"""Hopper's product by another assembler than Triton's: a key of its own, no other kernels, and failures that tell."""
+"""Hopper's product by another ptxas than Triton's: a key of its own, no other kernels, and failures that tell."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ X, W = quantize(torch.zeros(128, 256), "fp8_1x128"), quantize(torch.zeros(128, 2
 
 def forget() -> None:
     """What this process remembers of choices and of compiled kernels; files stay."""
-    _ptxas.decided.cache_clear()
+    _ptxas.resolve.cache_clear()
     _ptxas_hook._options.cache_clear()
     _hopper.scaled_mm_kernel.device_caches.clear()
     _theirs.device_caches.clear()
@@ -41,7 +41,7 @@ def forget() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (_ptxas.SETTING, *_ptxas.FOREIGN):
+    for name in (_ptxas.SETTING, *_ptxas.TRITON_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(_ptxas, "_failures", [])
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
@@ -65,7 +65,7 @@ def theirs() -> None:
 
 
 def fake(path: Path, version: str, rest: str) -> str:
-    """An assembler that answers, and then does something else."""
+    """An ptxas that answers, and then does something else."""
     path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo V{version}; exit; fi\n{rest}\n')
     path.chmod(0o755)
     return str(path)
@@ -77,9 +77,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     versions: list[str] = []
     real = _ptxas_hook.assemble
 
-    def assemble(assembler: _ptxas.Ptxas, *rest: Any) -> bytes:
-        versions.append(assembler.name)
-        return real(assembler, *rest)
+    def assemble(ptxas: _ptxas.Ptxas, *rest: Any) -> bytes:
+        versions.append(ptxas.name)
+        return real(ptxas, *rest)
 
     monkeypatch.setattr(_ptxas_hook, "assemble", assemble)
     return versions
@@ -106,7 +106,7 @@ def test_two_assemblers_have_two_entries(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_text_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the version of PTX, which an older assembler may not know."""
+    """Up to the version of PTX, which an older ptxas may not know."""
     with compiled_for(90) as kernels:
         for setting in ("default", OTHER_PTXAS):
             monkeypatch.setenv(_ptxas.SETTING, setting)
@@ -183,7 +183,7 @@ def test_launches_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_hook_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own assembler does not know the word that names another."""
+    """Triton's own ptxas does not know the word that names another."""
     monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
     monkeypatch.setattr(_ptxas_hook, "_hooked", contextlib.nullcontext())
     with compiled_for(90):
@@ -193,7 +193,7 @@ def test_without_the_hook_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_the_library_chooses(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
-    """With a driver and nothing set: another assembler for Triton 3.6, and Triton's own for 3.9."""
+    """With a driver and nothing set: another ptxas for Triton 3.6, and Triton's own for 3.9."""
     monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 13)
     wanted = {"3.6": ["12.9.86"], "3.9": []}
     release = ".".join(triton.__version__.split(".")[:2])

@@ -208,16 +208,16 @@ def test_hopper_says_how_it_would_multiply():
     pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
     explanation = forecast_of((8192, 8192, 8192))
     forecast = explanation.taken.forecast
-    assert forecast.configuration.startswith("192x128, 3 groups, 4 stages; 132 programs, ")
+    assert forecast.configuration.startswith("192x128, 3 warpgroups, 4 stages; 132 CTAs, ")
     assert 1000 < forecast.tflop_s < 1450
     assert forecast.bound_by.startswith("FP8 units")
     assert 0.5 < forecast.share < 1
     assert f"   {forecast}" in str(explanation).splitlines()
     few = forecast_of((16, 2112, 7168)).taken.forecast
-    assert "shares of 128 of K" in few.configuration
+    assert "then stream-K" in few.configuration
     assert few.bound_by.startswith("memory")
     assert few.us < 20
-    assert "132 multiprocessors" in few.note or torch.cuda.is_available()
+    assert "132 SMs" in few.note or torch.cuda.is_available()
     gradient = forecast_of((4096, 4096, 4096), "fp8_1x128", accumulate=True).taken.forecast
     assert gradient.us > forecast_of((4096, 4096, 4096), accumulate=True).taken.forecast.us
     plain = forecast_of((4096, 4096, 4096), "fp8_1x128").taken.forecast
@@ -249,7 +249,7 @@ def test_mxfp8_says_how_it_would_multiply():
     operands = bs.quantize(a, "mxfp8_e4m3"), bs.quantize(b, "mxfp8_e4m3_128x128")
     taken = bs.explain("gemm", *operands, on=Capability("cuda", 90)).taken
     assert taken.backend == "hopper"
-    assert taken.forecast.configuration.startswith("128x128, 2 groups, 5 stages; 132 programs")
+    assert taken.forecast.configuration.startswith("128x128, 2 warpgroups, 5 stages; 132 CTAs")
     assert 600 < taken.forecast.tflop_s < 800
 
 

@@ -62,7 +62,7 @@ def request(pair: tuple[str, str], sm: int, shape: tuple[int, int, int] = (256, 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (request(("mxfp8_e4m3", "mxfp4"), 100, (1, 1, 130)), "multiples of 128 where FP8 meets FP4, this is 130"),
+        (request(("mxfp8_e4m3", "mxfp4"), 100, (1, 1, 130)), "multiples of 128 for FP8 by FP4, this is 130"),
         (request(("mxfp8_e4m3", "mxfp4"), 120), "does not serve mxfp8_e4m3 @ mxfp4"),
         (request(("mxfp6_e2m3", "mxfp8_e4m3"), 100), "does not serve mxfp6_e2m3 @ mxfp8_e4m3"),
         (request(("nvfp4", "nvfp4"), 100, (0, 64, 64)), "takes no empty operands"),
@@ -102,7 +102,7 @@ def test_mxfp4_by_the_vendor_depends_on_the_build_of_torch(monkeypatch: pytest.M
     (row,) = [row for row in kernels("gemm") if row.launch is _torch.scaled_mm_mxfp4]
     asked = request(("mxfp4", "mxfp4"), 100)
     monkeypatch.setattr(_torch, "_has_mxfp4", lambda: False)
-    assert "optional library of FP4 products" in str(row.refusal(asked))
+    assert "optional library of FP4 GEMMs" in str(row.refusal(asked))
     monkeypatch.setattr(_torch, "_has_mxfp4", lambda: True)
     assert row.refusal(asked) is None
     for option in ("bias", "accumulate"):

@@ -18,10 +18,10 @@ from blockscale.gemm.heuristics import (
     candidates,
     choose,
     choose_few_rows,
-    few_rows_pay,
+    few_rows_win,
     fitted,
     in_clusters,
-    kernel_part,
+    kernel_problem,
     shared_bytes,
     stream_k_plan,
 )
@@ -120,14 +120,14 @@ def test_what_the_kernel_cannot_write_costs_a_pass() -> None:
     ):
         for add in (False, True):
             problem = Problem(4096, n, 4096, True, wide, 132, add)
-            part, us = kernel_part(problem)
+            part, us = kernel_problem(problem)
             assert problem.direct is direct
             # what is added in a second pass is not rounded before
             assert part == (problem if direct else replace(problem, fp32_out=wide or add, accumulate=False))
             assert (us > 0) is not direct
-    once, twice = (kernel_part(Problem(4096, 2111, 64, True, True, 132, add))[1] for add in (False, True))
+    once, twice = (kernel_problem(Problem(4096, 2111, 64, True, True, 132, add))[1] for add in (False, True))
     assert twice > once, "what is added to is read as well"
-    halves = kernel_part(Problem(4096, 2111, 64, True, False, 132, accumulate=True))[1]
+    halves = kernel_problem(Problem(4096, 2111, 64, True, False, 132, accumulate=True))[1]
     assert once == halves < twice, "4 bytes read, 2 read and 2 written"
 
 
@@ -151,7 +151,7 @@ def test_few_rows_fit() -> None:
 )
 def test_few_rows_pay_where_they_were_seen_to(n: int, k: int, pays: bool) -> None:
     """docs/design/gemm.md has both times."""
-    assert few_rows_pay(Problem(16, n, k, False, False, 132)) is pays
+    assert few_rows_win(Problem(16, n, k, False, False, 132)) is pays
 
 
 def test_more_work_never_takes_less_time() -> None:

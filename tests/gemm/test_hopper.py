@@ -97,11 +97,11 @@ def test_gradients_of_weights_over_any_number_of_tokens(tokens: int) -> None:
     a, b = bs.quantize(dy, "fp8_1x128", axis=-2).mT, bs.quantize(x, "fp8_1x128", axis=-2).mT
     for left, right in ((a, b), (b, a)):
         want = exact_mm(left, right)
-        _launch._KNOWN.clear()
+        _launch._LAUNCH_CACHE.clear()
         total = torch.ones(want.shape, device="cuda")
         assert bs.explain("gemm", left, right, accumulate=True).taken.backend == "hopper"
         bs.scaled_mm(left, right, accumulate=total)
-        assert len(_launch._KNOWN) == 1, "it launches again from the dictionary, so nothing was copied"
+        assert len(_launch._LAUNCH_CACHE) == 1, "it launches again from the dictionary, so nothing was copied"
         assert sqnr_db(want + 1, total) > HOPPER_DB[torch.float32]
 
 
@@ -167,7 +167,7 @@ def test_random_shapes() -> None:
         m, unit = draw.randint(1, draw.choice((33, 700))), draw.choice((1, 16))
         n, k = (unit * draw.randint(16 // unit, most // unit) for most in (960, 1280))
         a, b = fp8_operands(m, n, k, draw.choice(("fp8_128x128", "fp8_1x128")))
-        row = "hopper_rows" if m <= heuristics.MOST_ROWS and draw.random() < 0.5 else "hopper"
+        row = "hopper_rows" if m <= heuristics.MAX_FEW_ROWS and draw.random() < 0.5 else "hopper"
         frame, out = framed(m, n, torch.float32)
         with bs.use_backend(gemm=row):
             if number % 2:

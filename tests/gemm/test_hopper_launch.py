@@ -42,7 +42,7 @@ def test_a_descriptor_is_filled_as_its_class_would() -> None:
     made = _launch.descriptor(first, (64, 128), layout)
     known = _launch._fields(made)
     assert not any(isinstance(value, Tensor) for value in known.values()), "what is remembered keeps no tensor alive"
-    filled = _launch._filled(known, second)
+    filled = _launch._with_base(known, second)
     assert type(filled) is type(made)
     assert filled.base is second
     assert made.base is first
@@ -62,22 +62,22 @@ def test_codes_of_any_size_can_be_addressed(form: str, rows: int, length: int) -
     along = bs.quantize(torch.randn(rows, length), form)
     across = bs.quantize(torch.randn(length, rows), form, axis=-2).mT
     for q in (along, across):
-        codes = _launch.whole(q.data, q.length)
+        codes = _launch.unpadded(q.data, q.length)
         assert codes.shape == (rows, length)
-        assert _launch.can_be_described(codes)
+        assert _launch.is_tma_addressable(codes)
         if q.scale_layout == "mn_major":
-            assert _launch.can_be_described(q.scale.mT)
+            assert _launch.is_tma_addressable(q.scale.mT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (5, 8), (3, 2111), (2, 2112)])
 def test_a_matrix_of_any_size_has_room_that_can_be_addressed(rows: int, columns: int, dtype: torch.dtype) -> None:
-    room = _launch.addressable((rows, columns), dtype, torch.device("cpu"))
+    room = _launch.empty_for_tma((rows, columns), dtype, torch.device("cpu"))
     assert room.shape == (rows, columns)
     assert room.dtype == dtype
-    assert _launch.can_be_described(room)
+    assert _launch.is_tma_addressable(room)
     assert room.stride(0) * dtype.itemsize < columns * dtype.itemsize + 16, "no more than it needs"
-    assert _launch.can_be_described(torch.empty(rows, columns, dtype=dtype)) == (columns * dtype.itemsize % 16 == 0)
+    assert _launch.is_tma_addressable(torch.empty(rows, columns, dtype=dtype)) == (columns * dtype.itemsize % 16 == 0)
 
 
 @pytest.mark.parametrize("module", ["_hopper", "_hopper_mx"])
@@ -92,7 +92,7 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
     def launch(
         a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan
     ) -> None:
-        assert _launch.can_be_described(out)
+        assert _launch.is_tma_addressable(out)
         assert plan.tile.m_subtiles == 1 or not accumulate
         added.append(accumulate)
         whole = product if bias is None else product + bias
@@ -114,7 +114,7 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
             total = frame[:, -n:]
             serve(a, b, total, bias=None, accumulate=True)
             assert torch.equal(total, want)
-            assert added[-1] == _launch.can_be_written(total), "a buffer that it can write is added to at once"
+            assert added[-1] == _launch.is_tma_writable(total), "a buffer that it can write is added to at once"
             assert bool((frame[:, :-n] == 1).all())
         frame = torch.ones(5, n + pad + 8, dtype=dtype)  # whose rows can be addressed, and go on after the window
         serve(a, b, frame[:, :n], bias=None, accumulate=True)
@@ -123,7 +123,7 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
 
 
 def test_kinds_of_sizes() -> None:
-    assert [_launch.kind_of(size) for size in (1, 2, 15, 16, 17, 2111, 2112)] == [1, 0, 0, 16, 0, 0, 16]
+    assert [_launch.specialization_of(size) for size in (1, 2, 15, 16, 17, 2111, 2112)] == [1, 0, 0, 16, 0, 0, 16]
 
 
 class TestAgain:
@@ -131,16 +131,16 @@ class TestAgain:
 
     @pytest.fixture(autouse=True)
     def nothing_known(self) -> None:
-        _launch._KNOWN.clear()
+        _launch._LAUNCH_CACHE.clear()
 
     def test_nothing_is_kept_alive(self) -> None:
         a, b = operands(100)
         bs.scaled_mm(a, b)  # which leaves a workspace to the stream
-        _launch._KNOWN.clear()
+        _launch._LAUNCH_CACHE.clear()
         before = torch.cuda.memory_allocated()
         for _ in range(3):
             bs.scaled_mm(a, b)
-        assert len(_launch._KNOWN) == 1
+        assert len(_launch._LAUNCH_CACHE) == 1
         assert torch.cuda.memory_allocated() == before
         del a, b
         assert torch.cuda.memory_allocated() < before
@@ -150,7 +150,7 @@ class TestAgain:
         for _ in range(4):
             a, b = operands(m)
             check(a, b, bs.scaled_mm(a, b))
-        assert len(_launch._KNOWN) == 1
+        assert len(_launch._LAUNCH_CACHE) == 1
 
     def test_other_sizes_and_dtypes(self) -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -158,7 +158,7 @@ class TestAgain:
                 for m, n, k in ((100, 256, 512), (101, 256, 512), (100, 272, 512), (100, 256, 528)):
                     a, b = operands(m, n, k)
                     check(a, b, bs.scaled_mm(a, b, dtype))
-        assert len(_launch._KNOWN) == 12
+        assert len(_launch._LAUNCH_CACHE) == 12
 
     def test_bias_and_adding(self) -> None:
         a, b = operands(100)

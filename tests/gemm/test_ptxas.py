@@ -1,4 +1,4 @@
-"""Which assembler: the order, what speaks against one, what the user says, and binaries that do not answer."""
+"""Which ptxas: the order, what speaks against one, what the user says, and binaries that do not answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from blockscale.errors import OptionError
 from blockscale.gemm import _ptxas
-from blockscale.gemm._ptxas import ALLOWED, Ptxas, answering, choose, version_of
+from blockscale.gemm._ptxas import ALLOWED, Ptxas, choose, probe, version_of
 from blockscale.hardware import cuda_driver
 
 OLD = Ptxas("/wheel/ptxas", (12, 8, 93), "own")
@@ -21,18 +21,18 @@ TOOLKIT = Ptxas("/cuda/bin/ptxas", (13, 0, 88), "toolkit")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing set, nothing remembered."""
-    for name in (_ptxas.SETTING, *_ptxas.FOREIGN, "CUDA_HOME", "CUDA_PATH"):
+    for name in (_ptxas.SETTING, *_ptxas.TRITON_VARIABLES, "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(_ptxas, "_failures", [])
-    for cache in (_ptxas.decided, version_of):
+    for cache in (_ptxas.resolve, version_of):
         cache.cache_clear()
     yield
-    for cache in (_ptxas.decided, version_of):
+    for cache in (_ptxas.resolve, version_of):
         cache.cache_clear()
 
 
 def fake(path: Path, version: str) -> str:
-    """A program that answers as an assembler of that version does."""
+    """A program that answers as a ptxas of that version does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version[:4]}, V{version}'\n")
     path.chmod(0o755)
@@ -41,44 +41,44 @@ def fake(path: Path, version: str) -> str:
 
 def test_the_first_that_nothing_speaks_against() -> None:
     found = choose([OLD, OTHER, TOOLKIT], OLD.path, (3, 6), driver=13)
-    assert found.assembler is OTHER
+    assert found.ptxas is OTHER
     assert found.refused == ("ptxas 12.8.93 (own) is older than 12.9",)
     assert ALLOWED[(3, 6), OTHER.version] in found.reason
 
 
 def test_the_order_of_candidates_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALLOWED, ((3, 6), TOOLKIT.version), "by hand")
-    assert choose([OLD, TOOLKIT, OTHER], OLD.path, (3, 6), driver=13).assembler is TOOLKIT
+    assert choose([OLD, TOOLKIT, OTHER], OLD.path, (3, 6), driver=13).ptxas is TOOLKIT
 
 
 def test_tritons_own_needs_no_choosing() -> None:
     own = Ptxas("/wheel/ptxas-blackwell", (13, 4, 59), "own")
     found = choose([own, TOOLKIT], own.path, (3, 9), driver=13)
-    assert found.assembler is None
+    assert found.ptxas is None
     assert "13.4.59" in found.reason
 
 
 def test_the_driver_limits_the_major_version() -> None:
-    assert choose([OLD, TOOLKIT, OTHER], OLD.path, (3, 6), driver=12).assembler is OTHER
+    assert choose([OLD, TOOLKIT, OTHER], OLD.path, (3, 6), driver=12).ptxas is OTHER
     found = choose([OLD, TOOLKIT], OLD.path, (3, 6), driver=12)
-    assert found.assembler is None
-    assert "CUDA 13, and this one is of CUDA 12" in str(found)
+    assert found.ptxas is None
+    assert "CUDA 13 on, and this driver is of CUDA 12" in str(found)
 
 
 def test_without_a_driver_nothing_is_chosen() -> None:
     found = choose([OLD, OTHER, TOOLKIT], OLD.path, (3, 6), driver=None)
-    assert found.assembler is None
-    assert "none to ask" in str(found)
+    assert found.ptxas is None
+    assert "there is none" in str(found)
 
 
 def test_only_listed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = choose([OLD, OTHER], OLD.path, (3, 7), driver=13)
-    assert found.assembler is None
+    assert found.ptxas is None
     assert f"{_ptxas.UNLISTED} 3.7" in str(found)
     near = Ptxas(OTHER.path, (12, 9, 41))
-    assert choose([near], OLD.path, (3, 6), driver=13).assembler is None, "a build counts"
+    assert choose([near], OLD.path, (3, 6), driver=13).ptxas is None, "a build counts"
     monkeypatch.setitem(ALLOWED, ((3, 7), OTHER.version), "by hand")
-    assert choose([OLD, OTHER], OLD.path, (3, 7), driver=13).assembler is OTHER
+    assert choose([OLD, OTHER], OLD.path, (3, 7), driver=13).ptxas is OTHER
 
 
 def test_what_does_not_answer_is_dropped(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_does_not_answer_is_dropped(tmp_path: Path) -> None:
     text.write_text("not a program")
     good, twin = fake(tmp_path / "good", "12.9.86"), fake(tmp_path / "twin", "12.9.86")
     places = [("none", str(tmp_path / "none")), ("silent", str(silent)), ("broken", str(broken)), ("text", str(text))]
-    found = answering([*places, ("good", good), ("twin", twin), ("new", fake(tmp_path / "new", "13.0.88"))])
+    found = probe([*places, ("good", good), ("twin", twin), ("new", fake(tmp_path / "new", "13.0.88"))])
     assert [(one.origin, one.version) for one in found] == [("good", (12, 9, 86)), ("new", (13, 0, 88))]
 
 
@@ -126,12 +126,12 @@ def test_packages_are_found_by_name_and_not_imported() -> None:
     assert Path(folder).name == "gemm"
 
 
-@pytest.mark.parametrize("name", _ptxas.FOREIGN)
+@pytest.mark.parametrize("name", _ptxas.TRITON_VARIABLES)
 def test_tritons_variables_are_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 13)
     monkeypatch.setenv(name, "/somewhere/ptxas")
     found = _ptxas.choice()
-    assert found.assembler is None
+    assert found.ptxas is None
     assert f"{name}=/somewhere/ptxas is set" in found.reason
 
 
@@ -141,9 +141,9 @@ def test_the_setting_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/somewhere/ptxas")
     monkeypatch.setenv(_ptxas.SETTING, path)
     found = _ptxas.choice()
-    assert found.assembler == Ptxas(path, (12, 9, 1), _ptxas.SETTING)
+    assert found.ptxas == Ptxas(path, (12, 9, 1), _ptxas.SETTING)
     monkeypatch.setenv(_ptxas.SETTING, "default")
-    assert _ptxas.choice().assembler is None
+    assert _ptxas.choice().ptxas is None
     assert _ptxas.SETTING in _ptxas.choice().reason
 
 
@@ -163,10 +163,10 @@ def test_a_demand_that_the_driver_cannot_load(tmp_path: Path, monkeypatch: pytes
 
 
 def test_after_a_failure_tritons_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _ptxas.give_up("it broke")
+    _ptxas.disable("it broke")
     assert str(_ptxas.choice()) == "Triton's default: it broke"
     monkeypatch.setenv(_ptxas.SETTING, fake(tmp_path / "ptxas", "12.9.86"))
-    assert _ptxas.choice().assembler is not None, "a demand still counts"
+    assert _ptxas.choice().ptxas is not None, "a demand still counts"
 
 
 def test_the_driver_is_asked_by_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,11 +184,11 @@ def sizes(**fields: object) -> dict[str, object]:
     ("line", "says"),
     [
         ("}{", "JSONDecodeError"),
-        ("[]", "is no entry"),
+        ("[]", "is not an entry"),
         ("{}", "KeyError: 'problem'"),
-        ('"text"', "is no entry"),
+        ('"text"', "is not an entry"),
         (changed(us=None), "KeyError: 'us'"),
-        (changed(spread_us=[1.0]), "is no entry"),
+        (changed(spread_us=[1.0]), "is not an entry"),
         (changed(us="quick"), "could not convert"),
         (changed(us=float("nan")), "has times nan and 14.5"),
         (changed(model_us=-1), "has times 12.4 and -1.0"),
@@ -200,8 +200,8 @@ def sizes(**fields: object) -> dict[str, object]:
         (changed(plan=plan(ctas=1000)), "is not considered for"),
         (changed(plan=plan(waves="1")), "is not considered for"),
         (changed(plan=None), "KeyError: 'plan'"),
-        (changed(gpu="NVIDIA H200 NVL"), "is of NVIDIA H200 NVL with 132 multiprocessors, and this is NVIDIA H200"),
-        (changed(problem=sizes(sms=78)), "with 78 multiprocessors, and this is NVIDIA H200 with 132"),
+        (changed(gpu="NVIDIA H200 NVL"), "is for NVIDIA H200 NVL with 132 SMs, and this is NVIDIA H200"),
+        (changed(problem=sizes(sms=78)), "with 78 SMs, and this is NVIDIA H200 with 132"),
     ],
 )
 def test_a_line_that_does_not_count_is_told_once(
@@ -329,7 +329,7 @@ def test_explain_says_who_chose(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     tuned.store(folder / FILE, [entry()])
     after = bs.explain("gemm", a, b, on=HOPPER)
     assert "by the model, which is fitted to one H200" in here
-    assert "an H200's: none is here" in away
+    assert "for an H200 with 132 SMs" in away
     assert "tuned" not in here + away
     assert entry().plan.label in str(after)
     times = "12.4 µs at M = 16, the model's plan 14.5"

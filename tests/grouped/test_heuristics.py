@@ -201,7 +201,7 @@ def test_outputs_that_the_kernel_cannot_write(kind: str, n: int, monkeypatch: py
 
     def launch(a, b, offs, out, bias, *, accumulate, tile, starts) -> None:
         assert starts is None
-        assert launches.can_be_described(out)
+        assert launches.is_tma_addressable(out)
         assert out.dim() == 2
         assert tile.m_subtiles == 1 or not accumulate
         added.append(accumulate)

@@ -173,8 +173,8 @@ def test_large_sums_are_repeatable(tile: Tile) -> None:
 def test_the_second_launch_comes_from_a_dictionary() -> None:
     launches = pytest.importorskip("blockscale.gemm._hopper_launch")
     a, b, offs = operands([30, 0, 98], 4, 272, 512)
-    launches._KNOWN.clear()
+    launches._LAUNCH_CACHE.clear()
     with bs.use_backend(m_grouped="hopper"):
         first, second = (bs.scaled_grouped_mm(a, b, offs) for _ in range(2))
     assert torch.equal(first, second)
-    assert len(launches._KNOWN) == 1, "nothing was copied"
+    assert len(launches._LAUNCH_CACHE) == 1, "nothing was copied"

@@ -50,7 +50,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(132)
-    for name in ("count_turns", "tile_at", "turn_at"):
+    for name in ("count_rotated_tiles", "tile_at", "rotated_tile_at"):
         monkeypatch.setattr(walk, name, getattr(walk, name).fn)
     monkeypatch.setattr(walk, "gl", made.module())
     return made

@@ -144,7 +144,7 @@ def _compile(console: Console, problems: Sequence[Problem], target: Target, work
     """Every kernel that a plan needs, each once, in processes: one by one they would take most of the time."""
     from ..bench import tuning
     from ..diagnostics import precompile
-    from ..gemm._hopper_launch import kind_of
+    from ..gemm._hopper_launch import specialization_of
 
     kernels: dict[object, tuple[Problem, Plan]] = {}
     for problem in problems:
@@ -152,7 +152,7 @@ def _compile(console: Console, problems: Sequence[Problem], target: Target, work
             kernel = (
                 plan.tile,
                 plan.stream_k,
-                kind_of(problem.n),
+                specialization_of(problem.n),
                 problem.b_1x128,
                 problem.fp32_out,
                 problem.accumulate,

@@ -1,6 +1,6 @@
-"""Dense products of block-scaled operands: `scaled_mm(a, b)` is a [M, K] @ b [N, K].mT.
+"""Dense GEMM of block-scaled operands: `scaled_mm(a, b)` is a [M, K] @ b [N, K].mT.
 
-Every legal pair of formats works on every device; which kernel serves it is the table's business (`explain` tells).
+Every legal pair of formats works on every device; the registry selects the kernel (`explain` shows which).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError
 from ..formats.checks import in_words, is_dense, overlaps
 from ..formats.spec import check_pair
 from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, to_parts
-from . import _reference as _reference  # registers its rows
+from . import _reference as _reference  # registers its kernels
 from . import _torch as _torch
 from . import ops
 
-with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
+with contextlib.suppress(ImportError):  # CPU builds of torch have no triton
     from . import _blackwell as _blackwell
     from . import _hopper as _hopper
     from . import _hopper_mx as _hopper_mx
     from . import _hopper_rows as _hopper_rows
     from . import _triton as _triton
 
-# of buffers that products are added into
+# dtypes of `accumulate` buffers
 ACCUMULATOR_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -62,7 +62,7 @@ def scaled_mm(
 def multiply(
     a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None
 ) -> Tensor:
-    """`scaled_mm` for those who have checked."""
+    """`scaled_mm` without argument checks."""
     if accumulate is None:
         return ops.scaled_mm(*to_parts(a), *to_parts(b), a.length, bias, out_dtype)
     ops.scaled_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length)
@@ -70,7 +70,7 @@ def multiply(
 
 
 def exact_mm(a: BlockScaled, b: BlockScaled) -> Tensor:
-    """The same product in fp64 from exactly decoded operands: what tests and self-checks compare with.
+    """The same GEMM in fp64 from exactly decoded operands, for tests and self-checks.
 
     >>> import blockscale as bs
     >>> q = bs.quantize(torch.eye(32), "mxfp4")
@@ -146,7 +146,7 @@ def check_contraction(a: BlockScaled, b: BlockScaled) -> None:
 
 
 def check_output(dtype: torch.dtype) -> None:
-    """Raise unless a product can come out in this dtype."""
+    """Raise unless this is a legal output dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DtypeError(
             message(
@@ -158,7 +158,7 @@ def check_output(dtype: torch.dtype) -> None:
 
 
 def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless a product of this shape can be added into the buffer, and nothing else."""
+    """Raise unless `accumulate` is a legal buffer for a product of this shape, without a bias."""
     if not isinstance(acc, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass accumulate=torch.zeros(shape)"
         raise DtypeError(message(f"accumulate is {in_words(acc)}", rule="it is an fp32 or bf16 buffer", fix=fix))

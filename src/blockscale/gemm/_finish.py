@@ -1,6 +1,6 @@
-"""What happens to a finished fp32 product, in one pass over memory: tensor scales, bias, then a rounding or a sum.
+"""Epilogue of an fp32 product in one pass over memory: tensor scales, bias, then the rounding or `out +=`.
 
-The twin of `epilogue.finish` for products of the vendor's library on a GPU, where every pass costs like a cast.
+The fused version of `epilogue.finish`, for GEMMs of cuBLAS, where every pass costs as much as a cast.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -21,7 +21,7 @@ ROWS, COLUMNS, WARPS = 4, 1024, 8
 @triton.jit
 def _finish_kernel(
     product_ptr, ga_ptr, gb_ptr, bias_ptr, out_ptr, M, N, m_stride, n_stride,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, INTERPRETED: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -29,7 +29,21 @@ def _finish_kernel(
     inside = (m < M)[:, None] & (n < N)[None, :]
     product = tl.load(product_ptr + m.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0)
     store_tile(
-        product, out_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, m_stride, n_stride, SCALED, BIAS, ADD, INTERPRETED
+        product,
+        out_ptr,
+        bias_ptr,
+        ga_ptr,
+        gb_ptr,
+        m,
+        n,
+        M,
+        N,
+        m_stride,
+        n_stride,
+        SCALED,
+        BIAS,
+        ACCUMULATE,
+        INTERPRETED,
     )
 
 
@@ -44,7 +58,7 @@ def finish_at_once(
     accumulate: bool,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """product: fp32 [M, N], contiguous.  scales: of both tensors, or None."""
+    """Write the product to `out`, or add it.  product: fp32 [M, N], contiguous.  scales: tensor scales, or None."""
     if out.numel() == 0:
         return
     rows, columns = out.shape
@@ -53,5 +67,5 @@ def finish_at_once(
         product, *(scales or (None, None)), None if bias is None else bias.contiguous(), out,
         rows, columns, *out.stride(), scales is not None, bias is not None, accumulate, INTERPRETED,
         ROWS, COLUMNS, num_warps=WARPS,
-        enable_fp_fusion=False,  # scales, bias and buffer are a rounding each
+        enable_fp_fusion=False,  # scales, bias and `out +=` round separately
     )  # fmt: skip

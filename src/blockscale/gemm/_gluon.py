@@ -1,7 +1,7 @@
-"""Names of Gluon, Triton's language of explicit layouts, as they are called from Triton 3.6 to 3.9.
+"""Names of Gluon, Triton's language of explicit layouts, for Triton 3.6 to 3.9.
 
-The only file that imports them, so that a renamed function is one line. Importing it fails where Triton has no Gluon;
-whoever needs it registers no row then.
+The only file that imports them, so that a renamed function is one line. The import fails where Triton has no Gluon;
+then the modules that need it register no kernels.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false
@@ -19,15 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# found by presence, not by version: 3.8 has both names, and from 3.9 on the old ones raise
+# by presence, not by version: 3.8 has both names, and from 3.9 on the old ones raise
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
-# of the threads of one partition
+# barrier of the threads of one warp-specialized partition
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
-# Whether multiprocessors can share what one of them fetches. 3.8 can, but compiles nothing that keeps one of them from
-# ending while another still arrives at its barriers; so what is asked for is a word that came with 3.9.
+# Whether TMA multicast is usable. 3.8 has it, but does not keep a CTA from exiting while another CTA of the cluster
+# still arrives at its mbarriers. So this tests for a parameter that came with 3.9.
 HAS_MULTICAST = "from_cta" in inspect.signature(mbarrier.arrive).parameters
 
 __all__ = [

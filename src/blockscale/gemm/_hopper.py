@@ -1,4 +1,4 @@
-"""The Gluon product of Hopper as a row of the table: the choice of a tile, the launch, the forecast."""
+"""FP8 blockwise GEMM for Hopper, registry entry of the Gluon kernel: choice of the plan, launch, forecast."""
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
@@ -20,40 +20,40 @@ from . import tuned
 from ._gluon import HAS_MULTICAST, gl
 from ._hopper_kernel import scaled_mm_kernel
 from ._hopper_launch import (
-    Described,
-    addressable,
-    can_be_described,
-    can_be_written,
+    TmaTensor,
+    empty_for_tma,
+    is_tma_addressable,
+    is_tma_writable,
     kernel_dtype,
-    kind_of,
+    specialization_of,
     start_kernel,
-    whole,
+    unpadded,
 )
 from .epilogue import finish
-from .heuristics import SUBTILE_M, Plan, Problem, bound, in_clusters, kernel_part
+from .heuristics import SUBTILE_M, Plan, Problem, bound, in_clusters, kernel_problem
 from .ops import reject_fp8_of_hopper, reject_fp8_of_vendor
 
 SETTING = "BLOCKSCALE_MULTICAST"
-PASS = ", and a pass over the output, whose rows start at no multiples of 16 bytes"
+PASS = ", and a pass over the output, whose rows do not start at multiples of 16 bytes"
 LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def _problem(request: Request, count: int) -> Problem:
     m, n, k = request.shape
-    add = "accumulate" in request.options
-    return Problem(m, n, k, request.formats[1] == "fp8_1x128", request.dtype == torch.float32, count, add)
+    accumulates = "accumulate" in request.options
+    return Problem(m, n, k, request.formats[1] == "fp8_1x128", request.dtype == torch.float32, count, accumulates)
 
 
 def problem_of(request: Request) -> tuple[Problem, str]:
-    """What a request asks of this GPU, or of an H200 where no such one is here: then the second says so."""
+    """Problem of a request on this GPU, or on an H200 if this GPU is not a Hopper; then the string says so."""
     if torch.cuda.is_available() and capability("cuda") == request.capability:
         return _problem(request, sm_count(torch.device("cuda"))), ""
-    elsewhere = f", for {DEFAULT_SM_COUNT} multiprocessors, an H200's: none is here"
+    elsewhere = f", for an H200 with {DEFAULT_SM_COUNT} SMs: there is no Hopper GPU here"
     return _problem(request, DEFAULT_SM_COUNT), elsewhere
 
 
 def _choose(problem: Problem, gpu: str) -> tuned.Choice:
-    """The plan to launch on a GPU of that name, in clusters where these are demanded."""
+    """Plan to launch on a GPU of this name; in clusters if the environment variable forces them."""
     chosen = tuned.choose(problem, gpu)
     if not env.flag(SETTING):
         return chosen
@@ -64,27 +64,27 @@ def _choose(problem: Problem, gpu: str) -> tuned.Choice:
 
 
 def forecast(request: Request) -> Forecast:
-    """The plan that `scaled_mm` would take, on this GPU if it is such a one."""
+    """Plan and time of `scaled_mm`, for this GPU if it is a Hopper."""
     problem, elsewhere = problem_of(request)
-    part, pass_us = kernel_part(problem)
+    part, pass_us = kernel_problem(problem)
     chosen = _choose(part, "" if elsewhere else gpu_name(torch.device("cuda")))
-    apart = ", the time without clusters, which change it by -5 to 3 %" if chosen.plan.tile.cluster > 1 else ""
+    clusters = ", the time without clusters, which change it by -5 to 3 %" if chosen.plan.tile.cluster > 1 else ""
     flops = 2 * problem.m * problem.n * problem.k
-    note = chosen.origin + apart + (PASS if pass_us else "") + elsewhere
+    note = chosen.origin + clusters + (PASS if pass_us else "") + elsewhere
     return Forecast(chosen.plan.label, chosen.us + pass_us, flops, *bound(problem), note)
 
 
 def precompile_key(request: Request) -> Hashable:
-    """All that the compiled kernel depends on."""
+    """Everything that the compiled kernel depends on."""
     meta = torch.device("meta")
-    part, _ = kernel_part(_problem(request, sm_count(meta)))
+    part, _ = kernel_problem(_problem(request, sm_count(meta)))
     plan = _choose(part, gpu_name(meta)).plan
-    return plan.tile, plan.stream_k, kind_of(part.n), request.formats, request.dtype, request.options
+    return plan.tile, plan.stream_k, specialization_of(part.n), request.formats, request.dtype, request.options
 
 
 def _defer(request: Request) -> str | None:
-    """To the vendor's product, where it serves without a second pass: for 65 to 128 rows its tiles are the better ones
-    wherever ours are 128x128, and up to 96 rows also for weights with scales 1x128 (docs/design/gemm.md)."""
+    """Defer to F.scaled_mm where it needs no second pass: for 65 to 128 rows its tiles beat ours of 128x128, and for
+    weights with scales 1x128 up to 96 rows (docs/design/gemm.md)."""
     rows, most = request.shape[0], 2 * SUBTILE_M if request.formats[1] == "fp8_128x128" else 96
     if not SUBTILE_M < rows <= most or request.options or request.dtype == torch.float16:
         return None
@@ -101,62 +101,62 @@ def _defer(request: Request) -> str | None:
     sm=(90, 90),
     formats=[("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128")],
     layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
-    priority=25,  # above the vendor's: docs/design/gemm.md has both
+    priority=25,  # above F.scaled_mm: docs/design/gemm.md has both times
     reject=reject_fp8_of_hopper,
     defer=_defer,
     forecast=forecast,
     precompile_key=precompile_key,
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """Gluon: warp-specialised FP8 product, promoted after every 128 of K"""
-    direct = can_be_written(out)
+    """Gluon: warp-specialized FP8 GEMM, promoted after every 128 of K"""
+    direct = is_tma_writable(out)
     m, n, k = a.rows, b.rows, a.length
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
-    wide, add = dtype == torch.float32, accumulate and direct
-    problem = Problem(m, n, k, not b.spec.is_2d, wide, sm_count(out.device), add)
+    fp32_out, accumulates = dtype == torch.float32, accumulate and direct
+    problem = Problem(m, n, k, not b.spec.is_2d, fp32_out, sm_count(out.device), accumulates)
     plan = _choose(problem, gpu_name(out.device)).plan
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
-    # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
-    product = addressable(out.shape, dtype, out.device)
+    # TMA cannot store there: N is odd, or the buffer is not aligned
+    product = empty_for_tma(out.shape, dtype, out.device)
     launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)
 
 
 def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan) -> None:
-    """The product by one plan."""
-    assert can_be_described(out), "a copy of the output would be written, and lost"
-    tile, vector = plan.tile, not b.spec.is_2d
+    """Launch the GEMM with a given plan."""
+    assert is_tma_addressable(out), "the kernel would write a copy of the output, which is lost"
+    tile, b_1x128 = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
-    a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
+    a_scale, b_scale = a.scale.mT, b.scale.mT if b_1x128 else b.scale
     a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype, tile.cluster)
-    counters, pieces = workspace_for(plan, out.device) if plan.stream_k else (out, out)
+    counters, partials = workspace_for(plan, out.device) if plan.stream_k else (out, out)
     start_kernel(
         scaled_mm_kernel,
         plan.ctas,
         (
-            Described(whole(a.data, k), (min(tile.a_rows, tile.bm // tile.a_loads), 128), a_layout),
-            Described(whole(b.data, k), (tile.bn, 128), b_layout),
-            Described(a_scale, (1, tile.span), scale_layout),
-            Described(b_scale if vector else a_scale, (1, tile.bn), scale_layout),
-            Described(out, (SUBTILE_M * tile.cluster, tile.bn), out_layout),
+            TmaTensor(unpadded(a.data, k), (min(tile.a_rows, tile.bm // tile.a_loads), 128), a_layout),
+            TmaTensor(unpadded(b.data, k), (tile.bn, 128), b_layout),
+            TmaTensor(a_scale, (1, tile.span), scale_layout),
+            TmaTensor(b_scale if b_1x128 else a_scale, (1, tile.bn), scale_layout),
+            TmaTensor(out, (SUBTILE_M * tile.cluster, tile.bn), out_layout),
         ),
-        (b_scale, None if bias is None else bias.contiguous(), counters, pieces),
+        (b_scale, None if bias is None else bias.contiguous(), counters, partials),
         (m, n, k, b_scale.stride(0), plan.waves),
-        (tile, vector, bias is not None, accumulate, plan.stream_k),
+        (tile, b_1x128, bias is not None, accumulate, plan.stream_k),
         cluster=tile.cluster,
     )
 
 
 def workspace_for(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Counters, one for each part of a shared tile, and room for a piece of a tile from each program, which goes back
-    to the allocator after the call."""
+    """Stream-K workspace: a counter per m_subtile of a split tile, and one fp32 partial tile per CTA. The partials go
+    back to the allocator after the call."""
     return _counters(device), empty((plan.ctas * plan.tile.bm * plan.tile.bn,), torch.float32, device)
 
 
 def _counters(device: torch.device) -> Tensor:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        # a graph may run beside other work, so it has some of its own
+        # a CUDA graph may run beside other work, so it has its own counters
         return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
     if (found := _COUNTERS.get((device, stream))) is None:
@@ -165,16 +165,16 @@ def _counters(device: torch.device) -> Tensor:
     return found
 
 
-# By device and stream: a launch leaves them at zero, and launches of one stream follow each other.
+# By device and stream: a launch leaves them at zero, and launches of one stream do not overlap.
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-MOST_COUNTERS = 1024  # parts of shared tiles: four for each of fewer than two rounds of tiles
+MOST_COUNTERS = 1024  # m_subtiles of split tiles: four for each of fewer than two waves of tiles
 
 
 @functools.lru_cache(maxsize=64)
 def shared_layouts(bn: int, dtype: torch.dtype, cluster: int = 1) -> tuple[object, ...]:
-    """Of tiles of a, b, scales and the output in shared memory."""
+    """Swizzled shared-memory layouts of the tiles of a, b, scales (not swizzled) and the output."""
     shared = gl.NVMMASharedLayout
-    # of two multiprocessors one has the upper half of the rows, or both have all
+    # of two CTAs each has half of the rows (a, output), or both have all (b, scales)
     split, same = ([[1, 0]], [[0, 0]]) if cluster == 2 else ([], [])
     return (
         shared.get_default_for([SUBTILE_M * cluster, 128], gl.float8e4nv, cga_layout=split),

@@ -1,4 +1,4 @@
-"""Hopper's MXFP8 product in Gluon as a row of the table: the choice of a tile, the launch, the forecast."""
+"""MXFP8 GEMM for Hopper, registry entry of the Gluon kernel: choice of the plan, launch, forecast."""
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
@@ -17,18 +17,18 @@ from ..registry import Forecast, Request, kernel
 from ._gluon import gl
 from ._hopper import LANGUAGE, PASS, problem_of
 from ._hopper_launch import (
-    Described,
-    addressable,
-    can_be_described,
-    can_be_written,
+    TmaTensor,
+    empty_for_tma,
+    is_tma_addressable,
+    is_tma_writable,
     kernel_dtype,
-    kind_of,
+    specialization_of,
     start_kernel,
-    whole,
+    unpadded,
 )
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .epilogue import finish
-from .heuristics import SUBTILE_M, Plan, Problem, bound, kernel_part
+from .heuristics import SUBTILE_M, Plan, Problem, bound, kernel_problem
 from .heuristics_mx import choose
 from .ops import reject_fp8_of_hopper
 from .tuned import Choice
@@ -40,9 +40,9 @@ LAYOUTS = dict.fromkeys((*_ROWWISE, _WEIGHT), "plain")
 
 
 def forecast(request: Request) -> Forecast:
-    """The plan that `scaled_mm_mx` would take, on this GPU if it is such a one."""
+    """Plan and time of `scaled_mm_mx`, for this GPU if it is a Hopper."""
     problem, elsewhere = problem_of(request)
-    part, pass_us = kernel_part(problem)
+    part, pass_us = kernel_problem(problem)
     chosen = Choice(*choose(part), entry=None)
     flops = 2 * problem.m * problem.n * problem.k
     note = chosen.origin + (PASS if pass_us else "") + elsewhere
@@ -50,10 +50,10 @@ def forecast(request: Request) -> Forecast:
 
 
 def precompile_key(request: Request) -> Hashable:
-    """All that the compiled kernel depends on."""
-    add, count = "accumulate" in request.options, sm_count(torch.device("meta"))
-    part, _ = kernel_part(Problem(*request.shape, False, request.dtype == torch.float32, count, add))
-    return choose(part)[0].tile, kind_of(part.n), request.formats, request.dtype, request.options
+    """Everything that the compiled kernel depends on."""
+    accumulates, count = "accumulate" in request.options, sm_count(torch.device("meta"))
+    part, _ = kernel_problem(Problem(*request.shape, False, request.dtype == torch.float32, count, accumulates))
+    return choose(part)[0].tile, specialization_of(part.n), request.formats, request.dtype, request.options
 
 
 @kernel(
@@ -68,34 +68,32 @@ def precompile_key(request: Request) -> Hashable:
     precompile_key=precompile_key,
 )
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """Gluon: warp-specialised MXFP8 product, promoted after every 32 of K"""
-    direct = can_be_written(out)
+    """Gluon: warp-specialized MXFP8 GEMM, promoted after every 32 of K"""
+    direct = is_tma_writable(out)
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
-    wide, add = dtype == torch.float32, accumulate and direct
-    plan, _ = choose(Problem(a.rows, b.rows, a.length, False, wide, sm_count(out.device), add))
+    fp32_out, accumulates = dtype == torch.float32, accumulate and direct
+    plan, _ = choose(Problem(a.rows, b.rows, a.length, False, fp32_out, sm_count(out.device), accumulates))
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
-    # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
-    product = addressable(out.shape, dtype, out.device)
+    # TMA cannot store there: N is odd, or the buffer is not aligned
+    product = empty_for_tma(out.shape, dtype, out.device)
     launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)
 
 
 def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan) -> None:
-    """The product by one plan."""
-    assert can_be_described(out), "a copy of the output would be written, and lost"
+    """Launch the GEMM with a given plan."""
+    assert is_tma_addressable(out), "the kernel would write a copy of the output, which is lost"
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     tile, k = plan.tile, a.length
-    b_scale = b.scale.view(torch.uint8)
+    b_scale, a_layout = b.scale.view(torch.uint8), shared_layout(SUBTILE_M, 128, CODES[a.data.dtype])
     start_kernel(
         scaled_mm_mx_kernel,
         plan.ctas,
         (
-            Described(
-                whole(a.data, k), (min(tile.a_rows, tile.bm), 128), shared_layout(SUBTILE_M, 128, CODES[a.data.dtype])
-            ),
-            Described(whole(b.data, k), (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
-            Described(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
+            TmaTensor(unpadded(a.data, k), (min(tile.a_rows, tile.bm), 128), a_layout),
+            TmaTensor(unpadded(b.data, k), (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
+            TmaTensor(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
         ),
         (scale_words(a), b_scale, None if bias is None else bias.contiguous()),
         (a.rows, b.rows, k, b_scale.stride(0)),
@@ -105,12 +103,12 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
 
 @functools.lru_cache(maxsize=64)
 def shared_layout(rows: int, columns: int, dtype: object) -> object:
-    """Of a tile of codes or of the output in shared memory."""
+    """Swizzled shared-memory layout of a tile of codes or of the output."""
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
 
 
 def scale_words(operand: BlockScaled) -> Tensor:
-    """int32 [rows, K / 128]: four scale bytes a word. The scales themselves, or a copy where rows start elsewhere."""
+    """Scales as int32 [rows, K / 128], four bytes per word: a view, or a copy if rows are not aligned to words."""
     scale = operand.scale.view(torch.uint8)
     missing = -scale.shape[1] % 4
     if missing or scale.data_ptr() % 4 or not scale.is_contiguous():

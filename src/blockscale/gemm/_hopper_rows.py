@@ -1,4 +1,4 @@
-"""The Gluon product for few rows as a row of the table, for few tokens by large weights: the choice and the launch."""
+"""FP8 blockwise GEMM for Hopper with few rows (M <= 32), registry entry of the Gluon kernel: choice and launch."""
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
@@ -15,40 +15,40 @@ from ..hardware import sm_count
 from ..registry import Forecast, Request, kernel
 from ._gluon import gl
 from ._hopper import problem_of
-from ._hopper_launch import Described, kind_of, start_kernel, whole
+from ._hopper_launch import TmaTensor, specialization_of, start_kernel, unpadded
 from ._hopper_rows_kernel import few_rows_kernel
 from .heuristics import (
-    MOST_ROWS,
+    MAX_FEW_ROWS,
     Plan,
     Problem,
     bound,
     choose,
     choose_few_rows,
-    few_rows_pay,
     few_rows_tile,
-    kernel_part,
-    scales_of,
+    few_rows_win,
+    kernel_problem,
+    token_scales,
 )
 from .ops import reject_fp8_of_hopper
 
 
 def _reject(request: Request) -> str | None:
-    if request.shape[0] > MOST_ROWS:
-        return f"takes at most {MOST_ROWS} rows, these are {request.shape[0]}"
+    if request.shape[0] > MAX_FEW_ROWS:
+        return f"takes at most {MAX_FEW_ROWS} rows, these are {request.shape[0]}"
     return reject_fp8_of_hopper(request)
 
 
 def _defer(request: Request) -> str | None:
     problem, _ = problem_of(request)
-    if few_rows_pay(problem):
+    if few_rows_win(problem):
         return None
-    part, pass_us = kernel_part(problem)
-    below = choose(part)[1] + pass_us
-    return f"would take {choose_few_rows(problem)[1]:.0f} us by the model, the row below {below:.0f}"
+    part, pass_us = kernel_problem(problem)
+    hopper_us = choose(part)[1] + pass_us
+    return f"would take {choose_few_rows(problem)[1]:.0f} us by the model, backend hopper {hopper_us:.0f}"
 
 
 def forecast(request: Request) -> Forecast:
-    """The plan that `scaled_mm` would take."""
+    """Plan and time of `scaled_mm`."""
     problem, where = problem_of(request)
     plan, us = choose_few_rows(problem)
     note = "by the model, which is fitted to one H200" + where
@@ -56,9 +56,9 @@ def forecast(request: Request) -> Forecast:
 
 
 def precompile_key(request: Request) -> Hashable:
-    """All that the compiled kernel depends on."""
+    """Everything that the compiled kernel depends on."""
     m, n, _ = request.shape
-    return few_rows_tile(m), kind_of(n), request.formats, request.dtype, request.options
+    return few_rows_tile(m), specialization_of(n), request.formats, request.dtype, request.options
 
 
 @kernel(
@@ -74,38 +74,38 @@ def precompile_key(request: Request) -> Hashable:
     precompile_key=precompile_key,
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """Gluon: FP8 product of few rows, weights as the tall side"""
-    wide = out.dtype == torch.float32
-    problem = Problem(a.rows, b.rows, a.length, not b.spec.is_2d, wide, sm_count(out.device), accumulate)
+    """Gluon: FP8 GEMM of few rows, operands swapped: weights are the MMA's M"""
+    fp32_out = out.dtype == torch.float32
+    problem = Problem(a.rows, b.rows, a.length, not b.spec.is_2d, fp32_out, sm_count(out.device), accumulate)
     plan, _ = choose_few_rows(problem)
     launch(a, b, out, bias, accumulate=accumulate, plan=plan)
 
 
 def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan) -> None:
-    """The product by one plan."""
-    tile, vector = plan.tile, not b.spec.is_2d
+    """Launch the GEMM with a given plan."""
+    tile, w_1x128 = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
-    a_scale, b_scale = a.scale.mT, b.scale.mT if vector else b.scale
+    a_scale, b_scale = a.scale.mT, b.scale.mT if w_1x128 else b.scale
     rows = tile.bm // tile.a_loads
     weights, tokens, scales = _layouts(rows, tile.bn)
     start_kernel(
         few_rows_kernel,
         plan.ctas,
         (
-            Described(whole(b.data, k), (rows, 128), weights),
-            Described(whole(a.data, k), (tile.bn, 128), tokens),
-            Described(b_scale if vector else a_scale, (1, tile.span), scales),
-            Described(a_scale, (1, scales_of(tile.bn)), scales),
+            TmaTensor(unpadded(b.data, k), (rows, 128), weights),
+            TmaTensor(unpadded(a.data, k), (tile.bn, 128), tokens),
+            TmaTensor(b_scale if w_1x128 else a_scale, (1, tile.span), scales),
+            TmaTensor(a_scale, (1, token_scales(tile.bn)), scales),
         ),
         (out, b_scale, None if bias is None else bias.contiguous()),
         (m, n, k, b_scale.stride(0), *out.stride()),
-        (tile, vector, bias is not None, accumulate),
+        (tile, w_1x128, bias is not None, accumulate),
     )
 
 
 @functools.lru_cache(maxsize=16)
 def _layouts(rows: int, tokens: int) -> tuple[object, ...]:
-    """Of tiles of weights, tokens and scales in shared memory."""
+    """Shared-memory layouts of the tiles of weights and tokens (swizzled) and scales (not)."""
     shared = gl.NVMMASharedLayout
     return (
         shared.get_default_for([rows, 128], gl.float8e4nv),

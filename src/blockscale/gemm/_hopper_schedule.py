@@ -1,8 +1,8 @@
-"""Which blocks of which tiles a program of Hopper's product works on.
+"""Stream-K schedule of the Hopper GEMM: which K-blocks of which output tiles each CTA works on.
 
-Whole tiles first, `rounds` of them for every program. What is left fills no round of programs; its blocks of K are
-dealt out evenly instead: a program takes the end of one tile and the start of the next. Who takes which block depends
-on the sizes alone, and so does the order in which the pieces of a tile are added: the same bytes every time.
+Every CTA first takes `waves` whole tiles. The remaining tiles do not fill a wave. Their K-blocks are divided evenly
+instead: a CTA takes the end of one tile and the start of the next. The assignment depends on the sizes alone, and so
+does the order in which the partials of a split tile are reduced: the output has the same bytes in every run.
 
 Plain arithmetic, so that tests call the same functions with integers.
 """
@@ -14,7 +14,8 @@ from ._gluon import gluon
 
 @gluon.jit
 def tile_at(tile, tiles_m, tiles_n, group_m):
-    """Row and column of a tile: down a group_m of rows, then right, so that what runs at one time shares operands."""
+    """Row and column of a tile. Rasterisation: down `group_m` rows of tiles, then right, so that CTAs that run at the
+    same time share operands in L2."""
     above = tile // (group_m * tiles_n) * group_m
     height = group_m if tiles_m - above > group_m else tiles_m - above
     inside = tile % (group_m * tiles_n)
@@ -22,55 +23,55 @@ def tile_at(tile, tiles_m, tiles_n, group_m):
 
 
 @gluon.jit
-def share(program, programs, total):
-    """Of `total` blocks in a row, those of one program: from, to."""
-    return program * total // programs, (program + 1) * total // programs
+def k_block_range(cta, ctas, total):
+    """Stream-K range [begin, end) of one CTA in `total` consecutive K-blocks."""
+    return cta * total // ctas, (cta + 1) * total // ctas
 
 
 @gluon.jit
-def owner(block, programs, total):
-    """The program whose share holds a block."""
-    return ((block + 1) * programs + total - 1) // total - 1
+def cta_of_k_block(block, ctas, total):
+    """CTA whose `k_block_range` holds a K-block."""
+    return ((block + 1) * ctas + total - 1) // total - 1
 
 
 @gluon.jit
-def count_items(program, programs, tiles, rounds, blocks):
-    """How many tiles, and pieces of tiles, a program works on."""
-    begin, end = share(program, programs, (tiles - rounds * programs) * blocks)
-    pieces = (end + blocks - 1) // blocks - begin // blocks
-    return rounds + (pieces if end > begin else 0)
+def count_work_units(cta, ctas, tiles, waves, blocks):
+    """Number of work units of a CTA: whole tiles, then the K-ranges of split tiles."""
+    begin, end = k_block_range(cta, ctas, (tiles - waves * ctas) * blocks)
+    partials = (end + blocks - 1) // blocks - begin // blocks
+    return waves + (partials if end > begin else 0)
 
 
 @gluon.jit
-def item_at(item, program, programs, tiles, rounds, blocks):
-    """A program's item: the tile, and its blocks of K from, to."""
-    begin, end = share(program, programs, (tiles - rounds * programs) * blocks)
-    left = begin // blocks + item - rounds  # among the tiles that are shared
+def work_unit_at(unit, cta, ctas, tiles, waves, blocks):
+    """Work unit of a CTA: the tile, and its K-blocks [start, stop)."""
+    begin, end = k_block_range(cta, ctas, (tiles - waves * ctas) * blocks)
+    left = begin // blocks + unit - waves  # index among the split tiles
     first, last = begin - left * blocks, end - left * blocks
-    whole = item < rounds
-    tile = program + item * programs if whole else rounds * programs + left
+    whole = unit < waves
+    tile = cta + unit * ctas if whole else waves * ctas + left
     start = 0 if whole or first < 0 else first
     stop = blocks if whole or last > blocks else last
     return tile, start, stop
 
 
 @gluon.jit
-def pieces_of(tile, programs, tiles, rounds, blocks):
-    """The programs, from and to, that work on a shared tile."""
-    total = (tiles - rounds * programs) * blocks
-    left = tile - rounds * programs
-    return owner(left * blocks, programs, total), owner(left * blocks + blocks - 1, programs, total) + 1
+def ctas_of_split_tile(tile, ctas, tiles, waves, blocks):
+    """CTAs [begin, end) that work on a split tile, in K order."""
+    total = (tiles - waves * ctas) * blocks
+    left = tile - waves * ctas
+    return cta_of_k_block(left * blocks, ctas, total), cta_of_k_block(left * blocks + blocks - 1, ctas, total) + 1
 
 
 @gluon.jit
-def count_turns(program, programs, tiles):
-    """How many tiles a program takes where these differ in cost: one of each round, and perhaps one that is left."""
-    rounds = tiles // programs
-    return rounds + ((program + rounds) % programs < tiles - rounds * programs)
+def count_rotated_tiles(cta, ctas, tiles):
+    """Number of tiles of a CTA under the rotated assignment: one in each full wave, and possibly one in the last."""
+    waves = tiles // ctas
+    return waves + ((cta + waves) % ctas < tiles - waves * ctas)
 
 
 @gluon.jit
-def turn_at(item, program, programs):
-    """The tile of a program's turn. Each round it takes the next place: with one place for good, it might always meet
-    the end of a group, which is soon done, or never."""
-    return item * programs + (program + item) % programs
+def rotated_tile_at(unit, cta, ctas):
+    """Tile of a CTA in wave `unit`. Each wave shifts the assignment by one: grouped tiles differ in cost, and with a
+    fixed assignment a CTA might get the short tiles at the ends of groups in every wave, or in none."""
+    return unit * ctas + (cta + unit) % ctas

@@ -1,10 +1,10 @@
-"""Newer assemblers schedule Hopper's product better than the one of Triton 3.6; this picks one that is safe to use.
+"""Choice of the ptxas for the Hopper GEMM: versions from 12.9 on schedule it better than the one of Triton 3.6.
 
-The user wins; then, best first, Triton's own if it is new enough, the other one in Triton's wheel, the CUDA toolkit's.
-One is taken if it stands in `ALLOWED` and the driver can load what it writes; else Triton's default stays. `choice()`
-says what and why. How a launch gets it is in `_ptxas_hook.py`.
+Order: the environment variable, Triton's own if it is new enough, the other one in Triton's wheel, the CUDA toolkit's.
+A ptxas is taken if `ALLOWED` lists it and the driver can load its code; else Triton's default stays. `choice()` gives
+the ptxas and the reason. `_ptxas_hook.py` applies it to launches.
 
-Cost: a few `ptxas --version`, once. Triton is imported late, since `doctor` asks also where there is none.
+Cost: a few `ptxas --version`, once. Triton is imported late, since `doctor` also runs without it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..hardware import cuda_driver
 Version = tuple[int, int, int]
 
 SETTING = "BLOCKSCALE_PTXAS"
-FOREIGN = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-# the first that lets the two warps of a scheduler alternate between their sums (docs/design/gemm.md)
-WORTH_IT: Version = (12, 9, 0)
+TRITON_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+# the first that lets the two warps of a scheduler alternate in their accumulation (docs/design/gemm.md)
+MIN_VERSION: Version = (12, 9, 0)
 
-# (Triton, assembler) beside Triton's own: what was run. A pair enters only after tests/gemm/test_hopper.py passed with
-# it on a GPU, and leaves when anything fails: assemblers miscompile, and each Triton gives them other code.
+# (Triton, ptxas) pairs beside Triton's own, with the evidence. A pair enters only after tests/gemm/test_hopper.py
+# passed with it on a GPU, and leaves when a test fails: ptxas has miscompiled, and each Triton emits other PTX.
 ALLOWED: dict[tuple[tuple[int, int], Version], str] = {
     ((3, 6), (12, 9, 86)): "tests/gemm/test_hopper.py passed on an H200",
 }
@@ -38,7 +38,7 @@ ALLOWED: dict[tuple[tuple[int, int], Version], str] = {
 
 @dataclass(frozen=True)
 class Ptxas:
-    """A `ptxas` that answered: where it is, its version, and how it was found."""
+    """A ptxas that answers `--version`: path, version, and where it was found."""
 
     path: str
     version: Version
@@ -54,25 +54,25 @@ class Ptxas:
 
 @dataclass(frozen=True)
 class Choice:
-    """The assembler to use, or None for Triton's own; why; and what was passed over, with the reason of each."""
+    """The ptxas to use, or None for Triton's own; the reason; and the refused ones with their reasons."""
 
-    assembler: Ptxas | None
+    ptxas: Ptxas | None
     reason: str
     refused: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
-        """Its name alone, for results: no folders of somebody's machine."""
-        return f"ptxas {self.assembler.name}" if self.assembler else "Triton's ptxas"
+        """Name and version without a path, for benchmark results."""
+        return f"ptxas {self.ptxas.name}" if self.ptxas else "Triton's ptxas"
 
     def __str__(self) -> str:
-        taken = str(self.assembler) if self.assembler else "Triton's default"
+        taken = str(self.ptxas) if self.ptxas else "Triton's default"
         return "; ".join((f"{taken}: {self.reason}", *self.refused))
 
 
 @functools.lru_cache(maxsize=64)
 def version_of(path: str) -> Version | None:
-    """What `ptxas --version` says, (12, 9, 86) for instance; None if it does not answer."""
+    """Version by `ptxas --version`, such as (12, 9, 86); None if it does not answer."""
     try:
         command = [path, "--version"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=True)
@@ -82,8 +82,8 @@ def version_of(path: str) -> Version | None:
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
-def answering(places: Iterable[tuple[str, str]]) -> list[Ptxas]:
-    """The assemblers among (origin, path) that answer, in the same order, each version once."""
+def probe(places: Iterable[tuple[str, str]]) -> list[Ptxas]:
+    """Each ptxas among (origin, path) that answers, in the same order, each version once."""
     found: dict[Version, Ptxas] = {}
     for origin, path in places:
         version = version_of(path)
@@ -93,60 +93,61 @@ def answering(places: Iterable[tuple[str, str]]) -> list[Ptxas]:
 
 
 def choose(candidates: Iterable[Ptxas], own: str, triton: tuple[int, int], driver: int | None) -> Choice:
-    """The first candidate that nothing speaks against. own: the path of Triton's, which needs no choosing."""
+    """First candidate without an objection. own: path of Triton's default, which needs no entry in `ALLOWED`."""
     refused: list[str] = []
     for candidate in candidates:
-        if candidate.path == own and candidate.version >= WORTH_IT:
+        if candidate.path == own and candidate.version >= MIN_VERSION:
             return Choice(None, f"{candidate} is new enough", tuple(refused))
-        against = _against(candidate, triton, driver)
-        if against is None:
-            why = f"the first that is new enough, loads and is allowed ({ALLOWED[triton, candidate.version]})"
+        objection = _objection(candidate, triton, driver)
+        if objection is None:
+            why = f"the first that is new enough, loadable and allowed ({ALLOWED[triton, candidate.version]})"
             return Choice(candidate, f"{candidate} is {why}", tuple(refused))
-        refused.append(f"{candidate} {against}")
-    return Choice(None, "nothing better can be used", tuple(refused))
+        refused.append(f"{candidate} {objection}")
+    return Choice(None, "no better one is usable", tuple(refused))
 
 
-UNLISTED = "is not among those allowed with Triton"
+UNLISTED = "is not allowed with Triton"
 
 
-def _against(candidate: Ptxas, triton: tuple[int, int], driver: int | None) -> str | None:
-    if candidate.version < WORTH_IT:
-        return f"is older than {WORTH_IT[0]}.{WORTH_IT[1]}"
+def _objection(candidate: Ptxas, triton: tuple[int, int], driver: int | None) -> str | None:
+    if candidate.version < MIN_VERSION:
+        return f"is older than {MIN_VERSION[0]}.{MIN_VERSION[1]}"
     if driver is None:
-        return "may not suit the driver, and there is none to ask"
+        return "needs a driver to compare versions with, and there is none"
     if candidate.version[0] > driver:
-        return f"writes code for a driver of CUDA {candidate.version[0]}, and this one is of CUDA {driver}"
+        return f"writes code for drivers from CUDA {candidate.version[0]} on, and this driver is of CUDA {driver}"
     if (triton, candidate.version) not in ALLOWED:
         return f"{UNLISTED} {triton[0]}.{triton[1]}"
     return None
 
 
 def choice() -> Choice:
-    """What this process uses for Hopper's product, and why."""
-    return decided(env.get(SETTING))
+    """The ptxas that this process uses for the Hopper GEMM, and why."""
+    return resolve(env.get(SETTING))
 
 
 _failures: list[str] = []
 
 
-def give_up(reason: str) -> None:
-    """An assembler failed on code that it should take: from now on this process uses Triton's, but for a demand."""
+def disable(reason: str) -> None:
+    """Record a failed compilation: from now on this process uses Triton's ptxas, unless the user forces another."""
     _failures.append(reason)
-    decided.cache_clear()
+    resolve.cache_clear()
 
 
 @functools.lru_cache(maxsize=16)
-def decided(setting: str) -> Choice:
-    """A demand comes first: it is about this product alone, and torch sets Triton's variables by itself at times."""
+def resolve(setting: str) -> Choice:
+    """Choice under a value of BLOCKSCALE_PTXAS. It precedes Triton's variables: it is about this GEMM alone, and torch
+    sometimes sets Triton's itself."""
     if setting == "default":
         return Choice(None, f"{SETTING} says so")
     if setting:
-        return Choice(_demanded(setting, cuda_driver()), f"{SETTING} says so")
+        return Choice(_forced(setting, cuda_driver()), f"{SETTING} says so")
     if _failures:
         return Choice(None, _failures[-1])
-    named = [f"{name}={value}" for name in FOREIGN if (value := env.of_others(name))]
+    named = [f"{name}={value}" for name in TRITON_VARIABLES if (value := env.of_others(name))]
     if named:
-        return Choice(None, f"{' and '.join(named)} is set, which Triton follows")
+        return Choice(None, f"{' and '.join(named)} is set, and Triton obeys it")
     try:
         import triton
         from triton.backends.nvidia.compiler import get_ptxas
@@ -154,22 +155,22 @@ def decided(setting: str) -> Choice:
         own = get_ptxas(90).path
         release = re.match(r"(\d+)\.(\d+)", triton.__version__)
     except (ImportError, AttributeError) as error:
-        return Choice(None, f"this Triton does not say which assembler it uses ({error})")
+        return Choice(None, f"this Triton does not say which ptxas it uses ({error})")
     binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if Path(own).parent != binaries or release is None:
         return Choice(None, f"Triton was told to use {own}")
-    found = answering(_places(own, binaries))
+    found = probe(_places(own, binaries))
     return choose(found, own, (int(release[1]), int(release[2])), cuda_driver())
 
 
-def _demanded(setting: str, driver: int | None) -> Ptxas:
-    """The assembler that the user names. It need not be listed, but it has to answer and the driver has to load it."""
+def _forced(setting: str, driver: int | None) -> Ptxas:
+    """The ptxas that the user forces. It need not be listed, but must answer, and the driver must load its code."""
     path = shutil.which(setting) or setting
     version = version_of(path)
     if version is not None and (driver is None or version[0] <= driver):
         return Ptxas(path, version, SETTING)
     if version is None:
-        what = f"{SETTING}={setting!r} does not answer `--version` as an assembler does"
+        what = f"{SETTING}={setting!r} does not answer `--version` like a ptxas"
     else:
         what = f"{SETTING}={setting!r} is of CUDA {version[0]}, and the driver is of CUDA {driver}"
     rule = "it is 'default' or the path of a ptxas that runs here and is not of a later CUDA than the driver"
@@ -177,7 +178,7 @@ def _demanded(setting: str, driver: int | None) -> Ptxas:
 
 
 def _places(own: str, binaries: Path) -> Iterator[tuple[str, str]]:
-    """Where assemblers may be, best first: (origin, path)."""
+    """Candidate locations, best first: (origin, path)."""
     yield "Triton's for Hopper", own
     for path in (binaries / "ptxas-blackwell", binaries / "ptxas"):
         if str(path) != own:
@@ -195,6 +196,6 @@ def _places(own: str, binaries: Path) -> Iterator[tuple[str, str]]:
 def _package_folders(name: str) -> list[str]:
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the parent package is missing
         return []
     return list(spec.submodule_search_locations or ()) if spec else []

@@ -1,9 +1,9 @@
-"""How launches of Hopper's product, and no others, are assembled by what `_assembler` chose.
+"""Compilation of the Hopper kernels, and of no others, by the ptxas that `_ptxas` chose.
 
-A launch carries `options()`, and while it lasts a hook of Triton's replaces the last stage of compilation. The version
-travels in the option `ptx_options`, a part of Triton's cache key in memory and on disk, so that two assemblers, or one
-and Triton's default, never answer for each other. The word is no option of any `ptxas`: if the hook is lost, the launch
-fails instead of storing the default's code under another's name. Cost: 4 us a launch on a slow CPU.
+A launch carries `options()`. During the launch a hook of Triton replaces the last stage of compilation. The version of
+ptxas is in the option `ptx_options`, part of Triton's cache key in memory and on disk, so that code of two versions is
+never mixed up. The marker is not an option of any ptxas: if the hook is lost, the launch fails instead of storing code
+of the default ptxas under another version. Cost: 4 us per launch on a slow CPU.
 """
 
 from __future__ import annotations
@@ -23,84 +23,84 @@ from ..registry import log
 from . import _ptxas
 from ._ptxas import SETTING, Ptxas
 
-_MARK = "--blockscale-ptxas="
-_marked: dict[str, Ptxas] = {}
+_MARKER = "--blockscale-ptxas="
+_by_marker: dict[str, Ptxas] = {}
 
 
 def options() -> dict[str, Any]:
-    """What a launch carries to be assembled by the chosen assembler: nothing for Triton's own."""
+    """Launch options that select the chosen ptxas; empty for Triton's own."""
     return _options(env.get(SETTING))
 
 
 @functools.lru_cache(maxsize=16)
 def _options(setting: str) -> dict[str, Any]:
-    decided = _ptxas.decided(setting)
-    taken = decided.assembler
-    # told once: the results of this function are kept
-    if taken is None:
-        if any(_ptxas.UNLISTED in refusal for refusal in decided.refused):
-            log.warning("Hopper's product is assembled by %s", decided)
+    choice = _ptxas.resolve(setting)
+    ptxas = choice.ptxas
+    # logged once: this function is cached
+    if ptxas is None:
+        if any(_ptxas.UNLISTED in refusal for refusal in choice.refused):
+            log.warning("the Hopper GEMM is compiled by %s", choice)
         return {}
-    log.info("Hopper's product is assembled by %s", decided)
+    log.info("the Hopper GEMM is compiled by %s", choice)
     from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas, ptx_get_version
 
-    mark = f"{_MARK}{taken.name}"
-    _marked[mark] = taken
-    # The text stays Triton's, so that the assembler alone differs; an older one may need an older version of PTX.
-    version = min(ptx_get_version(get_ptxas(90).version), ptx_get_version(f"{taken.version[0]}.{taken.version[1]}"))
-    return {"ptx_version": version, "ptx_options": " ".join(filter(None, (mark, CUDAOptions.ptx_options)))}
+    marker = f"{_MARKER}{ptxas.name}"
+    _by_marker[marker] = ptxas
+    # The PTX stays Triton's, so that only ptxas differs; an older one may need an older PTX version.
+    version = min(ptx_get_version(get_ptxas(90).version), ptx_get_version(f"{ptxas.version[0]}.{ptxas.version[1]}"))
+    return {"ptx_version": version, "ptx_options": " ".join(filter(None, (marker, CUDAOptions.ptx_options)))}
 
 
-def mark() -> str:
-    """What tells launches by one assembler from those by another."""
+def marker() -> str:
+    """Marker of the chosen ptxas in `ptx_options`, for cache keys; empty for Triton's own."""
     return options().get("ptx_options", "")
 
 
 def launch(run: Callable[..., Any]) -> Any:
-    """Call `run` with the options of the chosen assembler; if that fails, tell, and from then on use Triton's own.
+    """Call `run` with the options of the chosen ptxas; if that fails, log it, and from then on use Triton's own.
 
-    An assembler that the user demanded does not fall back.
+    A ptxas that the user forces does not fall back.
     """
-    carried = options()
-    if not carried:
+    selected = options()
+    if not selected:
         return run()
     try:
         with _hooked:
-            return run(**carried)
+            return run(**selected)
     except AssemblyError as error:
         if env.get(SETTING):
             raise
-        log.warning("Hopper's product falls back to Triton's default assembler: %s", error)
-        _ptxas.give_up(str(error))
+        log.warning("the Hopper GEMM falls back to Triton's default ptxas: %s", error)
+        _ptxas.disable(str(error))
         _options.cache_clear()
         return run()
 
 
 @dataclass(frozen=True)
 class _Hook:
-    """Replaces the last stage for marked launches. From Triton 3.7 on it is also called without arguments, for what to
-    add to keys: nothing of ours, since marked launches have keys of their own."""
+    """Replaces the last compilation stage of marked launches. From Triton 3.7 on it is also called without arguments,
+    for additions to the cache key: none here, since marked launches have their own keys."""
 
     earlier: Callable[..., Any] | None
 
     def __call__(self, *args: Any) -> Any:
         theirs = self.earlier(*args) if self.earlier is not None else ("", "")
         if args:
-            backend, stages, carried = args[:3]
-            assembler = _marked.get((getattr(carried, "ptx_options", None) or "").split(" ")[0])
-            if assembler is not None:
+            backend, stages, options = args[:3]
+            ptxas = _by_marker.get((getattr(options, "ptx_options", None) or "").split(" ")[0])
+            if ptxas is not None:
                 arch = f"sm_{backend.target.arch}a"
-                stages["cubin"] = lambda ptx, metadata: assemble(assembler, ptx, _flags(assembler, carried), arch)
+                stages["cubin"] = lambda ptx, metadata: assemble(ptxas, ptx, _flags(ptxas, options), arch)
         return theirs
 
 
 class _Hooked:
-    """Within it the hook stands in front of what was there. Not longer: from Triton 3.7 on the keys of all kernels
-    depend on whether there is any hook, so others would be compiled again."""
+    """Context in which the hook precedes an existing one. Removed afterwards: from Triton 3.7 on the cache keys of all
+    kernels depend on whether there is a hook, so other kernels would be compiled again."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.users = 0  # threads that launch now
+        self.users = 0  # threads inside a launch
         self.hook: _Hook | None = None
 
     def __enter__(self) -> None:
@@ -109,7 +109,6 @@ class _Hooked:
             self.users += 1
             current = runtime.add_stages_inspection_hook
             if current is None or current is not self.hook:
-                # mostly the same again
                 if self.hook is None or self.hook.earlier is not current:
                     self.hook = _Hook(current)
                 runtime.add_stages_inspection_hook = self.hook
@@ -132,8 +131,8 @@ def _runtime() -> Any:
 _hooked = _Hooked()
 
 
-def _flags(assembler: Ptxas, carried: Any) -> list[str]:
-    """As Triton's own `make_cubin` has them, with its settings for debugging."""
+def _flags(ptxas: Ptxas, options: Any) -> list[str]:
+    """Flags of ptxas as in Triton's `make_cubin`, with its debugging knobs."""
     import triton
     from triton import knobs
 
@@ -144,28 +143,28 @@ def _flags(assembler: Ptxas, carried: Any) -> list[str]:
         flags[-1] = "-g"
     if knobs.nvidia.disable_ptxas_opt:
         flags += ["--opt-level", "0"]
-    if not carried.enable_fp_fusion:
+    if not options.enable_fp_fusion:
         flags += ["--fmad=false"]
-    # Triton's remedy, since 3.7, for a defect of CUDA 13's
-    if assembler.version[0] >= 13 or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
+    # Triton's workaround, since 3.7, for a defect of CUDA 13
+    if ptxas.version[0] >= 13 or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
         flags += ["--regAllocOptLevel=2"]
-    return flags + carried.ptx_options.split()[1:]
+    return flags + options.ptx_options.split()[1:]
 
 
-def assemble(assembler: Ptxas, ptx: str, flags: list[str], arch: str) -> bytes:
-    """Machine code for `arch`; raises AssemblyError with what the assembler said."""
+def assemble(ptxas: Ptxas, ptx: str, flags: list[str], arch: str) -> bytes:
+    """Cubin for `arch`; raises AssemblyError with the messages of ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        command = [assembler.path, *flags, f"--gpu-name={arch}", str(source), "-o", str(binary)]
+        command = [ptxas.path, *flags, f"--gpu-name={arch}", str(source), "-o", str(binary)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             status, said = done.returncode, done.stderr
         except OSError as error:
             status, said = -1, str(error)
-        log.debug("%s: %s", assembler, said)
+        log.debug("%s: %s", ptxas, said)
         if status == 0 and binary.exists():
             return binary.read_bytes()
-    rule = f"an assembler accepts what Triton writes for {arch}"
-    what = f"{assembler} failed with status {status} on Hopper's product: {said.strip()[-2000:]}"
+    rule = f"ptxas accepts the PTX that Triton emits for {arch}"
+    what = f"{ptxas} failed with status {status} on the Hopper GEMM: {said.strip()[-2000:]}"
     raise AssemblyError(message(what, rule=rule, fix=f"set {SETTING}=default, and report the text above"))

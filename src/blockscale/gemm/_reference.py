@@ -1,8 +1,8 @@
-"""The product as the contract writes it, in torch, on any device: what every other backend is held against.
+"""Reference GEMM: the contract's formula in torch, on any device. Every other backend is tested against it.
 
 Each block's partial sum is exact (fp64, rounded once to fp32) and then promoted: acc = fma(partial, s_a * s_b, acc) in
-fp32. `exact_product` is the same product without any rounding, in fp64, for tests. Cost: one small matrix product and
-a pass over the output per block of K.
+fp32. `exact_product` is the same GEMM without intermediate rounding, in fp64, for tests. Cost: one small GEMM and a
+pass over the output per K-block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def block_product(a: BlockScaled, b: BlockScaled) -> Tensor:
 
 
 def exact_product(a: BlockScaled, b: BlockScaled) -> Tensor:
-    """The same sum with no rounding but fp64's: fp64 [M, N]. NaN scales give NaN."""
+    """The same GEMM in fp64, [M, N]. NaN scales give NaN."""
     values: list[Tensor] = []
     for operand in (a, b):
         scale = _every_scale(operand).double()
@@ -47,12 +47,12 @@ def exact_product(a: BlockScaled, b: BlockScaled) -> Tensor:
 
 
 def _every_scale(operand: BlockScaled) -> Tensor:
-    """fp32 [rows, K]: a block's scale at each of its codes."""
+    """Block scale of every code, fp32 [rows, K]."""
     return spread(decode_scale(operand), operand.spec, operand.rows, operand.length)
 
 
 def _factor(scale_a: Tensor, scale_b: Tensor, *, rounded: bool) -> Tensor:
-    """s_a * s_b for every output, fp64. FP8 scales are multiplied in fp32; MX and NVFP4 scale products are exact."""
+    """s_a * s_b for every output element, fp64. FP8 scales are multiplied in fp32; those of MX and NVFP4 exactly."""
     if rounded:
         return (scale_a[:, None] * scale_b[None, :]).double()
     return scale_a.double()[:, None] * scale_b.double()[None, :]

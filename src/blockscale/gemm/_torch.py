@@ -1,8 +1,8 @@
-"""Products through PyTorch: the vendor's block-scaled matrix product where there is one, else an exact upcast.
+"""GEMMs through PyTorch: the block-scaled F.scaled_mm where there is one, else an exact upcast to bf16.
 
 FP8 blockwise on sm_90 and MXFP8, MXFP4 and NVFP4 on sm_100 call `F.scaled_mm`. Everywhere else a code times its block
-scale is exact in bf16 (scale bytes 0A to EF; see docs/numerics.md), so MX and NVFP4 are an ordinary product of exact
-operands with fp32 sums. FP8 with fp32 scales is not exact in bf16 and has no such row.
+scale is exact in bf16 (scale bytes 0A to EF; see docs/numerics.md), so MX and NVFP4 are an ordinary bf16 GEMM of
+exact operands with fp32 accumulation. FP8 with fp32 scales is not exact in bf16 and has no such kernel.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ except ImportError:  # builds of torch without triton
     finish_at_once = None
 
 FP8_PAIRS = sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family == "fp8")
-# in the blocked layout scales of 2-D blocks are repeated, which makes them 1x32 and 1x16
+# the blocked layout repeats scales of 2-D blocks, as 1x32 and 1x16
 _MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128")
 _NVFP4 = ("nvfp4", "nvfp4_16x16")
-# E5M2 by E5M2 is refused by the vendor
+# F.scaled_mm refuses E5M2 by E5M2
 _MXFP8_PAIRS = [(a, b) for a in _MXFP8 for b in _MXFP8 if {a, b} != {"mxfp8_e5m2"}]
 _BLACKWELL_PAIRS = [*_MXFP8_PAIRS, *((a, b) for a in _NVFP4 for b in _NVFP4)]
 
@@ -47,7 +47,7 @@ _BLACKWELL_PAIRS = [*_MXFP8_PAIRS, *((a, b) for a in _NVFP4 for b in _NVFP4)]
     reject=reject_fp8_of_vendor,
 )
 def scaled_mm_hopper(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """F.scaled_mm: the vendor library's FP8 blockwise product"""
+    """F.scaled_mm: FP8 blockwise GEMM of the vendor library"""
     direct = not accumulate and bias is None and out.dtype != torch.float16 and out.is_contiguous()
     if direct:
         _vendor_mm(a, b, out)
@@ -58,7 +58,7 @@ def scaled_mm_hopper(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tenso
 
 
 def _vendor_mm(a: BlockScaled, b: BlockScaled, out: Tensor) -> None:
-    """The operator behind F.scaled_mm, which has no `out`: a copy of the product would cost up to a quarter of it."""
+    """Out variant of the operator behind F.scaled_mm: a copy of the output would cost up to a quarter of the GEMM."""
     scales = [_hopper_scale(a)], [_hopper_recipe(a).value], [], [_hopper_scale(b)], [_hopper_recipe(b).value], []
     torch.ops.aten._scaled_mm_v2.out(a.data, b.data.mT, *scales, None, out.dtype, out=out)
 
@@ -95,22 +95,22 @@ def _reject_blackwell(request: Request) -> str | None:
     forced_only=True,  # it has never run
 )
 def scaled_mm_blackwell(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """F.scaled_mm: the vendor library's MXFP8 or NVFP4 product"""
-    # NVFP4's tensor scales are applied here, one after the other: their product alone could underflow
+    """F.scaled_mm: MXFP8 or NVFP4 GEMM of the vendor library"""
+    # NVFP4's tensor scales are applied here, one after the other: the product of the two could underflow
     _finish(_blocked_mm(a, b, torch.float32), a, b, out, bias, accumulate=accumulate)
 
 
 def _reject_mxfp4(request: Request) -> str | None:
     if request.options & {"bias", "accumulate"}:
-        return "gives bf16, and adding to that would round a second time"
+        return "returns bf16, and a bias or `out +=` would round a second time"
     if not _has_mxfp4():
-        return "needs a torch that was built with its optional library of FP4 products (MSLK)"
+        return "needs a torch that was built with its optional library of FP4 GEMMs (MSLK)"
     return _reject_blackwell(request)
 
 
 @functools.cache
 def _has_mxfp4() -> bool:
-    """Whether this torch was built with the library behind its MXFP4 product, under either of its names."""
+    """Whether this torch was built with the library of its MXFP4 GEMM, under either name."""
     built_with = torch.__config__.show()
     return "USE_MSLK" in built_with or "USE_FBGEMM_GENAI" in built_with
 
@@ -127,14 +127,14 @@ def _has_mxfp4() -> bool:
     forced_only=True,  # it has never run
 )
 def scaled_mm_mxfp4(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """F.scaled_mm: the MXFP4 product that torch has where it was built with MSLK"""
+    """F.scaled_mm: MXFP4 GEMM of a torch built with MSLK"""
     assert bias is None
     assert not accumulate
     out.copy_(_blocked_mm(a, b, torch.bfloat16))
 
 
 def _blocked_mm(a: BlockScaled, b: BlockScaled, dtype: torch.dtype) -> Tensor:
-    """The vendor's product of operands with blocked scales, without tensor scales."""
+    """F.scaled_mm of operands with blocked scales, without tensor scales."""
     scaling, swizzle = functional.ScalingType, functional.SwizzleType.SWIZZLE_32_4_4
     recipe = scaling.BlockWise1x32 if a.global_scale is None else scaling.BlockWise1x16
     return functional.scaled_mm(
@@ -152,7 +152,7 @@ def _blocked_mm(a: BlockScaled, b: BlockScaled, dtype: torch.dtype) -> Tensor:
 
 @kernel("gemm", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10)
 def scaled_mm_upcast(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-    """exact upcast, then the vendor's ordinary product with fp32 sums"""
+    """exact upcast, then the vendor library's bf16 GEMM with fp32 accumulation"""
     if not out.is_cuda:
         product = apply_tensor_scales(decode_blocks(a) @ decode_blocks(b).mT, a, b)
         return finish(product, out, bias, accumulate=accumulate)
@@ -169,7 +169,7 @@ def scaled_mm_upcast(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tenso
 def _finish(
     product: Tensor, a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool
 ) -> None:
-    """Tensor scales, bias, and the rounding or the sum: in one pass where there is Triton."""
+    """Epilogue: tensor scales, bias, rounding or `out +=`; in one pass if Triton is installed."""
     if finish_at_once is None or not out.is_cuda:
         return finish(apply_tensor_scales(product, a, b), out, bias, accumulate=accumulate)
     scales = None if a.global_scale is None or b.global_scale is None else (a.global_scale, b.global_scale)
@@ -180,13 +180,13 @@ _SETTING = threading.Lock()
 
 
 def _rounded_mm(x: Tensor, y: Tensor, out: Tensor) -> None:
-    """fp32 sums, one rounding to bf16. By default the vendor's library may add parts of long sums in bf16: that is
-    switched off for this call, and the lock keeps two threads from restoring what the other has set."""
+    """bf16 GEMM with fp32 accumulation and one rounding. By default cuBLAS may reduce split-K partials in bf16; that is
+    off during this call, and the lock keeps two threads from restoring each other's setting."""
     matmul, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
     with _SETTING:
-        before, parts = getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)  # older torch has one setting
-        setattr(matmul, name, False if parts is None else (False, parts))
+        before, split_k = getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)  # older torch has one setting
+        setattr(matmul, name, False if split_k is None else (False, split_k))
         try:
             torch.mm(x, y, out=out)
         finally:
-            setattr(matmul, name, before if parts is None else (before, parts))
+            setattr(matmul, name, before if split_k is None else (before, split_k))

@@ -1,9 +1,8 @@
-"""Products in plain Triton, for sm_80 and newer and every legal pair: the portable path, and the one that runs in the
-interpreter.
+"""GEMM in plain Triton for sm_80 and newer and every legal pair: the portable path, which also runs in the interpreter.
 
-FP8 blocks are multiplied as FP8 where the GPU can (else as bf16, which holds every code) and scaled in fp32 after every
-128 of K. A code of MX or NVFP4 times its block scale is exact in bf16 (docs/numerics.md), so those operands are decoded
-on the way in, and only sums round. Scales are read in any layout.
+FP8 blocks are multiplied as FP8 if the GPU can (else as bf16, which represents every code) and scaled in fp32 after
+every 128 of K. A code of MX or NVFP4 times its block scale is exact in bf16 (docs/numerics.md), so those operands are
+decoded while loading, and only the accumulation rounds. Scales are read in any layout.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -31,13 +30,13 @@ def _codes(
     ptr, row, rows, k, K, stride,
     S: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Values [R, BK] of codes, without scales: FP8 as they are for a product of FP8, else fp32. Zero outside."""
+    """Values [R, BK] of codes without scales: FP8 for an FP8 dot, else fp32. Zero outside the operand."""
     ok = row[:, None] < rows
     first = ptr + row.to(tl.int64)[:, None] * stride
     if S.code_bits == 4:
         byte = k // 2 + tl.arange(0, BK // 2)[None, :]
         if not EVEN:
-            ok &= byte < (K + 1) // 2  # behind an odd K lies a zero
+            ok &= byte < (K + 1) // 2  # an odd K is padded with a zero code
         lo, hi = decode_pair(tl.load(first + byte, mask=ok, other=0), S)
         return tl.reshape(tl.join(lo, hi), (R, BK))
     else:
@@ -55,7 +54,7 @@ def _operand(
     ptr, scale_ptr, row, rows, k, K, stride, stride_t, stride_b,
     S: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile [R, BK] as the dot takes it; scales of MX and NVFP4 are applied."""
+    """Tile [R, BK] for the dot, with the scales of MX and NVFP4 applied."""
     value = _codes(ptr, row, rows, k, K, stride, S, R, BK, DOT, EVEN)
     if S.family != "fp8":
         N: tl.constexpr = (BK + S.along - 1) // S.along  # a block may be longer than the tile
@@ -70,7 +69,7 @@ def _operand(
 
 @triton.jit
 def _block_scale(scale_ptr, row, rows, k, stride_t, stride_b, S: tl.constexpr):
-    """FP8's scales [R] of one block of K."""
+    """FP8 scales [R] of one K-block."""
     return tl.load(scale_ptr + (row // S.across).to(tl.int64) * stride_t + k * stride_b, mask=row < rows, other=0.0)
 
 
@@ -80,8 +79,8 @@ def sum_of_blocks(
     A: tl.constexpr, B: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The fp32 sums [BM, BN] of rows m of a and n of b over K from `start`, a whole block's, to `stop`, before tensor
-    scales."""
+    """Accumulator, fp32 [BM, BN], of rows m of a and n of b over K [start, stop), before tensor scales.  start: a
+    multiple of BK."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(start, stop, BK):
         a = _operand(a_ptr, sa_ptr, m, M, k, K, a_stride, sa_t, sa_b, A, BM, BK, DOT, EVEN)
@@ -99,10 +98,10 @@ def sum_of_blocks(
 def _scaled_mm_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, ga_ptr, gb_ptr, bias_ptr, c_ptr, M, N, K,
     a_stride, b_stride, sa_t, sa_b, sb_t, sb_b, c_m, c_n, tiles_m, tiles_n,
-    A: tl.constexpr, B: tl.constexpr, DOT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, DOT: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
     EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """DOT: what the tensor cores multiply, "fp8" or "bf16"; "fp32" for the interpreter, whose bf16 does not round.
+    """DOT: input type of the tensor cores, "fp8" or "bf16"; "fp32" in the interpreter, whose bf16 does not round.
     EVEN: BK divides K."""
     tile_m, tile_n = tile_at(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     m, n = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
@@ -111,7 +110,8 @@ def _scaled_mm_kernel(
         A, B, DOT, EVEN, BM, BN, BK,
     )  # fmt: skip
     store_tile(
-        acc, c_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, c_m, c_n, A.factor == "tensor", BIAS, ADD, DOT == "fp32"
+        acc, c_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, c_m, c_n,
+        A.factor == "tensor", BIAS, ACCUMULATE, DOT == "fp32",
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 
 
 def tile_shape(m: int, *, is_fp8: bool, sm: int) -> Tile:
-    """Few rows get flat tiles. Shared memory and registers of sm_80 and sm_120 hold less."""
+    """Tile by number of rows and GPU: shared memory and registers of sm_80 and sm_120 hold less."""
     if INTERPRETED:
         return Tile(32, 64, 128, 4, 1)
     stages = 3 if sm in (80, 90, 100, 103) else 2
@@ -134,7 +134,7 @@ def tile_shape(m: int, *, is_fp8: bool, sm: int) -> Tile:
 
 
 def dot_type(sm: int, *, is_fp8: bool) -> str:
-    """What is multiplied, as kernels name it."""
+    """DOT argument of the kernels: "fp8", "bf16" or "fp32"."""
     return "fp32" if INTERPRETED else "fp8" if is_fp8 and sm >= 89 else "bf16"
 
 
@@ -150,7 +150,7 @@ def _reject(request: Request) -> str | None:
     formats=sorted(LEGAL_PAIRS),
     priority=8,
     reject=_reject,
-    forced_only=True,  # right on an H200, but slower than the others there; on other GPUs it has not run
+    forced_only=True,  # correct on an H200, but slower than the others there; not run on other GPUs
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: FP8 dot and promotion, or exact upcast in the kernel"""
@@ -167,17 +167,17 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
         a.data.stride(0), b.data.stride(0), *scales[0][1], *scales[1][1], *out.stride(), tiles_m, tiles_n,
         *sides, dot, bias is not None, accumulate, a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.group_m,
         num_warps=tile.warps, num_stages=tile.stages,
-        enable_fp_fusion=is_fp8,  # of scaled sums; a tensor scale and a bias are two roundings
+        enable_fp_fusion=is_fp8,  # FP8 promotes by fused multiply-add; a tensor scale and a bias round separately
     )  # fmt: skip
 
 
 def data_of(operand: BlockScaled, dot: str) -> Tensor:
-    """Codes as the dot takes them, or as bytes."""
+    """Codes in the dtype of the dot, or as bytes."""
     return operand.data if dot == "fp8" else operand.data.view(torch.uint8)
 
 
 def scale_of(operand: BlockScaled) -> tuple[Tensor, tuple[int, int]]:
-    """Scales as bytes or fp32, and the strides that `load_scales` takes."""
+    """Scales as bytes or fp32, and their strides for `load_scales`."""
     scale = operand.scale if operand.scale.dtype == torch.float32 else operand.scale.view(torch.uint8)
     if operand.scale_layout == "blocked":
         return scale.contiguous(), (ceil_div(blocked_columns(operand.spec, operand.length), 4), 1)

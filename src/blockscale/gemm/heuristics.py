@@ -1,11 +1,11 @@
-"""How Hopper's product is cut up: a pure function of the problem, testable without a GPU.
+"""Tile and plan of the Hopper GEMM: a pure function of the problem, testable without a GPU.
 
-The model: a program per multiprocessor takes tiles in rounds; a tile costs a fixed time and a time per block of K.
-Tiles that fill no round may be shared between programs (`_hopper_schedule`), which costs a trip through memory. What
-has to come from memory takes its time in any case.
+The cost model: one CTA per SM takes tiles in waves; a tile costs a fixed time and a time per K-block. Tiles that do not
+fill a wave may be split along K (stream-K, `_hopper_schedule`), which costs a trip of the partials through memory. The
+time of the bytes moved is a lower bound.
 
-Any M, N and K will do: the last tile and the last block are as long as the others, and cost as much. Only an output
-whose rows do not start at multiples of 16 bytes costs a pass of its own (`kernel_part`).
+Any M, N and K is valid: the last tile and the last K-block cost as much as the others. Only an output whose rows do not
+start at multiples of 16 bytes needs a second pass (`kernel_problem`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 SUBTILE_M = 64  # rows of one warpgroup instruction
-BLOCK = 128  # of K: a scale's reach
+BLOCK = 128  # K-block: the extent of a scale along K
 
 
 class Tile(NamedTuple):
-    """groups * waves * 64 rows by bn columns, and how they are worked on.
+    """warpgroups * m_subtiles * 64 * cluster rows by bn columns, and how the kernel computes them.
 
-    groups: consumer warpgroups.  waves: parts of 64 rows that each takes one after the other.  stages: blocks of K in
-    the ring.  band: rows of tiles that are walked down before going right.  run: blocks of K that a group multiplies in
-    one go, each while it adds the one before.  registers: of a consumer's thread.  rows: at most as many of a are
-    loaded.  loads: copies that fetch a block of a, whose rows are powers of two.  cluster: multiprocessors that share a
-    tile, 64 rows of each part on every one; a block of b is fetched once for all.
+    warpgroups: consumers.  m_subtiles: of 64 rows, computed one after the other by each consumer.  stages: of the
+    pipeline, one K-block each.  group_m: rasterisation.  k_unroll: K-blocks per loop iteration; each MMA runs while the
+    result of the one before is accumulated.  registers: per consumer thread.  a_rows: the most rows in one TMA load of
+    a.  a_loads: TMA loads per K-block of a, since a box has a power of two of rows.  cluster: CTAs that share a tile,
+    64 rows of each m_subtile on every one; a block of b is multicast to all.
     """
 
     warpgroups: int
@@ -46,18 +46,21 @@ class Tile(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Scales of a that are fetched for a block: a power of two."""
+        """Scales of a in one TMA load: the rows, rounded up to a power of two."""
         return 1 << (self.bm - 1).bit_length()
 
     @property
     def label(self) -> str:
-        """For people. Not `__str__`: the compiler takes that for its key, so it must name every field."""
-        on_two = " on 2 multiprocessors" if self.cluster == 2 else ""
-        return f"{self.bm}x{self.bn}{on_two}, {self.warpgroups} groups, {self.stages} stages"
+        """Text for users. Not `__str__`: Triton puts that into its cache key, so it must name every field."""
+        on_two = " on 2 SMs" if self.cluster == 2 else ""
+        return f"{self.bm}x{self.bn}{on_two}, {self.warpgroups} warpgroups, {self.stages} stages"
 
 
 class Plan(NamedTuple):
-    """A tile, how many programs run, how many whole tiles each takes, and whether they share the rest of the tiles."""
+    """A tile and its schedule.
+
+    ctas: the grid (clusters if tile.cluster > 1).  waves: whole tiles per CTA.  stream_k: split the other tiles.
+    """
 
     tile: Tile
     ctas: int
@@ -66,15 +69,17 @@ class Plan(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For people."""
-        rest = f", then shares of {BLOCK} of K" if self.stream_k else ""
-        return f"{self.tile.label}; {self.ctas} programs, {self.waves} tiles each{rest}"
+        """Text for users."""
+        rest = ", then stream-K" if self.stream_k else ""
+        return f"{self.tile.label}; {self.ctas} CTAs, {self.waves} waves{rest}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """vector: b has a scale per row and block of 128 (1x128), else one per 128x128.  wide: the output is fp32.  add: to
-    what it holds."""
+    """Sizes and options of a GEMM that decide the plan.
+
+    b_1x128: b has scales 1x128, else 128x128.  fp32_out: else 16 bits.  sms: of the GPU.  accumulate: out += product.
+    """
 
     m: int
     n: int
@@ -90,43 +95,43 @@ class Problem:
 
     @property
     def direct(self) -> bool:
-        """Whether rows of a dense output start at multiples of 16 bytes, where the copy engine can write them."""
+        """Whether rows of a dense output start at multiples of 16 bytes, so that TMA can store them."""
         return self.n * self.output_bytes % 16 == 0
 
     @property
     def output_bytes(self) -> int:
-        """Of a value."""
+        """Bytes of an output element."""
         return 4 if self.fp32_out else 2
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of a tile: for each block of K, and once."""
+    """Microseconds of a tile: per K-block, and fixed."""
 
     block: float
     tile: float
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
-    """Shared memory of a multiprocessor that the kernel takes: the ring, the output tiles, and the barriers."""
+    """Shared memory of a CTA in bytes: pipeline stages, output tiles, mbarriers."""
     block = (tile.bm // tile.cluster + tile.bn) * 128 + tile.span * 4 + 8 * (1 + tile.cluster)
     scales = tile.bn * 4 * (tile.stages if problem.b_1x128 else 1)
     output = tile.warpgroups * SUBTILE_M * tile.bn * (4 if problem.fp32_out else 2 * tile.m_subtiles)
     return tile.stages * block + scales + output + 8 * tile.warpgroups + 1024
 
 
-SHARED_BYTES = 232_448  # bytes that a program may have on sm_90
+SHARED_BYTES = 232_448  # the most that a CTA may have on sm_90
 
-# Fitted to one H200 under load, with the assembler of CUDA 12.9 (docs/design/gemm.md).
+# Fitted to one H200 under load, with ptxas 12.9 (docs/design/gemm.md).
 _LAUNCH_US = 2.5
-_BYTES_PER_US = 4.1e6  # of memory
-_PIECE_BYTES_PER_US = 2.3e3  # a piece of a shared tile, on its way to the second-level cache and back
-_ADDING_US_PER_ROW = 0.02  # of a tile whose sums are added to memory: fetched and stored, measured in fp32
-_SHARING_MARGIN = 1.03  # what it must win by: with idle multiprocessors the others run at a higher clock
-# a guess: after so many rounds power is short, and a round with no programs would be shorter by this share
-_LONG, _LAST_ROUND = 4, 0.25
-_LEAST_SHARE = 4  # blocks of K that are worth a program of their own
-# tile; costs with one scale per 128x128 of b, and with scales 1x128
+_BYTES_PER_US = 4.1e6  # DRAM
+_PARTIAL_BYTES_PER_US = 2.3e3  # a partial of a split tile, to L2 and back
+_ACCUMULATE_US_PER_ROW = 0.02  # row of a tile with `out +=`: load and store, measured in fp32
+_STREAM_K_MARGIN = 1.03  # stream-K must win by this: with idle SMs the others run at a higher clock
+# a guess: after so many waves power is short, and a wave without any CTA would be shorter by this fraction
+_MANY_WAVES, _LAST_WAVE = 4, 0.25
+_MIN_BLOCKS_PER_CTA = 4  # fewer K-blocks are not worth a CTA
+# tile; cost with scales 128x128 of b, and with 1x128
 _CANDIDATES = (
     (Tile(2, 2, 128, 3, 8), Cost(0.915, 0.6), Cost(1.22, 0.4)),
     (Tile(3, 1, 128, 4, 8, registers=160, a_loads=3), Cost(0.652, 0.3), Cost(0.843, 0.3)),
@@ -139,7 +144,7 @@ TILES = tuple(tile for tile, _, _ in _CANDIDATES)
 
 
 def fitted(tile: Tile, problem: Problem, size: Callable[[Tile, Problem], int] = shared_bytes) -> Tile:
-    """With as many stages as fit, and no rows loaded that a small operand does not have.  size: bytes of a kernel."""
+    """The tile with as many stages as fit, and 16 rows per load for M <= 16.  size: shared memory of a kernel."""
     stages = tile.stages
     while stages > 2 and size(tile._replace(stages=stages), problem) > SHARED_BYTES:
         stages -= 1
@@ -147,29 +152,29 @@ def fitted(tile: Tile, problem: Problem, size: Callable[[Tile, Problem], int] = 
 
 
 def data_parallel_plan(tile: Tile, problem: Problem) -> Plan:
-    """Every tile is one program's."""
-    tiles, programs = _tiles(tile, problem), problem.sms // tile.cluster
-    return Plan(fitted(tile, problem), min(tiles, programs), -(-tiles // programs), False)
+    """Plan without split tiles."""
+    tiles, ctas = _tiles(tile, problem), problem.sms // tile.cluster
+    return Plan(fitted(tile, problem), min(tiles, ctas), -(-tiles // ctas), False)
 
 
 def stream_k_plan(tile: Tile, problem: Problem) -> Plan | None:
-    """Tiles that fill no round are shared; None where nothing is left, or too little."""
-    tiles, programs = _tiles(tile, problem), problem.sms
-    rounds, left = divmod(tiles, programs)
-    most = left * problem.blocks // _LEAST_SHARE
-    if rounds == 0:
-        programs = min(programs, most)
-    if left == 0 or most < programs or programs <= left:
+    """Plan that splits the tiles of the last, incomplete wave; None if there are none, or too few K-blocks per CTA."""
+    tiles, ctas = _tiles(tile, problem), problem.sms
+    waves, left = divmod(tiles, ctas)
+    most = left * problem.blocks // _MIN_BLOCKS_PER_CTA
+    if waves == 0:
+        ctas = min(ctas, most)
+    if left == 0 or most < ctas or ctas <= left:
         return None
-    return Plan(fitted(tile, problem), programs, rounds, True)
+    return Plan(fitted(tile, problem), ctas, waves, True)
 
 
 def in_clusters(plan: Plan, problem: Problem) -> Plan:
-    """The plan's tile on each of two multiprocessors, which fetch b once. The plan itself where one tile has all rows.
+    """The plan's tile on each CTA of a cluster of two, with b multicast. The plan itself if one tile has all rows.
 
     >>> problem = Problem(8192, 8192, 8192, b_1x128=False, fp32_out=False, sms=132)
     >>> in_clusters(data_parallel_plan(TILES[2], problem), problem).label
-    '256x128 on 2 multiprocessors, 2 groups, 5 stages; 66 programs, 32 tiles each'
+    '256x128 on 2 SMs, 2 warpgroups, 5 stages; 66 CTAs, 32 waves'
     """
     tile = plan.tile
     if problem.m <= tile.bm:
@@ -183,59 +188,56 @@ def _tiles(tile: Tile, problem: Problem) -> int:
 
 
 def predicted_us(plan: Plan, cost: Cost, problem: Problem) -> float:
-    """Whole rounds draw all the bandwidth there is; those that are left over take a tile's time, or that of their
-    bytes."""
-    tiles, end = (
-        _tiles(plan.tile, problem),
-        cost.tile + (_ADDING_US_PER_ROW * plan.tile.bm if problem.accumulate else 0.0),
-    )
+    """Predicted time in microseconds. Full waves share the DRAM bandwidth; the last wave takes the time of a tile, or
+    of its bytes."""
+    tiles = _tiles(plan.tile, problem)
+    end = cost.tile + (_ACCUMULATE_US_PER_ROW * plan.tile.bm if problem.accumulate else 0.0)
     one = cost.block * problem.blocks + end
     memory = moved_bytes(problem) / _BYTES_PER_US
     if plan.stream_k:
-        share = -(-(tiles - plan.waves * plan.ctas) * problem.blocks // plan.ctas)
-        work = plan.waves * one + cost.block * share + end
-        piece = 4 * SUBTILE_M * plan.tile.m_subtiles * plan.tile.bn
-        return _LAUNCH_US + max(work, memory) + piece / _PIECE_BYTES_PER_US
-    rounds, left = divmod(tiles, plan.ctas)
-    us = max(rounds * one, memory * (tiles - left) / tiles)
+        blocks = -(-(tiles - plan.waves * plan.ctas) * problem.blocks // plan.ctas)
+        work = plan.waves * one + cost.block * blocks + end
+        partial = 4 * SUBTILE_M * plan.tile.m_subtiles * plan.tile.bn
+        return _LAUNCH_US + max(work, memory) + partial / _PARTIAL_BYTES_PER_US
+    waves, left = divmod(tiles, plan.ctas)
+    us = max(waves * one, memory * (tiles - left) / tiles)
     if left:
-        idle = 1 - left / plan.ctas if plan.waves >= _LONG else 0.0
-        us += max(one * (1 - _LAST_ROUND * idle), memory * left / tiles)
+        idle = 1 - left / plan.ctas if plan.waves >= _MANY_WAVES else 0.0
+        us += max(one * (1 - _LAST_WAVE * idle), memory * left / tiles)
     return _LAUNCH_US + us
 
 
 def moved_bytes(problem: Problem) -> int:
-    """The fewest: operands once, the output once, and what it is added to."""
+    """Least DRAM traffic in bytes: operands read once, output written once, and read once with `out +=`."""
     m, n, k = problem.m, problem.n, problem.k
     return (m + n) * k + m * n * problem.output_bytes * (2 if problem.accumulate else 1)
 
 
-def kernel_part(problem: Problem) -> tuple[Problem, float]:
-    """What the kernel does of a problem, and the microseconds of the pass behind it, from a padded buffer to an output
-    that the kernel cannot write to: 0 where it can.
+def kernel_problem(problem: Problem) -> tuple[Problem, float]:
+    """Problem that the kernel computes, and microseconds of the second pass, from a padded buffer to an output that TMA
+    cannot store to; 0.0 if the kernel writes the output itself.
 
     >>> odd = Problem(4096, 2111, 4095, b_1x128=True, fp32_out=True, sms=132, accumulate=True)
-    >>> part, us = kernel_part(odd)
+    >>> part, us = kernel_problem(odd)
     >>> part.accumulate, round(us)
     (False, 28)
     """
     if problem.direct:
         return problem, 0.0
-    part = replace(
-        problem, fp32_out=problem.fp32_out or problem.accumulate, accumulate=False
-    )  # what is added later is not rounded before
+    # the second pass accumulates, so the kernel must not round
+    part = replace(problem, fp32_out=problem.fp32_out or problem.accumulate, accumulate=False)
     touched = problem.m * problem.n * (part.output_bytes + problem.output_bytes * (2 if problem.accumulate else 1))
     return part, _LAUNCH_US + touched / _BYTES_PER_US
 
 
-# What the vendor's plain products reached on the same H200, whose multiprocessors are this many: rowwise FP8 with fast
-# accumulation 1,308 to 1,448 TFLOP/s, as power allowed, and a sum of a large tensor 4.2 TB/s.
-_MOST_FLOPS_PER_US, _OF_SMS = 1.45e9, 132
-_MOST_BYTES_PER_US = 4.2e6
+# Peaks measured on the same H200, which has this many SMs: cuBLAS rowwise FP8 with fast accumulation reached 1,308 to
+# 1,448 TFLOP/s, as power allowed, and the sum of a large tensor 4.2 TB/s.
+_PEAK_FLOPS_PER_US, _PEAK_SMS = 1.45e9, 132
+_PEAK_BYTES_PER_US = 4.2e6
 
 
 def bound(problem: Problem) -> tuple[float, str]:
-    """The fewest microseconds that any kernel could take, and what sets them.
+    """Roofline: the least microseconds of any kernel, and the limit that sets them.
 
     >>> bound(Problem(16, 7168, 18432, b_1x128=False, fp32_out=False, sms=132))[1]
     'memory at 4.2 TB/s'
@@ -243,75 +245,75 @@ def bound(problem: Problem) -> tuple[float, str]:
     return bound_of(2 * problem.m * problem.n * problem.k, moved_bytes(problem), problem.sms)
 
 
-def bound_of(flops: int, moved: int, multiprocessors: int) -> tuple[float, str]:
-    """The same for any work of so many FLOPs and bytes."""
-    rate = _MOST_FLOPS_PER_US * multiprocessors / _OF_SMS
-    units, memory = flops / rate, moved / _MOST_BYTES_PER_US
+def bound_of(flops: int, moved: int, sms: int) -> tuple[float, str]:
+    """Roofline of any work with these FLOPs and bytes, on a Hopper with so many SMs."""
+    rate = _PEAK_FLOPS_PER_US * sms / _PEAK_SMS
+    units, memory = flops / rate, moved / _PEAK_BYTES_PER_US
     if units >= memory:
         return units, f"FP8 units at {rate / 1e6:,.0f} TFLOP/s"
-    return memory, f"memory at {_MOST_BYTES_PER_US / 1e6:.1f} TB/s"
+    return memory, f"memory at {_PEAK_BYTES_PER_US / 1e6:.1f} TB/s"
 
 
 @functools.lru_cache(maxsize=8192)
 def choose(problem: Problem) -> tuple[Plan, float]:
-    """The quickest plan by the model, and its predicted microseconds.
+    """Fastest plan by the model, and its predicted microseconds.
 
     >>> plan, us = choose(Problem(8192, 8192, 8192, b_1x128=False, fp32_out=False, sms=132))
     >>> plan.tile.label
-    '192x128, 3 groups, 4 stages'
+    '192x128, 3 warpgroups, 4 stages'
     """
-    return min(candidates(problem), key=lambda pair: pair[1] * (_SHARING_MARGIN if pair[0].stream_k else 1.0))
+    return min(candidates(problem), key=lambda pair: pair[1] * (_STREAM_K_MARGIN if pair[0].stream_k else 1.0))
 
 
 def candidates(problem: Problem) -> list[tuple[Plan, float]]:
-    """Every plan that the kernel can run, each with its predicted microseconds."""
+    """Every plan that the kernel can run, with its predicted microseconds."""
     found: list[tuple[Plan, float]] = []
-    for tile, block, vector in _CANDIDATES:
+    for tile, cost_128x128, cost_1x128 in _CANDIDATES:
         if problem.accumulate and tile.m_subtiles > 1:
-            continue  # a group's buffer holds one part of what is added to
+            continue  # the output buffer of a consumer holds one m_subtile
         for plan in (data_parallel_plan(tile, problem), stream_k_plan(tile, problem)):
             if plan is not None:
-                found.append((plan, predicted_us(plan, vector if problem.b_1x128 else block, problem)))
+                found.append((plan, predicted_us(plan, cost_1x128 if problem.b_1x128 else cost_128x128, problem)))
     return found
 
 
-# ---- few rows: weights by tokens -------------------------------------------------------------------------------------
+# ---- few rows, operands swapped: weights by tokens -------------------------------------------------------------------
 
-MOST_ROWS = 32
+MAX_FEW_ROWS = 32
 _FEW_ROWS = Cost(0.29, 0.5)
 _FEW_ROWS_MARGIN = 0.97
-_MOST_STAGES = 16
+_MAX_STAGES = 16
 
 
-def scales_of(tokens: int) -> int:
-    """Scales that are fetched for a block: the copy engine writes at multiples of 128 bytes."""
+def token_scales(tokens: int) -> int:
+    """Token scales in one TMA load: at least 32, since TMA writes at multiples of 128 bytes."""
     return max(tokens, 32)
 
 
 def few_rows_tile(rows: int) -> Tile:
-    """192 rows of weights by 16 or 32 tokens, with as many stages as fit."""
-    tokens = 16 if rows <= 16 else MOST_ROWS
+    """Tile of 192 rows of weights by 16 or 32 tokens, with as many stages as fit."""
+    tokens = 16 if rows <= 16 else MAX_FEW_ROWS
     tile = Tile(3, 1, tokens, 1, 1, k_unroll=4, registers=160, a_loads=3)
-    block = (tile.bm + tokens) * 128 + (tile.span + scales_of(tokens)) * 4 + 16  # the last: two barriers
-    return tile._replace(stages=min(_MOST_STAGES, (SHARED_BYTES - 2048) // block))
+    block = (tile.bm + tokens) * 128 + (tile.span + token_scales(tokens)) * 4 + 16  # two mbarriers
+    return tile._replace(stages=min(_MAX_STAGES, (SHARED_BYTES - 2048) // block))
 
 
 @functools.lru_cache(maxsize=8192)
 def choose_few_rows(problem: Problem) -> tuple[Plan, float]:
-    """The plan of a kernel that takes the weights for rows, and its predicted microseconds.
+    """Plan of the kernel with swapped operands, and its predicted microseconds.
 
     >>> plan, us = choose_few_rows(Problem(16, 18432, 7168, b_1x128=False, fp32_out=False, sms=132))
     >>> plan.label
-    '192x16, 3 groups, 8 stages; 96 programs, 1 tiles each'
+    '192x16, 3 warpgroups, 8 stages; 96 CTAs, 1 waves'
     """
-    turned = replace(problem, m=problem.n, n=problem.m)
+    swapped = replace(problem, m=problem.n, n=problem.m)
     tile = few_rows_tile(problem.m)
-    plan = data_parallel_plan(tile, turned)._replace(tile=tile)  # there is no output tile that would take stages
-    return plan, predicted_us(plan, _FEW_ROWS, turned)
+    plan = data_parallel_plan(tile, swapped)._replace(tile=tile)  # no output tile in shared memory, so more stages fit
+    return plan, predicted_us(plan, _FEW_ROWS, swapped)
 
 
-def few_rows_pay(problem: Problem) -> bool:
-    """Whether the kernel for few rows is the quicker one: where weights fill one round of its tiles, and more than one
-    of the other's. It writes to any output by itself."""
-    part, pass_us = kernel_part(problem)
+def few_rows_win(problem: Problem) -> bool:
+    """Whether the kernel for few rows is predicted to be faster: where the weights are one wave of its tiles, and more
+    than one of the other kernel's. It writes to any output without a second pass."""
+    part, pass_us = kernel_problem(problem)
     return choose_few_rows(problem)[1] < _FEW_ROWS_MARGIN * (choose(part)[1] + pass_us)

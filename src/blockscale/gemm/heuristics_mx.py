@@ -1,6 +1,6 @@
-"""How Hopper's MXFP8 product is cut up: a pure function of the problem, testable without a GPU.
+"""Tile and plan of the Hopper MXFP8 GEMM: a pure function of the problem, testable without a GPU.
 
-As in `heuristics`, without shared tiles and costs. docs/design/gemm.md has measurements.
+As in `heuristics`, without stream-K. docs/design/mxfp8-hopper.md has measurements.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import functools
 
 from .heuristics import Cost, Plan, Problem, Tile, data_parallel_plan, fitted, predicted_us
 
-BLOCK = 128  # of K, in the ring
-STEP = 32  # of K: a scale's reach, and one instruction
+BLOCK = 128  # of K, per pipeline stage
+STEP = 32  # of K: the extent of a scale, and of one MMA instruction
 
-# `run` counts steps: four are a block. Consumers leave registers to five warps that fetch and scale. Costs are fitted
-# to one H200: small tiles at 1 to 512 rows, the large one between these and the shapes of training, within 12 %.
+# k_unroll counts steps, four per K-block. Consumers leave registers to the producer and the scaler warps. Costs are
+# fitted to one H200, within 12 %: small tiles at 1 to 512 rows, the large one from there to the shapes of training.
 CANDIDATES = (
     (Tile(2, 1, 128, 5, 12, k_unroll=8, registers=216), Cost(0.70, 0.6)),
     (Tile(1, 1, 128, 8, 16, k_unroll=4), Cost(0.40, 2.0)),
@@ -23,7 +23,7 @@ TILES = tuple(tile for tile, _ in CANDIDATES)
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
-    """Shared memory that the kernel takes: the ring, the output tiles, and the barriers."""
+    """Shared memory of a CTA in bytes: pipeline stages, output tiles, mbarriers."""
     factors = 4 * BLOCK // STEP
     block = (tile.bm + tile.bn) * BLOCK + tile.bm * factors
     output = tile.bm * tile.bn * (4 if problem.fp32_out else 2)
@@ -31,7 +31,7 @@ def shared_bytes(tile: Tile, problem: Problem) -> int:
 
 
 def plan_for(tile: Tile, problem: Problem) -> Plan:
-    """Every tile is one program's. Where 16 bits are added to, consumers keep more addresses; 216 registers spilled."""
+    """Data-parallel plan. With 16-bit `out +=` consumers keep more addresses: 216 registers spilled, 224 do not."""
     if problem.accumulate and not problem.fp32_out and tile.warpgroups > 1:
         tile = tile._replace(registers=224)
     return data_parallel_plan(tile, problem)._replace(tile=fitted(tile, problem, shared_bytes))
@@ -39,11 +39,11 @@ def plan_for(tile: Tile, problem: Problem) -> Plan:
 
 @functools.lru_cache(maxsize=8192)
 def choose(problem: Problem) -> tuple[Plan, float]:
-    """The quickest plan by the model of `heuristics`, and its predicted microseconds.
+    """Fastest plan by the model of `heuristics`, and its predicted microseconds.
 
     >>> plan, us = choose(Problem(4096, 4096, 4096, b_1x128=False, fp32_out=False, sms=132))
     >>> plan.tile.label
-    '128x128, 2 groups, 5 stages'
+    '128x128, 2 warpgroups, 5 stages'
     """
     plans = [(plan_for(tile, problem), cost) for tile, cost in CANDIDATES]
     return min(((plan, predicted_us(plan, cost, problem)) for plan, cost in plans), key=lambda pair: pair[1])

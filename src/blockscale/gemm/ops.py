@@ -1,7 +1,7 @@
-"""The product operators. An operand crosses as codes, scales, tensor scale and `format layout`, scaled axis last.
+"""The GEMM operators. An operand is passed as codes, scales, tensor scale and `format layout`, scaled axis last.
 
-`scaled_mm` is functional; `scaled_mm_add_` adds into a buffer that the caller owns (gradient accumulation). Both
-bodies select a row, convert scale layouts where the row reads another one, and launch.
+`scaled_mm` is functional; `scaled_mm_add_` accumulates into a buffer of the caller (gradient accumulation). Both select
+a kernel, convert the scale layouts if it reads another one, and launch.
 """
 
 import functools
@@ -18,13 +18,13 @@ from . import sharding
 
 
 def product_options(a: BlockScaled, b: BlockScaled, *, bias: bool, accumulate: bool) -> frozenset[str]:
-    """What else a product asks of a kernel."""
+    """Options of a request: bias, accumulate, strided (scales without the strides of their layout)."""
     strided = not (has_canonical_strides(a) and has_canonical_strides(b))
     return frozenset(name for name, on in (("bias", bias), ("accumulate", accumulate), ("strided", strided)) if on)
 
 
 def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bool, accumulate: bool) -> Request:
-    """What the kernel table is asked for a dense product."""
+    """Registry request of a dense GEMM."""
     options = product_options(a, b, bias=bias, accumulate=accumulate)
     shape, layouts = (a.rows, b.rows, a.length), (a.scale_layout, b.scale_layout)
     return Request("gemm", capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
@@ -32,8 +32,8 @@ def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bo
 
 @torch.compiler.assume_constant_result
 def wanted_layouts(a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
-    """The scale layouts that the row for large products of these formats on this device reads: a cast that writes them
-    saves a conversion. None: any."""
+    """Scale layouts that the kernel for large GEMMs of these formats reads on this device; None: any. A cast that
+    writes them saves a conversion."""
     layouts = would_serve(_large_request(a, b, device)).layouts
     return layouts.get(a), layouts.get(b)
 
@@ -44,16 +44,16 @@ def _large_request(a: str, b: str, device: torch.device) -> Request:
 
 
 def reject_fp8_of_hopper(request: Request) -> str | None:
-    """What no FP8 product of sm_90 takes, whoever wrote it."""
+    """Reason why no FP8 kernel on sm_90 takes the request, or None."""
     if 0 in request.shape:
         return "takes no empty operands"
     if "strided" in request.options:
-        return "wants scales with the strides of their layout, and these are copies without"
+        return "wants scales with the strides of their layout, and these have others"
     return None
 
 
 def reject_fp8_of_vendor(request: Request) -> str | None:
-    """What F.scaled_mm does not take on sm_90. Not in its own file: Hopper's row leaves to it what it takes."""
+    """Reason why F.scaled_mm does not take the request on sm_90, or None. Here because `hopper` defers to it."""
     refused = reject_fp8_of_hopper(request)
     if refused is not None:
         return refused
@@ -67,10 +67,10 @@ def reject_fp8_of_vendor(request: Request) -> str | None:
 
 
 def _launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
-    row = select(gemm_request(a, b, out.dtype, bias=bias is not None, accumulate=accumulate))
-    a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (a, b))
+    kernel = select(gemm_request(a, b, out.dtype, bias=bias is not None, accumulate=accumulate))
+    a, b = (q.with_layout(kernel.layouts.get(q.format, q.scale_layout)) for q in (a, b))
     with made_current(out.device):  # kernels go to the current device
-        row.launch(a, b, out, bias=bias, accumulate=accumulate)
+        kernel.launch(a, b, out, bias=bias, accumulate=accumulate)
 
 
 def product_flops(
@@ -86,12 +86,12 @@ def product_flops(
     *rest: object,
     **named: object,
 ) -> int:
-    """2 M N K from the shapes of the codes."""
+    """FLOPs, 2 M N K, from the shapes of the codes."""
     return 2 * a[0] * b[-2] * stored_length(a, a_kind, length)
 
 
 def accumulated_flops(acc: list[int], *rest: Any, **named: Any) -> int:
-    """The same for a product with a buffer in front."""
+    """FLOPs of an operator whose first argument is the accumulation buffer."""
     return product_flops(*rest, **named)
 
 

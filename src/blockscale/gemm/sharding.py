@@ -1,4 +1,4 @@
-"""Along which dimensions products may be computed in pieces. Tensors stand for their shapes here."""
+"""Sharding rules of the GEMM operators: the dimensions that may be sharded. Tensors stand for their shapes here."""
 
 from collections.abc import Iterator
 
@@ -11,9 +11,9 @@ from ..library import SUM, Cut
 
 
 def cut_rows(parts: int, name: str, codes: Tensor, kind: str) -> dict[str, int]:
-    """The parts of an operand cut along its rows, or nothing where pieces of its scales would not be scales."""
+    """Sharded dimension of each tensor of an operand cut along its rows; empty if its scales cannot be cut there."""
     (spec, layout), dim = parse_kind(kind), len(codes.shape) - 2
-    # scales have their rows where codes have theirs; flat ones in front of the blocks of the row tile
+    # rows of scales are in the same dimension as rows of codes; flat scales start with the blocks of a row tile
     return {name: dim, f"{name}_scale": dim} if cuts_rows(spec, codes.shape[dim], layout, parts) else {}
 
 
@@ -31,7 +31,7 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Iterator[Cut]:
-    """M, N, and K, whose partial sums are rounded to the output's dtype before they are added, as torch's are."""
+    """M, N, and K. Partial sums over K are rounded to the output's dtype before the reduction, as in torch."""
     if rows := cut_rows(parts, "a", a, a_kind):
         yield Cut(rows, (0,))
     if columns := cut_rows(parts, "b", b, b_kind):
@@ -54,7 +54,7 @@ def scaled_mm_add_(
     b_kind: str,
     length: int,
 ) -> Iterator[Cut]:
-    """M and N, the buffer being cut likewise; it is never moved."""
+    """M and N. The buffer must be sharded likewise; it is never redistributed."""
     if rows := cut_rows(parts, "a", a, a_kind):
         yield Cut(rows | {"acc": 0})
     if columns := cut_rows(parts, "b", b, b_kind):

@@ -1,6 +1,6 @@
-"""Operands in bf16, exactly: a code times its block scale fits there for MX and NVFP4 (docs/numerics.md).
+"""Exact upcast of operands to bf16: it represents a code times its block scale for MX and NVFP4 (docs/numerics.md).
 
-For products of formats that a device has no units for. Costs one read of the operand and one write of twice to four
+For formats without tensor-core support on the device. Costs one read of the operand and one write of twice to four
 times its bytes.
 """
 
@@ -18,10 +18,10 @@ from ..registry import select
 
 
 def exact_bf16(operand: BlockScaled) -> Tensor:
-    """[..., rows, length]: the values that `decode_blocks` gives, by the best `dequantize` here."""
-    # tensor scales wait for the fp32 product, and rotations of both operands cancel in it
+    """Decoded operand, bf16 [..., rows, length]: the values of `decode_blocks`, by the best `dequantize` kernel."""
+    # tensor scales are applied to the fp32 product, and the rotations of both operands cancel in it
     one = None if operand.global_scale is None else torch.ones((), device=operand.device)
-    # a rotated tail is longer than its source, and so are groups of tokens that were padded
+    # rotation pads K, and grouping pads tokens: use the stored length
     shape = (*operand.shape[:-2], operand.rows, operand.length)
     bare = replace(operand, global_scale=one, hadamard=None, shape=shape, group_align=0, groups=0)
     out = empty(shape, torch.bfloat16, operand.device)

@@ -12,14 +12,14 @@ from torch import Tensor
 from ..formats.tensor import BlockScaled
 from ..gemm._hopper import PASS, shared_layouts
 from ..gemm._hopper_launch import (
-    Described,
-    addressable,
-    can_be_described,
-    can_be_written,
+    TmaTensor,
+    empty_for_tma,
+    is_tma_addressable,
+    is_tma_writable,
     kernel_dtype,
-    kind_of,
+    specialization_of,
     start_kernel,
-    whole,
+    unpadded,
 )
 from ..gemm.epilogue import finish
 from ..gemm.heuristics import SUBTILE_M
@@ -54,7 +54,7 @@ def forecast(request: Request, choose: Choose = heuristics.choose) -> Forecast:
 def precompile_key(request: Request, choose: Choose = heuristics.choose) -> Hashable:
     """All that the compiled kernel depends on."""
     part, _ = heuristics.kernel_part(_problem(request, sm_count(torch.device("meta"))))
-    return choose(part)[0], kind_of(part.n), request.op, request.formats, request.dtype, request.options
+    return choose(part)[0], specialization_of(part.n), request.op, request.formats, request.dtype, request.options
 
 
 def reject(request: Request) -> str | None:
@@ -125,7 +125,7 @@ def serve(
     """By the tile that is chosen, into the output, or through a buffer where the copy engine cannot write that."""
     if out.numel() == 0:
         return
-    direct = _is_matrix(out) and can_be_written(out.view(-1, out.shape[-1]))
+    direct = _is_matrix(out) and is_tma_writable(out.view(-1, out.shape[-1]))
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
     wide, add = dtype == torch.float32, accumulate and direct
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
@@ -135,7 +135,7 @@ def serve(
             matrix = out.view(-1, out.shape[-1])
             return launch(a, b, offs, matrix, bias, accumulate=accumulate, tile=tile, starts=starts)
         # the copy engine cannot write there: N is odd, or it is a buffer of the caller's
-        product = addressable((out.shape[:-1].numel(), out.shape[-1]), dtype, out.device)
+        product = empty_for_tma((out.shape[:-1].numel(), out.shape[-1]), dtype, out.device)
         if accumulate and starts is not None:
             product.zero_()  # rows of no group are not written, and are added all the same
         launch(a, b, offs, product, bias, accumulate=False, tile=tile, starts=starts)
@@ -159,10 +159,10 @@ def launch(
     starts: Tensor | None = None,
 ) -> None:
     """The product by one tile, into a matrix: the results of all groups below each other."""
-    assert can_be_described(out), "a copy of the output would be written, and lost"
+    assert is_tma_addressable(out), "a copy of the output would be written, and lost"
     k_grouped, groups = len(b.shape) == 2, offs.shape[0]
     m, n, k = a.rows, b.rows, a.length
-    a_codes, b_codes, a_scale = whole(a.data, k), b.data, a.scale.mT
+    a_codes, b_codes, a_scale = unpadded(a.data, k), b.data, a.scale.mT
     a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype)
     if k_grouped:
         listed, b_scale, steps = group_spans(offs), b.scale.mT, (0, 0)
@@ -173,12 +173,12 @@ def launch(
         grouped_mm_kernel,
         sm_count(out.device),
         (
-            Described(a_codes, (tile.bm // tile.a_loads, 128), a_layout),
-            Described(a_codes, (SUBTILE_M, 128), a_layout),
-            Described(whole(b_codes, k), (tile.bn, 128), b_layout),
-            Described(a_scale, (1, tile.span), scale_layout),
-            Described(b_scale if k_grouped else a_scale, (1, tile.bn), scale_layout),
-            Described(out, (SUBTILE_M, tile.bn), out_layout),
+            TmaTensor(a_codes, (tile.bm // tile.a_loads, 128), a_layout),
+            TmaTensor(a_codes, (SUBTILE_M, 128), a_layout),
+            TmaTensor(unpadded(b_codes, k), (tile.bn, 128), b_layout),
+            TmaTensor(a_scale, (1, tile.span), scale_layout),
+            TmaTensor(b_scale if k_grouped else a_scale, (1, tile.bn), scale_layout),
+            TmaTensor(out, (SUBTILE_M, tile.bn), out_layout),
         ),
         (listed, out, b_scale, None if bias is None else bias.contiguous()),
         (groups, m, n, k, *steps, out.stride(0)),

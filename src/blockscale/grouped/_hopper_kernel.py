@@ -20,12 +20,12 @@ from ..gemm._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait
 from ..gemm._hopper_common import (
     allocate_barriers,
     allocate_blocks,
-    fetch_tile,
+    load_out_tile,
     next_stage,
     ring_blocks,
     skip_blocks,
 )
-from ..gemm._hopper_kernel import sums_of_parts
+from ..gemm._hopper_kernel import accumulate_m_subtiles
 from ._hopper_tiles import count_tiles, fetch_codes, place_of, store_rows
 
 
@@ -81,8 +81,8 @@ def _consumer(
             biased = N if group < groups else 0  # rows of no group have no bias, and their sums are empty
             of_group = (c_desc, sb_ptr + group * sb_group, bias_ptr + group * N if BIAS else bias_ptr)
             if ADD:
-                fetch_tile(of_group, c_tile.index(GROUP), c_full.index(GROUP), top, column)
-            first, second, stage, phase = sums_of_parts(
+                load_out_tile(of_group, c_tile.index(GROUP), c_full.index(GROUP), top, column)
+            first, second, stage, phase = accumulate_m_subtiles(
                 of_group, rings, bars, sizes, column // TILE.bn, start, stop, stage, phase,
                 GROUP, TILE, K_GROUPED,
             )  # fmt: skip

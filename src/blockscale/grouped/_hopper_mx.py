@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats.tensor import BlockScaled
 from ..gemm._hopper import LANGUAGE
-from ..gemm._hopper_launch import Described, can_be_described, start_kernel, whole
+from ..gemm._hopper_launch import TmaTensor, is_tma_addressable, start_kernel, unpadded
 from ..gemm._hopper_mx import CODES, LAYOUTS, PAIRS, scale_words, shared_layout
 from ..gemm.heuristics import SUBTILE_M
 from ..hardware import sm_count
@@ -60,10 +60,10 @@ def launch(
     starts: Tensor | None = None,
 ) -> None:
     """The product by one tile."""
-    assert can_be_described(out), "a copy of the output would be written, and lost"
+    assert is_tma_addressable(out), "a copy of the output would be written, and lost"
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     m, n, k = a.rows, b.rows, a.length
-    a_codes, b_codes = whole(a.data, k), whole(b.data.flatten(0, 1), k)
+    a_codes, b_codes = unpadded(a.data, k), unpadded(b.data.flatten(0, 1), k)
     a_layout = shared_layout(SUBTILE_M, 128, CODES[a.data.dtype])
     b_scale = b.scale.view(torch.uint8)
     listed = row_tiles(offs, m, tile.bm, 1, starts)  # scales are loaded by threads, so tiles may start at any row
@@ -71,10 +71,10 @@ def launch(
         grouped_mm_mx_kernel,
         sm_count(out.device),
         (
-            Described(a_codes, (tile.bm, 128), a_layout),
-            Described(a_codes, (SUBTILE_M, 128), a_layout),
-            Described(b_codes, (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
-            Described(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
+            TmaTensor(a_codes, (tile.bm, 128), a_layout),
+            TmaTensor(a_codes, (SUBTILE_M, 128), a_layout),
+            TmaTensor(b_codes, (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
+            TmaTensor(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
         ),
         (listed, out, scale_words(a), b_scale, None if bias is None else bias.contiguous()),
         (offs.shape[0], m, n, k, b_scale.stride(1), b_scale.stride(0), out.stride(0)),

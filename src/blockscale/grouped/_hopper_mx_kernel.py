@@ -13,7 +13,7 @@ scales are bytes that threads load, as words of four along K, so no copy engine 
 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_store_wait
 from ..gemm._hopper_common import allocate_barriers, allocate_blocks, next_stage, skip_blocks
-from ..gemm._hopper_mx_kernel import SCALERS, ring_blocks_mx, scale_blocks, sums_of_steps
+from ..gemm._hopper_mx_kernel import SCALERS, accumulate_k_steps, ring_blocks_mx, scale_blocks
 from ._hopper_tiles import count_tiles, fetch_codes, place_of, store_rows
 
 
@@ -69,7 +69,7 @@ def _consumer(
             stage, phase = skip_blocks(full, (empty,), stage, phase, count, TILE.stages)
         else:
             of_group = (c_desc, c_ptr, bias_ptr + group * N if BIAS else bias_ptr)
-            sums, stage, phase = sums_of_steps(
+            sums, stage, phase = accumulate_k_steps(
                 of_group, rings, c_tile, bars, K, count, top, column, stage, phase, GROUP, TILE, ADD
             )  # fmt: skip
             if ADD:

@@ -6,8 +6,8 @@
 # pyright: reportAssignmentType=false
 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_load
-from ..gemm._hopper_common import copy_out, finished, load_rows
-from ..gemm._hopper_schedule import count_turns, tile_at, turn_at
+from ..gemm._hopper_common import apply_epilogue, load_rows, store_by_tma
+from ..gemm._hopper_schedule import count_rotated_tiles, rotated_tile_at, tile_at
 
 
 @gluon.jit
@@ -16,7 +16,7 @@ def count_tiles(work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
     list_ptr, groups, M, N, _ = work
     BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64
     down = groups * gl.cdiv(M, BM) if K_GROUPED else gl.load(list_ptr)
-    return count_turns(gl.program_id(0), gl.num_programs(0), down * gl.cdiv(N, TILE.bn))
+    return count_rotated_tiles(gl.program_id(0), gl.num_programs(0), down * gl.cdiv(N, TILE.bn))
 
 
 @gluon.jit
@@ -27,7 +27,7 @@ def place_of(item, work, TILE: gl.constexpr, K_GROUPED: gl.constexpr):
     list_ptr, groups, M, N, K = work
     BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64
     blocks, tiles_n = gl.cdiv(K, 128), gl.cdiv(N, TILE.bn)
-    tile = turn_at(item, gl.program_id(0), gl.num_programs(0))
+    tile = rotated_tile_at(item, gl.program_id(0), gl.num_programs(0))
     if K_GROUPED:
         tiles_m = gl.cdiv(M, BM)
         entry = list_ptr + tile // (tiles_m * tiles_n) * 4
@@ -62,9 +62,9 @@ def store_rows(acc, output, c_place, buffer, row, column, biased, BIAS: gl.const
     """64 rows, of which those of the group are written.  biased: columns that have a bias."""
     c_desc, _, _ = output
     c_ptr, c_stride, N, begin, end = c_place
-    acc = finished(acc, output, buffer, column, biased, BIAS, ADD)
+    acc = apply_epilogue(acc, output, buffer, column, biased, BIAS, ADD)
     if (begin <= row) & (row + 64 <= end):
-        copy_out(acc, c_desc, buffer, row, column)
+        store_by_tma(acc, c_desc, buffer, row, column)
     else:
         m = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         n = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..formats.spec import BF16_EXACT_PAIRS
 from ..formats.tensor import BlockScaled
 from ..gemm._hopper import LANGUAGE
-from ..gemm._hopper_launch import Described, can_be_described, start_kernel
+from ..gemm._hopper_launch import TmaTensor, is_tma_addressable, start_kernel
 from ..gemm._hopper_mx import shared_layout
 from ..gemm.heuristics import SUBTILE_M
 from ..gemm.upcast import exact_bf16
@@ -98,7 +98,7 @@ def launch(
     starts: Tensor | None = None,
 ) -> None:
     """The product by one tile, into a matrix: the results of all groups below each other."""
-    assert can_be_described(out), "a copy of the output would be written, and lost"
+    assert is_tma_addressable(out), "a copy of the output would be written, and lost"
     x, y = exact_bf16(a), exact_bf16(b)
     k_grouped = y.dim() == 2
     listed = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1, starts)
@@ -109,10 +109,10 @@ def launch(
         grouped_mm_upcast_kernel,
         sm_count(out.device),
         (
-            Described(x, (tile.bm, _WIDTH), values),
-            Described(x, (SUBTILE_M, _WIDTH), values),
-            Described(y.flatten(0, -2), (tile.bn, _WIDTH), values),
-            Described(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
+            TmaTensor(x, (tile.bm, _WIDTH), values),
+            TmaTensor(x, (SUBTILE_M, _WIDTH), values),
+            TmaTensor(y.flatten(0, -2), (tile.bn, _WIDTH), values),
+            TmaTensor(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
         ),
         (listed, out, *factors, None if bias is None else bias.contiguous()),
         (offs.shape[0], a.rows, b.rows, a.length, *steps, out.stride(0)),

@@ -14,7 +14,14 @@ the one before is given back. NVFP4's tensor scales are applied to the fp32 sums
 # pyright: reportAssignmentType=false
 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from ..gemm._hopper_common import allocate_barriers, allocate_blocks, fetch_tile, next_stage, opt_barrier, skip_blocks
+from ..gemm._hopper_common import (
+    allocate_barriers,
+    allocate_blocks,
+    load_out_tile,
+    next_stage,
+    opt_barrier,
+    skip_blocks,
+)
 from ._hopper_tiles import count_tiles, place_of, store_rows
 
 _HALVES: gl.constexpr = gl.constexpr(2)  # blocks of the ring in one of K, which are 128
@@ -116,7 +123,7 @@ def _consumer(
             biased = N if group < groups else 0  # rows of no group have no bias, and their sums are empty
             of_group = (c_desc, c_ptr, bias_ptr + group * N if BIAS else bias_ptr)
             if ADD:
-                fetch_tile(of_group, c_tile.index(GROUP), c_full.index(GROUP), top, column)
+                load_out_tile(of_group, c_tile.index(GROUP), c_full.index(GROUP), top, column)
             first, second, stage, phase = _sums(rings, bars, blocks, stage, phase, mma, GROUP, TILE)
             for wave in gl.static_range(waves):
                 acc = first if wave == 0 else second

@@ -119,7 +119,7 @@ def kernel_part(problem: Problem) -> tuple[Problem, float]:
     if problem.one.direct:
         return problem, 0.0
     rows = problem.m * (problem.groups if problem.k_grouped else 1)
-    part, us = dense.kernel_part(replace(problem.one, m=rows))
+    part, us = dense.kernel_problem(replace(problem.one, m=rows))
     return replace(problem, fp32_out=part.fp32_out, accumulate=False), us
 
 
@@ -134,7 +134,7 @@ def choose(problem: Problem) -> tuple[Tile, float]:
 
     >>> tile, us = choose(Problem(16640, 8192, 5120, 64, k_grouped=False, fp32_out=False, sms=132))
     >>> tile.label
-    '192x128, 3 groups, 4 stages'
+    '192x128, 3 warpgroups, 4 stages'
     """
     # where bytes set the time, the lowest
     return min(candidates(problem), key=lambda pair: (pair[1], pair[0].bm))

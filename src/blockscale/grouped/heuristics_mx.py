@@ -38,7 +38,7 @@ def choose(problem: Problem) -> tuple[Tile, float]:
 
     >>> tile, us = choose(Problem(16640, 8192, 5120, 64, k_grouped=False, fp32_out=False, sms=132))
     >>> tile.label
-    '128x128, 2 groups, 5 stages'
+    '128x128, 2 warpgroups, 5 stages'
     """
     # where bytes set the time, the lowest
     return min(candidates(problem), key=lambda pair: (pair[1], pair[0].bm))

@@ -45,7 +45,7 @@ def choose(problem: Problem) -> tuple[Tile, float]:
 
     >>> tile, us = choose(Problem(16640, 8192, 5120, 4, k_grouped=False, fp32_out=False, sms=132))
     >>> tile.label
-    '256x128, 2 groups, 3 stages'
+    '256x128, 2 warpgroups, 3 stages'
     """
     return min(candidates(problem), key=lambda pair: (pair[1], pair[0].bm))
 
