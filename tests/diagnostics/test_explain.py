@@ -236,7 +236,7 @@ def test_hopper_takes_any_size(weight):
     for named in ({}, {"accumulate": True}):
         passed = forecast_of((7168, 2111, 4095), weight, **named).taken
         assert passed.backend == "hopper"
-        assert "a pass over the output, whose rows start at no multiples of 16 bytes" in passed.forecast.note
+        assert "a pass over the output, whose rows do not start at multiples of 16 bytes" in passed.forecast.note
     direct, passed = (forecast_of((7168, n, 4095), weight).taken.forecast.us for n in (2112, 2111))
     assert passed > direct + 2.5
     for m, n, k in ((1, 1, 1), (65, 15, 17), (128, 14335, 4096), (100, 10240, 8191)):
