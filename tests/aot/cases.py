@@ -1,8 +1,8 @@
-"""What the machine code of every kernel must be like, and the exceptions.
+"""Budgets for the machine code of the cast kernels, and the exceptions.
 
-`CASES` is what `make test` compiles: a new kernel adds one line there, and the constants of its tile to `TILES`. A
-budget is a little above what the compiler needs today, so that a change which costs a resident program or a tenth of
-the instructions is seen. `variants` is the long list of `make aot`, which asks for fewer things of more programs.
+`make test` compiles `CASES`: a new kernel adds one line there, and the constants of its tile to `TILES`. A budget is a
+little above what the compiler needs today, so that a change that costs a resident CTA or a tenth of the instructions
+fails. `variants` is the long list of `make aot`, which checks fewer properties of more kernels.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FROM_E4M3 = "cvt.rn.f16x2.e4m3x2"
 
 @dataclass(frozen=True)
 class KnownSpill:
-    """Variants (a pattern of names, from their start) that may spill some bytes, and why that is accepted for now.
-    later: only with a triton newer than the one that constraints.txt names."""
+    """Variants (a pattern that matches names from their start) that may spill `spilled` bytes, and the reason.
+    later: only with a triton newer than the one in constraints.txt."""
 
     pattern: str
     spilled: int
@@ -58,74 +58,72 @@ class KnownSpill:
 
 
 MAY_SPILL = (
-    KnownSpill(
-        r"swiglu backward \w+$", 72, "128 registers leave room for a second program of eight warps", arches=(90,)
-    ),
+    KnownSpill(r"swiglu backward \w+$", 72, "128 registers leave room for a second CTA of eight warps", arches=(90,)),
     KnownSpill(
         r"swiglu backward mxfp8_e4m3$", 184, "a third operand, which saves a second read of gate and up", arches=(90,)
     ),
     KnownSpill(
         r"(fp8_1x128 both (bf16|fp16)( plain)?|fp8_1x128 row bf16 ragged|mxfp6_e2m3 both fp16|swiglu mxfp8_e4m3)$",
         8,
-        "two registers in memory, for which the assembler keeps twice the warps, or a fifth program",
+        "two registers spilled, in exchange for twice the resident warps or a fifth CTA",
         arches=(80, 89, 100, 120),
     ),
-    KnownSpill(r"mxfp6_e\dm\d both fp32$", 80, "codes made by integers for both operands", arches=(100, 120)),
-    KnownSpill(r"\w+ row bf16 stochastic( given)?$", 8, "codes made by integers, and random words of four values"),
+    KnownSpill(r"mxfp6_e\dm\d both fp32$", 80, "codes by integer arithmetic for both operands", arches=(100, 120)),
+    KnownSpill(r"\w+ row bf16 stochastic( given)?$", 8, "codes by integer arithmetic, and random words of four values"),
     KnownSpill(
         r"(mxfp8_e4m3|fp8)_128x128 both fp16$",
         64,
-        "168 registers leave room for a third program",
+        "168 registers leave room for a third CTA",
         arches=(90, 100, 120),
     ),
     KnownSpill(
         r"\w+ both bf16.* (ragged|groups)$",
         168,
-        "168 registers leave room for a third program: 9 to 20 % less time on an H200 than without a limit",
+        "168 registers leave room for a third CTA: 9 to 20 % less time on an H200 than without a limit",
         arches=(90,),
     ),
     KnownSpill(
         r"swiglu backward \w+ groups$",
         432,
-        "tiles at the ends of groups, with room for a second program of eight warps; others spill a quarter of it",
+        "tiles at the ends of groups, with room for a second CTA of eight warps; others spill a quarter of it",
         arches=(90,),
     ),
-    KnownSpill(r"permute and weigh \w+$", 8, "168 registers leave room for a third program", arches=(90,)),
+    KnownSpill(r"permute and weigh \w+$", 8, "168 registers leave room for a third CTA", arches=(90,)),
     KnownSpill(r"\w+ both .*strided$", 220, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(r"\w+ col .*strided$", 120, "values loaded one by one: the slow path, for sources contiguous nowhere"),
     KnownSpill(
-        r"mxfp6_e\dm\d (both .*|row .*)groups$", 80, "codes made by integers, ends of groups, column sums in fp64"
+        r"mxfp6_e\dm\d (both .*|row .*)groups$", 80, "codes by integer arithmetic, ends of groups, column sums in fp64"
     ),
     KnownSpill(r"mxfp8_e4m3 col bf16 groups stochastic$", 56, "random words, and ends of groups", arches=(100,)),
-    KnownSpill(r"\w+ col .*stochastic", 200, "random words, with the assembler of triton 3.9", later=True),
-    KnownSpill(r"\w+ row bf16 stochastic$", 350, "random words, with the assembler of triton 3.9", (80,), later=True),
-    KnownSpill(r"\w+ col fp32$", 140, "codes made by integers, with the assembler of triton 3.9", (80,), later=True),
+    KnownSpill(r"\w+ col .*stochastic", 200, "random words, with the ptxas of triton 3.9", later=True),
+    KnownSpill(r"\w+ row bf16 stochastic$", 350, "random words, with the ptxas of triton 3.9", (80,), later=True),
+    KnownSpill(r"\w+ col fp32$", 140, "codes by integer arithmetic, with the ptxas of triton 3.9", (80,), later=True),
     KnownSpill(
         r"\w+ (row|col|both) bf16( plain)?( groups)?$",
         8,
-        "two registers in memory, with the assembler of triton 3.9",
+        "two registers spilled, with the ptxas of triton 3.9",
         arches=(89, 120),
         later=True,
     ),
-    KnownSpill(r"\w+ both fp16$", 40, "values twice in registers, with the assembler of triton 3.9", later=True),
+    KnownSpill(r"\w+ both fp16$", 40, "values twice in registers, with the ptxas of triton 3.9", later=True),
     KnownSpill(
-        r"swiglu( backward)? \w+( groups)?$", 330, "limits of registers, with the assembler of triton 3.9", later=True
+        r"swiglu( backward)? \w+( groups)?$", 330, "limits of registers, with the ptxas of triton 3.9", later=True
     ),
-    KnownSpill(r"mxfp6_e\dm\d both bf16$", 16, "codes made by integers, with the assembler of triton 3.9", later=True),
-    KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "ends of groups, with the assembler of triton 3.9", later=True),
+    KnownSpill(r"mxfp6_e\dm\d both bf16$", 16, "codes by integer arithmetic, with the ptxas of triton 3.9", later=True),
+    KnownSpill(r"fp8_1x128 both bf16 groups$", 340, "ends of groups, with the ptxas of triton 3.9", later=True),
     KnownSpill(
         r"(fp8_1x128|mxfp8_e4m3) both bf16$",
         100,
-        "the limit of 168 registers was measured with triton 3.6; the assembler of 3.9 needs a few more",
+        "the limit of 168 registers was measured with triton 3.6; the ptxas of 3.9 needs a few more",
         later=True,
     ),
 )
-# whether this triton is newer than the one that constraints.txt names
+# whether this triton is newer than the one in constraints.txt
 LATER = tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6)
 
 
 def known_spill(name: str, arch: int) -> KnownSpill | None:
-    """The exception with the widest bound that covers a variant, if there is one."""
+    """The exception with the widest bound that covers a variant, or None."""
     found = [known for known in MAY_SPILL if re.match(known.pattern, name) and arch in known.arches]
     return max((known for known in found if LATER or not known.later), key=lambda known: known.spilled, default=None)
 
@@ -135,8 +133,8 @@ def known_spill(name: str, arch: int) -> KnownSpill | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """What is asked of a case. registers: the most a thread may take.  per_value: the most instructions for each value.
-    ptx: an instruction that must be there from sm_89 on and must not be before.  wide: memory is moved by 128 bits."""
+    """Limits of a case.  registers: per thread.  per_value: instructions per value.  ptx: an instruction that must be
+    present from sm_89 on and absent before.  wide: memory accesses have 128 bits."""
 
     registers: int = 255
     per_value: float = 0.0
@@ -145,7 +143,7 @@ class Budget:
 
 
 def problems(name: str, found: Report, budget: Budget) -> list[str]:
-    """What is wrong with a kernel that a case compiled, as sentences."""
+    """Violations by a kernel of a case, as sentences."""
     wrong: list[str] = []
     known = known_spill(name, found.arch)
     if found.spilled > (known.spilled if known else 0):
@@ -156,10 +154,10 @@ def problems(name: str, found: Report, budget: Budget) -> list[str]:
         wrong.append(f"takes the stack pointer for a value: {found.stray[0]}")
     if found.kernel not in TILES:
         wrong.append("has no entry in TILES")
-    if not found.values:  # a small kernel beside the one that moves the data
+    if not found.values:  # a small kernel launched beside the main one
         return wrong
     if budget.wide:
-        # What is narrow for a reason takes little: scales, group ends, the tensor's maximum.
+        # the 30 % are scales, group ends and the tensor's maximum
         for what, widths in (("loads", found.loads), ("stores", found.stores)):
             if wide_share(widths) < 0.7:
                 wrong.append(f"{what} {wide_share(widths):.0%} of its bytes by 128 bits or more: {widths}")
@@ -175,13 +173,13 @@ def problems(name: str, found: Report, budget: Budget) -> list[str]:
 
 
 def wide_share(widths: dict[int, int]) -> float:
-    """The part of the bytes that instructions of 128 bits or more move; 1 if nothing is moved."""
+    """Fraction of the bytes moved by instructions of 128 bits or more; 1 if none are moved."""
     total = sum(bits * count for bits, count in widths.items())
     return sum(bits * count for bits, count in widths.items() if bits >= 128) / total if total else 1.0
 
 
 def reports(call: Callable[[], object], arch: int) -> list[Report]:
-    """Every kernel that a call launches on sm_<arch>, once."""
+    """Reports of the distinct kernels that a call launches on sm_<arch>."""
     with compiled_for(arch) as kernels:
         call()
     return [report(kernel) for kernel in {kernel.hash: kernel for kernel in kernels}.values()]
@@ -194,8 +192,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Cast:
-    """One cast. source: whole tiles, sizes that fill none ("ragged"), or neighbours apart ("strided"). given: NVFP4's
-    maximum is, so that no kernel has to find it."""
+    """One cast.  source: whole tiles, "ragged" sizes, or "strided" elements.  given: NVFP4's amax is an argument, so
+    that no kernel computes it."""
 
     format: str
     side: str
@@ -236,7 +234,7 @@ class Cast:
 
 
 def variants(*, product: bool = False) -> Iterator[Cast]:
-    """Every format and side with each option on its own and the pairs that training uses, or with all combinations."""
+    """Every format and side with each option alone and the pairs of training; with `product`, all combinations."""
     for form, side in itertools.product(FORMATS.values(), ("row", "col", "both")):
         base = Cast(form.name, side)
         rotates, groups = (form.hadamard > 0 and not form.is_2d), not form.is_2d
@@ -271,14 +269,14 @@ def variants(*, product: bool = False) -> Iterator[Cast]:
 
 
 def decode(name: str, axis: int) -> Callable[[], object]:
-    """The decode of a whole tensor to bf16."""
+    """Decode of a whole tensor to bf16."""
     with use_backend("reference"):
         q = quantize(torch.zeros(2048, 1024, dtype=torch.bfloat16), name, axis=axis)
     return lambda: dequantize(q)
 
 
 def swiglu(name: str, *, backward: bool = False, hidden: int = 4096, groups: int = 0) -> Callable[[], object]:
-    """SwiGLU or its backward, to both operands; the backward makes the column operand of SwiGLU itself besides."""
+    """SwiGLU or its backward, to both operands; the backward also casts the column operand of SwiGLU's output."""
     offs = torch.arange(1, groups + 1, dtype=torch.int32) * 100 if groups else None
     gate_up, grad = (torch.empty(8192, columns, dtype=torch.bfloat16) for columns in (2 * hidden, hidden))
     if backward:
@@ -315,7 +313,7 @@ def spread(name: str, *, columns: bool = False) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class Case:
-    """A call of the library, the architectures to compile it for, and what is asked of the result."""
+    """A call of the library, the architectures to compile it for, and its budget."""
 
     name: str
     call: Callable[[], object]
@@ -324,16 +322,16 @@ class Case:
 
 
 def cast(what: Cast, registers: int, per_value: float, ptx: str = "", *, everywhere: bool = False) -> Case:
-    """A row of the table below: sm_90, or every architecture."""
+    """Entry of `CASES`: sm_90, or every architecture."""
     return Case(what.name, what, Budget(registers, per_value, ptx), ARCHES if everywhere else (90,))
 
 
-# a thread has all rows of a rotation, so it takes less of each
+# a thread has all rows of a rotation, so its accesses are narrower
 _ROTATED = Cast("nvfp4", "col", hadamard=True, given=True)
-_DRAWN = replace(_ROTATED, stochastic=True)
+_ROTATED_STOCHASTIC = replace(_ROTATED, stochastic=True)
 
-# Registers: 168 leave room for three programs of four warps, 128 for four, 64 for eight. At most 60 in all: one of each
-# kernel and family for every architecture, and what people run on sm_90; `make aot` has the rest.
+# Registers: 168 leave room for three CTAs of four warps, 128 for four, 64 for eight. At most 60 cases: one of each
+# kernel and family for every architecture, and the common casts on sm_90; `make aot` has the rest.
 CASES = (
     cast(Cast("fp8_1x128", "row"), 64, 8, E4M3),
     cast(Cast("fp8_1x128", "col"), 112, 7.6, E4M3),
@@ -355,11 +353,11 @@ CASES = (
     cast(Cast("nvfp4", "both", given=True), 128, 32.5, E4M3),
     cast(Cast("nvfp4_16x16", "row", given=True), 104, 14.3, E4M3),
     cast(Cast("nvfp4_16x16", "both", given=True), 128, 27.5, E4M3),
-    cast(Cast("fp8_1x128", "both", groups=True), 255, 46, E4M3),  # with groups twice: tiles within one, and others
+    cast(Cast("fp8_1x128", "both", groups=True), 255, 46, E4M3),  # two code paths: tiles within one group, and others
     cast(Cast("mxfp8_e4m3", "both", layout="blocked"), 168, 12.8, E4M3),
     cast(Cast("nvfp4", "row", stochastic=True, given=True), 72, 52, E4M3),
     Case(_ROTATED.name, _ROTATED, Budget(96, 39, E4M3, wide=False), (90,)),
-    Case(_DRAWN.name, _DRAWN, Budget(168, 61, E4M3, wide=False), (90,)),
+    Case(_ROTATED_STOCHASTIC.name, _ROTATED_STOCHASTIC, Budget(168, 61, E4M3, wide=False), (90,)),
     Case("swiglu fp8_1x128", swiglu("fp8_1x128"), Budget(128, 42, E4M3), (90,)),
     Case("swiglu mxfp8_e4m3", swiglu("mxfp8_e4m3"), Budget(104, 42, E4M3), (90, 100)),
     Case("swiglu backward fp8_1x128", swiglu("fp8_1x128", backward=True), Budget(128, 76, E4M3), (90,)),
@@ -377,7 +375,7 @@ CASES = (
         (90,),
     ),
     Case("rmsnorm fp8_1x128", norm("fp8_1x128"), Budget(168, 0, E4M3, wide=False), ARCHES),
-    # an assembler made wrong code of this one
+    # ptxas 12.8 miscompiled this one
     Case("rmsnorm fp8_128x128", norm("fp8_128x128", 200, 264), Budget(wide=False), (90,)),
     Case("rmsnorm both fp8_1x128", norm_both("fp8_1x128"), Budget(255, 0, E4M3, wide=False), (90,)),
     Case("permute mxfp8_e4m3", permute("mxfp8_e4m3"), Budget(128), ARCHES),

@@ -1,11 +1,11 @@
-"""Kernels for a GPU that is not there: launch as always, get machine code instead of a run, and read it.
+"""Compilation without a GPU: a normal launch compiles for any architecture and runs nothing. Readers of its code.
 
     with compiled_for(90) as kernels:
         blockscale.quantize(x, "mxfp8_e4m3")  # x on the CPU: nothing touches its values
     print(report(kernels[0]))
 
-Calling the library itself gives the signature, alignment, constants and options that a real launch has; written by hand
-they would drift. The Triton wheel carries the assembler and the disassembler, so nothing else is needed.
+Calling the library itself gives the signature, alignment, constants and options of a real launch; a handwritten copy
+would drift. The Triton wheel contains ptxas and cuobjdump, so nothing else is needed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from blockscale.hardware import Capability
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CUOBJDUMP = BINARIES / "cuobjdump"
-# The wheel's assembler that Hopper does not get by default; until 3.8 it is the one for Blackwell.
+# The wheel's ptxas that Hopper does not get by default; until 3.8 it is the one for Blackwell.
 OTHER_PTXAS = str(BINARIES / ("ptxas-blackwell" if get_ptxas(90).path == str(BINARIES / "ptxas") else "ptxas"))
 # Under TRITON_INTERPRET=1 there is nothing to compile, and the choice was made when blockscale was imported.
 CAN_COMPILE = not _triton.INTERPRETED and CUOBJDUMP.exists()
 
 
 class _StandIn:
-    """As much of a Triton driver as the JIT asks before it compiles."""
+    """The methods of a Triton driver that the JIT calls before compiling."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -51,7 +51,7 @@ class _StandIn:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return self.arch  # the JIT keeps one cache, and one target, for each device number
+        return self.arch  # the JIT has one cache and one target per device number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -62,9 +62,9 @@ class _StandIn:
 
 @contextmanager
 def compiled_for(arch: int) -> Generator[list[Any]]:
-    """Within it, `kernel[grid](...)` compiles for sm_<arch> and runs nothing; what it compiled is in the list.
+    """Context in which `kernel[grid](...)` compiles for sm_<arch> and runs nothing; yields the compiled kernels.
 
-    The compiler's files go to a folder of their own, so that an earlier run cannot answer for this one.
+    Triton's cache is a temporary folder, so that no earlier run is reused.
     """
     compiled: list[Any] = []
 
@@ -77,7 +77,7 @@ def compiled_for(arch: int) -> Generator[list[Any]]:
 
 
 def launched(call: Callable[[], object], arch: int) -> set[str]:
-    """The names of the kernels that a call would launch; nothing is compiled."""
+    """Names of the kernels that a call launches; nothing is compiled."""
     names: set[str] = set()
 
     def note(kernel: Any, grid: object) -> Any:
@@ -90,14 +90,14 @@ def launched(call: Callable[[], object], arch: int) -> set[str]:
 
 @contextmanager
 def _pretending(arch: int, instead: Callable[[Any, object], Any]) -> Generator[None]:
-    """Within it, the library takes every tensor for one on a GPU sm_<arch>, must use its Triton kernels, and launches
-    them through `instead`."""
-    # each module holds the function under its own name
+    """Context in which the library treats every tensor as on a GPU sm_<arch>, is forced to its Triton kernels, and
+    launches them through `instead`."""
+    # each module has its own reference to the function
     users = [module for name, module in sys.modules.items() if name.startswith("blockscale.")]
     users = [module for module in users if getattr(module, "capability", None) is hardware.capability]
     real, launch, active, poison = hardware.capability, KernelInterface.__getitem__, driver._active, library._POISON
     try:
-        library._POISON = False  # nobody writes the outputs, and some are large
+        library._POISON = False  # no kernel writes the outputs, and some are large
         for module in users:
             module.capability = lambda device: Capability("cuda", arch)  # type: ignore[attr-defined]
         KernelInterface.__getitem__ = instead
@@ -114,25 +114,25 @@ def _pretending(arch: int, instead: Callable[[Any, object], Any]) -> Generator[N
 
 @dataclass(frozen=True)
 class Report:
-    """What the assembler made of one kernel. Counts are of instructions as they stand in the code, not as executed."""
+    """Machine code of one kernel. Counts are of static instructions, not of executed ones."""
 
     kernel: str
     arch: int
     warps: int
-    registers: int  # of a thread
-    spilled: int  # bytes of a thread's registers that live in memory
-    shared: int  # bytes of a program
+    registers: int  # per thread
+    spilled: int  # bytes per thread
+    shared: int  # bytes per CTA
     loads: dict[int, int]  # from global memory: bits -> instructions
     stores: dict[int, int]
-    multicasts: int  # copies that each multiprocessor of a cluster receives
+    multicasts: int  # TMA loads that go to each CTA of a cluster
     opcodes: Counter[str]
-    stray: tuple[str, ...]  # instructions that take the stack pointer for a value
-    values: int  # that a thread takes in; 0 if the kernel's tile is not known
+    stray: tuple[str, ...]  # instructions that read the stack pointer as a value
+    values: int  # per thread; 0 if the kernel's tile is not in TILES
     ptx: str
 
     @property
     def instructions(self) -> int:
-        """Without the padding at the end."""
+        """Number of instructions, without the padding at the end."""
         return self.opcodes.total() - self.opcodes["NOP"]
 
     @property
@@ -141,11 +141,11 @@ class Report:
 
     @property
     def resident_warps(self) -> int:
-        """Warps of this kernel that a multiprocessor's registers hold; they are given out by 8 per thread."""
+        """Warps of this kernel that fit in the registers of an SM, which are allocated in units of 8 per thread."""
         return 65536 // (32 * (self.registers + -self.registers % 8)) // self.warps * self.warps
 
 
-# The constants whose product is the number of values in a program's tile; none for small kernels beside the large ones.
+# Constants whose product is the number of values in a CTA's tile; none for the small kernels.
 TILES: dict[str, tuple[str, ...]] = {
     "cast_kernel": ("J", "MQ", "BK"),
     "amax_kernel": ("J", "MQ", "BK"),
@@ -158,7 +158,7 @@ _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.M
 
 
 def report(compiled: Any) -> Report:
-    """Read a compiled kernel."""
+    """Report of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -174,7 +174,7 @@ def report(compiled: Any) -> Report:
         arch=compiled.metadata.target.arch,
         warps=warps,
         registers=int(usage[1]),
-        # a stack alone is no spill: some assemblers set one up for every kernel that uses TMA
+        # a stack alone is not a spill: some versions of ptxas allocate one for every kernel that uses TMA
         spilled=int(usage[2]) if opcodes["STL"] + opcodes["LDL"] else 0,
         shared=compiled.metadata.shared,
         loads=_widths(codes, "LDG"),
@@ -188,17 +188,17 @@ def report(compiled: Any) -> Report:
 
 
 _LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
-_FRAME = re.compile(r"(?:@!?U?P\w+ )?\S+ R1,")  # what sets the stack pointer up
+_FRAME = re.compile(r"(?:@!?U?P\w+ )?\S+ R1,")  # set-up of the stack pointer
 
 
 _PRMT = re.compile(r"PRMT\S* R\d+, (\w+)(?:\.reuse)?, (0x[0-9a-f]+|\w+), (\w+)")
 
 
 def stray_reads(sass: str) -> tuple[str, ...]:
-    """Instructions that read R1, the stack pointer, where no address is meant: a value that the assembler lost.
+    """Instructions that read R1, the stack pointer, other than as an address: a value that ptxas lost.
 
-    The one of CUDA 12.8 does so for halves of two conversions that it merged, once they are taken apart again. It also
-    names R1 where a byte of a vector is never read; such single bytes are let pass.
+    ptxas 12.8 does so for the halves of two merged conversions when they are split again. It also names R1 for a byte
+    of a vector that is never read; such single bytes are allowed.
     """
     reads = [line for line in _LINE.findall(sass) if not _FRAME.match(line)]
     reads = [line for line in reads if re.search(r",.*\bR1\b", re.sub(r"\[[^]]*\]", "", line))]
@@ -206,7 +206,7 @@ def stray_reads(sass: str) -> tuple[str, ...]:
 
 
 def _takes_bytes(line: str) -> bool:
-    """Whether a permutation of bytes takes none of R1, or none that belong together."""
+    """Whether a PRMT reads no bytes of R1, or only single ones."""
     found = _PRMT.search(line)
     if found is None or not (found[2].startswith("0x") or found[2] == "RZ"):
         return False
@@ -218,7 +218,7 @@ def _takes_bytes(line: str) -> bool:
 
 
 def _widths(codes: list[str], opcode: str) -> dict[int, int]:
-    """`LDG.E.128.CONSTANT` -> 128; an instruction without a size moves 32 bits."""
+    """Instructions by width: `LDG.E.128.CONSTANT` -> 128; without a size 32 bits."""
     sizes = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
     parts = [code.split(".") for code in codes if code.split(".")[0] == opcode]
     counts = Counter(next((sizes[part] for part in words if part in sizes), 32) for words in parts)
@@ -235,20 +235,20 @@ def _tile_values(compiled: Any, name: str) -> int:
 
 
 _STEPS = {
-    "wgmma.wait_group": "product", "mbarrier.try_wait": "other", "ld.shared": "load", "fence.proxy.async": "fence",
+    "wgmma.wait_group": "mma", "mbarrier.try_wait": "other", "ld.shared": "load", "fence.proxy.async": "fence",
     "mbarrier.arrive.shared": "arrive",
 }  # fmt: skip
 
 
 def released_stages(ptx: str) -> list[str]:
-    """Of each block of the ring that is given back after its product, whether a fence stands behind the last load of
-    its scales: the copy engine was seen to overwrite what had not been read."""
+    """For each stage released after its MMA, "fenced" if a proxy fence follows the last load of its scales, else
+    "in flight": TMA was seen to overwrite scales that had not been read."""
     found: list[str] = []
-    after_product = loading = False
+    after_mma = loading = False
     for step in re.findall("|".join(map(re.escape, _STEPS)), ptx):
         what = _STEPS[step]
-        if what == "arrive" and after_product:
-            found.append("under way" if loading else "fenced")
-        after_product = what == "product" or (after_product and what in ("load", "fence"))
+        if what == "arrive" and after_mma:
+            found.append("in flight" if loading else "fenced")
+        after_mma = what == "mma" or (after_mma and what in ("load", "fence"))
         loading = what == "load" or (loading and what != "fence")
     return found

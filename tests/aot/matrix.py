@@ -1,8 +1,8 @@
-"""Compile every variant of every kernel for every architecture, and fail on what spills. Usage: `make aot`.
+"""Compile every variant of every kernel for every architecture, and fail if one spills. Usage: `make aot`.
 
 make aot ARGS="--only 'nvfp4 .*stochastic' --arch 90"
 
-Needs no GPU. One process per core; a row per kernel, the worst first, with the exceptions of `cases.py` named.
+Needs no GPU. One process per core. Prints a row per kernel, the worst first, and the exceptions of `cases.py`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Result = tuple[str, int, list[tuple[Report, list[str]]], str]
 
 @functools.cache
 def matrix(*, product: bool) -> dict[str, Case]:
-    """The table of `make test` and all casts, without budgets; accesses of whole tiles must be wide."""
+    """`CASES` and all casts, without budgets; accesses of whole tiles must be wide."""
     rest = [Case(v.name, v, Budget(wide=is_wide(v)), ARCHES) for v in variants(product=product)]
     named = [replace(case, budget=replace(case.budget, registers=255, per_value=0.0), arches=ARCHES) for case in CASES]
     return {case.name: case for case in (*named, *(case for case in rest if case.name not in {c.name for c in named}))}
 
 
 def is_wide(variant: Cast) -> bool:
-    """Rows of ragged and strided sources start anywhere, the blocked layout scatters its scales byte by byte, and where
-    words are drawn a thread has so few values that the state and the ends of groups weigh as much."""
+    """Whether accesses must be wide. Not for ragged and strided sources, whose rows are unaligned; not for the blocked
+    layout, which stores scale bytes one by one; not for stochastic rounding, with few values per thread."""
     return variant.source == "whole" and not variant.layout and not variant.stochastic
 
 
 def compile_one(name: str, arch: int, product: bool) -> Result:
-    """In a process of its own, which finds the case by its name: calls cannot be sent to it."""
+    """Compile one case in a worker process, which finds it by name: calls cannot be pickled."""
     case = matrix(product=product)[name]
     try:
-        # the text of a kernel stays where it was made
+        # the PTX is not sent back
         results = [
             (replace(found, ptx=""), problems(case.name, found, case.budget)) for found in reports(case.call, arch)
         ]
@@ -56,9 +56,9 @@ def compile_one(name: str, arch: int, product: bool) -> Result:
 
 
 def main() -> int:
-    """Compile, show, judge."""
+    """Compile, print the table, return 1 on failures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="a pattern that a variant's name must hold")
+    parser.add_argument("--only", default="", help="a pattern that variants must match")
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHES, choices=ARCHES)
     parser.add_argument("--product", action="store_true", help="all combinations of options: many hours")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -81,7 +81,7 @@ def main() -> int:
         results: list[Result] = []
         for task in done:
             results.append(task.result())
-            if not os.isatty(1):  # a log that is cut off still tells what was found
+            if not os.isatty(1):  # a truncated log still has the results
                 name, arch, every, error = results[-1]
                 figures = " | ".join(f"{r.kernel} {r.registers} registers, {r.spilled} spilled" for r, _ in every)
                 print(f"{len(results)}/{len(tasks)} sm_{arch} {name}: {figures or error}", flush=True)
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def show(console: Console, results: list[Result]) -> list[str]:
-    """Print the table; returns what failed."""
+    """Print the table; return the failures."""
     table = Table("variant", "sm", "kernel", *("warps", "registers", "spilled", "shared", "per value"), "loads, stores")
     failures = [f"sm_{arch} {name}: {error}" for name, arch, _, error in results if error]
     rows = [(name, arch, found, wrong) for name, arch, every, _ in results for found, wrong in every]

@@ -1,4 +1,4 @@
-"""The machine code of the library's kernels, compiled without a GPU and held to `cases.py`; and the gate itself."""
+"""Machine code of the cast kernels, compiled without a GPU and checked against `cases.py`; and controls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_cases_that_run_with_all_exist() -> None:
 def test_machine_code(case: Case, arch: int) -> None:
     budget = case.budget
     if arch < 89 and budget.ptx and "mxfp4" not in case.name:
-        # codes by integers: the budgets are those of the conversion instruction
+        # codes by integer arithmetic: the budgets are those of the conversion instruction
         budget = replace(budget, registers=255, per_value=0.0)
     wrong = []
     for found in reports(case.call, arch):
@@ -75,12 +75,12 @@ def test_every_kernel_has_a_case() -> None:
     assert set().union(*(launched(case.call, 90) for case in CASES)) == kernels, "a kernel has a line in CASES"
 
 
-def test_it_stays_short() -> None:
-    """Compiling is most of what these tests do; the long list is `make aot`'s."""
+def test_the_list_stays_short() -> None:
+    """Compilation takes most of the time of these tests; `make aot` has the long list."""
     assert sum(len(case.arches) for case in CASES) <= 65
 
 
-def test_exceptions_name_something() -> None:
+def test_exceptions_match_a_variant() -> None:
     names = [*(variant.name for variant in variants()), *(case.name for case in CASES)]
     for known in MAY_SPILL:
         assert any(re.match(known.pattern, name) for name in names), known
@@ -90,8 +90,8 @@ def test_exceptions_name_something() -> None:
 @pytest.mark.parametrize(
     ("col", "kernels"),
     [
-        (CastSpec("nvfp4_16x16"), ["amax_kernel", "cast_kernel"]),  # one maximum for both operands, one read
-        (CastSpec("nvfp4", hadamard=True), ["amax_kernel", "cast_kernel"] * 2),  # each by itself
+        (CastSpec("nvfp4_16x16"), ["amax_kernel", "cast_kernel"]),  # one amax for both operands, one read
+        (CastSpec("nvfp4", hadamard=True), ["amax_kernel", "cast_kernel"] * 2),  # each operand has its own
     ],
 )
 def test_kernels_of_both_operands(col: CastSpec, kernels: list[str]) -> None:
@@ -100,12 +100,12 @@ def test_kernels_of_both_operands(col: CastSpec, kernels: list[str]) -> None:
     assert [kernel.metadata.name for kernel in found] == kernels
 
 
-# ---- the gate itself: what it must see -------------------------------------------------------------------------------
+# ---- controls: what the checks must find -----------------------------------------------------------------------------
 
 
 @triton.jit
 def _spilling_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
-    """More values alive at once than 32 registers hold: each meets every other, twice."""
+    """More live values than 32 registers hold."""
     i = tl.arange(0, SIZE)
     x = tl.load(x_ptr + i)
     total = tl.sum(x, 0)
@@ -127,7 +127,7 @@ def copied(arch: int, step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("limit", [None, 32])
-def test_a_kernel_that_spills_is_seen(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spilling_kernel_is_found(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TILES, "_spilling_kernel", ("SIZE",))
     x = torch.empty(16384)
     with compiled_for(90) as kernels:
@@ -138,7 +138,7 @@ def test_a_kernel_that_spills_is_seen(limit: int | None, monkeypatch: pytest.Mon
     assert any("spills" in problem for problem in wrong) == (limit == 32)
 
 
-def test_narrow_accesses_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied(90, 1, monkeypatch) == []
     narrow = copied(90, 3, monkeypatch)
     assert len(narrow) == 2
@@ -154,7 +154,7 @@ def test_each_budget_can_fail() -> None:
     assert problems("row", found, Budget(ptx="e5m2x2")) == ["lacks e5m2x2"]
 
 
-def test_everything_is_put_back() -> None:
+def test_everything_is_restored() -> None:
     x = torch.ones(2, 64)
     assert launched(Cast("mxfp4", "row"), 90) == {"cast_kernel"}
     assert capability(x.device) == CPU
@@ -164,7 +164,7 @@ def test_everything_is_put_back() -> None:
     assert float(quantize(x, "mxfp8_e4m3").data.float().sum()) > 0
 
 
-def test_a_lost_value_is_seen() -> None:
+def test_a_lost_value_is_found() -> None:
     line = "        /*0a10*/                   {} ;      /* 0x00007610010c7816 */\n"
     fine = "LDC R1, c[0x0][0x28]", "VIADD R1, R1, 0xffffffe8", "STL [R1+0x4], R12", "LDL R3, [R1]", "MOV R10, R11"
     fine += (

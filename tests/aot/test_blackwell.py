@@ -1,7 +1,7 @@
-"""The machine code of Blackwell's products, compiled without a GPU: block-scaled instructions of the tensor cores on
-codes as they are stored, scales that reach them by copies alone, no spills, memory that fits.
+"""Machine code of the Blackwell GEMM, compiled without a GPU: block-scaled MMA on the stored codes, scales that only
+TMA and tcgen05.cp move, no spills, memory that fits.
 
-With Triton 3.6 and 3.9 alike; only the ends of the instructions' names differ (`scale_vec::1X`, `block32`).
+The same with Triton 3.6 and 3.9, except for the suffixes of the instructions (`scale_vec::1X`, `block32`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
 ]
-# what multiplies, as PTX and as machine code name it: 8-bit units, 4-bit units with scales of either kind
+# MMA in PTX and in SASS: 8-bit, 4-bit with E8M0 scales, 4-bit with E4M3 scales
 _MXFP8, _MXFP4, _NVFP4 = ("mxf8f6f4", "UTCQMMA"), ("mxf4", "UTCOMMA"), ("mxf4nvf4", "UTCOMMA")
 _SM100 = {
     ("mxfp8_e4m3", "mxfp8_e4m3"): _MXFP8,
@@ -48,7 +48,7 @@ _EPILOGUES = (
     (torch.float32, False, True),
     (torch.bfloat16, False, True),
 )
-# of what differs from the first pair in a field of the instruction, or in nothing that a kernel sees, one epilogue
+# one epilogue for pairs that differ from the first one only in a field of the instruction, or not at all
 _ALIKE = {("mxfp8_e5m2", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3_128x128")}
 _SM100_CASES = [(*case, each) for case in _SM100.items() for each in _EPILOGUES[: 1 if case[0] in _ALIKE else 4]]
 
@@ -59,7 +59,7 @@ def operands(pair: tuple[str, str], rows: int = M, k: int = K) -> tuple[BlockSca
 
 
 def compiled(arch: int, pair: tuple[str, str], epilogue: _Epilogue, tile: Tile) -> tuple[Report, int]:
-    """What the assembler made of it, and the columns of tensor memory that it takes."""
+    """Report, and the columns of tensor memory that the kernel takes."""
     dtype, bias, accumulate = epilogue
     (a, b), out = operands(pair), torch.empty(M, N, dtype=dtype)
     with compiled_for(arch) as kernels:
@@ -79,7 +79,7 @@ def test_sm100(pair: tuple[str, str], names: tuple[str, str], epilogue: _Epilogu
     assert kinds(found.ptx) == {f"{kind}.block_scale"}
     assert found.opcodes[code] > 0
     assert not {op for op in found.opcodes if op.endswith("MMA")} - {code}
-    # scales go from shared to tensor memory as they lie: what threads store there is the zero that sums start from
+    # scales are copied from shared to tensor memory; threads store only the zero accumulator
     assert found.opcodes["UTCCP"] > 0
     assert found.opcodes["STTM"] == 1
     assert found.opcodes["UTMALDG"] > 0
@@ -87,13 +87,13 @@ def test_sm100(pair: tuple[str, str], names: tuple[str, str], epilogue: _Epilogu
     assert not found.stray
     assert set(found.stores) == {128}
     if not bias and not accumulate:
-        assert set(found.loads) <= {32}, "tensor scales; everything else comes by TMA"
+        assert set(found.loads) <= {32}, "tensor scales; TMA loads everything else"
     assert found.shared <= SHARED[100]
     assert columns <= 512
 
 
 def test_sm103() -> None:
-    """It assembles; the disassembler in Triton 3.6's wheel does not know the architecture."""
+    """It compiles; cuobjdump in Triton 3.6's wheel does not know the architecture."""
     (a, b), tile = operands(("nvfp4", "nvfp4")), Tile(128, 256, 256, 8, 4)
     with compiled_for(103) as kernels:
         _blackwell.launch(a, b, torch.empty(M, N, dtype=torch.bfloat16), None, accumulate=False, tile=tile)
@@ -103,12 +103,12 @@ def test_sm103() -> None:
 
 
 def kinds(ptx: str) -> set[str]:
-    """Of all products by tensor memory; what follows differs from one Triton to the next."""
+    """Kinds of all tcgen05.mma, without the suffix that differs between Triton versions."""
     return {re.sub(r".*kind::|\.(scale_vec::|block)\d.*", "", name) for name in re.findall(r"tcgen05\.mma\.\S+", ptx)}
 
 
-def test_fp4_beside_fp8_is_spread_by_tma() -> None:
-    """Why K is then in multiples of 128 and rows start at multiples of 32 bytes."""
+def test_fp4_beside_fp8_is_unpacked_by_tma() -> None:
+    """The reason why K is a multiple of 128 and rows start at multiples of 32 bytes."""
     (a, b), tile = operands(("mxfp8_e4m3", "mxfp4")), Tile(128, 128, 128, 8, 3)
     with compiled_for(100) as kernels:
         _blackwell.launch(a, b, torch.empty(M, N), None, accumulate=False, tile=tile)
@@ -116,15 +116,15 @@ def test_fp4_beside_fp8_is_spread_by_tma() -> None:
     assert [described["fp4_padded"] for described in descriptors] == [False, True, False, False]
 
 
-def test_two_programs_share_a_multiprocessor_of_sm100() -> None:
-    """By narrow tiles: one stores while the other multiplies."""
+def test_two_ctas_per_sm_on_sm100() -> None:
+    """With narrow tiles: one CTA stores while the other computes."""
     for pair in (("mxfp8_e4m3", "mxfp8_e4m3"), ("nvfp4", "nvfp4")):
         tile = _blackwell.tile_for_sm100(*operands(pair), torch.bfloat16, 148)
         found, columns = compiled(100, pair, (torch.bfloat16, False, False), tile)
         assert tile.bn == 128
         assert found.spilled == 0
         assert found.resident_warps >= 2 * tile.warps
-        assert 2 * (found.shared + 1024) <= SHARED[100] + 1024  # of each program 1 KiB is taken by the driver
+        assert 2 * (found.shared + 1024) <= SHARED[100] + 1024  # the driver takes 1 KiB per CTA
         assert 2 * columns <= 512
 
 
@@ -136,7 +136,7 @@ def test_sm120(pair: tuple[str, str], names: tuple[str, str], epilogue: _Epilogu
     assert {name.split("kind::")[-1] for name in re.findall(r"mma\.sync\S+", found.ptx)} == {kind}
     assert found.opcodes[code] > 0
     assert not {op for op in found.opcodes if op.endswith("MMA")} - {code}
-    # the assembler of CUDA 12.9 leaves a word on the stack for each copy by TMA, and never reads it
+    # ptxas 12.9 stores a word on the stack for each TMA load, and never reads it
     assert found.opcodes["LDL"] == 0
     assert found.opcodes["STL"] <= (0 if LATER else found.opcodes["UTMALDG"])
     assert found.opcodes["UTMALDG"] > 0
@@ -146,13 +146,13 @@ def test_sm120(pair: tuple[str, str], names: tuple[str, str], epilogue: _Epilogu
 
 
 def test_sm120_has_no_mixed_pairs() -> None:
-    """Why its row does not list them: Triton multiplies them as bf16. Once this fails, it may."""
+    """The reason why its registry entry does not list them: Triton multiplies them as bf16. Once this fails, it can."""
     pair = ("mxfp8_e4m3", "mxfp4")
     found, _ = compiled(120, pair, (torch.bfloat16, False, False), _blackwell.tile_for_sm120(*operands(pair)))
     assert set(re.findall(r"mma\.sync\S+", found.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 
 
-def test_neither_m_nor_k_makes_another_kernel() -> None:
+def test_m_and_k_are_not_specialized() -> None:
     tile = Tile(128, 128, 128, 8, 3)
     cases = [operands(("mxfp8_e4m3", "mxfp8_e4m3"), rows, k) for rows in (1, 16, 17) for k in (K, 90)]
     with compiled_for(100) as kernels:

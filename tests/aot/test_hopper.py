@@ -1,5 +1,5 @@
-"""The machine code of Hopper's product, compiled without a GPU: no spills, products by the tensor cores, memory that
-fits and that the model of `heuristics` knows."""
+"""Machine code of the Hopper GEMM, compiled without a GPU: no spills, the expected MMAs and waits, and the shared
+memory that `heuristics` predicts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 _Epilogue = tuple[torch.dtype, bool, bool, bool]
-# output, bias, accumulate, shared tiles
+# output, bias, accumulate, stream-K
 _EPILOGUES = (
     (torch.bfloat16, True, False, False),
     (torch.bfloat16, False, False, True),
@@ -37,15 +37,15 @@ _EPILOGUES = (
     (torch.float16, False, False, False),
     (torch.bfloat16, False, True, False),
 )
-# Every tile with a bias, in the order of TILES; shared, one of each count of groups and waves; the tile with the fewest
-# registers with all but fp16, which differs from bf16 in one instruction.
+# Every tile with a bias, in the order of TILES; stream-K for each count of warpgroups and m_subtiles; the tile with the
+# fewest registers with all epilogues but fp16, which differs from bf16 in one instruction.
 _CASES = [
     (tile, weight, _EPILOGUES[number])
     for weight in ("fp8_128x128", "fp8_1x128")
     for tile, numbers in zip(heuristics.TILES, ((0, 1), (0, 1, 2, 3, 5), (0, 1), (0,), (0, 1), (0,)), strict=True)
     for number in numbers
 ] + [(heuristics.TILES[1], "fp8_128x128", _EPILOGUES[4])]
-# Values that the compiler moves out of copies of the consumer; they are stored and loaded once for each launch.
+# Bytes by weight and stream-K: values hoisted out of the copies of the consumer, stored and loaded once per launch.
 _MAY_SPILL = {("fp8_1x128", True): 32, ("fp8_128x128", True): 80 if LATER else 0}
 
 
@@ -62,20 +62,18 @@ def test_machine_code(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, m
     check(tile, weight, epilogue)
 
 
-# those with the fewest registers to spare
+# tiles with the fewest spare registers
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
 @pytest.mark.parametrize(
     "tile", first_of(heuristics.TILES[:3], lambda tile: tile is heuristics.TILES[1]), ids=lambda tile: tile.label
 )
-def test_machine_code_by_the_other_assembler(
-    tile: heuristics.Tile, weight: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one of CUDA 12.9, which the library takes for Triton 3.6."""
+def test_machine_code_by_the_other_ptxas(tile: heuristics.Tile, weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 12.9, which the library takes for Triton 3.6."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
     check(tile, weight, _EPILOGUES[0 if tile.m_subtiles > 1 else 2])
 
 
-# the epilogue with the most in each tile's memory and registers, and one of 16 bits without anything
+# for each tile the epilogue that needs the most memory and registers, and a plain 16-bit one
 _CLUSTERS = [
     (tile, weight, _EPILOGUES[number])
     for weight in ("fp8_128x128", "fp8_1x128")
@@ -86,34 +84,34 @@ _CLUSTERS = [
 @pytest.mark.skipif(not _hopper.HAS_MULTICAST, reason="clusters need Triton 3.9")
 @pytest.mark.parametrize(("tile", "weight", "epilogue"), _CLUSTERS, ids=str)
 def test_clusters(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same rules, and a block of b is fetched for both multiprocessors when both have given it back."""
+    """The same checks, and b is multicast to both CTAs after both have released the stage."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
     found = check(tile, weight, epilogue, clusters=True)
     ptx = found.ptx
     assert found.multicasts == 1
-    # the producer: its own consumers, those of both, then what it expects
+    # the producer waits for its own consumers and for those of both CTAs, then expects the bytes
     assert re.findall(r"try_wait|expect_tx|multicast::", ptx[: ptx.index("multicast::") + 11])[-4:] == [
         "try_wait", "try_wait", "expect_tx", "multicast::",
     ]  # fmt: skip
-    # what a multiprocessor receives: 64 rows of each part, all of b, the scales of both; and what is added to
+    # bytes per CTA: 64 rows of each m_subtile, all of b, the scales of both; and the output tile for `out +=`
     scales = 4 * (tile._replace(cluster=2).span + (tile.bn if weight == "fp8_1x128" else 0))
     expected = {(tile.bm + tile.bn) * 128 + scales} | ({4 * 64 * tile.bn} if epilogue[2] else set())
     assert set(map(int, re.findall(r"expect_tx\S+ _, \[%\w+\], (\d+);", ptx))) == expected
-    # the consumers: to the first multiprocessor and to their own, after each product and where there is none
+    # consumers arrive at the first CTA and at their own, after each MMA and for skipped tiles
     assert re.findall(r"mbarrier\.arrive\.shared::(\w+)", ptx) == ["cluster", "cta"] * tile.warpgroups * (
         tile.k_unroll + 1
     )
     arrivals = re.findall(r"mbarrier\.init\S+ \[%\w+\], (\d+);", ptx)
-    stages = (len(arrivals) - tile.warpgroups) // 3  # three barriers each, and one of each group for what is added to
-    assert arrivals.count(str(2 * tile.warpgroups)) == stages, "those of both are waited for"
-    # both are set up before one tells the other, and neither ends before it has been told
+    stages = (len(arrivals) - tile.warpgroups) // 3  # three mbarriers per stage, and one per warpgroup for `out +=`
+    assert arrivals.count(str(2 * tile.warpgroups)) == stages, "one of them counts the consumers of both CTAs"
+    # mbarriers of both are initialized before the first use, and neither CTA exits before the last arrival
     begin = [ptx.rindex("mbarrier.init"), ptx.index("fence.mbarrier_init"), ptx.index("barrier.cluster.wait")]
     end = [ptx.rindex("mbarrier.arrive"), ptx.rindex("cluster.arrive.aligned"), ptx.rindex("barrier.cluster.wait")]
     steps = [*begin, ptx.index("mbarrier.try_wait"), *end]
     assert steps == sorted(steps)
 
 
-# an odd N is a kernel of its own, since a bias is not loaded in pairs, and so is an N of 1
+# an odd N is another kernel, since bias loads are narrower, and so is N = 1
 @pytest.mark.parametrize("weight", first_of(["fp8_128x128", "fp8_1x128"], lambda weight: weight == "fp8_128x128"))
 @pytest.mark.parametrize(
     ("tile", "n"),
@@ -126,13 +124,13 @@ def test_odd_sizes(tile: heuristics.Tile, weight: str, n: int, monkeypatch: pyte
     check(tile, weight, _EPILOGUES[0], n=n, k=2047)
 
 
-def test_clusters_are_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_only_if_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request("gemm", Capability("cuda", 90), ("fp8_1x128", "fp8_128x128"), (4096, 4096, 4096), torch.bfloat16)
-    assert "on 2 multiprocessors" not in _hopper.forecast(request).configuration
+    assert "on 2 SMs" not in _hopper.forecast(request).configuration
     monkeypatch.setenv("BLOCKSCALE_MULTICAST", "1")
     if _hopper.HAS_MULTICAST:
         found = _hopper.forecast(request)
-        assert "on 2 multiprocessors" in found.configuration
+        assert "on 2 SMs" in found.configuration
         assert "the time without clusters" in found.note
     else:
         with pytest.raises(OptionError, match="BLOCKSCALE_MULTICAST=1"):
@@ -142,9 +140,9 @@ def test_clusters_are_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(
     tile: heuristics.Tile, weight: str, epilogue: _Epilogue, *, clusters: bool = False, n: int = 512, k: int = 2048
 ) -> Report:
-    dtype, has_bias, accumulate, shared = epilogue
+    dtype, has_bias, accumulate, stream_k = epilogue
     problem = heuristics.Problem(512, n, k, weight == "fp8_1x128", dtype == torch.float32, 132, accumulate)
-    plan = heuristics.stream_k_plan(tile, problem) if shared else heuristics.data_parallel_plan(tile, problem)
+    plan = heuristics.stream_k_plan(tile, problem) if stream_k else heuristics.data_parallel_plan(tile, problem)
     assert plan is not None
     plan = heuristics.in_clusters(plan, problem) if clusters else plan
     a, b = quantize(torch.zeros(512, k), "fp8_1x128"), quantize(torch.zeros(n, k), weight)
@@ -152,14 +150,14 @@ def check(
     with compiled_for(90) as kernels:
         _hopper.launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     found = report(kernels[0])
-    column = 16 if LATER and n == 1 else 0  # a result of one column, which nobody multiplies often
-    assert found.spilled <= max(_MAY_SPILL.get((weight, shared), 0), column)
-    # per wave of a group: 128 of K by instructions of 32
-    parts = tile.warpgroups * tile.m_subtiles
-    assert found.opcodes["QGMMA"] == 4 * parts * tile.k_unroll
-    assert found.opcodes["FFMA"] >= parts * tile.k_unroll * tile.bn // 2, "sums are fused multiply-adds"
-    # the assembler waits for every instruction of a product where it loses sight of one that is under way
-    assert found.opcodes["WARPGROUP"] == 2 * parts * tile.k_unroll, "products are waited for once"
+    column = 16 if LATER and n == 1 else 0  # an output of one column, which is rare
+    assert found.spilled <= max(_MAY_SPILL.get((weight, stream_k), 0), column)
+    # per m_subtile: 128 of K by instructions of 32
+    m_subtiles = tile.warpgroups * tile.m_subtiles
+    assert found.opcodes["QGMMA"] == 4 * m_subtiles * tile.k_unroll
+    assert found.opcodes["FFMA"] >= m_subtiles * tile.k_unroll * tile.bn // 2, "promotion by fused multiply-adds"
+    # ptxas waits for every MMA instruction if it loses track of one in flight
+    assert found.opcodes["WARPGROUP"] == 2 * m_subtiles * tile.k_unroll, "one wait per MMA"
     assert released_stages(found.ptx) == ["fenced"] * tile.warpgroups * tile.k_unroll
     assert not found.stray
     estimate = heuristics.shared_bytes(plan.tile, problem)
@@ -172,7 +170,7 @@ def check(
     ("rows", "n", "k"), first_of([(16, 512, 2048), (32, 512, 2048), (16, 511, 2047)], lambda sizes: sizes[0] == 16)
 )
 def test_few_rows(rows: int, n: int, k: int, weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights by tokens: the same rules."""
+    """Swapped operands, weights by tokens: the same checks."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
     plan, _ = heuristics.choose_few_rows(heuristics.Problem(rows, n, k, weight == "fp8_1x128", False, 132))
     a, b = quantize(torch.zeros(rows, k), "fp8_1x128"), quantize(torch.zeros(n, k), weight)
@@ -181,6 +179,6 @@ def test_few_rows(rows: int, n: int, k: int, weight: str, monkeypatch: pytest.Mo
     found, tile = report(kernels[0]), plan.tile
     assert found.spilled == 0
     assert found.opcodes["QGMMA"] == 4 * tile.warpgroups * tile.k_unroll
-    assert found.opcodes["WARPGROUP"] == 2 * tile.warpgroups * tile.k_unroll, "products are waited for once"
+    assert found.opcodes["WARPGROUP"] == 2 * tile.warpgroups * tile.k_unroll, "one wait per MMA"
     assert released_stages(found.ptx) == ["fenced"] * tile.warpgroups * tile.k_unroll
     assert found.shared <= heuristics.SHARED_BYTES

@@ -1,4 +1,4 @@
-"""The machine code of Hopper's grouped products, compiled without a GPU, by the rules of the dense one."""
+"""Machine code of the Hopper grouped GEMM, compiled without a GPU, by the checks of the dense one."""
 
 from __future__ import annotations
 
@@ -40,15 +40,13 @@ class Case:
     n: int = 512
 
     def __str__(self) -> str:
-        kind = (
-            f"{'k' if self.k_grouped else 'm'}, N = {self.n}, {self.tile.label}, run {self.tile.k_unroll}, {self.dtype}"
-        )
-        return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
+        kind = f"{'k' if self.k_grouped else 'm'}, N = {self.n}, {self.tile.label}, k_unroll {self.tile.k_unroll}"
+        return f"{kind}, {self.dtype}{' bias' if self.bias else ''}{' accumulate' if self.accumulate else ''}"
 
 
-_TALL, _THREE, _TWO, _SHORT_RUN, _ONE, _NARROW = heuristics.TILES
-_BF16_SUMS = Case(_THREE, True, accumulate=True)
-# every tile with the epilogue that takes most of it, and those that people run
+_TALL, _THREE, _TWO, _SHORT_UNROLL, _ONE, _NARROW = heuristics.TILES
+_BF16_ACCUMULATE = Case(_THREE, True, accumulate=True)
+# every tile with its most demanding epilogue, and the common ones
 _CASES = [
     Case(_TALL, bias=True),
     Case(_THREE, bias=True),
@@ -60,34 +58,34 @@ _CASES = [
     Case(_TALL, True),
     Case(_THREE, True),
     Case(_THREE, True, torch.float32, accumulate=True),
-    Case(_SHORT_RUN, True),
-    Case(_SHORT_RUN, True, torch.float32, accumulate=True),
+    Case(_SHORT_UNROLL, True),
+    Case(_SHORT_UNROLL, True, torch.float32, accumulate=True),
     Case(_ONE, True, torch.float32, accumulate=True),
     Case(_THREE, bias=True, n=511),
-    _BF16_SUMS,
+    _BF16_ACCUMULATE,
 ]
 
 
-# of rows those with a bias, of tokens those that are added to; the others with --all
+# m-grouped with a bias, k-grouped with `out +=`; the others with --all
 @pytest.mark.parametrize(
     "case", first_of(_CASES, lambda case: case.bias or (case.k_grouped and case.accumulate)), ids=str
 )
 def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
-    check(case, spilled=8 if case is _BF16_SUMS else 0)  # values that two of the groups load once a tile
+    check(case, spilled=8 if case is _BF16_ACCUMULATE else 0)  # values that two warpgroups load once per tile
 
 
-# those with the fewest registers to spare
+# cases with the fewest spare registers
 @pytest.mark.parametrize(
     "case",
     first_of(
-        [_CASES[0], _CASES[1], _CASES[4], _CASES[9], _BF16_SUMS],
+        [_CASES[0], _CASES[1], _CASES[4], _CASES[9], _BF16_ACCUMULATE],
         lambda case: case in (_CASES[0], _CASES[9]),
     ),
     ids=str,
 )
-def test_machine_code_by_the_other_assembler(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one of CUDA 12.9, which the library takes for Triton 3.6."""
+def test_machine_code_by_the_other_ptxas(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 12.9, which the library takes for Triton 3.6."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
     check(case)
 
@@ -98,33 +96,34 @@ def check(case: Case, *, spilled: int = 0) -> None:
         a, b = (quantize(torch.zeros(512, size), "fp8_1x128", axis=-2, offs=offs).mT for size in (384, n))
     else:
         a, b = quantize(torch.zeros(512, 2048), "fp8_1x128"), quantize(torch.zeros(3, n, 2048), "fp8_128x128")
-    wide = case.dtype == torch.float32
-    problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, wide, 132, case.accumulate)
+    fp32_out = case.dtype == torch.float32
+    problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, fp32_out, 132, case.accumulate)
     tile = heuristics.fitted(case.tile, problem)
     out = empty_for_tma((3 * a.rows if case.k_grouped else a.rows, n), case.dtype, torch.device("cpu"))
     with compiled_for(90) as kernels:
         bias = torch.zeros(3, n) if case.bias else None
         _hopper.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)
     found = report(kernels[-1])
-    # a later Triton keeps some values of a tile in memory; consumers load them once a tile, not for each block
+    # a later Triton spills some values of a tile; consumers load them once per tile, not per K-block
     assert found.spilled <= (24 if LATER and case.k_grouped and tile.k_unroll == 2 else spilled)
-    parts = tile.warpgroups * tile.m_subtiles
-    assert found.opcodes["QGMMA"] == 4 * parts * tile.k_unroll
-    assert found.opcodes["FFMA"] >= parts * tile.k_unroll * tile.bn // 2, "sums are fused multiply-adds"
-    assert found.opcodes["WARPGROUP"] == 2 * parts * tile.k_unroll, "products are waited for once"
+    m_subtiles = tile.warpgroups * tile.m_subtiles
+    assert found.opcodes["QGMMA"] == 4 * m_subtiles * tile.k_unroll
+    assert found.opcodes["FFMA"] >= m_subtiles * tile.k_unroll * tile.bn // 2, "promotion by fused multiply-adds"
+    assert found.opcodes["WARPGROUP"] == 2 * m_subtiles * tile.k_unroll, "one wait per MMA"
     assert released_stages(found.ptx) == ["fenced"] * tile.warpgroups * tile.k_unroll
-    # stores of tails, from registers: pairs of neighbours at once where rows start at multiples of 16 values
+    # stores of tails from registers: in pairs if rows start at multiples of 16 values
     width = 2 * 8 * case.dtype.itemsize
-    assert found.stores == {width if n % 16 == 0 else width // 2: parts * tile.bn // (4 if n % 16 == 0 else 2)} or LATER
+    stores = m_subtiles * tile.bn // 2
+    assert found.stores == ({width: stores // 2} if n % 16 == 0 else {width // 2: stores}) or LATER
     assert not found.stray
     estimate = heuristics.shared_bytes(tile, problem)
     assert estimate - 2048 <= found.shared <= estimate <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("kind", ["m", "k", "mx"])
-def test_operands_without_memory_name_the_kernels(kind: str) -> None:
-    """What `ahead` promises: a launch with operands of the meta device asks for kernels and runs none, and requests
-    with equal answers ask for the same."""
+def test_precompile_key_identifies_the_kernel(kind: str) -> None:
+    """A launch with meta operands requests kernels and runs none, and requests with equal precompile keys request the
+    same kernel."""
     from triton import knobs
 
     from blockscale.diagnostics.precompile import Target, _standing_in
@@ -137,7 +136,7 @@ def test_operands_without_memory_name_the_kernels(kind: str) -> None:
 
     def note(*, key: str, fn: Any, **_: object) -> bool:
         asked.append((fn.name.rpartition(".")[2], key))
-        return True  # that it need not be compiled
+        return True  # do not compile
 
     found = {}
     with target.compiling(), _standing_in(target), knobs.runtime.scope():
@@ -154,9 +153,9 @@ def test_operands_without_memory_name_the_kernels(kind: str) -> None:
             asked.clear()
             serve(a, b, offs, out, bias=None, accumulate=False)
             request = grouped_request(a, b, groups, torch.bfloat16, bias=False, accumulate=False)
-            row = next(row for row in kernels(request.op) if row.launch is serve)
-            assert row.precompile_key is not None
-            found[tokens] = (row.precompile_key(request), [pair for pair in asked if pair[0] == product])
+            entry = next(entry for entry in kernels(request.op) if entry.launch is serve)
+            assert entry.precompile_key is not None
+            found[tokens] = (entry.precompile_key(request), [pair for pair in asked if pair[0] == product])
             assert {name for name, _ in asked} <= {
                 product, "_row_tiles_kernel", "_group_spans_kernel", "cast_kernel",
             }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The machine code of Hopper's m-grouped MXFP8 product, compiled without a GPU, by the rules of the dense one."""
+"""Machine code of the Hopper m-grouped MXFP8 GEMM, compiled without a GPU, by the checks of the dense one."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Case:
 
     def __str__(self) -> str:
         kind = f"{self.left} @ 128x128, N = {self.n}, {self.tile.label}, {self.dtype}"
-        return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
+        return f"{kind}{' bias' if self.bias else ''}{' accumulate' if self.accumulate else ''}"
 
 
 _TWO, _ONE, _NARROW = heuristics_mx.TILES
-# every tile with the epilogue that takes most of it, and those that people run
+# every tile with its most demanding epilogue, and the common ones
 _CASES = [
     Case(_TWO),
     Case(_TWO, bias=True),
@@ -59,34 +59,34 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case)
 
 
-# those with the fewest registers to spare
+# cases with the fewest spare registers
 @pytest.mark.parametrize("case", first_of(_CASES[:3], lambda case: case == _CASES[0]), ids=str)
-def test_machine_code_by_the_other_assembler(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one of CUDA 12.9, which the library takes for Triton 3.6."""
+def test_machine_code_by_the_other_ptxas(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 12.9, which the library takes for Triton 3.6."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
     check(case)
 
 
 def check(case: Case) -> None:
-    n, wide = case.n, case.dtype == torch.float32
+    n, fp32_out = case.n, case.dtype == torch.float32
     a, b = quantize(torch.zeros(512, 2048), case.left), quantize(torch.zeros(3, n, 2048), "mxfp8_e4m3_128x128")
-    problem = heuristics.Problem(512, n, 2048, 3, False, wide, 132, case.accumulate)
+    problem = heuristics.Problem(512, n, 2048, 3, False, fp32_out, 132, case.accumulate)
     tile = heuristics_mx.fitted(case.tile, problem)
     out, bias = empty_for_tma((512, n), case.dtype, torch.device("cpu")), torch.zeros(3, n) if case.bias else None
     with compiled_for(90) as kernels:
         _hopper_mx.launch(a, b, offsets([100, 200, 212]), out, bias, accumulate=case.accumulate, tile=tile)
     found = report(kernels[-1])
-    # two registers of the 128x128 tile with a bias, with the assembler of a later Triton
+    # two registers of the 128x128 tile with a bias, with the ptxas of a later Triton
     assert found.spilled <= (8 if LATER and case.bias else 0)
-    products = tile.warpgroups * tile.k_unroll
-    assert found.opcodes["QGMMA"] == products, "one for each 32 of K"
-    assert found.opcodes["WARPGROUP"] == 2 * products, "products are waited for once"
-    outputs = products * tile.bn // 2  # of a thread
-    assert outputs <= found.opcodes["FFMA"] <= outputs + 8, "sums are fused multiply-adds"
-    assert found.opcodes["FMUL"] == 4, "scales are multiplied once, by the scalers, who have a row each"
+    mmas = tile.warpgroups * tile.k_unroll
+    assert found.opcodes["QGMMA"] == mmas, "one MMA per 32 of K"
+    assert found.opcodes["WARPGROUP"] == 2 * mmas, "one wait per MMA"
+    outputs = mmas * tile.bn // 2  # per thread
+    assert outputs <= found.opcodes["FFMA"] <= outputs + 8, "promotion by fused multiply-adds"
+    assert found.opcodes["FMUL"] == 4, "scales are multiplied once, by the scaler warps"
     assert ".ftz" not in found.ptx, "scales may be subnormal"
     assert f"f32.{get_format(case.left).element.name}.e4m3" in found.ptx
-    # stores of tails, from registers: pairs of neighbours at once where rows start at multiples of 16 values
+    # stores of tails from registers: in pairs if rows start at multiples of 16 values
     width = 2 * 8 * case.dtype.itemsize
     stores = tile.warpgroups * tile.bn // 2
     assert found.stores == ({width: stores // 2} if n % 16 == 0 else {width // 2: stores}) or LATER

@@ -1,4 +1,4 @@
-"""The machine code of Hopper's grouped products of decoded operands, compiled without a GPU."""
+"""Machine code of the Hopper grouped GEMM of upcast operands, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Case:
 
     def __str__(self) -> str:
         kind = f"{'k' if self.k_grouped else 'm'}, {self.tile.label}, {self.dtype}"
-        return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
+        return f"{kind}{' bias' if self.bias else ''}{' accumulate' if self.accumulate else ''}"
 
 
-_HIGH, _LOW, _ONE = heuristics_upcast.TILES
-# every tile with the epilogue that takes most of it, and those that people run
+_TALL, _SHORT, _ONE = heuristics_upcast.TILES
+# every tile with its most demanding epilogue, and the common ones
 _CASES = [
-    Case(_HIGH, bias=True),
-    Case(_HIGH, torch.float32, k_grouped=True),
-    Case(_LOW, torch.float32, k_grouped=True, accumulate=True),
-    Case(_LOW, k_grouped=True, accumulate=True),
+    Case(_TALL, bias=True),
+    Case(_TALL, torch.float32, k_grouped=True),
+    Case(_SHORT, torch.float32, k_grouped=True, accumulate=True),
+    Case(_SHORT, k_grouped=True, accumulate=True),
     Case(_ONE, bias=True),
 ]
 
@@ -50,12 +50,12 @@ _CASES = [
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
-    n, offs, wide = 512, offsets([100, 200, 212]), case.dtype == torch.float32
+    n, offs, fp32_out = 512, offsets([100, 200, 212]), case.dtype == torch.float32
     if case.k_grouped:
         a, b = (quantize(torch.zeros(512, size), "nvfp4", axis=-2, offs=offs).mT for size in (256, n))
     else:
         a, b = quantize(torch.zeros(512, 256), "nvfp4"), quantize(torch.zeros(3, n, 256), "nvfp4")
-    problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, wide, 132, case.accumulate)
+    problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, fp32_out, 132, case.accumulate)
     tile = heuristics_upcast.fitted(case.tile, problem)
     out = empty_for_tma((a.rows * (3 if case.k_grouped else 1), n), case.dtype, torch.device("cpu"))
     with compiled_for(90) as kernels:
@@ -63,10 +63,8 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         _hopper_upcast.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)
     found = report(kernels[-1])
     assert found.spilled == 0
-    assert found.opcodes["HGMMA"] == tile.warpgroups * tile.m_subtiles * 4, (
-        "one for each 16 of K in a block of the ring"
-    )
-    assert found.opcodes["FFMA"] == 0, "tensor scales are multiplied, rounded, and then added to"
+    assert found.opcodes["HGMMA"] == tile.warpgroups * tile.m_subtiles * 4, "one MMA per 16 of K in a stage"
+    assert found.opcodes["FFMA"] == 0, "tensor scales are multiplied and rounded before any addition"
     assert not found.stray
     estimate = heuristics_upcast.shared_bytes(tile, problem)
     assert found.shared <= estimate <= SHARED_BYTES

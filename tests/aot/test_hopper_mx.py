@@ -1,5 +1,5 @@
-"""The machine code of Hopper's MXFP8 product, compiled without a GPU: no spills, an instruction of the tensor cores for
-each 32 of K, sums that are fused and little beside them, memory that fits."""
+"""Machine code of the Hopper MXFP8 GEMM, compiled without a GPU: no spills, one MMA per 32 of K, promotion by fused
+multiply-adds and little beside them, shared memory that fits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Case:
 
     def __str__(self) -> str:
         kind = f"{self.left} @ 128x128, N = {self.n}, {self.tile.label}, {self.dtype}"
-        return f"{kind}{' bias' if self.bias else ''}{' add' if self.accumulate else ''}"
+        return f"{kind}{' bias' if self.bias else ''}{' accumulate' if self.accumulate else ''}"
 
 
 _EVERY_TILE = [Case(tile, bias=True) for tile in heuristics_mx.TILES]
@@ -56,12 +56,12 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case)
 
 
-# those with the fewest registers to spare
+# cases with the fewest spare registers
 @pytest.mark.parametrize(
     "case", first_of([Case(heuristics_mx.TILES[0]), *_OTHERS[:1]], lambda case: case.accumulate), ids=str
 )
-def test_machine_code_by_the_other_assembler(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one of CUDA 12.9, which the library takes for Triton 3.6."""
+def test_machine_code_by_the_other_ptxas(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ptxas 12.9, which the library takes for Triton 3.6."""
     monkeypatch.setenv("BLOCKSCALE_PTXAS", OTHER_PTXAS)
     check(case)
 
@@ -75,15 +75,15 @@ def check(case: Case) -> None:
     with compiled_for(90) as kernels:
         _hopper_mx.launch(a, b, out, bias, accumulate=case.accumulate, plan=plan)
     found = report(kernels[0])
-    # of a result of one column, which nobody multiplies often, a later Triton spills
+    # a later Triton spills for an output of one column, which is rare
     assert found.spilled <= (120 if LATER and n == 1 else 0)
-    products = tile.warpgroups * tile.k_unroll
-    assert found.opcodes["QGMMA"] == products, "one for each 32 of K"
-    # the assembler waits for every instruction of a product where it loses sight of one that is under way
-    assert found.opcodes["WARPGROUP"] == 2 * products, "products are waited for once"
-    outputs = products * tile.bn // 2  # of a thread
-    assert outputs <= found.opcodes["FFMA"] <= outputs + 8, "sums are fused multiply-adds"
-    assert found.opcodes["FMUL"] == 4, "scales are multiplied once, by the scalers, who have a row each"
+    mmas = tile.warpgroups * tile.k_unroll
+    assert found.opcodes["QGMMA"] == mmas, "one MMA per 32 of K"
+    # ptxas waits for every MMA instruction if it loses track of one in flight
+    assert found.opcodes["WARPGROUP"] == 2 * mmas, "one wait per MMA"
+    outputs = mmas * tile.bn // 2  # per thread
+    assert outputs <= found.opcodes["FFMA"] <= outputs + 8, "promotion by fused multiply-adds"
+    assert found.opcodes["FMUL"] == 4, "scales are multiplied once, by the scaler warps"
     assert ".ftz" not in found.ptx, "scales may be subnormal"
     assert f"f32.{get_format(case.left).element.name}.e4m3" in found.ptx
     assert not found.stray

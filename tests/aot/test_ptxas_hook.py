@@ -1,4 +1,4 @@
-"""Hopper's product by another ptxas than Triton's: a key of its own, no other kernels, and failures that tell."""
+"""Hopper GEMM by another ptxas than Triton's: separate cache keys, no effect on other kernels, and logged failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ X, W = quantize(torch.zeros(128, 256), "fp8_1x128"), quantize(torch.zeros(128, 2
 
 
 def forget() -> None:
-    """What this process remembers of choices and of compiled kernels; files stay."""
+    """Clear this process's caches of choices and compiled kernels; files stay."""
     _ptxas.resolve.cache_clear()
     _ptxas_hook._options.cache_clear()
     _hopper.scaled_mm_kernel.device_caches.clear()
@@ -65,7 +65,7 @@ def theirs() -> None:
 
 
 def fake(path: Path, version: str, rest: str) -> str:
-    """An ptxas that answers, and then does something else."""
+    """A ptxas that answers `--version`, and otherwise runs `rest`."""
     path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo V{version}; exit; fi\n{rest}\n')
     path.chmod(0o755)
     return str(path)
@@ -73,7 +73,7 @@ def fake(path: Path, version: str, rest: str) -> str:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Versions of the assemblers that were run instead of Triton's own, in order."""
+    """Versions of ptxas that ran instead of Triton's own, in order."""
     versions: list[str] = []
     real = _ptxas_hook.assemble
 
@@ -85,8 +85,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return versions
 
 
-def test_two_assemblers_have_two_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
-    """And a third of the same version of PTX has one more; in a new process each finds its own on disk."""
+def test_each_ptxas_has_its_own_cache_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
+    """Also a third with the same PTX version; with empty memory caches each finds its own on disk."""
     twin = fake(tmp_path / "ptxas", "12.9.41", f'exec {OTHER_PTXAS} "$@"')
     with compiled_for(90) as kernels:
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_two_assemblers_have_two_entries(tmp_path: Path, monkeypatch: pytest.Mon
                 product()
             forget()
         folders = {path.parent for path in Path(knobs.cache.dir).rglob("scaled_mm_kernel.cubin")}
-    assert used == ["12.9.86", "12.9.41"], "once each"
+    assert used == ["12.9.86", "12.9.41"], "compiled once each"
     assert len(folders) == 3
     default, newer, third, *again = kernels
     assert len({default.hash, newer.hash, third.hash}) == 3
@@ -105,8 +105,8 @@ def test_two_assemblers_have_two_entries(tmp_path: Path, monkeypatch: pytest.Mon
     assert default.metadata.shared == newer.metadata.shared
 
 
-def test_the_text_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the version of PTX, which an older ptxas may not know."""
+def test_the_ptx_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for the PTX version, which an older ptxas may not know."""
     with compiled_for(90) as kernels:
         for setting in ("default", OTHER_PTXAS):
             monkeypatch.setenv(_ptxas.SETTING, setting)
@@ -115,7 +115,7 @@ def test_the_text_is_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == second
 
 
-def test_kernels_of_others_are_untouched(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
+def test_other_kernels_are_unaffected(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
     monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
     with compiled_for(90) as kernels:
         theirs()
@@ -134,8 +134,8 @@ def test_kernels_of_others_are_untouched(monkeypatch: pytest.MonkeyPatch, used: 
     assert used == ["12.9.86"]
 
 
-def test_even_while_the_hook_is_there(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
-    """Another thread compiles during one of our launches: its key may differ, its code may not."""
+def test_other_kernels_are_unaffected_during_a_launch(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
+    """Another thread compiles during a launch of ours: its key may differ, its code may not."""
     monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
     with compiled_for(90) as kernels:
         theirs()
@@ -149,7 +149,7 @@ def test_even_while_the_hook_is_there(monkeypatch: pytest.MonkeyPatch, used: lis
     assert used == ["12.9.86"]
 
 
-def test_a_hook_of_others_stays(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
+def test_an_existing_hook_stays(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
     seen: list[int] = []
 
     def hook(*args: Any) -> tuple[str, str]:
@@ -167,8 +167,8 @@ def test_a_hook_of_others_stays(monkeypatch: pytest.MonkeyPatch, used: list[str]
         assert knobs.runtime.add_stages_inspection_hook() == ("key", "hash")
 
 
-def test_launches_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook stays until the last has finished, and one that somebody puts in its place meanwhile stays."""
+def test_hook_with_launches_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook stays until the last launch ends, and a hook that is set meanwhile stays."""
     hooked = _ptxas_hook._Hooked()
     with hooked:
         with hooked:
@@ -183,7 +183,7 @@ def test_launches_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_hook_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own ptxas does not know the word that names another."""
+    """Triton's own ptxas does not know the marker."""
     monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
     monkeypatch.setattr(_ptxas_hook, "_hooked", contextlib.nullcontext())
     with compiled_for(90):
@@ -192,8 +192,8 @@ def test_without_the_hook_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> 
         assert list(Path(knobs.cache.dir).rglob("*.cubin")) == []
 
 
-def test_what_the_library_chooses(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
-    """With a driver and nothing set: another ptxas for Triton 3.6, and Triton's own for 3.9."""
+def test_default_choice(monkeypatch: pytest.MonkeyPatch, used: list[str]) -> None:
+    """With a driver and no variables: another ptxas for Triton 3.6, and Triton's own for 3.9."""
     monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 13)
     wanted = {"3.6": ["12.9.86"], "3.9": []}
     release = ".".join(triton.__version__.split(".")[:2])
@@ -204,10 +204,8 @@ def test_what_the_library_chooses(monkeypatch: pytest.MonkeyPatch, used: list[st
     assert used == wanted[release]
 
 
-def test_an_assembler_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The library's choice falls back to Triton's own, and says so; a demand raises. Nothing is stored in its name."""
+def test_a_failing_ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The library's choice falls back to Triton's own and logs it; a forced one raises. Nothing is cached for it."""
     bad = fake(tmp_path / "ptxas", "12.9.86", "echo 'no room left' >&2; exit 7")
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     monkeypatch.setitem(_ptxas.ALLOWED, (release, (12, 9, 86)), "by hand")
@@ -220,7 +218,7 @@ def test_an_assembler_that_fails(
         assert len(list(Path(knobs.cache.dir).rglob("*.cubin"))) == 1
         assert kernels[0].hash == kernels[1].hash
         assert kernels[0].metadata.ptx_options is None
-        assert [record.getMessage().count("no room left") for record in caplog.records] == [1], "told once"
+        assert [record.getMessage().count("no room left") for record in caplog.records] == [1], "logged once"
         assert "no room left" in str(_ptxas.choice())
         monkeypatch.setenv(_ptxas.SETTING, bad)
         with pytest.raises(AssemblyError, match=r"status 7 .*no room left.* Fix: set BLOCKSCALE_PTXAS=default"):

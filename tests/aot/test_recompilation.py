@@ -1,4 +1,4 @@
-"""No compilation because M is another: Triton is asked for its keys, and compiles only what the last test needs."""
+"""M never causes a recompilation: the tests count Triton's cache keys, and only the last one compiles."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ pytestmark = pytest.mark.skipif(
     not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"
 )
 
-# one row, odd and even counts, multiples of 4 and of 16, around the edges of tiles and of rounds of them
+# one row, odd and even counts, multiples of 4 and of 16, around the edges of tiles and of waves
 TOKENS = sorted({1, 2, 3, 15, 16, 17, 31, 100, 777, 1000, 1111, 3000, 6000, *(
     size + step for size in (64, 128, 192, 256, 512, 1024, 2048, 4096, 8192) for step in (-1, 0, 1)
 )})  # fmt: skip
 WEIGHTS = ((6144, 4096), (28672, 4096), (4096, 14336), (7168, 2048), (2112, 7168), (576, 2048))  # (N, K)
-# tiles, with shares or without, of the smallest also with 16 rows loaded
+# tiles, with stream-K or without, and the smallest ones also with loads of 16 rows
 MOST_KERNELS = 2 * (len(heuristics.TILES) + 2)
 
 
 @contextmanager
 def keys() -> Iterator[set[str]]:
-    """The keys of the kernels that launches within it would compile."""
+    """Cache keys of the kernels that launches in this context would compile."""
     seen: set[str] = set()
 
     def note(*, key: str, **_: object) -> bool:
         seen.add(key)
-        return True  # that it need not be compiled
+        return True  # do not compile
 
-    _hopper.scaled_mm_kernel.device_caches.clear()  # what other tests of this process have compiled
+    _hopper.scaled_mm_kernel.device_caches.clear()  # from other tests of this process
     with compiled_for(90), compiling_for(Capability("cuda", 90)), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         yield seen
@@ -68,8 +68,8 @@ def variant(m: int, n: int, k: int, weight: str, dtype: torch.dtype, *, accumula
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_as_many_kernels_as_plans_whatever_m(weight: str, dtype: torch.dtype) -> None:
-    """Over all layers together: neither M, nor K, nor how scales lie makes another kernel of the same plan."""
+def test_one_kernel_per_plan_for_any_m(weight: str, dtype: torch.dtype) -> None:
+    """Over all layers together: neither M, nor K, nor the strides of scales need another kernel of the same plan."""
     with keys() as seen:
         cases = [(m, n, k, weight, dtype) for n, k in WEIGHTS for m in TOKENS]
         for case in cases:
@@ -79,8 +79,8 @@ def test_as_many_kernels_as_plans_whatever_m(weight: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_as_many_kernels_as_plans_for_gradients_of_weights(dtype: torch.dtype) -> None:
-    """There K is the number of tokens, any number."""
+def test_one_kernel_per_plan_for_wgrad(dtype: torch.dtype) -> None:
+    """K is the number of tokens, any number."""
     tokens = [m for m in range(1, 8193, 7) if m % 256 < 64 or m < 256]
     with keys() as seen:
         cases = [(n, k, m, "fp8_1x128", dtype) for n, k in WEIGHTS for m in tokens]
@@ -91,7 +91,7 @@ def test_as_many_kernels_as_plans_for_gradients_of_weights(dtype: torch.dtype) -
 
 
 def test_the_count_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: a kernel that specialises on M has a key for each kind of it."""
+    """Control: a kernel that specializes on M has a key for each class."""
     m = next(p for p in _hopper.scaled_mm_kernel.params if p.name == "M")
     _hopper.scaled_mm_kernel.device_caches.clear()
     monkeypatch.setattr(m, "do_not_specialize", False)
@@ -104,7 +104,7 @@ def test_the_count_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_one_compilation_serves_every_m() -> None:
-    """The same with the compiler at work: one file on disk."""
+    """The same with compilation: one cubin on disk."""
     _hopper.scaled_mm_kernel.device_caches.clear()
     with compiled_for(90), compiling_for(Capability("cuda", 90)):
         for m in (17, 32, 33, 47, 64):

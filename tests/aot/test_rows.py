@@ -1,5 +1,4 @@
-"""The machine code of the moves of rows, compiled without a GPU: no spills, and rows are read and written 16 bytes at a
-time."""
+"""Machine code of the kernels that permute and combine rows, compiled without a GPU: no spills, 16-byte accesses."""
 
 from __future__ import annotations
 
@@ -42,13 +41,13 @@ def test_machine_code(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for each in found:
         assert each.spilled == 0, each.kernel
         assert each.registers <= 80, each.kernel
-        # a slot of each of two pieces of a tile, and the token's vector for dot products
+        # one load per slot for each half of a tile, and the token's vector for dot products
         least = {"_combine_rows_kernel": 16, "_clear_rows_kernel": 0}.get(each.kernel, 2)
         assert each.loads.get(128, 0) >= least, each.kernel
         if "dots" not in each.kernel:
             assert set(each.stores) == {128}, each.kernel
 
 
-def test_odd_rows_are_not_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be seen if rows were no longer known to start at multiples of 16 bytes."""
+def test_unaligned_rows_have_narrow_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: the result if the compiler did not know that rows start at multiples of 16 bytes."""
     assert all(128 not in each.stores for each in compiled(90, COLUMNS + 1, monkeypatch))

@@ -1,6 +1,6 @@
-"""One product of Hopper's again and again, in a process of its own: `python beside_others.py PRODUCT SECONDS`.
+"""Repeats one GEMM of Hopper in its own process: `python beside_others.py PRODUCT SECONDS`.
 
-Products: those of a training step of the 125m preset. Prints how often it ran, if it ends.
+Products: those of a training step of the 125m preset. Prints the number of runs, unless it hangs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def _product(rows: int, columns: int, length: int, weight: str) -> Callable[[], 
 PRODUCTS: dict[str, Callable[[], Callable[[], object]]] = {
     "fprop": lambda: _product(_TOKENS, _HIDDEN, _DIM, "fp8_128x128"),
     "dgrad": lambda: _product(_TOKENS, _DIM, _HIDDEN, "fp8_128x128"),
-    # tiles that programs share, with the scales of weights and of activations
-    "shared fprop": lambda: _product(_HIDDEN, _DIM, _TOKENS, "fp8_128x128"),
-    "shared wgrad": lambda: _product(_HIDDEN, _DIM, _TOKENS, "fp8_1x128"),
-    # whole tiles with scales of activations
+    # stream-K, with the scales of weights and of activations
+    "stream-K fprop": lambda: _product(_HIDDEN, _DIM, _TOKENS, "fp8_128x128"),
+    "stream-K wgrad": lambda: _product(_HIDDEN, _DIM, _TOKENS, "fp8_1x128"),
+    # data-parallel, with scales of activations
     "wgrad": lambda: _product(8192, 8192, 4096, "fp8_1x128"),
 }
 
 
 def main(name: str, seconds: float) -> None:
-    """Run it for that long."""
+    """Run the product for so many seconds."""
     call = PRODUCTS[name]()
     call()
     torch.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""Triton's product in the interpreter against the exact one, and what finishes the vendor's products against torch; a
-program, because the interpreter is chosen at import.
+"""Triton GEMM in the interpreter against the exact product, and the fused epilogue pass against torch; a program,
+because the interpreter is chosen at import.
 
     TRITON_INTERPRET=1 python tests/gemm/interpreted.py
 
-Prints `cases values mismatches` and the first mismatches. A value is right when it is within what fp32 sums of K terms
-can lose, and a 16-bit result within its rounding of that.
+Prints `cases values mismatches` and the first mismatches. A value is right if its error is within the bound of fp32
+sums of K terms, plus one rounding for 16-bit results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from blockscale.gemm.epilogue import finish  # noqa: E402
 THOROUGH = "ALL_TESTS" in os.environ
 SIZES = ((33, 70, 150), (5, 66, 257), (40, 64, 256), (1, 1, 1))
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-# output, bias, accumulate; every case has the first, whose bound is the closest, and two more in turn: what finishes a
-# product does not depend on its operands, and the sizes of a format have all of them
+# output, bias, accumulate; every case has the first, whose bound is the tightest, and two others in rotation: the
+# epilogue does not depend on the operands, and the sizes of a format cover all of them
 EPILOGUES = [(dtype, bias, False) for dtype in ROUNDING for bias in (False, True)]
 EPILOGUES += [(dtype, False, True) for dtype in ACCUMULATOR_DTYPES]
-OF_A_CASE = 3
+PER_CASE = 3
 
 
 def bound(a: BlockScaled, b: BlockScaled) -> Tensor:
@@ -47,7 +47,7 @@ def operands(pair: tuple[str, str], m: int, n: int, k: int, **options: object) -
 
 
 def poisoned(name: str) -> tuple[BlockScaled, BlockScaled]:
-    """A NaN in one row, whose other blocks and neighbours are sound."""
+    """Operands with one NaN; its other blocks and rows are finite."""
     x = torch.randn(33, 150)
     x[5, 70] = torch.nan
     return bs.quantize(x, name), bs.quantize(torch.randn(70, 150), name)
@@ -64,14 +64,14 @@ def cases() -> Iterator[tuple[str, BlockScaled, BlockScaled]]:
     for name in ("mxfp4", "nvfp4"):
         yield f"{name} rotated", *operands((name, name), 33, 70, 150, hadamard=True)
     yield "a NaN", *poisoned("mxfp8_e4m3")
-    turned = bs.quantize(torch.randn(150, 33), "fp8_1x128", axis=-2).mT
-    yield "turned", turned, bs.quantize(torch.randn(150, 70), "fp8_1x128", axis=-2).mT
+    transposed = bs.quantize(torch.randn(150, 33), "fp8_1x128", axis=-2).mT
+    yield "transposed", transposed, bs.quantize(torch.randn(150, 70), "fp8_1x128", axis=-2).mT
 
 
 def epilogues(number: int) -> list[tuple[torch.dtype, bool, bool]]:
-    """Those of a case."""
+    """Epilogues of a case."""
     first, *others = EPILOGUES
-    return [first, *(others[(2 * number + place) % len(others)] for place in range(OF_A_CASE - 1))]
+    return [first, *(others[(2 * number + place) % len(others)] for place in range(PER_CASE - 1))]
 
 
 def wrong(a: BlockScaled, b: BlockScaled, backend: str, number: int) -> int:
@@ -90,8 +90,8 @@ def wrong(a: BlockScaled, b: BlockScaled, backend: str, number: int) -> int:
     return count
 
 
-def finished() -> Iterator[tuple[str, int, int]]:
-    """What was done, values, and how many are not torch's, bit for bit; outputs with gaps between rows and values."""
+def epilogue_passes() -> Iterator[tuple[str, int, int]]:
+    """Case, values compared, and values that differ from torch bit for bit; outputs are strided."""
     scales = torch.tensor(0.3), torch.tensor(1.7)
     for rows, columns in ((7, 1030), (1, 1), (4, 1024)):
         product, bias = torch.randn(rows, columns) * 1e3, torch.randn(columns)
@@ -110,9 +110,9 @@ def main(
     cases: Iterable[tuple[str, BlockScaled, BlockScaled]], backend: str, more: Iterable[tuple[str, int, int]] = ()
 ) -> int:
     torch.manual_seed(0)
-    with bs.use_backend("reference"):  # casts are tested elsewhere, and take the interpreter longer than products
+    with bs.use_backend("reference"):  # casts are tested elsewhere, and are slower in the interpreter than GEMMs
         found = [
-            (what, OF_A_CASE * a.rows * b.rows, wrong(a, b, backend, number))
+            (what, PER_CASE * a.rows * b.rows, wrong(a, b, backend, number))
             for number, (what, a, b) in enumerate(cases)
         ]
     found += more
@@ -123,4 +123,4 @@ def main(
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(cases(), "triton", finished()))
+    raise SystemExit(main(cases(), "triton", epilogue_passes()))

@@ -1,4 +1,4 @@
-"""Gate B of docs/numerics.md: casts and product together, against a float64 product of the bf16 inputs.
+"""Gate B of docs/numerics.md: casts and GEMM together, against a float64 GEMM of the bf16 inputs.
 
 The gate is the true value less 0.5 dB. More than 0.5 dB above the true value would be a bug in this test.
 """
@@ -21,16 +21,16 @@ MARGIN = 0.5
 
 @dataclass(frozen=True)
 class Cast:
-    """One operand's options; `draw`: stochastic rounding in this role."""
+    """Cast options of one operand; stochastic: the role whose stream is used, None for nearest."""
 
     format: str
     rule: str | None = None
-    draw: str | None = None
+    stochastic: str | None = None
     hadamard: bool = False
 
     def spec(self, device: torch.device) -> CastSpec:
-        rounding = Stochastic(rng_state(0, device=device), "layers.0") if self.draw else "nearest"
-        return CastSpec(self.format, self.rule, rounding, self.hadamard, self.draw)
+        rounding = Stochastic(rng_state(0, device=device), "layers.0") if self.stochastic else "nearest"
+        return CastSpec(self.format, self.rule, rounding, self.hadamard, self.stochastic)
 
 
 def both(*args: object) -> tuple[Cast, Cast]:
@@ -50,13 +50,13 @@ TABLE: dict[str, tuple[float, float, tuple[Cast, Cast]]] = {
     "mxfp6_e2m3": (27.9, 27.4, both("mxfp6_e2m3")),
     "mxfp4": (16.0, 15.5, both("mxfp4")),
     "mxfp4 rceil": (15.8, 15.3, both("mxfp4", "rceil")),
-    "mxfp4 dgrad": (14.0, 13.5, (Cast("mxfp4", draw="dgrad_dy"), Cast("mxfp4"))),
-    "mxfp4 wgrad": (14.1, 13.6, (Cast("mxfp4", draw="wgrad_dy", hadamard=True), Cast("mxfp4", hadamard=True))),
+    "mxfp4 dgrad": (14.0, 13.5, (Cast("mxfp4", stochastic="dgrad_dy"), Cast("mxfp4"))),
+    "mxfp4 wgrad": (14.1, 13.6, (Cast("mxfp4", stochastic="wgrad_dy", hadamard=True), Cast("mxfp4", hadamard=True))),
     "nvfp4": (17.4, 16.9, both("nvfp4")),
     "nvfp4 by 16x16": (16.7, 16.2, (Cast("nvfp4"), Cast("nvfp4_16x16"))),
-    "nvfp4 dgrad": (15.0, 14.5, (Cast("nvfp4", draw="dgrad_dy"), Cast("nvfp4_16x16"))),
+    "nvfp4 dgrad": (15.0, 14.5, (Cast("nvfp4", stochastic="dgrad_dy"), Cast("nvfp4_16x16"))),
     "nvfp4 dgrad up": (14.6, 14.1, (Cast("nvfp4", "up", "dgrad_dy"), Cast("nvfp4_16x16"))),
-    "nvfp4 wgrad": (15.5, 15.0, (Cast("nvfp4", draw="wgrad_dy", hadamard=True), Cast("nvfp4", hadamard=True))),
+    "nvfp4 wgrad": (15.5, 15.0, (Cast("nvfp4", stochastic="wgrad_dy", hadamard=True), Cast("nvfp4", hadamard=True))),
     "nvfp4 wgrad up": (15.1, 14.6, (Cast("nvfp4", "up", "wgrad_dy", True), Cast("nvfp4", hadamard=True))),
 }
 
@@ -84,22 +84,22 @@ def test_gate_b(device, name, record_property):
         (both("mxfp4", "ceil"), "mxfp4"),
         ((Cast("nvfp4_16x16"), Cast("nvfp4_16x16")), "nvfp4"),
         (both("mxfp8_e5m2"), "mxfp8_e4m3"),
-        ((Cast("mxfp4", draw="dgrad_dy"), Cast("mxfp4", draw="dgrad_w")), "mxfp4 dgrad"),
+        ((Cast("mxfp4", stochastic="dgrad_dy"), Cast("mxfp4", stochastic="dgrad_w")), "mxfp4 dgrad"),
     ],
-    ids=["floor for rceil", "ceil for even", "16x16 for 1x16", "e5m2 for e4m3", "drawn twice"],
+    ids=["floor for rceil", "ceil for even", "16x16 for 1x16", "e5m2 for e4m3", "stochastic twice"],
 )
-def test_the_gate_tells_a_worse_cast(device, wrong, right):
-    """A control: a gate that lets these pass would say nothing."""
+def test_the_gate_rejects_a_worse_cast(device, wrong, right):
+    """Control: a gate that passes these casts would be useless."""
     assert end_to_end(wrong, device) < TABLE[right][1]
 
 
-def test_floor_has_its_own_known_value(device):
+def test_floor_rule_has_its_measured_accuracy(device):
     assert end_to_end(both("mxfp8_e4m3", "floor"), device) == pytest.approx(27.6, abs=0.1)
 
 
 # calc_diff of the table's Gaussian column, and 10^(-dB/10) / 2
 @pytest.mark.parametrize(("name", "want"), [("mxfp8_e4m3", 7.1e-4), ("nvfp4", 9.0e-3), ("mxfp4", 1.25e-2)])
-def test_calc_diff_says_the_same(device, name, want):
+def test_calc_diff_agrees(device, name, want):
     x, w = gaussian(M, K, device=device, seed=10), gaussian(N, K, device=device, seed=11)
     y = bs.scaled_mm(bs.quantize(x, name), bs.quantize(w, name), torch.float32).double()
     true = x.double() @ w.double().mT

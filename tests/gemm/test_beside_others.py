@@ -1,4 +1,4 @@
-"""Products in several processes that share one GPU, which takes turns between them and stops kernels halfway."""
+"""GEMMs in several processes that share one GPU, which time-slices between them and preempts kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS, _START_UP = 8, 60
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_products_end_beside_others():
+def test_gemms_finish_under_time_slicing():
     running = {
         name: subprocess.Popen([sys.executable, str(_SCRIPT), name, str(_SECONDS)], stdout=subprocess.PIPE, text=True)
         for name in PRODUCTS

@@ -1,6 +1,6 @@
-"""Blackwell's product without a GPU: every pair in the interpreter, tails and all, and what its rows take and say.
+"""Blackwell GEMM without a GPU: every pair in the interpreter, with tails, and the registry entries.
 
-On a GPU the tests of all rows of the table run it by themselves; its machine code is looked at in `tests/aot`.
+On a GPU the tests of all registered kernels run it; `tests/aot` checks its machine code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def candidates(pair: tuple[str, str], sm: int, backend: str) -> list[Candidate]:
 
 @pytest.mark.parametrize("sm", [100, 103, 120, 121])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4"])
-def test_it_is_able_and_waits_for_a_demand(sm: int, name: str) -> None:
+def test_it_serves_only_if_forced(sm: int, name: str) -> None:
     a, b = operands((name, name))
     found = explain("gemm", a, b, on=Capability("cuda", sm))
     assert found.taken is not None
@@ -69,12 +69,12 @@ def request(pair: tuple[str, str], sm: int, shape: tuple[int, int, int] = (256, 
         (request(("nvfp4", "nvfp4"), 90), "needs sm_100 to sm_103, this is sm_90"),
     ],
 )
-def test_what_it_refuses(asked: Request, reason: str) -> None:
+def test_refusals(asked: Request, reason: str) -> None:
     with use_backend(gemm="blackwell"), pytest.raises(BackendError, match=reason):
         select(asked)
 
 
-def test_sizes_that_nothing_divides_are_taken() -> None:
+def test_odd_sizes_are_taken() -> None:
     for pair in (
         ("mxfp8_e5m2", "mxfp8_e5m2"),
         ("mxfp4", "mxfp4"),
@@ -86,8 +86,8 @@ def test_sizes_that_nothing_divides_are_taken() -> None:
                 assert select(request(pair, sm, (1, 3, 33))).backend == "blackwell"
 
 
-def test_tiles() -> None:
-    """Wide ones where they fill the GPU and leave in 16 bits; deep ones for FP4 alone."""
+def test_choice_of_tile() -> None:
+    """Wide for 16-bit outputs if they fill the GPU; BK 256 only for FP4 by FP4."""
     a, b = operands(("mxfp8_e4m3", "mxfp8_e4m3"), (4096, 4096, 512))
     assert _blackwell.tile_for_sm100(a, b, torch.bfloat16, 148)[:3] == (128, 256, 128)
     assert _blackwell.tile_for_sm100(a, b, torch.float32, 148)[:3] == (128, 128, 128)
@@ -95,10 +95,10 @@ def test_tiles() -> None:
     assert _blackwell.tile_for_sm100(*operands(("mxfp4", "mxfp8_e4m3")), torch.bfloat16, 1).bk == 128
 
 
-# ---- the vendor's MXFP4 product ------------------------------------------------------------------------------------
+# ---- F.scaled_mm for MXFP4 -----------------------------------------------------------------------------------------
 
 
-def test_mxfp4_by_the_vendor_depends_on_the_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vendor_mxfp4_depends_on_the_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = [row for row in kernels("gemm") if row.launch is _torch.scaled_mm_mxfp4]
     asked = request(("mxfp4", "mxfp4"), 100)
     monkeypatch.setattr(_torch, "_has_mxfp4", lambda: False)

@@ -1,5 +1,5 @@
-"""Dense products: every registered row and every legal pair against the exact product, and what the contract says
-about bias, accumulation, layouts, edge bytes and NaN."""
+"""Dense GEMM: every registered kernel and every legal pair against the exact product, and the contract's rules for
+bias, accumulation, layouts, edge bytes and NaN."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from support.products import (
     step,
 )
 
-# (M, N, K): odd sizes, K = 1, one short block, a tail after whole blocks, odd K for two codes a byte, and one size
-# that the vendor's kernels take
+# (M, N, K): odd sizes, K = 1, one short block, a tail after whole blocks, odd K with two codes per byte, and one size
+# that F.scaled_mm takes
 SIZES = [(1, 1, 1), (7, 33, 130), (33, 7, 300), (130, 300, 33), (300, 130, 7), (1, 130, 257), (128, 64, 512)]
 
 
@@ -47,7 +47,7 @@ def request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype = torch.float32, 
 
 
 def fp32_error(a: BlockScaled, b: BlockScaled) -> Tensor:
-    """The a priori bound of sums of K terms in fp32, one bit wider for adders that truncate."""
+    """A priori error bound of fp32 sums of K terms, one bit wider for adders that truncate."""
     magnitudes = bs.dequantize(a, torch.float32).double().abs() @ bs.dequantize(b, torch.float32).double().abs().mT
     return magnitudes * (a.length + 4) * 2.0**-23
 
@@ -69,7 +69,7 @@ def test_against_the_exact_product(row, device, pair):
         assert product.shape == (m, n)
         assert sqnr_db(exact, product).item() >= gate_a(row, pair), (m, n, k)
         if is_vendor_fp8(row, pair):
-            # its fp32 error is a few percent of a bf16 step, so some values land on the other side of a midpoint
+            # its fp32 error is a few percent of a bf16 step, so some values round to the other neighbour
             assert sqnr_db(exact.bfloat16(), halves[torch.bfloat16]).item() >= 57.0
             continue
         for dtype, y in halves.items():
@@ -94,7 +94,7 @@ def test_every_value_is_within_the_error_of_fp32_sums(row, device, pair):
 
 @pytest.mark.parametrize("pair", PAIRS, ids="@".join)
 def test_the_exact_product_is_that_of_the_decoded_operands(device, pair):
-    """exact_mm decodes for itself; dequantize rounds FP8 and NVFP4 values to fp32 and leaves MX values exact."""
+    """exact_mm has its own decoder; dequantize rounds FP8 and NVFP4 values to fp32 and leaves MX values exact."""
     a, b = operands(pair, 33, 20, 300, device)
     decoded = bs.dequantize(a, torch.float32).double() @ bs.dequantize(b, torch.float32).double().mT
     exact = exact_mm(a, b)
@@ -127,7 +127,7 @@ def test_empty(row, device, pair, size):
     ("row", "device", "pair"), cases("gemm", [pair for pair in PAIRS if "mxfp4" in pair and pair[0] != pair[1]])
 )
 def test_mixed_formats_with_odd_k(row, device, pair):
-    """FP4 codes go two to a byte and FP6 codes one to a byte: the pad nibble must not meet a value."""
+    """FP4 codes are two per byte and FP6 codes one per byte: the padding nibble must not be multiplied by a value."""
     for k in (1, 31, 33, 65):
         a, b = operands(pair, 5, 6, k, device)
         skip_refused(row, request(a, b))
@@ -194,7 +194,7 @@ def test_accumulate_into_a_transposed_buffer(device, dtype):
 
 
 @pytest.mark.parametrize("kind", ["leaf", "view of a leaf", "result"])
-def test_accumulate_into_what_requires_grad_is_refused(kind: str):
+def test_accumulate_into_a_tensor_that_requires_grad_is_refused(kind: str):
     a, b = operands(("mxfp8_e4m3", "mxfp8_e4m3"), 20, 48, 256, torch.device("cpu"))
     leaf = torch.ones(20, 48, requires_grad=True)
     acc = {"leaf": leaf, "view of a leaf": leaf.view(20, 48), "result": leaf * 1}[kind]
@@ -206,7 +206,7 @@ def test_accumulate_into_what_requires_grad_is_refused(kind: str):
     assert torch.equal(acc, 1 + bs.scaled_mm(a, b, torch.float32))
 
 
-# ---- operands in other clothes -------------------------------------------------------------------------------------
+# ---- layouts, strides, rotations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("row", "device", "pair"), cases("gemm", FEW))
@@ -280,14 +280,14 @@ def test_rotated_operands_give_nearly_the_plain_product(device, name, k):
 
 EDGE_BYTES = (0x00, 0x01, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)
 MX = [name for name, spec in FORMATS.items() if spec.family == "mx"]
-# the upcast on CUDA is exact for fewer bytes; hopper has a test of its own
+# the upcast on CUDA is exact for fewer bytes; hopper has its own test
 CPU_OR_REFERENCE = [
     c for c in cases("gemm", [(n, n) for n in MX]) if not c.id.startswith(("cuda-torch", "cuda-hopper"))
 ]
 
 
 def with_scale_bytes(q: BlockScaled, byte_of_row: tuple[int, ...]) -> BlockScaled:
-    """Rows are blocks of them where blocks are 2-D."""
+    """q with other scale bytes, one per row (per row of blocks for 2-D formats)."""
     scale = torch.tensor(byte_of_row, dtype=torch.uint8, device=q.device)[:, None].expand(q.scale.shape).contiguous()
     return replace(q, scale=scale.view(q.scale.dtype))
 
@@ -318,8 +318,8 @@ def test_edge_scale_bytes(row, device, pair):
 
 
 @pytest.mark.parametrize("name", MX)
-def test_scales_meet_before_the_codes(device, name):
-    """448 * 2^127 overflows fp32 when it is decoded; promoted per block it meets 2^-127 and is finite."""
+def test_scales_are_multiplied_before_the_codes(device, name):
+    """448 * 2^127 overflows fp32 when it is decoded; promoted per block it is multiplied by 2^-127 and is finite."""
     largest = FORMATS[name].element.max_normal
     a = with_scale_bytes(bs.quantize(torch.full((1, 32), largest, device=device), name, scale_rule="floor"), (0xFE,))
     b = with_scale_bytes(bs.quantize(torch.full((1, 32), largest, device=device), name, scale_rule="floor"), (0x00,))
@@ -400,7 +400,7 @@ def test_a_bad_value_poisons_an_nvfp4_tensor(row, device, pair):
 
 
 def one_dimensional(q: BlockScaled) -> BlockScaled:
-    """The same numbers as ordinary MXFP8: the byte of each 128x128 in each 1x32."""
+    """The same values as MXFP8 1x32: the byte of each 128x128 block repeated."""
     byte = q.plain_scale().view(torch.uint8).repeat_interleave(128, 0).repeat_interleave(4, 1)
     scale = byte[: q.rows, : -(-q.length // 32)].contiguous().view(q.scale.dtype)
     return replace(q, format="mxfp8_e4m3", scale=scale, scale_layout="plain")
@@ -412,8 +412,8 @@ WEIGHT = "mxfp8_e4m3_128x128"
 @pytest.mark.parametrize(
     ("row", "device", "pair"), cases("gemm", [("mxfp8_e4m3", WEIGHT), (WEIGHT, "mxfp4"), (WEIGHT, WEIGHT)])
 )
-def test_a_product_sees_the_repeated_byte(row, device, pair):
-    """Bit for bit the product of the MXFP8 operand that it stands for, by every row that takes both."""
+def test_128x128_product_equals_that_of_repeated_bytes(row, device, pair):
+    """Bit for bit the product of the equivalent 1x32 operand, by every kernel that takes both."""
     spread = torch.exp2(torch.randint(-9, 9, (300, 1), generator=torch.Generator().manual_seed(3))).to(device)
     x, w = gaussian(300, 400, device=device, seed=1) * spread, gaussian(272, 400, device=device, seed=2)
     w[:, 128:] *= 16
@@ -428,8 +428,8 @@ def test_a_product_sees_the_repeated_byte(row, device, pair):
     assert torch.equal(exact_mm(a, b), exact_mm(*plain))
 
 
-def test_its_blocked_scales_are_those_of_mxfp8(device):
-    """So hardware that multiplies MXFP8 reads them as they are."""
+def test_blocked_scales_of_128x128_are_those_of_mxfp8(device):
+    """So tensor cores for MXFP8 read them unchanged."""
     for n, k in ((1, 1), (130, 33), (272, 400), (128, 512), (300, 96)):
         w = gaussian(n, k, device=device) * torch.exp2(torch.arange(n, device=device) // 128 * 5.0)[:, None]
         q = bs.quantize(w, WEIGHT)
@@ -473,7 +473,7 @@ def test_every_format_has_a_product_with_its_partner(device):
 
 @pytest.mark.parametrize("form", [name for name, spec in FORMATS.items() if spec.family != "fp8"])
 def test_operands_of_the_upcast_are_exact(form: str, device: torch.device) -> None:
-    """What a GPU decodes by its own kernel is what the reference decodes; also rotated, and turned."""
+    """The GPU kernel decodes like the reference; also rotated and transposed operands."""
     spec = FORMATS[form]
     x = gaussian(37, 150, device=device, seed=3) * torch.exp2(torch.randint(-20, 20, (37, 1), device=device))
     casts = [bs.quantize(x, form), bs.quantize(x, form, axis=-2).mT]

@@ -1,4 +1,4 @@
-"""The choice of a tile: a pure function, so a CPU is enough."""
+"""Heuristics of the Hopper GEMM: a pure function, so a CPU is enough."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def problems() -> list[Problem]:
         (1, 16, 127, 128, 2880, 4095, 18432),
     )
     return [
-        Problem(m, n, k, vector, wide, 132) for m, n, k in sizes for vector in (False, True) for wide in (False, True)
+        Problem(m, n, k, b_1x128, fp32, 132) for m, n, k in sizes for b_1x128 in (False, True) for fp32 in (False, True)
     ]
 
 
-def test_every_choice_fits() -> None:
+def test_every_plan_fits_in_shared_memory() -> None:
     for problem in problems():
         plan, us = choose(problem)
         assert us > 0
@@ -49,7 +49,7 @@ def test_every_choice_fits() -> None:
         assert 1 <= plan.ctas <= problem.sms
 
 
-def test_clusters_fit_and_are_never_chosen() -> None:
+def test_clusters_fit_and_are_never_candidates() -> None:
     for problem in problems():
         for plan, _ in candidates(problem):
             assert plan.tile.cluster == 1
@@ -60,7 +60,7 @@ def test_clusters_fit_and_are_never_chosen() -> None:
             assert shared_bytes(pair.tile, problem) <= SHARED_BYTES
 
 
-def test_shares_are_worth_a_program_and_counters_are_enough() -> None:
+def test_streamk_ctas_have_work_and_counters_suffice() -> None:
     for problem in problems():
         for tile in TILES:
             plan = stream_k_plan(tile, problem)
@@ -68,18 +68,18 @@ def test_shares_are_worth_a_program_and_counters_are_enough() -> None:
                 continue
             left = -(-problem.m // tile.bm) * -(-problem.n // tile.bn) - plan.waves * plan.ctas
             assert 0 < left < plan.ctas
-            assert left * problem.blocks >= plan.ctas, "no program without a share"
+            assert left * problem.blocks >= plan.ctas, "no CTA without a K-block"
             assert left * tile.warpgroups * tile.m_subtiles <= 1024, "counters"
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.label)
-def test_every_tile_can_be_made_to_fit(tile: Tile) -> None:
+def test_every_tile_fits_with_fewer_stages(tile: Tile) -> None:
     for problem in problems()[:4]:
         assert shared_bytes(fitted(tile, problem), problem) <= SHARED_BYTES
 
 
-def test_every_field_of_a_tile_is_in_its_text() -> None:
-    """The compiler takes the text of a constant for its key: tiles with the same text would share machine code."""
+def test_str_of_a_tile_names_every_field() -> None:
+    """Triton's cache key has the str of a constant: tiles with the same str would share machine code."""
     tile = TILES[0]
     others = [tile._replace(**{name: getattr(tile, name) + 1}) for name in tile._fields]
     assert len({str(tile), *map(str, others)}) == 1 + len(others)
@@ -94,81 +94,81 @@ def test_few_rows_get_small_tiles_and_many_get_large_ones() -> None:
     ("m", "n", "k", "us"),
     [(4096, 4096, 4096, 152.8), (8192, 8192, 8192, 1006.8), (4096, 7168, 18432, 970.6), (4096, 4096, 7168, 239.3)],
 )
-def test_what_adding_costs_is_known(m: int, n: int, k: int, us: float) -> None:
-    """Within 10 % of what benchmarks/results/gemm-h200.jsonl has."""
+def test_predicted_time_of_accumulation(m: int, n: int, k: int, us: float) -> None:
+    """Within 10 % of benchmarks/results/gemm-h200.jsonl."""
     assert choose(Problem(m, n, k, False, True, 132, accumulate=True))[1] == pytest.approx(us, rel=0.1)
 
 
-@pytest.mark.parametrize("vector", [False, True])
-@pytest.mark.parametrize("add", [False, True])
-def test_an_odd_k_takes_the_plan_of_whole_blocks(vector: bool, add: bool) -> None:
+@pytest.mark.parametrize("b_1x128", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_odd_k_takes_the_plan_of_the_next_multiple_of_128(b_1x128: bool, accumulate: bool) -> None:
     for m, n in ((18432, 7168), (7168, 2111), (16, 2112), (1, 1)):
         for k in (1, 15, 17, 127, 129, 2047, 4095):
-            whole = Problem(m, n, k + -k % 128, vector, add, 132, add)
+            whole = Problem(m, n, k + -k % 128, b_1x128, accumulate, 132, accumulate)
             (plan, us), (same, most) = choose(replace(whole, k=k)), choose(whole)
             assert plan == same
             assert us <= most
 
 
-def test_what_the_kernel_cannot_write_costs_a_pass() -> None:
-    for n, wide, direct in (
+def test_output_that_tma_cannot_store_costs_a_second_pass() -> None:
+    for n, fp32, direct in (
         (2112, False, True),
         (2108, False, False),
         (2108, True, True),
         (2111, True, False),
         (1, True, False),
     ):
-        for add in (False, True):
-            problem = Problem(4096, n, 4096, True, wide, 132, add)
+        for accumulate in (False, True):
+            problem = Problem(4096, n, 4096, True, fp32, 132, accumulate)
             part, us = kernel_problem(problem)
             assert problem.direct is direct
-            # what is added in a second pass is not rounded before
-            assert part == (problem if direct else replace(problem, fp32_out=wide or add, accumulate=False))
+            # the second pass accumulates, so the kernel does not round
+            assert part == (problem if direct else replace(problem, fp32_out=fp32 or accumulate, accumulate=False))
             assert (us > 0) is not direct
-    once, twice = (kernel_problem(Problem(4096, 2111, 64, True, True, 132, add))[1] for add in (False, True))
-    assert twice > once, "what is added to is read as well"
+    once, twice = (kernel_problem(Problem(4096, 2111, 64, True, True, 132, each))[1] for each in (False, True))
+    assert twice > once, "`out +=` also reads the output"
     halves = kernel_problem(Problem(4096, 2111, 64, True, False, 132, accumulate=True))[1]
     assert once == halves < twice, "4 bytes read, 2 read and 2 written"
 
 
-def test_what_is_added_to_has_one_buffer_for_each_group() -> None:
+def test_accumulation_has_one_m_subtile_per_warpgroup() -> None:
     for m, n, k in itertools.product((1, 4096), (576, 8192), (128, 8192)):
-        for wide in (False, True):
-            assert choose(Problem(m, n, k, True, wide, 132, accumulate=True))[0].tile.m_subtiles == 1
+        for fp32 in (False, True):
+            assert choose(Problem(m, n, k, True, fp32, 132, accumulate=True))[0].tile.m_subtiles == 1
 
 
-def test_few_rows_fit() -> None:
+def test_few_rows_plans_cover_all_rows() -> None:
     for m, n, k in itertools.product((1, 16, 17, 32), (16, 2112, 18432), (16, 2048, 18432)):
         plan, us = choose_few_rows(Problem(m, n, k, False, False, 132))
         assert plan.tile.bn >= m
-        assert plan.tile.stages > plan.tile.k_unroll, "a run and more"
+        assert plan.tile.stages > plan.tile.k_unroll, "more than one unrolled iteration"
         assert us > 0
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "pays"),
+    ("n", "k", "wins"),
     [(18432, 7168, True), (7168, 18432, False), (7168, 16384, False), (7168, 2048, False), (2112, 7168, False)],
 )
-def test_few_rows_pay_where_they_were_seen_to(n: int, k: int, pays: bool) -> None:
+def test_few_rows_win_where_measured(n: int, k: int, wins: bool) -> None:
     """docs/design/gemm.md has both times."""
-    assert few_rows_win(Problem(16, n, k, False, False, 132)) is pays
+    assert few_rows_win(Problem(16, n, k, False, False, 132)) is wins
 
 
-def test_more_work_never_takes_less_time() -> None:
+def test_predicted_time_grows_with_every_size() -> None:
     for m, n, k in itertools.product((128, 1024), (512, 4096), (1024, 8192)):
         us = choose(Problem(m, n, k, False, False, 132))[1]
         for bigger in ((2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k)):
             assert choose(Problem(*bigger, False, False, 132))[1] >= us
 
 
-def test_no_prediction_passes_the_bound() -> None:
+def test_no_prediction_beats_the_roofline() -> None:
     for problem in problems():
         us, by = bound(problem)
         assert 0 < us <= choose(problem)[1], str(problem)
         assert by.startswith(("FP8 units at", "memory at"))
 
 
-def test_what_binds() -> None:
+def test_roofline_limits() -> None:
     assert bound(Problem(16, 7168, 18432, False, False, 132))[1] == "memory at 4.2 TB/s"
     us, by = bound(Problem(8192, 8192, 8192, False, False, 132))
     assert by == "FP8 units at 1,450 TFLOP/s"
@@ -182,8 +182,8 @@ def test_what_binds() -> None:
      ((128, 7168, 18432), "hopper"), ((129, 14336, 4096), "hopper"), ((102, 10240, 8192), "hopper"),
      ((128, 14336, 4095), "hopper"), ((128, 14335, 4096), "hopper"), ((100, 10248, 8192), "hopper")],
 )  # fmt: skip
-def test_what_the_vendor_does_better_is_left_to_it(shape: tuple[int, int, int], backend: str) -> None:
-    """65 to 128 rows in tiles of 128x128; rows in fours, N and K in multiples of 16, without which it refuses."""
+def test_hopper_defers_to_the_vendor_where_it_is_faster(shape: tuple[int, int, int], backend: str) -> None:
+    """65 to 128 rows in tiles of 128x128; F.scaled_mm needs rows in multiples of 4, N and K in multiples of 16."""
     pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
     pair, layouts = ("fp8_1x128", "fp8_128x128"), ("mn_major", "grid")
     request = Request("gemm", Capability("cuda", 90), pair, shape, torch.bfloat16, layouts)
@@ -194,7 +194,7 @@ def test_what_the_vendor_does_better_is_left_to_it(shape: tuple[int, int, int], 
         assert select(request).backend == "hopper"
 
 
-# MXFP8 by tiles of 128x128, 64x128 and 64x64: microseconds on one H200
+# MXFP8 with tiles 128x128, 64x128 and 64x64: microseconds on one H200
 _MX_MEASURED = {
     (1, 7168, 2048): (10.3, 10.4, 8.1),
     (128, 7168, 2048): (14.6, 11.0, 13.0),
@@ -210,7 +210,7 @@ _MX_MEASURED = {
 
 
 @pytest.mark.parametrize("shape", _MX_MEASURED, ids=lambda shape: "x".join(map(str, shape)))
-def test_mxfp8_takes_the_tile_that_was_quickest(shape: tuple[int, int, int]) -> None:
+def test_mxfp8_takes_the_fastest_measured_tile(shape: tuple[int, int, int]) -> None:
     plan, us = heuristics_mx.choose(Problem(*shape, False, False, 132))
     times = {(tile.bm, tile.bn): time for tile, time in zip(heuristics_mx.TILES, _MX_MEASURED[shape], strict=True)}
     taken = times[plan.tile.bm, plan.tile.bn]
@@ -222,6 +222,6 @@ def test_mxfp8_takes_the_tile_that_was_quickest(shape: tuple[int, int, int]) -> 
     ("m", "n", "k", "us"),
     [(4096, 4096, 4096, 193.4), (8192, 8192, 8192, 1538.1), (4096, 7168, 18432, 1481.9), (4096, 24576, 1536, 438.4)],
 )
-def test_mxfp8_is_predicted_under_load(m: int, n: int, k: int, us: float) -> None:
-    """Within 12 % of what benchmarks/results/gemm-h200.jsonl has."""
+def test_mxfp8_predicted_time_under_load(m: int, n: int, k: int, us: float) -> None:
+    """Within 12 % of benchmarks/results/gemm-h200.jsonl."""
     assert heuristics_mx.choose(Problem(m, n, k, False, False, 132))[1] == pytest.approx(us, rel=0.12)

@@ -1,4 +1,4 @@
-"""The Gluon product on a Hopper GPU: every tile, every epilogue, sizes that fill none, and nothing written outside."""
+"""FP8 GEMM on a Hopper GPU: every tile and epilogue, partial tiles, and nothing written outside the output."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 
 def plans(tile: heuristics.Tile, problem: heuristics.Problem) -> list[heuristics.Plan]:
-    whole, shared = heuristics.data_parallel_plan(tile, problem), heuristics.stream_k_plan(tile, problem)
+    whole, split = heuristics.data_parallel_plan(tile, problem), heuristics.stream_k_plan(tile, problem)
     clusters = [heuristics.in_clusters(whole, problem)] if env.flag(_hopper.SETTING) else []
-    return [whole, *([] if shared is None else [shared]), *clusters]
+    return [whole, *([] if split is None else [split]), *clusters]
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
 @pytest.mark.parametrize("tile", heuristics.TILES, ids=lambda tile: tile.label)
 def test_every_tile(tile: heuristics.Tile, weight: str) -> None:
-    """Tails in all three directions, all outputs and bias, whole and shared tiles; twice, for the same bytes."""
+    """Tails in all three dimensions, all outputs and bias, data-parallel and stream-K; twice, for the same bytes."""
     for m, n, k in ((1, 16, 16), (16, 2112, 7168), (300, 176, 400), (517, 2112, 1408), (2048, 1536, 1024)):
         a, b = fp8_operands(m, n, k, weight)
         want = exact_mm(a, b)
@@ -51,7 +51,7 @@ def test_every_tile(tile: heuristics.Tile, weight: str) -> None:
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
 @pytest.mark.parametrize("tile", heuristics.TILES, ids=lambda tile: tile.label)
 def test_every_tile_takes_odd_sizes(tile: heuristics.Tile, weight: str) -> None:
-    """Neither N nor K in multiples of 16, straight into a window; its rows are padded to whole 16 bytes."""
+    """Neither N nor K in multiples of 16, straight into a window whose rows are padded to multiples of 16 bytes."""
     for m, n, k in ODD_SIZES[:3]:
         a, b = fp8_operands(m, n, k, weight)
         want, bias = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
@@ -68,7 +68,7 @@ def test_every_tile_takes_odd_sizes(tile: heuristics.Tile, weight: str) -> None:
 @pytest.mark.parametrize("n", [1, 7, 15, 17, 2111])
 @pytest.mark.parametrize("k", [1, 15, 17, 127, 129, 4095])
 def test_any_n_and_k(k: int, n: int, weight: str) -> None:
-    """All outputs, with a bias and added to a buffer; what the kernel cannot write by itself goes through a second."""
+    """All outputs, with a bias and with `out +=`; outputs that TMA cannot store take a second pass."""
     m = 517
     a, b = fp8_operands(m, n, k, weight)
     want, bias, before = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16(), torch.randn(m, n, device="cuda")
@@ -91,8 +91,8 @@ def test_any_n_and_k(k: int, n: int, weight: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 129, 4095])
-def test_gradients_of_weights_over_any_number_of_tokens(tokens: int) -> None:
-    """Contracted over tokens, as casts along them give their operands: no codes or scales are copied first."""
+def test_wgrad_over_any_number_of_tokens(tokens: int) -> None:
+    """Operands cast along tokens: no codes or scales are copied first."""
     dy, x = torch.randn(tokens, 272, device="cuda").bfloat16(), torch.randn(tokens, 333, device="cuda").bfloat16()
     a, b = bs.quantize(dy, "fp8_1x128", axis=-2).mT, bs.quantize(x, "fp8_1x128", axis=-2).mT
     for left, right in ((a, b), (b, a)):
@@ -101,16 +101,16 @@ def test_gradients_of_weights_over_any_number_of_tokens(tokens: int) -> None:
         total = torch.ones(want.shape, device="cuda")
         assert bs.explain("gemm", left, right, accumulate=True).taken.backend == "hopper"
         bs.scaled_mm(left, right, accumulate=total)
-        assert len(_launch._LAUNCH_CACHE) == 1, "it launches again from the dictionary, so nothing was copied"
+        assert len(_launch._LAUNCH_CACHE) == 1, "the launch is cached, so nothing was copied"
         assert sqnr_db(want + 1, total) > HOPPER_DB[torch.float32]
 
 
-@pytest.mark.parametrize("row", ["hopper", "hopper_rows"])
-def test_pads_of_rows_are_not_read(row: str) -> None:
+@pytest.mark.parametrize("backend", ["hopper", "hopper_rows"])
+def test_padding_of_rows_is_not_read(backend: str) -> None:
     for weight in ("fp8_128x128", "fp8_1x128"):
         for m, n, k in ((32, 2111, 129), (7, 40, 17)):
             a, b = fp8_operands(m, n, k, weight)
-            with bs.use_backend(gemm=row):
+            with bs.use_backend(gemm=backend):
                 got = bs.scaled_mm(with_poisoned_pad(a), with_poisoned_pad(b), torch.float32)
                 assert torch.equal(got, bs.scaled_mm(a, b, torch.float32))
 
@@ -120,7 +120,7 @@ def test_pads_of_rows_are_not_read(row: str) -> None:
 @pytest.mark.parametrize(
     "tile", [tile for tile in heuristics.TILES if tile.m_subtiles == 1], ids=lambda tile: tile.label
 )
-def test_every_tile_adds(tile: heuristics.Tile, weight: str, dtype: torch.dtype) -> None:
+def test_every_tile_accumulates(tile: heuristics.Tile, weight: str, dtype: torch.dtype) -> None:
     """Into a window of a buffer; the same bytes twice."""
     wide = dtype == torch.float32
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (517, 2111, 4095), (2048, 1536, 1024)):
@@ -138,8 +138,8 @@ def test_every_tile_adds(tile: heuristics.Tile, weight: str, dtype: torch.dtype)
             assert torch.equal(*results)
 
 
-def test_graphs_and_streams_do_not_share_counters() -> None:
-    """The same shared product in two streams at once, and from a graph beside both."""
+def test_streamk_graphs_and_streams_do_not_share_counters() -> None:
+    """The same stream-K GEMM in two streams at once, and from a CUDA graph beside both."""
     a, b = fp8_operands(64, 2112, 7168, "fp8_128x128")
     plan = heuristics.stream_k_plan(heuristics.TILES[-1], heuristics.Problem(64, 2112, 7168, False, True, 132))
     assert plan is not None
@@ -161,21 +161,21 @@ def test_graphs_and_streams_do_not_share_counters() -> None:
 
 
 def test_random_shapes() -> None:
-    """3000 that nobody thought of, by the plans that the table would choose; half are added into a framed buffer."""
+    """3000 random shapes with the plans that the library chooses; half accumulate into a framed buffer."""
     draw = random.Random(7)
     for number in range(3000):
         m, unit = draw.randint(1, draw.choice((33, 700))), draw.choice((1, 16))
         n, k = (unit * draw.randint(16 // unit, most // unit) for most in (960, 1280))
         a, b = fp8_operands(m, n, k, draw.choice(("fp8_128x128", "fp8_1x128")))
-        row = "hopper_rows" if m <= heuristics.MAX_FEW_ROWS and draw.random() < 0.5 else "hopper"
+        backend = "hopper_rows" if m <= heuristics.MAX_FEW_ROWS and draw.random() < 0.5 else "hopper"
         frame, out = framed(m, n, torch.float32)
-        with bs.use_backend(gemm=row):
+        with bs.use_backend(gemm=backend):
             if number % 2:
                 bs.scaled_mm(a, b, accumulate=out.zero_())
                 check_frame(frame, m, n)
             else:
                 out = bs.scaled_mm(a, b, torch.float32)
-        assert sqnr_db(exact_mm(a, b), out) > hopper_gate(torch.float32, m, n), (m, n, k, b.format, row)
+        assert sqnr_db(exact_mm(a, b), out) > hopper_gate(torch.float32, m, n), (m, n, k, b.format, backend)
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
@@ -183,20 +183,20 @@ def test_random_shapes() -> None:
     "tile", [tile for tile in heuristics.TILES if tile.m_subtiles == 1], ids=lambda tile: tile.label
 )
 def test_large_accumulation_is_repeatable(tile: heuristics.Tile, weight: str) -> None:
-    """Many tiles for each program, whose loads of the buffer hold up those of scales: this once showed that scales were
-    overwritten before they had been read."""
+    """Many tiles per CTA, whose loads of the output delay those of scales: this test found the race in which TMA
+    overwrote scales before they had been read."""
     a, b = fp8_operands(4096, 4096, 4096, weight)
     want = exact_mm(a, b)
     for plan in plans(tile, heuristics.Problem(4096, 4096, 4096, weight == "fp8_1x128", True, 132, accumulate=True)):
         for _ in range(4):
             out = torch.full((4096, 4096), 1000.0, device="cuda")
             _hopper.launch(a, b, out, None, accumulate=True, plan=plan)
-            # one wrong scale in one of 32 blocks shifts sums by more than 1
+            # one wrong scale in one of 32 K-blocks shifts a sum by more than 1
             assert float((out - 1000.0 - want).abs().max()) < 0.25, plan
 
 
-def test_buffers_off_alignment() -> None:
-    """Codes, scales and a gradient buffer that start off 16 bytes, and a buffer whose columns lie apart."""
+def test_unaligned_operands_and_buffers() -> None:
+    """Codes and a gradient buffer that do not start at multiples of 16 bytes, and a transposed buffer."""
     m, n, k = 200, 304, 528
     a, b = fp8_operands(m, n, k, "fp8_128x128")
     want = exact_mm(a, b)
@@ -215,8 +215,7 @@ def test_buffers_off_alignment() -> None:
         assert torch.equal(bs.scaled_mm(moved, b), bs.scaled_mm(a, b))
 
 
-def test_special_values() -> None:
-    """NaN and zero blocks stay where they belong."""
+def test_nan_and_zero_rows_stay_in_their_rows() -> None:
     a, b = fp8_operands(130, 144, 272, "fp8_128x128")
     x = torch.randn(130, 272, device="cuda")
     x[3, 5], x[7] = torch.nan, 0.0

@@ -1,4 +1,4 @@
-"""The second launch of a product gives what the first gave, from a dictionary: other operands, strides, addresses."""
+"""Launch cache of the Hopper kernels: cached launches with other operands, strides and addresses are correct."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def check(a: BlockScaled, b: BlockScaled, out: Tensor) -> None:
     assert db(exact_mm(a, b), out) > HOPPER_DB[out.dtype]
 
 
-def test_a_descriptor_is_filled_as_its_class_would() -> None:
+def test_cached_descriptor_equals_a_new_one() -> None:
     from blockscale.gemm._gluon import gl
 
     layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
     first, second = (torch.zeros(128, 256, dtype=torch.float8_e4m3fn) for _ in range(2))
     made = _launch.descriptor(first, (64, 128), layout)
-    known = _launch._fields(made)
-    assert not any(isinstance(value, Tensor) for value in known.values()), "what is remembered keeps no tensor alive"
-    filled = _launch._with_base(known, second)
+    fields = _launch._fields(made)
+    assert not any(isinstance(value, Tensor) for value in fields.values()), "the cache keeps no tensor alive"
+    filled = _launch._with_base(fields, second)
     assert type(filled) is type(made)
     assert filled.base is second
     assert made.base is first
@@ -57,8 +57,8 @@ ANY_SIZES = [(1, 1), (1, 15), (7, 17), (3, 127), (130, 129), (15, 4095), (2111, 
 
 @pytest.mark.parametrize("form", ["fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128"])
 @pytest.mark.parametrize(("rows", "length"), ANY_SIZES)
-def test_codes_of_any_size_can_be_addressed(form: str, rows: int, length: int) -> None:
-    """As casts along either axis give them, no copy is needed: rows of codes are padded, and so are rows of scales."""
+def test_tma_can_address_codes_of_any_size(form: str, rows: int, length: int) -> None:
+    """Casts along either axis need no copy: rows of codes and of scales are padded."""
     along = bs.quantize(torch.randn(rows, length), form)
     across = bs.quantize(torch.randn(length, rows), form, axis=-2).mT
     for q in (along, across):
@@ -71,20 +71,20 @@ def test_codes_of_any_size_can_be_addressed(form: str, rows: int, length: int) -
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (5, 8), (3, 2111), (2, 2112)])
-def test_a_matrix_of_any_size_has_room_that_can_be_addressed(rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_empty_for_tma_is_addressable(rows: int, columns: int, dtype: torch.dtype) -> None:
     room = _launch.empty_for_tma((rows, columns), dtype, torch.device("cpu"))
     assert room.shape == (rows, columns)
     assert room.dtype == dtype
     assert _launch.is_tma_addressable(room)
-    assert room.stride(0) * dtype.itemsize < columns * dtype.itemsize + 16, "no more than it needs"
+    assert room.stride(0) * dtype.itemsize < columns * dtype.itemsize + 16, "no more padding than needed"
     assert _launch.is_tma_addressable(torch.empty(rows, columns, dtype=dtype)) == (columns * dtype.itemsize % 16 == 0)
 
 
 @pytest.mark.parametrize("module", ["_hopper", "_hopper_mx"])
 @pytest.mark.parametrize("n", [1, 7, 15, 17, 24, 2111])
-def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a reference in the kernel's place: it is given what it can address, and all outputs come out right."""
-    row = pytest.importorskip(f"blockscale.gemm.{module}")
+def test_outputs_that_tma_cannot_store(n: int, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a reference in place of the kernel: its output is always TMA addressable, and all results are correct."""
+    backend = pytest.importorskip(f"blockscale.gemm.{module}")
     formats = ("fp8_1x128", "fp8_128x128") if module == "_hopper" else ("mxfp8_e4m3", "mxfp8_e4m3_128x128")
     a, b = bs.quantize(torch.randn(5, 33), formats[0]), bs.quantize(torch.randn(n, 33), formats[1])
     product, bias, added = exact_mm(a, b).float(), torch.randn(n), []
@@ -97,12 +97,12 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
         added.append(accumulate)
         whole = product if bias is None else product + bias
         out.copy_(out + whole if accumulate else whole)
-        # as the copy engine does: up to the next 16 bytes
+        # like TMA: it overwrites up to the next multiple of 16 bytes
         width = n + -n % (16 // out.element_size())
         out.as_strided((len(out), width), out.stride(), out.storage_offset())[:, n:] = torch.nan
 
-    monkeypatch.setattr(row, "launch", launch)
-    serve = row.scaled_mm if module == "_hopper" else row.scaled_mm_mx
+    monkeypatch.setattr(backend, "launch", launch)
+    serve = backend.scaled_mm if module == "_hopper" else backend.scaled_mm_mx
     for dtype in HOPPER_DB:
         out = torch.full((5, n), torch.nan, dtype=dtype)
         serve(a, b, out, bias=bias, accumulate=False)
@@ -114,28 +114,28 @@ def test_outputs_that_the_kernel_cannot_write(n: int, module: str, monkeypatch: 
             total = frame[:, -n:]
             serve(a, b, total, bias=None, accumulate=True)
             assert torch.equal(total, want)
-            assert added[-1] == _launch.is_tma_writable(total), "a buffer that it can write is added to at once"
+            assert added[-1] == _launch.is_tma_writable(total), "no second pass if TMA can store to it"
             assert bool((frame[:, :-n] == 1).all())
-        frame = torch.ones(5, n + pad + 8, dtype=dtype)  # whose rows can be addressed, and go on after the window
+        frame = torch.ones(5, n + pad + 8, dtype=dtype)  # rows are addressable, and continue after the window
         serve(a, b, frame[:, :n], bias=None, accumulate=True)
         assert torch.equal(frame[:, :n], want)
         assert bool((frame[:, n:] == 1).all()), "written outside the window"
 
 
-def test_kinds_of_sizes() -> None:
+def test_specialization_of_sizes() -> None:
     assert [_launch.specialization_of(size) for size in (1, 2, 15, 16, 17, 2111, 2112)] == [1, 0, 0, 16, 0, 0, 16]
 
 
-class TestAgain:
+class TestCachedLaunch:
     pytestmark = on_hopper
 
     @pytest.fixture(autouse=True)
-    def nothing_known(self) -> None:
+    def empty_cache(self) -> None:
         _launch._LAUNCH_CACHE.clear()
 
-    def test_nothing_is_kept_alive(self) -> None:
+    def test_the_cache_keeps_no_tensor_alive(self) -> None:
         a, b = operands(100)
-        bs.scaled_mm(a, b)  # which leaves a workspace to the stream
+        bs.scaled_mm(a, b)  # allocates the counters of the stream
         _launch._LAUNCH_CACHE.clear()
         before = torch.cuda.memory_allocated()
         for _ in range(3):
@@ -160,7 +160,7 @@ class TestAgain:
                     check(a, b, bs.scaled_mm(a, b, dtype))
         assert len(_launch._LAUNCH_CACHE) == 12
 
-    def test_bias_and_adding(self) -> None:
+    def test_bias_and_accumulation(self) -> None:
         a, b = operands(100)
         for dtype in (torch.bfloat16, torch.float32):
             for _ in range(3):
@@ -172,7 +172,7 @@ class TestAgain:
             got = bs.scaled_mm(a, b, torch.float32, accumulate=before.clone())
             assert db(exact_mm(a, b) + before.double(), got) > HOPPER_DB[torch.float32]
 
-    def test_what_is_copied_first_is_not_remembered(self) -> None:
+    def test_launches_with_copied_operands_are_not_cached(self) -> None:
         a, b = operands(100)
         frame = torch.zeros(100, 257, device="cuda")
         for _ in range(2):
@@ -180,7 +180,7 @@ class TestAgain:
             check(a, b, bs.scaled_mm(a, b, torch.float32, accumulate=out))
 
     def test_threads(self) -> None:
-        """As a backward does beside a forward."""
+        """A backward launches from another thread than the forward."""
         pairs = [operands(m) for m in (100, 100, 300, 300)]
         wrong: list[BaseException] = []
 
@@ -201,7 +201,7 @@ class TestAgain:
             thread.join()
         assert not wrong
 
-    def test_a_graph(self) -> None:
+    def test_cuda_graph(self) -> None:
         a, b = operands(100)
         bs.scaled_mm(a, b)
         graph = torch.cuda.CUDAGraph()
@@ -211,7 +211,7 @@ class TestAgain:
         graph.replay()
         check(a, b, out)
 
-    def test_hooks_are_told(self) -> None:
+    def test_launch_hooks_are_called(self) -> None:
         from triton import knobs
 
         a, b = operands(100)

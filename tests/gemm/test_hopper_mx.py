@@ -1,5 +1,5 @@
-"""The MXFP8 product on a Hopper GPU: every tile and epilogue, sizes that fill no tile, the edges of scale bytes, and
-nothing written outside."""
+"""MXFP8 GEMM on a Hopper GPU: every tile and epilogue, partial tiles, edge scale bytes, and nothing written outside
+the output."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def activations(m: int, k: int, name: str = E4M3) -> BlockScaled:
 
 
 def weights(n: int, k: int) -> BlockScaled:
-    """Blocks of rows and of K whose scales differ."""
+    """Weights whose 128x128 blocks have different scales."""
     rows, columns = torch.arange(n, device="cuda") // 128 % 3 * 3.0, torch.arange(k, device="cuda") // 128 % 2 * 2.0
     w = torch.randn(n, k, device="cuda") * torch.exp2(rows[:, None] - columns)
     return bs.quantize(w.bfloat16(), WEIGHT)
 
 
 def plan_for(
-    tile: heuristics.Tile, m: int, n: int, k: int, dtype: torch.dtype, *, add: bool = False
+    tile: heuristics.Tile, m: int, n: int, k: int, dtype: torch.dtype, *, accumulate: bool = False
 ) -> heuristics.Plan:
-    return heuristics_mx.plan_for(tile, heuristics.Problem(m, n, k, False, dtype == torch.float32, 132, add))
+    return heuristics_mx.plan_for(tile, heuristics.Problem(m, n, k, False, dtype == torch.float32, 132, accumulate))
 
 
 def product(a: BlockScaled, b: BlockScaled, tile: heuristics.Tile, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Into a buffer of NaN, whose rows start at multiples of 16 bytes."""
+    """GEMM into a buffer of NaN whose rows start at multiples of 16 bytes."""
     plan = plan_for(tile, a.rows, b.rows, a.length, dtype)
     out = torch.full((a.rows, b.rows + -b.rows % 16), torch.nan, dtype=dtype, device="cuda")[:, : b.rows]
     _hopper_mx.launch(a, b, out, None, accumulate=False, plan=plan)
@@ -54,8 +54,8 @@ def db(want: Tensor, got: Tensor) -> float:
 
 
 @every_tile
-def test_products_that_are_exact(tile: heuristics.Tile) -> None:
-    """Codes of -1, 0 and 1 and scales near 1 leave nothing to round: one wrong scale anywhere is another number."""
+def test_exact_products_match_bit_for_bit(tile: heuristics.Tile) -> None:
+    """Codes of -1, 0 and 1 and scales near 1 need no rounding: one wrong scale changes the result."""
     for m, n, k in ((64, 64, 128), (1, 16, 16), (300, 176, 400), (517, 2112, 1408), (65, 2111, 129), (130, 7, 17)):
         exact: list[BlockScaled] = []
         for q in (activations(m, k), weights(n, k)):
@@ -71,7 +71,7 @@ def test_products_that_are_exact(tile: heuristics.Tile) -> None:
 
 @every_tile
 def test_every_tile(tile: heuristics.Tile) -> None:
-    """Tails in all three directions, all outputs and bias; twice, for the same bytes."""
+    """Tails in all three dimensions, all outputs and bias; twice, for the same bytes."""
     for m, n, k in ((1, 16, 16), (16, 2112, 7168), (300, 176, 400), (517, 2112, 1408), (2048, 1536, 1024)):
         a, b = activations(m, k), weights(n, k)
         want, bias = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
@@ -90,11 +90,11 @@ def test_every_tile(tile: heuristics.Tile) -> None:
 
 @every_tile
 def test_every_tile_takes_odd_sizes(tile: heuristics.Tile) -> None:
-    """Neither N nor K in multiples of 16, straight into a window; its rows are padded to whole 16 bytes."""
+    """Neither N nor K in multiples of 16, straight into a window whose rows are padded to multiples of 16 bytes."""
     for m, n, k in ODD_SIZES[:3]:
         a, b = activations(m, k), weights(n, k)
         want, bias = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
-        for dtype, given, add in (
+        for dtype, given, accumulate in (
             (torch.bfloat16, bias, False),
             (torch.float32, None, False),
             (torch.float32, None, True),
@@ -102,16 +102,16 @@ def test_every_tile_takes_odd_sizes(tile: heuristics.Tile) -> None:
         ):
             exact = want if given is None else want + given.double()
             frame, out = framed(m, n, dtype)
-            plan = plan_for(tile, m, n, k, dtype, add=add)
-            _hopper_mx.launch(a, b, out.fill_(1), given, accumulate=add, plan=plan)
-            assert db(exact + 1 if add else exact, out) > hopper_gate(dtype, m, n), (m, n, k, dtype, add)
+            plan = plan_for(tile, m, n, k, dtype, accumulate=accumulate)
+            _hopper_mx.launch(a, b, out.fill_(1), given, accumulate=accumulate, plan=plan)
+            assert db(exact + 1 if accumulate else exact, out) > hopper_gate(dtype, m, n), (m, n, k, dtype, accumulate)
             check_frame(frame, m, n, pads=True)
 
 
 @pytest.mark.parametrize("n", [1, 7, 15, 17, 2111])
 @pytest.mark.parametrize("k", [1, 15, 17, 127, 129, 4095])
 def test_any_n_and_k(k: int, n: int) -> None:
-    """All outputs, with a bias and added to a buffer; what the kernel cannot write by itself goes through a second."""
+    """All outputs, with a bias and with `out +=`; outputs that TMA cannot store take a second pass."""
     m = 517
     a, b = activations(m, k), weights(n, k)
     want, bias = exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
@@ -124,11 +124,11 @@ def test_any_n_and_k(k: int, n: int) -> None:
             total = bs.scaled_mm(a, b, accumulate=torch.ones(m, n, dtype=dtype, device="cuda"))
             assert torch.equal(total, (1 + bs.scaled_mm(a, b, torch.float32)).to(dtype))
         got = bs.scaled_mm(with_poisoned_pad(a), with_poisoned_pad(b))
-        assert torch.equal(got, bs.scaled_mm(a, b)), "the pads of rows are not read"
+        assert torch.equal(got, bs.scaled_mm(a, b)), "the padding of rows is not read"
 
 
 @every_tile
-def test_elements(tile: heuristics.Tile) -> None:
+def test_e5m2_activations(tile: heuristics.Tile) -> None:
     a, b = activations(300, 1408, E5M2), weights(400, 1408)
     assert db(exact_mm(a, b), product(a, b, tile)) > HOPPER_DB[torch.float32]
 
@@ -139,7 +139,7 @@ def test_elements(tile: heuristics.Tile) -> None:
     ids=["gaussian", "outliers", "positive"],
 )
 def test_gate_a(kind: str, gate: float, record_property: pytest.RecordProperty) -> None:
-    """Those of FP8 on this GPU; what is found goes into docs/numerics.md."""
+    """The gates of FP8 on this GPU; docs/numerics.md records the result."""
     x, w = torch.randn(512, 4096, device="cuda"), torch.randn(512, 4096, device="cuda")
     if kind == "outliers":
         x[:, :16] *= torch.linspace(20, 60, 16, device="cuda")
@@ -153,7 +153,7 @@ def test_gate_a(kind: str, gate: float, record_property: pytest.RecordProperty) 
 
 @pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @every_tile
-def test_every_tile_adds(tile: heuristics.Tile, dtype: torch.dtype) -> None:
+def test_every_tile_accumulates(tile: heuristics.Tile, dtype: torch.dtype) -> None:
     """Into a window of a buffer; the same bytes twice."""
     for m, n, k in ((1, 16, 16), (300, 176, 400), (517, 2112, 1408), (4096, 4096, 1024)):
         a, b = activations(m, k), weights(n, k)
@@ -162,7 +162,7 @@ def test_every_tile_adds(tile: heuristics.Tile, dtype: torch.dtype) -> None:
         for _ in range(2):
             frame, out = framed(m, n, dtype)
             out.copy_(before)
-            plan = plan_for(tile, m, n, k, dtype, add=True)
+            plan = plan_for(tile, m, n, k, dtype, accumulate=True)
             _hopper_mx.launch(a, b, out, None, accumulate=True, plan=plan)
             assert db(want + before.double(), out) > HOPPER_DB[dtype], (m, n, k)
             check_frame(frame, m, n)
@@ -171,19 +171,19 @@ def test_every_tile_adds(tile: heuristics.Tile, dtype: torch.dtype) -> None:
 
 
 @every_tile
-def test_large_products_are_repeatable(tile: heuristics.Tile) -> None:
-    """Many tiles for each program and a ring that turns often: a factor that is overwritten too early shows here."""
+def test_large_gemms_are_repeatable(tile: heuristics.Tile) -> None:
+    """Many tiles per CTA and many passes over the stages: a factor that is overwritten too early shows here."""
     a, b = activations(4096, 4096), bs.quantize(torch.randn(4096, 4096, device="cuda").bfloat16(), WEIGHT)
     want = exact_mm(a, b)
     first = product(a, b, tile)
-    # one wrong scale in one of 128 steps shifts sums by more
+    # one wrong scale in one of 128 K-steps shifts a sum by more
     assert float((first - want).abs().max()) < 0.1
     for _ in range(8):
         assert torch.equal(product(a, b, tile), first)
 
 
 def test_random_shapes() -> None:
-    """What the table would choose, for shapes that nobody thought of."""
+    """Random shapes with the plans that the library chooses."""
     draw = random.Random(7)
     for _ in range(400):
         m, unit = draw.randint(1, 700), draw.choice((1, 16))
@@ -210,8 +210,7 @@ def test_edge_scale_bytes() -> None:
             assert torch.equal(got.nan_to_num(nan=-1), want.nan_to_num(nan=-1))
 
 
-def test_special_values() -> None:
-    """NaN and zero blocks stay where they belong."""
+def test_nan_and_zero_rows_stay_in_their_rows() -> None:
     x = torch.randn(130, 272, device="cuda")
     x[3, 5], x[7] = torch.nan, 0.0
     a, b = bs.quantize(x, E4M3), weights(144, 272)
@@ -222,8 +221,8 @@ def test_special_values() -> None:
     assert int(got.isnan().any(1).sum()) == 1
 
 
-def test_operands_and_buffers_off_alignment() -> None:
-    """Codes, scales and a gradient buffer that start off 16 bytes, and a buffer whose columns lie apart."""
+def test_unaligned_operands_and_buffers() -> None:
+    """Codes, scales and a gradient buffer that do not start at multiples of 16 bytes, and a transposed buffer."""
     m, n, k = 200, 304, 512
     a, b = activations(m, k), weights(n, k)
     want = exact_mm(a, b)

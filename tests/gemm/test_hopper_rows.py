@@ -1,4 +1,4 @@
-"""The Gluon product for few rows on a Hopper GPU: every tile, tails, results of all types, nothing written outside."""
+"""FP8 GEMM of few rows on a Hopper GPU: every tile, tails, all output dtypes, nothing written outside the output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_tile(m: int, weight: str) -> None:
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
 @pytest.mark.parametrize("m", [1, 7, 32])
 def test_any_n_and_k(m: int, weight: str) -> None:
-    """Stored from registers, so any output will do; one that is dense, and a window."""
+    """Stores come from registers, so any output is legal: a dense one and a window."""
     for n, k in ((2111, 4095), (2111, 129), (2111, 127), (17, 15), (15, 17), (7, 1), (1, 1)):
         a, b = fp8_operands(m, n, k, weight)
         plan, want, bias = plan_of(m, n, k, weight), exact_mm(a, b), torch.randn(n, device="cuda").bfloat16()
@@ -56,7 +56,7 @@ def test_any_n_and_k(m: int, weight: str) -> None:
 
 @pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
-def test_adding(weight: str, dtype: torch.dtype) -> None:
+def test_accumulation(weight: str, dtype: torch.dtype) -> None:
     for m, n, k in ((1, 2112, 7168), (27, 576, 2048), (27, 2111, 4095), (32, 2111, 17)):
         a, b = fp8_operands(m, n, k, weight)
         plan, before = plan_of(m, n, k, weight), torch.randn(m, n, device="cuda").to(dtype)
@@ -67,14 +67,14 @@ def test_adding(weight: str, dtype: torch.dtype) -> None:
         assert torch.equal(out, (before.float() + alone).to(dtype)), (m, n, k)
 
 
-def test_by_demand() -> None:
-    """Also where the model would leave it to another row."""
+def test_forced_backend() -> None:
+    """Also where the model would defer to another kernel."""
     for m, n, k in ((1, 7168, 2048), (16, 2112, 7168), (32, 24576, 1536), (7, 2880, 2880)):
         a, b = fp8_operands(m, n, k, "fp8_128x128")
         with bs.use_backend(gemm="hopper_rows"):
             assert sqnr_db(exact_mm(a, b), bs.scaled_mm(a, b, torch.float32)) > HOPPER_DB[torch.float32]
 
 
-def test_it_serves_where_it_pays() -> None:
+def test_selected_where_predicted_faster() -> None:
     a, b = fp8_operands(16, 18432, 7168, "fp8_128x128")
     assert bs.explain("gemm", a, b).taken.backend == "hopper_rows"

@@ -1,4 +1,4 @@
-"""Which ptxas: the order, what speaks against one, what the user says, and binaries that do not answer."""
+"""Choice of ptxas: the order, objections, the environment variables, and binaries that do not answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOOLKIT = Ptxas("/cuda/bin/ptxas", (13, 0, 88), "toolkit")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing set, nothing remembered."""
+    """No environment variables, empty caches."""
     for name in (_ptxas.SETTING, *_ptxas.TRITON_VARIABLES, "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(_ptxas, "_failures", [])
@@ -39,19 +39,19 @@ def fake(path: Path, version: str) -> str:
     return str(path)
 
 
-def test_the_first_that_nothing_speaks_against() -> None:
+def test_first_candidate_without_objection() -> None:
     found = choose([OLD, OTHER, TOOLKIT], OLD.path, (3, 6), driver=13)
     assert found.ptxas is OTHER
     assert found.refused == ("ptxas 12.8.93 (own) is older than 12.9",)
     assert ALLOWED[(3, 6), OTHER.version] in found.reason
 
 
-def test_the_order_of_candidates_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_candidates_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALLOWED, ((3, 6), TOOLKIT.version), "by hand")
     assert choose([OLD, TOOLKIT, OTHER], OLD.path, (3, 6), driver=13).ptxas is TOOLKIT
 
 
-def test_tritons_own_needs_no_choosing() -> None:
+def test_tritons_own_needs_no_entry() -> None:
     own = Ptxas("/wheel/ptxas-blackwell", (13, 4, 59), "own")
     found = choose([own, TOOLKIT], own.path, (3, 9), driver=13)
     assert found.ptxas is None
@@ -65,23 +65,23 @@ def test_the_driver_limits_the_major_version() -> None:
     assert "CUDA 13 on, and this driver is of CUDA 12" in str(found)
 
 
-def test_without_a_driver_nothing_is_chosen() -> None:
+def test_without_a_driver_tritons_default_stays() -> None:
     found = choose([OLD, OTHER, TOOLKIT], OLD.path, (3, 6), driver=None)
     assert found.ptxas is None
     assert "there is none" in str(found)
 
 
-def test_only_listed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_allowed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = choose([OLD, OTHER], OLD.path, (3, 7), driver=13)
     assert found.ptxas is None
     assert f"{_ptxas.UNLISTED} 3.7" in str(found)
     near = Ptxas(OTHER.path, (12, 9, 41))
-    assert choose([near], OLD.path, (3, 6), driver=13).ptxas is None, "a build counts"
+    assert choose([near], OLD.path, (3, 6), driver=13).ptxas is None, "the build number counts"
     monkeypatch.setitem(ALLOWED, ((3, 7), OTHER.version), "by hand")
     assert choose([OLD, OTHER], OLD.path, (3, 7), driver=13).ptxas is OTHER
 
 
-def test_what_does_not_answer_is_dropped(tmp_path: Path) -> None:
+def test_binaries_that_do_not_answer_are_dropped(tmp_path: Path) -> None:
     silent, broken, text = tmp_path / "silent", tmp_path / "broken", tmp_path / "text"
     silent.write_text("#!/bin/sh\necho hello\n")
     broken.write_text("#!/bin/sh\necho V12.9.86; exit 3\n")
@@ -94,15 +94,15 @@ def test_what_does_not_answer_is_dropped(tmp_path: Path) -> None:
     assert [(one.origin, one.version) for one in found] == [("good", (12, 9, 86)), ("new", (13, 0, 88))]
 
 
-def test_an_answer_is_asked_for_once(tmp_path: Path) -> None:
+def test_version_is_cached(tmp_path: Path) -> None:
     path = Path(fake(tmp_path / "ptxas", "12.9.86"))
     assert version_of(str(path)) == (12, 9, 86)
     path.unlink()
     assert version_of(str(path)) == (12, 9, 86)
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own, the other of its wheel, the toolkit by its variable, the one on the path."""
+def test_order_of_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own, the other one in its wheel, the CUDA toolkit, the pip packages, PATH."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     on_path = fake(tmp_path / "bin" / "ptxas", "13.1.80")
@@ -127,7 +127,7 @@ def test_packages_are_found_by_name_and_not_imported() -> None:
 
 
 @pytest.mark.parametrize("name", _ptxas.TRITON_VARIABLES)
-def test_tritons_variables_are_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tritons_variables_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 13)
     monkeypatch.setenv(name, "/somewhere/ptxas")
     found = _ptxas.choice()
@@ -135,8 +135,8 @@ def test_tritons_variables_are_left_alone(name: str, monkeypatch: pytest.MonkeyP
     assert f"{name}=/somewhere/ptxas is set" in found.reason
 
 
-def test_the_setting_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over Triton's variables and the list; `default` is the way back."""
+def test_forced_ptxas_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over Triton's variables and the list; `default` selects Triton's."""
     path = fake(tmp_path / "ptxas", "12.9.1")
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/somewhere/ptxas")
     monkeypatch.setenv(_ptxas.SETTING, path)
@@ -147,7 +147,7 @@ def test_the_setting_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert _ptxas.SETTING in _ptxas.choice().reason
 
 
-def test_a_path_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_path_must_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "ptxas")
     monkeypatch.setenv(_ptxas.SETTING, path)
     with pytest.raises(OptionError, match=r"Rule: it is 'default' or the path .* Fix: correct the path") as raised:
@@ -155,22 +155,22 @@ def test_a_path_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert f"BLOCKSCALE_PTXAS={path!r}" in str(raised.value)
 
 
-def test_a_demand_that_the_driver_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_ptxas_must_suit_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ptxas, "cuda_driver", lambda: 12)
     monkeypatch.setenv(_ptxas.SETTING, fake(tmp_path / "ptxas", "13.0.88"))
     with pytest.raises(OptionError, match="is of CUDA 13, and the driver is of CUDA 12"):
         _ptxas.choice()
 
 
-def test_after_a_failure_tritons_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_tritons_ptxas_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _ptxas.disable("it broke")
     assert str(_ptxas.choice()) == "Triton's default: it broke"
     monkeypatch.setenv(_ptxas.SETTING, fake(tmp_path / "ptxas", "12.9.86"))
-    assert _ptxas.choice().ptxas is not None, "a demand still counts"
+    assert _ptxas.choice().ptxas is not None, "a forced ptxas is still used"
 
 
-def test_the_driver_is_asked_by_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where there is none, or it does not answer, nothing is known."""
+def test_driver_version_comes_from_libcuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None if there is no driver, or if it returns an error."""
 
     class Driver:
         status = 0
@@ -198,7 +198,7 @@ def test_the_driver_is_asked_by_its_own_library(monkeypatch: pytest.MonkeyPatch)
     assert cuda_driver() is None
 
 
-def test_results_name_it_without_folders() -> None:
+def test_label_has_no_path() -> None:
     assert _ptxas.Choice(None, "why").label == "Triton's ptxas"
     one = _ptxas.Ptxas("/somewhere/ptxas", (12, 9, 86))
     assert _ptxas.Choice(one, "why").label == "ptxas 12.9.86"

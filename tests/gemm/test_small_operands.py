@@ -1,6 +1,6 @@
-"""FP8 products of tiny operands: the product of two fp32 scales leaves the normal numbers, and with it goes accuracy.
+"""FP8 GEMM of tiny operands: the product of two fp32 scales becomes subnormal and loses accuracy.
 
-docs/numerics.md, section 11, deviation 4, has the bound that is held here.
+The bound is in docs/numerics.md, section 11, deviation 4.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from blockscale.gemm import exact_mm
 from support.products import gaussian
 
 PAIRS = [("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128")]
-# the page's table: Gaussian operands times 2^e, dB
+# the table of docs/numerics.md: Gaussian operands times 2^e, dB
 TABLE = {
     ("fp8_1x128", "fp8_128x128"): {-60: 101, -61: 89, -62: 77, -63: 65, -64: 53, -66: 29},
     ("fp8_1x128", "fp8_1x128"): {-60: 97, -61: 85, -62: 73, -63: 61, -64: 49, -66: 25},
 }
-# amax of a block times that of the block it meets, from which on a product keeps the gate of 80 dB
+# least product of the amax of two multiplied blocks at which a GEMM keeps the gate of 80 dB
 SAFE = 1.5e-36
 
 
@@ -36,7 +36,7 @@ def accuracy(a: BlockScaled, b: BlockScaled) -> float:
 
 
 def smallest(a: BlockScaled, b: BlockScaled) -> float:
-    """The least product of a block's scale with one that it meets, exact."""
+    """Least exact product of the scales of two multiplied blocks."""
     scales = a.plain_scale().double().amin(0), b.plain_scale().double().amin(0)
     return (scales[0] * scales[1]).min().item()
 
@@ -45,20 +45,20 @@ def smallest(a: BlockScaled, b: BlockScaled) -> float:
 @pytest.mark.parametrize("e", [0, -40, -50, -56, -58, -60])
 def test_operands_of_the_documented_sizes_keep_the_gate(pair: tuple[str, str], e: int):
     a, b = operands(pair, e)
-    assert smallest(a, b) * 448**2 >= SAFE, "the page says that this is within"
+    assert smallest(a, b) * 448**2 >= SAFE, "within the documented range"
     assert accuracy(a, b) >= 80
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="@".join)
 @pytest.mark.parametrize("e", [-56, -60, -62, -64, -66])
 def test_the_error_is_within_half_a_subnormal_of_each_scale_product(pair: tuple[str, str], e: int):
-    """The bound of the page: 2^-150 over the least product of two scales, and 2^-24 where that is normal."""
+    """The documented bound: 2^-150 over the least product of two scales, and 2^-24 if that is normal."""
     a, b = operands(pair, e)
     assert accuracy(a, b) >= -20 * math.log10(max(2.0**-24, 2.0**-150 / smallest(a, b)))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="@".join)
-def test_below_them_accuracy_falls_as_the_page_says(pair: tuple[str, str]):
+def test_accuracy_of_smaller_operands_is_as_documented(pair: tuple[str, str]):
     for e, want in TABLE[pair].items():
         assert accuracy(*operands(pair, e)) == pytest.approx(want, abs=1)
     a, b = operands(pair, -72)
@@ -67,13 +67,13 @@ def test_below_them_accuracy_falls_as_the_page_says(pair: tuple[str, str]):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="@".join)
-def test_powers_of_two_as_scales_lose_nothing_there(pair: tuple[str, str]):
+def test_power_of_two_scales_keep_accuracy(pair: tuple[str, str]):
     assert accuracy(*operands(pair, -64, "pow2")) >= 140
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="@".join)
-def test_a_power_of_two_before_the_cast_is_a_way_out(pair: tuple[str, str]):
-    """Multiplying one operand by 2^40 and the result by 2^-40 rounds nothing, and gives the accuracy of the gate."""
+def test_scaling_an_operand_before_the_cast_restores_accuracy(pair: tuple[str, str]):
+    """Multiplying one operand by 2^40 and the result by 2^-40 is exact, and restores the accuracy of the gate."""
     a, b = operands(pair, -64)
     x = bs.dequantize(a, torch.float32)
     larger = bs.quantize(x * 2.0**40, pair[0])

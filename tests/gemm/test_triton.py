@@ -1,6 +1,6 @@
-"""Triton's product without a GPU: every legal pair in the interpreter, and its machine code for every architecture.
+"""Triton GEMM without a GPU: every legal pair in the interpreter, and its machine code for every architecture.
 
-On a GPU the tests of all rows of the table run it by themselves.
+On a GPU the tests of all registered kernels run it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_interpreted_products_are_exact(compared: Counter[str]) -> None:
     compared["exact products, Triton in the interpreter"] += values
 
 
-# what multiplies: FP8 where the GPU has it, else 16 bits; sm_90 and sm_100 by instructions of their own
+# MMA instruction: FP8 if the GPU has it, else 16 bits; sm_90 and sm_100 have their own
 _FP8 = {80: "HMMA", 89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 _UPCAST = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 _CASES = [(arch, "fp8_1x128", "fp8_128x128", code) for arch, code in _FP8.items()]

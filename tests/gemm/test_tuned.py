@@ -1,4 +1,4 @@
-"""Tuned plans: which file, which entries count, for which problems, and that a launch takes them."""
+"""Tuned plans: files, valid entries, the problems they serve, and launches that take them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHIPPED = sorted(tuned.SHIPPED.glob("*.jsonl"))  # before a fixture looks elsewh
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user who has tuned nothing, and a library that ships nothing."""
+    """No plans of the user, and none shipped."""
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setenv("BLOCKSCALE_TUNED", str(tmp_path / "own"))
     tuned.forget()
@@ -37,9 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_every_shipped_plan_counts(path: Path) -> None:
-    """A line whose plan is no longer considered would be ignored where nobody looks, and one that the model chooses by
-    now is not needed."""
+def test_every_shipped_plan_is_valid(path: Path) -> None:
+    """A plan that is no longer a candidate would be ignored silently, and one that the model chooses is not needed."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     gpu, count = lines[0]["gpu"], lines[0]["problem"]["sms"]
     found = tuned.read(path, gpu, count)
@@ -69,15 +68,15 @@ def write(path: Path, *lines: str) -> None:
 
 
 def changed(**fields: object) -> str:
-    """A line with other fields; a field that is None is left out."""
+    """A line with changed fields; None removes a field."""
     line = json.loads(entry().line) | fields
     return json.dumps({name: value for name, value in line.items() if value is not None})
 
 
-# ---- for which problems ----------------------------------------------------------------------------------------------
+# ---- problems served -------------------------------------------------------------------------------------------------
 
 
-def test_a_stored_plan_is_taken_and_the_model_serves_the_rest(folder: Path) -> None:
+def test_a_stored_plan_is_taken_and_the_model_chooses_otherwise(folder: Path) -> None:
     stored = entry()
     tuned.store(folder / FILE, [stored])
     chosen = tuned.choose(PROBLEM, GPU)
@@ -88,7 +87,7 @@ def test_a_stored_plan_is_taken_and_the_model_serves_the_rest(folder: Path) -> N
     assert tuned.choose(PROBLEM, "").entry is None, "no GPU"
 
 
-def test_it_serves_as_far_as_the_candidates_are_the_same(folder: Path) -> None:
+def test_an_entry_serves_problems_with_the_same_candidates(folder: Path) -> None:
     tuned.store(folder / FILE, [entry(), entry(replace(PROBLEM, m=100))])
 
     def served(**sizes: int) -> bool:
@@ -115,14 +114,14 @@ def test_problems_that_share_an_entry_have_the_same_candidates(add: bool) -> Non
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_entry_survives_its_line(folder: Path) -> None:
+def test_entry_round_trips_through_its_line(folder: Path) -> None:
     problems = [PROBLEM, Problem(4096, 4096, 512, True, True, COUNT, accumulate=True)]
     stored = [entry(problem, which) for which, problem in enumerate(problems)]
     tuned.store(folder / FILE, stored)
     assert list(tuned.read(folder / FILE, GPU, COUNT).values()) == stored
 
 
-def test_the_users_own_come_before_what_is_shipped(folder: Path) -> None:
+def test_user_plans_override_shipped_ones(folder: Path) -> None:
     tuned.store(tuned.SHIPPED / FILE, [entry(which=1), entry(replace(PROBLEM, n=512))])
     assert tuned.choose(PROBLEM, GPU).plan == others(PROBLEM)[1]
     tuned.store(folder / FILE, [entry(which=0)])
@@ -136,11 +135,11 @@ def test_storing_replaces_the_same_problem_and_keeps_every_other_line(folder: Pa
     tuned.store(folder / FILE, [entry(replace(PROBLEM, m=1), which=1)])
     lines = (folder / FILE).read_text().splitlines()
     assert lines[:3] == [foreign, broken, entry(replace(PROBLEM, n=512)).line]
-    assert lines[3:] == [entry(replace(PROBLEM, m=1), which=1).line], "of the same plans as M = 16"
+    assert lines[3:] == [entry(replace(PROBLEM, m=1), which=1).line], "same candidates as M = 16"
     assert [path.name for path in folder.iterdir()] == [FILE]
 
 
-def test_where_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_locations_of_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert tuned.own_file(GPU, COUNT) == tmp_path / "own" / FILE
     monkeypatch.delenv("BLOCKSCALE_TUNED")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -153,7 +152,7 @@ def test_where_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         tuned.own_file(GPU, COUNT)
 
 
-def test_the_setting_counts_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_variable_is_not_cached(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tuned.store(folder / FILE, [entry()])
     tuned.store(tuned.SHIPPED / FILE, [entry(replace(PROBLEM, n=512))])
     assert tuned.choose(PROBLEM, GPU).entry is not None
@@ -165,7 +164,7 @@ def test_the_setting_counts_at_once(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert tuned.choose(replace(PROBLEM, n=512), GPU).entry is not None
 
 
-# ---- what does not count ---------------------------------------------------------------------------------------------
+# ---- invalid lines ---------------------------------------------------------------------------------------------------
 
 
 def plan(**fields: object) -> dict[str, object]:
@@ -204,9 +203,7 @@ def sizes(**fields: object) -> dict[str, object]:
         (changed(problem=sizes(sms=78)), "with 78 SMs, and this is NVIDIA H200 with 132"),
     ],
 )
-def test_a_line_that_does_not_count_is_told_once(
-    folder: Path, caplog: pytest.LogCaptureFixture, line: str, says: str
-) -> None:
+def test_an_invalid_line_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture, line: str, says: str) -> None:
     good = entry(replace(PROBLEM, n=512))
     write(folder / FILE, good.line, "", line)
     with caplog.at_level(logging.WARNING, logger="blockscale"):
@@ -221,7 +218,7 @@ def test_a_line_that_does_not_count_is_told_once(
     assert "Fix: delete what is named, tune again (blockscale tune), or set BLOCKSCALE_TUNED=off" in text
 
 
-def test_many_bad_lines_are_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_invalid_lines_are_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(folder / FILE, "a", "b", "c", entry().line)
     assert tuned.choose(PROBLEM, GPU).entry is not None
     (record,) = caplog.records
@@ -229,7 +226,7 @@ def test_many_bad_lines_are_one_warning(folder: Path, caplog: pytest.LogCaptureF
     assert "and 2 more" in record.getMessage()
 
 
-def test_a_file_that_cannot_be_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_file_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.mkdir()
     (folder / FILE).write_bytes(b"\xff\xfe\x00")
     assert tuned.choose(PROBLEM, GPU).entry is None
@@ -241,8 +238,8 @@ def test_a_file_that_cannot_be_read(folder: Path, caplog: pytest.LogCaptureFixtu
     assert len(caplog.records) == 2
 
 
-def test_what_is_launched_is_the_librarys_own_plan(folder: Path) -> None:
-    """Numbers of the right value and another type would be another constant for the compiler."""
+def test_the_librarys_own_plan_is_launched(folder: Path) -> None:
+    """Equal numbers of another type would be another constant for the compiler."""
     write(folder / FILE, changed(plan=tile(warpgroups=float(entry().plan.tile.warpgroups))))
     taken = tuned.choose(PROBLEM, GPU)
     assert taken.entry is not None
@@ -288,7 +285,7 @@ def operands(problem: Problem, device: str) -> tuple[BlockScaled, BlockScaled]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """Plans that are launched from now on."""
+    """Plans that are launched during the test."""
     _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
     seen: list[Plan] = []
     real = _hopper.launch
@@ -303,7 +300,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 
 @pytest.mark.parametrize("name", [GPU, "NVIDIA H100", ""])
-def test_a_launch_takes_it_on_that_gpu_alone(folder: Path, launched: list[Plan], name: str) -> None:
+def test_a_launch_takes_the_plan_only_on_that_gpu(folder: Path, launched: list[Plan], name: str) -> None:
     from blockscale.gemm import _hopper
 
     tuned.store(folder / FILE, [entry()])
@@ -314,10 +311,10 @@ def test_a_launch_takes_it_on_that_gpu_alone(folder: Path, launched: list[Plan],
         kernel = _hopper.precompile_key(gemm_request(a, b, torch.bfloat16, bias=False, accumulate=False))
     want = entry().plan if name == GPU else heuristics.choose(PROBLEM)[0]
     assert launched == [want]
-    assert kernel[:2] == (want.tile, want.stream_k), "what warmup compiles"
+    assert kernel[:2] == (want.tile, want.stream_k), "warmup compiles this plan"
 
 
-def test_explain_says_who_chose(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_shows_the_origin_of_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
     a, b = operands(replace(PROBLEM, m=9), "meta")
     away = str(bs.explain("gemm", a, b, on=HOPPER))
@@ -341,8 +338,8 @@ def test_explain_says_who_chose(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_tuned_for_real_it_is_used(folder: Path, launched: list[Plan]) -> None:
-    """Every plan of a small product is right and has a time; a stored one is what the next call launches."""
+def test_a_plan_tuned_on_the_gpu_is_launched(folder: Path, launched: list[Plan]) -> None:
+    """Every plan of a small GEMM is correct and timed; the next call launches the stored one."""
     from blockscale.bench import candidates, tuning
     from blockscale.bench.harness import Budget
     from blockscale.bench.store import where
@@ -357,7 +354,7 @@ def test_tuned_for_real_it_is_used(folder: Path, launched: list[Plan]) -> None:
     (outcome,) = tuning.tune([problem], measure)  # type: ignore[arg-type]
     assert outcome.faults == {}
     assert set(outcome.times) == {plan for plan, _ in tuning.plans_for(problem)}
-    # whichever was quickest, keep one that the model would not take
+    # whichever was fastest, keep one that the model would not choose
     other = next(plan for plan in outcome.times if plan != outcome.model)
     slow = replace(outcome.times[outcome.model], us=1e6, low=1e6, high=1e6)
     kept = tuning.entry_of(
