@@ -37,7 +37,7 @@ def _blocked_scales(desc, row, block, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def sum_of_blocks(
+def accumulate_k_blocks(
     a_desc, b_desc, sa_desc, sb_desc, a_row, b_row, sa_row, sb_row, start, stop,
     A: tl.constexpr, B: tl.constexpr, ALONG: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _scaled_mm_kernel(
     """A, B: element types.  ALONG: codes per scale.  SCALED: operands have tensor scales."""
     tile_m, tile_n = tile_at(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
     row, column = tile_m * BM, tile_n * BN
-    acc = sum_of_blocks(
+    acc = accumulate_k_blocks(
         a_desc, b_desc, sa_desc, sb_desc, row, column, row, column, 0, K, A, B, ALONG, BM, BN, BK
     )  # fmt: skip
     m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
@@ -148,7 +148,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     assert {a.scale_layout, b.scale_layout} == {"blocked"}
     grid = (ceil_div(a.rows, tile.bm) * ceil_div(b.rows, tile.bn),)
     _scaled_mm_kernel[grid](
-        *described(a, b, tile), a.global_scale, b.global_scale,
+        *tma_descriptors(a, b, tile), a.global_scale, b.global_scale,
         None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
         *out.stride(), a.spec.element.name, b.spec.element.name, a.spec.granule,
         a.global_scale is not None, bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.group_m, INTERPRETED,
@@ -157,7 +157,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     )  # fmt: skip
 
 
-def described(a: BlockScaled, b: BlockScaled, tile: Tile) -> tuple[TensorDescriptor, ...]:
+def tma_descriptors(a: BlockScaled, b: BlockScaled, tile: Tile) -> tuple[TensorDescriptor, ...]:
     """TMA descriptors of the codes and the scales of both operands; stacked matrices are concatenated along rows."""
     align = 32 if is_mixed((a.format, b.format)) else 16  # row alignment of TMA in bytes; 32 where it unpacks FP4
     sides = (a, tile.bm), (b, tile.bn)

@@ -66,8 +66,8 @@ def _choose(problem: Problem, gpu: str) -> tuned.Choice:
 def forecast(request: Request) -> Forecast:
     """Plan and time of `scaled_mm`, for this GPU if it is a Hopper."""
     problem, elsewhere = problem_of(request)
-    part, pass_us = kernel_problem(problem)
-    chosen = _choose(part, "" if elsewhere else gpu_name(torch.device("cuda")))
+    launched, pass_us = kernel_problem(problem)
+    chosen = _choose(launched, "" if elsewhere else gpu_name(torch.device("cuda")))
     clusters = ", the time without clusters, which change it by -5 to 3 %" if chosen.plan.tile.cluster > 1 else ""
     flops = 2 * problem.m * problem.n * problem.k
     note = chosen.origin + clusters + (PASS if pass_us else "") + elsewhere
@@ -77,9 +77,9 @@ def forecast(request: Request) -> Forecast:
 def precompile_key(request: Request) -> Hashable:
     """Everything that the compiled kernel depends on."""
     meta = torch.device("meta")
-    part, _ = kernel_problem(_problem(request, sm_count(meta)))
-    plan = _choose(part, gpu_name(meta)).plan
-    return plan.tile, plan.stream_k, specialization_of(part.n), request.formats, request.dtype, request.options
+    launched, _ = kernel_problem(_problem(request, sm_count(meta)))
+    plan = _choose(launched, gpu_name(meta)).plan
+    return plan.tile, plan.stream_k, specialization_of(launched.n), request.formats, request.dtype, request.options
 
 
 def _defer(request: Request) -> str | None:

@@ -42,8 +42,8 @@ LAYOUTS = dict.fromkeys((*_ROWWISE, _WEIGHT), "plain")
 def forecast(request: Request) -> Forecast:
     """Plan and time of `scaled_mm_mx`, for this GPU if it is a Hopper."""
     problem, elsewhere = problem_of(request)
-    part, pass_us = kernel_problem(problem)
-    chosen = Choice(*choose(part), entry=None)
+    launched, pass_us = kernel_problem(problem)
+    chosen = Choice(*choose(launched), entry=None)
     flops = 2 * problem.m * problem.n * problem.k
     note = chosen.origin + (PASS if pass_us else "") + elsewhere
     return Forecast(chosen.plan.label, chosen.us + pass_us, flops, *bound(problem), note)
@@ -52,8 +52,8 @@ def forecast(request: Request) -> Forecast:
 def precompile_key(request: Request) -> Hashable:
     """Everything that the compiled kernel depends on."""
     accumulates, count = "accumulate" in request.options, sm_count(torch.device("meta"))
-    part, _ = kernel_problem(Problem(*request.shape, False, request.dtype == torch.float32, count, accumulates))
-    return choose(part)[0].tile, specialization_of(part.n), request.formats, request.dtype, request.options
+    launched, _ = kernel_problem(Problem(*request.shape, False, request.dtype == torch.float32, count, accumulates))
+    return choose(launched)[0].tile, specialization_of(launched.n), request.formats, request.dtype, request.options
 
 
 @kernel(

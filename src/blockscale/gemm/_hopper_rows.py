@@ -42,8 +42,8 @@ def _defer(request: Request) -> str | None:
     problem, _ = problem_of(request)
     if few_rows_win(problem):
         return None
-    part, pass_us = kernel_problem(problem)
-    hopper_us = choose(part)[1] + pass_us
+    launched, pass_us = kernel_problem(problem)
+    hopper_us = choose(launched)[1] + pass_us
     return f"would take {choose_few_rows(problem)[1]:.0f} us by the model, backend hopper {hopper_us:.0f}"
 
 

@@ -74,7 +74,7 @@ def _block_scale(scale_ptr, row, rows, k, stride_t, stride_b, S: tl.constexpr):
 
 
 @triton.jit
-def sum_of_blocks(
+def accumulate_k_blocks(
     a_ptr, b_ptr, sa_ptr, sb_ptr, m, n, M, N, start, stop, K, a_stride, b_stride, sa_t, sa_b, sb_t, sb_b,
     A: tl.constexpr, B: tl.constexpr, DOT: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -105,7 +105,7 @@ def _scaled_mm_kernel(
     EVEN: BK divides K."""
     tile_m, tile_n = tile_at(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     m, n = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
-    acc = sum_of_blocks(
+    acc = accumulate_k_blocks(
         a_ptr, b_ptr, sa_ptr, sb_ptr, m, n, M, N, 0, K, K, a_stride, b_stride, sa_t, sa_b, sb_t, sb_b,
         A, B, DOT, EVEN, BM, BN, BK,
     )  # fmt: skip

@@ -218,16 +218,16 @@ def kernel_problem(problem: Problem) -> tuple[Problem, float]:
     cannot store to; 0.0 if the kernel writes the output itself.
 
     >>> odd = Problem(4096, 2111, 4095, b_1x128=True, fp32_out=True, sms=132, accumulate=True)
-    >>> part, us = kernel_problem(odd)
-    >>> part.accumulate, round(us)
+    >>> launched, us = kernel_problem(odd)
+    >>> launched.accumulate, round(us)
     (False, 28)
     """
     if problem.direct:
         return problem, 0.0
     # the second pass accumulates, so the kernel must not round
-    part = replace(problem, fp32_out=problem.fp32_out or problem.accumulate, accumulate=False)
-    touched = problem.m * problem.n * (part.output_bytes + problem.output_bytes * (2 if problem.accumulate else 1))
-    return part, _LAUNCH_US + touched / _BYTES_PER_US
+    launched = replace(problem, fp32_out=problem.fp32_out or problem.accumulate, accumulate=False)
+    touched = problem.m * problem.n * (launched.output_bytes + problem.output_bytes * (2 if problem.accumulate else 1))
+    return launched, _LAUNCH_US + touched / _BYTES_PER_US
 
 
 # Peaks measured on the same H200, which has this many SMs: cuBLAS rowwise FP8 with fast accumulation reached 1,308 to
@@ -315,5 +315,5 @@ def choose_few_rows(problem: Problem) -> tuple[Plan, float]:
 def few_rows_win(problem: Problem) -> bool:
     """Whether the kernel for few rows is predicted to be faster: where the weights are one wave of its tiles, and more
     than one of the other kernel's. It writes to any output without a second pass."""
-    part, pass_us = kernel_problem(problem)
-    return choose_few_rows(problem)[1] < _FEW_ROWS_MARGIN * (choose(part)[1] + pass_us)
+    launched, pass_us = kernel_problem(problem)
+    return choose_few_rows(problem)[1] < _FEW_ROWS_MARGIN * (choose(launched)[1] + pass_us)

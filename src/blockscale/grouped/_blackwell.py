@@ -22,7 +22,16 @@ from ..formats.layout import ceil_div
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..gemm import _blackwell as dense
-from ..gemm._blackwell import INTERPRETED, MX, NVFP4, PAIRS, described, is_mixed, reject_mixed, sum_of_blocks
+from ..gemm._blackwell import (
+    INTERPRETED,
+    MX,
+    NVFP4,
+    PAIRS,
+    accumulate_k_blocks,
+    is_mixed,
+    reject_mixed,
+    tma_descriptors,
+)
 from ..gemm._tiles import Tile
 from ..hardware import made_current, sm_count
 from ..registry import Request, kernel
@@ -46,7 +55,7 @@ def _grouped_mm_kernel(
     group, row, column, start, stop, begin, end = place_of(tile, list_ptr, groups, M, N, K, K_GROUPED, BM, BN, GROUP_M)
     b_row = column if K_GROUPED else group * N + column
     sb_row = column if K_GROUPED else group * tl.cdiv(N, 128) * 128 + column
-    acc = sum_of_blocks(
+    acc = accumulate_k_blocks(
         a_desc, b_desc, sa_desc, sb_desc, row, b_row, row, sb_row, start, stop, A, B, ALONG, BM, BN, BK
     )  # fmt: skip
     m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
@@ -181,7 +190,7 @@ def launch(
     with made_current(out.device):  # kernels go to the current device
         tiles, programs = listed(a, b, offs, tile, _SCALE_ROWS, starts)
         _grouped_mm_kernel[(programs,)](
-            *described(a, b, tile), a.global_scale, b.global_scale,
+            *tma_descriptors(a, b, tile), a.global_scale, b.global_scale,
             None if bias is None else bias.contiguous(), out, tiles, offs.shape[0], a.rows, b.rows, a.length,
             *group_steps(a, b, out), a.spec.element.name, b.spec.element.name, a.spec.granule, k_grouped,
             a.global_scale is not None, bias is not None, accumulate,

@@ -20,7 +20,7 @@ from ..casts._device_decode import decode_config
 from ..formats.layout import ceil_div
 from ..formats.spec import FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
-from ..gemm._triton import DEVICES, INTERPRETED, data_of, dot_type, scale_of, sum_of_blocks, tile_shape
+from ..gemm._triton import DEVICES, INTERPRETED, accumulate_k_blocks, data_of, dot_type, scale_of, tile_shape
 from ..hardware import capability, made_current
 from ..registry import kernel
 from ._tiles import count_tiles, group_steps, listed, place_of, reject, store_group
@@ -42,7 +42,7 @@ def _grouped_mm_kernel(
     if not K_GROUPED:
         b_ptr += group.to(tl.int64) * b_g
         sb_ptr += group.to(tl.int64) * sb_g
-    acc = sum_of_blocks(
+    acc = accumulate_k_blocks(
         a_ptr, b_ptr, sa_ptr, sb_ptr, m, n, end, N, start, stop, K, a_stride, b_stride, sa_t, sa_b, sb_t, sb_b,
         A, B, DOT, EVEN, BM, BN, BK,
     )  # fmt: skip
