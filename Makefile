@@ -49,13 +49,13 @@ test-all: setup ## run every variant of every test that needs no GPU, also those
 setup-next: # make .venv-next: the same torch, the newest triton
 	@SYSTEM_TORCH=0 $(PYTHON) tools/setup_venv.py next
 
-# One of each: casts, products, grouped ones, the interpreter, not what another assembler makes of them. All that it could change:
+# One of each: casts, products, grouped ones, the interpreter, not what another ptxas makes of them. All that it could change:
 # make test-next NEXT_TESTS=tests/aot
 INTERPRETED = tests/casts/test_triton.py::test_interpreted_casts_equal_the_reference
 NEXT_TESTS = tests/aot/test_aot.py tests/aot/test_hopper_mx.py tests/aot/test_hopper_grouped.py tests/aot/test_blackwell.py \
 	"$(INTERPRETED)[mxfp8_e4m3]"
 test-next: setup-next ## compile and interpret the kernels with the newest triton
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(NEXT) -m pytest -n auto --dist worksteal -k "not other_assembler" $(NEXT_TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(NEXT) -m pytest -n auto --dist worksteal -k "not other_ptxas" $(NEXT_TESTS) $(ARGS)
 
 # Needs no GPU. Fails on a spill that tests/aot/cases.py does not name, with either triton.
 aot: setup setup-next ## compile all kernel variants for all GPUs, with both tritons (half an hour and more)

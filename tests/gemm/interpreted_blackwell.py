@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/gemm/interpreted_blackwell.py
 
-Same output and bounds as `interpreted.py`. `tests/support/interpreter.py` supplies `tl.dot_scaled`; the rest is Triton's own:
+Same output and bounds as `interpreted.py`. `tests/support/interpreter.py` supplies `tl.dot_scaled`. Triton's own:
 TMA loads with zeros outside an operand, unpacking of scale tiles, rasterisation, the epilogue.
 """
 
