@@ -1,14 +1,12 @@
-"""Triton's grouped products in the interpreter against exact ones; a program, because the interpreter is chosen at
-import.
+"""Grouped GEMMs in Triton's interpreter against exact ones; a script, because the interpreter is chosen at import.
 
     TRITON_INTERPRET=1 python tests/grouped/interpreted.py triton
     TRITON_INTERPRET=1 python tests/grouped/interpreted.py blackwell
 
-Prints `cases values mismatches` and the first mismatches. A value is right when it is within what fp32 sums of its
-terms can lose, and a 16-bit result within its rounding of that; where nothing is summed it must be exact. What products
-are added to is a window of a larger buffer, of which nothing else may change. Of groups with starts, rows of no group
-must stay as they were allocated, and the others have the bytes of the product of packed rows. For Blackwell
-`tests/support/interpreter.py` supplies `tl.dot_scaled`.
+Prints `cases values mismatches` and the first mismatches. A value is right within the error bound of fp32 sums of its
+terms, plus one rounding for a 16-bit output; empty sums must be exact. The accumulator is a window of a larger buffer,
+of which nothing else may change. With starts, rows of no group must stay as allocated, and the others must equal the
+GEMM of the packed rows bitwise. For Blackwell `tests/support/interpreter.py` supplies `tl.dot_scaled`.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ from blockscale.registry import kernel, kernels  # noqa: E402
 from support import interpreter  # noqa: E402
 from support.grouped_kernels import room  # noqa: E402
 
-# lists are tested elsewhere, and take the interpreter long
+# tile lists are tested elsewhere, and are slow in the interpreter
 _schedule._PROGRAMS, _schedule._CHUNK = 1, 64  # pyright: ignore[reportPrivateUsage]
 
-# sizes of groups, and rows of no group behind them
+# group sizes, and rows of no group after them
 PATTERNS: dict[str, tuple[list[int], int]] = {
     "all empty": ([0, 0, 0], 5),
     "all but one empty": ([0, 0, 37, 0], 0),
@@ -49,8 +47,8 @@ PATTERNS: dict[str, tuple[list[int], int]] = {
     "one has everything": ([70], 0),
     "no tokens": ([0, 0], 0),
 }
-# rows of each expert, and the room that each has
-ROOMS = [([0, 0, 5, 0], 16), ([7, 0, 13, 1], 13), ([33], 70), ([129, 3], 130), ([0, 0], 8)]
+# rows of each expert, and capacity per expert
+CAPACITIES = [([0, 0, 5, 0], 16), ([7, 0, 13, 1], 13), ([33], 70), ([129, 3], 130), ([0, 0], 8)]
 FEW, MANY = ([3, 0, 7], 2), (list(range(1, 41)), 0)
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SMALLEST = {torch.float32: 0.0, torch.float16: 2.0**-24, torch.bfloat16: 0.0}
@@ -72,21 +70,21 @@ class Epilogue(NamedTuple):
     accumulate: bool = False
 
 
-# in turn: what finishes a product does not depend on its operands
+# used in turn: the epilogue does not depend on the operands
 EPILOGUES = [Epilogue(dtype, bias) for dtype in ROUNDING for bias in (False, True)]
 EPILOGUES += [Epilogue(dtype, accumulate=True) for dtype in ACCUMULATOR_DTYPES]
 
 
 def operands(
-    pair: tuple[str, str], groups: tuple[list[int], int], n: int, k: int, *, of_tokens: bool, **options: object
+    pair: tuple[str, str], groups: tuple[list[int], int], n: int, k: int, *, k_grouped: bool, **options: object
 ) -> Case:
     sizes, rest = groups
     offs = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
     rows = sum(sizes) + rest
     x, w = torch.randn(rows, k), torch.randn(len(sizes), n, k) * torch.exp2(torch.randint(-8, 8, (len(sizes), n, 1)))
     amax = {"amax": "group"} if FORMATS[pair[0]].family == "nvfp4" else {}
-    name = f"{'k' if of_tokens else 'm'}-grouped {pair} {sizes} {n} {k} {options}"
-    if of_tokens:
+    name = f"{'k' if k_grouped else 'm'}-grouped {pair} {sizes} {n} {k} {options}"
+    if k_grouped:
         sources = zip((torch.randn(rows, n), x), pair, strict=True)
         return Case(
             name, *(bs.quantize(y, form, axis=-2, offs=offs, **amax, **options).mT for y, form in sources), offs
@@ -96,8 +94,8 @@ def operands(
     return Case(name, a, bs.quantize(w, pair[1], **amax, **options), offs)  # pyright: ignore[reportArgumentType]
 
 
-def placed(pair: tuple[str, str], counts: list[int], capacity: int, n: int, k: int) -> Case:
-    """Experts that have room for so many rows each; of NVFP4 one tensor scale for all rows, which gaps enter."""
+def operands_with_starts(pair: tuple[str, str], counts: list[int], capacity: int, n: int, k: int) -> Case:
+    """Operands with a fixed capacity per expert; NVFP4 has one tensor scale for all rows, gaps included."""
     made, w = room(counts, capacity, k), torch.randn(len(counts), n, k)
     nvfp4 = FORMATS[pair[0]].family == "nvfp4"
     amax = {"amax": made.placed.float().abs().max()} if nvfp4 else {}
@@ -108,28 +106,28 @@ def placed(pair: tuple[str, str], counts: list[int], capacity: int, n: int, k: i
 
 
 def cases(m_pairs: list[tuple[str, str]], k_pairs: list[tuple[str, str]], width: int) -> Iterator[Case]:
-    """Every pair, every kind of groups for one pair of a family, tails in all directions, other layouts.
-    width: more columns than a tile has."""
-    for of_tokens, pairs in ((False, m_pairs), (True, k_pairs)):
+    """Every pair, every kind of groups for one pair of a family, tails in all dimensions, other layouts.
+    width: a number of columns larger than BN."""
+    for k_grouped, pairs in ((False, m_pairs), (True, k_pairs)):
         mixed = [pair for pair in pairs if FORMATS[pair[0]].codes_per_byte != FORMATS[pair[1]].codes_per_byte]
         for pair in pairs:
-            yield operands(pair, FEW, 20, 128 if pair in mixed else 40, of_tokens=of_tokens)
+            yield operands(pair, FEW, 20, 128 if pair in mixed else 40, k_grouped=k_grouped)
         for name in dict.fromkeys(FORMATS[pair[0]].family for pair in pairs):
             pair = next(pair for pair in pairs if FORMATS[pair[0]].family == name and pair not in mixed)
             for groups in PATTERNS.values():
-                yield operands(pair, groups, 40, 33, of_tokens=of_tokens)
-            yield operands(pair, PATTERNS["unaligned"], width, 150, of_tokens=of_tokens)
+                yield operands(pair, groups, 40, 33, k_grouped=k_grouped)
+            yield operands(pair, PATTERNS["unaligned"], width, 150, k_grouped=k_grouped)
             if name != "fp8":
-                yield operands(pair, FEW, width, 70, of_tokens=of_tokens, scale_layout="blocked")
-            if not of_tokens:
-                for counts, capacity in ROOMS:
-                    yield placed(pair, counts, capacity, 40, 150)
-        yield operands(pairs[0], MANY, 20, 33, of_tokens=of_tokens)
-        yield operands(("nvfp4", "nvfp4"), FEW, 20, 40, of_tokens=of_tokens, hadamard=True)
+                yield operands(pair, FEW, width, 70, k_grouped=k_grouped, scale_layout="blocked")
+            if not k_grouped:
+                for counts, capacity in CAPACITIES:
+                    yield operands_with_starts(pair, counts, capacity, 40, 150)
+        yield operands(pairs[0], MANY, 20, 33, k_grouped=k_grouped)
+        yield operands(("nvfp4", "nvfp4"), FEW, 20, 40, k_grouped=k_grouped, hadamard=True)
 
 
 def magnitudes(case: Case) -> Tensor:
-    """Sums of the terms without their signs."""
+    """Sums of the absolute values of the terms."""
     parts: list[BlockScaled] = []
     for q in (case.a, case.b):
         sign = 0x88 if q.spec.codes_per_byte == 2 else 1 << (q.spec.element.bits - 1)
@@ -143,15 +141,15 @@ def spans(case: Case) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]] if case.starts is None else case.starts.tolist(), ends, strict=True))
 
 
-def biased(want: Tensor, bias: Tensor, case: Case) -> Tensor:
+def add_bias(want: Tensor, bias: Tensor, case: Case) -> Tensor:
     want = want.clone()
     for group, (start, end) in enumerate(spans(case)):
         want[start:end] += bias[group].double()
     return want
 
 
-def misplaced(case: Case, got: Tensor, bias: Tensor | None) -> int:
-    """Rows of no group that were written, and others whose bytes are not those of the packed rows."""
+def count_misplaced(case: Case, got: Tensor, bias: Tensor | None) -> int:
+    """Number of bytes written in rows of no group, plus values that differ from the packed rows."""
     inside = torch.zeros(got.shape[0], dtype=torch.bool)
     for start, end in spans(case):
         inside[start:end] = True
@@ -162,10 +160,10 @@ def misplaced(case: Case, got: Tensor, bias: Tensor | None) -> int:
     return int((outside != 0xFF).sum()) + int((got[inside] != want).sum())
 
 
-def wrong(case: Case, epilogue: Epilogue, backend: str) -> int:
+def count_wrong(case: Case, epilogue: Epilogue, backend: str) -> int:
     dtype, has_bias, accumulates = epilogue
     exact = exact_grouped(case.a, case.b, case.offs, case.starts)
-    most = magnitudes(case) * (case.a.length + 4) * 2.0**-24
+    bound = magnitudes(case) * (case.a.length + 4) * 2.0**-24
     has_bias = has_bias and len(case.b.shape) == 3
     bias = torch.randn(case.offs.shape[0], case.b.rows).to(dtype) if has_bias else None
     room = (*exact.shape[:-2], exact.shape[-2] + 2, exact.shape[-1] + 2)
@@ -175,28 +173,28 @@ def wrong(case: Case, epilogue: Epilogue, backend: str) -> int:
     with bs.use_backend(m_grouped=backend, k_grouped=backend):
         got = bs.scaled_grouped_mm(case.a, case.b, case.offs, dtype, bias=bias, accumulate=total, starts=case.starts)
         placed = case.starts is not None and not accumulates
-        count = misplaced(case, got, bias) if placed else 0
-    want = exact if bias is None else biased(exact, bias, case)
+        count = count_misplaced(case, got, bias) if placed else 0
+    want = exact if bias is None else add_bias(exact, bias, case)
     if placed:
-        got = torch.where(got.isnan(), 0.0, got)  # rows of no group, as was seen; others were compared
+        got = torch.where(got.isnan(), 0.0, got)  # rows of no group; the others were compared above
     if before is not None and frame is not None:
         want = want + before[..., 1:-1, 1:-1].double()
         before[..., 1:-1, 1:-1] = got
         count += int((before != frame).sum())
-    loss = most + want.abs() * (ROUNDING[dtype] + 2.0**-23) + SMALLEST[dtype] / 2
+    loss = bound + want.abs() * (ROUNDING[dtype] + 2.0**-23) + SMALLEST[dtype] / 2
     if bias is None:
         loss = torch.where(exact == 0, 0.0, loss)
     return count + int(((got.double() - want).abs() > loss).sum()) + int(got.isnan().sum())
 
 
 def blackwell() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Its rows for this device, by the tiles of sm_100, wide ones but for fp32; and the pairs that they take."""
+    """Register the sm_100 kernels for the CPU, with BN = 256 except for fp32; returns the pairs they serve."""
     interpreter.install()
     found = []
     for op, launcher in (("m_grouped", _blackwell.m_grouped_sm100), ("k_grouped", _blackwell.k_grouped_sm100)):
-        row = next(row for row in kernels(op) if row.launch is launcher)
+        entry = next(entry for entry in kernels(op) if entry.launch is launcher)
 
-        @kernel(op, "interpreted", devices=("cpu",), formats=row.formats, layouts=row.layouts, reject=row.reject)
+        @kernel(op, "interpreted", devices=("cpu",), formats=entry.formats, layouts=entry.layouts, reject=entry.reject)
         def product(
             a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool,
             starts: Tensor | None = None,
@@ -205,7 +203,7 @@ def blackwell() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
             tile = tile if out.dtype == torch.float32 else tile._replace(bn=256)
             _blackwell.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile, starts=starts)
 
-        found.append(sorted(row.formats))
+        found.append(sorted(entry.formats))
     return found[0], found[1]
 
 
@@ -215,12 +213,12 @@ def main(backend: str) -> int:
     backend = "triton" if backend == "triton" else "interpreted"
     values = 0
     found: list[tuple[str, int]] = []
-    with bs.use_backend("reference"):  # casts are tested elsewhere, and take the interpreter longer than products
+    with bs.use_backend("reference"):  # casts are tested elsewhere, and are slow in the interpreter
         for number, case in enumerate(cases(*pairs, width)):
             epilogue = EPILOGUES[number % len(EPILOGUES)]
             values += case.a.rows * case.b.rows * (case.offs.shape[0] if len(case.b.shape) == 2 else 1)
-            found.append((f"{case.name}, {epilogue}", wrong(case, epilogue, backend)))
-    bad = [f"{what}: {count} values off" for what, count in found if count]
+            found.append((f"{case.name}, {epilogue}", count_wrong(case, epilogue, backend)))
+    bad = [f"{what}: {count} wrong values" for what, count in found if count]
     print(len(found), values, len(bad))
     print("\n".join(bad[:10]))
     return 1 if bad else 0

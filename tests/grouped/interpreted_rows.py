@@ -1,8 +1,8 @@
-"""The moves of rows in Triton's interpreter against the reference: a program, because the variable must come first.
+"""Permute and combine in Triton's interpreter against the reference; a script, because the variable must come first.
 
     TRITON_INTERPRET=1 python tests/grouped/interpreted_rows.py
 
-Prints `cases values mismatches`. Bits of what is gathered and combined; dot products within fp32's rounding.
+Prints `cases values mismatches`. Permute and combine are compared bitwise, dot products within fp32 rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPERATIONS = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
 
 
 def comparisons() -> Iterator[tuple[int, int]]:
-    """(values compared, how many differ)."""
+    """(values compared, mismatches)."""
     where = "cuda" if torch.cuda.is_available() else "cpu"
     for (tokens, columns, k), dtype in itertools.product(SIZES, (torch.bfloat16, torch.float16, torch.float32)):
         generator = torch.Generator().manual_seed(tokens)
@@ -30,12 +30,12 @@ def comparisons() -> Iterator[tuple[int, int]]:
         x = torch.randn(tokens, 2 * columns, generator=generator).to(where, dtype)[:, :columns]
         y = torch.randn(tokens * k, columns, generator=generator).to(where, dtype)
         y[0], x[0] = -0.0, 0.0
-        for weights in (None, torch.rand(tokens, k, generator=generator).to(where)):
+        for gate_weights in (None, torch.rand(tokens, k, generator=generator).to(where)):
             found: list[list[Tensor]] = []
             for backend in ("triton", "reference"):
                 with bs.use_backend(**dict.fromkeys(OPERATIONS, backend)):
-                    permuted = routing_ops.permute_rows(x, routing.tokens, routing.rows, weights)
-                    combined = routing_ops.combine_rows(y, routing.rows, weights)
+                    permuted = routing_ops.permute_rows(x, routing.tokens, routing.rows, gate_weights)
+                    combined = routing_ops.combine_rows(y, routing.rows, gate_weights)
                     cleared = y.clone()
                     routing_ops.clear_rows(cleared, routing.offs // 2)
                     found.append([permuted, combined, cleared, routing_ops.combine_dots(y, x, routing.rows)])

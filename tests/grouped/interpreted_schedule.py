@@ -1,4 +1,4 @@
-"""Lists of tiles in Triton's interpreter against plain loops; a program, because the interpreter is chosen at import.
+"""Tile lists in Triton's interpreter against plain loops; a script, because the interpreter is chosen at import.
 
     TRITON_INTERPRET=1 python tests/grouped/interpreted_schedule.py
 
@@ -24,14 +24,14 @@ from blockscale.grouped import _schedule  # noqa: E402
 from blockscale.grouped._schedule import group_spans, row_tiles  # noqa: E402
 from support.grouped_kernels import CAPACITIES  # noqa: E402
 
-# the interpreter takes long over a scan, and each program makes one: as few as can still divide the work wrongly
+# each program runs a scan, which is slow in the interpreter: the fewest programs that still split the work
 _schedule._PROGRAMS, _schedule._CHUNK = 2, 512  # pyright: ignore[reportPrivateUsage]
 
 Entry = tuple[int, int, int, int]
 
 
 def patterns() -> Iterator[tuple[str, list[int], int]]:
-    """Ends of groups, and rows."""
+    """(name, end offsets of the groups, rows)."""
     draw = random.Random(5)
 
     def ends(sizes: list[int]) -> list[int]:
@@ -57,17 +57,17 @@ def patterns() -> Iterator[tuple[str, list[int], int]]:
         yield f"drawn {number}", ends(sizes), sum(sizes) + draw.choice((0, 1, 500))
 
 
-def placed_patterns() -> Iterator[tuple[str, list[int], list[int], int]]:
-    """Starts and ends of groups, and rows."""
+def patterns_with_starts() -> Iterator[tuple[str, list[int], list[int], int]]:
+    """(name, starts, end offsets of the groups, rows)."""
     draw = random.Random(6)
 
-    def rooms(counts: list[int], capacity: int) -> tuple[list[int], list[int], int]:
+    def with_capacity(counts: list[int], capacity: int) -> tuple[list[int], list[int], int]:
         starts = [capacity * group for group in range(len(counts))]
         return starts, [start + count for start, count in zip(starts, counts, strict=True)], capacity * len(counts)
 
     for name, (counts, capacity) in CAPACITIES.items():
-        yield name, *rooms(counts, capacity)
-    yield "1024 rooms", *rooms([draw.randint(0, 61) for _ in range(1024)], 61)
+        yield name, *with_capacity(counts, capacity)
+    yield "1024 groups", *with_capacity([draw.randint(0, 61) for _ in range(1024)], 61)
     yield "no groups", [], [], 130
     yield "starts within the group before", [0, 50, 90], [100, 120, 200], 300
     yield "starts behind ends", [90, 30, 200], [50, 100, 150], 300
@@ -80,53 +80,53 @@ def placed_patterns() -> Iterator[tuple[str, list[int], list[int], int]]:
 
 
 def clamped(ends: list[int], rows: int, starts: list[int] | None = None) -> list[tuple[int, int]]:
-    """First and end row of every group."""
-    most, found = 0, []
+    """(first, end) row of every group, clamped as `_schedule.py` does."""
+    last, found = 0, []
     for group, end in enumerate(ends):
-        first, most = most, max(most, min(end, rows))
+        first, last = last, max(last, min(end, rows))
         if starts is not None:
             first = max(first, min(starts[group], rows))
-        found.append((first, most))
+        found.append((first, last))
     return found
 
 
-def tiles(ends: list[int], rows: int, height: int, step: int, starts: list[int] | None = None) -> list[Entry]:
+def tiles(ends: list[int], rows: int, bm: int, align: int, starts: list[int] | None = None) -> list[Entry]:
     spans = clamped(ends, rows, starts)
     if starts is None:
         spans.append((spans[-1][1] if spans else 0, rows))
     found = [
-        (row, min(row + height, end), group, max(row, first))
+        (row, min(row + bm, end), group, max(row, first))
         for group, (first, end) in enumerate(spans)
-        for row in range(first // step * step, end, height)
+        for row in range(first // align * align, end, bm)
         if first < end
     ]
     written = [row for _, end, _, begin in found for row in range(begin, end)]
-    assert len(written) == len(set(written)), "a row of two tiles"
+    assert len(written) == len(set(written)), "a row in two tiles"
     assert set(written) <= set(range(rows)), "a row outside"
     return [(len(found), 0, 0, 0), *found]
 
 
 def spans(ends: list[int]) -> list[Entry]:
-    place, found = 0, []
+    block, found = 0, []
     for group, (first, end) in enumerate(clamped(ends, 2**31 - 256)):
         blocks = -(-(end - first) // 128)
-        found.append((group, place, blocks, 0))
-        place += blocks
-    return sorted(found, key=lambda entry: -entry[2])  # which keeps the order of equal ones
+        found.append((group, block, blocks, 0))
+        block += blocks
+    return sorted(found, key=lambda entry: -entry[2])  # stable: groups of equal size stay in order
 
 
 def main() -> int:
     counted = cases = 0
     bad: list[str] = []
     every = [(what, None, ends, rows) for what, ends, rows in patterns()]
-    for what, starts, ends, rows in [*every, *placed_patterns()]:
+    for what, starts, ends, rows in [*every, *patterns_with_starts()]:
         offs = torch.tensor(ends, dtype=torch.int32)
         first = None if starts is None else torch.tensor(starts, dtype=torch.int32)
-        for height, step in ((64, 4), (192, 4), (128, 1), (128, 128)):
-            want, got = tiles(ends, rows, height, step, starts), row_tiles(offs, rows, height, step, first)
+        for bm, align in ((64, 4), (192, 4), (128, 1), (128, 128)):
+            want, got = tiles(ends, rows, bm, align, starts), row_tiles(offs, rows, bm, align, first)
             right = len(want) <= len(got) and got[: len(want)].tolist() == [list(entry) for entry in want]
             cases, counted = cases + 1, counted + len(want)
-            bad += [] if right else [f"tiles of {height} rows from multiples of {step}, {what}"]
+            bad += [] if right else [f"tiles of {bm} rows aligned to {align}, {what}"]
     for what, _, ends, _ in every:
         offs = torch.tensor(ends, dtype=torch.int32)
         want, got = spans(ends), group_spans(offs)

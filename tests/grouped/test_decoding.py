@@ -1,5 +1,5 @@
-"""Groups of rows with starts, as decoding has them: every registered row against the product of packed rows, byte for
-byte, and nothing written between groups. On a GPU also every tile of Hopper's, captured graphs and wrong starts.
+"""m-grouped GEMMs with starts, as in decoding: every registered kernel, bitwise against packed rows, no writes between
+groups. On a GPU also every Hopper tile, CUDA graphs and invalid starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STARTS = frozenset({"starts"})
 
 
 def cast(x: Tensor, pair: tuple[str, str], amax: Tensor) -> BlockScaled:
-    """amax: for NVFP4, so that placed and packed rows have one tensor scale."""
+    """Quantize.  amax: for NVFP4, so that placed and packed rows have the same tensor scale."""
     return bs.quantize(x, pair[0], **({"amax": amax} if pair[0] == "nvfp4" else {}))
 
 
@@ -38,19 +38,19 @@ def experts(made: Room, pair: tuple[str, str], n: int = N) -> BlockScaled:
     return bs.quantize(gaussian(*shape, device=made.placed.device, seed=3), pair[1])
 
 
-def written(row: Tensor) -> Tensor:
-    """Which rows a kernel wrote: outputs are allocated as bytes FF."""
-    return (row.contiguous().view(torch.uint8) != 0xFF).any(1)
+def written(out: Tensor) -> Tensor:
+    """Mask of the rows a kernel wrote: outputs are allocated as bytes FF."""
+    return (out.contiguous().view(torch.uint8) != 0xFF).any(1)
 
 
-def rows_taken(row: Kernel, device: torch.device, pair: tuple[str, str], name: str, dtype: torch.dtype) -> None:
+def check_placed(kernel: Kernel, device: torch.device, pair: tuple[str, str], name: str, dtype: torch.dtype) -> None:
     made = room(*CAPACITIES[name], K, device)
     amax = made.placed.float().abs().max()
     a, packed, b = cast(made.placed, pair, amax), cast(made.packed, pair, amax), experts(made, pair)
-    skip_refused(row, grouped_request(a, b, len(made.counts), dtype, bias=True, accumulate=True, starts=True))
+    skip_refused(kernel, grouped_request(a, b, len(made.counts), dtype, bias=True, accumulate=True, starts=True))
     bias, inside = gaussian(len(made.counts), N, device=device), made.inside
     taken = int(inside.sum())
-    with only(row):
+    with only(kernel):
         got = bs.scaled_grouped_mm(a, b, made.ends, dtype, bias=bias, starts=made.starts)
         want = bs.scaled_grouped_mm(packed, b, made.packed_ends, dtype, bias=bias)[:taken]
         assert torch.equal(raw(got[inside]), raw(want))
@@ -64,23 +64,23 @@ def rows_taken(row: Kernel, device: torch.device, pair: tuple[str, str], name: s
 
 @pytest.mark.parametrize("name", CAPACITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW))
-def test_rows_that_count_are_those_of_packed_rows(row, device, pair, dtype, name):
-    rows_taken(row, device, pair, name, dtype)
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW))
+def test_placed_rows_equal_packed_rows(kernel, device, pair, dtype, name):
+    check_placed(kernel, device, pair, name, dtype)
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW))
-def test_rows_between_groups_enter_nothing(row, device, pair):
-    """Whatever the memory held: NaN, infinity, numbers that no block could share."""
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW))
+def test_rows_between_groups_do_not_affect_the_result(kernel, device, pair):
+    """They may hold NaN, infinity or values far out of the range of a block."""
     counts, capacity = CAPACITIES["a row less than full"]
     made = room(counts, capacity, K, device)
     b, amax = experts(made, pair), made.placed.float().abs().max()
     skip_refused(
-        row,
+        kernel,
         grouped_request(cast(made.placed, pair, amax), b, 3, torch.bfloat16, bias=False, accumulate=False, starts=True),
     )
     results = []
-    with only(row):
+    with only(kernel):
         for junk in (0.0, torch.nan, torch.inf, 1e30):
             x = torch.where(made.inside[:, None], made.placed, junk)
             y = bs.scaled_grouped_mm(cast(x, pair, amax), b, made.ends, starts=made.starts)
@@ -89,8 +89,8 @@ def test_rows_between_groups_enter_nothing(row, device, pair):
 
 
 @pytest.mark.parametrize("pair", [("mxfp8_e4m3", "mxfp8_e4m3"), ("fp8_1x128", "fp8_128x128")], ids="@".join)
-def test_starts_at_the_ends_in_front_change_nothing(device, pair):
-    """But for rows behind all groups, which are zero without starts."""
+def test_contiguous_starts_equal_no_starts(device, pair):
+    """Except for rows after all groups, which are zero without starts."""
     offs = torch.tensor([5, 5, 40, 41], dtype=torch.int32, device=device)
     starts = torch.tensor([0, 5, 5, 40], dtype=torch.int32, device=device)
     a, b = bs.quantize(gaussian(50, K, device=device), pair[0]), bs.quantize(gaussian(4, N, K, device=device), pair[1])
@@ -111,12 +111,12 @@ def test_no_experts_and_no_rows(device):
     assert bs.scaled_grouped_mm(a, experts(made, ("", "mxfp8_e4m3")), made.counts, starts=made.counts).shape == (0, N)
 
 
-# ---- who serves it -------------------------------------------------------------------------------------------------
+# ---- the registry --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_no_decoding_on_a_gpu_is_the_references(where: str) -> None:
-    """Which reads starts and ends on the host, and cannot be captured."""
+def test_no_decoding_on_a_gpu_uses_the_reference(where: str) -> None:
+    """The reference reads starts and offsets on the host, and cannot be captured."""
     for pair in M_FEW:
         asked = Request("m_grouped", HYPOTHETICAL[where], pair, (4096, 4096, 7168, 32), torch.bfloat16, (), STARTS)
         taken = bs.registry.select(asked).backend
@@ -124,40 +124,40 @@ def test_no_decoding_on_a_gpu_is_the_references(where: str) -> None:
         assert taken == ("hopper" if hopper else "triton")
 
 
-def test_torch_refuses_with_a_reason() -> None:
+def test_torch_rejects_starts() -> None:
     made = room(*CAPACITIES["full"], K)
     a, b = bs.quantize(made.placed, "mxfp8_e4m3"), experts(made, ("", "mxfp8_e4m3"))
-    with bs.use_backend(m_grouped="torch"), pytest.raises(BackendError, match="groups that follow each other"):
+    with bs.use_backend(m_grouped="torch"), pytest.raises(BackendError, match="contiguous groups"):
         bs.scaled_grouped_mm(a, b, made.ends, starts=made.starts)
     explained = bs.explain("grouped", a, b, made.ends, starts=made.starts)
     assert (explained.taken.backend, "with starts" in str(explained)) == ("reference", True)
 
 
-def _rows_of_gpus() -> list:
-    """Every row that takes starts on a GPU, with a pair and an architecture of its own."""
+def _gpu_kernels() -> list:
+    """Every kernel that takes starts on a GPU, with a pair and an architecture for it."""
     pairs = [("fp8_1x128", "fp8_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3_128x128"), ("mxfp8_e4m3", "mxfp8_e4m3")]
     found = []
-    for row in bs.registry.kernels("m_grouped"):
-        where = f"sm_{max(row.sm[0], 80)}"
-        pair = next((pair for pair in pairs if pair in row.formats), None)
-        if pair is None or "cuda" not in row.devices:
+    for kernel in bs.registry.kernels("m_grouped"):
+        where = f"sm_{max(kernel.sm[0], 80)}"
+        pair = next((pair for pair in pairs if pair in kernel.formats), None)
+        if pair is None or "cuda" not in kernel.devices:
             continue
         asked = Request("m_grouped", HYPOTHETICAL[where], pair, (512, 64, 256, 4), torch.bfloat16, (), STARTS)
-        if row.refusal(asked) is None:
-            found.append(pytest.param(row, pair, int(where[3:]), id=f"{row.backend}.{row.launch.__name__}"))
+        if kernel.refusal(asked) is None:
+            found.append(pytest.param(kernel, pair, int(where[3:]), id=f"{kernel.backend}.{kernel.launch.__name__}"))
     return found
 
 
-@pytest.mark.parametrize(("row", "pair", "arch"), _rows_of_gpus())
-def test_what_a_gpu_would_be_given(row: Kernel, pair: tuple[str, str], arch: int) -> None:
-    """The list of tiles, then the product; nothing is compiled, but all that comes before a launch is done."""
+@pytest.mark.parametrize(("kernel", "pair", "arch"), _gpu_kernels())
+def test_launches_one_tile_list_and_one_gemm(kernel: Kernel, pair: tuple[str, str], arch: int) -> None:
+    """Everything up to the launch runs; nothing is compiled."""
     launched = pytest.importorskip("aot.compiled", reason="needs triton").launched
     made = room([3, 0, 128, 1], 128, 256)
-    a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (
+    a, b = (q.with_layout(kernel.layouts.get(q.format, q.scale_layout)) for q in (
         bs.quantize(made.placed, pair[0]), experts(made, pair, 64),
     ))  # fmt: skip
     out = torch.empty(512, 64, dtype=torch.bfloat16)
-    names = launched(lambda: row.launch(a, b, made.ends, out, bias=None, accumulate=False, starts=made.starts), arch)
+    names = launched(lambda: kernel.launch(a, b, made.ends, out, bias=None, accumulate=False, starts=made.starts), arch)
     assert "_row_tiles_kernel" in names
     assert sum("grouped_mm" in name for name in names) == 1
 
@@ -171,8 +171,8 @@ MODELS = {"_hopper": heuristics, "_hopper_mx": heuristics_mx, "_hopper_upcast": 
 on_hopper = pytest.mark.sm90
 
 
-def by_tile(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None, tile: Tile) -> Tensor:
-    """In a frame of sentinels; what the frame's window held is in the result where nothing was written."""
+def launch_tile(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None, tile: Tile) -> Tensor:
+    """Output of one tile in a frame of sentinels; rows that are not written keep the sentinel."""
     name = {"fp8": "_hopper", "mx": "_hopper_mx", "nvfp4": "_hopper_upcast"}[a.spec.family]
     module = pytest.importorskip(f"blockscale.grouped.{name}", reason="this Triton has no Gluon for Hopper")
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
@@ -193,8 +193,8 @@ def test_every_tile(first: str, second: str, tile: Tile, name: str) -> None:
         amax = made.placed.float().abs().max()
         a, packed = (cast(x, (first, second), amax) for x in (made.placed, made.packed))
         b = experts(made, ("", second), n)
-        got = by_tile(a, b, made.ends, made.starts, tile)
-        want = by_tile(packed, b, made.packed_ends, None, tile)
+        got = launch_tile(a, b, made.ends, made.starts, tile)
+        want = launch_tile(packed, b, made.packed_ends, None, tile)
         assert torch.equal(got[made.inside], want[: int(made.inside.sum())])
         assert bool((got[~made.inside] == SENTINEL).all()), "written between groups"
 
@@ -211,14 +211,14 @@ def test_every_tile(first: str, second: str, tile: Tile, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize(("first", "second", "tile"), _TILES, ids=str)
-def test_wrong_starts_write_nothing_outside(
+def test_invalid_starts_write_nothing_out_of_bounds(
     first: str, second: str, tile: Tile, starts: list[int], ends: list[int]
 ) -> None:
-    """`by_tile` compares the frame around the output, and both runs: groups that overlap would race."""
+    """`launch_tile` checks the frame around the output and compares two runs: overlapping groups would race."""
     made = room([100, 100, 100], 106, 272, "cuda")
     a, b = bs.quantize(made.placed, first), experts(made, ("", second), 144)
     wrong_starts, wrong_ends = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in (starts, ends))
-    by_tile(a, b, wrong_ends, wrong_starts, tile)
+    launch_tile(a, b, wrong_ends, wrong_starts, tile)
 
 
 @pytest.mark.gpu
@@ -233,9 +233,8 @@ def test_wrong_starts_write_nothing_outside(
     ],
     ids="@".join,
 )
-def test_a_graph_serves_any_counts(pair: tuple[str, str], n: int) -> None:
-    """Captured once, replayed with other counts: no host waits for them, and rows that no longer count keep what they
-    had."""
+def test_cuda_graph_replays_with_any_counts(pair: tuple[str, str], n: int) -> None:
+    """Captured once, replayed with other counts, without a host sync; rows past the counts are unchanged."""
     counts = [[3, 0, 40, 16], [0, 0, 0, 0], [40, 40, 40, 40], [0, 1, 2, 39]]
     made = room(counts[0], 40, 336, "cuda")
     a, b, ends = bs.quantize(made.placed, pair[0]), experts(made, pair, n), made.ends
@@ -278,8 +277,8 @@ print("done")
 @pytest.mark.parametrize(
     ("starts", "ends", "right"), [([0, 16], [3, 32], True), ([0, 2], [3, 20], False), ([0, 16], [3, 33], False)]
 )
-def test_the_device_checks_if_asked(monkeypatch, starts: list[int], ends: list[int], right: bool) -> None:
-    """In a process of its own: what it finds wrong ends that."""
+def test_blockscale_check_asserts_on_the_device(monkeypatch, starts: list[int], ends: list[int], right: bool) -> None:
+    """In a subprocess: a failed device assert ends it."""
     for asked in ("0", "1"):
         monkeypatch.setenv("BLOCKSCALE_CHECK", asked)
         program = _PROGRAM.format(ends=ends, starts=starts)
@@ -301,7 +300,7 @@ def test_the_device_checks_if_asked(monkeypatch, starts: list[int], ends: list[i
         ([0, -(2**31)], [2**31 - 1, 3], False),
     ],
 )
-def test_what_is_checked(starts: list[int], ends: list[int], right: bool) -> None:
+def test_check_group_ends(starts: list[int], ends: list[int], right: bool) -> None:
     first, last = (torch.tensor(each, dtype=torch.int32) for each in (starts, ends))
     if right:
         check_group_ends(last, 32, first)

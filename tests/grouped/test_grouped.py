@@ -1,4 +1,4 @@
-"""Grouped products: every registered row, every pair and every kind of group size, against products group by group."""
+"""Grouped GEMMs: every registered kernel, every pair and every kind of group size, against GEMMs group by group."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spans(sizes: list[int]) -> list[tuple[int, int]]:
 
 
 class MGrouped:
-    """Rows of x [M, K] meet w [G, N, K]; `values` is the product of what dequantize gives, in fp64."""
+    """m-grouped GEMM of x [M, K] and w [G, N, K]; `values` is the product of the dequantized operands, in fp64."""
 
     def __init__(self, pair, sizes, rest, device, *, k=K, amax="tensor", **options):
         self.offs, self.sizes = offsets(sizes, device), sizes
@@ -69,7 +69,7 @@ class MGrouped:
 
 
 class KGrouped:
-    """dy [M, N] and x [M, K] are contracted over the tokens of each group: [G, N, K]."""
+    """k-grouped GEMM: dy [M, N] and x [M, K], contracted over the tokens of each group, give [G, N, K]."""
 
     def __init__(self, pair, sizes, rest, device, *, k=K, amax="tensor", **options):
         self.offs, self.sizes = offsets(sizes, device), sizes
@@ -89,16 +89,16 @@ def request(problem: MGrouped | KGrouped, dtype: torch.dtype = torch.float32, *,
     return grouped_request(problem.a, problem.b, len(problem.sizes), dtype, bias=bias, accumulate=accumulate)
 
 
-def dtype_of(row, problem: MGrouped | KGrouped) -> torch.dtype:
-    """fp32 where the row has it, else bf16; a row that refuses both is skipped with its reason."""
-    if accepts(row, request(problem)):
+def dtype_of(kernel, problem: MGrouped | KGrouped) -> torch.dtype:
+    """fp32 if the kernel supports it, else bf16; skips with the reason if it rejects both."""
+    if accepts(kernel, request(problem)):
         return torch.float32
-    skip_refused(row, request(problem, torch.bfloat16))
+    skip_refused(kernel, request(problem, torch.bfloat16))
     return torch.bfloat16
 
 
 def assert_close(got: Tensor, want: Tensor, gate: float) -> None:
-    """SQNR against an exact product; where that is zero everywhere, so must the result be."""
+    """SQNR against the exact product; if that is all zeros, the result must be, too."""
     assert got.shape == want.shape
     if want.count_nonzero() == 0:
         assert got.count_nonzero() == 0
@@ -107,19 +107,19 @@ def assert_close(got: Tensor, want: Tensor, gate: float) -> None:
         assert sqnr_db(want, got).item() >= gate
 
 
-def check(row, problem: MGrouped | KGrouped, pair, want: Tensor | None = None) -> None:
-    """Compare one product, in every output type that the row has, with the exact one rounded likewise."""
-    dtype_of(row, problem)
+def check(kernel, problem: MGrouped | KGrouped, pair, want: Tensor | None = None) -> None:
+    """Compare one product, in every output dtype of the kernel, with the exact one rounded likewise."""
+    dtype_of(kernel, problem)
     want = problem.values() if want is None else want
     results = {}
-    with only(row):
+    with only(kernel):
         for dtype in (torch.float32, torch.bfloat16):
-            if accepts(row, request(problem, dtype)):
+            if accepts(kernel, request(problem, dtype)):
                 results[dtype] = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, dtype)
     assert all(got.dtype == dtype for dtype, got in results.items())
     got = results[torch.bfloat16]
     if torch.float32 in results:
-        assert_close(results[torch.float32], want, gate_a(row, pair))
+        assert_close(results[torch.float32], want, gate_a(kernel, pair))
         # the backend's bf16 is its own fp32, rounded once
         assert torch.equal(got, results[torch.float32].bfloat16())
     else:
@@ -130,34 +130,34 @@ def check(row, problem: MGrouped | KGrouped, pair, want: Tensor | None = None) -
 # ---- every pair and every kind of group ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_PAIRS))
-def test_m_grouped_pairs(row, device, pair):
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_PAIRS))
+def test_m_grouped_pairs(kernel, device, pair):
     for name in ("empty middle", "rows of no group"):
-        check(row, MGrouped(pair, *GROUPS[name], device), pair)
+        check(kernel, MGrouped(pair, *GROUPS[name], device), pair)
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("k_grouped", K_PAIRS))
-def test_k_grouped_pairs(row, device, pair):
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("k_grouped", K_PAIRS))
+def test_k_grouped_pairs(kernel, device, pair):
     for name in ("empty middle", "rows of no group"):
-        check(row, KGrouped(pair, *GROUPS[name], device), pair)
+        check(kernel, KGrouped(pair, *GROUPS[name], device), pair)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW))
-def test_m_grouped_sizes(row, device, pair, groups):
-    check(row, MGrouped(pair, *GROUPS[groups], device), pair)
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW))
+def test_m_grouped_sizes(kernel, device, pair, groups):
+    check(kernel, MGrouped(pair, *GROUPS[groups], device), pair)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize(("row", "device", "pair"), cases("k_grouped", K_FEW))
-def test_k_grouped_sizes(row, device, pair, groups):
-    check(row, KGrouped(pair, *GROUPS[groups], device), pair)
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("k_grouped", K_FEW))
+def test_k_grouped_sizes(kernel, device, pair, groups):
+    check(kernel, KGrouped(pair, *GROUPS[groups], device), pair)
 
 
 @pytest.mark.parametrize("pair", M_PAIRS, ids="@".join)
 @pytest.mark.parametrize("k", [1, 33, 130])
 def test_m_grouped_with_odd_k(device, pair, k):
-    """Left to itself the library finds a row for every K; pad nibbles of FP4 meet no value."""
+    """The registry has a kernel for every K; padding nibbles of FP4 do not enter the sums."""
     problem = MGrouped(pair, *GROUPS["empty middle"], device, k=k)
     got = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, torch.float32)
     assert_close(got, problem.values(), 77.0 if device.type == "cuda" else 80.0)
@@ -181,7 +181,7 @@ def test_exact_grouped_is_the_product_of_the_values(device, kind, amax):
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if FORMATS[pair[0]].is_2d], ids="@".join)
 def test_two_dimensional_blocks_in_the_rows_are_refused(device, pair):
-    """A tile of rows may span two groups, so no backend has to know what that would mean."""
+    """A 2-D block of rows may span two groups."""
     problem = MGrouped(pair, [20, 0, 130], 0, device)
     for backend in ("reference", "auto"):
         with bs.use_backend(m_grouped=backend), pytest.raises(OptionError, match="would span groups"):
@@ -200,18 +200,18 @@ def test_no_groups_at_all(device, name, amax):
     assert bs.scaled_grouped_mm(x_t, x_t, offs).shape == (0, K, K)
 
 
-# ---- equal to dense products, bit for bit --------------------------------------------------------------------------
+# ---- bitwise equal to dense GEMMs ----------------------------------------------------------------------------------
 
 
 def dense_amax(pair: tuple[str, str], *sources: Tensor) -> list[dict[str, Tensor]]:
-    """NVFP4's tensor scale is that of the whole tensor, not of the slice that a dense product sees."""
+    """amax of the whole tensor for NVFP4: its tensor scale is not that of the slice of one group."""
     if FORMATS[pair[0]].family != "nvfp4":
         return [{} for _ in sources]
     return [{"amax": source.float().abs().max()} for source in sources]
 
 
 @pytest.mark.parametrize("pair", M_PAIRS, ids="@".join)
-def test_m_grouped_reference_is_dense_products(device, pair):
+def test_m_grouped_reference_equals_dense_gemms(device, pair):
     sizes = [5, 0, 1, 31, 20]
     problem = MGrouped(pair, sizes, 4, device, k=144)
     x_options, w_options = dense_amax(pair, problem.x, problem.w)
@@ -225,7 +225,7 @@ def test_m_grouped_reference_is_dense_products(device, pair):
 
 
 @pytest.mark.parametrize("pair", K_PAIRS, ids="@".join)
-def test_k_grouped_reference_is_dense_products(device, pair):
+def test_k_grouped_reference_equals_dense_gemms(device, pair):
     sizes = [5, 0, 127, 129, 1]
     problem = KGrouped(pair, sizes, 0, device)
     dy_options, x_options = dense_amax(pair, problem.dy, problem.x)
@@ -256,28 +256,30 @@ def test_k_grouped_operands_have_a_static_length(device):
 # ---- tensor scales -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", [("nvfp4", "nvfp4"), ("nvfp4", "nvfp4_16x16")]))
-def test_m_grouped_tensor_scale_per_group(row, device, pair):
+@pytest.mark.parametrize(
+    ("kernel", "device", "pair"), cases("m_grouped", [("nvfp4", "nvfp4"), ("nvfp4", "nvfp4_16x16")])
+)
+def test_m_grouped_tensor_scale_per_group(kernel, device, pair):
     for name in ("empty middle", "rows of no group", "one group"):
         sizes, rest = GROUPS[name]
         problem = MGrouped(pair, sizes, rest, device, amax="group")
         assert problem.a.global_scale.shape == problem.b.global_scale.shape == (len(sizes),)
-        check(row, problem, pair)
+        check(kernel, problem, pair)
         mixed = MGrouped(pair, sizes, rest, device)
         mixed.b = problem.b  # one scale for the tokens, one per expert for the weights
-        check(row, mixed, pair)
+        check(kernel, mixed, pair)
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("k_grouped", [("nvfp4", "nvfp4")]))
-def test_k_grouped_tensor_scale_per_group(row, device, pair):
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("k_grouped", [("nvfp4", "nvfp4")]))
+def test_k_grouped_tensor_scale_per_group(kernel, device, pair):
     for name in ("empty middle", "rows of no group", "one group"):
         sizes, rest = GROUPS[name]
         problem = KGrouped(pair, sizes, rest, device, amax="group")
         assert problem.a.global_scale.shape == (len(sizes),)
-        check(row, problem, pair)
+        check(kernel, problem, pair)
 
 
-def test_a_scale_per_group_saves_small_groups(device):
+def test_tensor_scale_per_group_keeps_small_groups(device):
     """A group 2^-20 below the rest is lost under one tensor scale and kept under its own."""
     found = {}
     for amax in ("tensor", "group"):
@@ -294,13 +296,13 @@ def test_a_scale_per_group_saves_small_groups(device):
 # ---- epilogue ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW))
-def test_bias(row, device, pair):
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW))
+def test_bias(kernel, device, pair):
     sizes, rest = [3, 0, 20, 9], 4
     problem = MGrouped(pair, sizes, rest, device)
-    skip_refused(row, request(problem, bias=True))
+    skip_refused(kernel, request(problem, bias=True))
     bias = gaussian(4, N, device=device, seed=5)
-    with only(row):
+    with only(kernel):
         plain = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, torch.float32)
         got = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, torch.float32, bias=bias)
         low = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, bias=bias.float())
@@ -312,12 +314,12 @@ def test_bias(row, device, pair):
 
 
 @pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
-def test_accumulate(row, device, pair, dtype):
-    kind = MGrouped if row.op == "m_grouped" else KGrouped
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
+def test_accumulate(kernel, device, pair, dtype):
+    kind = MGrouped if kernel.op == "m_grouped" else KGrouped
     problem = kind(pair, [3, 0, 20, 9], 4, device)
-    skip_refused(row, request(problem, dtype, accumulate=True))
-    with only(row):
+    skip_refused(kernel, request(problem, dtype, accumulate=True))
+    with only(kernel):
         product = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, torch.float32)
         acc = gaussian(*product.shape, device=device, seed=5).to(dtype)
         once = (acc.float() + product).to(dtype)
@@ -328,7 +330,7 @@ def test_accumulate(row, device, pair, dtype):
 
 
 @pytest.mark.parametrize("kind", [MGrouped, KGrouped])
-def test_accumulate_into_what_requires_grad_is_refused(kind):
+def test_accumulate_into_a_tensor_that_requires_grad_is_refused(kind):
     problem = kind(("mxfp8_e4m3", "mxfp8_e4m3"), [3, 0, 20, 9], 4, torch.device("cpu"))
     product = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, torch.float32)
     acc = torch.ones_like(product, requires_grad=True)
@@ -340,13 +342,13 @@ def test_accumulate_into_what_requires_grad_is_refused(kind):
     assert torch.equal(acc, 1 + product)
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
-def test_scale_layouts_do_not_matter(row, device, pair):
-    kind = MGrouped if row.op == "m_grouped" else KGrouped
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
+def test_scale_layouts_do_not_matter(kernel, device, pair):
+    kind = MGrouped if kernel.op == "m_grouped" else KGrouped
     problem = kind(pair, [3, 0, 20, 9], 4, device, k=160)
-    dtype = dtype_of(row, problem)
+    dtype = dtype_of(kernel, problem)
     a, b, offs = problem.a, problem.b, problem.offs
-    with only(row):
+    with only(kernel):
         want = bs.scaled_grouped_mm(a, b, offs, dtype)
         for first in a.spec.layouts:
             for second in b.spec.layouts:
@@ -354,12 +356,12 @@ def test_scale_layouts_do_not_matter(row, device, pair):
                 assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
-def test_repeats_itself(row, device, pair):
-    kind = MGrouped if row.op == "m_grouped" else KGrouped
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
+def test_results_are_reproducible(kernel, device, pair):
+    kind = MGrouped if kernel.op == "m_grouped" else KGrouped
     problem = kind(pair, *GROUPS["around the alignment"], device)
-    dtype = dtype_of(row, problem)
-    with only(row):
+    dtype = dtype_of(kernel, problem)
+    with only(kernel):
         first = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, dtype)
         assert torch.equal(first, bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, dtype))
 
@@ -373,15 +375,15 @@ def spoil(x: Tensor, row: int) -> Tensor:
     return spoiled
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW))
-def test_m_grouped_nan_stays_in_its_row(row, device, pair):
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW))
+def test_m_grouped_nan_stays_in_its_row(kernel, device, pair):
     sizes = [3, 5, 20, 4]
     problem = MGrouped(pair, sizes, 0, device, amax="group")
-    dtype = dtype_of(row, problem)
+    dtype = dtype_of(kernel, problem)
     family = FORMATS[pair[0]].family
     options = {"amax": "group", "offs": problem.offs} if family == "nvfp4" else {}
     a = bs.quantize(spoil(problem.x, 10), pair[0], **options)
-    with only(row):
+    with only(kernel):
         want = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, dtype)
         got = bs.scaled_grouped_mm(a, problem.b, problem.offs, dtype)
     # a tensor scale per group poisons the group, a block scale the row
@@ -391,16 +393,16 @@ def test_m_grouped_nan_stays_in_its_row(row, device, pair):
     assert torch.equal(got[~lost], want[~lost])
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW))
-def test_m_grouped_nan_in_one_matrix_stays_in_its_group(row, device, pair):
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW))
+def test_m_grouped_nan_in_one_matrix_stays_in_its_group(kernel, device, pair):
     sizes = [3, 5, 0, 4]
     problem = MGrouped(pair, sizes, 2, device, amax="group")
-    dtype = dtype_of(row, problem)
+    dtype = dtype_of(kernel, problem)
     w = problem.w.clone()
     w[1, :, 3] = torch.nan
     w[2] = torch.nan  # the matrix of a group without rows
     options = {"amax": "group"} if FORMATS[pair[0]].family == "nvfp4" else {}
-    with only(row):
+    with only(kernel):
         want = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, dtype)
         got = bs.scaled_grouped_mm(problem.a, bs.quantize(w, pair[1], **options), problem.offs, dtype)
     assert got[3:8].isnan().all()
@@ -408,15 +410,15 @@ def test_m_grouped_nan_in_one_matrix_stays_in_its_group(row, device, pair):
     assert torch.equal(got[kept], want[kept])
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("k_grouped", K_FEW))
-def test_k_grouped_nan_stays_in_its_group(row, device, pair):
-    """Groups share no block, and the pad of a group is no bridge to the next one."""
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("k_grouped", K_FEW))
+def test_k_grouped_nan_stays_in_its_group(kernel, device, pair):
+    """Groups share no scale block, and padding separates them."""
     problem = KGrouped(pair, [3, 5, 0, 150, 4], 2, device, amax="group")
-    dtype = dtype_of(row, problem)
+    dtype = dtype_of(kernel, problem)
     options = {"amax": "group"} if FORMATS[pair[0]].family == "nvfp4" else {}
     dy = spoil(spoil(problem.dy, 5), 163)  # a row of group 1, and one of no group
     a = bs.quantize(dy, pair[0], axis=-2, offs=problem.offs, **options).mT
-    with only(row):
+    with only(kernel):
         want = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, dtype)
         got = bs.scaled_grouped_mm(a, problem.b, problem.offs, dtype)
     if options:
@@ -428,14 +430,14 @@ def test_k_grouped_nan_stays_in_its_group(row, device, pair):
     assert torch.equal(got[kept], want[kept])
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
-def test_rows_of_no_group_enter_nothing(row, device, pair):
-    """What lies after the last end may be anything: it reaches no result and no tensor scale."""
-    kind, sizes, rest = (MGrouped if row.op == "m_grouped" else KGrouped), [20, 11], 37
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW) + cases("k_grouped", K_FEW))
+def test_rows_of_no_group_do_not_affect_the_result(kernel, device, pair):
+    """Rows after the last group may hold anything: they affect no result and no tensor scale."""
+    kind, sizes, rest = (MGrouped if kernel.op == "m_grouped" else KGrouped), [20, 11], 37
     problem = kind(pair, sizes, rest, device)
-    dtype = dtype_of(row, problem)
+    dtype = dtype_of(kernel, problem)
     source = (problem.x if kind is MGrouped else problem.dy).clone()
-    with only(row):
+    with only(kernel):
         results = []
         for junk in (0.0, torch.nan, torch.inf, 1e30):
             source[31:] = junk
@@ -448,21 +450,21 @@ def test_rows_of_no_group_enter_nothing(row, device, pair):
         assert results[0][31:].count_nonzero() == 0
 
 
-# ---- rotation and stochastic rounding ------------------------------------------------------------------------------
+# ---- Hadamard, stochastic rounding ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("row", "device", "pair"), cases("k_grouped", [("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]))
-def test_k_grouped_rotated_and_drawn(row, device, pair):
-    """The wgrad of FP4 training: both operands rotated, the gradient drawn."""
+@pytest.mark.parametrize(("kernel", "device", "pair"), cases("k_grouped", [("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")]))
+def test_k_grouped_with_hadamard_and_stochastic_rounding(kernel, device, pair):
+    """The wgrad of FP4 training: Hadamard transform of both operands, stochastic rounding of the gradient."""
     sizes = [70, 0, 300, 1]
     state = rng_state(3, tick=5, device=device)
     problem = KGrouped(pair, sizes, 0, device, hadamard=True)
-    drawn = {"rounding": Stochastic(state, "experts"), "role": "wgrad_dy", "hadamard": True}
-    problem.a = bs.quantize(problem.dy, pair[0], axis=-2, offs=problem.offs, **drawn).mT
-    # a rotated tail is noise where dequantize cuts, and the product contracts it too: the values do not tell
-    check(row, problem, pair, exact_grouped(problem.a, problem.b, problem.offs))
-    dtype = dtype_of(row, problem)
-    with only(row):
+    stochastic = {"rounding": Stochastic(state, "experts"), "role": "wgrad_dy", "hadamard": True}
+    problem.a = bs.quantize(problem.dy, pair[0], axis=-2, offs=problem.offs, **stochastic).mT
+    # dequantize cuts the transformed tail, which the GEMM contracts: compare with exact_grouped, not with `values`
+    check(kernel, problem, pair, exact_grouped(problem.a, problem.b, problem.offs))
+    dtype = dtype_of(kernel, problem)
+    with only(kernel):
         got = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, dtype)
     true = torch.stack([problem.dy[s:e].double().mT @ problem.x[s:e].double() for s, e in spans(sizes)])
     # gate B of the wgrad products is 13.6 (mxfp4) and 15.0 (nvfp4) dB; groups this small scatter by a decibel
@@ -471,7 +473,7 @@ def test_k_grouped_rotated_and_drawn(row, device, pair):
     assert got[1].count_nonzero() == 0
 
 
-def test_a_group_draws_the_same_words_wherever_it_lies(device):
+def test_stochastic_rounding_of_a_group_is_independent_of_its_position(device):
     """Experts on another rank: group 2 of three and the only group of a rank that starts at expert 2."""
     sizes = [40, 7, 90]
     dy = gaussian(137, N, device=device)
@@ -488,7 +490,7 @@ def test_a_group_draws_the_same_words_wherever_it_lies(device):
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_m_grouped_rotated(device, name):
+def test_m_grouped_with_hadamard(device, name):
     problem = MGrouped((name, name), [20, 0, 31], 5, device, k=70, hadamard=True)
     got = bs.scaled_grouped_mm(problem.a, problem.b, problem.offs, torch.float32)
     assert_close(got, exact_grouped(problem.a, problem.b, problem.offs), 80.0)

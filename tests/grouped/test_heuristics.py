@@ -1,4 +1,4 @@
-"""The choice of a tile for grouped products, and what the table makes of it: no GPU is needed."""
+"""Tile choice of the grouped Hopper GEMMs and its use by the registry; needs no GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from blockscale.registry import Request, explain_request, select
 def problems() -> list[Problem]:
     sizes = itertools.product((0, 1, 517, 16640, 2**20), (1, 333, 8192), (1, 128, 5120), (1, 8, 1024))
     return [
-        Problem(*size, k_grouped, wide, 132) for size in sizes for k_grouped in (False, True) for wide in (False, True)
+        Problem(*size, k_grouped, fp32_out, 132)
+        for size in sizes
+        for k_grouped in (False, True)
+        for fp32_out in (False, True)
     ]
 
 
@@ -38,25 +41,23 @@ def test_every_candidate_fits() -> None:
         for tile, us in candidates(problem):
             assert us > 0
             assert tile.stages >= 2
-            assert tile.a_rows == 256, "rows of other groups are never outside"
+            assert tile.a_rows == 256, "rows of other groups are in bounds"
             assert shared_bytes(tile, problem) <= SHARED_BYTES
 
 
-def test_adding_takes_tiles_of_one_wave() -> None:
+def test_accumulate_takes_tiles_of_one_m_subtile() -> None:
     for problem in problems():
-        plain, adding = dict(candidates(problem)), dict(candidates(replace(problem, accumulate=True)))
-        assert {tile.m_subtiles for tile in adding} == {1}
-        assert all(us >= plain[tile] for tile, us in adding.items()), "what is added to is fetched, too"
+        plain, accumulating = dict(candidates(problem)), dict(candidates(replace(problem, accumulate=True)))
+        assert {tile.m_subtiles for tile in accumulating} == {1}
+        assert all(us >= plain[tile] for tile, us in accumulating.items()), "the accumulator is loaded, too"
 
 
-def test_small_groups_get_low_tiles() -> None:
-    """From few rows a group to many: never a lower tile for more of them."""
-    heights = [
-        choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132))[0].bm for rows in (1, 16, 64, 300, 1000, 4096)
-    ]
-    assert heights[0] == 64
-    assert heights[-1] >= 128
-    assert heights == sorted(heights)
+def test_small_groups_get_small_bm() -> None:
+    """BM never decreases as groups grow."""
+    bms = [choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132))[0].bm for rows in (1, 16, 64, 300, 1000, 4096)]
+    assert bms[0] == 64
+    assert bms[-1] >= 128
+    assert bms == sorted(bms)
 
 
 def test_time_grows_with_the_work() -> None:
@@ -70,13 +71,13 @@ def test_no_prediction_beats_the_bound() -> None:
         assert choose(problem)[1] > bound(problem)[0]
 
 
-def test_a_pass_over_odd_outputs_is_counted() -> None:
+def test_second_pass_over_unaligned_outputs_is_counted() -> None:
     odd = Problem(16640, 8191, 5120, 16, False, True, 132, accumulate=True)
-    part, us = kernel_part(odd)
-    assert not part.accumulate
+    kernel_problem, us = kernel_part(odd)
+    assert not kernel_problem.accumulate
     assert us > 100
     narrow, less = kernel_part(replace(odd, fp32_out=False))
-    assert narrow == part, "what is added in a second pass was not rounded before"
+    assert narrow == kernel_problem, "a second pass accumulates fp32"
     assert less < us
     assert kernel_part(replace(odd, n=8192)) == (replace(odd, n=8192), 0.0)
 
@@ -95,12 +96,12 @@ def test_every_candidate_of_mxfp8_fits() -> None:
         if not problem.k_grouped:
             for tile, us in heuristics_mx.candidates(problem):
                 assert us > bound(problem)[0]
-                assert tile.stages >= max(2, tile.k_unroll // 4), "a run's blocks are in the ring together"
+                assert tile.stages >= max(2, tile.k_unroll // 4), "all K-blocks of k_unroll are in flight together"
                 assert (tile.m_subtiles, tile.a_loads, tile.a_rows) == (1, 1, 256)
                 assert heuristics_mx.shared_bytes(tile, problem) <= SHARED_BYTES
 
 
-def test_small_groups_of_mxfp8_get_low_tiles() -> None:
+def test_small_groups_of_mxfp8_get_small_bm() -> None:
     chosen = [
         heuristics_mx.choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132)) for rows in (1, 16, 300, 4096)
     ]
@@ -109,33 +110,33 @@ def test_small_groups_of_mxfp8_get_low_tiles() -> None:
     assert times == sorted(times)
 
 
-# ---- decoded operands ----------------------------------------------------------------------------------------------
+# ---- upcast operands -----------------------------------------------------------------------------------------------
 
 
-def test_every_candidate_for_decoded_operands_fits() -> None:
+def test_every_candidate_for_upcast_operands_fits() -> None:
     for problem in problems():
         for tile, us in heuristics_upcast.candidates(problem):
-            assert us > bound(problem)[0] + heuristics_upcast.decoding_us(problem)
+            assert us > bound(problem)[0] + heuristics_upcast.upcast_us(problem)
             assert tile.stages >= 2
             assert (tile.k_unroll, tile.a_loads, tile.a_rows, tile.cluster) == (1, 1, 256, 1)
             assert heuristics_upcast.shared_bytes(tile, problem) <= SHARED_BYTES
-        adding = heuristics_upcast.candidates(replace(problem, fp32_out=True, accumulate=True))
-        assert {tile.m_subtiles for tile, _ in adding} == {1}
+        accumulating = heuristics_upcast.candidates(replace(problem, fp32_out=True, accumulate=True))
+        assert {tile.m_subtiles for tile, _ in accumulating} == {1}
 
 
-def test_few_rows_of_decoded_operands_get_low_tiles() -> None:
+def test_small_groups_of_upcast_operands_get_small_bm() -> None:
     chosen = [
         heuristics_upcast.choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132)) for rows in (1, 16, 300, 4096)
     ]
-    heights = [tile.bm for tile, _ in chosen]
-    assert heights[0] == 64
-    assert heights[-1] == 256
-    assert heights == sorted(heights)
+    bms = [tile.bm for tile, _ in chosen]
+    assert bms[0] == 64
+    assert bms[-1] == 256
+    assert bms == sorted(bms)
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
+# ---- the registry --------------------------------------------------------------------------------------------------
 
-# what Hopper's rows serve: the operation, its formats, and the layouts that are read as they are
+# kernels for Hopper: operation, formats, and the scale layouts read without conversion
 SERVED = {
     "m": ("m_grouped", ("fp8_1x128", "fp8_128x128"), ("mn_major", "grid")),
     "k": ("k_grouped", ("fp8_1x128", "fp8_1x128"), ("mn_major", "mn_major")),
@@ -149,7 +150,7 @@ def request(kind: str, shape: tuple[int, ...], *options: str, sm: int = 90) -> R
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_the_table_takes_it_on_hopper(kind: str) -> None:
+def test_registry_selects_it_on_hopper(kind: str) -> None:
     pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
     for shape in ((16640, 8192, 5120, 64), (1, 1, 1, 1), (0, 64, 128, 3), (517, 333, 129, 1024)):
         assert select(request(kind, shape)).backend == "hopper"
@@ -166,7 +167,7 @@ def test_the_table_takes_it_on_hopper(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_explain_tells_tile_time_and_bound(kind: str) -> None:
+def test_explain_shows_tile_time_and_bound(kind: str) -> None:
     pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
     taken = explain_request(request(kind, (16640, 8192, 5120, 16))).taken
     assert taken is not None
@@ -174,7 +175,7 @@ def test_explain_tells_tile_time_and_bound(kind: str) -> None:
     assert taken.forecast is not None
     assert taken.forecast.share < 1
     text = str(taken.forecast)
-    assert "groups between none and twice the mean" in text
+    assert "group sizes between 0 and twice the mean" in text
     assert "stages" in text
     odd = explain_request(request(kind, (16640, 8191, 5120, 16))).taken
     assert odd is not None
@@ -183,12 +184,12 @@ def test_explain_tells_tile_time_and_bound(kind: str) -> None:
 
 @pytest.mark.parametrize("n", [1, 7, 24, 33])
 @pytest.mark.parametrize("kind", SERVED)
-def test_outputs_that_the_kernel_cannot_write(kind: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a reference in the kernel's place: it is given a matrix that it can address, and all outputs are right."""
+def test_outputs_that_tma_cannot_store(kind: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake kernel: it gets a matrix that TMA can address, and all outputs are right."""
     from blockscale.grouped import _reference
 
-    module = "blockscale.grouped._hopper_mx" if kind == "mx" else "blockscale.grouped._hopper"
-    row = pytest.importorskip(module, reason="this Triton has no Gluon for Hopper")
+    name = "blockscale.grouped._hopper_mx" if kind == "mx" else "blockscale.grouped._hopper"
+    module = pytest.importorskip(name, reason="this Triton has no Gluon for Hopper")
     launches = pytest.importorskip("blockscale.gemm._hopper_launch")
     offs = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 33), torch.randn(22, n)
@@ -207,32 +208,32 @@ def test_outputs_that_the_kernel_cannot_write(kind: str, n: int, monkeypatch: py
         added.append(accumulate)
         whole = product.flatten(0, -2)
         out.copy_(out + whole if accumulate else whole)
-        # as the copy engine does: up to the next 16 bytes
+        # as TMA does: writes up to the next 16 bytes
         width = n + -n % (16 // out.element_size())
         out.as_strided((len(out), width), out.stride(), out.storage_offset())[:, n:] = torch.nan
 
-    monkeypatch.setattr(row, "launch", launch)
-    serve = row.m_grouped_mx if kind == "mx" else getattr(row, op)
+    monkeypatch.setattr(module, "launch", launch)
+    run = module.m_grouped_mx if kind == "mx" else getattr(module, op)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.full(product.shape, torch.nan, dtype=dtype)
-        serve(a, b, offs, out, bias=None, accumulate=False)
+        run(a, b, offs, out, bias=None, accumulate=False)
         assert torch.equal(out, product.to(dtype))
     room = [*product.shape[:-1]]
     for dtype in ACCUMULATOR_DTYPES:
         want, pad = (1 + product).to(dtype), -n % (16 // dtype.itemsize)
         for width in (n, n + pad, n + 8 + pad):
             frame = torch.ones(*room, width, dtype=dtype)
-            serve(a, b, offs, frame[..., :n], bias=None, accumulate=True)
+            run(a, b, offs, frame[..., :n], bias=None, accumulate=True)
             assert torch.equal(frame[..., :n], want)
-            assert bool((frame[..., n:] == 1).all()), "written outside the window"
-        # matrices, or rows, that do not lie below each other
+            assert bool((frame[..., n:] == 1).all()), "written out of bounds"
+        # matrices, or rows, that are not contiguous
         apart = torch.ones(room[0] * 2, *room[1:], n, dtype=dtype)[::2]
-        serve(a, b, offs, apart, bias=None, accumulate=True)
+        run(a, b, offs, apart, bias=None, accumulate=True)
         assert torch.equal(apart, want)
         assert added[-1] == (op == "m_grouped" and n == 24)
 
 
-def test_mxfp8_with_scales_of_each_row_is_left_to_the_upcast() -> None:
+def test_mxfp8_with_1x32_weight_scales_uses_the_upcast() -> None:
     _, _, layouts = SERVED["mx"]
     for op, formats in (
         ("m_grouped", ("mxfp8_e4m3", "mxfp8_e4m3")),

@@ -1,5 +1,5 @@
-"""Hopper's m-grouped MXFP8 product on a GPU: every tile and epilogue, groups that start at any row, and nothing written
-outside. What both grouped kernels share is tested with FP8, in test_hopper.py."""
+"""m-grouped MXFP8 GEMM for Hopper on a GPU: every tile and epilogue, groups that start at any row, no out-of-bounds
+writes. test_hopper.py tests the shared code with FP8."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ every_tile = pytest.mark.parametrize("tile", heuristics_mx.TILES, ids=lambda til
 
 
 def operands(sizes: list[int], rest: int, n: int, k: int, name: str = E4M3) -> tuple[BlockScaled, BlockScaled, Tensor]:
-    """Tokens, experts and ends; scales differ between experts, blocks of their rows, and blocks of K."""
+    """Tokens, experts and offsets; scales differ between experts, row blocks and K-blocks."""
     x = torch.randn(sum(sizes) + rest, k, device="cuda")
     experts, rows, columns = (torch.arange(size, device="cuda") for size in (len(sizes), n, k))
     steps = experts[:, None, None] % 2 + rows[None, :, None] // 128 % 3 - columns // 128 % 2
@@ -45,17 +45,21 @@ def launched(
     bias: Tensor | None = None,
     before: Tensor | None = None,
 ) -> Tensor:
-    add, sizes = before is not None, (a.rows, b.rows, a.length, offs.shape[0])
-    tile = heuristics_mx.fitted(tile, heuristics.Problem(*sizes, False, dtype == torch.float32, 132, add))
+    accumulate, sizes = before is not None, (a.rows, b.rows, a.length, offs.shape[0])
+    tile = heuristics_mx.fitted(tile, heuristics.Problem(*sizes, False, dtype == torch.float32, 132, accumulate))
     return twice(
-        lambda out: _hopper_mx.launch(a, b, offs, out, bias, accumulate=add, tile=tile), a.rows, b.rows, dtype, before
+        lambda out: _hopper_mx.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile),
+        a.rows,
+        b.rows,
+        dtype,
+        before,
     )
 
 
 @pytest.mark.parametrize("name", GROUPS)
 @every_tile
-def test_products_that_are_exact(tile: Tile, name: str) -> None:
-    """Codes of -1, 0 and 1 and scales near 1 leave nothing to round: one wrong scale anywhere is another number."""
+def test_exact_sums_equal_fp64(tile: Tile, name: str) -> None:
+    """Codes -1, 0, 1 and scales near 1 make all sums exact: any wrong scale changes the result."""
     for n, k in ((336, 400), (256, 128), (144, 1040)):
         a, b, offs = operands(*GROUPS[name], n, k)
         exact: list[BlockScaled] = []
@@ -70,7 +74,7 @@ def test_products_that_are_exact(tile: Tile, name: str) -> None:
 @pytest.mark.parametrize("name", GROUPS)
 @every_tile
 def test_every_epilogue(tile: Tile, name: str) -> None:
-    """All outputs, a bias of each expert, and adding; what no product reaches stays as it is."""
+    """All output dtypes, bias per expert, accumulation; rows of no group are unchanged."""
     sizes, rest = GROUPS[name]
     a, b, offs = operands(sizes, rest, 336, 400)
     want, bias = exact_grouped(a, b, offs), torch.randn(len(sizes), 336, device="cuda").bfloat16()
@@ -84,8 +88,8 @@ def test_every_epilogue(tile: Tile, name: str) -> None:
         assert torch.equal(added, (before.float() + alone).to(dtype)), "one more rounding, no other sum"
 
 
-def test_bytes_are_those_of_the_dense_product() -> None:
-    """Of each group by itself: a sum does not depend on where a tile lies."""
+def test_bitwise_equal_to_the_dense_gemm() -> None:
+    """Group by group: a sum does not depend on the position of its tile."""
     sizes, rest = GROUPS["ascending"]
     for name in (E4M3, E5M2):
         a, b, offs = operands(sizes, rest, 400, 1408, name)
@@ -101,14 +105,14 @@ def test_bytes_are_those_of_the_dense_product() -> None:
 @pytest.mark.parametrize("n", [1, 15, 17, 333])
 @pytest.mark.parametrize("k", [1, 31, 127, 129, 400])
 def test_any_n_and_k(k: int, n: int) -> None:
-    """By the table, all outputs; what the kernel cannot write by itself goes through a second buffer."""
+    """Through the registry, all output dtypes; outputs that TMA cannot store go through a second buffer."""
     a, b, offs = operands(*GROUPS["ascending"], n, k)
     want = exact_grouped(a, b, offs)
     with bs.use_backend(m_grouped="hopper"):
         for dtype, db in HOPPER_DB.items():
             got = bs.scaled_grouped_mm(a, b, offs, dtype)
             assert got.is_contiguous()
-            assert sqnr_db(want, got).item() > db - 6, dtype  # of few values and short sums, chance may pick bad ones
+            assert sqnr_db(want, got).item() > db - 6, dtype  # margin: few values and short sums scatter
         for dtype in ACCUMULATOR_DTYPES:
             total = torch.ones(want.shape, dtype=dtype, device="cuda")
             bs.scaled_grouped_mm(a, b, offs, accumulate=total)
@@ -124,14 +128,14 @@ def test_many_groups(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("ends", [[100, 900, 950], [300, 100, 400, 50], [2**31 - 1, 5], [-7, 200, -1]])
 @every_tile
-def test_wrong_ends_write_nothing_outside(tile: Tile, ends: list[int]) -> None:
-    """Ends that descend or lie past the rows: nobody could tell without waiting for the device."""
+def test_invalid_offs_write_nothing_out_of_bounds(tile: Tile, ends: list[int]) -> None:
+    """Offsets that descend or exceed the rows: the host cannot check them without a sync."""
     a, b, _ = operands([100] * len(ends), 17, 144, 272)
     launched(tile, a, b, torch.tensor(ends, dtype=torch.int32, device="cuda"), torch.bfloat16)
 
 
-def test_a_graph_serves_any_groups() -> None:
-    """Captured once, replayed with other ends: sizes of groups are read on the device, and no host waits for them."""
+def test_cuda_graph_replays_with_any_group_sizes() -> None:
+    """Captured once, replayed with other offsets: group sizes are read on the device, without a host sync."""
     patterns = [[100, 200, 217, 0], [0, 0, 0, 517], [517, 0, 0, 0], [1, 300, 15, 201], [0, 0, 0, 0]]
     cases = [operands(sizes, 517 - sum(sizes), 272, 336) for sizes in patterns]
     a, b, offs = cases[0]
@@ -158,8 +162,8 @@ def test_a_graph_serves_any_groups() -> None:
 
 @every_tile
 def test_large_sums_are_repeatable(tile: Tile) -> None:
-    """Many tiles for each program and a ring that turns often, with what is added to: a factor that is overwritten too
-    early, or a buffer, shows here."""
+    """Many tiles per CTA, many pipeline phases, with accumulation: finds a scale or buffer that is overwritten too
+    early."""
     x, w = torch.randn(4096, 2048, device="cuda"), torch.randn(4, 2048, 2048, device="cuda")
     a, b = bs.quantize(x.bfloat16(), E4M3), bs.quantize(w.bfloat16(), WEIGHT)
     offs = offsets([1000, 0, 2000, 1096], "cuda")
@@ -170,7 +174,7 @@ def test_large_sums_are_repeatable(tile: Tile) -> None:
         assert float((out - 1000.0 - want).abs().max()) < 0.25
 
 
-def test_the_second_launch_comes_from_a_dictionary() -> None:
+def test_second_launch_is_cached() -> None:
     launches = pytest.importorskip("blockscale.gemm._hopper_launch")
     a, b, offs = operands([30, 0, 98], 4, 272, 512)
     launches._LAUNCH_CACHE.clear()

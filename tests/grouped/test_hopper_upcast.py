@@ -1,5 +1,5 @@
-"""Hopper's grouped products of decoded operands on a GPU: every tile and epilogue, both kinds of groups, tensor scales.
-What all grouped kernels share is tested with FP8, in test_hopper.py."""
+"""Grouped upcast GEMMs for Hopper on a GPU: every tile and epilogue, m-grouped and k-grouped, tensor scales.
+test_hopper.py tests the shared code with FP8."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ every_kind = pytest.mark.parametrize("k_grouped", [False, True], ids=["m", "k"])
 def operands(
     sizes: list[int], rest: int, n: int, k: int, pair: tuple[str, str] = PAIRS[3], *, k_grouped: bool = False
 ) -> tuple[BlockScaled, BlockScaled, Tensor]:
-    """Scales differ between experts, rows and blocks of K. Of a k-grouped product n and k are a result's sizes."""
+    """Scales differ between experts, rows and K-blocks.  n, k: for k-grouped, the sizes of one output."""
     offs, tokens = offsets(sizes, "cuda"), sum(sizes) + rest
     x = torch.randn(tokens, k, device="cuda") * torch.exp2((torch.arange(k, device="cuda") // 16 % 3).float())
     if k_grouped:
@@ -58,13 +58,13 @@ def launched(
     bias: Tensor | None = None,
     before: Tensor | None = None,
 ) -> Tensor:
-    """One matrix, or those of all groups."""
-    add, k_grouped, groups = before is not None, len(b.shape) == 2, offs.shape[0]
-    problem = heuristics.Problem(a.rows, b.rows, a.length, groups, k_grouped, dtype == torch.float32, 132, add)
+    """Output [M, N], or [G, M, N] if k-grouped."""
+    accumulate, k_grouped, groups = before is not None, len(b.shape) == 2, offs.shape[0]
+    problem = heuristics.Problem(a.rows, b.rows, a.length, groups, k_grouped, dtype == torch.float32, 132, accumulate)
     fitted = heuristics_upcast.fitted(tile, problem)
     rows = a.rows * (groups if k_grouped else 1)
     out = twice(
-        lambda out: _hopper_upcast.launch(a, b, offs, out, bias, accumulate=add, tile=fitted),
+        lambda out: _hopper_upcast.launch(a, b, offs, out, bias, accumulate=accumulate, tile=fitted),
         rows, b.rows, dtype, None if before is None else before.view(rows, b.rows),
     )  # fmt: skip
     return out.view(groups, a.rows, b.rows) if k_grouped else out
@@ -73,13 +73,13 @@ def launched(
 @pytest.mark.parametrize("name", GROUPS)
 @every_kind
 @every_tile
-def test_products_that_are_exact(tile: Tile, name: str, *, k_grouped: bool) -> None:
-    """Codes of -1, 0 and 1 and scales near 1 leave nothing to round: one wrong value anywhere is another number."""
+def test_exact_sums_equal_fp64(tile: Tile, name: str, *, k_grouped: bool) -> None:
+    """Codes -1, 0, 1 and scales near 1 make all sums exact: any wrong value changes the result."""
     for n, k in ((336, 400), (144, 1040)):
         a, b, offs = operands(*GROUPS[name], n, k, PAIRS[0], k_grouped=k_grouped)
         exact: list[BlockScaled] = []
         for q in (a, b):
-            zero = q.data.view(torch.uint8) == 0  # between groups: what is padded stays empty
+            zero = q.data.view(torch.uint8) == 0  # padding between groups stays zero
             code = torch.randint(-1, 2, q.data.shape, device="cuda").float().masked_fill(zero, 0).to(q.data.dtype)
             scale = torch.randint(125, 130, q.scale.shape, device="cuda").to(torch.uint8)
             exact.append(replace(q, data=code, scale=scale.view(q.scale.dtype)))
@@ -91,7 +91,7 @@ def test_products_that_are_exact(tile: Tile, name: str, *, k_grouped: bool) -> N
 @every_kind
 @every_tile
 def test_every_epilogue(tile: Tile, name: str, *, k_grouped: bool) -> None:
-    """All outputs with tensor scales, a bias of each expert, and adding; what no product reaches stays as it is."""
+    """All output dtypes with tensor scales, bias per expert, accumulation; rows of no group are unchanged."""
     sizes, rest = GROUPS[name]
     a, b, offs = operands(sizes, rest, 336, 400, k_grouped=k_grouped)
     want = exact_grouped(a, b, offs)
@@ -118,7 +118,7 @@ def test_every_epilogue(tile: Tile, name: str, *, k_grouped: bool) -> None:
     ],
 )
 def test_every_format(pair: tuple[str, str], *, k_grouped: bool) -> None:
-    """By the table, with everything that training asks for; tensor scales of each expert and of each group."""
+    """Through the registry, with every epilogue of training; tensor scales per expert and per group."""
     sizes, rest = GROUPS["ascending"]
     a, b, offs = operands(sizes, rest, 272, 400, pair, k_grouped=k_grouped)
     want = exact_grouped(a, b, offs)
@@ -142,7 +142,7 @@ def test_any_n(k: int, n: int) -> None:
     assert float((got - want).abs().max()) <= 1e-4 * float(want.abs().max())
 
 
-def test_odd_rows_of_values_are_refused() -> None:
+def test_k_that_is_no_multiple_of_8_is_rejected() -> None:
     a, b, offs = operands(*GROUPS["ascending"], 64, 100, PAIRS[0])
     with bs.use_backend(**BACKEND), pytest.raises(NotImplementedError, match="multiple of 8"):
         bs.scaled_grouped_mm(a, b, offs)
@@ -157,8 +157,8 @@ def test_many_groups(*, k_grouped: bool) -> None:
 
 @pytest.mark.parametrize("ends", [[100, 900, 950], [300, 100, 400, 50], [2**31 - 1, 5], [-7, 200, -1]])
 @every_tile
-def test_wrong_ends_write_nothing_outside(tile: Tile, ends: list[int]) -> None:
-    """Ends that descend or lie past the rows: nobody could tell without waiting for the device."""
+def test_invalid_offs_write_nothing_out_of_bounds(tile: Tile, ends: list[int]) -> None:
+    """Offsets that descend or exceed the rows: the host cannot check them without a sync."""
     a, b, _ = operands([100] * len(ends), 17, 144, 272)
     launched(tile, a, b, torch.tensor(ends, dtype=torch.int32, device="cuda"), torch.bfloat16)
 
@@ -166,15 +166,15 @@ def test_wrong_ends_write_nothing_outside(tile: Tile, ends: list[int]) -> None:
 @every_kind
 @every_tile
 def test_large_sums_are_repeatable(tile: Tile, *, k_grouped: bool) -> None:
-    """Many tiles for each program and a ring that turns often: a block that is overwritten too early shows here."""
+    """Many tiles per CTA, many pipeline phases: finds a stage that is overwritten too early."""
     a, b, offs = operands([1000, 0, 2000, 1096], 0, 2048, 2048, PAIRS[0], k_grouped=k_grouped)
     want = exact_grouped(a, b, offs)
     for _ in range(3):
         assert is_right(launched(tile, a, b, offs, torch.float32), want)
 
 
-def test_a_graph_serves_any_groups() -> None:
-    """Captured once, replayed with other ends: sizes of groups are read on the device, and no host waits for them."""
+def test_cuda_graph_replays_with_any_group_sizes() -> None:
+    """Captured once, replayed with other offsets: group sizes are read on the device, without a host sync."""
     patterns = [[100, 200, 217, 0], [0, 0, 0, 517], [1, 300, 15, 201], [0, 0, 0, 0]]
     a, b, offs = operands(patterns[0], 0, 272, 336, PAIRS[0])
     with bs.use_backend(**BACKEND):

@@ -1,4 +1,4 @@
-"""Triton's moves of rows: the reference's bits in the interpreter, and on a GPU at real sizes; what they refuse."""
+"""Permute and combine in Triton: bitwise equal to the reference in the interpreter and on a GPU; rejected requests."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 
 @pytest.mark.slow
-def test_interpreted_moves_equal_the_reference(compared: Counter[str]) -> None:
+def test_interpreted_kernels_equal_the_reference(compared: Counter[str]) -> None:
     cases, values, wrong = helpers.interpreted(Path(__file__).parent / "interpreted_rows.py")
     assert (cases >= 72, wrong) == (True, 0)
-    compared["the reference, Triton moves of rows in the interpreter"] += values
+    compared["the reference, Triton permute and combine in the interpreter"] += values
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("tokens", "columns", "k"), [(4096, 2048, 8), (1000, 1000, 1), (777, 7168, 6)])
-def test_bits_on_the_gpu(tokens: int, columns: int, k: int, dtype: torch.dtype) -> None:
+def test_bitwise_equal_to_the_reference(tokens: int, columns: int, k: int, dtype: torch.dtype) -> None:
     scores = torch.rand(tokens, 64, device="cuda")
-    routing, weights = bs.route(scores, k)
+    routing, gate_weights = bs.route(scores, k)
     x, y = (torch.randn(count, columns, device="cuda", dtype=dtype) for count in (tokens, tokens * k))
     found = []
     for backend in ("triton", "triton", "reference"):
         with bs.use_backend(**dict.fromkeys(("permute_rows", "combine_rows", "combine_dots"), backend)):
             results = [routing_ops.combine_dots(y, x, routing.rows)]
-            for each in (None, weights):
+            for each in (None, gate_weights):
                 results.append(routing_ops.permute_rows(x, routing.tokens, routing.rows, each))
                 results.append(routing_ops.combine_rows(y, routing.rows, each))
         found.append(results)
@@ -47,14 +47,14 @@ def test_bits_on_the_gpu(tokens: int, columns: int, k: int, dtype: torch.dtype) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("last", [0, 1, 4095, 4096])
-def test_rows_of_no_group_are_cleared_and_no_others(last: int) -> None:
+def test_clear_rows_zeroes_only_rows_of_no_group(last: int) -> None:
     x = torch.full((4096, 1408), float("nan"), device="cuda", dtype=torch.bfloat16)
     routing_ops.clear_rows(x, torch.tensor([0, last], device="cuda", dtype=torch.int32))
     assert torch.equal(x.isnan().all(1).sum(), torch.tensor(last, device="cuda"))
     assert int((x == 0).sum()) == (4096 - last) * 1408
 
 
-def test_what_is_left_to_the_reference() -> None:
+def test_requests_that_only_the_reference_serves() -> None:
     x, rows = torch.empty(8, 16), torch.zeros(8, 2, dtype=torch.int32)
     on = Capability("cuda", 90)
 

@@ -1,4 +1,4 @@
-"""Lists of tiles and groups without a GPU: in the interpreter, and as machine code."""
+"""Tile lists of grouped GEMMs without a GPU: in the interpreter, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from support import helpers
 
 
 @pytest.mark.slow
-def test_interpreted_lists_are_those_of_plain_loops(compared: Counter[str]) -> None:
+def test_interpreted_tile_lists_equal_plain_loops(compared: Counter[str]) -> None:
     cases, entries, wrong = helpers.interpreted(Path(__file__).parent / "interpreted_schedule.py")
     assert (cases >= 190, entries >= 12000, wrong) == (True, True, 0)
-    compared["entries of lists of tiles, Triton in the interpreter"] += entries
+    compared["entries of tile lists, Triton in the interpreter"] += entries
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET")
 @pytest.mark.parametrize("groups", [1, 1024])
-def test_machine_code(groups: int) -> None:
+def test_tile_list_kernels_do_not_spill(groups: int) -> None:
     offs = torch.zeros(groups, dtype=torch.int32)
     with compiled_for(90) as kernels:
         row_tiles(offs, 4096, 64)

@@ -1,5 +1,5 @@
-"""Triton's grouped products without a GPU: in the interpreter, as machine code, and what their rows take. On a GPU,
-what the tests of all rows of the table do not ask: captured graphs, wrong ends, many groups.
+"""Grouped GEMMs in Triton without a GPU: in the interpreter, compiled, and the requests they serve. On a GPU, cases
+beyond the tests of all registered kernels: CUDA graphs, invalid offsets, many groups.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from support.products import HYPOTHETICAL, SENTINEL, offsets
 
 
 @pytest.mark.slow
-def test_interpreted_products_are_exact(compared: Counter[str]) -> None:
+def test_interpreted_gemms_are_exact(compared: Counter[str]) -> None:
     cases, values, wrong = helpers.interpreted(Path(__file__).parent / "interpreted.py", "triton")
     assert (cases >= 100, wrong) == (True, 0)
     compared["exact grouped products, Triton in the interpreter"] += values
 
 
-# ---- machine code ----------------------------------------------------------------------------------------------------
+# ---- compiled code ---------------------------------------------------------------------------------------------------
 
 
 def operands(
-    pair: tuple[str, str], sizes: list[int], n: int, k: int, *, of_tokens: bool, device: str = "cpu"
+    pair: tuple[str, str], sizes: list[int], n: int, k: int, *, k_grouped: bool, device: str = "cpu"
 ) -> tuple[BlockScaled, BlockScaled, Tensor]:
     offs, rows = offsets(sizes, device), sum(sizes)
     x, w, dy = (torch.randn(*shape, device=device).bfloat16() for shape in ((rows, k), (len(sizes), n, k), (rows, n)))
     amax = {"amax": "group"} if pair[0] == "nvfp4" else {}
-    if of_tokens:
+    if k_grouped:
         a, b = (bs.quantize(y, name, axis=-2, offs=offs, **amax).mT for y, name in zip((dy, x), pair, strict=True))
         return a, b, offs
     ends = {"offs": offs} if amax else {}
@@ -51,11 +51,11 @@ def operands(
 
 @dataclass(frozen=True)
 class Code:
-    """rows: of a group, which decide on the tile.  mma: what multiplies on sm_80, sm_90 and sm_100.  spilled: bytes
-    that may be, where the assembler keeps a program more for it."""
+    """rows: rows per group; they set the tile.  mma: MMA opcodes on sm_80, sm_90 and sm_100.  spilled: bytes allowed,
+    where ptxas spills to fit one more CTA per SM."""
 
     pair: tuple[str, str]
-    of_tokens: bool
+    k_grouped: bool
     rows: int
     mma: tuple[str, str, str]
     spilled: int = 0
@@ -77,11 +77,11 @@ _CODES = [
 
 
 def compiled(arch: int, code: Code, dtype: torch.dtype, *, bias: bool, accumulate: bool) -> Report:
-    a, b, offs = operands(code.pair, [code.rows] * 3, 512, 1024, of_tokens=code.of_tokens)
-    out = torch.empty((3, a.rows, b.rows) if code.of_tokens else (a.rows, b.rows), dtype=dtype)
-    serve = _triton.k_grouped if code.of_tokens else _triton.m_grouped
+    a, b, offs = operands(code.pair, [code.rows] * 3, 512, 1024, k_grouped=code.k_grouped)
+    out = torch.empty((3, a.rows, b.rows) if code.k_grouped else (a.rows, b.rows), dtype=dtype)
+    launch = _triton.k_grouped if code.k_grouped else _triton.m_grouped
     with compiled_for(arch) as kernels:
-        serve(a, b, offs, out, bias=torch.zeros(3, 512) if bias else None, accumulate=accumulate)
+        launch(a, b, offs, out, bias=torch.zeros(3, 512) if bias else None, accumulate=accumulate)
     return report(kernels[-1])
 
 
@@ -89,18 +89,18 @@ def compiled(arch: int, code: Code, dtype: torch.dtype, *, bias: bool, accumulat
 @pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET")
 @pytest.mark.parametrize("arch", helpers.first_of([80, 90, 100], lambda arch: arch == 90))
 @pytest.mark.parametrize("code", _CODES, ids=str)
-def test_machine_code(code: Code, arch: int) -> None:
-    """The epilogue that people run: a bias, or a sum into a buffer."""
-    dtype = torch.float32 if code.of_tokens else torch.bfloat16
-    found = compiled(arch, code, dtype, bias=not code.of_tokens, accumulate=code.of_tokens)
+def test_compiled_code(code: Code, arch: int) -> None:
+    """The epilogues of training: bias (m-grouped) and accumulation (k-grouped)."""
+    dtype = torch.float32 if code.k_grouped else torch.bfloat16
+    found = compiled(arch, code, dtype, bias=not code.k_grouped, accumulate=code.k_grouped)
     assert found.spilled <= code.spilled
     assert {name for name in found.opcodes if name.endswith("MMA")} == {code.mma[(80, 90, 100).index(arch)]}
-    assert found.opcodes["LDGSTS"] > 0, "blocks are fetched ahead"
+    assert found.opcodes["LDGSTS"] > 0, "K-blocks are prefetched"
     assert set(found.stores) == {128}
     assert not found.stray
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the registry ----------------------------------------------------------------------------------------------------
 
 
 def request(op: str, pair: tuple[str, str], where: str, dtype: torch.dtype = torch.bfloat16, *options: str) -> Request:
@@ -108,8 +108,8 @@ def request(op: str, pair: tuple[str, str], where: str, dtype: torch.dtype = tor
 
 
 @pytest.mark.parametrize("where", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_no_grouped_product_on_a_gpu_is_the_references(where: str) -> None:
-    """Which reads the ends of groups on the host."""
+def test_no_grouped_gemm_on_a_gpu_uses_the_reference(where: str) -> None:
+    """The reference reads the offsets on the host."""
     for op, pairs in (("m_grouped", _triton.M_PAIRS), ("k_grouped", _triton.K_PAIRS)):
         for pair in pairs:
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -119,9 +119,9 @@ def test_no_grouped_product_on_a_gpu_is_the_references(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("op", ["m_grouped", "k_grouped"])
-def test_what_it_serves(op: str, where: str) -> None:
-    """Whatever torch's product cannot give: other results than bf16, what is done after the sum, FP8, NVFP4. Hopper has
-    a row of its own for decoded operands."""
+def test_requests_that_triton_serves(op: str, where: str) -> None:
+    """Everything `F.grouped_mm` cannot do: outputs other than bf16, epilogues, FP8, NVFP4. Hopper has its own upcast
+    kernels."""
     upcast = "hopper_upcast" if where == "sm_90" else None
     mx, nvfp4 = ("mxfp8_e4m3", "mxfp8_e4m3"), ("nvfp4", "nvfp4")
     fp8 = ("fp8_1x128", "fp8_128x128" if op == "m_grouped" else "fp8_1x128")
@@ -137,7 +137,7 @@ def test_what_it_serves(op: str, where: str) -> None:
     assert select(request(op, fp8, where, torch.bfloat16, "strided")).backend == "triton"
 
 
-def test_experts_with_scales_of_rows_are_multiplied_on_hopper() -> None:
+def test_experts_with_1x128_scales_run_on_hopper() -> None:
     assert select(request("m_grouped", ("fp8_1x128", "fp8_1x128"), "sm_90")).backend == "triton"
 
 
@@ -148,7 +148,7 @@ def test_experts_with_scales_of_rows_are_multiplied_on_hopper() -> None:
         ("k_grouped", (128, 64, 131072, 1025), "at most 1024 groups, these are 1025"),
     ],
 )
-def test_what_it_refuses(op: str, shape: tuple[int, ...], reason: str) -> None:
+def test_rejections_name_the_reason(op: str, shape: tuple[int, ...], reason: str) -> None:
     asked = Request(op, HYPOTHETICAL["sm_90"], ("mxfp4", "mxfp4"), shape, torch.bfloat16)
     with bs.use_backend(**{op: "triton"}), pytest.raises(BackendError, match=reason):
         select(asked)
@@ -158,11 +158,11 @@ def test_what_it_refuses(op: str, shape: tuple[int, ...], reason: str) -> None:
 
 _PAIRS = [(False, "fp8_1x128", "fp8_128x128"), (False, "nvfp4", "nvfp4"), (False, "mxfp8_e4m3", "mxfp4")]
 _PAIRS += [(True, "fp8_1x128", "fp8_1x128"), (True, "nvfp4", "nvfp4"), (True, "mxfp4", "mxfp4")]
-on_gpu = pytest.mark.parametrize(("of_tokens", "first", "second"), _PAIRS)
+on_gpu = pytest.mark.parametrize(("k_grouped", "first", "second"), _PAIRS)
 
 
 def is_right(got: Tensor, want: Tensor) -> bool:
-    """By the gate of FP8 units, which is the wider one; where nothing is summed it must be zero."""
+    """Within the SQNR gate of FP8 tensor cores, the wider one; zero for rows of no group."""
     inside = (want != 0).any(-1)
     if not inside.any():
         return bool((got == 0).all())
@@ -171,10 +171,10 @@ def is_right(got: Tensor, want: Tensor) -> bool:
 
 @pytest.mark.gpu
 @on_gpu
-def test_a_graph_serves_any_groups(of_tokens: bool, first: str, second: str) -> None:
-    """Captured once, replayed with other ends: sizes of groups are read on the device, and no host waits for them."""
+def test_cuda_graph_replays_with_any_group_sizes(k_grouped: bool, first: str, second: str) -> None:
+    """Captured once, replayed with other offsets: group sizes are read on the device, without a host sync."""
     patterns = [[100, 200, 217, 0], [0, 0, 0, 517], [517, 0, 0, 0], [1, 300, 15, 201]]
-    made = [operands((first, second), sizes, 272, 336, of_tokens=of_tokens, device="cuda") for sizes in patterns]
+    made = [operands((first, second), sizes, 272, 336, k_grouped=k_grouped, device="cuda") for sizes in patterns]
     a, b, offs = made[0]
     total = torch.zeros(exact_grouped(a, b, offs).shape, device="cuda")
     with bs.use_backend(m_grouped="triton", k_grouped="triton"):
@@ -203,9 +203,9 @@ def test_a_graph_serves_any_groups(of_tokens: bool, first: str, second: str) -> 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("ends", [[100, 900, 950], [300, 100, 400], [2**31 - 1, 5, 5], [-7, 200, -1]])
-def test_wrong_ends_write_nothing_outside(of_tokens: bool, first: str, second: str, ends: list[int]) -> None:
-    """Ends that descend or lie past the rows: nobody could tell without waiting for the device."""
-    a, b, offs = operands((first, second), [100, 117, 100], 144, 272, of_tokens=of_tokens, device="cuda")
+def test_invalid_offs_write_nothing_out_of_bounds(k_grouped: bool, first: str, second: str, ends: list[int]) -> None:
+    """Offsets that descend or exceed the rows: the host cannot check them without a sync."""
+    a, b, offs = operands((first, second), [100, 117, 100], 144, 272, k_grouped=k_grouped, device="cuda")
     shape = exact_grouped(a, b, offs).shape
     frame = torch.full((*shape[:-2], shape[-2] + 2, shape[-1] + 2), SENTINEL, device="cuda")
     inside = frame[..., 1:-1, 1:-1]
@@ -218,9 +218,9 @@ def test_wrong_ends_write_nothing_outside(of_tokens: bool, first: str, second: s
 
 @pytest.mark.gpu
 @on_gpu
-def test_1024_groups(of_tokens: bool, first: str, second: str) -> None:
+def test_1024_groups(k_grouped: bool, first: str, second: str) -> None:
     sizes = torch.randint(0, 20, (1024,), generator=torch.Generator().manual_seed(1)).tolist()
-    a, b, offs = operands((first, second), sizes, 64, 128, of_tokens=of_tokens, device="cuda")
+    a, b, offs = operands((first, second), sizes, 64, 128, k_grouped=k_grouped, device="cuda")
     with bs.use_backend(m_grouped="triton", k_grouped="triton"):
         got = bs.scaled_grouped_mm(a, b, offs, torch.float32)
     assert is_right(got, exact_grouped(a, b, offs))

@@ -1,8 +1,8 @@
-"""Grouped products for mixture-of-experts layers: one call over groups of tokens whose sizes only the device knows.
+"""Grouped GEMMs for mixture-of-experts layers: one call over groups of tokens, with group sizes on the device only.
 
-Two operands of rank 2 and 3 make it m-grouped (fprop, dgrad): rows of `a` meet the matrix of their group. Two of rank 2
-make it k-grouped (wgrad): tokens are contracted group by group. Any group sizes: empty, one row, unaligned. Groups of
-rows follow each other, or stand where `starts` says, as in decoding, where every expert has room for so many rows.
+Operands of rank 2 and 3 make an m-grouped GEMM (fprop, dgrad): rows of `a` times the matrix of their group. Two of rank
+2 make a k-grouped GEMM (wgrad): tokens are contracted group by group. Any group sizes: empty, one row, unaligned.
+Groups of rows are contiguous, or start at `starts`, as in decoding with a fixed capacity per expert.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..formats.checks import in_words, is_dense
 from ..formats.spec import partners_of
 from ..formats.tensor import BlockScaled, to_parts
 from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
-from . import _reference as _reference  # registers its rows
+from . import _reference as _reference  # registers its kernels
 from . import _reference_rows as _reference_rows
 from . import _torch as _torch
 from . import ops
@@ -50,13 +50,13 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """m-grouped: a [M, K], b [E, N, K] -> [M, N]; k-grouped: a [N, M], b [K, M] -> [G, N, K], M summed by group.
 
-    offs: inclusive ends of the groups (int32, on the device), as the tokens were before any padding. k-grouped operands
-    are cast with `quantize(x, format, axis=-2, offs=offs)` and passed as `.mT`. Rows after the last group give zero.
-    bias: [E, N], m-grouped only.  accumulate: an fp32 or bf16 buffer that the product is added into, as in `scaled_mm`,
-    and that is returned.
-    starts: first row of each group (int32, on the device), m-grouped only, for groups with other rows between them:
-    group g is rows starts[g] to offs[g]. What other rows of `a` hold enters nothing, and those of the result are not
-    written: they are undefined, or with `accumulate` what they were.
+    offs: inclusive end offsets of the groups (int32, on the device), before any padding. k-grouped operands are cast
+    with `quantize(x, format, axis=-2, offs=offs)` and passed as `.mT`. Rows after the last group give zero.
+    bias: [E, N], m-grouped only.  accumulate: fp32 or bf16 accumulator; `accumulate += product`, as in `scaled_mm`, and
+    it is returned.
+    starts: first row of each group (int32, on the device), m-grouped only, for groups that are not contiguous: group g
+    is rows starts[g] to offs[g]. Other rows of `a` are ignored. Other rows of the result are not written: they are
+    undefined, or unchanged with `accumulate`.
 
     >>> import blockscale as bs
     >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -65,7 +65,7 @@ def scaled_grouped_mm(
     >>> scaled_grouped_mm(x, w, offs).shape
     torch.Size([5, 4])
 
-    Room for 4 rows of each of 2 experts, which have 1 and 3:
+    A capacity of 4 rows for each of 2 experts, which have 1 and 3:
 
     >>> x, w = (bs.quantize(torch.ones(*shape, 64), "mxfp8_e4m3") for shape in ((2 * 4,), (2, 16)))
     >>> starts, counts = (torch.tensor(rows, dtype=torch.int32) for rows in ([0, 4], [1, 3]))
@@ -95,7 +95,7 @@ def multiply_grouped(
     accumulate: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """`scaled_grouped_mm` for those who have checked."""
+    """`scaled_grouped_mm` without its checks."""
     if accumulate is None:
         return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, starts, bias, out_dtype)
     ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs, starts)
@@ -103,7 +103,7 @@ def multiply_grouped(
 
 
 def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None = None) -> tuple[int, ...]:
-    """Raise unless `scaled_grouped_mm` takes these operands; the shape of its result."""
+    """Shape of the result; raises unless `scaled_grouped_mm` takes these operands."""
     if isinstance(b, BlockScaled) and len(b.shape) == 3:  # pyright: ignore[reportUnnecessaryIsInstance]
         return _check_m_grouped(a, b, offs, starts)
     shape = _check_k_grouped(a, b, offs)
@@ -111,7 +111,7 @@ def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor |
         raise OptionError(
             message(
                 "starts in a k-grouped product",
-                rule="tokens of a group start where the cast of its operands has put them",
+                rule="the cast of the operands sets where the tokens of a group start",
                 fix="leave it out",
             )
         )
@@ -119,7 +119,7 @@ def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor |
 
 
 def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None) -> tuple[int, ...]:
-    # before formats are compared: what they advise has to be right for rows of groups
+    # before the formats are compared: their advice would ignore that rows are grouped
     if isinstance(a, BlockScaled) and a.spec.is_2d:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
             message(
@@ -160,7 +160,7 @@ def _check_starts(starts: Tensor | None, offs: Tensor) -> None:
         raise ShapeError(
             message(
                 f"starts is {in_words(starts)} on {starts.device}",
-                rule=f"starts are an int32 vector on {offs.device}, one for each of the {offs.shape[0]} group ends",
+                rule=f"starts are an int32 vector on {offs.device}, one for each of the {offs.shape[0]} groups",
                 fix="pass capacity * torch.arange(groups, dtype=torch.int32, device=offs.device)",
             )
         )

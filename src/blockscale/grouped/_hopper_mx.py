@@ -1,4 +1,4 @@
-"""Hopper's m-grouped MXFP8 product in Gluon as a row of the table: the choice of a tile, the launch, the forecast."""
+"""Registry entry of the Gluon m-grouped MXFP8 GEMM for Hopper: choice of a tile, launch, forecast."""
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
@@ -44,8 +44,8 @@ def m_grouped_mx(
     accumulate: bool,
     starts: Tensor | None = None,
 ) -> None:
-    """Gluon: warp-specialised MXFP8 product of groups of rows, promoted after every 32 of K"""
-    _hopper.serve(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
+    """Gluon: warp-specialised m-grouped MXFP8 GEMM, promoted after every 32 of K"""
+    _hopper.run(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
 
 
 def launch(
@@ -59,14 +59,14 @@ def launch(
     tile: Tile,
     starts: Tensor | None = None,
 ) -> None:
-    """The product by one tile."""
-    assert is_tma_addressable(out), "a copy of the output would be written, and lost"
+    """Launch the kernel with a given tile."""
+    assert is_tma_addressable(out), "TMA would write to a copy of the output"
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     m, n, k = a.rows, b.rows, a.length
     a_codes, b_codes = unpadded(a.data, k), unpadded(b.data.flatten(0, 1), k)
     a_layout = shared_layout(SUBTILE_M, 128, CODES[a.data.dtype])
     b_scale = b.scale.view(torch.uint8)
-    listed = row_tiles(offs, m, tile.bm, 1, starts)  # scales are loaded by threads, so tiles may start at any row
+    tile_list = row_tiles(offs, m, tile.bm, 1, starts)  # threads load the scales, so tiles may start at any row
     start_kernel(
         grouped_mm_mx_kernel,
         sm_count(out.device),
@@ -76,7 +76,7 @@ def launch(
             TmaTensor(b_codes, (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
             TmaTensor(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
         ),
-        (listed, out, scale_words(a), b_scale, None if bias is None else bias.contiguous()),
+        (tile_list, out, scale_words(a), b_scale, None if bias is None else bias.contiguous()),
         (offs.shape[0], m, n, k, b_scale.stride(1), b_scale.stride(0), out.stride(0)),
         (tile, bias is not None, accumulate),
     )

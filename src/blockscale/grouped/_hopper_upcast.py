@@ -1,7 +1,7 @@
-"""Grouped products of Hopper for MX and NVFP4 as rows of the table: operands decoded to bf16, exactly, then multiplied.
+"""Registry entries of the grouped GEMMs for MX and NVFP4 on Hopper: exact upcast to bf16, then a Gluon bf16 GEMM.
 
-Serves what Hopper has no units for, with everything that a product may be asked for: fp32 and fp16 results, a bias,
-sums that are added to, tensor scales. Costs the decoding: a pass over the operands.
+Serves formats without tensor-core support on Hopper, with every epilogue: fp32 and fp16 outputs, bias, accumulation,
+tensor scales. The upcast costs a pass over the operands.
 """
 
 # pyright: basic, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -28,7 +28,7 @@ from ._schedule import group_spans, row_tiles
 from .heuristics import Tile
 from .heuristics_upcast import choose
 
-_WIDTH = 64  # of K in a block of the ring: 128 bytes
+_STAGE_K = 64  # K of one pipeline stage: 128 bytes
 _forecast = functools.partial(_hopper.forecast, choose=choose)
 _precompile_key = functools.partial(_hopper.precompile_key, choose=choose)
 
@@ -36,12 +36,12 @@ _precompile_key = functools.partial(_hopper.precompile_key, choose=choose)
 def _reject(request: Request) -> str | None:
     k = request.shape[2]
     if request.op == "m_grouped" and k % 8:
-        return f"wants rows of decoded values that start at multiples of 16 bytes, K = {k} is no multiple of 8"
+        return f"needs decoded rows that start at multiples of 16 bytes, K = {k} is no multiple of 8"
     return _hopper.reject(request)
 
 
 def _defer(request: Request) -> str | None:
-    return "decodes all experts, which the few rows of decoding do not pay for" if "starts" in request.options else None
+    return "upcasts the weights of all experts, too slow for few rows" if "starts" in request.options else None
 
 
 @kernel(
@@ -65,8 +65,8 @@ def m_grouped(
     accumulate: bool,
     starts: Tensor | None = None,
 ) -> None:
-    """exact upcast, then Gluon: warp-specialised bf16 product of groups of rows"""
-    _hopper.serve(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
+    """exact upcast, then Gluon: warp-specialised m-grouped bf16 GEMM"""
+    _hopper.run(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
 
 
 @kernel(
@@ -82,8 +82,8 @@ def m_grouped(
 def k_grouped(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
 ) -> None:
-    """exact upcast, then Gluon: warp-specialised bf16 product over groups of tokens"""
-    _hopper.serve(a, b, offs, out, None, accumulate=accumulate, choose=choose, launch=launch)
+    """exact upcast, then Gluon: warp-specialised k-grouped bf16 GEMM"""
+    _hopper.run(a, b, offs, out, None, accumulate=accumulate, choose=choose, launch=launch)
 
 
 def launch(
@@ -97,24 +97,24 @@ def launch(
     tile: Tile,
     starts: Tensor | None = None,
 ) -> None:
-    """The product by one tile, into a matrix: the results of all groups below each other."""
-    assert is_tma_addressable(out), "a copy of the output would be written, and lost"
+    """Upcast both operands and launch the kernel. out: a matrix; for k-grouped, the outputs of all groups stacked."""
+    assert is_tma_addressable(out), "TMA would write to a copy of the output"
     x, y = exact_bf16(a), exact_bf16(b)
     k_grouped = y.dim() == 2
-    listed = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1, starts)
-    factors = [q.global_scale for q in (a, b)]
-    steps = [0 if factor is None else factor.dim() for factor in factors]
-    values = shared_layout(SUBTILE_M, _WIDTH, LANGUAGE[torch.bfloat16])
+    tile_list = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1, starts)
+    tensor_scales = [q.global_scale for q in (a, b)]
+    strides = [0 if scale is None else scale.dim() for scale in tensor_scales]
+    values = shared_layout(SUBTILE_M, _STAGE_K, LANGUAGE[torch.bfloat16])
     start_kernel(
         grouped_mm_upcast_kernel,
         sm_count(out.device),
         (
-            TmaTensor(x, (tile.bm, _WIDTH), values),
-            TmaTensor(x, (SUBTILE_M, _WIDTH), values),
-            TmaTensor(y.flatten(0, -2), (tile.bn, _WIDTH), values),
+            TmaTensor(x, (tile.bm, _STAGE_K), values),
+            TmaTensor(x, (SUBTILE_M, _STAGE_K), values),
+            TmaTensor(y.flatten(0, -2), (tile.bn, _STAGE_K), values),
             TmaTensor(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
         ),
-        (listed, out, *factors, None if bias is None else bias.contiguous()),
-        (offs.shape[0], a.rows, b.rows, a.length, *steps, out.stride(0)),
-        (tile, k_grouped, bias is not None, accumulate, factors[0] is not None),
+        (tile_list, out, *tensor_scales, None if bias is None else bias.contiguous()),
+        (offs.shape[0], a.rows, b.rows, a.length, *strides, out.stride(0)),
+        (tile, k_grouped, bias is not None, accumulate, tensor_scales[0] is not None),
     )

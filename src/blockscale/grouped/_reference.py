@@ -1,6 +1,6 @@
-"""Grouped products as the contract writes them: one reference product per group.
+"""Reference of the grouped GEMMs: one reference GEMM per group.
 
-Reads the group ends on the host, so it is not for CUDA graphs; every other backend must not.
+Reads `offs` on the host, so it does not work in CUDA graphs. No other backend may do that.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def k_grouped(
 
 
 def exact_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None = None) -> Tensor:
-    """The same products in fp64, for tests: [M, N] (m-grouped; rows of no group are zero) or [G, N, K] (k-grouped)."""
+    """Grouped GEMM in fp64, for tests: [M, N] (m-grouped; rows of no group are zero) or [G, N, K] (k-grouped)."""
     if len(b.shape) == 3:
         out = torch.zeros(a.rows, b.rows, dtype=torch.float64, device=a.device)
         for group, (start, end) in enumerate(_spans(offs, starts)):
@@ -60,31 +60,31 @@ def exact_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor |
 
 
 def _spans(offs: Tensor, starts: Tensor | None = None) -> list[tuple[int, int]]:
-    """First and end of every group; without starts, each begins where the one before it ends."""
+    """(first, end) of each group; without starts, a group begins where the previous one ends."""
     ends: list[int] = offs.tolist()
     return list(pairwise([0, *ends])) if starts is None else list(zip(starts.tolist(), ends, strict=True))
 
 
-def _of_group(global_scale: Tensor | None, group: int) -> Tensor | None:
+def _group_scale(global_scale: Tensor | None, group: int) -> Tensor | None:
     return global_scale[group] if global_scale is not None and global_scale.dim() else global_scale
 
 
-def _part(q: BlockScaled, group: int, data: Tensor, scale: Tensor) -> BlockScaled:
-    """A piece of an operand as an operand of its own, scales plain."""
+def _slice(q: BlockScaled, group: int, data: Tensor, scale: Tensor) -> BlockScaled:
+    """Slice of an operand for one group, as an operand with plain scales."""
     shape = (data.shape[0], min(q.length, data.shape[1] * q.spec.codes_per_byte))
-    part = replace(q, data=data, scale=scale, global_scale=_of_group(q.global_scale, group))
+    part = replace(q, data=data, scale=scale, global_scale=_group_scale(q.global_scale, group))
     return replace(part, scale_layout="plain", shape=shape, group_align=0, hadamard=None)
 
 
 def _rows(q: BlockScaled, group: int, start: int, end: int) -> BlockScaled:
-    return _part(q, group, q.data[start:end], q.plain_scale()[start:end])
+    return _slice(q, group, q.data[start:end], q.plain_scale()[start:end])
 
 
 def _matrix(q: BlockScaled, group: int) -> BlockScaled:
-    return _part(q, group, q.data[group], q.plain_scale()[group])
+    return _slice(q, group, q.data[group], q.plain_scale()[group])
 
 
 def _tokens(q: BlockScaled, group: int, start: int, end: int) -> BlockScaled:
     per_byte, block = q.spec.codes_per_byte, q.spec.block[1]
     data = q.data[:, start // per_byte : end // per_byte]
-    return _part(q, group, data, q.plain_scale()[:, start // block : end // block])
+    return _slice(q, group, data, q.plain_scale()[:, start // block : end // block])

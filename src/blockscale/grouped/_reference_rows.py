@@ -1,5 +1,5 @@
-"""Moves of rows as they are specified: sums in fp32 (fp64 for fp64), slot after slot, the weighted row rounded, then
-added, and the result rounded once. In torch, on any device, without atomics; a pass for each step of each slot.
+"""Reference of permute and combine: sums in fp32 (fp64 for fp64), slot after slot, the weighted row rounded, then
+added, and the result rounded once. In torch, on any device, without atomics; several passes per slot.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None, out: Tens
 
 @kernel("combine_dots", "reference", devices=(), priority=-100)
 def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
-    """torch, any device; the order of a sum is torch's"""
-    held = grad.to(out.dtype)
+    """torch, any device; torch's order of summation"""
+    grad_wide = grad.to(out.dtype)
     for slot in range(rows.shape[1]):
-        out[:, slot] = (x.index_select(0, rows[:, slot]).to(out.dtype) * held).sum(-1)
+        out[:, slot] = (x.index_select(0, rows[:, slot]).to(out.dtype) * grad_wide).sum(-1)
 
 
 @kernel("clear_rows", "reference", devices=(), priority=-100)
@@ -51,5 +51,5 @@ def clear_rows(x: Tensor, offs: Tensor) -> None:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are in."""
+    """Dtype of the sums: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,7 +1,7 @@
-"""Grouped products through PyTorch: exact upcast, then `F.grouped_mm` with fp32 sums. No host sync.
+"""Grouped GEMMs through PyTorch: exact upcast, then `F.grouped_mm` with fp32 sums. No host sync.
 
-MX and NVFP4 only: a code times its block scale is exact in bf16 (docs/numerics.md). FP8 blockwise has no grouped
-product in torch.
+MX and NVFP4 only: a code times its block scale is exact in bf16 (docs/numerics.md). torch has no grouped GEMM for FP8
+blockwise.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def _reject(request: Request) -> str | None:
     if 0 in (m, n, k, groups):
         return "takes no empty operands"
     if "starts" in request.options:
-        return "takes groups that follow each other, without rows between them"
+        return "takes contiguous groups, without rows between them"
     if request.capability.device == "cuda":
         return _reject_cuda(request)
-    return f"wants K in multiples of 4, not {k}" if request.op == "m_grouped" and k % 4 else None
+    return f"needs K in multiples of 4, not {k}" if request.op == "m_grouped" and k % 4 else None
 
 
 def _reject_cuda(request: Request) -> str | None:
-    """On CUDA the result leaves the product in bf16, so whatever comes after the sum would round a second time."""
+    """Reason to reject on CUDA: `F.grouped_mm` returns bf16 there, so a later epilogue would round a second time."""
     if request.capability.sm < 80:
         return "needs sm_80"
     if FORMATS[request.formats[0]].family != "mx":
@@ -41,7 +41,7 @@ def _reject_cuda(request: Request) -> str | None:
     _, n, k, _ = request.shape
     strides = (k,) if request.op == "m_grouped" else (k, n)
     if any(stride % 8 for stride in strides):
-        return f"wants strides in multiples of 16 bytes, these are {strides} values"
+        return f"needs strides in multiples of 16 bytes, these are {strides} values"
     return None
 
 
@@ -57,7 +57,7 @@ def m_grouped(
     for q in (a, b):
         if q.global_scale is not None:
             product = product * (q.global_scale[group][:, None] if q.global_scale.dim() else q.global_scale)
-    # rows of no group hold whatever the product left there
+    # `F.grouped_mm` leaves rows of no group undefined
     product = torch.where(inside, product, 0.0)
     if bias is not None:
         product = product + torch.where(inside, bias.float()[group], 0.0)
@@ -77,6 +77,6 @@ def k_grouped(
 
 
 def _grouped_mm(a: BlockScaled, b: BlockScaled, offs: Tensor) -> Tensor:
-    """Operands that are exact in bf16, fp32 sums: bf16 matrix units and result on CUDA, fp32 on the CPU."""
+    """Grouped GEMM with fp32 sums of operands that are exact in bf16; bf16 output on CUDA, fp32 on the CPU."""
     decode = exact_bf16 if a.data.is_cuda else decode_blocks
     return functional.grouped_mm(decode(a), decode(b).mT, offs=offs)

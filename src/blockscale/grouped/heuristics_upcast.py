@@ -1,7 +1,7 @@
-"""How Hopper's grouped products of decoded operands are cut up: a pure function of static sizes.
+"""Choice of the tile of the grouped upcast GEMMs for Hopper: a pure function of static sizes.
 
-The model of `heuristics`, with tiles that the bf16 units multiply at 5.9 TFLOP/s for each multiprocessor, and with the
-pass that decodes: codes are read, and two bytes written for each.
+The model of `heuristics`, with bf16 tensor cores at 5.9 TFLOP/s per SM, plus the upcast pass: it reads one byte and
+writes two for each code.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _CANDIDATES = (
     (Tile(1, 1, 128, 8, 32), Cost(0.45, 0.6)),
 )
 TILES = tuple(tile for tile, _ in _CANDIDATES)
-_LONE_PART = 0.4  # microseconds of a block of K where one of two groups multiplies 64 rows by 128
+_LONE_SUBTILE_US = 0.4  # µs per K-block if one of two warpgroups multiplies 64 rows by 128
 _BYTES_PER_US = 4.1e6
 
 
 def fitted(tile: Tile, problem: Problem) -> Tile:
-    """With as many stages as fit: a block of the ring has as many bytes as one of FP8, whose K is twice as long."""
-    return dense.fitted(tile, replace(problem.one, m=4 * SUBTILE_M))
+    """The tile with as many stages as fit: a stage has as many bytes as one of FP8, with half the K."""
+    return dense.fitted(tile, replace(problem.dense_problem, m=4 * SUBTILE_M))
 
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
-    """Shared memory of a multiprocessor that the kernel takes, at most."""
-    return dense.shared_bytes(tile, problem.one)
+    """Upper bound on the shared memory of the kernel in bytes per CTA."""
+    return dense.shared_bytes(tile, problem.dense_problem)
 
 
-def decoding_us(problem: Problem) -> float:
-    """One byte read and two written for each code."""
+def upcast_us(problem: Problem) -> float:
+    """µs of the upcast pass: one byte read and two written for each code."""
     matrices = 1 if problem.k_grouped else problem.groups
     return 3 * (problem.m + matrices * problem.n) * problem.k / _BYTES_PER_US
 
 
 @functools.lru_cache(maxsize=8192)
 def choose(problem: Problem) -> tuple[Tile, float]:
-    """The quickest tile by the model, and its predicted microseconds.
+    """Fastest tile by the model, and its predicted µs.
 
     >>> tile, us = choose(Problem(16640, 8192, 5120, 4, k_grouped=False, fp32_out=False, sms=132))
     >>> tile.label
@@ -51,13 +51,13 @@ def choose(problem: Problem) -> tuple[Tile, float]:
 
 
 def candidates(problem: Problem) -> list[tuple[Tile, float]]:
-    """Every tile that the kernel can run, each with its predicted microseconds, the decoding included."""
+    """Every tile that the kernel supports, with its predicted µs, upcast included."""
     return [
-        (fitted(tile, problem), predicted_us(tile, cost, problem, _lone(tile)) + decoding_us(problem))
+        (fitted(tile, problem), predicted_us(tile, cost, problem, _lone_us(tile)) + upcast_us(problem))
         for tile, cost in _CANDIDATES
-        if not (problem.accumulate and tile.m_subtiles > 1)  # a group's buffer holds one part of what is added to
+        if not (problem.accumulate and tile.m_subtiles > 1)  # the accumulator buffer of a warpgroup holds one m_subtile
     ]
 
 
-def _lone(tile: Tile) -> float:
-    return _LONE_PART * tile.m_subtiles
+def _lone_us(tile: Tile) -> float:
+    return _LONE_SUBTILE_US * tile.m_subtiles

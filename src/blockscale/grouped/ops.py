@@ -1,6 +1,6 @@
-"""The grouped product operators. Group ends stay on the device; output sizes never depend on their values.
+"""Operators of the grouped GEMMs. Group offsets stay on the device; output sizes never depend on their values.
 
-FLOPs are counted as if every row belonged to a group and padding were used: the sizes are not known on the host.
+FLOPs count every row and all padding, because the host does not know the group sizes.
 """
 
 import functools
@@ -27,18 +27,19 @@ def grouped_request(
     accumulate: bool,
     starts: bool = False,
 ) -> Request:
-    """What the kernel table is asked for a grouped product; a 3-D second operand makes it m-grouped."""
+    """Registry request of a grouped GEMM: m-grouped if b is 3-D, else k-grouped."""
     op = "m_grouped" if len(b.shape) == 3 else "k_grouped"
     options = product_options(a, b, bias=bias, accumulate=accumulate) | ({"starts"} if starts else set())
-    # the contracted length comes third, as in a dense product: K of the weights, or the padded tokens
+    # the contracted length comes third, as in a dense GEMM: K of the weights, or the padded tokens
     shape, layouts = (a.rows, b.rows, a.length, groups), (a.scale_layout, b.scale_layout)
     return Request(op, capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
 
 
 @torch.compiler.assume_constant_result
 def wanted_layouts(op: str, a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
-    """The scale layouts that the row for large grouped products of these formats on this device reads, as
-    `gemm.ops.wanted_layouts` has them for dense ones. op: "m_grouped" or "k_grouped"."""
+    """Scale layouts of a and b that the kernel for large grouped GEMMs of these formats reads on this device.
+
+    As `gemm.ops.wanted_layouts` for dense GEMMs. op: "m_grouped" or "k_grouped"."""
     layouts = would_serve(_large_request(op, a, b, device)).layouts
     return layouts.get(a), layouts.get(b)
 
@@ -59,14 +60,14 @@ def _launch(
     accumulate: bool,
 ) -> None:
     if out.numel() == 0:
-        return  # no kernel is asked: some would wait for the device to learn that there is nothing to do
+        return  # no launch: some kernels would sync with the device only to find no work
     # a k-grouped operand was checked when it was cast
     check_group_ends(offs, a.rows if len(b.shape) == 3 else a.length, starts)
-    asked = {"bias": bias is not None, "accumulate": accumulate, "starts": starts is not None}
-    row = select(grouped_request(a, b, offs.shape[0], out.dtype, **asked))
-    a, b = (q.with_layout(row.layouts.get(q.format, q.scale_layout)) for q in (a, b))
-    placed = {} if starts is None else {"starts": starts}  # a row that refuses starts does not know the word
-    row.launch(a, b, offs, out, bias=bias, accumulate=accumulate, **placed)
+    flags = {"bias": bias is not None, "accumulate": accumulate, "starts": starts is not None}
+    kernel = select(grouped_request(a, b, offs.shape[0], out.dtype, **flags))
+    a, b = (q.with_layout(kernel.layouts.get(q.format, q.scale_layout)) for q in (a, b))
+    options = {} if starts is None else {"starts": starts}  # kernels that reject `starts` have no such parameter
+    kernel.launch(a, b, offs, out, bias=bias, accumulate=accumulate, **options)
 
 
 def _allocate(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,8 +109,8 @@ def scaled_grouped_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """m-grouped when b has rank 3, else k-grouped; offs are the unpadded ends either way.  starts: of groups of rows
-    that do not follow each other."""
+    """m-grouped if b has rank 3, else k-grouped.  offs: unpadded end offsets in both cases.  starts: first row of each
+    group, if groups are not contiguous."""
     out = _allocate(a, b, offs, out_dtype)
     left = operand_from_parts(a, a_scale, a_global, a_kind, length)
     right = operand_from_parts(b, b_scale, b_global, b_kind, length)
@@ -154,7 +155,7 @@ def scaled_grouped_mm_add_(
     offs: Tensor,
     starts: Tensor | None,
 ) -> None:
-    """acc += the grouped product, in fp32, rounded once to acc's dtype; rows of no group stay what they are."""
+    """acc += the grouped product, in fp32, rounded once to acc's dtype; rows of no group are unchanged."""
     left = operand_from_parts(a, a_scale, a_global, a_kind, length)
     right = operand_from_parts(b, b_scale, b_global, b_kind, length)
     _launch(left, right, offs, starts, acc, None, accumulate=True)

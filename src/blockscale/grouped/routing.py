@@ -1,9 +1,9 @@
-"""Routing: which rows go to which expert, in which order, and back: index arithmetic, without gradients.
+"""Token routing of MoE layers: indices of the permutation by expert and of its inverse, without gradients.
 
-Tokens [T, D] become T * k rows, one for each expert that a token was sent to, sorted by expert; the sort is stable, so
-an expert's rows are in the order of their tokens, and everything here gives the same bits on every run. Nothing waits
-for the host and no shape depends on a value: there is no capacity, so nothing is dropped and nothing is padded. The
-differentiable functions are in `autograd/routing.py`.
+Tokens [T, D] become T * k rows, one for each expert that a token was sent to, sorted by expert. The sort is stable, so
+an expert's rows are in the order of their tokens, and results are bitwise reproducible. No host sync, and no shape
+depends on a value. There is no capacity factor: no token is dropped and none is padded. The differentiable functions
+are in `autograd/routing.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from . import routing_ops
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where rows go.
+    """Permutation of tokens by expert.
 
-    offs: int32 [E], inclusive ends of the experts among the sorted rows.  tokens: int32 [T * k], the token of each
+    offs: int32 [E], inclusive end offsets of the experts among the sorted rows.  tokens: int32 [T * k], token of each
     sorted row.  rows: int32 [T, k], the sorted row of each slot of each token, the inverse of `tokens`.
 
     >>> routing = sort_by_expert(torch.tensor([[2], [0], [2]]), 3)
@@ -40,7 +40,7 @@ class Routing:
         return self.offs.shape[0]
 
     def load(self) -> Tensor:
-        """int32 [E]: how many rows each expert has."""
+        """Rows of each expert, int32 [E]."""
         return torch.diff(self.offs, prepend=self.offs.new_zeros(1))
 
 
@@ -57,9 +57,9 @@ pytree.register_pytree_node(
 
 
 def sort_by_expert(experts: Tensor, count: int) -> Routing:
-    """The routing of tokens to the experts that were chosen for them: int [T, k], from 0 to `count`.
+    """Routing of tokens to their chosen experts.  experts: int32 or int64 [T, k], from 0 to `count`.
 
-    The number `count` itself means no expert: such rows come after all groups, and products make zeros of them.
+    The value `count` means no expert: such rows come after all groups, and grouped GEMMs give zeros for them.
 
     >>> routing = sort_by_expert(torch.tensor([[2, 0], [2, 1], [0, 2]]), 4)
     >>> routing.offs.tolist(), routing.tokens.tolist()

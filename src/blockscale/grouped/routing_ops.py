@@ -1,4 +1,4 @@
-"""The operators of routing: a sort, by torch, and moves of rows that sum in a fixed order. No atomics, no host syncs.
+"""Operators of token routing: sort by expert (torch), permute, combine. No atomics, no host syncs.
 
 Sums are in fp32 (fp64 for fp64), slot by slot: the weighted row is rounded, then added. Results are rounded once.
 """
@@ -24,7 +24,7 @@ def _fake_sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, T
 
 @define_op(fake=_fake_sort_by_expert, sharding=replicated)
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ends of the experts [count], the token of each sorted row [T * k] and the sorted row of each slot [T, k]."""
+    """End offsets of the experts [count], token of each sorted row [T * k], sorted row of each slot [T, k]."""
     call_recording.refuse("a sort by torch")
     _check_range(experts, count)
     slots = experts.shape[1]
@@ -32,13 +32,13 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     keys, order = torch.sort(experts.reshape(-1).to(torch.int16), stable=True)
     known = torch.arange(count, dtype=torch.int16, device=experts.device)
     offs = torch.searchsorted(keys, known, right=True, out_int32=True)
-    place = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
-    rows = torch.empty_like(place).scatter_(0, order, place)
+    position = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
+    rows = torch.empty_like(position).scatter_(0, order, position)
     return offs, (order // slots).to(torch.int32), rows.view(experts.shape)
 
 
 def _check_range(experts: Tensor, count: int) -> None:
-    """Only on the CPU: on a GPU looking would make the host wait."""
+    """Raise if an expert is out of range. Only on the CPU: on a GPU it would sync with the host."""
     if experts.device.type != "cpu" or experts.numel() == 0:
         return
     low, high = int(experts.min()), int(experts.max())
@@ -52,21 +52,21 @@ def _check_range(experts: Tensor, count: int) -> None:
         )
 
 
-# moves of rows
+# permute and combine
 
 
 def rows_request(op: str, x: Tensor, rows: Tensor | None, *others: Tensor) -> Request:
-    """What the kernel table is asked for a move of rows: the shape and dtype of what is read.  rows: [T, k]."""
-    asked = {
+    """Registry request of a row permutation: shape and dtype of its input.  rows: [T, k]."""
+    flags = {
         "strided": any(each.stride(1) != 1 for each in (x, *others)),
         "many_slots": rows is not None and rows.shape[1] > 16,
     }
-    options = frozenset(name for name, on in asked.items() if on)
+    options = frozenset(name for name, on in flags.items() if on)
     return Request(op, capability(x.device), (), (x.shape[0], x.shape[1]), x.dtype, (), options)
 
 
 def _columns(parts: int, x: Tensor, *rest: object, **named: object) -> Iterator[Cut]:
-    """Rows are moved whole, so columns may be cut."""
+    """Shardings along the columns: rows are moved as a whole."""
     if cuts_evenly(x.shape[1], parts):
         yield Cut({"x": 1}, (1,))
 
@@ -77,11 +77,11 @@ def _fake_permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Te
 
 @define_op(fake=_fake_permute_rows, sharding=_columns)
 def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
-    """Row x[tokens[i]] for each sorted row i, times its weight of [T, k] where there are gate_weights."""
+    """Row x[tokens[i]] for each sorted row i, times its gate weight if there are gate_weights [T, k]."""
     out = _fake_permute_rows(x, tokens, rows, gate_weights)
-    row = select(rows_request("permute_rows", x, rows))
+    kernel = select(rows_request("permute_rows", x, rows))
     with made_current(x.device):
-        row.launch(x, tokens.contiguous(), rows.contiguous(), gate_weights, out)
+        kernel.launch(x, tokens.contiguous(), rows.contiguous(), gate_weights, out)
     return out
 
 
@@ -91,11 +91,11 @@ def _fake_combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None) -> 
 
 @define_op(fake=_fake_combine_rows, sharding=_columns)
 def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
-    """The sum over j of x[rows[:, j]], times gate_weights[:, j] where there are gate_weights, slot after slot."""
+    """Sum over j of x[rows[:, j]], times gate_weights[:, j] if there are gate_weights, slot after slot."""
     out = _fake_combine_rows(x, rows, gate_weights)
-    row = select(rows_request("combine_rows", x, rows))
+    kernel = select(rows_request("combine_rows", x, rows))
     with made_current(x.device):
-        row.launch(x, rows.contiguous(), gate_weights, out)
+        kernel.launch(x, rows.contiguous(), gate_weights, out)
     return out
 
 
@@ -105,16 +105,16 @@ def _fake_combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
 
 @define_op(fake=_fake_combine_dots, sharding=replicated)
 def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of the gate_weights of `combine_rows`: x[rows[t, j]] . grad[t], as [T, k]."""
+    """Gradient of the gate_weights of `combine_rows`: x[rows[t, j]] . grad[t], [T, k]."""
     out = _fake_combine_dots(x, grad, rows)
-    row = select(rows_request("combine_dots", x, rows, grad))
+    kernel = select(rows_request("combine_dots", x, rows, grad))
     with made_current(x.device):
-        row.launch(x, grad, rows.contiguous(), out)
+        kernel.launch(x, grad, rows.contiguous(), out)
     return out
 
 
 def clear_rows(x: Tensor, offs: Tensor) -> None:
-    """Zero, in place, the rows of no group: those behind the last end, which stays on the device."""
-    row = select(rows_request("clear_rows", x, None))
+    """Zero the rows of no group in place: those from offs[-1] on, which stays on the device."""
+    kernel = select(rows_request("clear_rows", x, None))
     with made_current(x.device):
-        row.launch(x, offs)
+        kernel.launch(x, offs)

@@ -1,6 +1,6 @@
-"""Along which dimensions grouped products may be computed in pieces. Tensors stand for their shapes here.
+"""Dimensions along which grouped GEMMs may be sharded. Only the shapes of the tensors are read.
 
-Only the rows of the second operand: starts and ends of groups count the tokens of the whole.
+Only the rows of the second operand: `starts` and `offs` count the tokens of the whole operand.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from ..library import Cut
 
 
 def _columns(b: Tensor) -> int:
-    """The dimension of the result that the rows of b become: [M, N] or [G, N, K]."""
+    """Dimension of the result, [M, N] or [G, N, K], that the rows of b become."""
     return 1 if len(b.shape) == 3 else 2
 
 
@@ -53,6 +53,6 @@ def scaled_grouped_mm_add_(
     offs: Tensor,
     starts: Tensor | None,
 ) -> Iterator[Cut]:
-    """The rows of b, the buffer being cut likewise."""
+    """The rows of b, with the columns of the accumulator."""
     if columns := cut_rows(parts, "b", b, b_kind):
         yield Cut(columns | {"acc": _columns(b)})

@@ -1,7 +1,7 @@
-"""Grouped products in high precision, for what a recipe leaves there: `F.grouped_mm` where it serves, else a loop.
+"""Unquantized (bf16, fp16, fp32) grouped GEMM for the GEMMs that a recipe does not quantize: `F.grouped_mm`, or a loop.
 
-torch wants rows at multiples of 16 bytes, and on CUDA anything but bf16 takes its sizes through the host. The loop
-reads them on the host in any case: layers whose features are multiples of 8 never meet it.
+`F.grouped_mm` needs rows at multiples of 16 bytes; on CUDA it reads the group sizes on the host for any dtype but bf16.
+The loop always reads them on the host. Layers whose features are multiples of 8 never take it.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ..hardware import for_products
 from ..library import define_op
 from .routing_ops import clear_rows
 
-_ALIGNED = 16
+_ALIGN_BYTES = 16
 
 
 def _result_shape(a: Tensor, b: Tensor, offs: Tensor) -> tuple[int, ...]:
@@ -32,28 +32,29 @@ def _flops(a: list[int], b: list[int], offs: list[int], *rest: object, **named: 
 
 @define_op(fake=_fake_grouped_mm, flops=_flops, sharding=replicated)
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """m-grouped, a [M, K] @ b [E, K, N] -> [M, N], or k-grouped, a [N, M] @ b [M, K] -> [G, N, K]; rows of no group
-    give zero and are not summed."""
-    call_recording.refuse("a product in high precision")
+    """m-grouped: a [M, K] @ b [E, K, N] -> [M, N]; k-grouped: a [N, M] @ b [M, K] -> [G, N, K].
+
+    Rows of no group give zero (m-grouped) and are not summed (k-grouped)."""
+    call_recording.refuse("an unquantized grouped GEMM")
     m_grouped = b.dim() == 3
     check_group_ends(offs, a.shape[0] if m_grouped else a.shape[1])
     dtype = a.dtype
     a, b = for_products(a, b)
-    if not (_is_served(a) and _is_served(b)):
+    if not (_torch_supports(a) and _torch_supports(b)):
         return _loop(a, b, offs).to(dtype)
     product = functional.grouped_mm(a, b, offs=offs).to(dtype)
     if m_grouped:
-        clear_rows(product, offs)  # rows of no group hold whatever the product left there
+        clear_rows(product, offs)  # `F.grouped_mm` leaves rows of no group undefined
     return product
 
 
-def _is_served(x: Tensor) -> bool:
-    """Whether torch takes it, without a look at sizes on the host where that is a GPU's."""
+def _torch_supports(x: Tensor) -> bool:
+    """Whether `F.grouped_mm` takes this operand: dtype, row-major or column-major, 16-byte alignment."""
     if 0 in x.shape or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     rows = [step for step in x.stride()[-2:] if step != 1]
-    aligned = len(rows) == 1 and all(step * x.element_size() % _ALIGNED == 0 for step in x.stride() if step != 1)
-    return aligned and x.data_ptr() % _ALIGNED == 0
+    aligned = len(rows) == 1 and all(step * x.element_size() % _ALIGN_BYTES == 0 for step in x.stride() if step != 1)
+    return aligned and x.data_ptr() % _ALIGN_BYTES == 0
 
 
 def _loop(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
