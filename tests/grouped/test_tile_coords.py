@@ -50,7 +50,7 @@ class Interpreter:
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
     made = Interpreter(132)
-    for name in ("count_turns", "tile_at", "turn_at"):
+    for name in ("count_rotated_tiles", "tile_at", "rotated_tile_at"):
         monkeypatch.setattr(tiles, name, getattr(tiles, name).fn)
     monkeypatch.setattr(tiles, "gl", made.module())
     return made
