@@ -1,4 +1,4 @@
-"""What is wrong is said before torch is imported, before anything is printed, and before any work is done."""
+"""Errors are reported before torch is imported, before any output, and before any work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRONG: list[tuple[str, str]] = [
     ("explain gemm --m -1", "--m -1"),
     ("explain gemm --device sm_", "--device sm_"),
     ("explain gemm --m 99999999999999999999", "--m 99999999999999999999"),
-    ("explain gemm --m 268435456 --k 268435456 --groups 65536", "counted in 64 bits"),
+    ("explain gemm --m 268435456 --k 268435456 --groups 65536", "fit in 64 bits"),
     ("explain cast --b nvfp4", "--b with cast"),
     ("explain cast --bias", "--bias with cast"),
     ("explain rmsnorm --accumulate", "--accumulate with rmsnorm"),
@@ -117,8 +117,8 @@ for words in json.load(sys.stdin):
 """
 
 
-def test_wrong_options_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    """Importing it takes seconds. All in one process, which stops at the first that imports it."""
+def test_invalid_options_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """The import takes seconds. All cases in one process, which stops at the first that imports torch."""
     ran = subprocess.run(
         [sys.executable, "-c", HARNESS],
         input=json.dumps([words for words, _ in WRONG]),
@@ -157,7 +157,7 @@ FOLDERS = ("train tiny --folder", "train tiny --export", "train tiny --data.cach
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below a file there is no place for it, nor where there is a folder for a file or a file for a folder."""
+    """Paths below a file, a folder in place of a file, and a file in place of a folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("text")
     suffix = FILES.get(words, "")
@@ -175,7 +175,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
 
 @pytest.mark.parametrize("ending", ["x.gif", "x", "x.PNGG", "x.jpeg"])
 @pytest.mark.parametrize("words", ["formats --plot", "demo --out", "roofline --plot"])
-def test_a_picture_of_another_kind_is_refused_before_anything_is_printed(
+def test_an_unknown_picture_type_is_refused_before_any_output(
     words: str, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words.split(), ending]) == 2
@@ -190,7 +190,7 @@ def test_a_picture_of_another_kind_is_refused_before_anything_is_printed(
     "words",
     ["bench casts --device cpu --compare", "bench casts --device cpu --json", "bench report --json", "roofline --json"],
 )
-def test_a_file_of_something_else_is_refused_before_any_work(
+def test_a_file_of_another_kind_is_refused_before_any_work(
     words: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -203,7 +203,7 @@ def test_a_file_of_something_else_is_refused_before_any_work(
     assert path.read_text() == content
 
 
-def test_a_text_of_only_that_is_empty_chooses_no_case(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_only_text_selects_no_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "casts", "--device", "cpu", "--only", "nothing|"]) == 2
     assert "--only 'nothing|'" in capsys.readouterr().err
 
@@ -212,10 +212,10 @@ def test_a_text_of_only_that_is_empty_chooses_no_case(capsys: pytest.CaptureFixt
     ("words", "status", "says"),
     [
         ("warmup llama3-8b --dry-run --device cpu", 1, "Fix: pass --device sm_90"),
-        ("tune llama3-8b --dry-run --device cpu", 2, "--device cpu of no GPU that is here"),
+        ("tune llama3-8b --dry-run --device cpu", 2, "--device cpu is no GPU of this machine"),
     ],
 )
-def test_a_list_for_no_gpu_says_what_to_name(
+def test_dry_run_without_a_gpu_names_the_fix(
     words: str, status: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton", reason="needs triton")

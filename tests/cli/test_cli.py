@@ -1,4 +1,4 @@
-"""The command line as a user meets it: output, exit status, and start-up time."""
+"""The command line: output, exit status, and start-up time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "blockscale", *words], capture_output=True, text=True, timeout=300)
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def test_closed_pipe_is_no_error_in_help() -> None:
     """As in `blockscale train tiny --help | head`."""
     gone, output = os.pipe()
     os.close(gone)
@@ -74,7 +74,7 @@ def test_version_from_the_module() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "0.1.0")
 
 
-def test_doctor_json_is_true_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_json_describes_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--device", "cpu"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"]
@@ -100,7 +100,7 @@ def test_doctor_fails_when_a_check_fails(monkeypatch: pytest.MonkeyPatch, capsys
     assert "FAIL" in capsys.readouterr().out
 
 
-def test_explain_answers_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_for_a_gpu_not_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "gemm", "--a", "fp8_1x128", "--device", "sm_90"]) == 0
     taken = next(line for line in capsys.readouterr().out.splitlines() if "->" in line)
     assert "hopper" in taken
@@ -143,7 +143,7 @@ def test_explain_knows_fused_casts(operation: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("device", ["sm90", "h200", "sm_9999", "sm_"])
-def test_explain_says_how_a_gpu_is_named(device: str, capsys: pytest.CaptureFixture[str]):
+def test_explain_lists_valid_device_names(device: str, capsys: pytest.CaptureFixture[str]):
     assert main(["explain", "gemm", "--device", device]) == 2
     assert "pass sm_90 for an H100" in " ".join(capsys.readouterr().err.split())
 
@@ -202,8 +202,8 @@ def test_without_tyro_commands_run_with_their_defaults(
     assert "needs tyro" in capsys.readouterr().err
 
 
-def test_a_reader_may_leave() -> None:
-    """As `head` does: no traceback, and the status that a shell gives to such an end."""
+def test_closed_pipe_exits_with_141() -> None:
+    """`head` closes the pipe: no traceback, and the exit status of SIGPIPE."""
     command = [sys.executable, "-m", "blockscale", "formats"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ)
     assert child.stdout is not None
@@ -213,8 +213,8 @@ def test_a_reader_may_leave() -> None:
     assert child.wait() == 141
 
 
-def test_a_folder_in_use_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor is the other's record touched."""
+def test_a_folder_in_use_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The record of the other run is not touched either."""
     from blockscale.train.files import owned
 
     (tmp_path / "metrics.jsonl").write_text('{"kind": "st')

@@ -31,7 +31,7 @@ def shown(device: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_speed_on_a_cpu_shows_times_of_a_dry_run_and_neither_speedup_nor_shares(
+def test_speed_on_a_cpu_shows_only_dry_run_times(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     said = shown("cpu", capsys)

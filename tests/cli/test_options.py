@@ -1,5 +1,4 @@
-"""Options of every command: what does not exist is refused, what help lists is accepted, and messages say how to write
-it."""
+"""Options of every command: unknown ones are refused, listed ones are accepted, and messages name the fix."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from blockscale.train.config import RunConfig
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
-# the words that a command needs, so that an option is all that can be wrong
+# required words of each command, so that only the option can be wrong
 NEEDS = {"explain": ["gemm"], "train": ["tiny"], "compare": ["tiny"], "speed": ["tiny"], "advise": ["tiny"]}
-# an option of each command without its last letter, or with one too many
+# a misspelt option of each command
 MISSPELT = {
     "doctor": ("--worker", "--workers"),
     "explain": ("--group", "--groups"),
@@ -44,7 +43,7 @@ MISSPELT = {
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that goes as far as its work has accepted its options."""
+    """Commands stop where their work begins: the options were accepted."""
     for command in COMMANDS:
         module = importlib.import_module(f"blockscale.cli.{command}")
         if hasattr(module, "main"):
@@ -52,7 +51,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is said, in the three parts of every error, and nothing else."""
+    """The error message, checked to have its three parts and no other output."""
     assert main(words) == 2, words
     said = capsys.readouterr()
     assert said.out == ""
@@ -73,7 +72,7 @@ def test_an_option_that_does_not_exist_is_refused(command: str, capsys: pytest.C
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("nothing_runs")
-def test_the_beginning_of_an_option_is_refused_and_the_option_proposed(
+def test_a_prefix_of_an_option_is_refused_and_the_option_proposed(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written, meant = MISSPELT[command]
@@ -84,7 +83,7 @@ def test_the_beginning_of_an_option_is_refused_and_the_option_proposed(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("nothing_runs")
-def test_a_word_of_no_option_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stray_word_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = NEEDS.get(command) or {"bench": ["casts"], "collect": ["out"], "roofline": ["mlp"]}.get(command, [])
     first = first or (["llama3-8b"] if command in ("warmup", "tune") else [])
     assert refused(capsys, command, *first, "stray").startswith("'stray' belongs to no option.")
@@ -160,9 +159,7 @@ def test_a_word_of_no_option_is_refused(command: str, capsys: pytest.CaptureFixt
     ],
 )
 @pytest.mark.usefixtures("nothing_runs")
-def test_what_cannot_be_read_is_refused(
-    words: list[str], what: str, fix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_words_are_refused(words: list[str], what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, *words)
     assert what in said
     assert fix in said.split("Fix: ")[1]
@@ -179,7 +176,7 @@ def test_what_cannot_be_read_is_refused(
         ("formats --plot deep/.svg", "--plot deep/x.png."),
     ],
 )
-def test_a_fix_is_a_call_that_is_accepted(
+def test_the_proposed_fix_is_accepted(
     words: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -193,7 +190,7 @@ LISTS = [["a,b", "c"], ["a", "b", "c"], ["a,b,c"], ["a, b ,c,"], ["a,", "b", ",c
 
 @pytest.mark.parametrize("words", LISTS, ids="|".join)
 @pytest.mark.parametrize("command", ["compare", "speed", "roofline"])
-def test_recipes_have_commas_or_spaces_between_them(
+def test_recipes_are_separated_by_commas_or_spaces(
     command: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, found = {"a": "fp8_blockwise", "b": "mxfp8", "c": "nvfp4"}, list[tuple[str, ...]]()
@@ -208,7 +205,7 @@ def test_recipes_have_commas_or_spaces_between_them(
     assert found == [("fp8_blockwise", "mxfp8", "nvfp4")]
 
 
-def test_other_lists_are_written_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_lists_use_the_same_separators(monkeypatch: pytest.MonkeyPatch) -> None:
     from blockscale.cli import arguments, speed
 
     found: list[speed.Options] = []
@@ -248,7 +245,7 @@ def test_other_lists_are_written_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         (["-16,16"], "--shapes 4096,14336."),
     ],
 )
-def test_shapes_that_are_written_otherwise_are_rewritten(
+def test_malformed_shapes_are_corrected_in_the_fix(
     command: list[str], shapes: list[str], fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, *command, "--shapes", *shapes)
@@ -260,7 +257,7 @@ def test_shapes_that_are_written_otherwise_are_rewritten(
 
 
 def listed(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The options that help lists, also short ones."""
+    """Options listed by help, short names included."""
     with pytest.raises(SystemExit) as stop:
         main([command, *NEEDS.get(command, []), "--help"])
     assert stop.value.code == 0
@@ -271,7 +268,7 @@ def listed(command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def accepted(command: str) -> set[str]:
-    """Those that parsing knows."""
+    """Options that the parser accepts."""
     from blockscale.cli.options import options_of, short_options
 
     module = importlib.import_module(f"blockscale.cli.{command}")
@@ -294,7 +291,7 @@ def test_help_lists_what_is_accepted_and_nothing_else(command: str, capsys: pyte
 def test_every_option_that_help_lists_reaches_the_command(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with a value of its kind goes through the parser, and nothing complains about it."""
+    """Each option parses with a valid value."""
     from blockscale.cli import options
 
     module, reached = importlib.import_module(f"blockscale.cli.{command}"), list[object]()
@@ -329,8 +326,8 @@ def test_help_lists_nothing_that_the_command_sets_itself(command: str, capsys: p
     assert not {*listed(command, capsys)} & {*ours.split()}
 
 
-def test_a_run_is_the_same_with_fewer_options() -> None:
-    """Folders of runs are named by it: a comparison finds those of before."""
+def test_run_config_is_independent_of_hidden_options() -> None:
+    """It names the folders of runs: a comparison finds earlier ones."""
     from blockscale.cli import advise, compare, speed
 
     for name in ("tiny", "tiny_moe", "125m", "llama3-8b"):
@@ -410,15 +407,15 @@ FIELD = re.compile(r"\b[a-z][a-z_.]*=\S")
     ],
     ids=" ".join,
 )
-def test_no_error_is_written_as_python(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_error_is_in_python_syntax(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert not FIELD.search(said), said
     assert f"{next(word for word in words if word.startswith('-'))} " in said
 
 
-def test_errors_of_other_processes_are_written_alike(tmp_path: Path) -> None:
-    """A run of `compare --jobs 2` that stops in its own process."""
+def test_errors_of_subprocesses_name_options(tmp_path: Path) -> None:
+    """A run of `compare --jobs 2` that fails in its subprocess."""
     code = (
         "from blockscale.errors import option, write_options\n"
         "from blockscale.cli.options import as_flag\n"
@@ -439,7 +436,7 @@ PAGES = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """Those that a page shows, in backticks or in lines of their own."""
+    """Commands on a page, in backticks or on separate lines."""
     text = page.read_text().replace("$(DEMO)", "").replace("$(ARGS)", "")
     found = [words for each in re.findall(r"`(blockscale [^`]+)`", text) for words in each.split(";")]
     found += re.findall(r"^(?:\$ |\t.*-m )?(blockscale [^`\n]+)$", text, re.MULTILINE)
@@ -448,7 +445,7 @@ def commands_of(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_that_pages_show_are_accepted(page: Path) -> None:
+def test_commands_in_the_docs_are_accepted(page: Path) -> None:
     from blockscale.cli.options import checked, options_of, set_by_command, short_options
 
     for command, *words in commands_of(page):

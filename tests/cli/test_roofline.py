@@ -1,4 +1,4 @@
-"""`blockscale roofline` as a user meets it, on machines without a GPU too."""
+"""`blockscale roofline`, also without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from blockscale.roofline import MEASURED, Use, advise, ceilings, nominal, swiglu
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody measured on this machine is nothing to the tests."""
+    """Ceilings measured on this machine must not affect the tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -46,15 +46,15 @@ def test_every_layer_and_recipe_is_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert "measured µs" not in text
 
 
-def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machine_option_selects_another_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "--shapes", "512,256", "--machine", "b200", "--recipes", "nvfp4", "--inference")
     assert "256 -> 512" in text
     assert "fp4 9,000 TFLOP/s" in text
-    assert "a forward, weights cast beforehand" in text
+    assert "forward only, weights cast beforehand" in text
     assert "no units" not in text
 
 
-def test_an_a100_is_told_that_fp8_is_not_sensible(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a100_notes_that_fp8_does_not_pay(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not sensible" in said(capsys, "--machine", "a100", "--recipes", "fp8_blockwise", "--shapes", "512,256")
 
 
@@ -73,7 +73,7 @@ def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.split() == ["7168", "->", "18432", "251", "(292)", "never"]
 
 
-def test_gated_units(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gated_mlps(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "mlp", "--model", "llama3-8b", "--machine", "h200", "--advise")
     assert "4096 -> 14336" in text
     assert "14336 -> 4096" not in text
@@ -84,7 +84,7 @@ def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(said(capsys, "experts", "--machine", "h200", "--recipes", "fp8_blockwise", "--advise").split())
     assert "DeepSeek-V3 671B, 8 for each token of 256 experts with 128 rows each, 4,096 tokens" in text
     assert "up cast w" in text
-    assert "worth converting from so many tokens per expert on" in text
+    assert "worth converting from this many tokens per expert" in text
     found = advise(7168, 2048, get_recipe("fp8_blockwise").formats(), MEASURED["h200"], cost=swiglu_cost)
     assert f"7168 -> 2048 {found} (" in text
     words = ("experts", "--model", "deepseek-v3", "--machine", "h200", "--recipes", "fp8_blockwise")
@@ -103,7 +103,7 @@ def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "gpt-oss", "--tokens", "0"], "--tokens 0", "pass --tokens 1 or more"),
         (["--machine", "h300"], "unknown machine 'h300'", "did you mean"),
         (["--recipes", "fp9"], "unknown recipe 'fp9'", "did you mean mxfp4"),
-        (["mlp", "--model", "gpt-oss"], "gpt-oss without a gated unit", "--model llama3-8b"),
+        (["mlp", "--model", "gpt-oss"], "gpt-oss without a gated MLP", "--model llama3-8b"),
         (["experts", "--model", "llama3-8b"], "unknown model with experts 'llama3-8b'", "llama-4-scout"),
         (["experts", "--shapes", "2048,7168"], "shapes of experts without their number", "--experts 8"),
         (["experts", "--experts", "0"], "--experts 0", "pass --experts 1 or more"),
@@ -113,7 +113,7 @@ def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
         (["mlp", "--plot", "picture.png"], "--plot of mlp", "roofline linear"),
     ],
 )
-def test_mistakes(words: list[str], what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_value_and_fix(words: list[str], what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["roofline", *words]) == 2
     error = capsys.readouterr().err
     assert what in error
@@ -129,10 +129,10 @@ def test_measuring_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Fix: run it there" in error
 
 
-def test_measured_times_stand_beside_both_roofs(
+def test_measured_times_are_shown_with_both_roofs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run with a GPU that is made up: what is measured is stored, shown, and read again later."""
+    """With a fake GPU: measured times are stored, shown, and read again."""
     roof = bench_ceilings.as_roof(
         bench_ceilings.Ceilings(4000.0, {"bf16": 700.0, "fp8": 1400.0}), "NVIDIA H200", "hopper"
     )
@@ -194,10 +194,10 @@ def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_command_needs_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run() == 0
     assert "DeepSeek-V3 671B, 4,096 tokens" in capsys.readouterr().out
-    assert nominal(command.HOME).architecture == "hopper"
+    assert nominal(command.DEFAULT_MACHINE).architecture == "hopper"
 
 
-def test_recipes_come_with_commas_too_and_bf16_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_separated_by_commas_show_bf16_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["roofline", "--model", "llama3-8b", "--recipes", "bf16,mxfp8", "mxfp8", "nvfp4"]) == 0
     rows = re.findall(r"^ (?:\d+ -> \d+)? +(bf16|mxfp8|nvfp4) ", capsys.readouterr().out, re.MULTILINE)
     assert rows == ["bf16", "mxfp8", "nvfp4"] * 4

@@ -1,4 +1,4 @@
-"""`blockscale train` as a user meets it: presets, options of every depth, and what it says when something is wrong."""
+"""`blockscale train`: presets, nested options, and error messages."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_experts_are_options_too(capsys: pytest.CaptureFixture[str]):
         (["tiny", "--resume"], "--resume without a folder"),
     ],
 )
-def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+def test_errors_name_value_and_fix(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert main(["train", *words, "--device", "cpu"]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_paths_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Whoever meets it, it is one line."""
+def test_invalid_paths_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The error is one line for every kind of path."""
     (tmp_path / "file").write_text("text")
     quick = ["--steps", "1", "--eval-batches", "1", "--device", "cpu"]
     for words in (

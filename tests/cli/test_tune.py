@@ -1,4 +1,4 @@
-"""`blockscale tune` as a user meets it, on machines without a GPU too."""
+"""`blockscale tune`, also without a GPU."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ GPU = describe(CPU)["name"]
 HOPPER = precompile.Target(Capability("cuda", 90), 132, GPU)
 
 
-def test_dry_run_lists_plans_and_what_the_model_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_lists_plans_and_predicted_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "llama3-8b", "--dry-run", "-m", "16,4096", "--inference"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("plans that would be timed; ")
     assert sum("->" in line for line in lines[:-1]) == 8, "one choice for each product"
     assert any("16x4096x14336 1x128 @ 128x128" in line for line in lines)
     assert any("64x64 run 4 shared" in line for line in lines)
-    assert lines[-1].endswith("plans of 8 products; -> is the model's choice; none was timed")
+    assert lines[-1].endswith("plans of 8 GEMMs; -> is the choice of the heuristic; none was timed")
 
 
 def test_dry_run_of_given_layers_with_gradients(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +50,7 @@ def test_dry_run_of_given_layers_with_gradients(capsys: pytest.CaptureFixture[st
 def test_without_a_gpu_nothing_is_tuned(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "llama3-8b", *words]) == 1
     said = capsys.readouterr().err
-    assert "nothing was tuned: torch sees no GPU here" in said
+    assert "nothing was tuned: torch finds no GPU" in said
     assert "Rule: " in said
     assert "Fix: run it there, or list the plans with --dry-run" in said
 
@@ -65,7 +65,7 @@ def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Request, Plan]]]:
-    """A GPU that is not here: the model's plan takes 100 µs, 128x128 in runs of two 90. Gives what is compiled."""
+    """A fake GPU: the plan of the heuristic takes 100 µs, 128x128 with k_unroll 2 takes 90. Yields the compiled plans."""
     monkeypatch.setenv("BLOCKSCALE_TUNED", str(tmp_path / "own"))
     monkeypatch.setattr(tune, "_gpu", lambda device: (HOPPER, CPU))
     monkeypatch.setattr(precompile, "obstacle", lambda: None)
@@ -103,7 +103,7 @@ def test_winners_are_stored_shown_and_used(
     assert "10.0 %" in row
     assert "kept" in row
     path = tuned.own_file(GPU, 132)
-    assert f"they are in {path}" in text
+    assert f"stored in {path}" in text
     problem = Problem(4096, 4096, 7168, False, False, 132)
     chosen = tuned.choose(problem, GPU)
     assert chosen.entry is not None
@@ -127,18 +127,18 @@ def test_out_names_the_file(hopper: object, tmp_path: Path) -> None:
     assert not (tmp_path / "own").exists()
 
 
-def test_what_was_not_begun_is_told(
+def test_gemms_past_the_budget_are_reported(
     hopper: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr("blockscale.bench.tuning.tune.__kwdefaults__", {"seconds": None, "clock": lambda: next(clock)})
     assert main(["tune", "llama3-8b", "-m", "4096", "--inference", "--budget", "5"]) == 0
     text = capsys.readouterr().out
-    assert "of 2 products have a plan that beats the model's" in text
-    assert "2 were not begun within the budget" in text
+    assert "of 2 GEMMs have a plan that beats the heuristic" in text
+    assert "2 were not started within the budget" in text
 
 
-def test_a_wrong_plan_is_told_and_fails(
+def test_a_wrong_plan_is_reported_and_fails(
     hopper: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure_plans(problem: Problem, plans: Sequence[Plan], *, device: torch.device) -> dict[Plan, Timing | str]:
@@ -150,10 +150,10 @@ def test_a_wrong_plan_is_told_and_fails(
     text = capsys.readouterr().out
     assert "WRONG 4096x4096x7168 1x128 @ 128x128 by" in text
     assert "7 values differ" in text
-    assert "0 of 1 products" in text
+    assert "0 of 1 GEMMs" in text
 
 
-def test_with_tuned_plans_off_there_is_no_place_to_store_them(
+def test_disabled_plans_cannot_be_stored(
     hopper: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BLOCKSCALE_TUNED", "off")
@@ -168,15 +168,15 @@ def test_with_tuned_plans_off_there_is_no_place_to_store_them(
         (["llama3-8b", "--shapes", "16,16"], "model 'llama3-8b' and --shapes 16,16"),
         (["llama9"], "unknown model 'llama9'"),
         (["--shapes", "512,-16"], "two positive integers"),
-        (["--shapes", "23,25"], "N in multiples of 8, in fp32 of 4"),
+        (["--shapes", "23,25"], "N a multiple of 8, in fp32 of 4"),
         (["llama3-8b", "--m", "0"], "sizes are positive integers"),
-        (["llama3-8b", "--formats", "mxfp4@mxfp4"], "Hopper's FP8 product has plans"),
+        (["llama3-8b", "--formats", "mxfp4@mxfp4"], "only the FP8 GEMM for Hopper has plans"),
         (["llama3-8b", "--formats", "fp8_1x128@mxfp4"], "no product of fp8_1x128 with mxfp4"),
         (["llama3-8b", "--budget", "0"], "a time in seconds"),
         (["llama3-8b", "--workers", "0"], "at least one process"),
     ],
 )
-def test_it_refuses_with_a_reason(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_reason(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", *words]) == 2
     said = capsys.readouterr().err
     assert says in said

@@ -1,4 +1,4 @@
-"""`blockscale warmup` as a user meets it, on machines without a GPU too."""
+"""`blockscale warmup`, also without a GPU."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon 
 pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler, and no TRITON_INTERPRET")
 
 
-def test_dry_run_lists_what_a_model_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_lists_the_kernels_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warmup", "llama3-8b", "--dry-run", "--device", "sm_90"]) == 0
     lines = capsys.readouterr().out.splitlines()
     products, casts = [[line for line in lines if f"{name}_kernel" in line] for name in ("scaled_mm", "cast")]
     assert lines[-1] == f"{len(products) + len(casts)} kernels for llama3-8b on cuda sm_90; none was compiled"
     assert any("float32 +=" in line for line in products), "gradients of weights"
     assert all("hopper" in line for line in products)
-    assert "132 multiprocessors" in lines[0]
+    assert "132 SMs" in lines[0]
 
 
 def test_dry_run_of_given_layers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +36,7 @@ def test_dry_run_of_given_layers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cast_both" not in text
     assert "1x512x256" in text
     assert main(["warmup", *words, "--formats", "mxfp8_e4m3@mxfp8_e4m3"]) == 0
-    assert "gemm mxfp8_e4m3 @ mxfp8_e4m3 by torch: nothing to compile ahead" in capsys.readouterr().out
+    assert "gemm mxfp8_e4m3 @ mxfp8_e4m3 by torch: nothing to precompile" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -50,8 +50,10 @@ def test_without_a_gpu_nothing_is_compiled(words: list[str], capsys: pytest.Capt
     assert "Fix: " in said
 
 
-def test_what_is_compiled_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a GPU that is not here, and a compiler that does nothing."""
+def test_compiled_and_cached_kernels_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a fake GPU and a fake compiler."""
     monkeypatch.setattr(warmup, "_target", lambda device, dry_run: precompile.Target(Capability("cuda", 90)))
     asked: list[int] = []
 
@@ -62,9 +64,9 @@ def test_what_is_compiled_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(precompile, "compile_all", compile_all)
     assert main(["warmup", "--shapes", "512,256", "--m", "16", "--workers", "3"]) == 0
     text = capsys.readouterr().out
-    assert "7 kernels for 1 layers on cuda sm_90: 4 compiled, 3 were there" in text
+    assert "7 kernels for 1 layers on cuda sm_90: 4 compiled, 3 were cached" in text
     assert "with 3 processes" in text
-    assert f"they are in {precompile.cache_folder()}" in text
+    assert f"stored in {precompile.cache_folder()}" in text
     assert asked == [3]
 
 
@@ -78,14 +80,14 @@ def test_what_is_compiled_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: py
         (["--shapes", "512,-16"], "two positive integers"),
         (["--shapes", "512,x"], "two positive integers"),
         (["llama3-8b", "--m", "0"], "sizes are positive integers"),
-        (["llama3-8b", "--formats", "fp8_1x128"], "a format each"),
+        (["llama3-8b", "--formats", "fp8_1x128"], "one format each"),
         (["llama3-8b", "--formats", "fp8_1x128@mxfp4"], "no product of fp8_1x128 with mxfp4"),
         (["llama3-8b", "--formats", "fp8_1x128@fp8"], "unknown format 'fp8'"),
         (["llama3-8b", "--device", "sm_x", "--dry-run"], "pass sm_90 for an H100"),
         (["llama3-8b", "--workers", "0"], "at least one process"),
     ],
 )
-def test_it_refuses_with_a_reason(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_reason(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warmup", *words]) == 2
     said = capsys.readouterr().err
     assert says in said

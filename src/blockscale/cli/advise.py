@@ -1,6 +1,6 @@
-"""`blockscale advise`: which layers should stay in bf16 for a loss budget, and what that costs in speed.
+"""`blockscale advise`: the layers to keep in bf16 for a loss budget, and the cost in speed.
 
-The first word is a run's folder, whose numerics are read, or a preset, which is built and measured on one batch.
+The first word is the folder of a run, whose numerics are read, or a preset, which is built and measured on one batch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked."""
+class AdviceOptions:
+    """Budgets, target machine and output of the advice."""
 
     budget: float = 0.25
-    """Accepted gap of the loss in percent."""
+    """Accepted loss gap in percent."""
     gradient_budget: float = 10.0
-    """Accepted noise in percent of the gradient's energy."""
+    """Accepted gradient noise in percent of the gradient's energy."""
     machine: str = "h200"
-    """GPU that speed is predicted for."""
+    """GPU to predict the speed for."""
     tokens: int = 4096
-    """Tokens of a microbatch that speed is predicted for."""
+    """Tokens per microbatch to predict the speed for."""
     top: int = 20
     """Layers shown; 0: all."""
     out: Path | None = None
@@ -41,20 +41,20 @@ class Wanted:
     json: bool = False
     """Print the advice as JSON."""
     keep_unmeasured: bool = False
-    """Keep layers in bf16 that nothing is known of."""
+    """Keep layers in bf16 that were not measured."""
 
 
 @dataclass(frozen=True)
 class AdvisedRecipe(RecipeConfig):
-    """In which precision the linear layers train, from the first step on; see docs/recipes.md."""
+    """Precision of the linear layers, from the first step on; see docs/recipes.md."""
 
     since: Annotated[int, HIDDEN] = field(default=0, init=False)
 
 
 @dataclass(frozen=True)
-class Options(RunOptions, Wanted):
-    """A preset, changed by options as for `blockscale train`, and what is asked. One batch is measured: steps, rates,
-    reports and checkpoints are none of it."""
+class Options(RunOptions, AdviceOptions):
+    """A preset with the options of `blockscale train`, and those of the advice. One batch is measured, so options for
+    steps, learning rates, reports and checkpoints are hidden."""
 
     optimizer: Annotated[OptimizerConfig, HIDDEN] = field(default_factory=OptimizerConfig, init=False)
     recipe: AdvisedRecipe = field(default_factory=AdvisedRecipe)
@@ -71,7 +71,7 @@ class Options(RunOptions, Wanted):
 
 
 def main(words: list[str]) -> int:
-    """Parse a folder or a preset, and give advice."""
+    """Parse a folder or a preset, and print the advice."""
     words = list(words)
     name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
     about = f"First word: a folder of a run with numerics.jsonl, or a preset ({', '.join(PRESETS)})."
@@ -80,12 +80,12 @@ def main(words: list[str]) -> int:
         rule = "the first word is a folder of a run with numerics.jsonl, or a preset"
         arguments.refuse(f"no folder {name}", rule, "blockscale train 125m --folder out/125m --numerics-every 1000")
     if name not in PRESETS and folder.exists():
-        return run(parse_words(Wanted(), f"advise {name}", words, about, PRESETS), folder)
+        return run(parse_words(AdviceOptions(), f"advise {name}", words, about, PRESETS), folder)
     return run(parse_words(Options.of(get_preset(name)), f"advise {name}", words, about, PRESETS))
 
 
-def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:
-    """Read or measure, and show what follows."""
+def run(wanted: AdviceOptions | None = None, folder: Path | None = None) -> int:
+    """Read or measure the numerics, and print the advice."""
     wanted = wanted or Options.of(get_preset(DEFAULT))
     _check(wanted)
     console = arguments.wide_console()
@@ -98,7 +98,7 @@ def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:
         report, samples = stored.report, [stored.samples[step] for step in sorted(stored.samples)]
     else:
         assert isinstance(wanted, Options)
-        report, samples = _measured(wanted.config)
+        report, samples = _measure(wanted.config)
     found = advise(
         report,
         samples,
@@ -117,17 +117,17 @@ def run(wanted: Wanted | None = None, folder: Path | None = None) -> int:
     return 0
 
 
-def _check(wanted: Wanted) -> None:
+def _check(wanted: AdviceOptions) -> None:
     for name in ("budget", "gradient_budget"):
         value = getattr(wanted, name)
         if not 0 < value < float("inf"):
             option = f"--{name.replace('_', '-')}"
             arguments.refuse(
-                f"{option} {value:g}", "it is in percent, above zero", f"{option} {getattr(Wanted, name):g}"
+                f"{option} {value:g}", "it is in percent, above zero", f"{option} {getattr(AdviceOptions, name):g}"
             )
     for name, least in (("tokens", 1), ("top", 0)):
         if getattr(wanted, name) < least:
-            what, fix = (f"--{name} {getattr(each, name)}" for each in (wanted, Wanted))
+            what, fix = (f"--{name} {getattr(each, name)}" for each in (wanted, AdviceOptions))
             arguments.refuse(what, f"it is {least} or more", fix)
     check_name(wanted.machine, MACHINES, "machine")
     arguments.check_writable(wanted.out, "--out")
@@ -139,8 +139,8 @@ def _check(wanted: Wanted) -> None:
             arguments.refuse(f"no checkpoint in {wanted.folder}", rule, fix)
 
 
-def _measured(config: RunConfig) -> tuple[Any, list[Any]]:
-    """A preset's model, new or as its last checkpoint has it, on one batch."""
+def _measure(config: RunConfig) -> tuple[Any, list[Any]]:
+    """Report and one numerics sample of a preset's model, new or from its last checkpoint."""
     from ..train.checkpoint import latest, read_about
     from ..train.checks import check
     from ..train.loop import as_configured
@@ -148,7 +148,7 @@ def _measured(config: RunConfig) -> tuple[Any, list[Any]]:
     from ..train.run import Run
 
     found = latest(config.folder) if config.resume and config.folder is not None else config.start
-    if found is not None:  # it may be of a longer run
+    if found is not None:  # the checkpoint may be from a longer run
         config = replace(config, steps=max(config.steps, read_about(found)["step"] + 1))
     check(config)
     with as_configured(config):
@@ -156,16 +156,16 @@ def _measured(config: RunConfig) -> tuple[Any, list[Any]]:
         return run.report, [sample_run(run).read()]
 
 
-def _show(console: Any, found: Advice, wanted: Wanted) -> None:
+def _show(console: Any, found: Advice, wanted: AdviceOptions) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for place, heading in enumerate(("layer", "loss gap %", "gradient noise %", "wins us", "advice", "measured")):
+    for place, heading in enumerate(("layer", "loss gap %", "gradient noise %", "saves µs", "advice", "measured")):
         table.add_column(heading, justify="right" if place in (1, 2, 3) else "left", no_wrap=True)
     shown = found.ranked[: wanted.top or None]
     for each in shown:
-        advice = "[yellow]keep bf16[/]" if each.kept else "low"
+        advice = "[yellow]keep bf16[/]" if each.kept else "quantize"
         numbers = f"{100 * each.gap:.4f}", f"{100 * each.gradient:.3f}", f"{1e6 * each.wins:.1f}"
         table.add_row(each.layer, *numbers, advice, each.says)
     console.print(table)
@@ -176,26 +176,26 @@ def _show(console: Any, found: Advice, wanted: Wanted) -> None:
         if found.keep
         else f"{found.recipe}: all {len(found.ranked)} layers are within the budgets",
         _before_after("predicted gap of the loss", found.gaps, wanted.budget),
-        _before_after("noise over the gradient's energy", found.gradients, wanted.gradient_budget),
-        f"linear layers: {found.speedups[1]:.2f}x bf16's speed as advised, {found.speedups[0]:.2f}x with all in low "
-        f"precision (roofline, {wanted.machine.upper()}, {wanted.tokens} tokens)",
+        _before_after("gradient noise over energy", found.gradients, wanted.gradient_budget),
+        f"linear layers: {found.speedups[1]:.2f}x bf16's speed as advised, {found.speedups[0]:.2f}x with all "
+        f"quantized (roofline, {wanted.machine.upper()}, {wanted.tokens} tokens)",
     ]
     if found.speedups[0] < 1:
         where = f"{wanted.machine.upper()} with {wanted.tokens} tokens"
-        lines.append(f"[yellow]{found.recipe} is slower than bf16 on {where}, by the roofline: nothing is won[/]")
+        lines.append(f"[yellow]{found.recipe} is slower than bf16 on {where}, by the roofline[/]")
     if found.unmeasured:
-        lines.append(_of_unmeasured(found))
+        lines.append(_unmeasured_line(found))
     if wanted.out is not None:
         lines.append(f"wrote {wanted.out}: blockscale train ... --keep-file {wanted.out}")
     for line in lines:
         console.print(line, highlight=False)
 
 
-def _of_unmeasured(found: Advice) -> str:
+def _unmeasured_line(found: Advice) -> str:
     names = ", ".join(found.unmeasured[:4]) + (f" and {len(found.unmeasured) - 4} more" if found.unmeasured[4:] else "")
     what = f"not measured: {names} ({100 * found.unmeasured_share:.1f} % of the converted FLOPs)"
     if {*found.unmeasured} & {*found.low}:
-        return f"[yellow]{what}; they stay in low precision, and figures are without them (--keep-unmeasured)[/]"
+        return f"[yellow]{what}; they stay quantized, and the figures exclude them (--keep-unmeasured)[/]"
     return f"{what}; kept in bf16"
 
 

@@ -1,6 +1,6 @@
-"""What commands share: how layers, tokens, formats, recipes and devices are written, where files may go, consoles.
+"""Argument parsing and checks shared by the commands: layers, tokens, formats, recipes, devices, files, consoles.
 
-Torch is imported late: neither `--help` nor a wrong option must wait for it.
+Torch is imported late: `--help` and errors in options must not wait for it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 Layer = tuple[int, int]  # (N, K) of a weight
 
-# largest size of an operand: with two of them, bytes are still counted in 64 bits
-MOST = 2**28
-# each process that compiles holds a torch of its own, some 500 MB
-MOST_WORKERS = 16
-# of lists that go to a file or a pipe, which have no window to widen
+# largest dimension of an operand: byte counts of a matrix fit in 64 bits
+MAX_SIZE = 2**28
+# each compile process imports torch, about 500 MB
+MAX_WORKERS = 16
+# console width for files and pipes, which have no terminal width
 FILE_WIDTH = 120
 
 
 def layers(model: str | None, shapes: Sequence[str], command: str) -> list[Layer]:
-    """(N, K) of every weight: of a model, or each as "N,K"."""
+    """(N, K) of every weight of a model, or of shapes given as "N,K"."""
     from ..bench.shapes import MODELS, model_name
 
     if (model is None) == (not shapes):
@@ -38,19 +38,19 @@ def layers(model: str | None, shapes: Sequence[str], command: str) -> list[Layer
         fix = "leave one of them out"
         if model is None:
             fix = f"blockscale {command} llama3-8b, or blockscale {command} --shapes 4096,14336"
-        refuse(given, "one of them names the layers", fix)
+        refuse(given, "exactly one of them names the layers", fix)
     if model is not None:
         return [(n, k) for k, n in MODELS[model_name(model)]]
     return [_pair(shape, shapes) for shape in shapes]
 
 
 def _pair(shape: str, shapes: Sequence[str]) -> Layer:
-    """One weight. The error writes all of them as they should be, where that can be told."""
+    """(N, K) of one shape. The error shows all shapes corrected, if possible."""
     found = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", shape)
     n, k = map(int, found.groups()) if found else (0, 0)
-    if 0 < n <= MOST and 0 < k <= MOST:
+    if 0 < n <= MAX_SIZE and 0 < k <= MAX_SIZE:
         return n, k
-    meant = [[size for size in re.findall(r"\d+", each) if 0 < int(size) <= MOST] for each in shapes]
+    meant = [[size for size in re.findall(r"\d+", each) if 0 < int(size) <= MAX_SIZE] for each in shapes]
     if "-" in shape or any(len(sizes) != 2 for sizes in meant):
         meant = [["4096", "14336"]]
     rule = "each weight is N,K, out and in features, two positive integers up to 2**28"
@@ -62,30 +62,30 @@ def _quoted(words: Iterable[str]) -> str:
 
 
 def numbers(values: Sequence[int], flag: str) -> list[int]:
-    """Positive integers."""
-    right = [value for value in values if 0 < value <= MOST]
+    """The values; raises unless all are positive integers up to `MAX_SIZE`."""
+    right = [value for value in values if 0 < value <= MAX_SIZE]
     if len(right) < len(values):
         what, fix = (f"{flag} {','.join(map(str, each))}" for each in (values, right or [1, 16, 128]))
         refuse(what, "sizes are positive integers up to 2**28", fix)
     return list(values)
 
 
-def at_least(least: int, value: int, flag: str, rule: str) -> None:
-    """Raise for a count that is too small, or above `MOST`."""
-    if value < least:
-        refuse(f"{flag} {value}", rule, f"pass {flag} {least} or more")
-    if value > MOST:
-        refuse(f"{flag} {value}", "counts are integers up to 2**28", f"pass {flag} {max(1, least)}, or some more")
+def at_least(minimum: int, value: int, flag: str, rule: str) -> None:
+    """Raise if a count is below the minimum or above `MAX_SIZE`."""
+    if value < minimum:
+        refuse(f"{flag} {value}", rule, f"pass {flag} {minimum} or more")
+    if value > MAX_SIZE:
+        refuse(f"{flag} {value}", "counts are integers up to 2**28", f"pass {flag} {max(1, minimum)} or more")
 
 
 def format_pair(formats: str) -> tuple[str, str]:
-    """Formats of activations and weights, written as a@b, if there is a product of them."""
+    """Formats of activations and weights, given as a@b; raises if no GEMM takes the pair."""
     from ..errors import check_name
     from ..names import FORMAT_NAMES, check_pair
 
     names = [name.strip() for name in formats.split("@")]
     if len(names) != 2:
-        rule, fix = "activations and weights have a format each", "--formats fp8_1x128@fp8_128x128"
+        rule, fix = "activations and weights have one format each", "--formats fp8_1x128@fp8_128x128"
         refuse(f"--formats {shlex.quote(formats)}", rule, fix)
     a, b = names
     for name in names:
@@ -95,7 +95,7 @@ def format_pair(formats: str) -> tuple[str, str]:
 
 
 def recipes(names: Iterable[str]) -> list[str]:
-    """Each once, if there are such recipes."""
+    """Recipe names without duplicates; raises for unknown ones."""
     from ..names import check_recipe
 
     found = list(dict.fromkeys(names))
@@ -105,41 +105,41 @@ def recipes(names: Iterable[str]) -> list[str]:
 
 
 def check_device(device: str | None, *, is_architecture: bool = False) -> None:
-    """Raise for what is no name of a device; whether it is here torch knows.  is_architecture: sm_90 is one too."""
+    """Raise for an invalid device name; torch checks later that it exists.  is_architecture: also accept sm_90."""
     known = r"(cpu|cuda)(:\d+)?" + (r"|sm_\d{2,3}" if is_architecture else "")
     if device is None or re.fullmatch(known, device):
         return
     rule, fix = "a device is cpu, cuda or cuda:0", "leave it out, or pass --device cpu"
     if is_architecture:
-        rule = "a device is cpu, cuda, or the architecture of a GPU that need not be here"
+        rule = "a device is cpu, cuda, or a GPU architecture, which need not be on this machine"
         fix = "pass sm_90 for an H100 or H200, sm_100 for a B200"
     refuse(f"--device {shlex.quote(device)}", rule, fix)
 
 
 def check_writable(path: Path | None, flag: str, *, is_folder: bool = False) -> None:
-    """Raise unless a file, or a folder, of that name can be written; folders above it are made."""
+    """Raise unless the file or folder can be written; missing parent folders are fine."""
     if path is None:
         return
     what = f"{flag} {shlex.quote(str(path))}"
     if path.is_dir() and not is_folder:
-        refuse(what, "it is a file to write, and Is a directory", f"name a file in it, such as {path / 'x'}")
+        refuse(what, "it is a file to write, and this Is a directory", f"name a file in it, such as {path / 'x'}")
     above = next((each for each in (path, *path.absolute().parents) if each.exists()), Path("/"))
     if not above.is_dir() and (is_folder or above != path):
         rule = f"{above} is a file, and a folder is needed there"
         refuse(what, rule, f"name another {'folder' if is_folder else 'file'}")
     if not os.access(above, os.W_OK):
-        refuse(what, f"{above} cannot be written to from here", "name another place, or change its permissions")
+        refuse(what, f"{above} is not writable", "name another place, or change its permissions")
 
 
 def check_readable(path: Path | None, flag: str) -> None:
-    """Raise unless there is such a file."""
+    """Raise unless the file exists."""
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
-        refuse(f"{flag} {shlex.quote(str(path))}", f"it is a file that is read, and {path} {what}", "check the path")
+        refuse(f"{flag} {shlex.quote(str(path))}", f"it is a file to read, and {path} {what}", "check the path")
 
 
 def check_picture(path: Path | None, flag: str) -> None:
-    """Raise unless matplotlib can write such a file there, and is installed."""
+    """Raise unless matplotlib is installed and can write a file of this type there."""
     import importlib.util
 
     if path is None:
@@ -157,28 +157,32 @@ def check_picture(path: Path | None, flag: str) -> None:
 
 
 def worker_count(workers: int | None) -> int:
-    """Processes that compile: as many as asked for, else one for each core that this process may use."""
+    """Number of compile processes: as given, else one per core available to this process."""
     if workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(cores, MOST_WORKERS)
+        return min(cores, MAX_WORKERS)
     if workers < 1:
-        refuse(f"--workers {workers}", "at least one process compiles", "leave it out, or pass --workers 1 or more")
+        refuse(
+            f"--workers {workers}",
+            "at least one process compiles",
+            "leave it out, or pass --workers 1 or more",
+        )
     return workers
 
 
 def plain_console() -> Console:
-    """A console whose reader may leave, as `head` does; `main` knows what that is."""
+    """Console that raises BrokenPipeError if the reader closes the pipe, as `head` does; `main` handles it."""
     from rich.console import Console
 
     class Piped(Console):
-        def on_broken_pipe(self) -> None:  # rich would end the process, and call that an error
+        def on_broken_pipe(self) -> None:  # rich would exit with an error
             raise BrokenPipeError
 
     return Piped()
 
 
 def wide_console(width: int = FILE_WIDTH) -> Console:
-    """A console whose tables are not cut where they go to a file."""
+    """Console whose tables are not truncated in files and pipes."""
     console = plain_console()
     if not console.is_terminal:
         console.width = max(console.width, width)
@@ -187,7 +191,7 @@ def wide_console(width: int = FILE_WIDTH) -> Console:
 
 @contextmanager
 def progress(console: Console, total: int, first: str) -> Generator[Callable[[str], None]]:
-    """A bar, and a function that moves it on by one and says what is at work; first: what is at work before."""
+    """Progress bar: yields a function that advances it by one and sets the text.  first: text at the start."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -196,8 +200,8 @@ def progress(console: Console, total: int, first: str) -> Generator[Callable[[st
         yield lambda text: bar.update(task, advance=1, description=text)
 
 
-def nothing(done: str, what: str, rule: str, fix: str) -> int:
-    """Say why nothing was compiled, or tuned; the exit status."""
+def nothing_done(done: str, what: str, rule: str, fix: str) -> int:
+    """Print why nothing was compiled or tuned; returns the exit status."""
     from ..errors import message
 
     print(f"blockscale: nothing was {done}: {message(what, rule=rule, fix=fix)}", file=sys.stderr)
@@ -205,7 +209,7 @@ def nothing(done: str, what: str, rule: str, fix: str) -> int:
 
 
 def refuse(what: str, rule: str, fix: str) -> NoReturn:
-    """Raise what `main` prints."""
+    """Raise an OptionError, which `main` prints."""
     from ..errors import OptionError, message
 
     raise OptionError(message(what, rule=rule, fix=fix))

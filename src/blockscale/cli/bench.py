@@ -1,4 +1,4 @@
-"""`blockscale bench`: check and time casts, products and layers here, what a call costs the host, and tables."""
+"""`blockscale bench`: check and time casts, GEMMs, layers and host overhead; rewrite the tables of the docs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 Suite = Literal["casts", "gemm", "linear", "mlp", "moe", "dispatch", "report"]
 SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch", "report")
 LAYERS = ("linear", "mlp")
-# suites whose rows tell rates and decibels
+# suites whose rows have TFLOP/s and SQNR
 PRODUCTS = ("gemm", *LAYERS, "moe")
-# peers that each suite can compare with
+# baselines of each suite
 PEERS: dict[str, tuple[str, ...]] = {
     "casts": ("eager", "compile", "torchao"),
     "gemm": ("rows", "bf16", "rowwise", "torchao"),
     **dict.fromkeys(LAYERS, ("bf16", "casts", "torchao", "torchao compiled", "rowwise", "compile")),
     "moe": ("rows", "bf16", "rowwise", "casts", "torchao"),
 }
-# of tables that go to a file or a pipe, which have no window to widen
+# console width for files and pipes, which have no terminal width
 FILE_WIDTH = 200
 
 
@@ -45,23 +45,23 @@ def run(
     peers: tuple[str, ...] = (),
     commit: str | None = None,
 ) -> int:
-    """Check every case against the reference, then time it beside a copy and what others would run. Exit status 1 when
-    a kernel is wrong; a wrong kernel gets no figure.
+    """Check every case against the reference, then time it beside a copy and other implementations. Exit status 1 if a
+    kernel is wrong; a wrong kernel is not timed.
 
     Args:
-        suite: casts: bandwidth of every cast. gemm: speed and accuracy of products. linear, mlp: forward and backward
-            of layers. moe: grouped products, experts and mixtures of them. dispatch: host time per call. report:
-            rewrite the tables and the pictures of the documentation from stored results.
+        suite: casts: bandwidth of every cast. gemm: speed and accuracy of GEMMs. linear, mlp: forward and backward of
+            layers. moe: grouped GEMMs, experts and MoE layers. dispatch: host time per call. report: rewrite the
+            tables and pictures of the documentation from stored results.
         json: Store the rows in this file, replacing rows of the same case and GPU (report: read this file instead of
             benchmarks/results).
-        compare: Rows of an older run; shows new time over old and flags what became more than 3 % slower.
+        compare: Rows of an older run; shows new time over old and flags regressions of more than 3 %.
         quick: Fewer shapes and rounds.
-        only: Only cases whose name or group contains this, or one of several texts with | between them.
+        only: Only cases whose name or group contains this text, or one of several separated by |
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
-        peers: Whom to compare with, with commas or spaces between them: eager, compile, torchao for casts; rows, bf16,
+        peers: Baselines to time beside, separated by commas or spaces: eager, compile, torchao for casts; rows, bf16,
             rowwise, torchao for gemm; bf16, casts, torchao, torchao compiled, rowwise, compile for linear and mlp;
-            rows, bf16, rowwise, casts, torchao for moe; none: no peer. All by default.
-        commit: Commit to record where the source is no git checkout.
+            rows, bf16, rowwise, casts, torchao for moe; none: no baseline. All by default.
+        commit: Commit to record if the source is not a git checkout.
     """
     check_name(suite, SUITES, "suite")
     arguments.check_device(device)
@@ -82,18 +82,18 @@ def run(
     where = default_device() if device is None else named_device(device)
     older = [] if compare is None else read(compare)
     if json is not None:
-        read(json)  # a file of something else is told before anything is timed
+        read(json)  # raises for a file of another kind before anything is timed
     every = _cases(console, suite, where, quick, chosen_peers)
     texts = [text for text in only.split("|") if text] or [""]
     cases = [case for case in every if any(text in case.name or text in case.group for text in texts)]
     if not cases:
         fix = f"use a part of one, such as --only {every[0].name!r}"
-        arguments.refuse(f"--only {only!r}", "a case whose name contains it is run", fix)
+        arguments.refuse(f"--only {only!r}", "it runs the cases whose name contains it", fix)
     rows: list[Row] = []
     for row in _timed(console, cases, suite, where, quick, commit):
         rows.append(row)
         if json is not None:
-            write(json, [row])  # at once, so that a run that is cut off still tells
+            write(json, [row])  # at once, so that an interrupted run keeps its rows
     console.print(_table(rows))
     _show_notes(console, rows)
     if compare is not None:
@@ -109,7 +109,7 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, pe
     from ..bench.suites import casts, common, dispatch, fused, gemm
 
     if device.type != "cuda":
-        console.print("no GPU: this times the reference on a CPU with tiny tensors, which says nothing about speed")
+        console.print("no GPU: this times the reference on a CPU with tiny tensors; the times are no measure of speed")
     if suite == "dispatch":
         return list(dispatch.cases(device))
     if suite in LAYERS:
@@ -117,7 +117,7 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, pe
     if suite == "moe":
         return _expert_cases(console, device, quick, peers)
     if suite == "gemm":
-        with console.status("measuring what this machine reaches ..."):
+        with console.status("measuring the ceilings of this machine ..."):
             found = ceilings.find(device)
         return list(gemm.cases(gemm.extent(device, quick=quick, peers=peers), found))
     for name in fused.missing():
@@ -130,7 +130,7 @@ def _layer_cases(
 ) -> list[Case]:
     from ..bench.suites import layers, linear, mlp
 
-    with console.status("measuring what this machine reaches ..."):
+    with console.status("measuring the ceilings of this machine ..."):
         roofs = layers.find_roofs(device)
     if suite == "mlp":
         return list(mlp.cases(mlp.extent(device, quick=quick, peers=peers), roofs))
@@ -142,13 +142,13 @@ def _expert_cases(console: Console, device: torch.device, quick: bool, peers: fr
     from ..bench.suites import layers, moe
 
     extent = moe.extent(device, quick=quick, peers=peers)
-    with console.status("measuring what this machine reaches ..."):
+    with console.status("measuring the ceilings of this machine ..."):
         found, roofs = ceilings.find(device), layers.find_roofs(device)
     return list(moe.cases(extent, found, roofs))
 
 
 def _peers(suite: Suite, names: Sequence[str]) -> frozenset[str]:
-    """Peers that a suite compares with; an error for those that it does not know."""
+    """Peers (baselines) of a suite; raises for unknown ones."""
     known = PEERS.get(suite, ())
     if names and not known:
         arguments.refuse(f"--peers with {suite}", "that suite has no peers", "leave --peers out")
@@ -160,27 +160,27 @@ def _peers(suite: Suite, names: Sequence[str]) -> frozenset[str]:
 
 
 def _check_used(suite: Suite, given: dict[str, object]) -> None:
-    """Raise for options that a suite would not use."""
+    """Raise for options that the suite ignores."""
     for flag, value in given.items():
         if suite == "report" and value:
-            rule = "report rewrites tables from stored results, and runs nothing"
+            rule = "report only rewrites tables from stored results"
             arguments.refuse(f"{flag} with report", rule, f"leave {flag} out, or name another suite")
 
 
 def _timed(
     console: Console, cases: Sequence[Case], suite: Suite, device: torch.device, quick: bool, commit: str | None
 ) -> Iterator[Row]:
-    """Rows as they come, with a bar that names the case at work."""
+    """Yield the rows as they are measured, with a progress bar that names the current case."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from .. import __version__
     from ..bench.harness import Budget, run_cases
     from ..bench.store import where
 
-    # products draw all the power there is, and the clock follows with a delay: longer slices;
+    # GEMMs run at the power limit, and the clock follows with a delay: longer slices
     seconds = 0.004
     if device.type == "cuda":
-        # a layer is launched call by call, and the first one finds the device idle
+        # layers are launched call by call, and the first call finds the device idle
         seconds = {"gemm": 0.008, "linear": 0.02, "mlp": 0.04, "moe": 0.02}.get(suite, seconds)
     budget = Budget(5 if quick or device.type != "cuda" else 11, seconds)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -201,13 +201,13 @@ def _table(rows: Sequence[Row]) -> Table:
 
     peers = shown_peers(rows)
     suite = rows[0].suite
-    title = "µs per call" if suite == "dispatch" else "µs per call; peers: how many times longer they take"
+    title = "µs per call" if suite == "dispatch" else "µs per call; peers: their time relative to ours"
     middle = ("TFLOP/s", "% bound", "dB") if suite in PRODUCTS else ("GB/s", "% copy")
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
     table.add_column("case", no_wrap=True)
     for heading in ("µs", "±%", *middle, *peers):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("by", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row, peers))
     return table
@@ -234,7 +234,7 @@ def _peer_cell(row: Row, name: str) -> str:
 
 
 def _show_notes(console: Console, rows: Sequence[Row]) -> None:
-    """Each note once, with the cases that it is about; then clocks, and choices of the registry that were not best."""
+    """Print each note once with its cases, then SM clocks, and cases where another backend was faster."""
     from ..bench.report_gemm import best_other, misplaced
 
     notes: dict[str, list[str]] = {}
@@ -246,11 +246,11 @@ def _show_notes(console: Console, rows: Sequence[Row]) -> None:
         console.print(f"[dim]{note} ({about[0]}{f' and {len(about) - 1} more' if len(about) > 1 else ''})[/]")
     clocks = [row.sm_clock_mhz for row in rows if row.sm_clock_mhz is not None]
     if clocks:
-        console.print(f"[dim]clock of the multiprocessors: {min(clocks):.0f} to {max(clocks):.0f} MHz[/]")
+        console.print(f"[dim]SM clock: {min(clocks):.0f} to {max(clocks):.0f} MHz[/]")
     for row in rows:
         other = best_other(row)
         if other is not None and misplaced(row):
-            console.print(f"[yellow]SLOWER[/] {row.case}: {other[0]} takes {other[1]:.2f}x of {row.backend}'s time")
+            console.print(f"[yellow]SLOWER[/] {row.case}: {other[0]} takes {other[1]:.2f}x the time of {row.backend}")
 
 
 def _show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -> None:
@@ -260,9 +260,8 @@ def _show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -
     for change in changes:
         flag = " [red]REGRESSION[/]" if change.regressed else ""
         console.print(f"{change.case}: {change.old_us:.1f} -> {change.new_us:.1f} µs, {change.ratio:.3f}x{flag}")
-    console.print(
-        f"{sum(change.regressed for change in changes)} of {len(changes)} rows became slower by more than 3 %"
-    )
+    slower = sum(change.regressed for change in changes)
+    console.print(f"{slower} of {len(changes)} rows became slower by more than 3 %")
 
 
 def _report(console: Console, source: Path | None) -> int:

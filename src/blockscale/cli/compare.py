@@ -1,4 +1,4 @@
-"""`blockscale compare`: does a model still converge in low precision, and what is won? Paired runs, a table, a page."""
+"""`blockscale compare`: convergence and speed of a model by several recipes. Paired runs, a table, an HTML page."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """A run, and what it is compared with. The comparison sets the recipe's name, and has folders of its own."""
+    """A run with the options of the comparison, which sets the recipe's name and the folders."""
 
     recipe: ArmRecipe = field(default_factory=ArmRecipe)
     seed: int = 0
-    """First seed, of initial weights, data order and stochastic rounding; the others follow it."""
+    """First seed, of initial weights, data order and stochastic rounding; the others count up from it."""
     folder: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
     resume: Annotated[bool, HIDDEN] = field(default=False, init=False)
     profile: Annotated[int, HIDDEN] = field(default=0, init=False)
@@ -33,23 +33,23 @@ class Options(RunOptions):
     tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
     export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
     recipes: tuple[str, ...] = ("fp8_blockwise", "mxfp8", "nvfp4")
-    """Recipes, with commas or spaces between them; bf16 and the null are always run."""
+    """Recipes, separated by commas or spaces; bf16 and the null run (bf16, another reduction order) are always run."""
     seeds: int = 1
-    """Paired seeds; intervals need two or more."""
+    """Paired seeds; confidence intervals need two or more."""
     out: Path = Path("out/compare")
-    """Folder of the runs and of the page; runs that are there already are not run again."""
+    """Folder of the runs and of the page; finished runs in it are not repeated."""
     branch_at: int = 0
-    """Step up to which all runs of a seed are bf16's, so that early luck is the same for all; 0: they part at once."""
+    """Step at which the runs of a seed branch off a common bf16 run, so that early noise is shared; 0: at the start."""
     budget: float | None = None
     """Largest accepted gap in percent; None: 0.25 for 8 and 6 bits, 2 for 4 bits."""
     jobs: int = 1
-    """Runs at a time, each in a process of its own: for models that leave a GPU idle. Their speeds are not shown."""
+    """Parallel runs, each in its own process: for models too small to fill a GPU. Speeds are not shown then."""
     commit: str | None = None
-    """Commit to record where the source is no git checkout."""
+    """Commit to record if the source is not a git checkout."""
     control: bool = False
-    """One more arm, MXFP8 with a fault in its casts, which must come out as worse: would a fault be noticed at all?"""
+    """Add a control arm, MXFP8 with a fault in its casts; its verdict must be worse, or faults go unnoticed."""
     require_verdict: bool = False
-    """Exit with status 3 where a recipe has no verdict (undecided, too short to tell) and none is worse."""
+    """Exit with status 3 if a recipe has no verdict (undecided, too short to tell) and none is worse."""
 
 
 STATUSES = (
@@ -64,10 +64,10 @@ def main(words: list[str]) -> int:
 
 
 def run(options: Options | None = None) -> int:
-    """Run what is missing, show the table, write the page; the status as `STATUSES` says."""
+    """Run the missing runs, show the table, write the page; returns the exit status described in `STATUSES`."""
     options = options or Options.of(get_preset(DEFAULT))
     recipes, budget = _checked(options), options.budget
-    env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
+    env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console()
     with console.status("importing torch ..."):
         from ..train.compare import compare
@@ -95,7 +95,7 @@ def run(options: Options | None = None) -> int:
 
 
 def status(found: Comparison, require_verdict: bool) -> int:
-    """Exit status by the verdicts on recipes."""
+    """Exit status from the verdicts of the recipes."""
     verdicts = found.verdicts().values()
     if any(each.is_bad for each in verdicts):
         return 1
@@ -106,19 +106,19 @@ _COLOURS = {"good": "green", "bad": "red", "open": "yellow", "short": "cyan"}
 
 
 def _checked(options: Options) -> list[str]:
-    """The recipes, or an error for what cannot be compared; before torch is imported."""
+    """The recipes; raises for options that cannot be compared, before torch is imported."""
     check_run(options.config)
     recipes = arguments.recipes(options.recipes)
     if options.require_verdict and not {*recipes} - {"bf16"}:
-        rule = "bf16 is what recipes are compared with, and has no verdict"
+        rule = "bf16 is the baseline, and has no verdict"
         fix = "name a recipe, such as --recipes mxfp8, or leave --require-verdict out"
         arguments.refuse(f"--require-verdict with --recipes {' '.join(recipes)}", rule, fix)
     check_seeds(options.seed, options.seeds)
-    arguments.at_least(1, options.jobs, "--jobs", "there is one at least")
+    arguments.at_least(1, options.jobs, "--jobs", "at least one run at a time")
     arguments.at_least(1, options.eval_batches, "--eval-batches", "losses on held-out text are compared")
-    arguments.at_least(0, options.branch_at, "--branch-at", "runs part after a step, and 0 is at once")
+    arguments.at_least(0, options.branch_at, "--branch-at", "runs branch after that step; 0: at the start")
     if options.branch_at and options.branch_at >= options.steps:
-        rule, fix = "runs part before the last step", f"pass --branch-at {options.steps - 1} or less"
+        rule, fix = "runs branch before the last step", f"pass --branch-at {options.steps - 1} or less"
         arguments.refuse(f"--branch-at {options.branch_at} of {options.steps} steps", rule, fix)
     if options.budget is not None and not 0 < options.budget < 100:
         arguments.refuse(f"--budget {options.budget:g}", "it is a percentage of the loss", "pass --budget 0.25")
@@ -127,7 +127,7 @@ def _checked(options: Options) -> list[str]:
 
 
 class _Progress:
-    """One bar for all steps of all runs; lines where there is no terminal."""
+    """One progress bar for all steps of all runs; plain lines without a terminal."""
 
     def __init__(self, console: Console, total: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -146,7 +146,7 @@ class _Progress:
         self.bar.stop()
 
     def hooks(self, arm: Any, seed: int) -> list[Any]:
-        """What watches the next run."""
+        """Hooks that update the bar for the next run."""
         from ..train.records import Hooks
         from ..train.side_by_side import Lines
 

@@ -1,4 +1,4 @@
-"""`blockscale demo`: what every format does to the tensors of a small model that is really trained, and a picture."""
+"""`blockscale demo`: quantization error of every format on the tensors of a small trained model, and a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One format on one tensor."""
+    """Quantization error of one format on one tensor."""
 
     format: str
     tensor: str
@@ -31,11 +31,11 @@ class Row:
 
 
 def run(out: Path = Path("out/demo.png"), steps: int = 100) -> int:
-    """Train a tiny model for a few seconds, cast its weight, activation and gradient to every format, and show what
-    that costs: bits per value, signal to noise, clipped and underflowed share, and which backend did it.
+    """Train a tiny model for a few seconds, cast its weight, activation and gradient to every format, and show bits per
+    value, signal to noise, clipped and underflowed share, and the backend of the cast.
 
     Args:
-        out: Where the picture goes.
+        out: File of the picture.
         steps: Training steps of the tiny model.
     """
     from rich.progress import track
@@ -79,7 +79,7 @@ def _show(console: Console, rows: list[Row]) -> None:
     from rich.table import Table
 
     table = Table(
-        title="signal to noise in dB, and the worst share of values lost",
+        title="SQNR in dB, and the largest share of values clipped or lost to underflow",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 0),
@@ -90,18 +90,18 @@ def _show(console: Console, rows: list[Row]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("backend", no_wrap=True)
     for name in dict.fromkeys(row.format for row in rows):
-        mine = [row for row in rows if row.format == name]
-        clipped, underflow = max(row.clipped for row in mine), max(row.underflow for row in mine)
-        sqnr = [f"{row.sqnr_db:.1f}" for row in mine]
-        table.add_row(name, f"{mine[0].bits:.4g}", *sqnr, f"{clipped:.2%}", f"{underflow:.2%}", mine[0].backend)
+        own = [row for row in rows if row.format == name]
+        clipped, underflow = max(row.clipped for row in own), max(row.underflow for row in own)
+        sqnr = [f"{row.sqnr_db:.1f}" for row in own]
+        table.add_row(name, f"{own[0].bits:.4g}", *sqnr, f"{clipped:.2%}", f"{underflow:.2%}", own[0].backend)
     console.print(table)
     for backend, why in dict.fromkeys((row.backend, row.why) for row in rows):
-        console.print(f"[dim]backend {backend}: {why}, the best that accepts here (blockscale explain cast)[/]")
+        console.print(f"[dim]backend {backend}: {why} (blockscale explain cast shows why it is taken)[/]")
 
 
 def draw(rows: list[Row], tensors: dict[str, Tensor], path: Path) -> None:
-    """Left: signal to noise against bits per value. Right: why the formats differ: how far values lie below the largest
-    of their block, against what each element can still express."""
+    """Left: SQNR of each format. Right: distribution of values relative to the amax of their block, with the underflow
+    limit of each element."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,8 +124,8 @@ def _draw_noise(axes: Axes, rows: list[Row]) -> None:
     width = 0.8 / len(tensors)
     for index, tensor in enumerate(tensors):
         heights = [row.sqnr_db for row in rows if row.tensor == tensor]
-        places = [place + (index - (len(tensors) - 1) / 2) * width for place in range(len(formats))]
-        axes.bar(places, heights, width * 0.92, label=tensor)
+        positions = [position + (index - (len(tensors) - 1) / 2) * width for position in range(len(formats))]
+        axes.bar(positions, heights, width * 0.92, label=tensor)
     bits = {row.format: row.bits for row in rows}
     labels = [f"{name} ({bits[name]:.3g})" for name in formats]
     axes.set_xticks(range(len(formats)), labels, rotation=30, ha="right", rotation_mode="anchor", fontsize=8)

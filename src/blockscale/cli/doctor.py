@@ -1,4 +1,4 @@
-"""`blockscale doctor`: what runs on this machine and whether it computes right."""
+"""`blockscale doctor`: versions, device, the backend of each operation, and a self-check."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ if TYPE_CHECKING:
 
     from ..diagnostics import DoctorReport
 
-MOST_PROCESSES = 8  # each opens a CUDA context, and they wait for each other there
+MAX_PROCESSES = 8  # each opens a CUDA context, which is serialized
 
 
 def run(device: str | None = None, json: bool = False, workers: int | None = None) -> int:
-    """Look at this machine: versions, device, which backend serves each operation in each format and why, and a
-    self-check against the reference. Exit status 1 when a check fails.
+    """Show versions, device, which backend serves each operation in each format and why, and run a self-check against
+    the reference. Exit status 1 if a check fails.
 
     Args:
-        device: Device to look at, such as cpu or cuda:0; the first GPU if there is one.
+        device: Device to check, such as cpu or cuda:0; the first GPU if there is one.
         json: Print machine-readable JSON instead of tables.
-        workers: Processes that check side by side where kernels have to be compiled; by default one on a CPU, and up to
-            eight on a GPU.
+        workers: Parallel processes for checks that compile kernels; by default one on a CPU, up to eight on a GPU.
     """
     from rich.console import Console
 
@@ -36,7 +35,7 @@ def run(device: str | None = None, json: bool = False, workers: int | None = Non
 
         where = default_device() if device is None else named_device(device)
     if workers is None:
-        processes = min(processes, MOST_PROCESSES) if where.type == "cuda" else 1
+        processes = min(processes, MAX_PROCESSES) if where.type == "cuda" else 1
     with arguments.progress(console, look_count(), "checking every backend") as advance:
         report = doctor(where, workers=processes, on_look=lambda look: advance(f"{look}: done"))
     if json:
@@ -75,21 +74,21 @@ def _facts(title: str, facts: dict[str, str]) -> Table:
 
 
 def _matrices(report: DoctorReport) -> list[Table]:
-    """Operation x format -> backend, with the number of its reason; each fits a terminal of 80 columns."""
+    """Tables of operation x format -> backend with the number of the reason; each fits 80 columns."""
     operations = list(dict.fromkeys(choice.operation for choice in report.choices))
     swiglu = [name for name in operations if name.startswith("swiglu")]
-    moves = [name for name in operations if name.endswith("_rows") or name.startswith("combine")]
+    routing = [name for name in operations if name.endswith("_rows") or name.startswith("combine")]
     norms = [name for name in operations if name.startswith("rmsnorm")]
-    permuted = [name for name in operations if name.startswith("permute") and name not in moves]
+    permuted = [name for name in operations if name.startswith("permute") and name not in routing]
     products = [name for name in operations if name.startswith("gemm") or name.endswith("grouped")]
-    casts = [name for name in operations if name not in swiglu + norms + permuted + products + moves]
+    casts = [name for name in operations if name not in swiglu + norms + permuted + products + routing]
     return [
-        _matrix(report, "which backend serves which casts (numbers: why)", casts),
-        _matrix(report, "products", products),
+        _matrix(report, "backends of the casts (numbers: reasons)", casts),
+        _matrix(report, "GEMMs", products),
         _matrix(report, "casts fused with SwiGLU", swiglu),
         _matrix(report, "casts fused with RMSNorm", norms),
         _matrix(report, "casts fused with a permutation", permuted),
-        _matrix(report, "rows moved to experts and back", moves),
+        _matrix(report, "permute and combine of tokens", routing),
     ]
 
 
@@ -106,21 +105,21 @@ def _matrix(report: DoctorReport, title: str, operations: list[str]) -> Table:
     for name in dict.fromkeys(choice.format for choice in report.choices):
         row = [cells.get((name, operation)) for operation in operations]
         if any(row):
-            table.add_row(name, *(f"{c.backend}{_raised(numbers[c.reason])}" if c else "-" for c in row))
+            table.add_row(name, *(f"{c.backend}{_superscript(numbers[c.reason])}" if c else "-" for c in row))
     return table
 
 
 def _reasons(report: DoctorReport) -> Table:
     from rich.table import Table
 
-    table = Table(title="why", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table = Table(title="reasons", title_justify="left", show_header=False, box=None, padding=(0, 2))
     for reason, number in _numbered(report).items():
         table.add_row(f"[dim]{number}[/]", reason)
     return table
 
 
-def _raised(number: int) -> str:
-    """A number in superscript, one column a digit."""
+def _superscript(number: int) -> str:
+    """A number in superscript, one column per digit."""
     return "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(number))
 
 

@@ -1,4 +1,4 @@
-"""`blockscale explain`: the table of kernels for one call, also for a GPU that is not here."""
+"""`blockscale explain`: every registered kernel for one call, also for a GPU that is not on this machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Operation = Literal[
 
 
 DEFAULT = "mxfp8_e4m3"
-# moves of rows cast nothing
-MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
+# permute and combine have no formats
+ROUTING = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
 PRODUCTS = ("gemm", "m_grouped", "k_grouped")
 
 
@@ -40,23 +40,23 @@ def run(
     bias: bool = False,
     accumulate: bool = False,
 ) -> int:
-    """Show every kernel for one call: which is taken, and why the others are refused; of a product that can tell, also
-    how it is cut up, the predicted time, and the bound.
+    """Show every kernel for one call: which is taken, and why the others are not; for GEMMs with a model also the tile,
+    the predicted time, and the roofline bound.
 
     Args:
-        operation: What is called. A cast takes M x K, a product M x K with N x K, SwiGLU gates and ups of M x K each, a
-            permutation N of M rows; rows go from M tokens to G experts and back (permute_rows, combine_rows, and
-            combine_dots for the gradient of weights; clear_rows zeroes those of no group).
-        a: Format of the tensor, or of the product's first operand.
-        b: Format of the second operand; the natural partner of the first when left out, or the same for two casts.
-        m: Rows of the first operand (N of a k-grouped product's result).
-        n: Rows of the second operand; rows of a permutation's result.
-        k: Contracted length; tokens of a k-grouped product.
-        groups: Number of groups of a grouped product or of permuted rows; experts of a token where rows are moved.
-        dtype: Input of a cast, output of everything else.
-        device: cpu, cuda, or an architecture such as sm_90 that need not be here; default: what is here.
-        bias: Whether a bias is added.
-        accumulate: Whether the product is added into a buffer of that dtype.
+        operation: The operation. A cast takes M x K, a GEMM M x K and N x K, SwiGLU gate and up of M x K each, a
+            permutation N of M rows. permute_rows and combine_rows move rows from M tokens to G experts and back,
+            combine_dots is the gradient of the gate weights, clear_rows zeroes rows of no group.
+        a: Format of the tensor, or of the first operand of a GEMM.
+        b: Format of the second operand; default: the usual partner of the first, or the same for two casts.
+        m: Rows of the first operand (N of a k-grouped result).
+        n: Rows of the second operand; rows of the result of a permutation.
+        k: Contracted length; tokens of a k-grouped GEMM.
+        groups: Groups of a grouped GEMM or of permuted rows; experts per token for permute_rows and combine_rows.
+        dtype: Input dtype of a cast, output dtype of everything else.
+        device: cpu, cuda, or an architecture such as sm_90, which need not be present; default: the device present.
+        bias: Add a bias.
+        accumulate: Accumulate into a buffer of that dtype.
     """
     from .arguments import at_least, check_device, plain_console, refuse
 
@@ -64,7 +64,7 @@ def run(
     for flag, size in (("--m", m), ("--n", n), ("--k", k), ("--groups", groups)):
         at_least(0, size, flag, "sizes are not negative")
     if max(m, n, 1) * max(k, 1) * max(groups, 1) >= 2**59:
-        rule = "M x K values, for each group, are counted in 64 bits"
+        rule = "the size of all groups must fit in 64 bits"
         refuse(f"--m {m} --n {n} --k {k} --groups {groups}", rule, "pass smaller sizes")
     given = {"--a": a != DEFAULT, "--b": b is not None, "--bias": bias, "--accumulate": accumulate}
     _check_used(operation, {flag for flag, is_given in given.items() if is_given})
@@ -82,19 +82,19 @@ def run(
 
 
 def _check_used(operation: Operation, given: set[str]) -> None:
-    """Raise for options that the operation does not have."""
+    """Raise for options that the operation does not take."""
     from .arguments import refuse
 
-    unused = {"--a": operation in MOVES, "--b": operation not in PRODUCTS and not operation.endswith("_both")}
+    unused = {"--a": operation in ROUTING, "--b": operation not in PRODUCTS and not operation.endswith("_both")}
     unused |= dict.fromkeys(("--bias", "--accumulate"), operation not in PRODUCTS)
     for flag in sorted(given):
         if unused[flag]:
-            rule = "a product has it" if flag in ("--bias", "--accumulate") else "it has no such operand"
+            rule = "only GEMMs have it" if flag in ("--bias", "--accumulate") else "it has no such operand"
             refuse(f"{flag} with {operation}", rule, f"leave {flag} out")
 
 
 def _check_formats(operation: Operation, a: str, b: str | None) -> None:
-    """Raise for formats that do not exist, or that the operation does not combine."""
+    """Raise for unknown formats, and for pairs without a GEMM."""
     from ..errors import check_name
     from ..names import FORMAT_NAMES, check_pair
 
@@ -107,7 +107,7 @@ def _check_formats(operation: Operation, a: str, b: str | None) -> None:
 def _operands(
     operation: Operation, a: str, b: str | None, size: tuple[int, int, int, int], dtype: torch.dtype
 ) -> Sequence[Tensor | BlockScaled | str]:
-    """Operands of that size without any memory, so that they are checked as a call would check them."""
+    """Operands on the meta device, so that they pass the checks of a real call without memory."""
     import torch
 
     from .. import quantize
@@ -167,7 +167,7 @@ def _show(console: object, explanation: Explanation) -> None:
 
     assert isinstance(console, Console)
     table = Table(title=str(explanation.request), title_justify="left")
-    for heading in ("", "backend", "what it is", "verdict"):
+    for heading in ("", "backend", "kernel", "verdict"):
         table.add_column(heading)
     for row in explanation.candidates:
         converts = "".join(f"; converts {text}" for text in row.conversions)

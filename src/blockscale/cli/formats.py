@@ -1,4 +1,4 @@
-"""`blockscale formats`: the ten formats as tables, with their value grids, and as a picture."""
+"""`blockscale formats`: tables and a picture of the ten formats and their value grids."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _grid_table() -> Table:
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
-    """Compact enough for a terminal of 80 columns."""
+    """Table that fits a terminal of 80 columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -76,7 +76,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 
 def draw(path: Path) -> None:
-    """The value grids of the five elements, each scaled so that its largest value is 1."""
+    """Draw the value grids of the five elements, each scaled to a largest value of 1."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The `blockscale` command: finds the subcommand, parses its arguments with tyro, and turns errors into messages."""
+"""The `blockscale` command: dispatches to a subcommand, parses its arguments with tyro, prints errors as messages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help for its options)
 
   doctor    versions, device, which backend serves what and why, and a self-check
-  explain   every kernel for one call, and why it was taken or refused
+  explain   every kernel for one call, and why it is taken or not
   formats   the ten formats: grids, blocks, scale rules; --plot draws them
-  demo      see what every format does to real-looking tensors
-  bench     check and time casts and products; bench report rewrites the tables of the documentation
-  warmup    compile ahead what a model's linear layers need
-  tune      time other plans for a model's products on this GPU, and keep those that win
-  train     train a small model, or a large one, by a recipe
-  compare   train by several recipes in pairs: does it still converge, and what is won
-  speed     time steps by several recipes: tokens/s, memory, and where a step's time goes
-  collect   folders of compare and speed as the few lines that a repository keeps
-  advise    which layers should stay in bf16 for a loss budget, and what that costs in speed
-  roofline  the most that low precision can win for a model's layers, and from how many tokens on
+  demo      quantization error of every format on real tensors
+  bench     check and time casts, GEMMs and layers; bench report rewrites the tables of the documentation
+  warmup    precompile the kernels of a model's linear layers
+  tune      autotune the GEMMs of a model on this GPU, and store the plans that win
+  train     train a model with a recipe
+  compare   train with several recipes in paired runs: convergence and speed
+  speed     time training steps with several recipes: tokens/s, memory, breakdown of the step time
+  collect   store the results of compare and speed as JSON lines
+  advise    which layers to keep in bf16 for a loss budget, and the cost in speed
+  roofline  upper bound on the speedup of a model's layers, and from how many tokens on
 """
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
@@ -47,7 +47,7 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the result is the exit status."""
+    """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return contextvars.copy_context().run(_main, words)
 
@@ -69,7 +69,7 @@ def _main(words: list[str]) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)
-    except BrokenPipeError:  # who read the output has gone, as `head` does; nor may the last flush fail
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does; the last flush must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:  # a file that is not there, or a folder that cannot be written to
@@ -77,7 +77,7 @@ def _main(words: list[str]) -> int:
 
 
 def _about(words: Sequence[str]) -> int:
-    """Print the usage, or the version; nothing else may be asked with it."""
+    """Print the usage or the version; fails if other words follow."""
     if len(words) > 1:
         from ..errors import message
 
@@ -93,7 +93,7 @@ def _about(words: Sequence[str]) -> int:
 
 
 def _is_plain(command: str, arguments: Sequence[str]) -> bool:
-    """Whether there is nothing to parse, so that it works on machines without tyro."""
+    """Whether there is nothing to parse, so that the command works without tyro."""
     if command == "bench":
         return len(arguments) < 2 and not any(word.startswith("-") for word in arguments)
     return not arguments and command != "explain"
@@ -103,7 +103,7 @@ def _run(command: str, arguments: list[str]) -> int:
     module = importlib.import_module(f".{command}", __package__)
     if _is_plain(command, arguments):
         return module.run(*arguments)
-    if hasattr(module, "main"):  # its options depend on its first word
+    if hasattr(module, "main"):  # the options depend on the first word
         return module.main(arguments)
     from .options import parse_words
 

@@ -1,9 +1,9 @@
-"""The options of a command, and what is wrong with the words that a user wrote.
+"""Options of a command, and checks of the words on the command line.
 
-Options are declared once: as parameters of a command's `run`, or as fields of a dataclass, of which those with
-`init=False` are set by the command. tyro shows and reads them. What it would print in a box, or let pass, `checked`
-refuses before: options that do not exist, also beginnings of others, options given twice, values that are missing or of
-another kind, and words that belong to no option. Imports no torch.
+Options are declared once: as parameters of a command's `run`, or as fields of a dataclass, where fields with
+`init=False` are set by the command. tyro shows and parses them. `checked` runs before tyro and rejects, with our own
+messages: unknown options (prefixes included), options given twice, missing or invalid values, and stray words. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import OptionError, UnknownNameError, check_name, message
 from ..train.config import ExpertsConfig, LatentConfig, RunConfig
 
 T = TypeVar("T")
-# options that people write, for fields that lie deeper
+# short names of options for nested fields
 SHORT = {
     "--recipe": "--recipe.name",
     "--weight-cast": "--recipe.weight-cast",
@@ -40,7 +40,7 @@ SHORT = {
     "--schedule": "--optimizer.schedule",
 }
 _HELP = ("-h", "--help")
-# between the values of a list that is written as one word; a weight is "N,K"
+# separator of list values in one word; a weight is "N,K", so shapes use ;
 _SEPARATORS = {"--shapes": ";"}
 _KINDS: Mapping[object, tuple[str, str]] = {
     int: ("an integer", "1"),
@@ -52,7 +52,7 @@ _KINDS: Mapping[object, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """An option, or a word without one.  kinds: types and texts that it takes.  takes: how many values."""
+    """An option or a positional argument.  kinds: accepted types and literal texts.  takes: number of values."""
 
     flag: str
     kinds: tuple[object, ...]
@@ -62,22 +62,22 @@ class Option:
 
     @property
     def choices(self) -> list[str]:
-        """The texts that it takes, where these are all."""
+        """The accepted texts, if only fixed texts are accepted; else empty."""
         return [] if any(kind in _KINDS for kind in self.kinds) else [each for each in self.kinds if type(each) is str]
 
     @property
     def rule(self) -> str:
-        """What a value is."""
+        """Description of a valid value."""
         texts = [_KINDS[kind][0] for kind in self.kinds if kind in _KINDS] or [f"one of {', '.join(self.choices)}"]
         return " or ".join(texts)
 
     @property
     def example(self) -> str:
-        """A value that it takes."""
+        """A valid value."""
         return next((_KINDS[kind][1] for kind in self.kinds if kind in _KINDS), "") or self.choices[0]
 
     def takes_value(self, value: str) -> bool:
-        """Whether a word is such a value."""
+        """Whether a word is a valid value."""
         return any(_is_of(kind, value) for kind in self.kinds)
 
 
@@ -93,8 +93,8 @@ def _is_of(kind: object, value: str) -> bool:
 
 
 def options_of(declared: object) -> list[Option]:
-    """Options that a command declares: parameters of a function, or fields of a dataclass's instance and of those
-    inside of it."""
+    """Options that a command declares: parameters of a function, or fields of a dataclass instance, nested ones
+    included."""
     if dataclasses.is_dataclass(declared):
         return list(_fields(declared, is_set=True))
     assert callable(declared)
@@ -106,7 +106,8 @@ def options_of(declared: object) -> list[Option]:
 
 
 def _fields(declared: Any, at: str = "", *, is_set: bool, is_inside: bool = False) -> Iterator[Option]:
-    """is_set: those that a user sets; else those that the command does.  is_inside: of what the command sets whole."""
+    """Options of the fields that the user sets (is_set), or that the command sets.  is_inside: nested in a field that
+    the command sets."""
     hints = typing.get_type_hints(type(declared))
     for each in dataclasses.fields(declared):
         value, path, ours = getattr(declared, each.name), f"{at}{each.name}", is_inside or not each.init
@@ -132,7 +133,7 @@ def _flag(path: str) -> str:
 
 
 def _kinds(hint: object) -> tuple[object, ...]:
-    """Types and texts that an annotation is made of."""
+    """Types and literal texts in an annotation."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return inner
@@ -148,9 +149,9 @@ def parse_words(
     description: str | None = None,
     presets: Collection[str] = (),
 ) -> T:
-    """Call a function, or change an instance of a dataclass, as words say; an error of ours where they are wrong.
+    """Call a function, or change an instance of a dataclass, with the options in `words`; raises for invalid ones.
 
-    presets: what the command takes as its first word, which is not among these words any more.
+    presets: valid first words of the command; the first word is already removed from `words`.
     """
     import tyro
 
@@ -158,8 +159,8 @@ def parse_words(
     shorts = short_options(options)
     named = [f"{short} for {full}" for short, full in shorts.items()]
     letters = [f"-{option.flag[2:]}" for option in options if len(option.flag) == 3]
-    more = [f"Short: {', '.join(named)}."] if named else []
-    more += [f"One dash will do for one letter: {', '.join(letters)}."] if letters else []
+    more = [f"Short names: {', '.join(named)}."] if named else []
+    more += [f"Single-letter options may have one dash: {', '.join(letters)}."] if letters else []
     is_instance = dataclasses.is_dataclass(declared)
     about = description or (inspect.getdoc(declared) or "").partition("\n\nArgs:")[0]
     arguments: dict[str, Any] = {
@@ -172,12 +173,12 @@ def parse_words(
 
 
 def set_by_command(declared: object) -> tuple[str, ...]:
-    """Options of a run that are none of this command: it sets them."""
+    """Options of a run that the command sets itself."""
     return tuple(option.flag for option in _fields(declared, is_set=False))
 
 
 def short_options(options: Sequence[Option]) -> dict[str, str]:
-    """Short names of those that are there."""
+    """Short names of the given options, short name -> full name."""
     flags = {option.flag for option in options}
     return {short: full for short, full in SHORT.items() if full in flags and short not in flags}
 
@@ -190,9 +191,9 @@ def checked(
     ours: Sequence[str] = (),
     presets: Collection[str] = (),
 ) -> list[str]:
-    """The words, with full names and one word for each value, if each of them can be read.
+    """The words with full option names and one word per value; raises for the first invalid one.
 
-    ours: options that the command sets itself.  presets: words that are the command's first, and no value of a list.
+    ours: options that the command sets itself.  presets: valid first words of the command, never values of a list.
     """
     known = {option.flag: option for option in options if not option.is_positional}
     places = [option for option in options if option.is_positional]
@@ -252,23 +253,23 @@ def _is_flag(word: str) -> bool:
 
 
 def _full(written: str, shorts: Mapping[str, str]) -> str:
-    """The full name of an option, also of one letter."""
+    """Full name of an option, single letters included."""
     return shorts.get(written, f"-{written}" if len(written) == 2 else written)
 
 
 def _values(words: Sequence[str]) -> list[str]:
-    """Those before the next option."""
+    """The words before the next option."""
     ends = (place for place, word in enumerate(words) if _is_flag(word))
     return list(words[: next(ends, len(words))])
 
 
 def _parts(text: str, flag: str) -> list[str]:
-    """The values of a list that are written as one word."""
+    """The list values in one word."""
     return [part.strip() for part in text.split(_SEPARATORS.get(flag, ",")) if part.strip()]
 
 
 def _own(words: Sequence[str], option: Option, presets: Collection[str]) -> list[str]:
-    """The values of a list: the first word, and those after it that are of its kind and no preset."""
+    """The words that are values of a list option: the first, and the following valid ones that are not presets."""
 
     def is_own(word: str) -> bool:
         return word not in presets and all(map(option.takes_value, _parts(word, option.flag)))
@@ -288,7 +289,7 @@ def _check_value(written: str, option: Option, value: str) -> None:
 
 
 def _as_option(word: str, rest: Sequence[str], known: Mapping[str, Option]) -> str:
-    """The option that `steps=5`, `-steps 5` or `resume` stands for; empty if there is none."""
+    """The option meant by `steps=5`, `-steps 5` or `resume`; empty if there is none."""
     name, mark, value = word.lstrip("-").partition("=")
     option = known.get(flag := _flag(name))
     if option is None or (mark and option.takes == "none"):
@@ -324,7 +325,7 @@ def _refuse_option(
 ) -> NoReturn:
     is_ours = SHORT.get(written, written) in ours
     close = [" ".join((flag, *map(shlex.quote, value))) for flag in _nearest(written, known, 0.9 if is_ours else 0.7)]
-    rule = f"it is one of those that blockscale {command} --help lists"
+    rule = f"blockscale {command} --help lists the options"
     if is_ours:
         rule = f"{command.split()[0]} sets it itself"
     fix = f"did you mean {' or '.join(close)}?" if close else f"leave {written} out"
@@ -332,7 +333,7 @@ def _refuse_option(
 
 
 def _nearest(written: str, known: Sequence[str], least: float) -> list[str]:
-    """The most similar option, and another that is about as similar; of a deeper one the last part is enough."""
+    """The most similar option, and a second about as similar; for nested options the last part is enough."""
     name, scored = written.lstrip("-").replace("_", "-"), list[tuple[float, str]]()
     for flag in known:
         score = difflib.SequenceMatcher(None, f"--{name}", flag).ratio()
@@ -348,7 +349,7 @@ def _refuse(what: str, rule: str, fix: str) -> NoReturn:
 
 @cache
 def _flags() -> dict[str, str]:
-    """The option that sets a field of a run, by the field's path, and by its name where no other has it."""
+    """Option of each field of a run, by the path of the field, and by its name if that is unique."""
     run = RunConfig()
     model = dataclasses.replace(run.model, latent=LatentConfig(), experts=ExpertsConfig())
     run, short = dataclasses.replace(run, model=model), {full: name for name, full in SHORT.items()}
@@ -361,7 +362,7 @@ def _flags() -> dict[str, str]:
 
 
 def as_flag(name: str, *value: object) -> str:
-    """A field of a run and its value as the command line has them: `errors.option` writes so here.
+    """A field of a run and its value as a command-line option; `errors.option` uses it in commands.
 
     >>> as_flag("recipe.since", 5), as_flag("resume", True), as_flag("eval_every"), as_flag("keep_first", 0)
     ('--since 5', '--resume', '--eval-every', '--recipe.keep-first 0')

@@ -1,4 +1,4 @@
-"""`blockscale roofline`: the least time of a model's layers in bf16 and by recipes, and how near this machine comes."""
+"""`blockscale roofline`: roofline times of a model's layers in bf16 and by recipe, and measured times beside them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..roofline import Use
 
 What = Literal["linear", "mlp", "experts"]
-# what a conversion should win before it is worth the trouble
+# speedup from which a conversion is worth it
 MARGIN = 1.1
-HOME = "h200"
+DEFAULT_MACHINE = "h200"
 
 
 def run(
@@ -46,39 +46,39 @@ def run(
     json: Path | None = None,
     commit: str | None = None,
 ) -> int:
-    """Show the least time of each layer of a model in bf16 and by recipes: what the bytes and FLOPs of every cast and
-    product take at the machine's ceilings, the speedup that follows, and which step takes most of it.
+    """Show the roofline time of each layer of a model in bf16 and by recipe: bytes and FLOPs of every cast and GEMM at
+    the ceilings of the machine, the speedup that follows, and the step that takes longest.
 
     Args:
-        what: linear: each layer by itself. mlp: the gated units among them, with the activation fused into casts.
-            experts: the gated units of a mixture of experts, with the casts of all their weights.
+        what: linear: each layer by itself. mlp: the gated MLPs among them, with the activation fused into casts.
+            experts: the gated MLPs of a mixture of experts, with the casts of all their weights.
         model: A model by name, such as deepseek-v3 (the default) or llama3-8b.
-        shapes: The layers instead of a model, each N,K: out and in features of a weight, with spaces or ; between them.
-        tokens: Tokens of a forward.
-        experts: How many experts there are here, where others hold the rest of a model's; with shapes, at all.
-        recipes: Recipes to compare with bf16, which is always there, with spaces or commas between them.
-        machine: A short name such as h200 or b200; by default the GPU that is here, else h200.
-        inference: A forward alone, with weights that were cast beforehand.
-        microbatches: Forwards per optimizer step; with more than one, weights are cast once a step.
-        weight_cast: When weights are cast, instead: in every forward, twice (again in the backward), or once a step.
+        shapes: The layers instead of a model, each N,K: out and in features of a weight, separated by spaces or ;
+        tokens: Tokens per forward.
+        experts: Experts on this GPU, if the model is expert-parallel; with --shapes, their number.
+        recipes: Recipes to compare with bf16, separated by spaces or commas.
+        machine: A short name such as h200 or b200; by default the GPU of this machine, else h200.
+        inference: Forward only, with weights cast beforehand.
+        microbatches: Forwards per optimizer step; with more than one, weights are cast once per step.
+        weight_cast: When to cast weights: in every forward, twice (again in the backward), or once per step.
         bias: Layers with a bias.
-        accumulate: Weight gradients are added to fp32 buffers.
-        measure: Also measure this GPU's ceilings, which are kept for later, and every layer; needs a GPU.
-        advise: Also say from how many tokens on each layer is worth converting.
-        plot: Draw speedups over tokens to this file (.png, .svg or .pdf), and the classic roofline beside it.
-        json: Append the measured times to this file; without --measure, show those that it has.
-        commit: Commit to record where the source is no git checkout.
+        accumulate: Accumulate weight gradients in fp32 buffers.
+        measure: Also measure the ceilings of this GPU, which are stored, and every layer; needs a GPU.
+        advise: Also show from how many tokens on each layer is worth converting.
+        plot: Draw speedups over tokens to this file (.png, .svg or .pdf), and the classic roofline to a second one.
+        json: Append the measured times to this file; without --measure, show the times in it.
+        commit: Commit to record if the source is not a git checkout.
     """
     names = [name for name in arguments.recipes(recipes) if name != "bf16"]
     arguments.at_least(1, tokens, "--tokens", "a forward has at least one")
     arguments.at_least(1, microbatches, "--microbatches", "a step has at least one")
     if inference and (weight_cast is not None or microbatches > 1 or accumulate):
-        rule = "a forward alone casts no weights and makes no gradients"
+        rule = "inference casts no weights and has no gradients"
         given = {"--weight-cast": weight_cast, "--microbatches": microbatches > 1, "--accumulate": accumulate}
         flag = next(flag for flag, is_given in given.items() if is_given)
         arguments.refuse(f"{flag} with --inference", rule, f"leave {flag} or --inference out")
     if advise and not names:
-        arguments.refuse("--advise with bf16 alone", "it is about other recipes", "--recipes fp8_blockwise --advise")
+        arguments.refuse("--advise with bf16 alone", "it advises on other recipes", "--recipes fp8_blockwise --advise")
     if machine is not None:
         check_name(machine, MACHINES, "machine")
     if what == "experts":
@@ -86,7 +86,7 @@ def run(
     elif experts is None:
         subject = _layers(what, model, shapes, tokens)
     else:
-        arguments.refuse(f"--experts with {what}", "experts are those of a mixture", "blockscale roofline experts")
+        arguments.refuse(f"--experts with {what}", "only a mixture has experts", "blockscale roofline experts")
     layers = subject.layers
     _check_files(what, plot, json, measure=measure)
     console = arguments.wide_console()
@@ -121,8 +121,8 @@ def run(
 
 
 class _Subject(NamedTuple):
-    """What the table is of: a title, (K, N) of every layer or (features, hidden) of every gated unit, the rows that
-    pass it, and on how many experts these fall."""
+    """Subject of the table.  layers: (K, N) of each layer, or (features, hidden) of each gated MLP.  rows: rows of all
+    experts together."""
 
     name: str
     layers: list[Layer]
@@ -131,7 +131,7 @@ class _Subject(NamedTuple):
 
 
 def _mixture(model: str | None, shapes: Sequence[str], tokens: int, experts: int | None) -> _Subject:
-    """The experts of a model, or of sizes that are given; a token is a row for each expert that it goes to."""
+    """Experts of a model, or of given shapes; a token has one row for each of its experts."""
     from ..bench.shapes import MIXTURES, model_name
 
     if experts is not None:
@@ -139,7 +139,7 @@ def _mixture(model: str | None, shapes: Sequence[str], tokens: int, experts: int
     if shapes:
         if experts is None:
             fix = "--experts 8 --shapes 2048,7168"
-            arguments.refuse("--shapes of experts without their number", "each weight is there once for each", fix)
+            arguments.refuse("--shapes of experts without their number", "each expert has its own weights", fix)
         layers = [(k, n) for n, k in arguments.layers(model, shapes, "roofline experts")]
         return _Subject(f"given experts, {_each(experts, tokens)}", layers, tokens, experts)
     name = model_name(model or "deepseek-v3", MIXTURES, "model with experts")
@@ -160,23 +160,23 @@ def _layers(what: What, model: str | None, shapes: Sequence[str], tokens: int) -
     pairs = [(k, n) for n, k in arguments.layers(model, shapes, f"roofline {what}")]
     found = pairs if what == "linear" else mlps(pairs)
     if not found:
-        rule = "a gated unit is a layer that widens and one that narrows back"
+        rule = "a gated MLP is a layer that widens and one that narrows back"
         arguments.refuse(
-            f"{model or ' '.join(shapes)} without a gated unit", rule, "blockscale roofline mlp --model llama3-8b"
+            f"{model or ' '.join(shapes)} without a gated MLP", rule, "blockscale roofline mlp --model llama3-8b"
         )
     return _Subject(model_name(model) if model is not None else "given layers", found, tokens)
 
 
 def _use_text(use: Use) -> str:
     if not use.training:
-        return "a forward, weights cast beforehand"
+        return "forward only, weights cast beforehand"
     when = {"forward": "in every forward", "twice": "in forward and backward", "step": "once a step"}[use.weight_cast]
     shared = f" of {use.microbatches} microbatches" if use.weight_cast == "step" else ""
     return f"forward and backward, weights cast {when}{shared}"
 
 
 def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roofs, torch.device | None]:
-    """What is compared with, and the GPU to measure on."""
+    """Ceilings of the machine, and the GPU to measure on (None without --measure)."""
     import torch
 
     from ..bench.rooflines import Roofs
@@ -186,18 +186,18 @@ def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roo
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     here = None if device is None else ceilings.machine_of(gpu_name(device))
     if not measure:
-        named = machine or here or HOME
+        named = machine or here or DEFAULT_MACHINE
         sheet, known = ceilings.nominal(named), ceilings.measured(named)
         return (Roofs(sheet) if known is None else Roofs(known, sheet)), None
     if device is None:
-        rule = "ceilings and layers are measured on the GPU of this machine, and torch sees none"
+        rule = "ceilings and layers are measured on the GPU of this machine, and torch finds none"
         arguments.refuse("--measure without a GPU", rule, "run it there, or leave --measure out: the model needs none")
     if machine not in (None, here):
-        fix = f"leave --machine out, or --measure to hear about {machine}"
+        fix = f"leave --machine out, or leave --measure out for {machine}"
         arguments.refuse(f"--measure with --machine {machine}", f"only this GPU can be measured: {here}", fix)
     from ..bench.ceilings import measure_roof
 
-    with console.status("measuring what this machine reaches ..."):
+    with console.status("measuring the ceilings of this machine ..."):
         found = measure_roof(device)
     if here is not None:
         ceilings.store(ceilings.file_of(here), found)
@@ -214,7 +214,7 @@ def _timed(
     json: Path | None,
     commit: str | None,
 ) -> list[Measured]:
-    """Every layer in bf16 and by every recipe, stored as they come."""
+    """Measure every layer in bf16 and with every recipe, and store each at once."""
     import dataclasses
 
     from .. import __version__
@@ -227,7 +227,7 @@ def _timed(
         for rows in linears.time_layers(layers, tokens, names, device, use, where=facts):
             found += rows
             if json is not None:
-                linears.write(json, rows)  # at once, so that a run that is cut off still tells
+                linears.write(json, rows)  # at once, so that an interrupted run keeps its rows
             k, n = layers[min(len(found) // len(rows), len(layers) - 1)]
             advance(f"{k} -> {n}")
     return found
@@ -241,11 +241,11 @@ def _table(rows: Sequence[RoofRow]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 0))
     table.add_column("layer", no_wrap=True)
     table.add_column("recipe", no_wrap=True)
-    headings = ["least µs", "speedup", *(["nominal"] if two else []), "casts"]
+    headings = ["bound µs", "speedup", *(["nominal"] if two else []), "casts"]
     headings += ["measured µs", "speedup", "of roof", *(["of nominal"] if two else [])] if seen else []
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("takes most, by", no_wrap=True)
+    table.add_column("longest step, bound by", no_wrap=True)
     before = None
     for row in rows:
         if before not in (None, row.layer):
@@ -280,9 +280,9 @@ def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, us
     from ..bench.rooflines import cost_of
     from ..roofline import advise
 
-    # all costs of experts are those of one, times their number
+    # all costs of experts are proportional to their number
     per, cost = " per expert" if what == "experts" else "", cost_of(what)
-    title = f"worth converting from so many tokens{per} on (in parentheses: to win more than {MARGIN - 1:.0%})"
+    title = f"worth converting from this many tokens{per} (in parentheses: for a speedup above {MARGIN - 1:.0%})"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for heading in ("layer", *(recipe.name for recipe in recipes)):
         table.add_column(heading, no_wrap=True)
@@ -299,11 +299,11 @@ def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, us
 
 
 def _check_files(what: What, plot: Path | None, json: Path | None, *, measure: bool) -> None:
-    """Raise for what cannot be measured, written or read."""
+    """Raise for kinds that cannot be measured or drawn, and for unusable files."""
     if measure and what != "linear":
-        arguments.refuse(f"--measure of {what}", "only linear layers are measured here", "blockscale roofline linear")
+        arguments.refuse(f"--measure of {what}", "only linear layers can be measured", "blockscale roofline linear")
     if plot is not None and what != "linear":
-        arguments.refuse(f"--plot of {what}", "linear layers are drawn", "blockscale roofline linear --plot FILE")
+        arguments.refuse(f"--plot of {what}", "only linear layers are drawn", "blockscale roofline linear --plot FILE")
     arguments.check_picture(plot, "--plot")
     if measure:
         arguments.check_writable(json, "--json")

@@ -1,4 +1,4 @@
-"""`blockscale speed`: what recipes win for a model, in tokens per second and memory, and where a step's time goes."""
+"""`blockscale speed`: tokens per second, memory and breakdown of the step time of a model with several recipes."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
     from ..bench.trainings import Throughput
 
-# of its table
+# of the table
 WIDTH = 180
-# that are shown by name, of each arm
+# kernels shown per arm
 _KERNELS = 10
 # columns of a dry run on a CPU: names, milliseconds a step, spread
 _CPU_COLUMNS = 5
 CPU_SPEED = (
-    "Speed needs a GPU: on a CPU low precision is emulated exactly, so that speedups, memory and shares of time are "
-    "not shown. These times are a dry run: they show that the command works."
+    "Speed needs a GPU: a CPU emulates low precision, so speedups, memory and shares of time are not shown. These "
+    "times are a dry run: they show that the command works."
 )
 
 
 @dataclass(frozen=True)
 class SpeedRecipe(ArmRecipe):
-    """In which precision the linear layers train from the first step on, by whichever recipe; see docs/recipes.md."""
+    """Precision of the linear layers from the first step on, for every recipe; see docs/recipes.md."""
 
     since: Annotated[int, HIDDEN] = field(default=0, init=False)
 
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """A run, and the ways in which it is timed. Steps, evaluations, reports and checkpoints are set by it."""
+    """A run with the options of the timing, which sets steps, evaluations, reports and checkpoints."""
 
     recipe: SpeedRecipe = field(default_factory=SpeedRecipe)
     steps: Annotated[int, HIDDEN] = field(default=100, init=False)
@@ -58,47 +58,47 @@ class Options(RunOptions):
     tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
     export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
     recipes: tuple[str, ...] = ("fp8_blockwise",)
-    """Recipes, with commas or spaces between them; bf16 is always timed."""
+    """Recipes, separated by commas or spaces; bf16 is always timed."""
     compiles: tuple[Compile, ...] = ()
-    """Ways to compile, with commas or spaces between them; the run's own without."""
+    """Compile modes, separated by commas or spaces; default: that of the run."""
     weight_casts: tuple[WeightCast, ...] = ()
-    """When weights are cast, with commas or spaces between them; the run's own without."""
+    """When to cast weights, separated by commas or spaces; default: that of the run."""
     warm_up: int = 5
-    """Steps that do not count: compilation and autotuning."""
+    """Untimed warm-up steps: compilation and autotuning."""
     timed: int = 15
-    """Steps that do."""
+    """Timed steps."""
     out: Path = Path("out/speed")
-    """Folder of the runs; those that are there already are not run again."""
+    """Folder of the runs; finished runs in it are not repeated."""
     commit: str | None = None
-    """Commit to record where the source is no git checkout."""
+    """Commit to record if the source is not a git checkout."""
 
 
 def main(words: list[str]) -> int:
-    """Parse a preset, changes to it and how it is timed, and run it."""
+    """Parse a preset, changes to it and the options of the timing, and run it."""
     return run(parse(words, "speed", "Time steps of a preset by several recipes.", Options.of))
 
 
 def run(options: Options | None = None) -> int:
-    """Time what is missing and show the table; 1 where an arm failed."""
+    """Time the missing arms and show the table; returns 1 if an arm failed."""
     options = options or Options.of(get_preset(DEFAULT))
     recipes = arguments.recipes(options.recipes)
     arguments.at_least(1, options.warm_up, "--warm-up", "the first step compiles")
-    arguments.at_least(2, options.timed, "--timed", "a spread takes two steps")
+    arguments.at_least(2, options.timed, "--timed", "a spread needs two steps")
     check_run(options.config)
     arguments.check_writable(options.out, "--out", is_folder=True)
-    env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to itself
+    env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console(WIDTH)
     with console.status("importing torch ..."):
         from ..train.throughput import arms_of, measure
 
-    arms = arms_of(options.config, recipes, *map(_once, (options.compiles, options.weight_casts)))
+    arms = arms_of(options.config, recipes, *map(_unique, (options.compiles, options.weight_casts)))
     console.print(f"{options.name}: {len(arms)} arms, {options.warm_up} + {options.timed} steps each", highlight=False)
     rows = measure(arms, out=options.out, warm_up=options.warm_up, timed=options.timed, commit=options.commit)
     _show(console, rows)
     return 1 if any(row.failed for row in rows) else 0
 
 
-def _once(names: Sequence[str]) -> list[str]:
+def _unique(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
@@ -126,12 +126,12 @@ def _show(console: Console, rows: Sequence[Throughput]) -> None:
 
 
 def _kernels(rows: Sequence[Throughput]) -> Table:
-    """The kernels that take longest in any of the arms, and their milliseconds in each."""
+    """Table of the slowest kernels of all arms, in ms per step."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     names = dict.fromkeys(name for row in rows for name in list(row.longest)[:_KERNELS])
-    table = Table("kernel, about ms a step", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table("kernel, about ms per step", box=SIMPLE_HEAD, padding=(0, 1))
     for row in rows:
         table.add_column(f"{row.recipe} {row.compile} {row.weight_cast}", justify="right")
     for name in sorted(names, key=lambda name: -max(row.longest.get(name, 0.0) for row in rows)):

@@ -1,4 +1,4 @@
-"""`blockscale train`: run one model by one recipe. The preset comes first, every field of its config is an option."""
+"""`blockscale train`: train a model with a recipe. The first word is a preset, every field of its config an option."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT = "tiny"
 
 
 def _hidden() -> object:
-    """Marks a field that help does not list; tyro may be missing where nothing is parsed."""
+    """Marker for fields hidden from help; None without tyro, which is only needed for parsing."""
     if importlib.util.find_spec("tyro") is None:
         return None
     import tyro
@@ -29,27 +29,27 @@ def _hidden() -> object:
     return tyro.conf.Suppress
 
 
-# of fields with `init=False`: the command sets them
+# for fields with `init=False`, which the command sets
 HIDDEN = _hidden()
 
 
 @dataclass(frozen=True)
 class RunOptions(RunConfig):
-    """A run with options of a command beside its own."""
+    """Base of command options: a run config plus options of the command."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Those of a preset. Fields with `init=False` are no options: the command sets them."""
+        """Options from a preset. Fields with `init=False` are not options: the command sets them."""
         return cls(**_values(cls, config, {each.name for each in fields(RunConfig)}))
 
     @property
     def config(self) -> RunConfig:
-        """The run alone."""
+        """The run config without the options of the command."""
         return RunConfig(**_values(RunConfig, self, {each.name for each in fields(RunConfig)}))
 
 
 def _values(kind: type[Any], config: Any, names: Collection[str]) -> dict[str, Any]:
-    """Values of fields for another class, which may have other classes inside, with fewer options."""
+    """Field values of a config for another dataclass, nested ones converted to its own types."""
     hints, found = get_type_hints(kind), dict[str, Any]()
     for each in fields(kind):
         if each.init and each.name in names:
@@ -62,31 +62,31 @@ def _values(kind: type[Any], config: Any, names: Collection[str]) -> dict[str, A
 
 @dataclass(frozen=True)
 class ArmRecipe(RecipeConfig):
-    """In which precision the linear layers train, by whichever recipe; see docs/recipes.md."""
+    """Precision of the linear layers, for every recipe; see docs/recipes.md."""
 
     name: Annotated[str, HIDDEN] = field(default="fp8_blockwise", init=False)
 
 
 def main(arguments: list[str]) -> int:
-    """Parse a preset and changes to it, and run it."""
+    """Parse a preset and changes to it, and train."""
     return run(parse(arguments, "train", "Train a preset, changed by options.", lambda config: config))
 
 
 def parse(arguments: list[str], command: str, what: str, options: Callable[[RunConfig], O], more: str = "") -> O:
-    """A preset, which is the first word, as `options` of it, changed by what follows; an error if it cannot be run.
+    """Options parsed from the words: the first is the preset, the others change it.
 
-    more: the end of the help's description.
+    options: makes the options from a preset.  more: end of the description in the help.
     """
     words = list(arguments)
     name = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
     about = "\n".join(f"  {each:<10} {first_line(each)}" for each in PRESETS)
-    about = f"{what} The first word is the preset, {DEFAULT} without one.\n\n{about}\n\nOptions shown are those of it."
+    about = f"{what} The first word is the preset; default: {DEFAULT}.\n\n{about}\n\nOptions are those of the preset."
     about = f"{about}\n\n{more}" if more else about
     return parse_words(options(get_preset(name)), f"{command} {name}", words, about, PRESETS)
 
 
 def check_run(config: RunConfig) -> None:
-    """Raise for what cannot be trained, read or written, before torch is imported."""
+    """Raise for invalid configs and unreadable or unwritable paths, before torch is imported."""
     check(config)
     check_device(config.device)
     check_readable(config.data.tokenizer, "--tokenizer")
@@ -100,7 +100,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def run(config: RunConfig | None = None) -> int:
-    """Train and show it; 130 where it was interrupted."""
+    """Train and show progress; returns 130 if interrupted."""
     config = config or get_preset(DEFAULT)
     if config.recipe.name == "bf16" and config.recipe.weights is not None:
         rule = "bf16 casts no weights"
@@ -124,5 +124,5 @@ def run(config: RunConfig | None = None) -> int:
 
 
 def first_line(name: str) -> str:
-    """What a preset is."""
+    """First line of the docstring of a preset."""
     return (PRESETS[name].__doc__ or "").partition("\n")[0]

@@ -1,4 +1,4 @@
-"""`blockscale tune`: time the plans that Hopper's product has for a model's layers, and keep what beats the model's."""
+"""`blockscale tune`: autotune the Hopper FP8 GEMM for the layers of a model, and store the plans that win."""
 
 from __future__ import annotations
 
@@ -37,29 +37,28 @@ def run(
     workers: int | None = None,
     commit: str | None = None,
 ) -> int:
-    """Time the plans that are worth trying for the products of a model's linear layers, each after it was held against
-    the exact product, and store those that beat the plan of the library's model by more than 2 % and by more than the
-    rounds differ. Later products on such a GPU use them, and explain says so. Exit status 1 where there is no Hopper
-    GPU, or when a plan gives a wrong product.
+    """Time candidate plans for the GEMMs of a model's linear layers, each checked against the exact product, and store
+    those that beat the plan of the heuristic by more than 2 % and by more than the spread of the rounds. Later GEMMs on
+    such a GPU use them, and explain shows it. Exit status 1 without a Hopper GPU, or if a plan gives a wrong result.
 
     Args:
         model: A model by name, such as llama3-8b.
-        shapes: The layers instead of a model, each N,K: out and in features of a weight, with spaces or ; between them.
-        m: Token counts, with spaces or commas between them.
-        formats: Of activations and weights: fp8_1x128@fp8_128x128 or fp8_1x128@fp8_1x128.
+        shapes: The layers instead of a model, each N,K: out and in features of a weight, separated by spaces or ;
+        m: Token counts, separated by spaces or commas.
+        formats: Formats of activations and weights: fp8_1x128@fp8_128x128 or fp8_1x128@fp8_1x128.
         device: The GPU, such as cuda:0.
-        inference: Only the products of a forward pass.
-        dry_run: List the plans and what the model predicts of them; needs no GPU.
-        budget: Seconds after which no other product is begun, compiling not counted.
+        inference: Only the GEMMs of a forward pass.
+        dry_run: List the plans and their predicted times; needs no GPU.
+        budget: Seconds after which no further GEMM is started, compilation not counted.
         out: Store the plans in this file instead of the user's.
-        json: Append every time that was measured to this file, as JSON lines.
-        workers: Processes that compile; by default one for each core, at most 16.
-        commit: Commit to record where the source is no git checkout.
+        json: Append every measured time to this file, as JSON lines.
+        workers: Compile processes; by default one per core, at most 16.
+        commit: Commit to record if the source is not a git checkout.
     """
     if budget is not None and not budget > 0:
         arguments.refuse(f"--budget {budget:g}", "it is a time in seconds", "leave it out, or pass more than 0")
     layers, processes = arguments.layers(model, shapes, "tune"), arguments.worker_count(workers)
-    tokens, vector = arguments.numbers(m, "--m"), _is_vector(formats)
+    tokens, vector = arguments.numbers(m, "--m"), _has_1x128_weights(formats)
     arguments.check_device(device)
     arguments.check_writable(out, "--out")
     arguments.check_writable(json, "--json")
@@ -69,79 +68,79 @@ def run(
         from ..bench.store import where
         from ..gemm import tuned
 
-    target, place = _gpu(device)
+    target, gpu = _gpu(device)
     problems = _problems(layers, tokens, target.sms, vector=vector, training=not inference)
     if dry_run:
-        if device is not None and place is None:
-            rule = "plans are listed for the GPU that is named, or for an H200 where there is none"
-            arguments.refuse(f"--device {device} of no GPU that is here", rule, "leave --device out")
+        if device is not None and gpu is None:
+            rule = "plans are listed for the named GPU, or for an H200 without one"
+            arguments.refuse(f"--device {device} is no GPU of this machine", rule, "leave --device out")
         return _list(console, problems, target)
-    against = _obstacle(target, place)
-    if place is None or against is not None:
+    obstacle = _obstacle(target, gpu)
+    if gpu is None or obstacle is not None:
         rule = "plans are compiled by Triton and timed on the Hopper GPU (sm_90) that will run them"
-        return arguments.nothing("tuned", str(against), rule, "run it there, or list the plans with --dry-run")
+        return arguments.nothing_done("tuned", str(obstacle), rule, "run it there, or list the plans with --dry-run")
     path = out or tuned.own_file(target.name, target.sms)
     _compile(console, problems, target, processes)
-    facts = where(place, __version__, commit)
+    facts = where(gpu, __version__, commit)
     outcomes: list[Outcome] = []
-    for outcome in _timed(console, problems, place, budget):
-        _keep(outcome, facts, path, json)  # at once, so that a run that is cut off is not lost
+    for outcome in _timed(console, problems, gpu, budget):
+        _keep(outcome, facts, path, json)  # at once, so that an interrupted run keeps its results
         outcomes.append(outcome)
     return _report(console, outcomes, len(problems), path)
 
 
-def _is_vector(formats: str) -> bool:
-    """Whether weights have 1x128 blocks too; an error for formats without plans."""
+def _has_1x128_weights(formats: str) -> bool:
+    """Whether weights have 1x128 blocks too; raises for formats without plans."""
     pair = arguments.format_pair(formats)
     if "@".join(pair) not in TUNABLE:
-        rule = "Hopper's FP8 product has plans to choose from"
+        rule = "only the FP8 GEMM for Hopper has plans to choose from"
         arguments.refuse(f"--formats {formats}", rule, f"--formats {' or '.join(TUNABLE)}")
     return pair[1] == "fp8_1x128"
 
 
 def _problems(
-    layers: Sequence[arguments.Layer], tokens: Sequence[int], multiprocessors: int, *, vector: bool, training: bool
+    layers: Sequence[arguments.Layer], tokens: Sequence[int], sms: int, *, vector: bool, training: bool
 ) -> list[Problem]:
-    """What is tuned, or an error if that is nothing."""
+    """GEMMs to tune; raises if there are none."""
     from ..bench import tuning
 
-    found = tuning.problems_of(layers, tokens, multiprocessors, vector=vector, training=training)
+    found = tuning.problems_of(layers, tokens, sms, vector=vector, training=training)
     if not found:
-        rule = "plans are tuned where rows of outputs start at multiples of 16 bytes: N in multiples of 8, in fp32 of 4"
+        rule = "plans are tuned for outputs with 16-byte aligned rows: N a multiple of 8, in fp32 of 4"
         arguments.refuse(
             f"--shapes {' '.join(f'{n},{k}' for n, k in layers)}",
             rule,
-            "pass other sizes: for these the library's model chooses",
+            "pass other sizes: for these the heuristic chooses",
         )
     return found
 
 
 def _gpu(device: str | None) -> tuple[Target, torch.device | None]:
-    """The GPU to tune on; without one, an H200 for lists, and None."""
+    """Target and GPU to tune on; without a GPU, an H200 for --dry-run, and None."""
     import torch
 
     from ..diagnostics.precompile import Target
     from ..hardware import Capability, capability, gpu_name, named_device, sm_count
 
-    place = named_device(device or "cuda:0") if torch.cuda.is_available() else None
-    if place is None or place.type != "cuda":
+    gpu = named_device(device or "cuda:0") if torch.cuda.is_available() else None
+    if gpu is None or gpu.type != "cuda":
         return Target(Capability("cuda", 90)), None
-    return Target(capability(place), sm_count(place), gpu_name(place)), place
+    return Target(capability(gpu), sm_count(gpu), gpu_name(gpu)), gpu
 
 
-def _obstacle(target: Target, place: torch.device | None) -> str | None:
-    """Why nothing can be tuned here, or None."""
+def _obstacle(target: Target, gpu: torch.device | None) -> str | None:
+    """Reason why nothing can be tuned on this machine, or None."""
     from ..diagnostics import precompile
 
-    if place is None:
-        return "torch sees no GPU here, or another device was named"
+    if gpu is None:
+        return "torch finds no GPU, or another device was named"
     if target.capability.sm != 90:
         return f"{target.name} is {target.capability}"
     return precompile.obstacle()
 
 
 def _compile(console: Console, problems: Sequence[Problem], target: Target, workers: int) -> None:
-    """Every kernel that a plan needs, each once, in processes: one by one they would take most of the time."""
+    """Compile every kernel that a plan needs, once each, in parallel processes: serially it would dominate."""
     from ..bench import tuning
     from ..diagnostics import precompile
     from ..gemm._hopper_launch import specialization_of
@@ -160,19 +159,17 @@ def _compile(console: Console, problems: Sequence[Problem], target: Target, work
             kernels.setdefault(kernel, (problem, plan))
     requests = [precompile.product_request(problem, target) for problem, _ in kernels.values()]
     plans = [plan for _, plan in kernels.values()]
-    with arguments.progress(console, len(plans), "starting processes that compile") as advance:
+    with arguments.progress(console, len(plans), "starting compile processes") as advance:
         for done in precompile.compile_all(requests, target, workers, plans):
             advance(f"compiling, the last in {done.seconds:.1f} s")
 
 
-def _timed(
-    console: Console, problems: Sequence[Problem], place: torch.device, budget: float | None
-) -> Iterator[Outcome]:
-    """Outcomes as they come, with a bar that names the product at work."""
+def _timed(console: Console, problems: Sequence[Problem], gpu: torch.device, budget: float | None) -> Iterator[Outcome]:
+    """Yield outcomes as they are measured, with a progress bar that names the current GEMM."""
     from ..bench import candidates, tuning
 
     texts = [tuning.problem_text(problem) for problem in problems]
-    measure = functools.partial(candidates.measure_plans, device=place)
+    measure = functools.partial(candidates.measure_plans, device=gpu)
     with arguments.progress(console, len(problems), texts[0]) as advance:
         for number, outcome in enumerate(tuning.tune(problems, measure, seconds=budget), 1):
             yield outcome
@@ -191,16 +188,16 @@ def _keep(outcome: Outcome, facts: Where, path: Path, record: Path | None) -> No
 
 
 def _report(console: Console, outcomes: Sequence[Outcome], total: int, path: Path) -> int:
-    """What was found; the exit status."""
+    """Print the outcomes; returns the exit status."""
     from ..bench.tuning import plan_text, problem_text
 
     console.print(_table(outcomes))
     won = sum(outcome.taken not in (None, outcome.model) for outcome in outcomes)
-    console.print(f"{won} of {len(outcomes)} products have a plan that beats the model's")
+    console.print(f"{won} of {len(outcomes)} GEMMs have a plan that beats the heuristic")
     if won:
-        console.print(f"they are in {path}", soft_wrap=True)
+        console.print(f"stored in {path}", soft_wrap=True)
     if len(outcomes) < total:
-        console.print(f"{total - len(outcomes)} were not begun within the budget")
+        console.print(f"{total - len(outcomes)} were not started within the budget")
     wrong = [(outcome.problem, *fault) for outcome in outcomes for fault in outcome.faults.items()]
     for problem, plan, fault in wrong:
         console.print(f"[red]WRONG[/] {problem_text(problem)} by {plan_text(plan)}: {fault}")
@@ -213,37 +210,38 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
 
     from ..bench.tuning import plan_text, problem_text
 
-    table = Table(title="µs per product", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for heading in ("product", "by the model", "µs", "best", "µs", "±%", "gain", ""):
+    table = Table(title="µs per GEMM", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for heading in ("GEMM", "heuristic", "µs", "best", "µs", "±%", "gain", ""):
         table.add_column(heading, no_wrap=True, justify="right" if heading in ("µs", "±%", "gain") else "left")
     for outcome in outcomes:
-        models, best = outcome.times.get(outcome.model), outcome.best
+        model_time, best = outcome.times.get(outcome.model), outcome.best
         cells = [
             problem_text(outcome.problem),
             plan_text(outcome.model),
-            f"{models.us:.1f}" if models else "[red]WRONG[/]",
+            f"{model_time.us:.1f}" if model_time else "[red]WRONG[/]",
         ]
-        if best is not None and models is not None:
-            ours = outcome.times[best]
-            spread, gain = 50 * (ours.high - ours.low) / ours.us, 100 * (1 - ours.us / models.us)
+        if best is not None and model_time is not None:
+            best_time = outcome.times[best]
+            spread = 50 * (best_time.high - best_time.low) / best_time.us
+            gain = 100 * (1 - best_time.us / model_time.us)
             kept = "kept" if outcome.taken not in (None, outcome.model) else ""
-            cells += [plan_text(best), f"{ours.us:.1f}", f"{spread:.1f}", f"{gain:.1f} %", kept]
+            cells += [plan_text(best), f"{best_time.us:.1f}", f"{spread:.1f}", f"{gain:.1f} %", kept]
         table.add_row(*cells)
     return table
 
 
 def _list(console: Console, problems: Sequence[Problem], target: Target) -> int:
-    """The plans of each product, and what the model predicts of them."""
+    """Print the plans of each GEMM with their predicted times."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from ..bench.tuning import plan_text, plans_for, problem_text
     from ..gemm import heuristics
 
-    title = f"plans that would be timed; {target.sms} multiprocessors"
+    title = f"plans that would be timed; {target.sms} SMs"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for heading in ("product", "", "plan", "predicted µs", "stages", "programs", "tiles each"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("product", "", "plan") else "right")
+    for heading in ("GEMM", "", "plan", "predicted µs", "stages", "CTAs", "waves"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("GEMM", "", "plan") else "right")
     count = 0
     for problem in problems:
         chosen, name = heuristics.choose(problem)[0], problem_text(problem)
@@ -253,5 +251,5 @@ def _list(console: Console, problems: Sequence[Problem], target: Target) -> int:
             table.add_row(name, mark, plan_text(plan), f"{us:.1f}", *map(str, sizes), style=style)
             name, count = "", count + 1
     console.print(table)
-    console.print(f"{count} plans of {len(problems)} products; -> is the model's choice; none was timed")
+    console.print(f"{count} plans of {len(problems)} GEMMs; -> is the choice of the heuristic; none was timed")
     return 0

@@ -1,4 +1,4 @@
-"""`blockscale warmup`: compile ahead what a model's linear layers need, so that its first step does not wait."""
+"""`blockscale warmup`: precompile the kernels of a model's linear layers, so that the first step does not wait."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ def run(
     workers: int | None = None,
 ) -> int:
     """Compile the kernels of a model's linear layers into Triton's cache on disk: the casts of activations and weights,
-    fprop, dgrad, and wgrad into fp32. Exit status 1 where there is no GPU to compile for.
+    fprop, dgrad, and wgrad into fp32. Exit status 1 without a GPU to compile for.
 
     Args:
         model: A model by name, such as llama3-8b.
-        shapes: The layers instead of a model, each N,K: out and in features of a weight, with spaces or ; between them.
-        m: Token counts, with spaces or commas between them; by default one for every kernel that up to 16384 tokens can
-            need.
-        formats: Of activations and weights.
-        device: The GPU, such as cuda:0; with --dry-run also an architecture such as sm_90 that need not be here.
-        inference: Only what a forward pass needs.
+        shapes: The layers instead of a model, each N,K: out and in features of a weight, separated by spaces or ;
+        m: Token counts, separated by spaces or commas; by default one for every kernel that up to 16384 tokens need.
+        formats: Formats of activations and weights.
+        device: The GPU, such as cuda:0; with --dry-run also an architecture such as sm_90, which need not be present.
+        inference: Only the kernels of a forward pass.
         dry_run: List the kernels and compile none.
-        workers: Processes that compile; by default one for each core, at most 16.
+        workers: Compile processes; by default one per core, at most 16.
     """
     layers, pair = arguments.layers(model, shapes, "warmup"), arguments.format_pair(formats)
     tokens = arguments.numbers(m, "--m") if m else None
@@ -47,17 +46,17 @@ def run(
     with console.status("importing torch ..."):
         from ..diagnostics import precompile
 
-    against = precompile.obstacle()
-    if against is not None:
+    obstacle = precompile.obstacle()
+    if obstacle is not None:
         rule, fix = "kernels are compiled by Triton", "install triton, and unset TRITON_INTERPRET"
-        return arguments.nothing("compiled", against, rule, fix)
+        return arguments.nothing_done("compiled", obstacle, rule, fix)
     target = _target(device, dry_run=dry_run)
     if target is None:
-        what = "torch sees no GPU here" if device is None else f"device {device!r} is no GPU of this machine"
-        rule = "kernels are compiled for the GPU, driver and assembler of the machine that will run them"
-        fix = "pass --device sm_90" if dry_run else "run it there, or list what it would compile with --dry-run"
-        return arguments.nothing("compiled", what, rule, fix)
-    with console.status("looking for what is needed ..."):
+        what = "torch finds no GPU" if device is None else f"device {device!r} is no GPU of this machine"
+        rule = "kernels are compiled for the GPU, driver and ptxas of the machine that will run them"
+        fix = "pass --device sm_90" if dry_run else "run it there, or list the kernels with --dry-run"
+        return arguments.nothing_done("compiled", what, rule, fix)
+    with console.status("collecting the kernels ..."):
         requests = precompile.layer_requests(layers, target, tokens=tokens, formats=pair, training=not inference)
         calls = precompile.needed(requests, target)
     ready = [call for call in calls if call.kernels]
@@ -68,31 +67,31 @@ def run(
     else:
         _compile(console, ready, target, processes, name)
     for text in dict.fromkeys(_text(call) for call in calls if not call.kernels):
-        console.print(f"[dim]{text}: nothing to compile ahead[/]")
+        console.print(f"[dim]{text}: nothing to precompile[/]")
     return 0
 
 
 def _compile(console: Console, calls: Sequence[Needed], target: Target, workers: int, name: str) -> None:
     from ..diagnostics import precompile
 
-    started, made, found = time.perf_counter(), 0, 0
+    started, compiled, found = time.perf_counter(), 0, 0
     with arguments.progress(console, len(calls), "starting processes") as advance:
         for done in precompile.compile_all([call.request for call in calls], target, workers):
-            made, found = made + done.kernels - done.found, found + done.found
+            compiled, found = compiled + done.kernels - done.found, found + done.found
             advance(f"{done.request.op} {'x'.join(map(str, done.request.shape))}, {done.seconds:.1f} s")
     seconds = time.perf_counter() - started
     console.print(
-        f"{made + found} kernels for {name} on {target.capability}: {made} compiled, {found} were there; "
+        f"{compiled + found} kernels for {name} on {target.capability}: {compiled} compiled, {found} were cached; "
         f"{seconds:.1f} s with {min(workers, len(calls))} processes"
     )
-    console.print(f"they are in {precompile.cache_folder()}", soft_wrap=True)
+    console.print(f"stored in {precompile.cache_folder()}", soft_wrap=True)
 
 
 def _list(console: Console, calls: Sequence[Needed], target: Target) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"one call for each kernel; {target.sms} multiprocessors"
+    title = f"one call for each kernel; {target.sms} SMs"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for heading in ("call", "formats", "sizes", "result", "backend", "kernel"):
         table.add_column(heading, no_wrap=True)
@@ -114,7 +113,7 @@ def _text(call: Needed) -> str:
 
 
 def _target(device: str | None, *, dry_run: bool) -> Target | None:
-    """The GPU to compile for, or None where there is none."""
+    """The GPU to compile for, or None without one."""
     import torch
 
     from ..diagnostics.precompile import Target
@@ -123,9 +122,9 @@ def _target(device: str | None, *, dry_run: bool) -> Target | None:
     here = None
     if torch.cuda.is_available():
         named = device is not None and not device.startswith("sm_")
-        place = named_device(device if named and device is not None else "cuda")
-        known = (capability(place), sm_count(place), gpu_name(place))
-        here = Target(*known) if place.type == "cuda" else None
+        gpu = named_device(device if named and device is not None else "cuda")
+        known = (capability(gpu), sm_count(gpu), gpu_name(gpu))
+        here = Target(*known) if gpu.type == "cuda" else None
     if device is None or not device.startswith("sm_"):
         return here or (Target(Capability("cuda", 90)) if dry_run and device is None else None)
     wanted = Capability("cuda", int(device[3:]))
