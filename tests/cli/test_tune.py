@@ -65,7 +65,7 @@ def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Request, Plan]]]:
-    """A fake GPU: the plan of the heuristic takes 100 µs, 128x128 with k_unroll 2 takes 90. Yields the compiled plans."""
+    """A fake GPU: the plan of the heuristic takes 100 µs, 128x128 with k_unroll 2 takes 90. Yields compiled plans."""
     monkeypatch.setenv("BLOCKSCALE_TUNED", str(tmp_path / "own"))
     monkeypatch.setattr(tune, "_gpu", lambda device: (HOPPER, CPU))
     monkeypatch.setattr(precompile, "obstacle", lambda: None)

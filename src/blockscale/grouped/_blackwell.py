@@ -22,7 +22,16 @@ from ..formats.layout import ceil_div
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..gemm import _blackwell as dense
-from ..gemm._blackwell import INTERPRETED, MX, NVFP4, PAIRS, tma_descriptors, is_mixed, reject_mixed, accumulate_k_blocks
+from ..gemm._blackwell import (
+    INTERPRETED,
+    MX,
+    NVFP4,
+    PAIRS,
+    accumulate_k_blocks,
+    is_mixed,
+    reject_mixed,
+    tma_descriptors,
+)
 from ..gemm._tiles import Tile
 from ..hardware import made_current, sm_count
 from ..registry import Request, kernel

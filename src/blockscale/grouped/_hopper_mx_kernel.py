@@ -13,7 +13,7 @@ bytes, as words of four along K, so the 16-byte alignment of TMA does not apply.
 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_store_wait
 from ..gemm._hopper_common import allocate_barriers, allocate_blocks, next_stage, skip_blocks
-from ..gemm._hopper_mx_kernel import SCALERS, ring_blocks_mx, scale_blocks, accumulate_k_steps
+from ..gemm._hopper_mx_kernel import SCALERS, accumulate_k_steps, ring_blocks_mx, scale_blocks
 from ._hopper_tiles import count_tiles, load_codes, store_rows, tile_coords
 
 

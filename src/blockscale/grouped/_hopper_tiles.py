@@ -6,8 +6,8 @@
 # pyright: reportAssignmentType=false
 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_load
-from ..gemm._hopper_common import store_by_tma, apply_epilogue, load_rows
-from ..gemm._hopper_schedule import count_rotated_tiles, tile_at, rotated_tile_at
+from ..gemm._hopper_common import apply_epilogue, load_rows, store_by_tma
+from ..gemm._hopper_schedule import count_rotated_tiles, rotated_tile_at, tile_at
 
 
 @gluon.jit

@@ -14,7 +14,14 @@ scales of NVFP4 multiply the fp32 sums, one after the other.
 # pyright: reportAssignmentType=false
 
 from ..gemm._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from ..gemm._hopper_common import allocate_barriers, allocate_blocks, load_out_tile, next_stage, opt_barrier, skip_blocks
+from ..gemm._hopper_common import (
+    allocate_barriers,
+    allocate_blocks,
+    load_out_tile,
+    next_stage,
+    opt_barrier,
+    skip_blocks,
+)
 from ._hopper_tiles import count_tiles, store_rows, tile_coords
 
 _STAGES_PER_BLOCK: gl.constexpr = gl.constexpr(2)  # a stage holds 64 of K, a K-block is 128

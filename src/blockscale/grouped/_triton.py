@@ -20,7 +20,7 @@ from ..casts._device_decode import decode_config
 from ..formats.layout import ceil_div
 from ..formats.spec import FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
-from ..gemm._triton import DEVICES, INTERPRETED, data_of, dot_type, scale_of, accumulate_k_blocks, tile_shape
+from ..gemm._triton import DEVICES, INTERPRETED, accumulate_k_blocks, data_of, dot_type, scale_of, tile_shape
 from ..hardware import capability, made_current
 from ..registry import kernel
 from ._tiles import count_tiles, group_strides, reject, store_group, tile_coords, tile_list
