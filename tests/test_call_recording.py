@@ -1,4 +1,4 @@
-"""Calls that are remembered: what a recording does, where its buffers go, and when a call is recorded."""
+"""Recorded calls: what a replay computes, where its buffers lie, and when a call is recorded."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_a_replay_computes_with_other_tensors():
     x, y = floats(3), floats(4)
     (again,) = recording.replay([x, y])
     assert_same_bits(again, x + y)
-    (third,) = recording.replay([y, y])  # one address is no problem any more: places are known
+    (third,) = recording.replay([y, y])  # inputs of a replay may share an address
     assert_same_bits(third, y + y)
     assert_same_bits(again, x + y)
 
 
-def test_no_address_is_an_address():
+def test_null_pointers_are_replayed():
     a = floats(1)
     _, recording = record(lambda: run_add(a, None, 1.0), (a,), one)
     assert recording is not None
@@ -43,8 +43,8 @@ def test_no_address_is_an_address():
     assert_same_bits(recording.replay([floats(2)]), [floats(2) + 1])
 
 
-def test_results_are_numbered():
-    """In the order that is asked for: buffers, an input, nothing, and a buffer twice."""
+def test_results_come_in_the_requested_order():
+    """Buffers, an input, None, and a buffer twice."""
     a, b = floats(1), floats(2)
 
     def call() -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def test_results_are_numbered():
     assert_same_bits(results, [x + y + y, None, x, x + y, x + y + y])
     assert results[2] is x
     assert results[0] is results[4]
-    assert_same_bits([first, second], [a + b, a + b + b])  # what the recorded call returned is not written again
+    assert_same_bits([first, second], [a + b, a + b + b])  # a replay does not write the results of the recorded call
 
 
 def test_views_are_returned_as_their_buffers():
@@ -88,7 +88,7 @@ def test_scalars_are_buffers():
     assert_same_bits(recording.replay([a]), [torch.tensor(7.0)])
 
 
-def test_what_is_added_into_is_an_input():
+def test_an_accumulator_is_an_input():
     a, total = floats(1), torch.zeros(N)
     _, recording = record(lambda: run_add(a, total, out=total), (a, total), lambda found: ([None], None))
     assert recording is not None
@@ -97,7 +97,7 @@ def test_what_is_added_into_is_an_input():
     assert_same_bits(total, a + a + a)
 
 
-def test_hidden_buffers_share_one_allocation_and_do_not_overlap():
+def test_scratch_buffers_share_one_allocation_and_do_not_overlap():
     a = floats(1)
 
     def call() -> Tensor:
@@ -108,8 +108,8 @@ def test_hidden_buffers_share_one_allocation_and_do_not_overlap():
 
     _, recording = record(call, (a,), one)
     assert recording is not None
-    assert recording.hidden == (0, 512, 1024)
-    assert recording.hidden_bytes == 3 * 512
+    assert recording.scratch_offsets == (0, 512, 1024)
+    assert recording.scratch_bytes == 3 * 512
     SEEN.clear()
     x = floats(2)
     (got,) = recording.replay([x])
@@ -124,56 +124,56 @@ def test_hidden_buffers_share_one_allocation_and_do_not_overlap():
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000])
-def test_hidden_buffers_of_any_size_are_aligned(size: int):
+def test_scratch_buffers_of_any_size_are_aligned(size: int):
     a = floats(1)
 
     def call() -> Tensor:
-        rooms = [allocate(size), allocate(2, size)]
+        buffers = [allocate(size), allocate(2, size)]
         call_recording.note_operator_start()
-        call_recording.note_launch(lambda device, *at: None, [room.data_ptr() for room in rooms])
+        call_recording.note_launch(lambda device, *at: None, [each.data_ptr() for each in buffers])
         return run_add(a, None)
 
     _, recording = record(call, (a,), one)
     assert recording is not None
-    start, second = recording.hidden
+    start, second = recording.scratch_offsets
     assert start == 0
     assert second % 512 == 0
     assert second >= 4 * size
-    assert recording.hidden_bytes >= second + 8 * size
+    assert recording.scratch_bytes >= second + 8 * size
 
 
-def test_providers_are_asked_each_time():
-    """A workspace is that of the stream that a call runs on."""
-    a, rooms = floats(1), [torch.full((N,), float(i)) for i in range(4)]
-    asked: list[int] = []
+def test_persistent_buffers_are_looked_up_in_each_replay():
+    """A workspace belongs to the stream that a call runs on."""
+    a, workspaces = floats(1), [torch.full((N,), float(i)) for i in range(4)]
+    lookups: list[int] = []
 
-    def again() -> Tensor:
-        asked.append(len(asked) + 1)
-        return rooms[len(asked)]
+    def lookup() -> Tensor:
+        lookups.append(len(lookups) + 1)
+        return workspaces[len(lookups)]
 
     def call() -> Tensor:
-        for _ in range(2):  # two operators may be given the same one
-            call_recording.note_persistent_buffer(rooms[0], again)
-        return run_add(a, rooms[0])
+        for _ in range(2):  # two operators may use the same one
+            call_recording.note_persistent_buffer(workspaces[0], lookup)
+        return run_add(a, workspaces[0])
 
     _, recording = record(call, (a,), one)
     assert recording is not None
-    assert asked == []
-    assert_same_bits(recording.replay([a]), [a + rooms[2]])
-    assert asked == [1, 2]
-    asked.clear()
-    assert_same_bits(recording.replay([a]), [a + rooms[2]])
+    assert lookups == []
+    assert_same_bits(recording.replay([a]), [a + workspaces[2]])
+    assert lookups == [1, 2]
+    lookups.clear()
+    assert_same_bits(recording.replay([a]), [a + workspaces[2]])
 
 
-# ---- learning ------------------------------------------------------------------------------------------------------
+# ---- when to record ------------------------------------------------------------------------------------------------
 
 
-def learned(key: str, call: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
+def call_once(key: str, call: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
     return call_recording.run_and_record((key,), call, inputs, one)
 
 
 def test_the_second_call_is_recorded():
-    """The first compiles its kernels, and would not be like the others."""
+    """The first call compiles its kernels, so it differs from later ones."""
     a, recorded = floats(1), []
 
     def call() -> Tensor:
@@ -182,7 +182,7 @@ def test_the_second_call_is_recorded():
 
     for seen in ([False], [False, True]):
         assert call_recording.find_recording(("key",)) is None
-        assert_same_bits(learned("key", call, a), a + 2)
+        assert_same_bits(call_once("key", call, a), a + 2)
         assert recorded == seen
     recording = call_recording.find_recording(("key",))
     assert isinstance(recording, Recording)
@@ -190,48 +190,48 @@ def test_the_second_call_is_recorded():
     assert call_recording.find_recording(("other",)) is None
 
 
-def test_some_tries_and_no_more():
-    a, stranger, recorded = floats(1), floats(2), []
+def test_recording_is_tried_three_times():
+    a, unlisted, recorded = floats(1), floats(2), []
 
     def call() -> Tensor:
         recorded.append(call_recording.recorder() is not None)
-        return run_add(a, stranger)
+        return run_add(a, unlisted)
 
     for _ in range(7):
-        assert_same_bits(learned("key", call, a), a + stranger)
+        assert_same_bits(call_once("key", call, a), a + unlisted)
     assert recorded == [False, True, True, True, False, False, False]
     assert call_recording.find_recording(("key",)) is None
 
 
 def test_a_later_try_may_succeed():
-    a, stranger = floats(1), floats(2)
-    for inputs in ((a,), (a,), (a, stranger)):
-        learned("key", lambda: run_add(a, stranger), *inputs)
+    a, unlisted = floats(1), floats(2)
+    for inputs in ((a,), (a,), (a, unlisted)):
+        call_once("key", lambda: run_add(a, unlisted), *inputs)
     assert call_recording.find_recording(("key",)) is not None
 
 
-def test_a_known_call_that_is_learned_again_is_only_done():
+def test_a_recorded_call_is_not_recorded_again():
     a = floats(1)
     for _ in range(2):
-        learned("key", lambda: run_add(a, None), a)
+        call_once("key", lambda: run_add(a, None), a)
     recording = call_recording.find_recording(("key",))
-    assert_same_bits(learned("key", lambda: run_add(a, None), a), a)
+    assert_same_bits(call_once("key", lambda: run_add(a, None), a), a)
     assert call_recording.find_recording(("key",)) is recording
 
 
-def test_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch, forgotten: dict[Any, Any]):
-    """Also of calls that were made once: with another number of tokens each time there are many."""
+def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch, forgotten: dict[Any, Any]):
+    """Calls that run only once count too: with varying token counts there are many."""
     monkeypatch.setattr(call_recording, "_MOST_RECORDINGS", 8)
     a = floats(1)
     for times in (1, 2):
         for number in range(50):
             for _ in range(times):
-                learned(f"{times} {number}", lambda: run_add(a, None), a)
+                call_once(f"{times} {number}", lambda: run_add(a, None), a)
             assert len(forgotten) <= 8
     assert call_recording.find_recording(("2 49",)) is not None
 
 
-def test_a_layout_is_all_but_the_address():
+def test_a_layout_is_everything_but_the_address():
     x = torch.zeros(64, 64)
     same = torch.zeros(64, 64)
     assert call_recording.layout(x) == call_recording.layout(same)

@@ -1,4 +1,4 @@
-"""Calls that may not be remembered: whatever a launch does not stand for, and addresses that nobody knows."""
+"""Calls that cannot be recorded: work outside of recorded launches, and addresses of no recorded tensor."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("forgotten")
 
 
 def test_an_unknown_address_refuses():
-    a, stranger = floats(1), floats(2)
-    assert refusal(lambda: run_add(a, stranger), a)
-    assert not refusal(lambda: run_add(a, stranger), a, stranger)
-    assert refusal(lambda: run_add(a[1:], None, out=allocate()), a)  # inside of an input is not its start
+    a, unlisted = floats(1), floats(2)
+    assert refusal(lambda: run_add(a, unlisted), a)
+    assert not refusal(lambda: run_add(a, unlisted), a, unlisted)
+    assert refusal(lambda: run_add(a[1:], None, out=allocate()), a)  # an address inside an input is not its start
 
 
 def test_an_unknown_result_refuses():
@@ -41,11 +41,11 @@ def test_an_operator_without_a_launch_refuses():
         return run_add(a, None)
 
     assert refusal(silent, a)
-    assert refusal(lambda: allocate(), a)  # nothing at all was launched
+    assert refusal(lambda: allocate(), a)  # no launch
 
 
 @pytest.mark.parametrize("finishes", [False, True])
-def test_an_operator_of_two_launches_tells_its_last(finishes: bool):
+def test_an_operator_of_two_launches_marks_its_last(finishes: bool):
     a = floats(1)
 
     def twice() -> Tensor:
@@ -62,7 +62,7 @@ def test_an_operator_of_two_launches_tells_its_last(finishes: bool):
         assert_same_bits(recording.replay([floats(2)]), [floats(2) + 1 + 1])
 
 
-def test_work_that_says_so_refuses():
+def test_a_call_to_refuse_refuses():
     a = floats(1)
 
     def torchs() -> Tensor:
@@ -77,8 +77,8 @@ def test_work_that_says_so_refuses():
     "product",
     ["fprop", "dgrad", "wgrad", "bias", "grouped fprop", "grouped dgrad", "grouped wgrad", "grouped bias", "gather"],
 )
-def test_what_a_layer_does_by_torch_refuses(product: str, monkeypatch: pytest.MonkeyPatch):
-    """Even where it leaves nothing to return, as a gradient that is added to a buffer: a replay would leave it out."""
+def test_work_by_torch_in_a_layer_refuses(product: str, monkeypatch: pytest.MonkeyPatch):
+    """Also work without a result, such as a gradient added to a buffer: a replay would skip it."""
     x, weight, grad = torch.randn(4, 8), torch.randn(6, 8), torch.randn(4, 6)
     calls: dict[str, Callable[[], object]] = {
         "fprop": lambda: linear_plan.fprop(x, weight, None, None, None, torch.float32),
@@ -100,7 +100,7 @@ def test_what_a_layer_does_by_torch_refuses(product: str, monkeypatch: pytest.Mo
     found = Recorder([x, weight, grad], 3)
     monkeypatch.setattr(call_recording._state, "recorder", found, raising=False)
     calls[product]()
-    # a row of the table that tells of no launch leaves its operator unfinished
+    # a kernel that notes no launch leaves its operator unfinished
     refused = found.refused in ("a product in high precision", "a sum by torch")
     assert refused if product != "gather" else found.operators == 1 > found.finished
 
@@ -112,7 +112,7 @@ def test_a_poisoned_buffer_refuses(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_checked_ends_of_groups_refuse(monkeypatch: pytest.MonkeyPatch):
-    """They are looked at by torch, which no launch tells of."""
+    """torch checks them, which is no recorded launch."""
     a = floats(1)
     monkeypatch.setenv("BLOCKSCALE_CHECK", "1")
     returned, recording = record(lambda: run_add(a, None), (a,), one)
@@ -125,10 +125,10 @@ def test_two_inputs_with_one_address_refuse():
     assert refusal(lambda: run_add(a, a), a, a)
     assert refusal(lambda: run_add(a, a), a, a[:5])
     assert not refusal(lambda: run_add(a, a), a)
-    assert refusal(lambda: run_add(a, None), a, torch.empty(0))  # nothing is nowhere
+    assert refusal(lambda: run_add(a, None), a, torch.empty(0))  # an empty tensor has no address
 
 
-def test_a_call_that_fails_leaves_nobody_recording():
+def test_a_call_that_raises_ends_its_recording():
     a = floats(1)
 
     def fails() -> Tensor:
@@ -157,8 +157,8 @@ def test_other_threads_are_not_recorded():
     assert not refusal(call, a)
 
 
-def test_where_nobody_records_nothing_is_told():
+def test_notes_without_a_recording_do_nothing():
     out = run_add(floats(1), floats(2))
     call_recording.note_persistent_buffer(out, lambda: out)
-    call_recording.refuse("nobody hears")
+    call_recording.refuse("not recording")
     assert call_recording.recorder() is None

@@ -1,4 +1,4 @@
-"""What device is this, is it the current one, and how it multiplies."""
+"""Device properties, the current device, and matrix products on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockscale.hardware import named_device
 
 
 class Products(TorchDispatchMode):
-    """Sees in which dtype torch multiplies."""
+    """Records the dtypes of torch's matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_16_bits_on_a_cpu_are_rounded_once(dtype: torch.dtype) -> None:
-    """In each of the three products of a layer; and nothing is multiplied in 16 bits, which many CPUs cannot."""
+    """fprop, dgrad and wgrad run in fp32: many CPUs have no 16-bit instructions."""
     # integers: sums are exact in fp32, in any order, and too long for 16 bits
     x, weight, grad = (torch.randint(-99, 99, shape).to(dtype) for shape in ((24, 64), (32, 64), (24, 32)))
     leaves = x.requires_grad_(), weight.requires_grad_()
@@ -44,11 +44,11 @@ def test_products_of_16_bits_on_a_cpu_are_rounded_once(dtype: torch.dtype) -> No
 
 
 def test_another_gpu_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of Triton go to the current device, whichever their operands are on."""
+    """Triton launches on the current device, whichever device the operands are on."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for here in ("cpu", "meta", "cuda:0"):
-        assert not isinstance(hardware.made_current(torch.device(here)), torch.cuda.device)
-    other = hardware.made_current(torch.device("cuda:1"))
+        assert not isinstance(hardware.current_cuda_device(torch.device(here)), torch.cuda.device)
+    other = hardware.current_cuda_device(torch.device("cuda:1"))
     assert isinstance(other, torch.cuda.device)
     assert other.idx == 1
 

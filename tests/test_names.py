@@ -1,4 +1,4 @@
-"""Names that are checked without torch are those of the tables that say what they stand for."""
+"""Names that are checked without torch equal those of the tables that define them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_peers_of_a_suite_are_those_it_knows() -> None:
     "name", [*names.RECIPES, "fp8_blockwise_wgrad_bf16", "mxfp8_fprop_dgrad_bf16", "mxfp8_wgrad_bf16_dgrad_bf16"]
 )
 def test_a_recipe_that_exists_is_accepted(name: str) -> None:
-    """Also one followed by products that stay in high precision."""
+    """Also a name with some products unquantized."""
     assert get_recipe(name).name == name
     names.check_recipe(name)
 

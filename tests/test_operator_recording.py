@@ -1,4 +1,4 @@
-"""Operators that are remembered: the results of their bodies, and when they are asked again."""
+"""Recorded calls of operators: results of a replay, and when the body runs again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if tensors were on a GPU; the kernels of `recorded.py` run anywhere."""
-    monkeypatch.setattr(operator_recording, "_is_free", lambda tensor: operator_recording.nothing_is_forced())
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replay as if tensors were on a GPU; the kernels of `recorded.py` run on the CPU."""
+    monkeypatch.setattr(operator_recording, "_may_replay", lambda tensor: operator_recording.nothing_is_forced())
     CALLS.clear()
 
 
@@ -37,11 +37,11 @@ def body(a: Tensor, b: Tensor | None, plus: float) -> tuple[Tensor, Tensor | Non
 
 
 def run() -> Callable[..., Any]:
-    """Remembered under a name of its own."""
+    """The body as an operator with a new name."""
     return with_recorded_calls(f"op{next(_numbers)}", body, (0, 1))
 
 
-def test_the_third_call_asks_nobody():
+def test_the_third_call_is_replayed():
     op = run()
     for number in range(5):
         a, b = floats(number), floats(number + 10)
@@ -65,14 +65,14 @@ def test_results_that_are_none_stay_none():
     ("other", "what"),
     [
         ((floats(1), floats(2), 2.0), "a number"),
-        ((floats(1), None, 1.0), "a tensor that is not there"),
+        ((floats(1), None, 1.0), "None for a tensor"),
         ((torch.cat((floats(1), floats(1)))[::2], floats(2), 1.0), "strides"),
         ((torch.cat((floats(1), floats(1)))[1 : N + 1], floats(2), 1.0), "alignment"),
         ((floats(1)[None], floats(2), 1.0), "a shape"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_differs_is_another_call(other: tuple[Any, ...], what: str):
+def test_other_arguments_are_another_call(other: tuple[Any, ...], what: str):
     op = run()
     for _ in range(3):
         op(floats(1), floats(2), 1.0)
@@ -82,7 +82,7 @@ def test_what_differs_is_another_call(other: tuple[Any, ...], what: str):
 
 
 def test_devices_are_part_of_a_layout(monkeypatch: pytest.MonkeyPatch):
-    """A tensor on the wrong device has an address that a kernel must not see."""
+    """A kernel must not be given an address of another device."""
     x = floats(1)
     here = operator_recording._layout(x)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
@@ -98,7 +98,7 @@ def test_views_come_back_as_views():
         assert_same_bits(got, a.view(3, 11).mT)
 
 
-def test_one_that_writes_in_place_is_replayed_in_place():
+def test_an_operator_that_writes_in_place_is_replayed_in_place():
     def add_(total: Tensor, a: Tensor) -> None:
         CALLS.append("add_")
         run_add(a, total, out=total)
@@ -110,7 +110,7 @@ def test_one_that_writes_in_place_is_replayed_in_place():
     assert len(CALLS) == 2
 
 
-def test_one_that_does_more_than_it_tells_is_never_replayed():
+def test_an_operator_that_refuses_is_never_replayed():
     def more(a: Tensor) -> Tensor:
         CALLS.append("more")
         call_recording.refuse("a sum by torch")
@@ -122,7 +122,7 @@ def test_one_that_does_more_than_it_tells_is_never_replayed():
     assert len(CALLS) == 8
 
 
-def test_an_error_is_an_error_each_time():
+def test_an_operator_that_raises_raises_each_time():
     def broken(a: Tensor) -> Tensor:
         raise ValueError("no")
 
@@ -133,8 +133,8 @@ def test_an_error_is_an_error_each_time():
     assert call_recording.recorder() is None
 
 
-def test_a_recorded_layer_hears_of_every_launch():
-    """Its own recording has the launches, also of an operator that is known already."""
+def test_the_recording_of_a_layer_has_every_launch():
+    """Also those of an operator that has a recording of its own."""
     op = with_recorded_calls(f"op{next(_numbers)}", lambda a: run_add(a, None, 1.0), (0,))
     for _ in range(3):
         op(floats(1))
@@ -145,7 +145,7 @@ def test_a_recorded_layer_hears_of_every_launch():
     assert_same_bits(recording.replay([floats(6)]), [floats(6) + 1 + 1])
 
 
-def test_a_demand_for_a_backend_is_heard(monkeypatch: pytest.MonkeyPatch):
+def test_a_forced_backend_is_not_replayed(monkeypatch: pytest.MonkeyPatch):
     op = run()
     for _ in range(3):
         op(floats(1), floats(2), 1.0)
@@ -154,7 +154,7 @@ def test_a_demand_for_a_backend_is_heard(monkeypatch: pytest.MonkeyPatch):
     assert len(CALLS) == 3
 
 
-def test_names_of_arguments_go_to_the_body():
+def test_calls_with_keywords_run_the_body():
     op = run()
     for _ in range(4):
         first, _ = op(floats(1), floats(2), plus=0.0)
@@ -162,21 +162,21 @@ def test_names_of_arguments_go_to_the_body():
     assert len(CALLS) == 4
 
 
-def test_every_way_to_an_operator_is_remembered(monkeypatch: pytest.MonkeyPatch):
+def test_every_way_to_call_an_operator_is_replayed(monkeypatch: pytest.MonkeyPatch):
     """Directly, through the dispatcher, and from compiled code."""
 
     def fake(a: Tensor, b: Tensor) -> Tensor:
         return torch.empty_like(a)
 
-    def recall_test_add(a: Tensor, b: Tensor) -> Tensor:
+    def recorded_test_add(a: Tensor, b: Tensor) -> Tensor:
         CALLS.append("operator")
         return run_add(a, b)
 
-    direct = define_op(fake=fake)(recall_test_add)
-    op = torch.ops.blockscale.recall_test_add
+    direct = define_op(fake=fake)(recorded_test_add)
+    op = torch.ops.blockscale.recorded_test_add
     compiled = torch.compile(lambda a, b: op(a, b) * 1, backend="aot_eager")
     for number, call in enumerate((direct, direct, direct, op, op, compiled, compiled)):
         a, b = floats(number), floats(number + 10)
         assert_same_bits(call(a, b), a + b)
     assert len(CALLS) == 2
-    library.OPERATORS.pop("recall_test_add")
+    library.OPERATORS.pop("recorded_test_add")

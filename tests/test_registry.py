@@ -1,4 +1,4 @@
-"""The kernel table: which row serves a request, what a demanded backend may and may not do, what the log says."""
+"""The kernel registry: which kernel serves a request, what a forced backend may and may not do, what is logged."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def formats_of(op: str) -> list[tuple[str, ...]]:
 
 @pytest.fixture
 def toy(monkeypatch):
-    """An operation of its own with two rows for everything and one that refuses; gone after the test."""
-    monkeypatch.setitem(registry._TABLE, "toy", [])
-    monkeypatch.setattr(registry, "_told", set())
+    """An operation with two kernels for the CPU and one for CUDA; removed after the test."""
+    monkeypatch.setitem(registry._REGISTRY, "toy", [])
+    monkeypatch.setattr(registry, "_logged", set())
 
     def reject(request: Request) -> str | None:
         return "takes no odd rows" if request.shape[0] % 2 else None
@@ -87,7 +87,7 @@ def toy_request(rows: int = 2) -> Request:
     return request_for("toy", ("mxfp4",), shape=(rows, 8))
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
+# ---- the registry --------------------------------------------------------------------------------------------------
 
 
 def test_operations():
@@ -96,11 +96,11 @@ def test_operations():
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_reference_is_last_and_takes_everything(op):
-    rows = registry.kernels(op)
-    assert [row.backend for row in rows].count("reference") == 1
-    assert rows[-1].backend == "reference"
-    assert [row.priority for row in rows] == sorted((row.priority for row in rows), reverse=True)
-    reference = rows[-1]
+    entries = registry.kernels(op)
+    assert [entry.backend for entry in entries].count("reference") == 1
+    assert entries[-1].backend == "reference"
+    assert [entry.priority for entry in entries] == sorted((entry.priority for entry in entries), reverse=True)
+    reference = entries[-1]
     options = [frozenset(), frozenset({"bias", "accumulate", "strided", "offs", "hadamard", "stochastic"})]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     size = {"gemm": 3, "m_grouped": 4, "k_grouped": 4}.get(op, 2)
@@ -114,14 +114,14 @@ def test_the_reference_is_last_and_takes_everything(op):
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_every_row_says_what_it_is(op):
-    for row in registry.kernels(op):
-        assert row.summary
-        assert row.op == op
-        assert row.formats <= (set(formats_of(op)) if op in (*ONE_CAST, *TWO_CASTS) else LEGAL_PAIRS)
+def test_every_kernel_has_a_summary(op):
+    for entry in registry.kernels(op):
+        assert entry.summary
+        assert entry.op == op
+        assert entry.formats <= (set(formats_of(op)) if op in (*ONE_CAST, *TWO_CASTS) else LEGAL_PAIRS)
 
 
-def test_rows_returns_a_copy():
+def test_kernels_returns_a_copy():
     registry.kernels("gemm").clear()
     assert registry.kernels("gemm")
 
@@ -131,7 +131,7 @@ def test_backends():
     assert set(registry.backends()) - of_triton == {"reference", "torch", "torch_sm100"}
 
 
-def test_requests_and_rows_are_hashable():
+def test_requests_and_kernels_are_hashable():
     a, b = request_for("gemm", ("mxfp4", "mxfp4")), request_for("gemm", ("mxfp4", "mxfp4"))
     assert a == b
     assert len({a, b}) == 1
@@ -145,13 +145,13 @@ def test_a_request_reads_like_a_sentence():
     assert text == "gemm mxfp4 @ mxfp4 128x64x256 bfloat16 with accumulate, bias on cuda sm_90"
 
 
-# ---- which row, on machines that are not here ----------------------------------------------------------------------
+# ---- which kernel, on machines that are not here -------------------------------------------------------------------
 
 UPCAST, VENDOR = "torch.scaled_mm_upcast", "torch.scaled_mm_hopper"
 GLUON, REFERENCE = "hopper.scaled_mm", "reference.scaled_mm"
 
 
-def row_for(request: Request) -> str:
+def kernel_for(request: Request) -> str:
     taken = select(request)
     return f"{taken.backend}.{taken.launch.__name__}"
 
@@ -182,8 +182,8 @@ def row_for(request: Request) -> str:
         ("sm_120", ("fp8_1x128", "fp8_128x128"), REFERENCE),
     ],
 )
-def test_gemm_rows_by_machine(where, pair, launcher):
-    assert row_for(request_for("gemm", pair, where)) == launcher
+def test_gemm_kernels_by_machine(where, pair, launcher):
+    assert kernel_for(request_for("gemm", pair, where)) == launcher
 
 
 @pytest.mark.parametrize(
@@ -198,21 +198,21 @@ def test_gemm_rows_by_machine(where, pair, launcher):
         ("sm_100", ("nvfp4", "nvfp4"), (128, 0, 256), UPCAST, "no empty operands"),
     ],
 )
-def test_vendor_rows_refuse_sizes_with_a_reason(where, pair, shape, launcher, reason):
+def test_vendor_kernels_refuse_sizes_with_a_reason(where, pair, shape, launcher, reason):
     request = request_for("gemm", pair, where, shape)
-    assert row_for(request) == launcher
+    assert kernel_for(request) == launcher
     if reason is not None:
         assert reason in str(explain_request(request))
 
 
-def test_scales_with_foreign_strides_are_refused_by_the_vendor_row():
+def test_scales_with_foreign_strides_are_refused_by_the_vendor_kernel():
     request = request_for("gemm", ("fp8_1x128", "fp8_1x128"), "sm_90", options=frozenset({"strided"}))
     assert select(request).backend == "reference"
     assert "strides of their layout" in str(explain_request(request))
 
 
 @pytest.mark.parametrize("op", ["m_grouped", "k_grouped"])
-def test_grouped_rows_by_machine(op):
+def test_grouped_kernels_by_machine(op):
     for where in HYPOTHETICAL:
         decoded = "hopper_upcast" if where == "sm_90" else "torch"
         assert select(request_for(op, ("mxfp8_e4m3", "mxfp4"), where)).backend == decoded
@@ -231,8 +231,8 @@ def test_grouped_rows_by_machine(op):
 
 def test_conversions_are_shown():
     request = request_for("gemm", ("mxfp8_e4m3", "mxfp8_e5m2"), "sm_100")
-    # never run, so the vendor's product serves only on demand
-    assert row_for(request) == UPCAST
+    # never run, so the vendor's product serves only if forced
+    assert kernel_for(request) == UPCAST
     with use_backend(gemm="torch_sm100"):
         taken = explain_request(request).taken
         assert taken is not None
@@ -250,8 +250,7 @@ def test_explain_and_select_agree(where):
     for pair in LEGAL_PAIRS:
         request = request_for("gemm", pair, where)
         explanation = explain_request(request)
-        row = select(request)
-        assert explanation.taken.summary == row.summary
+        assert explanation.taken.summary == select(request).summary
         assert [candidate.taken for candidate in explanation.candidates].count(True) == 1
         assert len(explanation.candidates) == len(registry.kernels("gemm"))
         for candidate, found in zip(explanation.candidates, registry.kernels("gemm"), strict=True):
@@ -276,33 +275,33 @@ def test_explain_and_select_agree(where):
     ],
 )
 def test_refusals(backend, request_, reason):
-    row = next(row for row in registry.kernels("gemm") if row.backend == backend)
-    assert row.refusal(request_) == reason
+    found = next(entry for entry in registry.kernels("gemm") if entry.backend == backend)
+    assert found.refusal(request_) == reason
 
 
-def test_a_row_without_the_dtype_refuses():
-    row = replace(registry.kernels("gemm")[-1], dtypes=frozenset({torch.bfloat16}))
-    assert row.refusal(request_for("gemm", ("mxfp4", "mxfp4"), dtype=torch.float32)) == "has no float32"
+def test_a_kernel_without_the_dtype_refuses():
+    found = replace(registry.kernels("gemm")[-1], dtypes=frozenset({torch.bfloat16}))
+    assert found.refusal(request_for("gemm", ("mxfp4", "mxfp4"), dtype=torch.float32)) == "has no float32"
 
 
-def test_a_row_may_tell_how_it_would_serve(toy):
+def test_explain_shows_the_forecast_of_a_kernel(toy):
     def forecast(request: Request) -> Forecast:
         return Forecast(f"{request.shape[0]} rows", 4.0, 8_000_000, 1.0, "memory", "guessed")
 
-    @kernel("toy", "telling", devices=(), priority=7, forecast=forecast, reject=lambda request: None)
-    def telling() -> None:
-        """the one that tells"""
+    @kernel("toy", "predicted", devices=(), priority=7, forecast=forecast, reject=lambda request: None)
+    def predicted() -> None:
+        """the one with a model"""
 
     explanation = explain_request(toy_request(2))
     assert explanation.taken.forecast == forecast(toy_request(2))
-    assert [row.forecast is not None for row in explanation.candidates].count(True) == 1
+    assert [each.forecast is not None for each in explanation.candidates].count(True) == 1
     assert str(explanation).splitlines()[3:4] == [
         "   2 rows; predicted 4.0 µs, 2 TFLOP/s; "
         "bound 1.0 µs by memory, of which the prediction reaches 25% (guessed)"
     ]  # fmt: skip
 
 
-# ---- demanding a backend -------------------------------------------------------------------------------------------
+# ---- forcing a backend ---------------------------------------------------------------------------------------------
 
 
 def backend_of(op: str, formats: tuple[str, ...]) -> str:
@@ -321,7 +320,7 @@ def test_use_backend_holds_for_every_operation_that_has_it():
     assert backend_of("gemm", MX_PAIR) == "torch"
 
 
-def test_a_demanded_backend_never_falls_back():
+def test_a_forced_backend_never_falls_back():
     with use_backend("torch"), pytest.raises(BackendError) as caught:
         select(request_for("gemm", FP8_PAIR))
     text = str(caught.value)
@@ -332,7 +331,7 @@ def test_a_demanded_backend_never_falls_back():
     assert isinstance(caught.value, NotImplementedError)
 
 
-def test_a_demanded_backend_never_falls_back_in_a_call():
+def test_a_forced_backend_never_falls_back_in_a_call():
     q = bs.quantize(gaussian(4, 128), "fp8_1x128")
     with use_backend(gemm="torch"), pytest.raises(BackendError):
         bs.scaled_mm(q, q)
@@ -364,7 +363,7 @@ def test_use_backend_nests_and_restores():
     assert registry._forced == []
 
 
-def test_auto_lifts_a_demand():
+def test_auto_unforces_a_backend():
     with use_backend("reference"), use_backend(gemm="auto"):
         assert backend_of("gemm", MX_PAIR) == "torch"
         assert backend_of("m_grouped", MX_PAIR) == "reference"
@@ -372,7 +371,7 @@ def test_auto_lifts_a_demand():
         assert backend_of("gemm", MX_PAIR) == "torch"
 
 
-def test_a_demand_holds_on_other_threads():
+def test_a_backend_is_forced_on_other_threads_too():
     """On CUDA a backward runs on autograd's own threads."""
     found: list[str] = []
     with use_backend("reference"):
@@ -382,12 +381,12 @@ def test_a_demand_holds_on_other_threads():
     assert found == ["reference"]
 
 
-def test_a_demand_is_explained():
+def test_explain_shows_a_forced_backend():
     with use_backend(gemm="reference"):
         explanation = explain_request(request_for("gemm", MX_PAIR))
     assert explanation.taken.backend == "reference"
-    assert explanation.taken.reason == "demanded: reference"
-    assert "able, but reference is demanded" in str(explanation)
+    assert explanation.taken.reason == "forced: reference"
+    assert "able, but reference is forced" in str(explanation)
     with use_backend(gemm="torch"):
         assert explain_request(request_for("gemm", FP8_PAIR)).taken is None
 
@@ -416,10 +415,10 @@ def test_unknown_operation():
 # ---- the environment -----------------------------------------------------------------------------------------------
 
 
-def test_the_environment_demands_a_backend(monkeypatch):
+def test_the_environment_forces_a_backend(monkeypatch):
     monkeypatch.setenv("BLOCKSCALE_BACKEND", "reference")
     assert backend_of("gemm", MX_PAIR) == "reference"
-    with use_backend("torch"):  # the program is nearer than the shell
+    with use_backend("torch"):  # the program overrides the environment
         assert backend_of("gemm", MX_PAIR) == "torch"
     with use_backend("auto"):
         assert backend_of("gemm", MX_PAIR) == "torch"
@@ -442,8 +441,8 @@ def test_the_environment_demands_a_backend(monkeypatch):
     ],
     ids=["use_backend", "environment"],
 )
-def test_the_table_is_complete_in_a_fresh_process(setting, code):
-    """Names resolve lazily: the first thing a program does may be to demand a backend of a room not yet imported."""
+def test_the_registry_is_complete_in_a_fresh_process(setting, code):
+    """Names resolve lazily: a program may first force a backend of a package that is not imported yet."""
     result = subprocess.run(
         [sys.executable, "-c", f"import blockscale as bs\n{code}"],
         env={**os.environ, "BLOCKSCALE_BACKEND": setting, "PYTHONPATH": str(SRC)},
@@ -454,11 +453,11 @@ def test_the_table_is_complete_in_a_fresh_process(setting, code):
     assert result.returncode == 0, result.stderr
 
 
-# ---- rows that come and go -----------------------------------------------------------------------------------------
+# ---- kernels that come and go --------------------------------------------------------------------------------------
 
 
 def test_priority_decides_and_refusals_pass_on(toy):
-    assert [row.backend for row in registry.kernels(toy)] == ["elsewhere", "fast", "slow"]
+    assert [entry.backend for entry in registry.kernels(toy)] == ["elsewhere", "fast", "slow"]
     assert select(toy_request(2)).launch() == "fast"
     assert select(toy_request(3)).launch() == "slow"
     with use_backend(toy="slow"):
@@ -467,7 +466,7 @@ def test_priority_decides_and_refusals_pass_on(toy):
         select(toy_request(3))
 
 
-def test_a_new_row_counts_at_once(toy):
+def test_a_new_kernel_counts_at_once(toy):
     assert select(toy_request(2)).backend == "fast"
 
     @kernel(toy, "faster", devices=("cpu",), priority=50)
@@ -477,35 +476,35 @@ def test_a_new_row_counts_at_once(toy):
     assert select(toy_request(2)).backend == "faster"
 
 
-def test_a_specialist_leaves_the_rest_to_others(toy, caplog):
-    def leave(request):
+def test_a_kernel_defers_requests_that_others_serve_faster(toy, caplog):
+    def defer(request):
         return None if request.shape[0] < 10 else "would take longer"
 
     def reject(request):
         return "has no room" if request.shape[0] > 99 else None
 
-    kernel(toy, "special", devices=("cpu",), priority=6, defer=leave, reject=reject)(lambda: "special")
+    kernel(toy, "special", devices=("cpu",), priority=6, defer=defer, reject=reject)(lambda: "special")
     small, middle, large = (toy_request(rows) for rows in (4, 50, 500))
     assert [select(request).backend for request in (small, middle, large)] == ["special", "fast", "fast"]
-    assert not caplog.records, "that a specialist does not serve is no news"
+    assert not caplog.records, "a kernel that defers is not logged"
     with use_backend(toy="special"):
         assert select(middle).backend == "special"
         with pytest.raises(bs.errors.BackendError, match="has no room"):
             select(large)
-    told = str(explain_request(middle))
-    assert "special: able, but would take longer" in told
-    assert "-> fast" in told
+    text = str(explain_request(middle))
+    assert "special: able, but would take longer" in text
+    assert "-> fast" in text
 
 
-def test_what_never_ran_serves_by_demand_only(toy):
+def test_a_forced_only_kernel_serves_only_if_forced(toy):
     kernel(toy, "untried", devices=("cpu",), priority=99, forced_only=True)(lambda: "untried")
     assert select(toy_request(2)).backend == "fast"
     assert explain_request(toy_request(2)).taken.backend == "fast"
-    assert "untried: able, but only by demand" in str(explain_request(toy_request(2)))
+    assert "untried: able, but only if forced" in str(explain_request(toy_request(2)))
     with use_backend(toy="untried"):
         assert select(toy_request(2)).backend == "untried"
         assert explain_request(toy_request(2)).taken.backend == "untried"
-    untried = {f"{row.backend}.{row.launch.__name__}" for row in registry.kernels("gemm") if row.forced_only}
+    untried = {f"{entry.backend}.{entry.launch.__name__}" for entry in registry.kernels("gemm") if entry.forced_only}
     assert untried <= {
         "triton.scaled_mm",
         "torch_sm100.scaled_mm_blackwell",
@@ -516,8 +515,8 @@ def test_what_never_ran_serves_by_demand_only(toy):
     }
 
 
-def test_nothing_left_is_an_error_with_every_reason(toy):
-    registry._TABLE[toy][:] = [row for row in registry._TABLE[toy] if row.backend != "slow"]
+def test_no_kernel_is_an_error_with_every_reason(toy):
+    registry._REGISTRY[toy][:] = [entry for entry in registry._REGISTRY[toy] if entry.backend != "slow"]
     with pytest.raises(BackendError) as caught:
         select(toy_request(3))
     assert "no backend can run toy" in str(caught.value)
@@ -525,18 +524,18 @@ def test_nothing_left_is_an_error_with_every_reason(toy):
     assert "elsewhere runs on cuda, not on cpu" in str(caught.value)
 
 
-def test_a_slower_row_is_announced_once(toy, caplog):
+def test_a_slower_kernel_is_logged_once(toy, caplog):
     caplog.set_level(logging.DEBUG, logger="blockscale")
     for rows in (2, 4):
         select(toy_request(rows))
-    assert caplog.records == []  # the best row of this device; rows for other devices are no news
+    assert caplog.records == []  # the best kernel of this device; kernels for other devices are not logged
     for rows in (3, 5, 3):
         select(toy_request(rows))
     assert [record.message for record in caplog.records] == ["toy mxfp4 on cpu uses slow: fast takes no odd rows"]
     assert caplog.records[0].levelno == logging.INFO
 
 
-def test_on_a_gpu_a_slower_row_is_a_warning(toy, caplog):
+def test_a_slower_kernel_on_a_gpu_is_a_warning(toy, caplog):
     kernel(toy, "tuned", devices=("cuda",), priority=99, reject=lambda request: "is not built")(lambda: None)
     caplog.set_level(logging.DEBUG, logger="blockscale")
     request = replace(toy_request(2), capability=HYPOTHETICAL["sm_90"])
@@ -546,7 +545,7 @@ def test_on_a_gpu_a_slower_row_is_a_warning(toy, caplog):
     assert "tuned is not built" in caplog.records[0].message
 
 
-def test_a_demanded_row_is_not_announced(toy, caplog):
+def test_a_forced_kernel_is_not_logged(toy, caplog):
     caplog.set_level(logging.DEBUG, logger="blockscale")
     with use_backend(toy="slow"):
         select(toy_request(3))

@@ -49,7 +49,7 @@ _PUBLIC = {
     "explain": "diagnostics",
     "doctor": "diagnostics",
 }
-_ROOMS = ("casts", "gemm", "grouped")
+_KERNEL_PACKAGES = ("casts", "gemm", "grouped")
 _SUBMODULES = (
     "autograd", "casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "nn", "registry",
     "roofline", "train",
@@ -136,12 +136,12 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> object:
     if name in _PUBLIC or name == "registry":
-        # kernels register when their room is imported, and whoever asks may demand a backend of any of them
-        for room in _ROOMS:
-            importlib.import_module(f".{room}", __name__)
+        # kernels register when their package is imported, and a caller may force a backend of any of them
+        for package in _KERNEL_PACKAGES:
+            importlib.import_module(f".{package}", __name__)
     if name in _PUBLIC:
         value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
-        globals()[name] = value  # found at once the next time: looking it up takes longer than launching a kernel
+        globals()[name] = value  # cached: this lookup takes longer than a kernel launch
         return value
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)

@@ -1,12 +1,12 @@
-"""A layer's call remembered: what it allocates and what it launches, to be done again without asking anything.
+"""Recorded calls of layers: the sequence of allocations and kernel launches of a call, replayed with other addresses.
 
-Between two calls of a layer with tensors of the same shapes nothing changes but addresses. Choosing kernels, dressing
-operands and checking them costs several times what launching costs, so the second call is recorded and later ones are
-replayed: buffers are allocated, addresses are put where they belong, kernels start.
+Two calls of a layer with tensors of the same shapes differ only in addresses. Selecting kernels, building operands and
+checking them takes several times as long as launching, so the second call is recorded and later ones are replayed:
+allocate buffers, substitute addresses, launch kernels.
 
-What may be replayed is found out, never assumed: every operator that runs must tell of its launches and that they were
-all of its work (`launched`), and every address of a launch must be an input, a buffer that was allocated through
-`library.empty`, or something that says how to find it again (`provided`). Anything else, and nothing is remembered.
+A call is recorded only if it is complete. Every operator reports its launches and which one is its last
+(`note_launch`). Every address of a launch is an input, a buffer from `library.empty` (`note_allocation`) or a
+persistent buffer with a function that finds it again (`note_persistent_buffer`). Otherwise there is no recording.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from . import env
 
 
 class Launch(NamedTuple):
-    """A kernel's start: a function of the device, addresses and the rest.
+    """One kernel launch: start(device, *addresses, *rest).
 
-    places: where in the list of addresses each is found, None for no address.
+    places: index of each address in the list of addresses; None for a null pointer.
     """
 
     start: Callable[..., None]
@@ -36,7 +36,12 @@ class Launch(NamedTuple):
 
 @dataclass(eq=False)
 class Recorder:
-    """What a call did so far. Tensors are numbered: inputs, then buffers in the order of their allocation."""
+    """Recording in progress. Tensors are numbered: inputs first, then buffers in order of allocation.
+
+    inputs: number of input tensors.  slots: shape and dtype of each buffer.  providers: (slot, function that returns
+    the buffer) of persistent buffers.  operators, finished: operators started, and those whose last launch was noted.
+    refused: the first reason why the call cannot be recorded.
+    """
 
     tensors: list[Tensor]
     inputs: int
@@ -55,29 +60,29 @@ class Recorder:
     def _number(self, tensor: Tensor, number: int) -> None:
         address = tensor.data_ptr()
         if address == 0 or address in self.numbers:
-            self.refused = self.refused or "two tensors with one address, or one without any"
+            self.refused = self.refused or "two tensors with one address, or a tensor without memory"
         self.numbers[address] = number
 
-    def allocated(self, tensor: Tensor) -> None:
-        # held until the end, so that no address is given out twice
+    def add_buffer(self, tensor: Tensor) -> None:
+        # keeps the tensor alive, so that the allocator does not hand out its address twice
         self.tensors.append(tensor)
         self.slots.append((tuple(tensor.shape), tensor.dtype))
         self._number(tensor, len(self.tensors) - 1)
 
-    def provided(self, tensor: Tensor, again: Callable[[], Tensor]) -> None:
+    def add_persistent_buffer(self, tensor: Tensor, lookup: Callable[[], Tensor]) -> None:
         self.tensors.append(tensor)
         self.slots.append(((), torch.uint8))
-        self.providers.append((len(self.slots) - 1, again))
-        # several operators may be given the same one, and each asks for it by itself
+        self.providers.append((len(self.slots) - 1, lookup))
+        # several operators may use one persistent buffer, and each notes it
         self.numbers[tensor.data_ptr()] = len(self.tensors) - 1
 
     def place(self, address: int | None) -> int | None:
-        """The number of the tensor at an address."""
+        """Number of the tensor at an address; None for a null pointer or an unknown address, which refuses."""
         if address is None:
             return None
         number = self.numbers.get(address)
         if number is None:
-            self.refused = self.refused or "an address that nobody knows"
+            self.refused = self.refused or "an address of no recorded tensor"
         return number
 
 
@@ -85,33 +90,33 @@ _state = threading.local()  # a backward runs on another thread
 
 
 def recorder() -> Recorder | None:
-    """Whoever records on this thread."""
+    """The recording in progress on this thread, or None."""
     return getattr(_state, "recorder", None)
 
 
 def note_allocation(tensor: Tensor) -> None:
-    """Tell that a buffer was allocated."""
+    """Record the allocation of a buffer."""
     found = recorder()
     if found is not None:
-        found.allocated(tensor)
+        found.add_buffer(tensor)
 
 
-def note_persistent_buffer(tensor: Tensor, again: Callable[[], Tensor]) -> None:
-    """Tell of a buffer that outlives the call, and how to find the one that is right for a later call."""
+def note_persistent_buffer(tensor: Tensor, lookup: Callable[[], Tensor]) -> None:
+    """Record the use of a buffer that outlives the call.  lookup: returns the buffer for a later call."""
     found = recorder()
     if found is not None:
-        found.provided(tensor, again)
+        found.add_persistent_buffer(tensor, lookup)
 
 
 def note_operator_start() -> None:
-    """Tell that an operator has begun its work."""
+    """Record that an operator starts."""
     found = recorder()
     if found is not None:
         found.operators += 1
 
 
 def refuse(why: str) -> None:
-    """Tell of work that no launch stands for."""
+    """Refuse the recording in progress.  why: work that is not a recorded launch."""
     found = recorder()
     if found is not None:
         found.refused = found.refused or why
@@ -124,7 +129,7 @@ def note_launch(
     *,
     last: bool = True,
 ) -> None:
-    """Tell of a launch: start(device, *pointers, *rest).  last: with it an operator has done all of its work."""
+    """Record a launch: start(device, *pointers, *rest).  last: it completes its operator."""
     found = recorder()
     if found is not None:
         found.launches.append(Launch(start, tuple(map(found.place, pointers)), rest))
@@ -135,55 +140,55 @@ FP4 = torch.float4_e2m1fn_x2
 
 
 def empty_fp4(shape: Sequence[int], device: torch.device) -> Tensor:
-    """An uninitialised buffer of FP4. torch fills buffers under use_deterministic_algorithms, and has no fill of FP4:
-    there it fills bytes."""
+    """Uninitialised FP4 buffer. Under use_deterministic_algorithms torch fills buffers, which it cannot do for FP4: it
+    fills bytes there."""
     if torch.are_deterministic_algorithms_enabled():
         return torch.empty(shape, dtype=torch.uint8, device=device).view(FP4)
     return torch.empty(shape, dtype=FP4, device=device)
 
 
-_ALIGNMENT = 512  # of torch's allocator, which kernels were compiled to expect a divisor of
+_ALIGNMENT = 512  # bytes, of torch's allocator; kernels are compiled for a divisor of it
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A call that can be replayed. Addresses are those of its inputs, of the buffers that it returns, and of buffers
-    that nobody sees, which share one allocation.
+    """A call that can be replayed. Its list of addresses holds inputs, returned and persistent buffers, and scratch
+    buffers, which share one allocation.
 
-    buffers: shape and dtype of those that are returned, or who provides one.  hidden: places of the others in their
-    allocation of `hidden_bytes`.  order: where the address of each numbered tensor is found.  results: the same for
-    tensors that it returns.
+    buffers: shape and dtype of a returned buffer, or the function that finds a persistent one.  scratch_offsets: byte
+    offsets of scratch buffers in their allocation of `scratch_bytes`.  results: index of each returned tensor among
+    inputs and buffers, None for a result that is None.  note: the caller's own data.
     """
 
     device: int
     buffers: tuple[tuple[tuple[int, ...], torch.dtype] | Callable[[], Tensor], ...]
-    hidden: tuple[int, ...]
-    hidden_bytes: int
+    scratch_offsets: tuple[int, ...]
+    scratch_bytes: int
     launches: tuple[Launch, ...]
     results: tuple[int | None, ...]
     note: Any = None
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The call with other tensors of the same shapes, strides, dtypes and alignment; its results."""
+        """Run the call with other inputs of the same shapes, strides, dtypes and alignment; returns its results."""
         tensors, device, where = list(inputs), self.device, inputs[0].device
         for buffer in self.buffers:
             if isinstance(buffer, tuple):
                 shape, dtype = buffer
-                # sizes one by one are parsed faster than a tuple, but there must be one
+                # torch parses separate sizes faster than a tuple, but needs at least one
                 if dtype is FP4:
-                    one = empty_fp4(shape, where)
+                    tensor = empty_fp4(shape, where)
                 elif shape:
-                    one = torch.empty(*shape, dtype=dtype, device=where)
+                    tensor = torch.empty(*shape, dtype=dtype, device=where)
                 else:
-                    one = torch.empty((), dtype=dtype, device=where)
-                tensors.append(one)
+                    tensor = torch.empty((), dtype=dtype, device=where)
+                tensors.append(tensor)
             else:
                 tensors.append(buffer())
         addresses = [tensor.data_ptr() for tensor in tensors]
-        if self.hidden:
-            pool = torch.empty(self.hidden_bytes, dtype=torch.uint8, device=where)
-            start = pool.data_ptr()
-            addresses += [start + offset for offset in self.hidden]
+        if self.scratch_offsets:
+            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=where)
+            start = scratch.data_ptr()
+            addresses += [start + offset for offset in self.scratch_offsets]
         for start_kernel, places, rest in self.launches:
             start_kernel(device, *[None if place is None else addresses[place] for place in places], *rest)
         return [None if number is None else tensors[number] for number in self.results]
@@ -192,13 +197,13 @@ class Recording:
 def record(
     call: Callable[[], Any], inputs: Sequence[Tensor], results: Callable[[Any], tuple[Sequence[Tensor | None], Any]]
 ) -> tuple[Any, Recording | None]:
-    """Do a call, and say how to do it again; None where it cannot be remembered.
+    """Run a call and record it: (its result, the recording, or None if it cannot be replayed).
 
-    inputs: every tensor that the call reads or writes and does not allocate.  results: of what the call returned, the
-    tensors that a replay is to return, each at the start of its buffer, and a note to be kept with them.
+    inputs: every tensor that the call reads or writes and does not allocate.  results: maps the call's result to the
+    tensors that a replay returns, each at the start of its buffer, and a note to store with them.
     """
     if env.flag("BLOCKSCALE_CHECK"):
-        return call(), None  # by whoever looks at the ends of groups, and is told of by no launch
+        return call(), None  # the check of group ends runs in torch, and is no recorded launch
     found = Recorder(list(inputs), len(inputs))
     _state.recorder = found
     try:
@@ -209,48 +214,48 @@ def record(
     numbers = tuple(None if tensor is None else found.place(tensor.data_ptr()) for tensor in wanted)
     if found.refused or found.operators != found.finished or not found.launches:
         return returned, None
-    return returned, _arranged(found, inputs[0].get_device(), numbers, note)
+    return returned, _finish(found, inputs[0].get_device(), numbers, note)
 
 
-def _arranged(found: Recorder, device: int, results: tuple[int | None, ...], note: Any) -> Recording:
-    """Inputs first, then what is returned or provided, then what nobody sees."""
+def _finish(found: Recorder, device: int, results: tuple[int | None, ...], note: Any) -> Recording:
+    """The recording, with addresses reordered: inputs, returned and persistent buffers, scratch buffers."""
     providers = dict(found.providers)
-    seen: list[tuple[tuple[int, ...], torch.dtype] | Callable[[], Tensor]] = []
+    buffers: list[tuple[tuple[int, ...], torch.dtype] | Callable[[], Tensor]] = []
     offsets: list[int] = []
     size, place = 0, {number: number for number in range(found.inputs)}
-    hidden: list[int] = []
+    scratch: list[int] = []
     for slot, (shape, dtype) in enumerate(found.slots):
         number = found.inputs + slot
         if slot in providers or number in results:
-            place[number] = found.inputs + len(seen)
-            seen.append(providers.get(slot) or (shape, dtype))
+            place[number] = found.inputs + len(buffers)
+            buffers.append(providers.get(slot) or (shape, dtype))
         else:
-            hidden.append(number)
+            scratch.append(number)
             offsets.append(size)
             size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    for at, number in enumerate(hidden):
-        place[number] = found.inputs + len(seen) + at
+    for at, number in enumerate(scratch):
+        place[number] = found.inputs + len(buffers) + at
     launches = tuple(
         launch._replace(places=tuple(None if number is None else place[number] for number in launch.places))
         for launch in found.launches
     )
     returned = tuple(None if number is None else place[number] for number in results)
-    return Recording(device, tuple(seen), tuple(offsets), size, launches, returned, note)
+    return Recording(device, tuple(buffers), tuple(offsets), size, launches, returned, note)
 
 
-_MOST_RECORDINGS = 16384  # a layer's call, and each of its operators'
+_MOST_RECORDINGS = 16384  # calls of layers, and of their operators
 _TRIES = 3
-# a recording, or how often a call was made that could not be recorded: the first compiles its kernels
+# a recording, or the number of calls so far that could not be recorded: the first call compiles its kernels
 _RECORDINGS: dict[tuple[object, ...], Recording | int] = {}
 
 
 def layout(tensor: Tensor) -> tuple[object, ...]:
-    """All of a tensor that a launch depends on, but for its address."""
+    """Everything about a tensor that a launch depends on, except its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16
 
 
 def find_recording(key: tuple[object, ...]) -> Recording | None:
-    """The call of that key, if it was recorded."""
+    """The recording of that key, or None."""
     found = _RECORDINGS.get(key)
     return found if type(found) is Recording else None
 
@@ -261,7 +266,7 @@ def run_and_record(
     inputs: Sequence[Tensor],
     results: Callable[[Any], tuple[Sequence[Tensor | None], Any]],
 ) -> Any:
-    """Do a call that is not known, and record it if it may be: not the first time, and not after it failed to."""
+    """Run a call without a recording, and record it from the second time on, at most `_TRIES` times."""
     tries = _RECORDINGS.get(key, 0)
     if len(_RECORDINGS) >= _MOST_RECORDINGS and key not in _RECORDINGS:
         _RECORDINGS.clear()

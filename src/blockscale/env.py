@@ -30,14 +30,14 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("BLOCKSCALE_LOG", "print messages of this level and above: debug, info, warning or error"),
     Variable("BLOCKSCALE_MULTICAST", "1: Hopper's FP8 product in clusters of two (Triton 3.9; gains little)", "0"),
     Variable("BLOCKSCALE_POISON", "1: fill outputs with NaN bytes before a kernel writes them (debugging, tests)", "0"),
-    Variable("BLOCKSCALE_PTXAS", "assembler of Hopper's product: default for Triton's own, or the path of a ptxas"),
-    Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail when there is no GPU, instead of being deselected", "0"),
+    Variable("BLOCKSCALE_PTXAS", "ptxas for Hopper's product: default for Triton's own, or a path"),
+    Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail instead of skipping when there is no GPU", "0"),
     Variable("BLOCKSCALE_TUNED", "folder of your tuned plans, instead of the one in the cache; off: use no tuned plan"),
 )
 _DECLARED = {variable.name: variable for variable in VARIABLES}
 
 
-# What lies behind os.environ, where looking for a name that is not set raises and catches: microseconds of every call.
+# The dict behind os.environ: os.environ raises and catches for an unset name, which takes microseconds in every call.
 _ENVIRON: dict[Any, Any] = os.environ._data  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 _KEYS = {variable.name: os.environ.encodekey(variable.name) for variable in VARIABLES}
 
@@ -53,17 +53,17 @@ def flag(name: str) -> bool:
 
 
 def of_others(name: str) -> str:
-    """The value of a variable that belongs to another program and that this library respects; empty when unset."""
+    """The value of another program's variable, stripped; empty when unset."""
     return os.environ.get(name, "").strip()
 
 
 def suggest_to_others(name: str, value: str) -> None:
-    """A setting of another library, unless somebody has set it; before that library is imported."""
+    """Set another library's variable unless it is set; call before that library is imported."""
     os.environ.setdefault(name, value)
 
 
 def cache_folder(name: str) -> Path:
-    """Where this user's files of one kind are kept between runs; it need not exist."""
+    """The user's cache folder for one kind of file; it may not exist yet."""
     cache = of_others("XDG_CACHE_HOME") or os.path.join("~", ".cache")
     return Path(os.path.expanduser(cache), "blockscale", name)
 
@@ -74,5 +74,5 @@ def current() -> dict[str, str]:
 
 
 def undeclared() -> list[str]:
-    """Variables with our prefix that nothing reads: usually a typo."""
+    """Variables with the prefix BLOCKSCALE_ that are not declared: usually typos."""
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in _DECLARED)

@@ -1,7 +1,7 @@
-"""Every way a call can fail, one class per kind, and the checks that are shared by several rooms.
+"""Every way a call can fail, one class per kind, and the checks that are shared by several subpackages.
 
 A message always has three parts: what was wrong (with the value), the rule it breaks, and what to do instead.
-User mistakes are `ValueError`s, things nobody has built are `NotImplementedError`s; `assert` is for our own invariants.
+User mistakes are `ValueError`s, missing features are `NotImplementedError`s; `assert` is for our own invariants.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class DeviceError(BlockscaleError, ValueError):
 
 
 class StaleWeightError(BlockscaleError, ValueError):
-    """A shared cast of a weight that has changed since."""
+    """A shared cast of a weight that has been written since."""
 
 
 class StaleActivationError(BlockscaleError, ValueError):
-    """A shared cast of an input that has changed since."""
+    """A shared cast of an input that has been written since."""
 
 
 class DataError(BlockscaleError, ValueError):
-    """Text to train on that is not there, too short, or cannot be read or kept."""
+    """Training text that is missing, too short, or cannot be read or stored."""
 
 
 class CheckpointError(BlockscaleError, ValueError):
@@ -101,7 +101,7 @@ class CheckpointError(BlockscaleError, ValueError):
 
 
 class NonFiniteError(BlockscaleError, ValueError):
-    """A loss or a gradient that is no number, and where it first was not."""
+    """A loss or gradient that is not finite, and where that happened first."""
 
 
 class OutOfMemoryError(BlockscaleError, ValueError):
@@ -109,11 +109,11 @@ class OutOfMemoryError(BlockscaleError, ValueError):
 
 
 class ProcessError(BlockscaleError, ValueError):
-    """A process of its own that ended without a result."""
+    """A worker process that ended without a result."""
 
 
 class TransformError(BlockscaleError, NotImplementedError):
-    """A transform of torch.func, or forward-mode AD, that wants a derivative which layers do not have."""
+    """A torch.func transform or forward-mode AD that needs a derivative that layers do not have."""
 
 
 class PairError(BlockscaleError, NotImplementedError):
@@ -121,19 +121,19 @@ class PairError(BlockscaleError, NotImplementedError):
 
 
 class MissingPackageError(BlockscaleError, NotImplementedError, ImportError):
-    """A package that is needed and not installed."""
+    """A required package that is not installed."""
 
 
 class VersionError(BlockscaleError, NotImplementedError):
-    """A package in a version that this library was not written for. No ImportError: torchtitan hides those."""
+    """An unsupported version of a package. Not an ImportError: torchtitan hides those."""
 
 
 class BackendError(BlockscaleError, NotImplementedError):
-    """No kernel in the table can serve this request."""
+    """No kernel in the registry can serve this request."""
 
 
 class AssemblyError(BackendError):
-    """A kernel whose code the assembler did not take."""
+    """A kernel that ptxas failed to assemble."""
 
 
 def _nearest(name: str, choices: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""What device is this, and what can it do: the facts that the kernel table and `doctor` ask for.
+"""Device properties for the kernel registry and `doctor`.
 
 `Capability` is the small hashable part that decides which kernels can run; `describe` is the long form for people.
-Nothing here starts CUDA unless a CUDA device is asked about.
+Nothing here initializes CUDA unless it is given a CUDA device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import DeviceError, message
 
 @dataclass(frozen=True)
 class Capability:
-    """A kind of device as the kernel table sees it: its type and, for CUDA, 10 * major + minor."""
+    """Device type and, for CUDA, the compute capability as 10 * major + minor: what kernels are selected by."""
 
     device: str
     sm: int = 0
@@ -53,13 +53,13 @@ def capability(device: torch.device | str) -> Capability:
         return known
     if device.type != "cuda":
         return _KNOWN.setdefault(device, CPU if device.type == "cpu" else Capability(device.type))
-    # torch types the index as int, but it is None for "cuda" without a number, which is another device tomorrow
+    # torch types the index as int, but it is None for "cuda": the current device, which may change
     if device == torch.device("cuda"):
         return capability(torch.device("cuda", torch.cuda.current_device()))
     return _KNOWN.setdefault(device, _cuda_capability(device.index))
 
 
-# of an H200, and of every H100 with SXM
+# SMs of an H200, and of every H100 SXM
 DEFAULT_SM_COUNT = 132
 _META = torch.device("meta")
 _COUNTS: dict[torch.device, int] = {}
@@ -67,7 +67,7 @@ _NAMES: dict[torch.device, str] = {}
 
 
 def sm_count(device: torch.device) -> int:
-    """How many programs run at a time; where none do, on a CPU, as many as on an H200.
+    """Number of SMs of a GPU; for a CPU the number of an H200.
 
     >>> sm_count(torch.device("cpu"))
     132
@@ -77,13 +77,13 @@ def sm_count(device: torch.device) -> int:
         return known
     if device.type != "cuda":
         return DEFAULT_SM_COUNT
-    if device == torch.device("cuda"):  # without a number, it is another one tomorrow
+    if device == torch.device("cuda"):  # the current device, which may change
         return sm_count(torch.device("cuda", torch.cuda.current_device()))
     return _COUNTS.setdefault(device, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def gpu_name(device: torch.device) -> str:
-    """What the driver calls a GPU; empty for what is none.
+    """The driver's name of a GPU; empty for other devices.
 
     >>> gpu_name(torch.device("cpu"))
     ''
@@ -93,16 +93,16 @@ def gpu_name(device: torch.device) -> str:
         return known
     if device.type != "cuda":
         return ""
-    if device == torch.device("cuda"):  # without a number, it is another one tomorrow
+    if device == torch.device("cuda"):  # the current device, which may change
         return gpu_name(torch.device("cuda", torch.cuda.current_device()))
     return _NAMES.setdefault(device, torch.cuda.get_device_properties(device).name)
 
 
 @contextlib.contextmanager
 def compiling_for(where: Capability, count: int = DEFAULT_SM_COUNT, name: str = "") -> Generator[None]:
-    """Within it, operands on the meta device stand for operands on such a GPU of `count` multiprocessors, by that name.
+    """Context in which meta tensors stand for tensors on such a GPU with `count` SMs and that name.
 
-    Kernels that can be compiled ahead (`Kernel.precompile_key`) are launched with them, and no GPU is asked.
+    Launching a kernel that can be precompiled (`Kernel.precompile_key`) with them compiles it without a GPU.
 
     >>> with compiling_for(Capability("cuda", 90)):
     ...     capability("meta")
@@ -116,20 +116,20 @@ def compiling_for(where: Capability, count: int = DEFAULT_SM_COUNT, name: str = 
         _KNOWN[_META], _COUNTS[_META], _NAMES[_META] = before
 
 
-_HERE = contextlib.nullcontext()
+_NO_CHANGE = contextlib.nullcontext()
 
 
-def made_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Within it a CUDA device is the current one, which Triton's kernels go to. Next to nothing where it is already."""
+def current_cuda_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Context that makes a CUDA device current: Triton launches on the current device. Cheap if it is current."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return _HERE
+        return _NO_CHANGE
     return torch.cuda.device(device)
 
 
 def for_products(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors as torch is to multiply them: those of a CPU in fp32. The product is rounded to their dtype once.
+    """Operands for torch's matmul: 16-bit CPU tensors in fp32. The caller rounds the product once.
 
-    Many CPUs have no instructions for 16 bits, and torch's products then take two hundred times as long as in fp32.
+    Many CPUs have no 16-bit instructions, and torch's products then take two hundred times as long as in fp32.
 
     >>> [each.dtype for each in for_products(torch.zeros(2, dtype=torch.bfloat16))]
     [torch.float32]
@@ -138,7 +138,7 @@ def for_products(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def named_device(name: torch.device | str) -> torch.device:
-    """A device by name, if this machine has it."""
+    """A device by name; raises if this machine does not have it."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError, ValueError):
@@ -152,14 +152,14 @@ def named_device(name: torch.device | str) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """Where examples and self-checks run: the first GPU if there is one, else the CPU."""
+    """Default device of examples and self-checks: the first GPU if there is one, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def cuda_driver() -> int | None:
-    """The major version of CUDA up to which the driver loads machine code; None where there is none to ask."""
+    """Newest CUDA major version whose machine code the driver loads; None without a driver."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")  # torch does not tell; a process that has used a GPU has it loaded
+        driver = ctypes.CDLL("libcuda.so.1")  # torch does not expose it; a process that uses a GPU has loaded it
         version = ctypes.c_int()
         return version.value // 1000 if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
     except (OSError, AttributeError):
@@ -183,7 +183,7 @@ def _cpu_name() -> str:
 
 
 def describe(device: torch.device | str | None = None) -> dict[str, str]:
-    """Facts about a device for people: name, size, and what limits it."""
+    """Properties of a device as text: name, architecture, SMs, memory."""
     device = default_device() if device is None else torch.device(device)
     if device.type != "cuda":
         threads = torch.get_num_threads()
@@ -193,7 +193,7 @@ def describe(device: torch.device | str | None = None) -> dict[str, str]:
         "device": str(device),
         "name": properties.name,
         "architecture": str(capability(device)),
-        "multiprocessors": str(properties.multi_processor_count),
+        "SMs": str(properties.multi_processor_count),
         "memory": f"{properties.total_memory / 2**30:.0f} GiB",
         "L2 cache": f"{properties.L2_cache_size / 2**20:.0f} MiB",
     }

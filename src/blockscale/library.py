@@ -1,9 +1,9 @@
 """`define_op`: how an operation becomes a PyTorch operator, in one call.
 
-Schema from the type hints, one body for every device (it selects a kernel from the table), a fake that allocates and
+Schema from the type hints, one body for every device (it selects a kernel from the registry), a fake that allocates and
 does nothing else, a FLOP formula, and a sharding rule for DTensor, which never gathers. `Library.define` + `impl` costs
 about half of `torch.library.custom_op` per call and is just as opaque to torch.compile. Autograd lives above the
-operators, once. A call that nobody watches skips the dispatcher, which takes longer than a small kernel runs.
+operators, once. A call skips the dispatcher if nothing intercepts it: the dispatcher takes longer than a small kernel.
 """
 
 # pyright: reportPrivateUsage=false
@@ -33,18 +33,18 @@ SUM = "sum"
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One way to compute an operator in equal pieces, one piece per rank.
+class Sharding:
+    """One way to compute an operator in equal shards, one per rank.
 
-    inputs: the dimension along which an argument is cut, by name; arguments that are not named are whole everywhere.
-    outputs: the dimension of each result, None where every rank has all of it, SUM where the pieces are to be added.
+    inputs: the sharded dimension of an argument, by name; arguments without an entry are replicated.  outputs: the
+    sharded dimension of each result, None for a replicated result, SUM for partial sums.
     """
 
     inputs: Mapping[str, int]
     outputs: tuple[int | str | None, ...] = ()
 
 
-ShardingRule = Callable[..., Iterable[Cut]]
+ShardingRule = Callable[..., Iterable[Sharding]]
 SHARDING: dict[str, ShardingRule] = {}
 
 
@@ -57,13 +57,12 @@ def define_op(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: turn a typed function of tensors, strings and numbers into an operator that PyTorch can trace.
 
-    What it returns is called by position, and is the operator wherever somebody could tell (see `_direct`).
+    Call the result by position. It calls the operator if a mode, tracer or subclass intercepts it, else the body alone
+    (see `_direct`). A body may return None for a result that was not requested; the operator returns an empty tensor.
 
-    A body may return None in place of a tensor where the arguments ask for none; the operator returns an empty one.
-
-    fake: the same signature, allocates the outputs and nothing else.  flops: the same signature with shapes in place of
-    tensors.  sharding: the same signature after the number of pieces, gives the cuts that keep the whole's numbers; to
-    compute all of it on every rank is always allowed.  mutates: names of arguments written in place.
+    fake: the same signature; allocates the outputs and nothing else.  flops: the same signature with shapes in place of
+    tensors.  sharding: the same signature after the number of shards; yields the shardings whose bytes are those of the
+    unsharded call; to replicate everything is always allowed.  mutates: names of arguments written in place.
     """
 
     def define(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,27 +70,27 @@ def define_op(
         schema = torch.library.infer_schema(_prototype(body), mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        again = with_recorded_calls(name, body, _tensor_places(packet.default))
-        _LIBRARY.impl(name, _filled(_shielded(again)), "CompositeExplicitAutograd")
+        recorded = with_recorded_calls(name, body, _tensor_places(packet.default))
+        _LIBRARY.impl(name, _without_none(_shielded(recorded)), "CompositeExplicitAutograd")
         # results never require grad, so a backward through a bare operator raises; torch would only warn
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _filled(fake), lib=_LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _without_none(fake), lib=_LIBRARY)
         if flops is not None:
             register_flop_formula(packet)(flops)
         if sharding is not None:
             SHARDING[name] = sharding
             _register_sharding(packet.default, sharding)
         OPERATORS[name] = packet.default
-        # the dispatcher counts the versions of what is written in place
-        return packet.default if mutates else _direct(packet.default, again)
+        # the dispatcher bumps the version of an argument that is written in place
+        return packet.default if mutates else _direct(packet.default, recorded)
 
     return define
 
 
 def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
-    """Tell DTensor the cuts of an operator. Where none fits the placements, it raises: DTensor would gather.
+    """Register the shardings of an operator with DTensor. If none fits the placements, raise: DTensor would gather.
 
-    Not deferred: the decorators of torch.compiler have imported DTensor already, and what is missing takes 15 ms.
+    Not deferred: the decorators of torch.compiler have imported DTensor already; the rest takes 15 ms.
     """
     if not torch.distributed.is_available():
         return
@@ -110,32 +109,32 @@ def _register_sharding(op: OpOverload, rule: ShardingRule) -> None:
     def _(*args: Any, **named: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
         given: dict[str, Any] = dict(zip(arguments, args, strict=False)) | named
         tensors = {name for name, value in given.items() if "Tensor" in arguments[name] and value is not None}
-        # all ranks of the mesh: of a mesh with several dimensions any may come to cut the same dimension of a tensor
-        parts = next(given[name] for name in arguments if name in tensors).mesh.size()
-        cuts = (Cut({}, (None,) * results), *rule(parts, **given))
-        _check_placements(schema.name, {name: given[name] for name in arguments if name in tensors}, cuts)
+        # all ranks of the mesh: several mesh dimensions may shard the same tensor dimension
+        shards = next(given[name] for name in arguments if name in tensors).mesh.size()
+        shardings = (Sharding({}, (None,) * results), *rule(shards, **given))
+        _check_placements(schema.name, {name: given[name] for name in arguments if name in tensors}, shardings)
         return [
             (
-                [placement(dim) for dim in cut.outputs],
-                [placement(cut.inputs.get(name)) if name in tensors else None for name in given],
+                [placement(dim) for dim in sharding.outputs],
+                [placement(sharding.inputs.get(name)) if name in tensors else None for name in given],
             )
-            for cut in cuts
+            for sharding in shardings
         ]
 
-    # register_sharding caches by what follows the first integer, and the text in front of it decides as well
+    # register_sharding's cache key starts at the first integer argument, but the text before it matters too
     info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=list(arguments), needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = info
 
 
-def _check_placements(name: str, specs: Mapping[str, Any], cuts: Iterable[Cut]) -> None:
-    """Raise unless some cut needs no communication; to take a shard of what is whole needs none.
+def _check_placements(name: str, specs: Mapping[str, Any], shardings: Iterable[Sharding]) -> None:
+    """Raise unless some sharding needs no communication. Taking a shard of a replicated tensor needs none.
 
-    specs: DTensor's of each tensor argument, by name.
+    specs: DTensorSpec of each tensor argument, by name.
     """
     placed = {each: spec.placements for each, spec in specs.items()}
     for dim in range(len(next(iter(placed.values())))):
         here = {each: placements[dim] for each, placements in placed.items()}
-        if not any(_is_local(here, cut) for cut in cuts):
+        if not any(_is_local(here, sharding) for sharding in shardings):
             shapes = ", ".join(f"{each} {tuple(spec.shape)} placed {spec.placements}" for each, spec in specs.items())
             raise ShardingError(
                 message(
@@ -147,15 +146,15 @@ def _check_placements(name: str, specs: Mapping[str, Any], cuts: Iterable[Cut]) 
             )
 
 
-def _is_local(placed: Mapping[str, Any], cut: Cut) -> bool:
+def _is_local(placed: Mapping[str, Any], sharding: Sharding) -> bool:
     return all(
-        placement.is_replicate() or (name in cut.inputs and placement.is_shard(cut.inputs[name]))
+        placement.is_replicate() or (name in sharding.inputs and placement.is_shard(sharding.inputs[name]))
         for name, placement in placed.items()
     )
 
 
 def _prototype(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body's signature as a schema can say it, which knows no optional results."""
+    """The body's signature with Tensor for every Tensor | None result: schemas have no optional results."""
     signature = inspect.signature(body)
     result = signature.return_annotation
     if get_origin(result) is tuple:
@@ -172,8 +171,8 @@ def _tensor_places(op: OpOverload) -> list[int]:
     return [at for at, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
 
 
-def _filled(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body with empty tensors for results that are None."""
+def _without_none(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body with an empty tensor for each result that is None."""
 
     @functools.wraps(body)
     def run(*args: Any, **named: Any) -> Any:
@@ -187,8 +186,8 @@ def _filled(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shielded(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body as kernels need it: no autocast (it would lower the precision of their matrix products) and no autograd
-    (a bias or a column sum would record half a graph)."""
+    """The body without autocast (it would lower the precision of matrix products) and without autograd (a bias or a
+    column sum would record part of a graph)."""
 
     @functools.wraps(body)
     def run(*args: Any, **named: Any) -> Any:
@@ -202,14 +201,14 @@ def _shielded(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bits(*names: str) -> int:
-    """Dispatch keys as the bits of a set."""
+    """Dispatch keys as a bit mask."""
     keys = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
     return functools.reduce(lambda bits, key: bits | key.raw_repr(), keys, 0)
 
 
-# Whoever watches through the dispatcher shows as another key, of the thread (modes, functorch, tracing) or of a tensor
-# (subclasses, wrappers, other devices and layouts, values that are to be negated).
-_WATCHED = ~_bits(
+# Whatever intercepts calls in the dispatcher has a dispatch key outside this list: of the thread (modes, functorch,
+# tracing) or of a tensor (subclasses, wrappers, other devices and layouts, lazy negation).
+_INTERCEPTING = ~_bits(
     *("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA", "ADInplaceOrView", "BackendSelect")
 )
 _thread_keys = torch._C._dispatch_tls_local_include_set
@@ -219,48 +218,48 @@ _is_profiling = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAt
 _is_autocasting = torch._C._is_any_autocast_enabled
 
 
-def _thread_is_watched() -> bool:
-    return bool(_function_modes() or _is_profiling() or _thread_keys().raw_repr() & _WATCHED)
+def _thread_needs_dispatcher() -> bool:
+    return bool(_function_modes() or _is_profiling() or _thread_keys().raw_repr() & _INTERCEPTING)
 
 
-def is_watched(tensors: Sequence[Tensor]) -> bool:
-    """Whether anybody could tell an operator from its body: a mode, a transform, a tracer, a profiler or a subclass."""
-    if torch.compiler.is_compiling() or _thread_is_watched():
+def needs_dispatcher(tensors: Sequence[Tensor]) -> bool:
+    """Whether a mode, transform, tracer, profiler or tensor subclass intercepts an operator on these tensors."""
+    if torch.compiler.is_compiling() or _thread_needs_dispatcher():
         return True
     for each in tensors:  # noqa: SIM110, any() takes twice as long
-        if type(each) not in PLAIN_TYPES or _tensor_keys(each).raw_repr() & _WATCHED:
+        if type(each) not in PLAIN_TYPES or _tensor_keys(each).raw_repr() & _INTERCEPTING:
             return True
     return False
 
 
 def _check_dense(op: OpOverload, args: Sequence[Any], places: Iterable[int]) -> None:
-    """Raise for tensors without strides, which no kernel reads: sparse and nested ones."""
+    """Raise for sparse and nested tensors: no kernel reads tensors without strides."""
     for at in places:
         if args[at] is not None:
             check_tensor(args[at], op._schema.arguments[at].name, "casts and products")
 
 
 def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, or its body alone where nobody can tell: plain tensors on a CPU or GPU, no mode, no transform, no
-    tracer and no profiler. The dispatcher and its way back into Python cost more than all of the body."""
+    """The operator, or its body alone for plain CPU and CUDA tensors without a mode, transform, tracer or profiler. The
+    dispatcher and its way back into Python cost more than the whole body."""
     shielded, places = _shielded(body), _tensor_places(op)
 
     @functools.wraps(body)
     def call(*args: Any) -> Any:
-        # first, because nothing below can be traced
+        # first, because the checks below cannot be traced
         if torch.compiler.is_compiling():
             return op(*args)
-        if _thread_is_watched():
+        if _thread_needs_dispatcher():
             return _dispatched(op, args)
-        records = False
+        requires_grad = False
         for at in places:
             tensor = args[at]
             if tensor is not None:
-                if type(tensor) not in PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _WATCHED:
+                if type(tensor) not in PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _INTERCEPTING:
                     _check_dense(op, args, places)
                     return _dispatched(op, args)
-                records = records or tensor.requires_grad
-        if _is_autocasting() or (records and torch.is_grad_enabled()):
+                requires_grad = requires_grad or tensor.requires_grad
+        if _is_autocasting() or (requires_grad and torch.is_grad_enabled()):
             return shielded(*args)
         return body(*args)
 
@@ -268,7 +267,7 @@ def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dispatched(op: OpOverload, args: tuple[Any, ...]) -> Any:
-    """The operator's result; an error of ours that DTensor has wrapped comes out as it was raised."""
+    """The operator's result. A BlockscaleError that DTensor wraps is raised as itself."""
     try:
         return op(*args)
     except RuntimeError as error:
@@ -282,10 +281,10 @@ _POISON = env.flag("BLOCKSCALE_POISON")
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised output; with BLOCKSCALE_POISON every byte is FF, so what a kernel forgot to write is NaN."""
+    """Uninitialised output. With BLOCKSCALE_POISON every byte is FF, so a value that a kernel does not write is NaN."""
     if dtype is call_recording.FP4:
         out = call_recording.empty_fp4(shape, device)
-    elif shape:  # sizes one by one are parsed in two thirds of the time of a tuple, but there must be one
+    elif shape:  # torch parses separate sizes in two thirds of the time of a tuple, but needs at least one
         out = torch.empty(*shape, dtype=dtype, device=device)
     else:
         out = torch.empty((), dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Names that a command line checks before torch is imported, which takes seconds: formats, recipes, machines.
 
-What a name stands for is said where it lives (`formats/spec.py`, `autograd/recipe.py`, `roofline/ceilings.py`); a test
-holds these lists against those tables. Imports no torch.
+The definitions are in `formats/spec.py`, `autograd/recipe.py` and `roofline/ceilings.py`; a test compares these lists
+with those tables. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEGAL_PAIRS = frozenset(
 
 RECIPES = ("bf16", "fp8_blockwise", "mxfp8", "mxfp8_128x128", "mxfp8_wgrad_bf16", "mxfp6", "mxfp4", "nvfp4")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-# a recipe's name, and products of it that stay in high precision
+# a recipe's name, and its products that stay unquantized
 _SPARED = re.compile(rf"(\w+?)((?:_(?:{'|'.join(PRODUCTS)}))+)_bf16")
 
 MACHINES = ("a100", "h100", "h800", "h200", "b200", "gb200", "l20", "rtx5090")
@@ -47,8 +47,8 @@ def check_pair(a: str, b: str) -> None:
 
 
 def spared_products(name: str, recipes: Collection[str] = RECIPES) -> tuple[str, tuple[str, ...]] | None:
-    """(recipe, products in high precision) of a name such as fp8_blockwise_wgrad_bf16; None if it is none. Not all
-    products may be spared: that is bf16.
+    """(recipe, unquantized products) of a name such as fp8_blockwise_wgrad_bf16; None for other names. At least one
+    product is quantized, else the recipe is bf16.
 
     >>> spared_products("mxfp8_fprop_dgrad_bf16")
     ('mxfp8', ('fprop', 'dgrad'))
@@ -61,6 +61,6 @@ def spared_products(name: str, recipes: Collection[str] = RECIPES) -> tuple[str,
 
 
 def check_recipe(name: str) -> None:
-    """Raise unless a recipe has this name, also one followed by products that stay in high precision."""
+    """Raise unless a recipe has this name, or the name of a recipe with some products unquantized."""
     if name not in RECIPES and spared_products(name) is None:
         check_name(name, RECIPES, "recipe")

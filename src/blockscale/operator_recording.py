@@ -18,26 +18,28 @@ from .registry import nothing_is_forced
 
 
 def with_recorded_calls(name: str, body: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """The body of an operator, replayed where it can be.  places: of its tensors among the arguments, the first of
-    which is always there."""
+    """The body of an operator, replayed if a recording exists.
+
+    places: indices of its tensor arguments; the first of them is never None.
+    """
 
     @functools.wraps(body)
     def run(*args: Any, **named: Any) -> Any:
-        # a layer that is being recorded wants to hear of every launch
-        if named or call_recording.recorder() is not None or not _is_free(args[places[0]]):
+        # the recording of a layer needs every launch
+        if named or call_recording.recorder() is not None or not _may_replay(args[places[0]]):
             return body(*args, **named)
         key = (name, *[_layout(each) if isinstance(each, Tensor) else each for each in args])
         inputs = [args[at] for at in places if args[at] is not None]
-        known = call_recording.find_recording(key)
-        if known is None:
+        recording = call_recording.find_recording(key)
+        if recording is None:
             return call_recording.run_and_record(key, lambda: body(*args), inputs, _results)
-        return _dressed(known.replay(inputs), known.note)
+        return _as_returned(recording.replay(inputs), recording.note)
 
     return run
 
 
-def _is_free(tensor: Tensor) -> bool:
-    """Whether kernels run on a GPU, the current one, and are of the table's choice."""
+def _may_replay(tensor: Tensor) -> bool:
+    """Whether the tensor is on the current GPU and no backend is forced."""
     return tensor.is_cuda and nothing_is_forced() and tensor.get_device() == torch.cuda.current_device()
 
 
@@ -49,17 +51,17 @@ _View = tuple[torch.Size, tuple[int, ...]] | None
 
 
 def _results(returned: Any) -> tuple[list[Tensor | None], tuple[bool, tuple[_View, ...]]]:
-    """All tensors that the body returned; whether they were a tuple, and their sizes and strides."""
+    """The tensors that the body returned; whether they were a tuple, and their sizes and strides."""
     found: list[Tensor | None] = list(returned) if isinstance(returned, tuple) else [returned]
     views = tuple(None if each is None else (each.shape, each.stride()) for each in found)
     return found, (isinstance(returned, tuple), views)
 
 
-def _dressed(buffers: Sequence[Tensor | None], note: tuple[bool, tuple[_View, ...]]) -> Any:
-    """Buffers as what the body returned."""
-    several, views = note
-    made = tuple(
+def _as_returned(buffers: Sequence[Tensor | None], note: tuple[bool, tuple[_View, ...]]) -> Any:
+    """Buffers as the views that the body returned."""
+    is_tuple, views = note
+    results = tuple(
         buffer if buffer is None or view is None or buffer.shape == view[0] else buffer.as_strided(*view)
         for buffer, view in zip(buffers, views, strict=True)
     )
-    return made if several else made[0]
+    return results if is_tuple else results[0]

@@ -1,9 +1,9 @@
-"""The table of kernels: one row per (operation, backend), and the choice of a row as a lookup, not an `if`.
+"""The kernel registry: one entry per (operation, backend), and the choice of a kernel as a lookup, not an `if`.
 
-`select` takes the best row that accepts a request; `explain` gives every row with the reason it was refused. Selection
-runs inside an operator's body, so a compiled graph does not depend on the machine it was traced on. A backend that the
-user asked for never falls back: it raises with the reason. Left to itself the library may take a slower row and says so
-once.
+`select` takes the best kernel that accepts a request; `explain` lists every kernel with the reason it was refused.
+Selection runs inside an operator's body, so a compiled graph does not depend on the machine it was traced on. A forced
+backend never falls back: it raises with the reason. If none is forced, the registry may take a slower kernel and logs
+that once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("blockscale")
 
 
 def _configure_log() -> None:
-    """Follow BLOCKSCALE_LOG. Without it the application's logging decides, and warnings go to standard error."""
+    """Set the log level to BLOCKSCALE_LOG. If unset, the application's logging decides; warnings go to stderr."""
     level = env.get("BLOCKSCALE_LOG").lower()
     if not level:
         return
@@ -45,11 +45,11 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Request:
-    """One problem as the table sees it.
+    """One problem: the key that kernels are selected by.
 
     formats: one name for a cast, a pair for a product, none for a move of rows.  shape: (rows, length) of a cast or a
-    move, (M, N, K) of a product, (M, N, K, G) of a grouped one.  dtype: input of a cast, output of everything else.
-    layouts: of the operands' scales.  options: what else is asked for, such as "bias", "accumulate", "stochastic",
+    move, (M, N, K) of a product, (M, N, K, G) of a grouped product.  dtype: input of a cast, output otherwise.
+    layouts: scale layouts of the operands.  options: features of the call, such as "bias", "accumulate", "stochastic",
     "hadamard", "offs", "starts".
     """
 
@@ -62,7 +62,7 @@ class Request:
     options: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
-        # not of all fields: a request is looked up in every call, and few differ in the others alone
+        # not all fields: every call hashes a request, and few requests differ in the other fields alone
         return hash((self.op, self.formats, self.shape, self.dtype))
 
     def __str__(self) -> str:
@@ -74,8 +74,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a row expects of itself: how it would cut the problem up, the microseconds that its model predicts, and the
-    fewest that a machine allows, with what sets them. note: what the figures take for granted."""
+    """A kernel's predicted time for a request.
+
+    configuration: tile and schedule, as text.  us: predicted microseconds.  bound_us: roofline bound in microseconds.
+    bound_by: the resource that sets it.  note: assumptions behind the figures.
+    """
 
     configuration: str
     us: float
@@ -90,17 +93,17 @@ class Forecast:
 
     @property
     def predicted(self) -> str:
-        """The model's figures, for people."""
+        """Predicted time and rate, as text."""
         return f"{self.us:,.1f} µs, {self.tflop_s:,.0f} TFLOP/s"
 
     @property
     def bound(self) -> str:
-        """What no kernel can pass, and how near the prediction comes, for people."""
+        """The roofline bound, and the share of it that the prediction reaches, as text."""
         return f"{self.bound_us:,.1f} µs by {self.bound_by}, of which the prediction reaches {self.share:.0%}"
 
     @property
     def share(self) -> float:
-        """Of the bound's rate, at the predicted time."""
+        """Predicted rate over the rate of the bound."""
         return self.bound_us / self.us
 
     def __str__(self) -> str:
@@ -110,12 +113,15 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A row. Empty `devices`, `formats` and `dtypes` accept everything; `layouts` maps a format to the scale layout
-    that the kernel reads (a format that is not named is read in any layout); `reject` returns a reason or None.
-    forced_only: it serves only where it is asked for by name, because too little is known of it.  defer: why a request
-    that it could serve is better left to the rows below, or None.  forecast: how it would serve a request that it
-    accepts.  precompile_key: it can be compiled without being run, by a launch with operands on the meta device
-    (`hardware.compiling_for`); requests with equal answers are served by one compiled kernel."""
+    """An entry of the registry.
+
+    devices, formats, dtypes: accepted values; empty accepts all.  layouts: scale layout that the kernel reads, by
+    format; a format without an entry is read in any layout.  reject: the reason to refuse a request, or None.
+    forced_only: selected only if its backend is forced, because it has hardly been run.  defer: the reason why a kernel
+    of lower priority is better for a request that this one accepts, or None.  forecast: predicted time of a request
+    that it accepts.  precompile_key: set if a launch with operands on the meta device compiles and runs nothing
+    (`hardware.compiling_for`); requests with equal keys use one compiled kernel.
+    """
 
     op: str
     backend: str
@@ -134,7 +140,7 @@ class Kernel:
     defer: Callable[[Request], str | None] | None = None
 
     def misfit(self, request: Request) -> str | None:
-        """Why this row was not made for such a device and such formats, or None."""
+        """Why this kernel is not for the device or the formats of the request, or None."""
         where = request.capability
         if self.devices and where.device not in self.devices:
             return f"runs on {' or '.join(sorted(self.devices))}, not on {where.device}"
@@ -146,7 +152,7 @@ class Kernel:
         return None
 
     def refusal(self, request: Request) -> str | None:
-        """Why this row cannot serve the request, or None."""
+        """Why this kernel cannot serve the request, or None."""
         misfit = self.misfit(request)
         if misfit is not None:
             return misfit
@@ -154,14 +160,14 @@ class Kernel:
             return f"has no {str(request.dtype)[6:]}"
         return self.reject(request) if self.reject else None
 
-    def reserve(self, request: Request) -> str | None:
-        """Why it serves a request that it accepts only if it is demanded, or None."""
+    def deferral(self, request: Request) -> str | None:
+        """Why it serves a request that it accepts only if it is forced, or None."""
         if self.forced_only:
-            return "only by demand"
+            return "only if forced"
         return self.defer(request) if self.defer else None
 
     def conversions(self, request: Request) -> tuple[str, ...]:
-        """Scale layouts that must be changed before this row runs, as text."""
+        """Scale layouts that must be converted before this kernel runs, as text."""
         return tuple(
             f"{name} scales {layout} -> {self.layouts[name]}"
             for name, layout in zip(request.formats, request.layouts, strict=False)
@@ -169,8 +175,8 @@ class Kernel:
         )
 
 
-_TABLE: dict[str, list[Kernel]] = {}
-# process-wide on purpose: on CUDA the backward runs on autograd's own threads, which see no context variable
+_REGISTRY: dict[str, list[Kernel]] = {}
+# process-wide: on CUDA the backward runs on autograd's own threads, which do not inherit context variables
 _forced: list[tuple[str | None, dict[str, str]]] = []
 
 
@@ -190,11 +196,11 @@ def kernel(
     precompile_key: Callable[[Request], Hashable] | None = None,
     defer: Callable[[Request], str | None] | None = None,
 ) -> Callable[[F], F]:
-    """Decorator: add the launcher below it to the table. Its docstring's first line is what `explain` shows."""
+    """Decorator: register the launcher below it. `explain` shows the first line of its docstring."""
 
     def register(launch: F) -> F:
         summary = (launch.__doc__ or "").strip().splitlines()[0] if launch.__doc__ else ""
-        row = Kernel(
+        entry = Kernel(
             op,
             backend,
             launch,
@@ -211,9 +217,9 @@ def kernel(
             precompile_key,
             defer,
         )
-        rows = _TABLE.setdefault(op, [])
-        rows.append(row)
-        rows.sort(key=lambda item: -item.priority)
+        entries = _REGISTRY.setdefault(op, [])
+        entries.append(entry)
+        entries.sort(key=lambda item: -item.priority)
         _select.cache_clear()
         return launch
 
@@ -221,23 +227,23 @@ def kernel(
 
 
 def operations() -> list[str]:
-    """Operations that have rows."""
-    return list(_TABLE)
+    """Operations that have kernels."""
+    return list(_REGISTRY)
 
 
 def kernels(op: str) -> list[Kernel]:
-    """Every row of an operation, best first."""
-    check_name(op, _TABLE, "operation")
-    return list(_TABLE[op])
+    """Every kernel of an operation, highest priority first."""
+    check_name(op, _REGISTRY, "operation")
+    return list(_REGISTRY[op])
 
 
 def backends() -> list[str]:
-    """Every backend name in the table."""
-    return sorted({row.backend for table in _TABLE.values() for row in table})
+    """Every backend name in the registry."""
+    return sorted({entry.backend for entries in _REGISTRY.values() for entry in entries})
 
 
 def forced_backend(op: str) -> str | None:
-    """The backend that use_backend() or BLOCKSCALE_BACKEND demands for an operation, if it implements it."""
+    """The backend that use_backend() or BLOCKSCALE_BACKEND forces for an operation; None if it lacks the operation."""
     wanted: str | None = None
     for everywhere, per_operation in reversed(_forced):
         wanted = per_operation.get(op, everywhere)
@@ -248,15 +254,15 @@ def forced_backend(op: str) -> str | None:
         if not wanted:
             return None
         check_name(wanted, ["auto", *backends()], "backend")
-    return wanted if any(row.backend == wanted for row in _TABLE[op]) else None
+    return wanted if any(entry.backend == wanted for entry in _REGISTRY[op]) else None
 
 
 @contextlib.contextmanager
 def use_backend(backend: str | None = None, **per_operation: str) -> Generator[None]:
-    """Demand a backend inside the block; nothing falls back to another one.
+    """Force a backend inside the block; nothing falls back to another one.
 
-    `use_backend("torch")` holds for every operation that has such a backend; `use_backend(gemm="torch")` for one. The
-    demand is the process's, since a backward runs on other threads. Kernels are chosen when a graph runs, so it goes
+    `use_backend("torch")` holds for every operation that has such a backend; `use_backend(gemm="torch")` for one. It
+    holds for the whole process, since a backward runs on other threads. Kernels are chosen when a graph runs, so put it
     around the call of a compiled function, not inside.
 
     >>> import torch, blockscale as bs
@@ -272,89 +278,98 @@ def use_backend(backend: str | None = None, **per_operation: str) -> Generator[N
             )
         )
     for op, name in per_operation.items():
-        check_name(op, _TABLE, "operation")
-        check_name(name, dict.fromkeys(("auto", *(row.backend for row in _TABLE[op]))), f"backend of {op}")
+        check_name(op, _REGISTRY, "operation")
+        check_name(name, dict.fromkeys(("auto", *(entry.backend for entry in _REGISTRY[op]))), f"backend of {op}")
     if backend is not None:
         check_name(backend, ["auto", *backends()], "backend")
-    demand = (backend, per_operation)
-    _forced.append(demand)
+    forced = (backend, per_operation)
+    _forced.append(forced)
     try:
         yield
     finally:
         # by identity: blocks of several threads may end in any order
-        _forced[:] = [other for other in _forced if other is not demand]
+        _forced[:] = [other for other in _forced if other is not forced]
 
 
 def forced_backends() -> tuple[tuple[str | None, dict[str, str]], ...]:
-    """What `use_backend` demands now, for processes that are to choose alike."""
+    """Backends that `use_backend` forces now, to pass to worker processes."""
     return tuple(_forced)
 
 
-def force_backends(demands: tuple[tuple[str | None, dict[str, str]], ...]) -> None:
-    """Demand in this process, until it ends, what another demanded."""
-    _forced.extend(demands)
+def force_backends(forced: tuple[tuple[str | None, dict[str, str]], ...]) -> None:
+    """Force backends in this process until it ends.  forced: from `forced_backends` of the parent process."""
+    _forced.extend(forced)
 
 
 @functools.lru_cache(maxsize=8192)
 def _select(request: Request, forced: str | None) -> Kernel:
     candidates = [
-        row for row in _TABLE[request.op] if row.backend == forced or (forced is None and not row.forced_only)
+        entry
+        for entry in _REGISTRY[request.op]
+        if entry.backend == forced or (forced is None and not entry.forced_only)
     ]
     refused: list[tuple[Kernel, str]] = []
-    for row in candidates:
-        reason = row.refusal(request)
+    for entry in candidates:
+        reason = entry.refusal(request)
         if reason is not None:
-            refused.append((row, reason))
+            refused.append((entry, reason))
         elif forced is not None:
-            return row
-        elif row.reserve(request) is None:
-            _tell_once(request, row, refused)
-            return row
-    known = dict.fromkeys(row.backend for row in _TABLE[request.op])
+            return entry
+        elif entry.deferral(request) is None:
+            _log_slower_kernel(request, entry, refused)
+            return entry
+    known = dict.fromkeys(entry.backend for entry in _REGISTRY[request.op])
     raise BackendError(
         message(
             (f"backend {forced!r} cannot run " if forced else "no backend can run ") + str(request),
-            rule="; ".join(f"{row.backend} {reason}" for row, reason in refused),
-            fix=f"leave the choice to the library or ask for one of {', '.join(known)}",
+            rule="; ".join(f"{entry.backend} {reason}" for entry, reason in refused),
+            fix=f"leave the choice to the library or force one of {', '.join(known)}",
         )
     )
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
-def _tell_once(request: Request, taken: Kernel, refused: list[tuple[Kernel, str]]) -> None:
-    """Say that a faster row made for this device and these formats was passed over. Other rows are no news, nor is one
-    that leaves most requests to others anyway."""
-    here = [f"{row.backend} {reason}" for row, reason in refused if row.misfit(request) is None and row.defer is None]
+def _log_slower_kernel(request: Request, taken: Kernel, refused: list[tuple[Kernel, str]]) -> None:
+    """Log once that a faster kernel for this device and these formats refused. Kernels for other devices or formats are
+    not mentioned, nor are kernels that defer most requests."""
+    here = [
+        f"{entry.backend} {reason}"
+        for entry, reason in refused
+        if entry.misfit(request) is None and entry.defer is None
+    ]
     text = f"{request.op} {' @ '.join(request.formats)} on {request.capability} uses {taken.backend}"
-    if here and text not in _told:
-        _told.add(text)
-        # speed on a CPU is nobody's concern; on a GPU a slower kernel is worth a warning
+    if here and text not in _logged:
+        _logged.add(text)
+        # a slower kernel is worth a warning on a GPU, not on a CPU
         level = logging.WARNING if request.capability.device == "cuda" else logging.INFO
         log.log(level, "%s: %s", text, "; ".join(here))
 
 
 def select(request: Request) -> Kernel:
-    """The row that serves a request: the best that accepts, or the one the user demands. For whoever will launch it."""
+    """The kernel for a request, which the caller launches: the best that accepts, or the forced one."""
     call_recording.note_operator_start()
     return would_serve(request)
 
 
 def would_serve(request: Request) -> Kernel:
-    """The row that `select` would take, for whoever only wants to know."""
+    """The kernel that `select` would take; the caller does not launch it."""
     return _select(request, forced_backend(request.op))
 
 
 def nothing_is_forced() -> bool:
-    """Whether the choice of kernels is the table's alone."""
+    """Whether no backend is forced."""
     return not _forced and not env.get("BLOCKSCALE_BACKEND")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A row as `explain` shows it: refused with a reason, or able; at most one is taken. `fits`: made for this device
-    and these formats, whether it accepts this call or not.  forecast: of a row that is able and can tell."""
+    """A kernel as `explain` shows it.
+
+    taken: selected; at most one is.  reason: why it is selected, passed over or refused.  fits: for this device and
+    these formats, whether it accepts this call or not.  forecast: predicted time, if it accepts and has a model.
+    """
 
     backend: str
     priority: int
@@ -368,7 +383,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every row for one request, best first."""
+    """Every kernel for one request, highest priority first."""
 
     request: Request
     candidates: tuple[Candidate, ...]
@@ -379,32 +394,33 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [str(self.request)]
-        for row in self.candidates:
-            mark, what = "->" if row.taken else "  ", f" ({row.summary})" if row.summary else ""
-            converts = "".join(f"; converts {text}" for text in row.conversions)
-            lines.append(f"{mark} {row.backend}{what}: {row.reason}{converts}")
-            if row.forecast is not None:
-                lines.append(f"   {row.forecast}")
+        for each in self.candidates:
+            mark, what = "->" if each.taken else "  ", f" ({each.summary})" if each.summary else ""
+            converts = "".join(f"; converts {text}" for text in each.conversions)
+            lines.append(f"{mark} {each.backend}{what}: {each.reason}{converts}")
+            if each.forecast is not None:
+                lines.append(f"   {each.forecast}")
         return "\n".join(lines)
 
 
 def explain_request(request: Request) -> Explanation:
-    """The table for one request: the row that is taken, and why the others are not."""
+    """Every kernel for one request: the selected one, and why the others are not."""
     forced = forced_backend(request.op)
     found = False
     candidates: list[Candidate] = []
-    for row in kernels(request.op):
-        reason = row.refusal(request)
-        forecast = row.forecast(request) if row.forecast is not None and reason is None else None
-        reserve = row.reserve(request) if reason is None else None
-        taken = reason is None and not found and (row.backend == forced or (forced is None and reserve is None))
+    for entry in kernels(request.op):
+        reason = entry.refusal(request)
+        forecast = entry.forecast(request) if entry.forecast is not None and reason is None else None
+        deferral = entry.deferral(request) if reason is None else None
+        taken = reason is None and not found and (entry.backend == forced or (forced is None and deferral is None))
         found = found or taken
         if reason is None:
-            demanded = f"demanded: {forced}" if taken and forced else "best row that accepts"
-            passed_over = f"able, but {reserve}" if reserve else "able, lower priority"
-            reason = demanded if taken else (f"able, but {forced} is demanded" if forced else passed_over)
-        conversions = row.conversions(request) if taken else ()
-        fits = row.misfit(request) is None
-        told = (row.backend, row.priority, taken, reason, row.summary, conversions, fits, forecast)
-        candidates.append(Candidate(*told))
+            selected = f"forced: {forced}" if taken and forced else "best kernel that accepts"
+            passed_over = f"able, but {deferral}" if deferral else "able, lower priority"
+            reason = selected if taken else (f"able, but {forced} is forced" if forced else passed_over)
+        conversions = entry.conversions(request) if taken else ()
+        fits = entry.misfit(request) is None
+        candidates.append(
+            Candidate(entry.backend, entry.priority, taken, reason, entry.summary, conversions, fits, forecast)
+        )
     return Explanation(request, tuple(candidates))

@@ -27,14 +27,14 @@ def broken(monkeypatch):
     """Add a row that beats every other one; the table is as before after the test. Two formats are enough."""
     few = {name: FORMATS[name] for name in ("mxfp8_e4m3", "nvfp4")}
     monkeypatch.setattr(importlib.import_module("blockscale.diagnostics.doctor"), "FORMATS", few)
-    kept = {op: list(rows) for op, rows in registry._TABLE.items()}
+    kept = {op: list(rows) for op, rows in registry._REGISTRY.items()}
 
     def add(op: str, launch) -> None:
         kernel(op, "broken", devices=("cpu", "cuda"), priority=1000)(launch)
 
     yield add
     for op, rows in kept.items():
-        registry._TABLE[op][:] = rows
+        registry._REGISTRY[op][:] = rows
     registry._select.cache_clear()
     assert "broken" not in registry.backends()
 
@@ -67,11 +67,11 @@ def test_processes_find_what_one_finds(monkeypatch):
     with bs.use_backend("reference"):
         alone = doctor("cpu")
         monkeypatch.setattr(module, "_COMPILING_SECONDS", 0.0)
-        together = doctor("cpu", workers=2, on_look=seen.append)
+        together = doctor("cpu", workers=2, on_check=seen.append)
     assert together.choices == alone.choices
     assert [check.name for check in together.checks] == [check.name for check in alone.checks]
     assert together.ok
-    assert len(seen) == module.look_count()
+    assert len(seen) == module.check_count()
     assert "products of mxfp4" in seen
 
 

@@ -21,7 +21,7 @@ def spied(call: Callable[[], object]) -> list[tuple[str, str]]:
     a product does whose operands are decoded first."""
     seen: list[tuple[str, str]] = []
     inside = 0
-    kept = {op: list(rows) for op, rows in registry._TABLE.items()}
+    kept = {op: list(rows) for op, rows in registry._REGISTRY.items()}
 
     def spy(row: Kernel) -> Kernel:
         def launch(*args, **named):
@@ -36,14 +36,14 @@ def spied(call: Callable[[], object]) -> list[tuple[str, str]]:
 
         return replace(row, launch=launch)
 
-    for rows in registry._TABLE.values():
+    for rows in registry._REGISTRY.values():
         rows[:] = map(spy, rows)
     registry._select.cache_clear()
     try:
         call()
     finally:
         for op, rows in kept.items():
-            registry._TABLE[op][:] = rows
+            registry._REGISTRY[op][:] = rows
         registry._select.cache_clear()
     return seen
 
@@ -180,7 +180,7 @@ def test_every_row_appears_with_a_reason():
     marked = [line for line in str(explanation).splitlines() if line.startswith("->")]
     assert len(marked) == 1
     assert marked[0].startswith("-> reference")
-    assert marked[0].endswith("best row that accepts")
+    assert marked[0].endswith("best kernel that accepts")
     assert "runs on cuda, not on cpu" in str(explanation)
 
 

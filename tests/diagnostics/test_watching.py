@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale.diagnostics import layer_numerics, sample
-from blockscale.diagnostics.watching import EXPERT_ROWS, ROWS, _rows_of_experts
+from blockscale.diagnostics.call_capture import EXPERT_ROWS, ROWS, _rows_of_experts
 from blockscale.errors import OptionError
 from support.measured_layers import converted, experts
 

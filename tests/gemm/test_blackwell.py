@@ -47,7 +47,7 @@ def test_it_serves_only_if_forced(sm: int, name: str) -> None:
     found = explain("gemm", a, b, on=Capability("cuda", sm))
     assert found.taken is not None
     assert found.taken.backend == "torch"
-    assert [row.reason for row in candidates((name, name), sm, "blackwell") if row.fits] == ["able, but only by demand"]
+    assert [row.reason for row in candidates((name, name), sm, "blackwell") if row.fits] == ["able, but only if forced"]
     with use_backend(gemm="blackwell"):
         taken = explain("gemm", a, b, on=Capability("cuda", sm)).taken
     assert taken is not None

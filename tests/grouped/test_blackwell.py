@@ -124,7 +124,7 @@ def test_serves_only_if_forced(name: str, op: str, where: str) -> None:
     asked = request(op, (name, name), where)
     assert select(asked).backend in ("torch", "triton")
     reasons = [row.reason for row in explain_request(asked).candidates if row.backend == "blackwell" and row.fits]
-    assert reasons == ["able, but only by demand"]
+    assert reasons == ["able, but only if forced"]
     with use_backend(**{op: "blackwell"}):
         taken = explain_request(asked).taken
     assert taken is not None

@@ -60,7 +60,7 @@ def cases(op: str, pairs: Iterable[Pair] = PAIRS) -> list:
 @contextmanager
 def only(row: Kernel) -> Iterator[None]:
     """Inside, this row serves its operation or the call raises with its reason; no other row steps in."""
-    table = registry._TABLE[row.op]
+    table = registry._REGISTRY[row.op]
     kept = list(table)
     table[:] = [row]
     registry._select.cache_clear()

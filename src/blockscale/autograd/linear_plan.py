@@ -25,7 +25,7 @@ from ..gemm import multiply
 from ..grouped import multiply_grouped
 from ..grouped.unquantized import grouped_mm
 from ..hardware import for_products
-from ..library import is_watched
+from ..library import needs_dispatcher
 from .operands import Casts, Groups, Needs, Pair, SavedOperand, matrix, set_aside
 from .recipe import Recipe
 
@@ -165,7 +165,7 @@ def can_be_replayed(tensors: Sequence[Tensor]) -> bool:
         and first.is_cuda
         and registry.nothing_is_forced()
         and first.get_device() == torch.cuda.current_device()
-        and not is_watched(tensors)
+        and not needs_dispatcher(tensors)
     )
 
 

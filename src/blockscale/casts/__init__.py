@@ -19,7 +19,7 @@ from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec, check_amax
 from ..formats.checks import check_flag, check_tensor, in_words
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, assemble, check_axis, check_block_scaled, check_is_block_scaled, to_parts
-from ..library import is_watched
+from ..library import needs_dispatcher
 from . import _reference as _reference  # registers its kernels
 from . import _reference_fused as _reference_fused
 from . import fused_ops as fused_ops
@@ -235,7 +235,7 @@ def plan_cast(x: Tensor, spec: CastSpec, offs: Tensor | None) -> CastPlan:
         return plan  # the checks below concern only these
     check_offs(offs, x.device, x.dim())
     check_amax(amax, x.device)
-    if amax is not None and amax.device.type == "cpu" and not is_watched((amax,)):
+    if amax is not None and amax.device.type == "cpu" and not needs_dispatcher((amax,)):
         _check_signs(amax)
     if state is not None and state.device != x.device:
         raise DeviceError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import cuts_evenly, cuts_length, cuts_rows
 from ..formats.tensor import parse_kind
-from ..library import Cut
+from ..library import Sharding
 
 Dims = tuple[int, int, int | None]
 
@@ -38,12 +38,12 @@ def _buffers(parts: int, x: Tensor, dim: int, plan: CastPlan, axis: int, amax: T
 
 def quantize(
     parts: int, x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
-) -> Iterator[Cut]:
+) -> Iterator[Sharding]:
     """Every dimension whose shards split no block, pad or amax."""
     for dim in range(len(x.shape) if offs is None else 0):
         outputs = _buffers(parts, x, dim, CastPlan.parse(plan), axis, amax)
         if outputs is not None:
-            yield Cut({"x": dim} | _amax_cuts(amax=outputs), outputs)
+            yield Sharding({"x": dim} | _amax_cuts(amax=outputs), outputs)
 
 
 def _amax_cuts(**outputs: Dims) -> dict[str, int]:
@@ -62,7 +62,7 @@ def quantize_both(
     col_amax: Tensor | None,
     offs: Tensor | None,
     colsum: bool,
-) -> Iterator[Cut]:
+) -> Iterator[Sharding]:
     """Dimensions valid for both casts. Not M with `colsum`: sums are rounded once, not reduced from rounded shards."""
     rank = len(x.shape)
     for dim in range(rank if offs is None else 0):
@@ -71,7 +71,7 @@ def quantize_both(
         if first is None or second is None or (colsum and dim == rank - 2):
             continue
         total = min(dim, rank - 2) if colsum else None
-        yield Cut({"x": dim} | _amax_cuts(row_amax=first, col_amax=second), (*first, *second, total))
+        yield Sharding({"x": dim} | _amax_cuts(row_amax=first, col_amax=second), (*first, *second, total))
 
 
 def dequantize(
@@ -86,7 +86,7 @@ def dequantize(
     hadamard: int | None,
     offs: Tensor | None,
     dtype: torch.dtype,
-) -> Iterator[Cut]:
+) -> Iterator[Sharding]:
     """Batches and rows; not the scaled axis, whose length is an argument."""
     if offs is not None or group_align:
         return
@@ -94,12 +94,12 @@ def dequantize(
     for dim in range(rank - 2):
         if cuts_evenly(data.shape[dim], parts):
             scales = {"global_scale": 0} if global_scale is not None and len(global_scale.shape) else {}
-            yield Cut({"data": dim, "scale": dim} | scales, (dim,))
+            yield Sharding({"data": dim, "scale": dim} | scales, (dim,))
     rows = rank - 3 - axis
     if cuts_rows(spec, data.shape[rows], layout, parts):
-        yield Cut({"data": rows, "scale": rank - 2 if layout == "blocked" else rows}, (rows,))
+        yield Sharding({"data": rows, "scale": rank - 2 if layout == "blocked" else rows}, (rows,))
 
 
-def replicated(parts: int, *args: object, **named: object) -> Iterator[Cut]:
+def replicated(parts: int, *args: object, **named: object) -> Iterator[Sharding]:
     """No sharding: inputs are replicated. Fused casts are sharded by their layers."""
     return iter(())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from ..diagnostics.samples import Samples
+    from ..diagnostics.demo_tensors import Samples
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def run(out: Path = Path("out/demo.png"), steps: int = 100) -> int:
     arguments.at_least(1, steps, "--steps", "gradients come from a training step")
     console = arguments.plain_console()
     with console.status("importing torch ..."):
-        from ..diagnostics.samples import train_samples
+        from ..diagnostics.demo_tensors import train_samples
         from ..formats import FORMATS
     samples = train_samples(
         steps, track=lambda items: track(items, "training a tiny model on Python's own source", console=console)

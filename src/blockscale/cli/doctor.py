@@ -30,14 +30,14 @@ def run(device: str | None = None, json: bool = False, workers: int | None = Non
     processes = arguments.worker_count(workers)
     console = Console(stderr=json)
     with console.status("importing torch ..."):
-        from ..diagnostics.doctor import doctor, look_count
+        from ..diagnostics.doctor import doctor, check_count
         from ..hardware import default_device, named_device
 
         where = default_device() if device is None else named_device(device)
     if workers is None:
         processes = min(processes, MAX_PROCESSES) if where.type == "cuda" else 1
-    with arguments.progress(console, look_count(), "checking every backend") as advance:
-        report = doctor(where, workers=processes, on_look=lambda look: advance(f"{look}: done"))
+    with arguments.progress(console, check_count(), "checking every backend") as advance:
+        report = doctor(where, workers=processes, on_check=lambda look: advance(f"{look}: done"))
     if json:
         print(json_module.dumps(report.to_dict(), indent=2))
     else:

@@ -65,29 +65,29 @@ def doctor(
     device: torch.device | str | None = None,
     *,
     workers: int = 1,
-    on_look: Callable[[str], None] | None = None,
+    on_check: Callable[[str], None] | None = None,
 ) -> DoctorReport:
     """Look at this machine and check it against the reference.
 
     workers: processes that look side by side where kernels have to be compiled. More than one needs a program that can
-    be imported again, which a script is if it starts under `if __name__ == "__main__"`.  on_look: told what was looked
+    be imported again, which a script is if it starts under `if __name__ == "__main__"`.  on_check: told what was looked
     at, each time.
 
     >>> doctor("cpu").ok
     True
     """
     check_int(workers, "workers", "it is a number of processes", least=1)
-    if on_look is not None and not callable(on_look):
+    if on_check is not None and not callable(on_check):
         rule, fix = "it is told what was looked at", "pass a function of one text, such as print"
-        raise OptionError(message(f"on_look is {in_words(on_look)}", rule=rule, fix=fix))
+        raise OptionError(message(f"on_check is {in_words(on_check)}", rule=rule, fix=fix))
     where = default_device() if device is None else named_device(device)
     started = time.perf_counter()
     found = dict[_Look, Sequence[Choice | Check]]()
     looks = [_Look(part, name) for name in FORMATS for part in PARTS]
     for look, results in _answers(looks, where, workers):
         found[look] = results
-        if on_look is not None:
-            on_look(str(look))
+        if on_check is not None:
+            on_check(str(look))
     results = [result for look in looks for result in found[look]]
     samples = Samples(where)
     choices = [result for result in results if isinstance(result, Choice)] + move_choices(samples)
@@ -114,8 +114,8 @@ class _Look:
         return f"{self.part} of {self.format}"
 
 
-def look_count() -> int:
-    """How often `doctor` calls `on_look`."""
+def check_count() -> int:
+    """How often `doctor` calls `on_check`."""
     return len(FORMATS) * len(PARTS)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats.tensor import BlockScaled, has_canonical_strides, operand_from_parts, stored_length
-from ..hardware import capability, made_current
+from ..hardware import capability, current_cuda_device
 from ..library import define_op, empty
 from ..registry import Request, select, would_serve
 from . import sharding
@@ -69,7 +69,7 @@ def reject_fp8_of_vendor(request: Request) -> str | None:
 def _launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
     kernel = select(gemm_request(a, b, out.dtype, bias=bias is not None, accumulate=accumulate))
     a, b = (q.with_layout(kernel.layouts.get(q.format, q.scale_layout)) for q in (a, b))
-    with made_current(out.device):  # kernels go to the current device
+    with current_cuda_device(out.device):  # kernels go to the current device
         kernel.launch(a, b, out, bias=bias, accumulate=accumulate)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..formats.layout import cuts_length, cuts_rows
 from ..formats.tensor import parse_kind
-from ..library import SUM, Cut
+from ..library import SUM, Sharding
 
 
 def cut_rows(parts: int, name: str, codes: Tensor, kind: str) -> dict[str, int]:
@@ -30,15 +30,15 @@ def scaled_mm(
     length: int,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Iterator[Cut]:
+) -> Iterator[Sharding]:
     """M, N, and K. Partial sums over K are rounded to the output's dtype before the reduction, as in torch."""
     if rows := cut_rows(parts, "a", a, a_kind):
-        yield Cut(rows, (0,))
+        yield Sharding(rows, (0,))
     if columns := cut_rows(parts, "b", b, b_kind):
-        yield Cut(columns | {"bias": 0}, (1,))
+        yield Sharding(columns | {"bias": 0}, (1,))
     kinds = (parse_kind(a_kind), parse_kind(b_kind))
     if bias is None and all(cuts_length(s, length, l, parts) for s, l in kinds):
-        yield Cut({"a": 1, "a_scale": 1, "b": 1, "b_scale": 1}, (SUM,))
+        yield Sharding({"a": 1, "a_scale": 1, "b": 1, "b_scale": 1}, (SUM,))
 
 
 def scaled_mm_add_(
@@ -53,9 +53,9 @@ def scaled_mm_add_(
     b_global: Tensor | None,
     b_kind: str,
     length: int,
-) -> Iterator[Cut]:
+) -> Iterator[Sharding]:
     """M and N. The buffer must be sharded likewise; it is never redistributed."""
     if rows := cut_rows(parts, "a", a, a_kind):
-        yield Cut(rows | {"acc": 0})
+        yield Sharding(rows | {"acc": 0})
     if columns := cut_rows(parts, "b", b, b_kind):
-        yield Cut(columns | {"acc": 1})
+        yield Sharding(columns | {"acc": 1})

@@ -33,7 +33,7 @@ from ..gemm._blackwell import (
     tma_descriptors,
 )
 from ..gemm._tiles import Tile
-from ..hardware import made_current, sm_count
+from ..hardware import current_cuda_device, sm_count
 from ..registry import Request, kernel
 from ._tiles import count_tiles, group_strides, reject, store_group, tile_coords, tile_list
 
@@ -189,7 +189,7 @@ def launch(
     assert {a.scale_layout, b.scale_layout} == {"blocked"}
     assert tile.bm == _SCALE_ROWS
     k_grouped = len(b.shape) == 2
-    with made_current(out.device):  # Triton launches on the current device
+    with current_cuda_device(out.device):  # Triton launches on the current device
         tiles, programs = tile_list(a, b, offs, tile, _SCALE_ROWS, starts)
         _grouped_mm_kernel[(programs,)](
             *tma_descriptors(a, b, tile), a.global_scale, b.global_scale,

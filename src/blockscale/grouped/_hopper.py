@@ -23,7 +23,7 @@ from ..gemm._hopper_launch import (
 )
 from ..gemm.epilogue import finish
 from ..gemm.heuristics import SUBTILE_M
-from ..hardware import DEFAULT_SM_COUNT, capability, made_current, sm_count
+from ..hardware import DEFAULT_SM_COUNT, capability, current_cuda_device, sm_count
 from ..registry import Forecast, Request, kernel
 from . import heuristics
 from ._hopper_kernel import grouped_mm_kernel
@@ -131,7 +131,7 @@ def run(
     fp32_out, in_kernel = dtype == torch.float32, accumulate and direct  # in_kernel: c += in the epilogue
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
     tile, _ = choose(Problem(*sizes, len(b.shape) == 2, fp32_out, sm_count(out.device), in_kernel))
-    with made_current(out.device):  # kernels launch on the current device
+    with current_cuda_device(out.device):  # kernels launch on the current device
         if direct:
             matrix = out.view(-1, out.shape[-1])
             return launch(a, b, offs, matrix, bias, accumulate=accumulate, tile=tile, starts=starts)

@@ -21,7 +21,7 @@ from ..formats.layout import ceil_div
 from ..formats.spec import FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
 from ..gemm._triton import DEVICES, INTERPRETED, accumulate_k_blocks, data_of, dot_type, scale_of, tile_shape
-from ..hardware import capability, made_current
+from ..hardware import capability, current_cuda_device
 from ..registry import kernel
 from ._tiles import count_tiles, group_strides, reject, store_group, tile_coords, tile_list
 
@@ -100,7 +100,7 @@ def _launch(
     tile = tile_shape(a.rows if k_grouped else ceil_div(a.rows, offs.shape[0]), is_fp8=is_fp8, sm=sm)
     (sa, sa_strides), (sb, sb_strides) = scale_of(a), scale_of(b)
     b_group, sb_group = (0, 0) if k_grouped else (b.data.stride(0), sb.stride(0))
-    with made_current(out.device):  # Triton launches on the current device
+    with current_cuda_device(out.device):  # Triton launches on the current device
         tiles, programs = tile_list(a, b, offs, tile, starts=starts)
         _grouped_mm_kernel[(programs,)](
             data_of(a, dot), data_of(b, dot), sa, sb, a.global_scale, b.global_scale,

@@ -12,8 +12,8 @@ from .. import call_recording
 from ..casts.sharding import replicated
 from ..errors import ShapeError, message
 from ..formats.layout import cuts_evenly
-from ..hardware import capability, made_current
-from ..library import Cut, define_op, empty
+from ..hardware import capability, current_cuda_device
+from ..library import Sharding, define_op, empty
 from ..registry import Request, select
 
 
@@ -65,10 +65,10 @@ def rows_request(op: str, x: Tensor, rows: Tensor | None, *others: Tensor) -> Re
     return Request(op, capability(x.device), (), (x.shape[0], x.shape[1]), x.dtype, (), options)
 
 
-def _columns(parts: int, x: Tensor, *rest: object, **named: object) -> Iterator[Cut]:
+def _columns(parts: int, x: Tensor, *rest: object, **named: object) -> Iterator[Sharding]:
     """Shardings along the columns: rows are moved as a whole."""
     if cuts_evenly(x.shape[1], parts):
-        yield Cut({"x": 1}, (1,))
+        yield Sharding({"x": 1}, (1,))
 
 
 def _fake_permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
@@ -80,7 +80,7 @@ def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor |
     """Row x[tokens[i]] for each sorted row i, times its gate weight if there are gate_weights [T, k]."""
     out = _fake_permute_rows(x, tokens, rows, gate_weights)
     kernel = select(rows_request("permute_rows", x, rows))
-    with made_current(x.device):
+    with current_cuda_device(x.device):
         kernel.launch(x, tokens.contiguous(), rows.contiguous(), gate_weights, out)
     return out
 
@@ -94,7 +94,7 @@ def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor
     """Sum over j of x[rows[:, j]], times gate_weights[:, j] if there are gate_weights, slot after slot."""
     out = _fake_combine_rows(x, rows, gate_weights)
     kernel = select(rows_request("combine_rows", x, rows))
-    with made_current(x.device):
+    with current_cuda_device(x.device):
         kernel.launch(x, rows.contiguous(), gate_weights, out)
     return out
 
@@ -108,7 +108,7 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
     """Gradient of the gate_weights of `combine_rows`: x[rows[t, j]] . grad[t], [T, k]."""
     out = _fake_combine_dots(x, grad, rows)
     kernel = select(rows_request("combine_dots", x, rows, grad))
-    with made_current(x.device):
+    with current_cuda_device(x.device):
         kernel.launch(x, grad, rows.contiguous(), out)
     return out
 
@@ -116,5 +116,5 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
 def clear_rows(x: Tensor, offs: Tensor) -> None:
     """Zero the rows of no group in place: those from offs[-1] on, which stays on the device."""
     kernel = select(rows_request("clear_rows", x, None))
-    with made_current(x.device):
+    with current_cuda_device(x.device):
         kernel.launch(x, offs)

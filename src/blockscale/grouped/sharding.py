@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..gemm.sharding import cut_rows
-from ..library import Cut
+from ..library import Sharding
 
 
 def _columns(b: Tensor) -> int:
@@ -32,10 +32,10 @@ def scaled_grouped_mm(
     starts: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Iterator[Cut]:
+) -> Iterator[Sharding]:
     """The rows of b, with the columns of the bias."""
     if columns := cut_rows(parts, "b", b, b_kind):
-        yield Cut(columns | {"bias": 1}, (_columns(b),))
+        yield Sharding(columns | {"bias": 1}, (_columns(b),))
 
 
 def scaled_grouped_mm_add_(
@@ -52,7 +52,7 @@ def scaled_grouped_mm_add_(
     length: int,
     offs: Tensor,
     starts: Tensor | None,
-) -> Iterator[Cut]:
+) -> Iterator[Sharding]:
     """The rows of b, with the columns of the accumulator."""
     if columns := cut_rows(parts, "b", b, b_kind):
-        yield Cut(columns | {"acc": _columns(b)})
+        yield Sharding(columns | {"acc": _columns(b)})

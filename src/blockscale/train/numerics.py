@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..diagnostics.layers import Sample, sample
 from ..diagnostics.store import NAME, model_line, sample_line
-from ..diagnostics.watching import ROWS
+from ..diagnostics.call_capture import ROWS
 from ..nn import set_step_
 from .metrics import appended
 from .records import Hooks, Speed, StepRecord, TrainResult
