@@ -1,5 +1,5 @@
-"""Every argument of every public function with values of every wrong kind: each is refused by an error of ours, which
-gives the value, the rule and the fix, or is one that the function takes."""
+"""Every argument of every public function with values of every wrong kind: each is refused with the value, the rule and
+the fix, or is valid."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     ),
     "permute_quantize_both": (
         bs.permute_quantize_both,
-        {"x": X, "indices": torch.arange(8), "offs": OFFS, "row": "mxfp4", "col": "mxfp4", "weights": None},
+        {"x": X, "indices": torch.arange(8), "offs": OFFS, "row": "mxfp4", "col": "mxfp4", "gate_weights": None},
     ),
     "permute_quantize_columns": (
         bs.permute_quantize_columns, {"x": X, "indices": torch.arange(8), "offs": OFFS, "spec": "mxfp4"},
@@ -97,7 +97,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "sort_by_expert": (bs.sort_by_expert, {"experts": torch.zeros(4, 1, dtype=torch.int64), "count": 3}),
     "route": (bs.route, {"scores": torch.rand(4, 3), "k": 1, "bias": None, "normalize": False, "scale": 1.0}),
     "permute": (bs.permute, {"x": X, "routing": ROUTING}),
-    "combine": (bs.combine, {"y": X, "routing": ROUTING, "weights": None}),
+    "combine": (bs.combine, {"y": X, "routing": ROUTING, "gate_weights": None}),
     "activation": (bs.activation, {"x": X, "recipe": "mxfp8"}),
     "get_recipe": (bs.get_recipe, {"recipe": "mxfp8"}),
     "Operand": (
@@ -156,7 +156,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "grouped_swiglu_mlp": (
         grouped_swiglu_mlp,
         {"x": X, "gate_up_weight": GATES_UPS, "down_weight": DOWNS, "offs": ROUTING, "gate_up_bias": None,
-         "down_bias": None, "recipe": "mxfp8", "roundings": NONE, "weight_operands": NONE, "weights": X[:, :1]},
+         "down_bias": None, "recipe": "mxfp8", "roundings": NONE, "weight_operands": NONE, "gate_weights": X[:, :1]},
     ),
     "grouped_swiglu_mlp in bf16": (
         grouped_swiglu_mlp,
@@ -178,12 +178,12 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
         {**EXPERTS, "top_k": 1, "bias": False, "shared": 0, "scoring": "softmax", "normalize": True, "scale": 1.0,
          "balance": False, **LAYER},
     ),
-    "nn.MoE that draws": (nn.MoE, {**EXPERTS, "top_k": 1, **LAYER, "recipe": "mxfp4", "name": "moe"}),
+    "nn.MoE with stochastic rounding": (nn.MoE, {**EXPERTS, "top_k": 1, **LAYER, "recipe": "mxfp4", "name": "moe"}),
     "MoE.update_balance_": (nn.MoE(**EXPERTS, top_k=1, balance=True).update_balance_, {"rate": 1e-3}),
     "a Linear": (nn.Linear(64, 32, recipe="mxfp8"), {"input": X}),
     "a SwiGLU": (nn.SwiGLU(64, 32, recipe="mxfp8"), {"x": X}),
     "a GroupedLinear": (nn.GroupedLinear(3, 64, 32, recipe="mxfp8"), {"input": X, "offs": OFFS}),
-    "a GroupedExperts": (nn.GroupedExperts(**EXPERTS, recipe="mxfp8"), {"x": X, "offs": OFFS, "weights": None}),
+    "a GroupedExperts": (nn.GroupedExperts(**EXPERTS, recipe="mxfp8"), {"x": X, "offs": OFFS, "gate_weights": None}),
     "a MoE": (nn.MoE(**EXPERTS, top_k=1, recipe="mxfp8"), {"x": X}),
 }  # fmt: skip
 BAD: dict[str, Any] = {
@@ -198,7 +198,7 @@ BAD: dict[str, Any] = {
 }  # fmt: skip
 WHOLE, NUMBERS = {"3"}, {"3", "-7", "2.5", "-1.0", "10**30"}
 TORCHS = {"sparse", "csr", "jagged", "complex tensor"}
-# what an argument may take of these besides its default, by its name, or by the function's and its own
+# values that an argument accepts besides its default, by argument or by function and argument
 FINE: dict[str, set[str]] = {
     "bias": {"None", "True"}, "satfinite": {"True"}, "colsum": {"True"}, "rotated": {"True"}, "normalize": {"True"},
     "balance": {"True"}, "explain accumulate": {"True"}, "linear bias": {"None"}, "scaled_mm bias": {"None"},
@@ -207,7 +207,7 @@ FINE: dict[str, set[str]] = {
     "BlockScaled nvfp4 global_scale": {"scalar"}, "x": {"meta"}, "gate_up": {"meta"}, "scores": {"meta"},
     "activation x": {"empty", "meta"}, "a Linear input": {"Activation"}, "a SwiGLU x": {"Activation"},
     "linear x": {"Activation"}, "swiglu_mlp x": {"Activation"},
-    # torch's own products take these, and so does a layer that stays in high precision
+    # torch's own products take these, and so does an unquantized layer
     "linear in bf16 x": {"Activation", *TORCHS}, "linear in bf16 weight": TORCHS,
     "swiglu_mlp in bf16 x": {"Activation", *TORCHS}, "grouped_linear in bf16 x": {"complex tensor"},
     "grouped_swiglu_mlp in bf16 x": {"complex tensor"},
@@ -220,7 +220,7 @@ FINE: dict[str, set[str]] = {
     "nn.MoE scale": NUMBERS, "rate": NUMBERS, "name": {"text"}, "dim": WHOLE, "hidden": WHOLE, "in_features": WHOLE,
     "out_features": WHOLE, "top_k": WHOLE, "shared": WHOLE, "count": WHOLE, "k": WHOLE, "step": WHOLE,
     "tick": {"3", "-7"}, "seed": {"3", "-7", "True", "10**30"}, "tokens": WHOLE, "since": {"3", "10**30"},
-    "first_group": WHOLE, "groups": {"3", "10**30"}, "keep_first": WHOLE, "weights": {"None"},
+    "first_group": WHOLE, "groups": {"3", "10**30"}, "keep_first": WHOLE, "gate_weights": {"None"},
 }  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def test_a_bad_value_is_refused_with_value_rule_and_fix(entry: str, argument: st
     assert answers == {}
 
 
-def test_every_public_function_is_asked():
-    """doctor looks at a device and nothing else, and records are made by functions that are asked."""
+def test_every_public_function_is_tested():
+    """doctor only takes a device, and the records are results of functions that are tested."""
     asked = {entry.split()[0].split(".")[0] for entry in ENTRIES}
     assert set(bs.__all__) - asked == {"__version__", "doctor", "ConversionReport", "Routing"}

@@ -345,7 +345,7 @@ NAMES: list[Case] = [
     ("backend", lambda: bs.use_backend("tortch").__enter__(), UnknownNameError, "did you mean torch"),
     ("doctor's device", lambda: bs.doctor([1.0]), DeviceError, "a device is cpu"),
     ("doctor's workers", lambda: bs.doctor("cpu", workers=0), OptionError, "workers=0"),
-    ("doctor's listener", lambda: bs.doctor("cpu", on_check=3), OptionError, "on_check is 3"),
+    ("doctor's callback", lambda: bs.doctor("cpu", on_check=3), OptionError, "on_check is 3"),
     ("operation", lambda: bs.use_backend(gmm="torch").__enter__(), UnknownNameError, "unknown operation 'gmm'"),
 ]
 

@@ -126,7 +126,7 @@ def test_precompile_key_identifies_the_kernel(kind: str) -> None:
     same kernel."""
     from triton import knobs
 
-    from blockscale.diagnostics.precompile import Target, _standing_in
+    from blockscale.diagnostics.precompile import Target, _stub_driver
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -139,7 +139,7 @@ def test_precompile_key_identifies_the_kernel(kind: str) -> None:
         return True  # do not compile
 
     found = {}
-    with target.compiling(), _standing_in(target), knobs.runtime.scope():
+    with target.compiling(), _stub_driver(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         for tokens, groups in ((4096, 8), (5000, 7)):
             offs = meta(groups, dtype=torch.int32)

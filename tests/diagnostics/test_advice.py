@@ -10,14 +10,14 @@ from torch.nn import functional
 
 import blockscale as bs
 from blockscale.diagnostics import LayerNumerics, Numerics, advise, load_filter, sample
-from blockscale.diagnostics.choice import choose
 from blockscale.diagnostics.filters import ByName
+from blockscale.diagnostics.layer_selection import select_unquantized
 from blockscale.diagnostics.store import model_line, read, sample_line
 from blockscale.errors import OptionError
 
 
 class Net(torch.nn.Module):
-    """Four layers in residual branches; `spoil` gives one of them weights with outliers."""
+    """Four layers in residual branches.  spoil: the layer whose weights get outliers."""
 
     def __init__(self, spoil: int | None = None) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ def test_a_layer_with_outliers_is_the_worst(bad):
     assert "underflow" in advice.ranked[0].says
 
 
-def test_keeping_it_brings_the_loss_back():
-    """What advice is for: the loss with the layer kept is nearer to that of high precision."""
+def test_leaving_it_unquantized_brings_the_loss_back():
+    """With the layer unquantized the loss is nearer to that of bf16."""
     torch.manual_seed(1)
     x, target = torch.randn(256, 128), torch.randint(16, (256,))
     report, found = measured(Net(1))
@@ -91,7 +91,7 @@ def test_layers_are_kept_until_both_sums_are_within_their_budgets():
     assert advice.gradients == pytest.approx((0.1 / 3, 0.0))
     assert advice.speedups[0] > advice.speedups[1] > 1
     assert advise(converted(4), [found], budget=0.1).keep == ()
-    # the gradient alone is over its budget: who makes its noise is kept, whatever the others cost in loss
+    # only the gradient is over its budget: its noisiest layer stays unquantized, whatever the gaps of the others
     only = advise(converted(4), [found], budget=0.1, gradient_budget=0.01)
     assert only.keep == ("0",)
     every = advise(converted(4), [found], budget=1e-9)
@@ -99,14 +99,14 @@ def test_layers_are_kept_until_both_sums_are_within_their_budgets():
     assert every.speedups[1] == 1.0
 
 
-def test_samples_count_in_the_mean_and_numbers_that_are_none_are_worst():
+def test_the_mean_of_samples_counts_and_non_finite_figures_are_worst():
     samples = [Numerics(1.0, (layer("0", damage), layer("1", 0.0))) for damage in (0.9, 0.8, 0.002, 0.004)]
-    assert advise(converted(2), samples).gaps[0] == pytest.approx(0.003), "of the later half"
+    assert advise(converted(2), samples).gaps[0] == pytest.approx(0.003), "the mean of the later half"
     broken = Numerics(1.0, (layer("0", 0.002), layer("1", float("nan"))))
     assert advise(converted(2), [broken]).ranked[0].layer == "1"
     torn = Numerics(1.0, (layer("0", 0.001), layer("1", 0.0, gradient=float("nan"), wgrad=20.0), layer("2", 0.001)))
     advice = advise(converted(3), [torn])
-    assert advice.keep == ("1",), "one that is no number says nothing of the others"
+    assert advice.keep == ("1",), "a layer that is not finite does not affect the others"
     assert advice.low == ("0", "2")
 
 
@@ -164,13 +164,13 @@ def test_a_loss_that_is_not_above_zero_has_no_budget(loss):
         advise(converted(1), [Numerics(loss, (layer("0", 0.1),))])
 
 
-def test_a_model_without_low_precision_gets_no_advice():
+def test_an_unquantized_model_gets_no_advice():
     with pytest.raises(OptionError, match="no measured layer"):
         advise(converted(1), [Numerics(1.0, ())])
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_what_is_stored_is_what_was_found(tmp_path, recipe):
+def test_stored_numerics_are_read_back(tmp_path, recipe):
     torch.manual_seed(0)
     model = torch.nn.Sequential(bs.nn.MoE(dim=64, hidden=32, experts=4, top_k=2, recipe=recipe, name="moe"))
     report = bs.quantize_(model, recipe, lambda module, name: True)
@@ -178,7 +178,7 @@ def test_what_is_stored_is_what_was_found(tmp_path, recipe):
     found = sample(model, lambda: model(x).square().mean()).read()
     path = tmp_path / "numerics.jsonl"
     lines = [model_line(report), sample_line(3, found), sample_line(9, found)]
-    path.write_text("\n".join([*lines, lines[1][:40]]))  # killed while it wrote
+    path.write_text("\n".join([*lines, lines[1][:40]]))  # killed during a write
     stored = read(tmp_path)
     assert list(stored.samples) == [3, 9]
     assert stored.samples[9] == found
@@ -189,19 +189,19 @@ def test_what_is_stored_is_what_was_found(tmp_path, recipe):
     assert advise(stored.report, list(stored.samples.values())) == advise(report, [found, found])
 
 
-def test_samples_of_another_conversion_say_nothing_of_this_one(tmp_path):
-    """A run that went on with other layers in low precision, as advised, and then took a sample."""
+def test_samples_of_another_conversion_do_not_count(tmp_path):
+    """A run that resumed with other quantized layers, as advised, and then took a sample."""
     first, later = converted(3), converted(2)
     old, new = Numerics(1.0, (layer("0", 0.5), layer("2", 0.5))), Numerics(1.0, (layer("0", 0.001), layer("1", 0.0)))
     lines = [model_line(first), sample_line(0, old), model_line(first), sample_line(5, old)]
     path = tmp_path / "numerics.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    assert list(read(tmp_path).samples) == [0, 5], "the same goes on"
+    assert list(read(tmp_path).samples) == [0, 5], "the same model line continues"
     path.write_text("\n".join([*lines, model_line(later), sample_line(9, new)]) + "\n")
     stored = read(tmp_path)
     assert list(stored.samples) == [9]
     assert advise(stored.report, list(stored.samples.values())).gaps[0] == pytest.approx(0.001)
-    # whoever gives samples of both by hand hears of the layers that are still there
+    # with samples of both conversions, only layers of the last sample are ranked
     assert {each.layer for each in advise(later, [old, new]).ranked} == {"0", "1"}
 
 
@@ -209,18 +209,18 @@ def test_a_filter_of_another_model_is_refused(tmp_path):
     report, found = measured(Net(2))
     advise(report, [found]).save(tmp_path / "advice.json")
     assert load_filter(tmp_path / "advice.json", Net(2))
-    assert load_filter(tmp_path / "advice.json", torch.compile(Net(2), backend="eager")), "wrappers have no names"
+    assert load_filter(tmp_path / "advice.json", torch.compile(Net(2), backend="eager")), "wrappers do not count"
     with pytest.raises(OptionError, match=r"names layers\.0.*advice is for the model that was measured"):
         load_filter(tmp_path / "advice.json", torch.nn.Sequential(torch.nn.Linear(8, 8)))
     larger = Net(2)
     larger.layers.append(torch.nn.Linear(128, 128, bias=False))
-    with pytest.raises(OptionError, match=r"knows nothing of layers\.4.*advice is for the model that was measured"):
+    with pytest.raises(OptionError, match=r"does not list layers\.4.*advice is for the model that was measured"):
         load_filter(tmp_path / "advice.json", larger)
     larger = Net(2)
     larger.experts = bs.nn.GroupedExperts(experts=4, dim=128, hidden=64, recipe="bf16")
-    with pytest.raises(OptionError, match=r"knows nothing of experts\.down"):
+    with pytest.raises(OptionError, match=r"does not list experts\.down"):
         load_filter(tmp_path / "advice.json", larger)
-    with pytest.warns(UserWarning, match="was given for mxfp8, this is nvfp4"):
+    with pytest.warns(UserWarning, match="is for mxfp8, this is nvfp4"):
         load_filter(tmp_path / "advice.json", Net(2), bs.get_recipe("nvfp4"))
     assert load_filter(tmp_path / "advice.json", Net(2), bs.get_recipe("bf16")), "the baseline of a comparison"
 
@@ -233,7 +233,7 @@ def test_a_folder_without_samples_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_what_was_not_measured_is_said_and_kept_on_demand():
+def test_unmeasured_layers_are_listed_and_stay_unquantized_with_keep_unmeasured():
     report = converted(4)
     found = Numerics(1.0, (layer("0", 0.001), LayerNumerics("1", fprop=20.0), layer("2", 0.0)))
     advice = advise(report, [found])
@@ -251,7 +251,7 @@ def test_samples_of_another_model_are_refused():
         advise(converted(2), [Numerics(1.0, (layer("a.b", 5.0),))])
 
 
-def test_speed_decides_between_layers_that_would_do():
+def test_the_layer_that_loses_least_time_stays_unquantized():
     with torch.device("meta"):
         model = torch.nn.Sequential(
             torch.nn.Linear(8192, 28672), torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)
@@ -266,13 +266,13 @@ def test_speed_decides_between_layers_that_would_do():
     assert wins["0"] > 10 * max(wins["1"], wins["2"])
 
 
-def test_a_choice_is_within_its_budgets_and_has_nothing_that_could_go_back():
+def test_a_selection_meets_its_budgets_and_is_minimal():
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         rows = torch.rand(12, 3, generator=generator).pow(4).tolist()
         figures = {str(at): (gap, gradient) for at, (gap, gradient, _) in enumerate(rows)}
         won = {str(at): seconds for at, (_, _, seconds) in enumerate(rows)}
-        kept = choose(figures, (0.3, 0.4), won)
+        kept = select_unquantized(figures, (0.3, 0.4), won)
         sums = [sum(figures[name][at] for name in figures if name not in kept) for at in (0, 1)]
         assert sums[0] <= 0.3
         assert sums[1] <= 0.4
@@ -283,10 +283,10 @@ def test_a_choice_is_within_its_budgets_and_has_nothing_that_could_go_back():
 def test_advice_for_many_layers_takes_no_time():
     count = 20_000
     figures = {str(at): (1e-3, 1e-3) for at in range(count)}
-    assert len(choose(figures, (1e-9, 1e-9), dict.fromkeys(figures, 1.0))) == count
+    assert len(select_unquantized(figures, (1e-9, 1e-9), dict.fromkeys(figures, 1.0))) == count
 
 
-def test_lines_of_a_file_that_are_none(tmp_path):
+def test_invalid_lines_of_a_file(tmp_path):
     good, path = converted(1), tmp_path / "numerics.jsonl"
     nowhere = Numerics(float("nan"), (layer("0", gradient=float("inf")),))
     line = sample_line(3, nowhere)
@@ -298,7 +298,7 @@ def test_lines_of_a_file_that_are_none(tmp_path):
     text = '{"kind": "numerics", "step": 1, "loss": "x", "layers": []}'
     for broken in ('{"kind": "numerics", "step": 1}', '{"kind": "model"}', text):
         path.write_text(model_line(good) + "\n" + broken + "\n")
-        with pytest.raises(OptionError, match="lines are those that blockscale train wrote"):
+        with pytest.raises(OptionError, match="blockscale train of this version wrote its lines"):
             read(path)
     path.write_bytes(model_line(good).encode() + b"\n\xff\xfe\n")
     with pytest.raises(OptionError, match="0 samples"):

@@ -1,4 +1,4 @@
-"""`doctor` tells the truth: a sound machine is well, and every kind of broken kernel is found."""
+"""`doctor`: a sound machine passes, and every kind of broken kernel is found."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from blockscale.registry import kernel
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Add a row that beats every other one; the table is as before after the test. Two formats are enough."""
+    """Register a kernel with the highest priority; the registry is restored after the test. Two formats are enough."""
     few = {name: FORMATS[name] for name in ("mxfp8_e4m3", "nvfp4")}
     monkeypatch.setattr(importlib.import_module("blockscale.diagnostics.doctor"), "FORMATS", few)
-    kept = {op: list(rows) for op, rows in registry._REGISTRY.items()}
+    kept = {op: list(entries) for op, entries in registry._REGISTRY.items()}
 
     def add(op: str, launch) -> None:
         kernel(op, "broken", devices=("cpu", "cuda"), priority=1000)(launch)
@@ -41,7 +41,7 @@ def broken(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sound() -> DoctorReport:
-    """One look at this machine's CPU, for the tests that only read it."""
+    """One report of this machine's CPU, for the tests that only read it."""
     return doctor("cpu")
 
 
@@ -51,17 +51,17 @@ def failed(report: DoctorReport) -> set[str]:
 
 
 def test_a_sound_machine(device):
-    """As the command looks at it: on a GPU by several processes, since kernels may have to be compiled."""
+    """As the command runs it: on a GPU with several processes, since kernels may have to be compiled."""
     report = doctor(device, workers=8 if device.type == "cuda" else 1)
     assert report.ok, str(report)
     assert report.to_dict()["ok"] is True
     assert report.seconds < 60
 
 
-def test_processes_find_what_one_finds(monkeypatch):
-    """Also under a demand, which they have to be told."""
+def test_worker_processes_give_the_same_report(monkeypatch):
+    """Also with a forced backend, which the workers must force too."""
     module = importlib.import_module("blockscale.diagnostics.doctor")
-    # the first look is not left to them; mxfp4's products are another backend's without the demand
+    # the first check runs in this process; without the forced backend another one serves mxfp4's products
     monkeypatch.setattr(module, "FORMATS", {name: FORMATS[name] for name in ("fp8_1x128", "mxfp4")})
     seen: list[str] = []
     with bs.use_backend("reference"):
@@ -79,7 +79,7 @@ def test_a_process_that_dies_is_a_failed_check(monkeypatch):
     module = importlib.import_module("blockscale.diagnostics.doctor")
     monkeypatch.setattr(module, "FORMATS", {"mxfp4": FORMATS["mxfp4"]})
     monkeypatch.setattr(module, "force_backends", os._exit)
-    assert doctor("cpu", workers=2).ok, "nothing was compiled, so there were no processes"
+    assert doctor("cpu", workers=2).ok, "nothing was compiled, so no worker was started"
     monkeypatch.setattr(module, "_COMPILING_SECONDS", 0.0)
     report = doctor("cpu", workers=2)
     assert not report.ok
@@ -104,7 +104,7 @@ def test_it_covers_everything(sound):
     moves = {"permute_rows", "combine_rows", "combine_dots", "clear_rows"}
     assert {operation for operation, form in cells if form == "any"} == moves
     assert {check.name.split(",")[0] for check in report.checks if check.name.endswith(", any")} == moves
-    assert everywhere | one_d | moves == set(registry.operations()), "an operation that doctor does not know"
+    assert everywhere | one_d | moves == set(registry.operations()), "an operation without a check"
     assert {c.name for c in report.checks if c.name.startswith("known bytes")} == {
         f"known bytes, {name}" for name in ("mxfp8_e4m3", "fp8_1x128", "mxfp4", "nvfp4")
     }
@@ -112,7 +112,7 @@ def test_it_covers_everything(sound):
     assert all(check.detail for check in report.checks)
 
 
-def test_choices_are_those_of_the_table(sound):
+def test_choices_are_those_of_the_registry(sound):
     backends = {(choice.operation, choice.format): choice.backend for choice in sound.choices}
     assert backends["gemm", "mxfp4"] == backends["m_grouped", "nvfp4"] == "torch"
     assert backends["gemm", "fp8_1x128"] == backends["cast", "mxfp4"] == "reference"
@@ -120,7 +120,7 @@ def test_choices_are_those_of_the_table(sound):
         assert {choice.backend for choice in doctor("cpu").choices} == {"reference"}
 
 
-def test_figures_leave_room_to_the_gate(sound):
+def test_figures_are_well_above_the_gate(sound):
     """A product that barely passes here would fail on the next machine; fp32 sums have 60 dB to spare."""
     figures = [float(c.detail.split(" dB")[0]) for c in sound.checks if " dB" in c.detail and "float32" in c.name]
     assert len(figures) >= len(FORMATS)
@@ -142,8 +142,8 @@ def test_text(sound):
     assert all(name in text for name in FORMATS)
 
 
-def test_the_assembler_of_hopper_is_named(sound, monkeypatch, tmp_path):
-    assert sound.device["Hopper's assembler"].startswith("Triton's default: ")
+def test_hoppers_ptxas_is_named(sound, monkeypatch, tmp_path):
+    assert sound.device["Hopper's ptxas"].startswith("Triton's default: ")
     monkeypatch.setattr(importlib.import_module("blockscale.diagnostics.doctor"), "FORMATS", {})
     monkeypatch.setenv("BLOCKSCALE_PTXAS", str(tmp_path / "none"))
     report = doctor("cpu")
@@ -151,7 +151,7 @@ def test_the_assembler_of_hopper_is_named(sound, monkeypatch, tmp_path):
     assert "none' does not answer" in str(report)
 
 
-def test_settings_are_shown_and_unknown_ones_are_told(monkeypatch):
+def test_settings_are_shown_and_unknown_ones_fail(monkeypatch):
     monkeypatch.setenv("BLOCKSCALE_LOG", "info")
     assert doctor("cpu").settings["BLOCKSCALE_LOG"] == "info"
     monkeypatch.setenv("BLOCKSCALE_BACKED", "torch")
@@ -185,8 +185,8 @@ def test_a_product_with_one_wrong_value(device, broken):
     assert failed(doctor(device)) == {"gemm"}
 
 
-def test_a_product_that_forgets_to_write(device, broken):
-    """Outputs start poisoned here, so silence is NaN, and a NaN figure is no pass."""
+def test_a_product_that_does_not_write(device, broken):
+    """Outputs start poisoned in tests, so an unwritten value is NaN, and a NaN figure fails."""
     broken("gemm", lambda a, b, out, *, bias, accumulate: None)
     assert failed(doctor(device)) == {"gemm"}
 
@@ -234,7 +234,7 @@ def test_a_decode_that_is_one_bit_off(device, broken):
         out.view(-1)[0] = torch.nextafter(out.view(-1)[0], torch.tensor(9e9, device=out.device, dtype=out.dtype))
 
     broken("dequantize", launch)
-    # on a GPU the exact upcast of MX products decodes by that row too
+    # on a GPU the exact upcast of MX products uses that kernel too
     assert failed(doctor(device)) == ({"cast", "gemm"} if device.type == "cuda" else {"cast"})
 
 
@@ -274,8 +274,8 @@ def test_an_rstd_that_is_one_bit_off(device, broken):
 
 
 @pytest.mark.parametrize(("found_on_disk", "compiles"), [((), False), ((True,), False), ((True, False), True)])
-def test_it_notices_that_kernels_have_to_be_compiled(monkeypatch, found_on_disk, compiles):
-    """Triton tells a listener of each kernel that is not in memory; the earlier listener is there again afterwards."""
+def test_it_detects_that_kernels_have_to_be_compiled(monkeypatch, found_on_disk, compiles):
+    """Triton calls a listener for each kernel that is not in memory; the earlier listener is restored."""
     knobs = pytest.importorskip("triton.knobs", reason="needs triton, which is not installed")
     module = importlib.import_module("blockscale.diagnostics.selfcheck")
     before = knobs.compilation.listener

@@ -17,33 +17,33 @@ from support.products import ONE_D, gaussian, offsets, partner
 
 
 def spied(call: Callable[[], object]) -> list[tuple[str, str]]:
-    """(operation, summary) of every kernel that a call launches; not those that such a kernel asks for in its turn, as
-    a product does whose operands are decoded first."""
+    """(operation, summary) of every kernel that a call launches, without kernels that those kernels launch (a product
+    may decode its operands first)."""
     seen: list[tuple[str, str]] = []
     inside = 0
-    kept = {op: list(rows) for op, rows in registry._REGISTRY.items()}
+    kept = {op: list(entries) for op, entries in registry._REGISTRY.items()}
 
-    def spy(row: Kernel) -> Kernel:
+    def spy(entry: Kernel) -> Kernel:
         def launch(*args, **named):
             nonlocal inside
             if not inside:
-                seen.append((row.op, row.summary))
+                seen.append((entry.op, entry.summary))
             inside += 1
             try:
-                return row.launch(*args, **named)
+                return entry.launch(*args, **named)
             finally:
                 inside -= 1
 
-        return replace(row, launch=launch)
+        return replace(entry, launch=launch)
 
-    for rows in registry._REGISTRY.values():
-        rows[:] = map(spy, rows)
+    for entries in registry._REGISTRY.values():
+        entries[:] = map(spy, entries)
     registry._select.cache_clear()
     try:
         call()
     finally:
-        for op, rows in kept.items():
-            registry._REGISTRY[op][:] = rows
+        for op, entries in kept.items():
+            registry._REGISTRY[op][:] = entries
         registry._select.cache_clear()
     return seen
 
@@ -170,11 +170,11 @@ def test_the_request_is_that_of_the_call():
     assert request.dtype == torch.float16
 
 
-def test_every_row_appears_with_a_reason():
+def test_every_kernel_appears_with_a_reason():
     q = bs.quantize(gaussian(16, 128), "fp8_1x128")
     explanation = bs.explain("gemm", q, q)
-    assert [row.backend for row in explanation.candidates] == [row.backend for row in registry.kernels("gemm")]
-    assert all(row.reason and row.summary for row in explanation.candidates)
+    assert [each.backend for each in explanation.candidates] == [each.backend for each in registry.kernels("gemm")]
+    assert all(each.reason and each.summary for each in explanation.candidates)
     assert explanation.taken.backend == "reference"
     assert str(explanation).splitlines()[0] == "gemm fp8_1x128 @ fp8_1x128 16x16x128 bfloat16 on cpu"
     marked = [line for line in str(explanation).splitlines() if line.startswith("->")]
@@ -190,7 +190,7 @@ def test_it_launches_nothing():
     assert spied(lambda: (bs.explain("gemm", q, q), bs.explain("cast", x, "mxfp4"))) == []
 
 
-def test_it_obeys_a_demand():
+def test_it_respects_a_forced_backend():
     q = bs.quantize(gaussian(16, 64), "mxfp4")
     with bs.use_backend("reference"):
         assert bs.explain("gemm", q, q).taken.backend == "reference"
@@ -204,7 +204,7 @@ def forecast_of(shape: tuple[int, int, int], weight: str = "fp8_128x128", **name
     return bs.explain("gemm", *operands, on=Capability("cuda", 90), **named)
 
 
-def test_hopper_says_how_it_would_multiply():
+def test_hopper_forecasts_its_product():
     pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
     explanation = forecast_of((8192, 8192, 8192))
     forecast = explanation.taken.forecast
@@ -221,7 +221,7 @@ def test_hopper_says_how_it_would_multiply():
     gradient = forecast_of((4096, 4096, 4096), "fp8_1x128", accumulate=True).taken.forecast
     assert gradient.us > forecast_of((4096, 4096, 4096), accumulate=True).taken.forecast.us
     plain = forecast_of((4096, 4096, 4096), "fp8_1x128").taken.forecast
-    assert gradient.us > 1.1 * plain.us, "adding has its price"
+    assert gradient.us > 1.1 * plain.us, "accumulation takes time"
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])
@@ -243,7 +243,7 @@ def test_hopper_takes_any_size(weight):
         assert forecast_of((m, n, k), weight).taken.backend in ("hopper", "hopper_rows")
 
 
-def test_mxfp8_says_how_it_would_multiply():
+def test_hopper_forecasts_its_mxfp8_product():
     pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
     a, b = (torch.empty(4096, 4096, device="meta") for _ in range(2))
     operands = bs.quantize(a, "mxfp8_e4m3"), bs.quantize(b, "mxfp8_e4m3_128x128")
@@ -253,7 +253,7 @@ def test_mxfp8_says_how_it_would_multiply():
     assert 600 < taken.forecast.tflop_s < 800
 
 
-def test_rows_that_refuse_or_cannot_tell_have_no_forecast():
+def test_kernels_that_refuse_or_have_no_model_have_no_forecast():
     explanation = forecast_of((64, 60, 0))
-    assert [row.forecast for row in explanation.candidates] == [None] * len(explanation.candidates)
+    assert [each.forecast for each in explanation.candidates] == [None] * len(explanation.candidates)
     assert "predicted" not in str(explanation)

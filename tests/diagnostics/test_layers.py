@@ -1,4 +1,4 @@
-"""Numerics by layer: figures against direct computation, of dense layers and of every expert."""
+"""Numerics per layer against direct computation, for dense layers and for every expert."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch.nn import functional
 
 import blockscale as bs
-from blockscale.diagnostics import figures, layer_numerics, sample
-from blockscale.diagnostics.figures import Seen, layer_sums
+from blockscale.diagnostics import error_sums, layer_numerics, sample
+from blockscale.diagnostics.error_sums import CapturedCall, layer_sums
 from blockscale.diagnostics.quality import measure, sqnr_db
 from blockscale.errors import OptionError
 from support.measured_layers import all_layers, converted, experts
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_blockwise", "mxfp6"])
-def test_figures_of_a_layer_are_those_of_its_tensors(recipe):
+def test_numerics_of_a_layer_equal_those_of_its_tensors(recipe):
     model = converted(recipe, 128, 256)
     x, target = torch.randn(96, 128), torch.randn(96, 256)
     x[3, 5] = 1e4
@@ -51,8 +51,8 @@ def test_figures_of_a_layer_are_those_of_its_tensors(recipe):
     assert found.damage == pytest.approx(0.5 * effect.square().mean().item(), rel=1e-3)
 
 
-def test_damage_is_the_loss_that_noise_costs_where_labels_are_the_models_own():
-    """With labels that are drawn from the model itself the expected loss rises by KL(exact, low)."""
+def test_damage_predicts_the_rise_of_the_loss_for_labels_sampled_from_the_model():
+    """With labels sampled from the model itself the expected loss rises by KL(exact, low)."""
     model = converted("mxfp4", 64, 32)
     x = torch.randn(16384, 64) * 2
     with torch.no_grad():
@@ -60,20 +60,20 @@ def test_damage_is_the_loss_that_noise_costs_where_labels_are_the_models_own():
         target = torch.multinomial(exact.exp(), 1, generator=torch.Generator().manual_seed(1)).flatten()
         rises = (exact.exp() * (exact - model(x).log_softmax(-1))).sum(-1).mean().item()
     (found,) = layer_numerics(model, lambda: functional.cross_entropy(model(x), target))
-    assert found.damage == pytest.approx(rises, rel=0.25)  # 512 of the rows are looked at
+    assert found.damage == pytest.approx(rises, rel=0.25)  # 512 rows are sampled
     assert rises > 1e-4
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_blockwise", "nvfp4"])
-def test_figures_of_each_expert_are_those_of_its_rows_alone(recipe):
+def test_numerics_of_an_expert_depend_on_its_rows_alone(recipe):
     layer, offs = experts(recipe), torch.tensor([40, 40, 57, 100], dtype=torch.int32)
     x, dy = torch.randn(104, 64), torch.randn(104, 96)
     x[45, 0], x[102:] = 1e5, torch.nan  # rows of no expert
-    sums = layer_sums(layer, [Seen(x, torch.diff(offs, prepend=offs.new_zeros(1)), torch.ones(4), offs, dy)])
+    sums = layer_sums(layer, [CapturedCall(x, torch.diff(offs, prepend=offs.new_zeros(1)), torch.ones(4), offs, dy)])
     found = bs.diagnostics.layers._layer("experts", {key: each.flatten().tolist() for key, each in sums.items()}, 1.0)
     assert [each.rows for each in found.experts] == [40, 0, 17, 43]
     assert found.experts[1].fprop is None
-    assert found.experts[2].underflow > found.experts[0].underflow  # one value takes all of its block's range
+    assert found.experts[2].underflow > found.experts[0].underflow  # one value takes the whole range of its block
     for expert, (start, end) in enumerate([(0, 40), (40, 40), (40, 57), (57, 100)]):
         if start == end:
             continue
@@ -81,7 +81,7 @@ def test_figures_of_each_expert_are_those_of_its_rows_alone(recipe):
         alone.weight.data = layer.weight.data[expert]
         model = torch.nn.Sequential(alone)
         bs.quantize_(model, recipe, all_layers)
-        rows = Seen(x[start:end], torch.tensor([end - start]), torch.ones(1), None, dy[start:end])
+        rows = CapturedCall(x[start:end], torch.tensor([end - start]), torch.ones(1), None, dy[start:end])
         single = layer_sums(model[0], [rows])
         for role in found.operands:
             if recipe != "nvfp4" or role.endswith("_x"):
@@ -108,7 +108,7 @@ def test_a_model_with_experts_is_measured_through_its_routing():
     assert torch.equal(moe.load, load)
 
 
-def test_every_expert_with_rows_has_its_own_figures_and_the_layer_those_of_all_rows():
+def test_every_expert_with_rows_has_numerics_and_the_layer_those_of_all_rows():
     layer = experts("mxfp8")
     offs = torch.tensor([4000, 4003, 4003, 4050], dtype=torch.int32)
     x = torch.randn(4050, 64)
@@ -122,7 +122,7 @@ def test_every_expert_with_rows_has_its_own_figures_and_the_layer_those_of_all_r
     assert sorted(empty.operands) == ["dgrad_w", "fprop_w"]
     assert sum(sum(each.operands["fprop_w"].scales.values()) for each in found.experts) == 4 * 96 * 2
     by_group = [sum(each.operands["wgrad_x"].scales.values()) for each in found.experts if each.rows]
-    assert by_group == [64 * blocks for blocks in (4, 1, 2)], "blocks of 32 that hold rows, and no filling"
+    assert by_group == [64 * blocks for blocks in (4, 1, 2)], "blocks of 32 that hold rows, without padding"
 
 
 @pytest.mark.gpu
@@ -136,7 +136,7 @@ def test_the_host_does_not_wait_for_a_sample():
     def loss() -> torch.Tensor:
         return model(x).float().square().mean()
 
-    sample(model, loss)  # kernels are compiled
+    sample(model, loss)  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = sample(model, loss)
@@ -145,7 +145,7 @@ def test_the_host_does_not_wait_for_a_sample():
     assert found.read().layers[0].layer == "0.experts.gate_up"
 
 
-def test_layers_in_high_precision_and_layers_that_are_not_called_are_left_out():
+def test_unquantized_layers_and_layers_that_are_not_called_are_left_out():
     model = converted("mxfp8_wgrad_bf16", 64, 64, 64)
     bs.quantize_(model, "bf16", lambda module, name: name == "0")
     x = torch.randn(8, 64)
@@ -179,8 +179,8 @@ def test_a_layer_that_no_gradient_reaches_has_a_forward_and_no_damage():
     assert second.damage > 0
 
 
-def test_products_stand_for_all_rows_of_their_calls():
-    """Rows with noise and rows without it, many of one kind and few of the other: what was taken is no mean of them."""
+def test_sums_of_products_are_scaled_to_all_rows_of_their_calls():
+    """Rows with noise and rows without, in unequal numbers: sampled rows are weighted by their group."""
     layer = experts("mxfp8")
     layer.weight.data.fill_(0.5)
     for many, offs in ((0, [20000, 20040, 20040, 20040]), (1, [40, 20040, 20040, 20040])):
@@ -211,14 +211,14 @@ def test_a_product_that_overflows_is_the_worst_there_is():
         (lambda y: y.mean().detach(), "without a gradient"),
     ],
 )
-def test_a_loss_that_is_none_is_refused(loss, says):
+def test_a_value_that_is_no_loss_is_refused(loss, says):
     model, x = converted("mxfp8", 64, 64), torch.randn(8, 64)
     with pytest.raises(OptionError, match=says):
         sample(model, lambda: loss(model(x)))
     assert not model[0]._forward_hooks
 
 
-def test_questions_that_are_none_are_refused():
+def test_invalid_arguments_are_refused():
     model = converted("mxfp8", 64, 64)
     with pytest.raises(OptionError, match="tokens=0"):
         sample(model, lambda: model(torch.randn(8, 64)).mean(), tokens=0)
@@ -229,7 +229,7 @@ def test_questions_that_are_none_are_refused():
 
 
 def test_values_are_counted_by_expert():
-    """Rows beyond the last end are nobody's."""
-    assert figures._sizes(torch.zeros(7, 5), torch.tensor([2, 2, 6])).tolist() == [10, 0, 20]
-    assert figures._sizes(torch.zeros(3, 4, 5), None).tolist() == [20, 20, 20]
-    assert figures._sizes(torch.zeros(4, 5), None).tolist() == [20]
+    """Rows beyond the last group end do not count."""
+    assert error_sums._sizes(torch.zeros(7, 5), torch.tensor([2, 2, 6])).tolist() == [10, 0, 20]
+    assert error_sums._sizes(torch.zeros(3, 4, 5), None).tolist() == [20, 20, 20]
+    assert error_sums._sizes(torch.zeros(4, 5), None).tolist() == [20]

@@ -1,4 +1,4 @@
-"""What a model needs compiled: complete, each kernel once, and the same that a launch would look for."""
+"""Precompilation: the list of kernels is complete, has each kernel once, and a launch finds them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = Request("cast", HOPPER.capability, ("fp8_1x128",), (16, 256), torch.bflo
 
 @contextmanager
 def keys() -> Iterator[set[tuple[str, str]]]:
-    """Names and keys of the kernels that launches within it would compile."""
+    """Context with the names and keys of the kernels that launches in it would compile."""
     seen: set[tuple[str, str]] = set()
 
     def note(*, key: str, fn: object, **_: object) -> bool:
@@ -49,7 +49,7 @@ def keys() -> Iterator[set[tuple[str, str]]]:
 
 @contextmanager
 def fresh() -> Iterator[Path]:
-    """A process that has compiled nothing, with a cache of its own."""
+    """Empty kernel caches, in memory and on disk."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
@@ -74,7 +74,7 @@ def test_every_model_needs_few_kernels(model: str) -> None:
     assert 5 <= len(products) <= 20
     assert len(calls) <= 64
     again = precompile.needed([call.request for call in calls], HOPPER)
-    assert again == calls, "each is there for a kernel of its own"
+    assert again == calls, "each call needs a kernel of its own"
 
 
 def test_inference_needs_less_and_given_tokens_fewer() -> None:
@@ -87,7 +87,7 @@ def test_inference_needs_less_and_given_tokens_fewer() -> None:
     assert {request.shape[0] for request in one if request.formats == ("fp8_1x128", "fp8_128x128")} == {4096}
 
 
-def test_no_count_of_tokens_meets_a_kernel_that_was_not_compiled() -> None:
+def test_every_token_count_uses_a_precompiled_kernel() -> None:
     """The product, over every count up to 2048 and some above; casts of both kinds, up to 1024 and some above."""
     n, k = 4096, 1024
     calls = precompile.needed(precompile.layer_requests([(n, k)], HOPPER), HOPPER)
@@ -111,7 +111,7 @@ def test_no_count_of_tokens_meets_a_kernel_that_was_not_compiled() -> None:
 
 
 def step(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, multiply: Callable[..., None]) -> None:
-    """A linear layer forward and backward, its weight's gradient added to a buffer."""
+    """Forward and backward of a linear layer, with wgrad accumulated into a buffer."""
     x_row, x_col = quantize_both(x, "fp8_1x128", "fp8_1x128")
     dy_row, dy_col = quantize_both(dy, "fp8_1x128", "fp8_1x128")
     w_row, w_col = quantize_both(w, "fp8_128x128", "fp8_128x128")
@@ -122,8 +122,8 @@ def step(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, multiply: Callable[
 
 
 @pytest.mark.parametrize(("tokens", "n", "k"), [(16, 640, 384), (48, 640, 384), (1040, 640, 384), (999, 331, 1)])
-def test_a_step_asks_for_nothing_else(tokens: int, n: int, k: int) -> None:
-    """With the operands that casts really give, transposed ones too."""
+def test_a_training_step_needs_no_other_kernel(tokens: int, n: int, k: int) -> None:
+    """With real operands of casts, transposed ones too."""
     compiled: set[tuple[str, str]] = set()
     with compiling_for(HOPPER.capability), precompile._compiler(HOPPER) as keys_of:
         for request in precompile.layer_requests([(n, k)], HOPPER):
@@ -165,7 +165,9 @@ def test_on_a_gpu_the_first_step_compiles_nothing() -> None:
     ],
     ids=["nvfp4", "mxfp8"],
 )
-def test_other_formats_compile_their_casts_and_tell_who_multiplies(formats: tuple[str, str], kernels: set[str]) -> None:
+def test_other_formats_compile_casts_and_name_the_backend_of_products(
+    formats: tuple[str, str], kernels: set[str]
+) -> None:
     requests = precompile.layer_requests([(512, 256)], HOPPER, tokens=[64], formats=formats)
     calls = precompile.needed(requests, HOPPER)
     names = {name for call in calls for name in call.kernels}
@@ -180,7 +182,7 @@ def test_another_gpu_has_other_kernels() -> None:
     assert {call.backend for call in calls if not call.kernels} == {"reference"}
 
 
-def test_operands_without_memory_stand_for_a_gpu_only_within() -> None:
+def test_meta_tensors_stand_for_a_gpu_only_inside_the_context() -> None:
     meta = torch.device("meta")
     assert capability(meta) == Capability("meta")
     with compiling_for(HOPPER.capability, 78):
@@ -192,13 +194,13 @@ def test_operands_without_memory_stand_for_a_gpu_only_within() -> None:
     assert (capability(meta), sm_count(meta)) == (Capability("meta"), 132)
 
 
-def test_a_plan_can_be_asked_for() -> None:
+def test_a_plan_can_be_given() -> None:
     """Each plan of a product has a kernel of its own, and the model's has that of the ordinary call."""
     problem = Problem(300, 512, 1024, False, False, HOPPER.sms)
     request = precompile.product_request(problem, HOPPER)
     with HOPPER.compiling(), precompile._compiler(HOPPER) as keys_of:
         usual = keys_of(request, precompile.select(request))
-        found = {plan: keys_of(request, precompile._by_plan(plan)) for plan, _ in candidates(problem)}
+        found = {plan: keys_of(request, precompile._with_plan(plan)) for plan, _ in candidates(problem)}
     assert found[choose(problem)[0]] == usual
     assert len(set(map(frozenset, found.values()))) == len(found) > 6
     added = precompile.product_request(replace(problem, b_1x128=True, fp32_out=True, accumulate=True), HOPPER)
@@ -212,7 +214,7 @@ def test_listing_compiles_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_launch_finds_what_was_compiled_ahead() -> None:
+def test_a_launch_finds_precompiled_kernels() -> None:
     with fresh() as folder:
         first = precompile.compile_call(SMALL, HOPPER)
         assert (first.kernels, first.found) == (1, 0)
@@ -229,7 +231,7 @@ def test_a_launch_finds_what_was_compiled_ahead() -> None:
 
 
 @pytest.mark.slow
-def test_processes_compile_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_compile_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     gemm = precompile.layer_requests([(256, 128)], HOPPER, tokens=[16], training=False)[-1]
     assert gemm.op == "gemm"
@@ -241,14 +243,14 @@ def test_processes_compile_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(list(tmp_path.rglob("*.cubin"))) == 2
 
 
-def test_what_cannot_be_compiled_ahead_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacles_to_precompilation_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert precompile.obstacle() is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert precompile.obstacle() == "triton is not installed"
 
 
 def test_a_layer_without_a_plan_of_hopper() -> None:
-    """Weights on the left are the vendor's, who takes no such K: the list says who serves."""
+    """The vendor's kernel serves weights on the left but not this K: the list names the backend."""
     formats, layouts = ("fp8_128x128", "fp8_1x128"), ("grid", "mn_major")
     odd = replace(SMALL, op="gemm", formats=formats, shape=(64, 64, 24), layouts=layouts)
     (call,) = precompile.needed([odd], HOPPER)

@@ -1,5 +1,5 @@
-"""What the library chose and why, whether this machine computes right, and what quantisation does to a tensor, to every
-layer of a model while it trains, and to its loss."""
+"""Selected kernels and the reasons, a self-check of this machine, and quantization error of tensors, of every layer of
+a model in training, and in its loss."""
 
 from .advice import Advice, advise
 from .doctor import DoctorReport, doctor

@@ -1,14 +1,14 @@
-"""Which layers should stay in high precision for a given loss budget, and what that costs in speed.
+"""Which layers should stay unquantized for a given loss budget, and what that costs in speed.
 
 Two things are predicted for each layer, from measured numerics:
 
-    gap       the loss that its forward noise costs, relative to the loss (`LayerNumerics.damage`)
+    gap       increase of the loss by its forward noise, relative to the loss (`LayerNumerics.damage`)
     gradient  noise of its dgrad and wgrad over the energy of the whole model's gradient: its share of that energy,
               times the noise-to-signal ratio of both products
 
-Both add up over layers, whose noises are independent. Layers are kept in high precision until both sums are within
-their budgets (`choice.py` says which, so that little speed is lost). Guesses for a ranking, not promises:
-docs/diagnostics.md says what they leave out.
+Both add up over layers, whose noises are independent. Layers stay unquantized until both sums are within their budgets
+(`layer_selection.py` picks them so that little speed is lost). These are estimates for a ranking: docs/diagnostics.md
+lists what they leave out.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from ..errors import OptionError, message, option
 from ..nn import ConversionReport
 from ..nn.convert import FilterFn
 from ..nn.report import MACHINE, TOKENS, Skipped
-from .choice import NO_NUMBER, choose
 from .filters import KIND, ByName
+from .layer_selection import NOT_FINITE, select_unquantized
 from .layers import LayerNumerics, Numerics
 
-# of the loss: what FP8 recipes are held to
+# share of the loss; the bound for FP8 recipes
 BUDGET = 0.0025
 # noise over the energy of the gradient; training is reported to stall at a third (Chmiel et al. 2025, arXiv:2505.19115)
 GRADIENT_BUDGET = 0.1
-# samples that count at most, of the later half: early ones say little about a trained model
+# samples that count at most, of the later half: early samples say little about a trained model
 LAST = 8
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """One layer.  gap, gradient: see above.  kept: whether it should stay in high precision.  says: the worst of it.
-    wins: seconds of a step that low precision wins, by the roofline, which are lost where it is kept."""
+    """One layer.
+
+    gap, gradient: see above.  kept: whether it should stay unquantized.  says: its noisiest product, as text.  wins:
+    seconds per step that quantizing it saves, by the roofline.
+    """
 
     layer: str
     gap: float
@@ -52,12 +55,12 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do.
+    """Which layers to quantize.
 
-    ranked: measured layers, worst first.  low: layers to convert, which `filter_fn` says yes to.  gaps, gradients,
-    speedups: with all layers in low precision, and as advised; speedups are those of all linear layers over bf16's, by
-    the roofline.  unmeasured: converted layers that nothing is known of; gaps and gradients are without them.
-    unmeasured_share: of the converted FLOPs.  others: linear layers that were in high precision all along.
+    ranked: measured layers, worst first.  low: layers to convert; `filter_fn` accepts them.  gaps, gradients, speedups:
+    with all layers quantized, and as advised; speedups are those of all linear layers over bf16, by the roofline.
+    unmeasured: converted layers without a measurement; gaps and gradients exclude them.  unmeasured_share: their share
+    of the converted FLOPs.  others: linear layers that were never converted.
     """
 
     recipe: str
@@ -74,20 +77,20 @@ class Advice:
 
     @property
     def keep(self) -> tuple[str, ...]:
-        """Layers that should stay in high precision, worst first."""
+        """Layers that should stay unquantized, worst first."""
         return tuple(each.layer for each in self.ranked if each.kept)
 
     @property
     def filter_fn(self) -> FilterFn:
-        """For `quantize_`."""
+        """The filter to pass to `quantize_`."""
         return ByName(self.low)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Plain data for JSON."""
         return {"kind": KIND, **asdict(self), "keep": list(self.keep)}
 
     def save(self, path: str | Path) -> None:
-        """For `load_filter`, and for `blockscale train --keep-file`."""
+        """Write the file that `load_filter` and `blockscale train --keep-file` read."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
@@ -103,12 +106,12 @@ def advise(
     tokens: int = TOKENS,
     machine: str = MACHINE,
 ) -> Advice:
-    """Advice for a model that was converted as the report says, from numerics that were measured on it.
+    """Advice for a converted model, from numerics measured on it.
 
-    samples: the later half counts, the last eight at most, in the mean, for the layers that the very last one has.
-    budget: accepted relative gap of the loss.  gradient_budget: accepted noise over the gradient's energy.
-    keep_unmeasured: layers that nothing is known of should stay in high precision.  tokens, machine: what speed is
-    predicted for.
+    report: of its conversion.  samples: the mean of the later half counts, at most the last eight, for the layers of
+    the last sample.  budget: accepted relative gap of the loss.  gradient_budget: accepted noise over the gradient's
+    energy.  keep_unmeasured: layers without a measurement stay unquantized.  tokens, machine: the size and GPU that
+    speed is predicted for.
 
     >>> import torch, blockscale as bs
     >>> from blockscale.diagnostics import sample
@@ -125,7 +128,7 @@ def advise(
     measured = [name for name, each in last.items() if name in names and each.damage is not None]
     every = _figures(counting)
     figures, won = {name: every[name] for name in measured}, report.seconds_won(tokens, machine)
-    kept = choose(figures, (budget, gradient_budget), won)
+    kept = select_unquantized(figures, (budget, gradient_budget), won)
     budgets = (budget, gradient_budget)
     order = sorted(figures, key=lambda name: -sum(figures[name][at] / budgets[at] for at in (0, 1)))
     ranked = tuple(Ranked(name, *figures[name], name in kept, worst(last[name]), won[name]) for name in order)
@@ -152,7 +155,7 @@ def advise(
 
 
 def worst(layer: LayerNumerics) -> str:
-    """The product of a layer with the most noise, and what is lost outright."""
+    """The product of a layer with the most noise, and the shares of clipped and underflowed values, as text."""
     products = {name: value for name in ("fprop", "dgrad", "wgrad") if (value := getattr(layer, name)) is not None}
     words = [f"{name} {products[name]:.1f} dB" for name in sorted(products, key=lambda name: products[name])[:1]]
     words += [f"{value:.1%} {what}" for what in ("clipped", "underflow") if (value := getattr(layer, what)) > 0.01]
@@ -166,7 +169,7 @@ def _counting(samples: Sequence[Numerics]) -> Sequence[Numerics]:
 
 
 def _figures(samples: Sequence[Numerics]) -> dict[str, tuple[float, float]]:
-    """gap and gradient of each layer, in the mean over samples."""
+    """Mean gap and gradient of each layer over samples."""
     found: dict[str, list[tuple[float, float]]] = {}
     for each in samples:
         total = sum(layer.gradient**2 for layer in each.layers if math.isfinite(layer.gradient))
@@ -174,24 +177,24 @@ def _figures(samples: Sequence[Numerics]) -> dict[str, tuple[float, float]]:
             if layer.damage is not None:
                 share = layer.gradient**2 / total if total else 0.0
                 gradient = share * (_ratio(layer.dgrad) + _ratio(layer.wgrad)) if share else 0.0
-                found.setdefault(layer.layer, []).append((_number(layer.damage / each.loss), _number(gradient)))
+                found.setdefault(layer.layer, []).append((_finite(layer.damage / each.loss), _finite(gradient)))
     return {
         name: (fmean(gap for gap, _ in values), fmean(noise for _, noise in values)) for name, values in found.items()
     }
 
 
 def _ratio(decibels: float | None) -> float:
-    """Energy of noise over that of the signal."""
+    """Noise-to-signal ratio of energies."""
     return 0.0 if decibels is None else 10 ** (-decibels / 10)
 
 
-def _number(value: float) -> float:
-    """A layer whose figures are no number is the worst there is."""
-    return min(value, NO_NUMBER) if math.isfinite(value) else NO_NUMBER
+def _finite(value: float) -> float:
+    """The value, at most NOT_FINITE, which also stands for NaN and infinity: such a layer is the worst."""
+    return min(value, NOT_FINITE) if math.isfinite(value) else NOT_FINITE
 
 
 def _without(report: ConversionReport, kept: Collection[str]) -> ConversionReport:
-    """What a conversion would report that leaves these layers as they are."""
+    """The report of a conversion that skips these layers."""
     low = tuple(each for each in report.converted if each.name not in kept)
     stay = tuple(
         Skipped(each.name, "advised", *each[1:4], each.experts, each.active, each.among)
@@ -213,7 +216,7 @@ def _check(
         raise OptionError(
             message(
                 "no measured layer",
-                rule="advice is about layers in low precision, and all of these stay in high precision",
+                rule="advice is about quantized layers, and all of these stay unquantized",
                 fix="take a recipe other than bf16, and values that leave it some blocks of "
                 f"{option('keep_first')} and {option('keep_last')}",
             )

@@ -1,9 +1,9 @@
 """`doctor`: is this installation sound, what will run here, and does it compute right?
 
 Facts (versions, device, settings), the matrix of operation x format with the backend that serves it and why, and a
-self-check: the reference against bytes worked out by hand, every other chosen backend against the reference. About two
-seconds on a laptop. On a GPU whose kernels are not compiled yet there are some two hundred to compile, so several
-processes share the work then; one that dies, as after a wrong address, costs its look and not the report.
+self-check: the reference against bytes worked out by hand, every other selected backend against the reference. About
+two seconds on a laptop. On a GPU some two hundred kernels may have to be compiled, so several processes share the work;
+a process that dies, for instance after an illegal address, fails its own check and not the report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..hardware import default_device, describe, named_device
 from ..registry import force_backends, forced_backends
 from .selfcheck import PARTS, Check, Choice, Samples, compiles_a_cast, known_bytes, move_checks, move_choices
 
-# what a look takes at most whose kernels are compiled: on an H200 all of them took 1.5 s, and 33 with an empty cache
+# longest time of a check with compiled kernels: on an H200 all checks took 1.5 s, and 33 s with an empty cache
 _COMPILING_SECONDS = 2.5
 PACKAGES = ("torch", "triton", "numpy", "rich", "tyro", "matplotlib", "safetensors")
 
@@ -67,28 +67,27 @@ def doctor(
     workers: int = 1,
     on_check: Callable[[str], None] | None = None,
 ) -> DoctorReport:
-    """Look at this machine and check it against the reference.
+    """Describe this machine and check its kernels against the reference.
 
-    workers: processes that look side by side where kernels have to be compiled. More than one needs a program that can
-    be imported again, which a script is if it starts under `if __name__ == "__main__"`.  on_check: told what was looked
-    at, each time.
+    workers: processes to use if kernels have to be compiled. More than one needs a main module that can be imported
+    again: start a script under `if __name__ == "__main__"`.  on_check: called with the name of each finished check.
 
     >>> doctor("cpu").ok
     True
     """
     check_int(workers, "workers", "it is a number of processes", least=1)
     if on_check is not None and not callable(on_check):
-        rule, fix = "it is told what was looked at", "pass a function of one text, such as print"
+        rule, fix = "it is called with the name of each finished check", "pass a function of one text, such as print"
         raise OptionError(message(f"on_check is {in_words(on_check)}", rule=rule, fix=fix))
     where = default_device() if device is None else named_device(device)
     started = time.perf_counter()
-    found = dict[_Look, Sequence[Choice | Check]]()
-    looks = [_Look(part, name) for name in FORMATS for part in PARTS]
-    for look, results in _answers(looks, where, workers):
-        found[look] = results
+    found = dict[_Task, Sequence[Choice | Check]]()
+    tasks = [_Task(part, name) for name in FORMATS for part in PARTS]
+    for task, results in _run(tasks, where, workers):
+        found[task] = results
         if on_check is not None:
-            on_check(str(look))
-    results = [result for look in looks for result in found[look]]
+            on_check(str(task))
+    results = [result for task in tasks for result in found[task]]
     samples = Samples(where)
     choices = [result for result in results if isinstance(result, Choice)] + move_choices(samples)
     checks = known_bytes(where) + [result for result in results if isinstance(result, Check)] + move_checks(samples)
@@ -96,16 +95,16 @@ def doctor(
         checks.append(Check(f"setting {name}", False, "is not a setting of this library: a typo?"))
     facts = describe(where)
     try:
-        facts["Hopper's assembler"] = str(_ptxas.choice())
-    except OptionError as error:  # one was demanded that cannot
-        checks.append(Check("Hopper's assembler", False, str(error)))
+        facts["Hopper's ptxas"] = str(_ptxas.choice())
+    except OptionError as error:  # BLOCKSCALE_PTXAS names one that cannot be used
+        checks.append(Check("Hopper's ptxas", False, str(error)))
     seconds = time.perf_counter() - started
     return DoctorReport(_versions(), facts, env.current(), env.undeclared(), choices, checks, seconds)
 
 
 @dataclass(frozen=True)
-class _Look:
-    """One part of the work: what is looked at in one format."""
+class _Task:
+    """One check in one format: a key of `PARTS`, and the format's name."""
 
     part: str
     format: str
@@ -115,42 +114,42 @@ class _Look:
 
 
 def check_count() -> int:
-    """How often `doctor` calls `on_check`."""
+    """Number of times that `doctor` calls `on_check`."""
     return len(FORMATS) * len(PARTS)
 
 
-def _answers(
-    looks: Sequence[_Look], device: torch.device, workers: int
-) -> Iterator[tuple[_Look, Sequence[Choice | Check]]]:
-    """Each look and what it found, as they are done: here, or by processes where kernels have to be compiled."""
-    samples, waiting = Samples(device), list(looks)
+def _run(
+    tasks: Sequence[_Task], device: torch.device, workers: int
+) -> Iterator[tuple[_Task, Sequence[Choice | Check]]]:
+    """Each task with its results, as they finish: in this process, or in workers if kernels have to be compiled."""
+    samples, waiting = Samples(device), list(tasks)
     slow = workers > 1 and compiles_a_cast(samples)
     while waiting and not (slow and workers > 1):
-        look = waiting.pop(0)
+        task = waiting.pop(0)
         started = time.perf_counter()
-        yield look, PARTS[look.part](look.format, samples)
+        yield task, PARTS[task.part](task.format, samples)
         slow = time.perf_counter() - started > _COMPILING_SECONDS
     if waiting:
-        yield from _answers_of_processes(waiting, device, workers)
+        yield from _run_in_workers(waiting, device, workers)
 
 
-def _answers_of_processes(
-    looks: Sequence[_Look], device: torch.device, workers: int
-) -> Iterator[tuple[_Look, Sequence[Choice | Check]]]:
-    # not forked: a fork would break a CUDA context, and threads of torch's
-    context, demands = get_context("spawn"), forced_backends()
-    with ProcessPoolExecutor(min(workers, len(looks)), context, force_backends, (demands,)) as pool:
-        pending = {pool.submit(_look_alone, look, str(device)): look for look in looks}
+def _run_in_workers(
+    tasks: Sequence[_Task], device: torch.device, workers: int
+) -> Iterator[tuple[_Task, Sequence[Choice | Check]]]:
+    # not forked: a fork would break a CUDA context and torch's threads
+    context, forced = get_context("spawn"), forced_backends()
+    with ProcessPoolExecutor(min(workers, len(tasks)), context, force_backends, (forced,)) as pool:
+        pending = {pool.submit(_run_one, task, str(device)): task for task in tasks}
         for done in as_completed(pending):
-            look = pending[done]
+            task = pending[done]
             try:
-                yield look, done.result()
+                yield task, done.result()
             except BrokenProcessPool as error:
-                yield look, [Check(str(look), False, f"the process died before it answered: {error}")]
+                yield task, [Check(str(task), False, f"the process died before it answered: {error}")]
 
 
-def _look_alone(look: _Look, device: str) -> Sequence[Choice | Check]:
-    return PARTS[look.part](look.format, Samples(torch.device(device)))
+def _run_one(task: _Task, device: str) -> Sequence[Choice | Check]:
+    return PARTS[task.part](task.format, Samples(torch.device(device)))
 
 
 def _versions() -> dict[str, str]:
@@ -160,6 +159,6 @@ def _versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
-    found["torch"] = torch.__version__  # names the build, which the metadata may not
+    found["torch"] = torch.__version__  # with the build, which the metadata may lack
     found["cuda"] = torch.version.cuda or "not in this torch"
     return found

@@ -50,9 +50,8 @@ def explain(
     `explain("cast_both", x, "nvfp4", "nvfp4")`, `explain("dequantize", q)`, `explain("gemm", a, b)`,
     `explain("grouped", a, b, offs)`; for fused casts too: `explain("swiglu_both", gate_up, "nvfp4", "nvfp4")`,
     `explain("rmsnorm", x, weight, "mxfp4")`, `explain("permute_both", x, indices, offs, "mxfp4", "mxfp4")`; for moves
-    of rows with the rows [T, k] of a routing: `explain("combine_rows", y, routing.rows)`. on: ask for another device,
-    such as `Capability("cuda", 90)`; operands on the meta device will do then. out_dtype: with accumulate, the
-    buffer's.
+    of rows with the rows [T, k] of a routing: `explain("combine_rows", y, routing.rows)`.  on: another device, such as
+    `Capability("cuda", 90)`; operands may then be on the meta device.  out_dtype: with accumulate, that of the buffer.
 
     >>> import blockscale as bs
     >>> q = bs.quantize(torch.randn(8, 64), "mxfp8_e4m3")
@@ -63,7 +62,7 @@ def explain(
     check_output(out_dtype)
     for flag, value in (("bias", bias), ("accumulate", accumulate)):
         check_flag(value, flag)
-    check_kind(on, Capability, "on", "another device is told by what it can do", "pass on=Capability('cuda', 90)")
+    check_kind(on, Capability, "on", "another device is given by its capability", "pass on=Capability('cuda', 90)")
     _check_groups(op, offs, starts)
     match op, operands:
         case ("cast", [Tensor() as x, str() | CastSpec() as spec]):
@@ -106,7 +105,7 @@ def explain(
 
 
 def _check_groups(op: str, offs: Tensor | None, starts: Tensor | None) -> None:
-    """Raise for ends and starts of groups beside an operation that has none."""
+    """Raise for offs or starts with an operation that takes none."""
     takers = {"offs": ("cast", "cast_both", "dequantize", *FUSED), "starts": ("grouped",)}
     for name, given in (("offs", offs), ("starts", starts)):
         if given is not None and op not in takers[name]:
@@ -115,7 +114,7 @@ def _check_groups(op: str, offs: Tensor | None, starts: Tensor | None) -> None:
 
 
 def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> Request | None:
-    """What a fused cast asks the table, or None for operands that are not those of the call."""
+    """The request of a fused cast, or None for operands that are not those of the call."""
     tensors = list(itertools.takewhile(lambda operand: isinstance(operand, Tensor), operands))
     specs = [as_cast_spec(operand) for operand in operands[len(tensors) :] if isinstance(operand, str | CastSpec)]
     casts = (2, 3) if op == "swiglu_backward_both" else (2,) if op.endswith("_both") else (1,)

@@ -1,4 +1,4 @@
-"""The filter of an advice: which layers to convert, by name; from its file, and for the model that it was given for."""
+"""The layer filter of an advice: layers to convert, by name; read from a file and checked against a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIND = "blockscale advice"
 
 @dataclass(frozen=True)
 class ByName:
-    """Converts layers by name; of experts that are several weights all or none."""
+    """Accepts layers by name. Experts with several weights are converted all or none."""
 
     low: tuple[str, ...]
 
@@ -31,17 +31,17 @@ class ByName:
 
 
 def load_filter(path: str | Path, model: nn.Module | None = None, recipe: Recipe | None = None) -> FilterFn:
-    """The filter of an advice that was saved: `quantize_(model, recipe, filter_fn=load_filter("advice.json"))`.
+    """The filter of a saved advice: `quantize_(model, recipe, filter_fn=load_filter("advice.json"))`.
 
-    model: raise where it has none of some layer that the advice names, or a linear layer that the advice knows nothing
-    of; it was given for another model then.  recipe: warn where the advice is for another.
+    model: raise if it lacks a layer of the advice or has a linear layer that the advice does not list; the advice is
+    then for another model.  recipe: warn if the advice is for another recipe.
     """
     place = Path(path)
     try:
-        row = json.loads(place.read_text())
-        if row["kind"] != KIND:
-            raise KeyError(row["kind"])
-        low, keep, others, unmeasured = (_names(row, key) for key in ("low", "keep", "others", "unmeasured"))
+        stored = json.loads(place.read_text())
+        if stored["kind"] != KIND:
+            raise KeyError(stored["kind"])
+        low, keep, others, unmeasured = (_names(stored, key) for key in ("low", "keep", "others", "unmeasured"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(
             message(
@@ -51,23 +51,26 @@ def load_filter(path: str | Path, model: nn.Module | None = None, recipe: Recipe
             )
         ) from error
     if model is not None:
-        _check_names(place, [*low, *keep], [*others, *unmeasured] if "others" in row else None, model)
-    if recipe is not None and recipe.is_quantized and recipe.name != row.get("recipe"):
+        _check_names(place, [*low, *keep], [*others, *unmeasured] if "others" in stored else None, model)
+    if recipe is not None and recipe.is_quantized and recipe.name != stored.get("recipe"):
         warnings.warn(
-            f"{place} was given for {row.get('recipe')}, this is {recipe.name}: its noise is another", stacklevel=2
+            f"{place} is for {stored.get('recipe')}, this is {recipe.name}, whose noise differs", stacklevel=2
         )
     return ByName(tuple(low))
 
 
-def _names(row: dict[str, Any], key: str) -> list[str]:
-    found = row["low"] if key == "low" else row.get(key, [])
+def _names(stored: dict[str, Any], key: str) -> list[str]:
+    found = stored["low"] if key == "low" else stored.get(key, [])
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise TypeError(f"{key} is no list of names")
+        raise TypeError(f"{key} is not a list of names")
     return found
 
 
 def _check_names(path: Path, names: list[str], others: list[str] | None, model: nn.Module) -> None:
-    """Layers are modules, or weights of modules.  others: what the advice knows besides; None: it does not say."""
+    """Raise unless the model has exactly the listed layers, which are modules or weights of modules.
+
+    names: layers that the advice is about.  others: its other linear layers; None if the file does not list them.
+    """
     named = (name for each in (model.named_modules(), model.named_parameters()) for name, _ in each)
     there = {module_name(name) or ROOT for name in named}
     missing = [name for name in names if name not in there]
@@ -81,7 +84,7 @@ def _check_names(path: Path, names: list[str], others: list[str] | None, model: 
         what = (
             f"names {missing[0]}, and {len(missing) - 1} more that this model does not have"
             if missing
-            else f"knows nothing of {new[0]}, and of {len(new) - 1} more that this model has"
+            else f"does not list {new[0]}, and {len(new) - 1} more that this model has"
         )
         rule = "advice is for the model that was measured"
         raise OptionError(message(f"{path} {what}", rule=rule, fix="blockscale advise for this one"))

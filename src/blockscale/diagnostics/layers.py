@@ -1,13 +1,12 @@
-"""What a recipe does to each layer of a model, on one batch: noise of its operands and of its three products, for each
-expert too, and what that noise does to the loss.
+"""Quantization error of each layer of a model on one batch: noise of its operands and of its three products, for each
+expert too, and the effect of that noise on the loss.
 
-`sample` runs the batch once more beside training, with hooks that are gone when it returns: training's own steps are
-never touched, so they may be compiled, captured or fused, and their results do not change by a bit. What it finds stays
-on the device until it is read.
+`sample` runs an extra forward and backward with temporary hooks. Training steps stay as they are, so they may be
+compiled, captured or fused, and their results do not change by a bit. The sums stay on the device until they are read.
 
-Damage is a guess of the loss that a layer's forward noise costs, in nats: half the mean over tokens of (g . noise)^2,
-where g is the gradient of the summed loss by the layer's result. That is the second-order term for a loss that is a
-log-likelihood, with its curvature estimated by squared gradients (docs/diagnostics.md has the limits).
+Damage estimates the increase of the loss by a layer's forward noise, in nats: half the mean over tokens of
+(g . noise)^2, where g is the gradient of the summed loss with respect to the layer's output. It is the second-order
+term of a log-likelihood loss, with its curvature estimated by squared gradients (docs/diagnostics.md has the limits).
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from ..formats.stochastic import module_name
 from ..nn import GroupedLinear
 from ..nn.convert import ROOT
 from ..nn.recipe_module import RecipeModule
-from .figures import BINS, LOWEST, Sums, layer_sums
-from .watching import Untouched, counted, forget_gradients, watched
+from .call_capture import RestoredState, calls_with_gradient, capture_calls, clear_gradients
+from .error_sums import BINS, LOWEST, Sums, layer_sums
 
-# of what is exact, and below zero of what is no number: JSON has neither infinity nor NaN
+# stands for exact results, and negated for NaN and infinity: JSON has neither
 EXACT_DB = 300.0
 LOST_NATS = 1e30
 _OPERANDS = {"x": "fprop_x", "w": "fprop_w", "dy": "dgrad_dy"}
@@ -35,8 +34,11 @@ _OPERANDS = {"x": "fprop_x", "w": "fprop_w", "dy": "dgrad_dy"}
 
 @dataclass(frozen=True)
 class OperandNumerics:
-    """One cast.  sqnr: decibels.  clipped: share of values beyond the largest code of their block.  underflow: share of
-    nonzero values that became zero; None where a rotation moves values.  scales: block scales by exponent."""
+    """One cast.
+
+    sqnr: dB.  clipped: share of values beyond the largest code of their block.  underflow: share of nonzero values that
+    became zero. Both are None for a rotated operand.  scales: histogram of block scales by exponent.
+    """
 
     sqnr: float | None
     clipped: float | None
@@ -46,7 +48,7 @@ class OperandNumerics:
 
 @dataclass(frozen=True)
 class ExpertNumerics:
-    """One expert.  rows: of the batch.  The rest as for a layer; without rows there are figures of its weight alone."""
+    """One expert.  rows: its rows of the batch; without any, only its weight has figures.  The rest as for a layer."""
 
     rows: int
     fprop: float | None
@@ -60,11 +62,13 @@ class ExpertNumerics:
 
 @dataclass(frozen=True)
 class LayerNumerics:
-    """One layer.  x, w, dy: decibels of its operands in the forward and in dgrad.  fprop, dgrad, wgrad: of its
-    products, -300 where the noise is no number.  clipped, underflow: the largest share among its operands.  damage:
-    nats of loss that fprop's noise may cost, 1e30 where that is no number, None where no gradient came back to the
-    layer.  gradient: norm of its weight's gradient.  operands: each cast by its role, such as "wgrad_dy".  experts: of
-    a layer that has some.  None: not in low precision, or not seen."""
+    """One layer. None means not quantized, or not measured.
+
+    x, w, dy: SQNR in dB of its operands in fprop and dgrad.  fprop, dgrad, wgrad: SQNR in dB of its products, -300 if
+    the noise is not finite.  clipped, underflow: the largest share among its operands.  damage: estimated increase of
+    the loss by fprop's noise in nats, 1e30 if not finite, None if the layer got no gradient.  gradient: norm of its
+    weight's gradient.  operands: each cast by its role, such as "wgrad_dy".  experts: of a grouped layer.
+    """
 
     layer: str
     x: float | None = None
@@ -91,14 +95,14 @@ class Numerics:
 
 @dataclass
 class Sample:
-    """What was found, on the device.  tokens: terms that the loss is the mean of."""
+    """Sums on the device.  tokens: number of terms that the loss is the mean of.  sums: by layer."""
 
     loss: Tensor
     tokens: int
     sums: dict[str, Sums]
 
     def read(self) -> Numerics:
-        """Wait for the device, and make decibels and shares of sums."""
+        """Copy the sums to the host, which waits for the device, and convert them to decibels and shares."""
         flat = [value.flatten().to(self.loss.device) for sums in self.sums.values() for value in sums.values()]
         numbers = iter(torch.cat([self.loss.double().reshape(1), *flat]).tolist())
         loss = next(numbers)
@@ -112,7 +116,7 @@ class Sample:
 def layer_numerics(
     model: torch.nn.Module, loss: Callable[[], Tensor], *, tokens: int | None = None
 ) -> list[LayerNumerics]:
-    """Measure every layer in low precision, see `sample`.
+    """Numerics of every quantized layer, see `sample`.
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 128))
@@ -125,29 +129,33 @@ def layer_numerics(
 
 
 def sample(model: torch.nn.Module, loss: Callable[[], Tensor], *, tokens: int | None = None) -> Sample:
-    """Run a batch forward and backward, not compiled, and measure every layer in low precision.
+    """Run a batch forward and backward in eager mode, and measure every quantized layer.
 
-    loss: runs the batch and returns a mean.  tokens: how many terms it is the mean of; by default the rows of the first
-    layer. Gradients, buffers and generators are left as they were; the host does not wait for the device. Of a model
-    that several ranks have a part of each measures its own rows, and all of them have to take the sample.
+    loss: runs the batch and returns the mean loss.  tokens: the number of terms of that mean; by default the rows of
+    the first layer. Gradients, buffers and generators are restored; the host does not wait for the device. With a
+    sharded model every rank measures its own rows, and all ranks must take the sample together.
     """
     layers = _layers_of(model)
     _check(layers, loss, tokens)
-    with Untouched(model) as untouched:
-        with watched(layers) as (calls, rows), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    with RestoredState(model) as state:
+        with capture_calls(layers) as (calls, rows), torch.compiler.set_stance("force_eager"), torch.enable_grad():
             value = loss()
             _check_loss(value)
-            untouched.before_backward(value)
-            forget_gradients(calls)
+            state.before_backward(value)
+            clear_gradients(calls)
             value.backward()
         with torch.no_grad():
-            # in the order of the model, whatever the order of calls
-            sums = {name: layer_sums(each, counted(calls[name])) for name, each in layers.items() if calls.get(name)}
+            # in the order of the model, not of the calls
+            sums = {
+                name: layer_sums(each, calls_with_gradient(calls[name]))
+                for name, each in layers.items()
+                if calls.get(name)
+            }
     return Sample(value.detach(), tokens or next(iter(rows), 1), sums)
 
 
 def _layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Layers in low precision that have one weight, by name."""
+    """Quantized layers with one weight, by name."""
     low = {
         module_name(name) or ROOT: each
         for name, each in model.named_modules()
@@ -159,9 +167,9 @@ def _layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         name, layer = next(iter(low.items()))
         raise OptionError(
             message(
-                f"{name} is a {type(layer).__name__}, and no other layer is in low precision",
-                rule="layers with one weight can be measured, not experts that another library's module holds",
-                fix="compare losses in place of it: blockscale compare",
+                f"{name} is a {type(layer).__name__}, and no other layer is quantized",
+                rule="layers with one weight can be measured, not experts in a module of another library",
+                fix="compare losses instead: blockscale compare",
             )
         )
     return layers
@@ -169,13 +177,13 @@ def _layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def _check(layers: dict[str, torch.nn.Module], loss: object, tokens: int | None) -> None:
     if not callable(loss):
-        rule = "loss is a function that runs a batch, so that its layers can be watched"
+        rule = "loss is a function that runs a batch, so that hooks see its layers"
         raise OptionError(message(f"loss={type(loss).__name__}", rule=rule, fix="pass lambda: loss_of(model(batch))"))
     if tokens is not None and tokens < 1:
         raise OptionError(
             message(f"tokens={tokens}", rule="a loss is the mean of one term at least", fix="leave it out")
         )
-    bare = next((name for name, each in layers.items() if any(one.is_meta for one in each.parameters())), None)
+    bare = next((name for name, each in layers.items() if any(p.is_meta for p in each.parameters())), None)
     if bare is not None:
         raise OptionError(
             message(
@@ -192,7 +200,7 @@ def _check_loss(value: object) -> None:
     what = f"a {type(value).__name__}"
     if isinstance(value, Tensor):
         what = f"{tuple(value.shape)}, {'with' if value.requires_grad else 'without'} a gradient"
-    rule = "it is one number, the mean over tokens, that a gradient goes back from"
+    rule = "it is a scalar that requires grad: the mean loss over tokens"
     raise OptionError(message(f"loss() returned {what}", rule=rule, fix="return the loss itself, not detached"))
 
 
@@ -214,14 +222,14 @@ def _layer(name: str, sums: dict[str, list[float]], nats: float) -> LayerNumeric
 
 
 def _expert(sums: dict[str, list[float]], at: int, nats: float) -> ExpertNumerics:
-    """The same of one group. What has one number in all, such as the norm of the gradient, is none of its own."""
+    """Numerics of one group. Sums without a value per group, such as the norm of the gradient, are left out."""
     groups = len(sums["load"])
     sizes = {key: len(values) // groups for key, values in sums.items()}
-    one = {key: values[at * sizes[key] : (at + 1) * sizes[key]] for key, values in sums.items() if sizes[key]}
-    operands, rows = _operands(one), int(one["load"][0])
+    own = {key: values[at * sizes[key] : (at + 1) * sizes[key]] for key, values in sums.items() if sizes[key]}
+    operands, rows = _operands(own), int(own["load"][0])
     if not rows:
         operands = {role: each for role, each in operands.items() if role.endswith("_w")}
-    return ExpertNumerics(rows, **_products(one), **_lost(operands), damage=_damage(one, nats), operands=operands)
+    return ExpertNumerics(rows, **_products(own), **_lost(operands), damage=_damage(own, nats), operands=operands)
 
 
 def _products(sums: dict[str, list[float]]) -> dict[str, float | None]:
@@ -236,7 +244,7 @@ def _damage(sums: dict[str, list[float]], nats: float) -> float | None:
 
 
 def _lost(operands: dict[str, OperandNumerics]) -> dict[str, float]:
-    """The largest shares among them."""
+    """The largest clipped and underflowed shares among operands."""
     names = "clipped", "underflow"
     return {name: max((getattr(each, name) or 0.0 for each in operands.values()), default=0.0) for name in names}
 
@@ -266,7 +274,7 @@ def _portion(sums: dict[str, list[float]], role: str, part: str, whole: str) -> 
 
 
 def _decibels(sums: dict[str, list[float]], what: str) -> float | None:
-    """Of signal over noise; None where there is no signal."""
+    """SQNR in dB; None without a signal."""
     if f"{what}.signal" not in sums:
         return None
     signal, noise = sum(sums[f"{what}.signal"]), sum(sums[f"{what}.noise"])

@@ -1,4 +1,4 @@
-"""What a cast did to a tensor: noise, clipping and underflow, on any device and without a host sync until read."""
+"""Quantization error of a cast: SQNR, clipping and underflow, on any device, without a host sync until read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
         raise OptionError(
             message(
                 f"q is {q}",
-                rule="values are compared where they stand, so groups must not be padded nor values rotated",
+                rule="values are compared in place, so groups must not be padded nor values rotated",
                 fix="measure a cast without offs and hadamard, or dequantize it and use sqnr_db",
             )
         )
@@ -66,16 +66,16 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
 
 
 def sqnr_db(reference: Tensor, value: Tensor) -> Tensor:
-    """Signal to quantisation noise in decibels, computed in fp64; infinite for equal tensors."""
+    """Signal-to-quantization-noise ratio in dB, computed in fp64; infinite for equal tensors."""
     reference, value = reference.double(), value.double()
     return 20 * torch.log10(reference.norm() / (reference - value).norm())
 
 
 def is_clipped(source: Tensor, q: BlockScaled, offs: Tensor | None = None) -> Tensor:
-    """Which values lie beyond the largest code of their block; a block whose scale underflowed has none to exceed.
+    """Mask of values beyond the largest code of their block; False in a block whose scale underflowed.
 
-    source: in fp32 or fp64.  offs: of an operand whose groups were padded or scaled one by one. Every code is set to
-    the largest, and decoded.
+    Decodes a copy of q whose codes are all the largest.  source: in fp32 or fp64.  offs: group ends, for an operand
+    with padded groups or one tensor scale per group.
     """
     raw = q.data.view(torch.uint8)
     code = _largest_code(q.spec.element)

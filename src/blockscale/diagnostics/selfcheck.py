@@ -1,4 +1,4 @@
-"""What `doctor` looks at, one format at a time: who serves each operation and why, and whether it computes right."""
+"""Checks of `doctor`, one format at a time: the backend of each operation and why, and whether its result is right."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from ..registry import Explanation, use_backend
 from .explain import explain
 from .quality import sqnr_db
 
-# against the exact product rounded to the output type, Gaussian operands; sm_90's FP8 units keep fewer bits while they
-# accumulate, which moves some bf16 results by one unit in the last place
+# against the exact product rounded to the output dtype, Gaussian operands; sm_90's FP8 tensor cores accumulate with
+# fewer bits, which moves some bf16 results by one unit in the last place
 _GATE_DB = 80.0
 _GATE_FP8_CUDA_DB = {torch.float32: 77.0, torch.bfloat16: 57.0}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One cell of the matrix: who serves an operation in a format here, and why not the row above it."""
+    """One cell of the matrix: the backend of an operation in a format, and why not a kernel of higher priority."""
 
     operation: str
     format: str
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Check:
-    """One self-check: what was compared, whether it held, and the figure."""
+    """One self-check: the comparison, whether it passed, and the figure."""
 
     name: str
     passed: bool
@@ -60,18 +60,18 @@ class Samples:
     def __init__(self, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
 
-        def draw(*shape: int) -> Tensor:
+        def randn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).bfloat16().to(device)
 
-        self.x, self.w, self.experts, self.dy = draw(140, 272), draw(80, 272), draw(3, 80, 272), draw(140, 80)
+        self.x, self.w, self.experts, self.dy = randn(140, 272), randn(80, 272), randn(3, 80, 272), randn(140, 80)
         self.offs = torch.tensor([5, 5, 140], dtype=torch.int32, device=device)
-        self.gate_up, self.grad, self.weight = draw(140, 512), draw(140, 256), draw(272)
+        self.gate_up, self.grad, self.weight = randn(140, 512), randn(140, 256), randn(272)
         self.indices = torch.randint(-1, 140, (140,), generator=generator, dtype=torch.int32).to(device)
-        self.factors = torch.randn(140, generator=generator).to(device)
+        self.gate_weights = torch.randn(140, generator=generator).to(device)
 
 
 def compiles_a_cast(samples: Samples) -> bool:
-    """Whether a first kernel had to be compiled, since it lay neither in memory nor on disk."""
+    """Whether a first kernel had to be compiled: it was neither in memory nor in the cache on disk."""
     if samples.x.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     from triton import knobs
@@ -88,18 +88,18 @@ def compiles_a_cast(samples: Samples) -> bool:
 
 
 def partner(name: str) -> str:
-    """The format that a layer's weights have beside activations in `name`."""
+    """The format of a layer's weights if its activations have the format `name`."""
     beside = {"fp8_1x128": "fp8_128x128", "fp8_128x128": "fp8_1x128", "mxfp8_e4m3_128x128": "mxfp8_e4m3"}
     return beside.get(name, name)
 
 
 def _reason(explanation: Explanation) -> str:
-    """Why the taken row is taken: what it is, and what kept a better row for this device and format away."""
+    """Why the selected kernel is selected: its summary, and why better kernels for this device and format refused."""
     taken = explanation.taken
     if taken is None:
-        return "; ".join(f"{row.backend} {row.reason}" for row in explanation.candidates)
-    above = [row for row in explanation.candidates if row.priority > taken.priority and row.fits]
-    passed_over = "; ".join(f"{row.backend} {row.reason}" for row in above)
+        return "; ".join(f"{each.backend} {each.reason}" for each in explanation.candidates)
+    above = [each for each in explanation.candidates if each.priority > taken.priority and each.fits]
+    passed_over = "; ".join(f"{each.backend} {each.reason}" for each in above)
     return f"{taken.summary}: {passed_over or 'the best for this device and format'}"
 
 
@@ -126,11 +126,11 @@ def _choices(name: str, samples: Samples) -> list[Choice]:
         fused["permute"] = explain("permute", samples.x, samples.indices, name)
         fused["permute_both"] = explain("permute_both", samples.x, samples.indices, samples.offs, name, name)
         fused["permute_columns"] = explain("permute_columns", samples.x, samples.indices, samples.offs, name)
-    rows: list[Choice] = []
+    choices: list[Choice] = []
     for operation, explanation in (found | fused).items():
         backend = explanation.taken.backend if explanation.taken else "none"
-        rows.append(Choice(operation, name, backend, _reason(explanation)))
-    return rows
+        choices.append(Choice(operation, name, backend, _reason(explanation)))
+    return choices
 
 
 def known_bytes(device: torch.device) -> list[Check]:
@@ -149,18 +149,18 @@ def known_bytes(device: torch.device) -> list[Check]:
     return checks
 
 
-# the format of what has none
+# the format of operations without one
 ANY = "any"
 
 
 def _routing(samples: Samples) -> Routing:
-    """Three experts for each of 46 tokens, which makes 138 rows."""
+    """Three of five experts for each of 46 tokens: 138 rows."""
     experts = samples.indices.abs()[:138].view(46, 3) % 5
     return sort_by_expert(experts, 5)
 
 
 def move_choices(samples: Samples) -> list[Choice]:
-    """Who moves rows to experts and back."""
+    """The backends that permute and combine rows."""
     rows = _routing(samples).rows
     x, y = samples.x[:46], samples.x[:138]
     found = {
@@ -175,16 +175,16 @@ def move_choices(samples: Samples) -> list[Choice]:
 
 
 def move_checks(samples: Samples) -> list[Check]:
-    """Moves of rows against the reference: bytes, and dot products, whose order is free, in dB."""
+    """Moves of rows against the reference: bytes, and SQNR of dot products, whose summation order is free."""
     routing, x, y = _routing(samples), samples.x[:46], samples.x[:138]
-    weights = samples.x[:46, :3].float()
+    gate_weights = samples.x[:46, :3].float()
 
     def moved() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        permuted, cleared = routing_ops.permute_rows(x, routing.tokens, routing.rows, weights), y.clone()
+        permuted, cleared = routing_ops.permute_rows(x, routing.tokens, routing.rows, gate_weights), y.clone()
         routing_ops.clear_rows(cleared, routing.offs // 2)
         return (
             permuted,
-            routing_ops.combine_rows(y, routing.rows, weights),
+            routing_ops.combine_rows(y, routing.rows, gate_weights),
             routing_ops.combine_dots(y, x, routing.rows),
             cleared,
         )
@@ -202,7 +202,7 @@ def move_checks(samples: Samples) -> list[Check]:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor in the order of its axes; torch copies no FP4 that is not dense."""
+    """All bytes of a tensor in row-major order. As uint8: torch cannot copy a strided FP4 tensor."""
     tensor = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
@@ -212,7 +212,7 @@ def _hex(tensor: Tensor) -> str:
 
 
 def _cast_checks(name: str, samples: Samples) -> list[Check]:
-    """Chosen casts against the reference, byte for byte."""
+    """Selected casts against the reference, byte for byte."""
     row, col = quantize_both(samples.x, name, name)[:2]
     with use_backend("reference"):
         want_row, want_col = quantize(samples.x, name), quantize(samples.x, name, axis=-2)
@@ -224,7 +224,7 @@ def _cast_checks(name: str, samples: Samples) -> list[Check]:
 
 
 def _fused_checks(name: str, samples: Samples) -> list[Check]:
-    """The same of casts that are fused with what comes before them."""
+    """Selected fused casts against the reference, byte for byte."""
     checks: list[Check] = []
     for operation, call in _fused_casts(name, samples).items() if name in FUSED_FORMATS else ():
         got = call()
@@ -236,7 +236,7 @@ def _fused_checks(name: str, samples: Samples) -> list[Check]:
 
 
 def _product_checks(name: str, samples: Samples) -> list[Check]:
-    """Chosen products against the exact ones."""
+    """Selected products against exact ones."""
     row = quantize(samples.x, name)
     checks: list[Check] = []
     for operation, (call, exact) in _products(name, row, samples).items():
@@ -244,14 +244,14 @@ def _product_checks(name: str, samples: Samples) -> list[Check]:
             title, gate = f"{operation} {str(dtype)[6:]}, {name}", _gate(row, dtype)
             try:
                 figure = sqnr_db(exact.to(dtype), call(dtype)).item()
-            except (BackendError, OptionError) as error:  # a backend or an assembler was demanded that cannot
+            except (BackendError, OptionError) as error:  # a forced backend or ptxas that cannot run it
                 checks.append(Check(title, False, str(error)))
                 continue
             checks.append(Check(title, figure >= gate, f"{figure:.1f} dB of at least {gate:.0f}"))
     return checks
 
 
-# Fused casts share their code, and a compiler needs seconds for each: one format of every family is checked.
+# Fused casts share code, and each takes seconds to compile: one format of every family is checked.
 FUSED_FORMATS = ("fp8_1x128", "mxfp8_e4m3", "nvfp4")
 
 
@@ -272,7 +272,7 @@ def _fused_casts(name: str, samples: Samples) -> dict[str, Callable[[], tuple[Bl
         found["permute"] = lambda: (
             quantize_permute(x, indices, name),
             *permute_quantize_both(x, indices, offs, name, name),
-            *permute_quantize_both(x, indices, offs, name, name, gate_weights=samples.factors),
+            *permute_quantize_both(x, indices, offs, name, name, gate_weights=samples.gate_weights),
             permute_quantize_columns(x, indices, offs, name),
         )
     return found
@@ -281,7 +281,7 @@ def _fused_casts(name: str, samples: Samples) -> dict[str, Callable[[], tuple[Bl
 def _products(
     name: str, row: BlockScaled, samples: Samples
 ) -> dict[str, tuple[Callable[[torch.dtype], Tensor], Tensor]]:
-    """Each product as a function of its output type, and its exact value."""
+    """Each product as a function of its output dtype, and its exact value."""
     other, offs = quantize(samples.w, partner(name)), samples.offs
     found: dict[str, tuple[Callable[[torch.dtype], Tensor], Tensor]] = {
         "gemm": (lambda dtype: scaled_mm(row, other, dtype), exact_mm(row, other))

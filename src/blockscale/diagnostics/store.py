@@ -1,11 +1,11 @@
-"""Numerics of a run on disk: JSON lines, one for the model and one for each sample, told apart by "kind".
+"""Numerics of a run on disk: JSON lines, one for the model and one for each sample, distinguished by "kind".
 
     {"kind": "model", "recipe": {...}, "converted": [...], "skipped": [...]}
     {"kind": "numerics", "step": 100, "loss": 1.25, "layers": [{"layer": ..., "fprop": ..., "operands": ..., ...}]}
 
-The first line holds what `quantize_` did, so that advice can be given without the model. A run that resumes appends
-another; the last counts, and so do samples before it where it is the same. A line that was cut off in the middle is the
-last, and no line.
+The first line is the report of `quantize_`, so that `advise` does not need the model. A run that resumes appends
+another model line. The last one counts; samples before it count if it equals the model line before. Reading stops at a
+truncated line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ NAME = "numerics.jsonl"
 
 @dataclass(frozen=True)
 class Stored:
-    """What a file holds.  samples: by the step that they were taken before."""
+    """Contents of a file.  samples: by step; a sample is taken before its step."""
 
     report: ConversionReport
     samples: dict[int, Numerics]
 
 
 def model_line(report: ConversionReport) -> str:
-    """The first line."""
+    """The model line."""
     row = {
         "kind": "model",
         "recipe": recipe_to_dict(report.recipe),
@@ -46,7 +46,7 @@ def model_line(report: ConversionReport) -> str:
 
 
 def sample_line(step: int, found: Numerics) -> str:
-    """A sample's line; numbers that are none are null, as JSON has it."""
+    """The line of a sample; NaN and infinity become null."""
     return json.dumps(_finite({"kind": "numerics", "step": step, **asdict(found)}), allow_nan=False)
 
 
@@ -59,13 +59,13 @@ def _finite(value: Any) -> Any:
 
 
 def read(path: Path) -> Stored:
-    """A file, or the file in a run's folder."""
+    """Read a file, or the file in a run's folder."""
     place = path / NAME if path.is_dir() else path
     if not place.is_file():
         raise OptionError(
             message(
                 f"{path} without {NAME}",
-                rule="a run leaves its numerics in its folder if it was asked to",
+                rule="a run writes its numerics with --numerics-every",
                 fix="train with --folder and --numerics-every 1000, or name a preset",
             )
         )
@@ -75,7 +75,7 @@ def read(path: Path) -> Stored:
         for row in _rows(place):
             if row.get("kind") == "model":
                 before, report = report, _report(row)
-                if before != report:  # other layers, or another recipe: what was measured before says nothing of them
+                if before != report:  # other layers or another recipe: earlier samples do not apply
                     samples.clear()
             elif row.get("kind") == "numerics":
                 samples[row["step"]] = _numerics(row)
@@ -83,7 +83,7 @@ def read(path: Path) -> Stored:
         raise OptionError(
             message(
                 f"{place}: {type(error).__name__}: {error}",
-                rule="its lines are those that blockscale train wrote, of this version",
+                rule="blockscale train of this version wrote its lines",
                 fix="train with --folder and --numerics-every 1000",
             )
         ) from error
@@ -102,7 +102,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except ValueError:  # also of bytes that are no text
+        except ValueError:  # truncated, or not text
             return
         if isinstance(row, dict):
             yield row
@@ -132,7 +132,7 @@ def _layer(row: dict[str, Any]) -> LayerNumerics:
 
 
 def _operands(row: dict[str, Any]) -> dict[str, OperandNumerics]:
-    """Experts of older files have none."""
+    """Operands by role; empty for experts of older files."""
     return {
         role: OperandNumerics(**(each | {"scales": {int(key): count for key, count in each["scales"].items()}}))
         for role, each in row.get("operands", {}).items()
@@ -140,7 +140,7 @@ def _operands(row: dict[str, Any]) -> dict[str, OperandNumerics]:
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as JSON holds it.
+    """A recipe as plain data for JSON.
 
     >>> from blockscale import get_recipe
     >>> recipe_from_dict(recipe_to_dict(get_recipe("nvfp4"))) == get_recipe("nvfp4")
@@ -152,7 +152,7 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def recipe_from_dict(row: dict[str, Any]) -> Recipe:
-    """The inverse."""
+    """The inverse of `recipe_to_dict`."""
     products = {
         name: None if row[name] is None else Product(Operand(**row[name]["a"]), Operand(**row[name]["b"]))
         for name in PRODUCTS

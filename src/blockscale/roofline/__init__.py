@@ -1,7 +1,7 @@
-"""The least time that a layer can take on a machine, and so the most that low precision can win there.
+"""Lower bound on the time of a layer on a machine, and so upper bound on the speedup of quantization there.
 
 `linear_cost` and `swiglu_cost` count bytes and FLOPs of every cast and product; `measured` and `nominal` give the
-ceilings of machines; `advise` says from how many tokens on a layer is worth converting.
+ceilings of machines; `advise` gives the number of tokens from which on a layer is worth converting.
 
 >>> nvfp4 = dict.fromkeys(ROLES, "nvfp4") | {"fprop_w": "nvfp4_16x16", "dgrad_w": "nvfp4_16x16"}
 >>> f"{predicted_speedup(4096, 7168, 18432, nvfp4, nominal('b200')):.2f}"

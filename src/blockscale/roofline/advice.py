@@ -14,7 +14,7 @@ CostOf = Callable[[int, int, int, Formats, Ceilings, Use], LinearCost]
 def predicted_speedup(
     tokens: int, in_features: int, out_features: int, formats: Formats, ceilings: Ceilings, use: Use = TRAINING
 ) -> float:
-    """Of a linear layer over the same in bf16.
+    """Predicted speedup of a linear layer over bf16.
 
     >>> from blockscale.roofline import MEASURED
     >>> predicted_speedup(4096, 7168, 18432, BF16, MEASURED["h200"])
@@ -37,7 +37,7 @@ def advise(
 ) -> int | None:
     """The fewest tokens from which on, up to `most`, the layer is more than `margin` times faster; None if never.
 
-    cost: of what; `swiglu_cost` takes the same arguments.
+    cost: the layer's cost function: `linear_cost` or `swiglu_cost`.
 
     >>> from blockscale.roofline import MEASURED, ROLES
     >>> fp8 = dict.fromkeys(ROLES, "fp8_1x128") | {"fprop_w": "fp8_128x128", "dgrad_w": "fp8_128x128"}
@@ -51,7 +51,7 @@ def advise(
 
     if not pays(most):
         return None
-    # down by halves to the first count that does not pay, then between the two: a speedup may also fall with tokens
+    # halve down to the first count that does not pay, then bisect: a speedup may also fall with more tokens
     enough = most
     while enough > 1 and pays(enough // 2):
         enough //= 2

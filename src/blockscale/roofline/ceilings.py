@@ -1,9 +1,9 @@
-"""What machines reach: bytes of memory and FLOPs of matrix units per second, measured or by specification.
+"""Ceilings of machines: memory bandwidth and tensor-core FLOP/s, measured or from specifications.
 
-Two kinds of ceiling. `MEASURED` ones come from a run on the machine: a copy, and the vendor's plain products at 8192^3.
-`NOMINAL` ones are data sheets, dense rates without sparsity, at clocks and power that no machine holds for long; where
-no page of the vendor could be read, the source says so. What `blockscale roofline --measure` found on this machine is
-kept in the user's cache and goes before what is shipped.
+`MEASURED` ceilings come from a run on the machine: a copy, and the vendor's plain products at 8192^3. `NOMINAL` ones
+are data sheets: dense rates without sparsity, at clocks and power that no machine sustains; `source` says if no page of
+the vendor could be read. Ceilings from `blockscale roofline --measure` are stored in the user's cache and take
+precedence over the shipped ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from ..errors import OptionError, check_name, message
 
 Architecture = Literal["ampere", "ada", "hopper", "blackwell"]
 Units = Literal["bf16", "fp8", "fp4"]
-# the first two digits of a compute capability that decide which matrix units there are
+# (lowest compute capability, its tensor cores)
 _ARCHITECTURES: tuple[tuple[int, Architecture], ...] = ((100, "blackwell"), (90, "hopper"), (89, "ada"), (80, "ampere"))
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """bandwidth: bytes per second.  bf16, fp8, fp4: dense FLOP/s, None where there are no such units.  source: where
-    the figures are from.  measured: by a run on such a machine, rather than read off a data sheet.
+    """Ceilings of one machine.
+
+    bandwidth: bytes per second.  bf16, fp8, fp4: dense FLOP/s, None without such tensor cores.  source: origin of the
+    figures.  measured: by a run on such a machine, not from a data sheet.
 
     >>> MEASURED["h200"].rate("fp8") / MEASURED["h200"].rate("bf16") > 2
     True
@@ -46,7 +48,7 @@ class Ceilings:
     measured: bool = False
 
     def rate(self, units: Units) -> float:
-        """FLOP/s of those units; an error where the machine has none."""
+        """FLOP/s of those tensor cores; raises if the machine has none."""
         found: float | None = getattr(self, units)
         if found is None:
             rule = f"{self.architecture} has units for {', '.join(self.units)}"
@@ -55,7 +57,7 @@ class Ceilings:
 
     @property
     def units(self) -> tuple[Units, ...]:
-        """The units that there are, slowest first."""
+        """Tensor-core dtypes of the machine, slowest first."""
         every: tuple[Units, ...] = ("bf16", "fp8", "fp4")
         return tuple(name for name in every if getattr(self, name) is not None)
 
@@ -80,8 +82,8 @@ def _nominal(
     return Ceilings(name, architecture, tb_s * 1e12, bf16, fp8, fp4, source)
 
 
-# Dense rates; vendors print twice as much, "with sparsity". First the vendor's page, for whoever wants to check; it is
-# the page after it in which the figures were read.
+# Dense rates; vendors print twice as much, "with sparsity". A source names the vendor's page first, then the page that
+# the figures were read from.
 NOMINAL: Mapping[str, Ceilings] = {
     "a100": _nominal(
         "A100 SXM 80 GB", "ampere", 2.039, (312, None, None),
@@ -126,7 +128,7 @@ NOMINAL: Mapping[str, Ceilings] = {
     ),
 }  # fmt: skip
 
-# Of one run each: copies of 16384x8192, and bf16 and rowwise FP8 with fast accumulation beside 1x128 @ 128x128.
+# One run each: copies of 16384x8192; bf16 and rowwise FP8 products with fast accumulation, in rows of 1x128 @ 128x128.
 MEASURED: Mapping[str, Ceilings] = {
     "h200": Ceilings(
         "H200", "hopper", 4.2e12, 681.6e12, 1397.4e12, None,
@@ -147,7 +149,7 @@ def nominal(machine: str) -> Ceilings:
 
 
 def measured(machine: str) -> Ceilings | None:
-    """What was measured on such a machine: on this one if its user did, else what is shipped, else None.
+    """Measured ceilings of a machine: the user's own, else the shipped ones, else None.
 
     >>> measured("b200") is None
     True
@@ -157,7 +159,7 @@ def measured(machine: str) -> Ceilings | None:
 
 
 def machine_of(gpu: str) -> str | None:
-    """The short name of the machine with a GPU that the driver calls so; None for one that is not in the table.
+    """Short name of the machine for a driver's GPU name; None if it is not in the table.
 
     >>> machine_of("NVIDIA H200"), machine_of("NVIDIA GeForce RTX 5090"), machine_of("NVIDIA GB200"), machine_of("T4")
     ('h200', 'rtx5090', 'gb200', None)
@@ -168,7 +170,7 @@ def machine_of(gpu: str) -> str | None:
 
 
 def architecture_of(sm: int) -> Architecture | None:
-    """The kind of matrix units of a compute capability, None before sm_80.
+    """Tensor-core architecture of a compute capability, None before sm_80.
 
     >>> architecture_of(90), architecture_of(120), architecture_of(75)
     ('hopper', 'blackwell', None)
@@ -176,16 +178,16 @@ def architecture_of(sm: int) -> Architecture | None:
     return next((name for least, name in _ARCHITECTURES if sm >= least), None)
 
 
-# ---- what was measured here ------------------------------------------------------------------------------------------
+# ---- the user's own measurements -------------------------------------------------------------------------------------
 
 
 def file_of(machine: str) -> Path:
-    """Where the user's own ceilings of a machine are kept."""
+    """File of the user's own ceilings of a machine."""
     return env.cache_folder("ceilings") / f"{machine}.json"
 
 
 def store(path: Path, found: Ceilings) -> None:
-    """Keep what was measured. The file changes all at once."""
+    """Write measured ceilings; the file is replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     fresh.write_text(json.dumps(dataclasses.asdict(found)) + "\n")
@@ -193,7 +195,7 @@ def store(path: Path, found: Ceilings) -> None:
 
 
 def load(path: Path) -> Ceilings | None:
-    """What was kept, None where nothing was; an error if the file holds something else."""
+    """Stored ceilings, None without a file; raises if the file holds something else."""
     try:
         text = path.read_text()
     except FileNotFoundError:

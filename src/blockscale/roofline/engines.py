@@ -1,7 +1,7 @@
-"""Who multiplies what: the units that a product of two formats runs on, for each kind of machine, as a table.
+"""Tensor cores that a product of two formats runs on, for each architecture, as a table.
 
-A machine without units for a format decodes both operands to bf16 in memory and multiplies those (`upcast`), which is
-exact but costs the bytes, and gains nothing over bf16 but memory. `note` says so to people.
+A machine without tensor cores for a format decodes both operands to bf16 in memory and multiplies those (`upcast`).
+That is exact, but moves more bytes and saves only memory over bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .ceilings import Architecture, Units
 
 @dataclass(frozen=True)
 class Engine:
-    """units: whose rate counts.  upcast: operands are decoded to bf16 first.  note: what a user should know."""
+    """units: tensor-core dtype whose rate counts.  upcast: operands are decoded to bf16 first.  note: for the user."""
 
     units: Units
     upcast: bool = False
@@ -25,7 +25,7 @@ class Engine:
 BF16, FP8, FP4 = Engine("bf16"), Engine("fp8"), Engine("fp4")
 _UPCAST = Engine("bf16", upcast=True, note="no units for it: decoded to bf16, which saves no time")
 _NO_FP8 = Engine("bf16", upcast=True, note="no FP8 units: not sensible, fp32 scales do not even decode exactly")
-# FP8 units, but a multiplication outside of them for every 32 values: measured at the bf16 rate (benchmarks/gemm.md)
+# FP8 tensor cores, scales applied outside of them for every 32 values: measured at bf16's rate (docs/benchmarks.md)
 _SCALED_OUTSIDE = Engine("bf16", note="in FP8 units, scaled outside of them, which halves their rate")
 
 _MX_AND_NVFP4 = ("mxfp8", "mxfp8_2d", "mxfp6", "mxfp4", "nvfp4")
@@ -46,7 +46,7 @@ ENGINES: Mapping[Architecture, Mapping[str, Engine]] = {
 
 
 def kind(a: str, b: str) -> str:
-    """The kind of product of two formats: the family and, of MX, the wider element; `2d` for square blocks of weights.
+    """Kind of a product of two formats: the family and, for MX, the wider element; `2d` for square weight blocks.
 
     >>> kind("mxfp4", "mxfp8_e5m2"), kind("mxfp8_e4m3", "mxfp8_e4m3_128x128"), kind("fp8_1x128", "fp8_128x128")
     ('mxfp8', 'mxfp8_2d', 'fp8')
@@ -61,7 +61,7 @@ def kind(a: str, b: str) -> str:
 
 
 def engine_for(architecture: Architecture, a: str | None, b: str | None) -> Engine:
-    """What multiplies two operands; None is high precision.
+    """The engine of a product of two formats; None is unquantized.
 
     >>> engine_for("hopper", "fp8_1x128", "fp8_128x128").units
     'fp8'

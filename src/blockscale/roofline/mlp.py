@@ -1,9 +1,9 @@
-"""The least time of a SwiGLU MLP: y = (silu(x G.mT) * (x U.mT)) D.mT, gate and up being one product.
+"""Roofline time of a SwiGLU MLP: y = (silu(x G.mT) * (x U.mT)) D.mT, with gate and up in one product.
 
-In low precision the activation is part of the casts: forward, gates and ups [M, 2H] are read once and the operand of
-the next product [M, H] is written; backward, the gradient [M, H] and [M, 2H] are read once and both operands of the
-gradient are written, and the operand that the weight gradient of the next layer needs, made again from what is read
-anyway. In bf16 the two are one kernel each that read and write as much as they must, which eager torch does not reach.
+Quantized, the activation is fused into the casts. Forward: reads gate_up [M, 2H] once and writes the operand [M, H] of
+the next product. Backward: reads the gradient [M, H] and gate_up once, writes both operands of the gradient, and
+recomputes the wgrad operand of the down projection. In bf16 forward and backward are one kernel each with the fewest
+bytes, which eager torch does not reach.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def swiglu_cost(
 ) -> LinearCost:
     """Casts, products and activations of features -> 2 * hidden -> features.
 
-    experts: as for `linear_cost`; routing and the sum over a token's experts are not part of it.
+    experts: as for `linear_cost`; without routing and without the sum over a token's experts.
 
     >>> from blockscale.roofline import BF16, INFERENCE, MEASURED
     >>> [step.name for step in swiglu_cost(4096, 7168, 18432, BF16, MEASURED["h200"], INFERENCE).steps]
@@ -43,17 +43,17 @@ def swiglu_cost(
 
 
 def _activation(up: Layer) -> Step:
-    """[M, 2H] to the operand of the next product; the other one is made in the backward."""
+    """[M, 2H] to the fprop operand of the down projection; the backward recomputes its wgrad operand."""
     half, source = up.m * up.n // 2, up.use.source_bytes
     format = up.formats["fprop_x"]
     written = _written(half, (format,), source)
     if up.use.training and up.formats["wgrad_x"] is None and format is not None:
-        written += half * source  # it stays in bf16, and nobody makes it again
+        written += half * source  # saved in bf16: the backward does not recompute it
     return replace(up, name="").moved("swiglu", up.reads((format,)) * 2 * half * source + written)
 
 
 def _gradient(up: Layer) -> Step:
-    """[M, H] and [M, 2H] to both operands of [M, 2H], and the activation's for the weight gradient."""
+    """[M, H] and [M, 2H] to both operands of [M, 2H], and the wgrad operand of the down projection."""
     half, source = up.m * up.n // 2, up.use.source_bytes
     gradients, again = (up.formats["dgrad_dy"], up.formats["wgrad_dy"]), up.formats["wgrad_x"]
     read = up.reads((*gradients, again)) * 3 * half * source
@@ -62,6 +62,6 @@ def _gradient(up: Layer) -> Step:
 
 
 def _written(values: int, formats: Sequence[str | None], source: int) -> float:
-    """Each operand in low precision, and one in bf16 however many products read it."""
+    """Bytes written: each quantized operand, and one bf16 copy however many products read it."""
     low = sum(stored_bytes(values, format) for format in formats if format is not None)
     return low + (values * source if None in formats else 0)

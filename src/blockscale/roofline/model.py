@@ -1,12 +1,12 @@
-"""The least time of a linear layer's casts and products: bytes over bandwidth or FLOPs over rate, whichever is longer.
+"""Roofline time of a linear layer's casts and products: bytes over bandwidth or FLOPs over rate, whichever is longer.
 
     fprop  Y  = X  @ W.mT   [M, K] @ [K, N]
     dgrad  dX = dY @ W      [M, N] @ [N, K]
     wgrad  dW = dY.mT @ X   [N, M] @ [M, K]
 
 A recipe is given as the format of each operand's role, None for bf16 (`Recipe.formats()`). Bytes are the fewest: a cast
-reads its input once and writes what products will read, a product reads its operands and writes its result once. Steps
-run one after the other, so their times add. Launches, clocks and caches are not modelled: this is a roof.
+reads its input once and writes the operands of products, a product reads its operands and writes its result once. Steps
+run one after the other, so their times add. Launches, clocks and caches are not modelled: this is a lower bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DECODED = 2
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel.  bound: what its time is, "memory" or the units that multiply."""
+    """One kernel.  bound: what limits it: "memory" or the dtype of the tensor cores."""
 
     name: str
     bytes: float
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Steps that run one after the other: of a layer, or of several."""
+    """Steps of one or several layers, run one after the other."""
 
     steps: tuple[Step, ...]
 
@@ -68,7 +68,7 @@ class LinearCost:
         return max(self.steps, key=lambda step: step.seconds)
 
     def of(self, *names: str) -> float:
-        """Seconds of the steps by those names."""
+        """Seconds of the steps with those names."""
         return sum(step.seconds for step in self.steps if step.name in names)
 
 
@@ -76,10 +76,10 @@ class LinearCost:
 class Use:
     """How a layer is used.
 
-    training: else a forward alone, with the weight cast beforehand.  microbatches: forwards and backwards per optimizer
-    step; costs are of one of them.  weight_cast: as in a recipe: in every "forward", "twice" (in forward and backward)
-    or once a "step".  source_bytes: of a value of inputs, weights and results.  accumulate: weight gradients are added
-    to fp32 buffers.  amax_known: NVFP4 casts are given the largest value and need not look for it.
+    training: False for the forward alone, with the weight cast beforehand.  microbatches: forwards and backwards per
+    optimizer step; costs are per microbatch.  weight_cast: as in a recipe: in every "forward", "twice" (in forward and
+    backward) or once a "step".  source_bytes: bytes per value of inputs, weights and results.  accumulate: wgrad adds
+    into fp32 buffers.  amax_known: NVFP4 casts are given the amax, so they read their input once.
     """
 
     training: bool = True
@@ -101,12 +101,12 @@ TRAINING, INFERENCE = Use(), Use(training=False)
 
 
 def speedup(low: LinearCost, high: LinearCost) -> float:
-    """How many times longer `high` takes, the layer in bf16, than `low`."""
+    """Time of `high`, the layer in bf16, over the time of `low`."""
     return high.seconds / low.seconds
 
 
 def stored_bytes(values: int, format: str | None, source_bytes: int = 2) -> float:
-    """Bytes of that many values with their scales, as the library stores them; None: in the source's dtype.
+    """Bytes of that many values with their scales, as the library stores them; None: unquantized.
 
     >>> stored_bytes(1024, "fp8_1x128"), stored_bytes(1024, "nvfp4"), stored_bytes(1024, None)
     (1056.0, 576.0, 2048)
@@ -114,7 +114,7 @@ def stored_bytes(values: int, format: str | None, source_bytes: int = 2) -> floa
     if format is None:
         return values * source_bytes
     spec = get_format(format)
-    # six bits have a byte to themselves; the others are as large as what they say
+    # FP6 codes take a byte each
     unused = 8 / spec.codes_per_byte - spec.element.bits
     return values * (spec.bits_per_value + unused) / 8
 
@@ -131,7 +131,7 @@ def linear_cost(
 ) -> LinearCost:
     """Casts and products of a linear layer with that many tokens.
 
-    experts: weights of a grouped layer, whose tokens are the rows of all: one for each expert that a token goes to.
+    experts: number of weights of a grouped layer; its tokens are rows: one for each expert that a token is routed to.
 
     >>> from blockscale.roofline import MEASURED
     >>> fp8 = dict.fromkeys(ROLES, "fp8_1x128") | {"fprop_w": "fp8_128x128", "dgrad_w": "fp8_128x128"}
@@ -155,9 +155,10 @@ def check_formats(formats: Formats) -> None:
 
 @dataclass(frozen=True)
 class Layer:
-    """The steps of one layer, by itself and for larger ones; name: put before the names of its steps.
+    """Steps of one layer.
 
-    experts: how many weights it has. Every one is cast and has a gradient; those that have rows are multiplied by.
+    name: prefix of the names of its steps.  m, k, n: tokens, input and output features.  experts: number of weights;
+    each is cast and has a gradient, but products read only those of experts with rows.
     """
 
     name: str
@@ -175,7 +176,7 @@ class Layer:
             raise OptionError(message(sizes, rule="a layer has at least one of each", fix="pass positive sizes"))
 
     def cost(self) -> LinearCost:
-        """In the order of a training step."""
+        """All steps, in the order of a training step."""
         return LinearCost((*self.cast_input(), *self.forward(), *self.cast_gradient(), *self.backward()))
 
     def cast_input(self) -> Iterable[Step]:
@@ -190,7 +191,7 @@ class Layer:
 
     @property
     def busy(self) -> int:
-        """Experts that have rows, with as many as there can be."""
+        """Largest possible number of experts with rows."""
         return min(self.experts, self.m)
 
     def cast_gradient(self) -> Iterable[Step]:
@@ -198,7 +199,7 @@ class Layer:
             return
         source = self.use.source_bytes
         steps = list(self.cast("cast dy", self.m * self.n, ("dgrad_dy", "wgrad_dy")))
-        if self.use.bias and not steps:  # a cast of the gradient sums its columns on the way
+        if self.use.bias and not steps:  # a cast of the gradient also sums its columns
             steps = [self.moved("bias grad", self.m * self.n * source + self.experts * self.n * source)]
         yield from steps
 
@@ -211,19 +212,19 @@ class Layer:
         yield from self._product("wgrad", ("wgrad_dy", "wgrad_x"), (n, k, m), result=result)
 
     def cast(self, name: str, values: int, roles: Sequence[str]) -> Iterable[Step]:
-        """One read, or two to look for the largest value; every operand written. Nothing where all are bf16."""
+        """A cast: one read, or two with an amax pass; every operand is written. No step if all roles are bf16."""
         low = [self.formats[role] for role in roles if self.formats[role] is not None]
         if low:
             read = self.reads(low) * values * self.use.source_bytes
             yield self.moved(name, read + sum(stored_bytes(values, format) for format in low))
 
     def reads(self, formats: Sequence[str | None]) -> int:
-        """How often a cast to those formats reads its input."""
-        looks = any(format is not None and get_format(format).family == "nvfp4" for format in formats)
-        return 2 if looks and not self.use.amax_known else 1
+        """Number of times that a cast to those formats reads its input."""
+        needs_amax = any(format is not None and get_format(format).family == "nvfp4" for format in formats)
+        return 2 if needs_amax and not self.use.amax_known else 1
 
     def moved(self, name: str, count: float) -> Step:
-        """A step that only moves bytes."""
+        """A memory-bound step that moves `count` bytes."""
         return Step(self.name + name, count, 0, count / self.ceilings.bandwidth, "memory")
 
     def _cast_weight(self) -> Iterable[Step]:
@@ -245,9 +246,10 @@ class Layer:
         extra: int = 0,
         result: int | None = None,
     ) -> Iterable[Step]:
-        """rows x columns x contracted; result: bytes for each value of it.  A decoding where there are no units.
+        """A product, and a decode step before it on machines without tensor cores for its formats.
 
-        Of experts the second operand is as many matrices, or the result is, where rows are contracted.
+        size: rows, columns and contracted length.  extra: further bytes.  result: bytes per value of the result. With
+        experts the second operand has one matrix per expert, or in wgrad the result has.
         """
         rows, columns, depth = size
         matrices, results = (1, self.experts) if name == "wgrad" else (self.busy, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from ..diagnostics.call_capture import ROWS
 from ..diagnostics.layers import Sample, sample
 from ..diagnostics.store import NAME, model_line, sample_line
 from ..diagnostics.call_capture import ROWS

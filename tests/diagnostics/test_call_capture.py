@@ -1,4 +1,4 @@
-"""A pass that is watched: which calls of a layer count, and a model that does not notice that it was measured."""
+"""Capture of layer calls: which calls of a layer count, and that a sample leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
 from blockscale.diagnostics import layer_numerics, sample
-from blockscale.diagnostics.call_capture import EXPERT_ROWS, ROWS, _rows_of_experts
+from blockscale.diagnostics.call_capture import EXPERT_ROWS, ROWS, _sample_experts
 from blockscale.errors import OptionError
 from support.measured_layers import converted, experts
 
 # ---- which calls count -----------------------------------------------------------------------------------------------
 
 
-def test_rows_of_experts_are_thinned_out_evenly_and_rare_ones_are_all_there():
+def test_rows_of_experts_are_sampled_evenly_and_rare_experts_completely():
     sizes = torch.tensor([40000, 3, 0, 20, 19932, EXPERT_ROWS + 1])
     offs = sizes.cumsum(0).to(torch.int32)
     x = torch.arange(int(offs[-1])).float()[:, None].expand(-1, 4)
-    seen, taken = _rows_of_experts(x, offs)
+    call, subsample = _sample_experts(x, offs)
     most = max(EXPERT_ROWS, ROWS // len(sizes))
-    counts = torch.diff(seen.offs, prepend=seen.offs.new_zeros(1))
+    counts = torch.diff(call.offs, prepend=call.offs.new_zeros(1))
     assert counts.tolist() == [min(size, most) for size in sizes.tolist()]
-    assert seen.load.tolist() == sizes.tolist()
-    assert torch.equal(seen.stands_for * counts, sizes.double())
+    assert call.load.tolist() == sizes.tolist()
+    assert torch.equal(call.row_weight * counts, sizes.double())
     starts = [0, *offs.tolist()]
-    for expert, (start, end) in enumerate(itertools.pairwise([0, *seen.offs.tolist()])):
-        mine = seen.x[start:end, 0]
+    for expert, (start, end) in enumerate(itertools.pairwise([0, *call.offs.tolist()])):
+        mine = call.x[start:end, 0]
         assert ((mine >= starts[expert]) & (mine < starts[expert + 1])).all()
         if len(mine) > 1:
             gaps = torch.diff(mine)
             assert gaps.min() >= 1
             assert gaps.max() - gaps.min() <= 1
-    assert torch.equal(taken(x), seen.x)
+    assert torch.equal(subsample(x), call.x)
 
 
 def test_a_compiled_model_is_measured_and_not_compiled_again():
@@ -60,7 +60,7 @@ def test_a_compiled_model_is_measured_and_not_compiled_again():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_model_is_measured_with_its_gradients(reentrant):
-    """The first forward of a reentrant checkpoint has none: what is computed again counts."""
+    """The first forward of a reentrant checkpoint has no gradients: the recomputed one counts."""
     torch.manual_seed(0)
     model, x = converted("mxfp8", 64, 128, 64), torch.randn(64, 64, requires_grad=True)
 
@@ -76,7 +76,7 @@ def test_a_checkpointed_model_is_measured_with_its_gradients(reentrant):
     assert all(each.wgrad is not None for each in found)
 
 
-def test_a_layer_without_rows_is_not_seen():
+def test_a_layer_without_rows_is_not_measured():
     model = converted("mxfp8", 64, 64, 64)
     found = layer_numerics(model, lambda: model[0](torch.randn(32, 64)).mean() + model[1](torch.randn(0, 64)).sum())
     assert [each.layer for each in found] == ["0"]
@@ -89,7 +89,7 @@ def test_a_call_that_is_detached_later_is_not_the_one_that_counts():
     assert found == plain
 
 
-def test_a_layer_that_is_used_three_times_has_the_damage_of_three():
+def test_damage_adds_up_over_three_calls_of_a_layer():
     torch.manual_seed(0)
     shared = converted("mxfp8", 64, 64)
     x = torch.randn(64, 64)
@@ -99,7 +99,7 @@ def test_a_layer_that_is_used_three_times_has_the_damage_of_three():
         each.load_state_dict(shared[0].state_dict())
     three = layer_numerics(apart, lambda: apart(x).square().mean())
     assert found.damage == pytest.approx(sum(each.damage for each in three), rel=1e-6)
-    assert found.operands["fprop_w"] == three[0].operands["fprop_w"], "its weight is one"
+    assert found.operands["fprop_w"] == three[0].operands["fprop_w"], "its weight is cast once"
     assert sum(found.operands["fprop_x"].scales.values()) == 3 * 64 * 2
 
 
@@ -123,7 +123,7 @@ def test_a_layer_that_is_used_three_times_within_checkpoints(reentrant, regions)
     assert found.operands["wgrad_dy"].scales == plain.operands["wgrad_dy"].scales
 
 
-def test_a_backward_within_the_forward_is_none_of_the_loss():
+def test_a_backward_inside_the_forward_does_not_count():
     model, x = converted("mxfp8", 64, 64), torch.randn(32, 64)
     (plain,) = layer_numerics(model, lambda: model(x).square().mean())
 
@@ -137,7 +137,7 @@ def test_a_backward_within_the_forward_is_none_of_the_loss():
     assert found.wgrad == plain.wgrad
 
 
-def test_what_happens_to_an_input_after_the_call_does_not_count():
+def test_writes_to_an_input_after_the_call_do_not_count():
     model, x = converted("mxfp8", 64, 64), torch.randn(32, 64)
     (plain,) = layer_numerics(model, lambda: model(x).square().mean())
 
@@ -150,7 +150,7 @@ def test_what_happens_to_an_input_after_the_call_does_not_count():
     assert layer_numerics(model, loss) == [plain]
 
 
-def test_a_users_hook_is_behind_what_is_measured():
+def test_a_users_hook_runs_after_the_capture():
     model, x = converted("mxfp8", 64, 64), torch.randn(32, 64)
     model[0].register_forward_hook(lambda module, args, y: (1000 * y,))
     (found,) = layer_numerics(model, lambda: model(x)[0].square().mean() / 1e6)
@@ -159,17 +159,17 @@ def test_a_users_hook_is_behind_what_is_measured():
     assert found.damage == pytest.approx(plain.damage, rel=1e-5)
 
 
-def test_experts_may_be_called_by_names_in_any_order():
+def test_experts_may_be_called_with_keywords_in_any_order():
     layer, offs, x = experts("mxfp8"), torch.tensor([4, 8, 9, 16], dtype=torch.int32), torch.randn(16, 64)
     assert layer_numerics(layer, lambda: layer(offs=offs, input=x).mean()) == layer_numerics(
         layer, lambda: layer(x, offs).mean()
     )
 
 
-# ---- what is left behind ---------------------------------------------------------------------------------------------
+# ---- the model's state afterwards ------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_behind():
+def test_a_sample_restores_the_model():
     torch.manual_seed(0)
     model = torch.nn.Sequential(bs.nn.SwiGLU(64, 32, recipe="nvfp4", name="mlp"), torch.nn.Dropout(0.5))
     x = torch.randn(8, 64)
@@ -207,7 +207,7 @@ def test_a_model_that_steps_in_its_backward_is_refused():
     assert layer_numerics(model, lambda: model(torch.randn(8, 64)).mean())
 
 
-def test_gradients_outside_of_the_model_are_left_as_they_were():
+def test_gradients_outside_of_the_model_are_restored():
     body, head = converted("mxfp8", 64, 64), torch.nn.Linear(64, 8)
     prompt = torch.randn(8, 64, requires_grad=True)
     prompt.grad = held = torch.ones(8, 64)
@@ -217,21 +217,21 @@ def test_gradients_outside_of_the_model_are_left_as_they_were():
     assert torch.equal(held, torch.ones(8, 64))
 
 
-def test_gradients_that_share_memory_with_a_bucket_are_put_back():
+def test_gradients_that_are_views_of_a_bucket_are_restored():
     model, x = converted("mxfp8", 64, 64), torch.randn(8, 64)
     bucket = torch.ones(64 * 64)
     model[0].weight.grad = bucket.view(64, 64)
 
     def loss() -> torch.Tensor:
         y = model(x).mean()
-        y.register_hook(lambda _: [bucket.zero_()][1:] or None)  # as a reducer does
+        y.register_hook(lambda _: [bucket.zero_()][1:] or None)  # as DDP's reducer does
         return y
 
     sample(model, loss)
     assert torch.equal(model[0].weight.grad, torch.ones(64, 64))
 
 
-def test_buffers_that_are_replaced_are_put_back_and_others_not_written():
+def test_replaced_buffers_are_restored_and_others_not_written():
     class Counting(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -254,4 +254,4 @@ def test_buffers_that_are_replaced_are_put_back_and_others_not_written():
     assert model.count.item() == 1
     assert model.cache is cache
     assert not hasattr(model, "last")
-    pending.backward()  # fails where a buffer that it kept was written
+    pending.backward()  # fails if a saved buffer was written

@@ -1,8 +1,8 @@
-"""A pass that is watched: which calls of each layer gradients come back to, and a model that is left as it was.
+"""Capture of layer calls by forward hooks, and restoration of the model's state afterwards.
 
-Hooks keep rows of every call, copied, so that what a model does with its tensors later does not matter. A layer that is
-used several times has as many calls. Of a call that a checkpoint makes again one counts: gradients come back to one of
-the two alone, the first or, where that was run without them (a reentrant checkpoint), the second.
+Hooks copy rows of every call, so later in-place writes do not matter. A layer that is used several times has several
+calls. A call that activation checkpointing recomputes counts once: only one of the two gets a gradient, the first or,
+with a reentrant checkpoint (whose first forward runs without autograd), the second.
 """
 
 from __future__ import annotations
@@ -19,64 +19,64 @@ from ..errors import OptionError, message
 from ..formats.layout import locate
 from ..grouped import Routing
 from ..nn import GroupedLinear
-from .figures import Seen
+from .error_sums import CapturedCall
 
-# rows of a call that are looked at, evenly spread; at least so many of each expert, or all that it has
+# sampled rows per call, evenly spread; at least EXPERT_ROWS per expert, or all that it has
 ROWS, EXPERT_ROWS = 512, 32
 
-Calls = dict[str, list[Seen]]
+Calls = dict[str, list[CapturedCall]]
 
 
 @contextmanager
-def watched(layers: dict[str, torch.nn.Module]) -> Generator[tuple[Calls, list[int]]]:
-    """Within it all calls of the layers are noted: what was seen, by name, and the rows of each call in their order."""
+def capture_calls(layers: dict[str, torch.nn.Module]) -> Generator[tuple[Calls, list[int]]]:
+    """Context that captures all calls of the layers: (calls by layer name, rows of each call in order)."""
     calls: Calls = {}
     rows: list[int] = []
     with ExitStack() as stack:
         for name, layer in layers.items():
-            # before the user's own hooks, who may return something else
-            look = _watch(name, calls, rows)
-            stack.callback(layer.register_forward_hook(look, prepend=True, with_kwargs=True).remove)
+            # before the user's own hooks, which may replace the output
+            hook = _capture_hook(name, calls, rows)
+            stack.callback(layer.register_forward_hook(hook, prepend=True, with_kwargs=True).remove)
         yield calls, rows
 
 
-def forget_gradients(calls: Calls) -> None:
-    """Those of backwards within the forward, which are none of the loss."""
+def clear_gradients(calls: Calls) -> None:
+    """Drop gradients of backwards that ran inside the forward: they are not gradients of the loss."""
     for each in calls.values():
-        for seen in each:
-            seen.dy = None
+        for call in each:
+            call.dy = None
 
 
-def counted(calls: list[Seen]) -> list[Seen]:
-    """The calls that gradients came back to; without any the first."""
+def calls_with_gradient(calls: list[CapturedCall]) -> list[CapturedCall]:
+    """Calls that got a gradient; the first call if none did."""
     return [each for each in calls if each.dy is not None] or calls[:1]
 
 
-def _watch(name: str, calls: Calls, rows: list[int]) -> Callable[..., None]:
-    def look(module: torch.nn.Module, args: Any, named: dict[str, Any], output: Tensor) -> None:
-        mine = calls.setdefault(name, [])
-        has_gradients = any(each.has_gradient for each in mine)
+def _capture_hook(name: str, calls: Calls, rows: list[int]) -> Callable[..., None]:
+    def capture(module: torch.nn.Module, args: Any, named: dict[str, Any], output: Tensor) -> None:
+        captured = calls.setdefault(name, [])
+        has_gradients = any(each.has_gradient for each in captured)
         if has_gradients and not output.requires_grad:
-            return  # no gradient will come back to it
+            return  # it will get no gradient
         x, *where = inspect.signature(module.forward).bind(*args, **named).args
         x = getattr(x, "source", x).detach()
-        _check_whole(name, x)
+        _check_not_sharded(name, x)
         x = x.reshape(-1, x.shape[-1])
         if not x.shape[0]:
             return
         rows.append(x.shape[0])
-        seen, taken = _rows_of_experts(x, where[0]) if isinstance(module, GroupedLinear) else _rows(x)
-        if not has_gradients:  # those before this one were run for nothing but their values
-            mine.clear()
-        mine.append(seen)
-        seen.has_gradient = output.requires_grad
+        call, subsample = _sample_experts(x, where[0]) if isinstance(module, GroupedLinear) else _sample_rows(x)
+        if not has_gradients:  # earlier calls ran without autograd
+            captured.clear()
+        captured.append(call)
+        call.has_gradient = output.requires_grad
         if output.requires_grad:
-            output.register_hook(lambda dy: setattr(seen, "dy", taken(dy.detach().reshape(-1, dy.shape[-1]))))
+            output.register_hook(lambda dy: setattr(call, "dy", subsample(dy.detach().reshape(-1, dy.shape[-1]))))
 
-    return look
+    return capture
 
 
-def _check_whole(name: str, x: Tensor) -> None:
+def _check_not_sharded(name: str, x: Tensor) -> None:
     if hasattr(x, "full_tensor"):
         raise OptionError(
             message(
@@ -87,24 +87,25 @@ def _check_whole(name: str, x: Tensor) -> None:
         )
 
 
-Taken = Callable[[Tensor], Tensor]
+Subsample = Callable[[Tensor], Tensor]
 
 
-def _rows(x: Tensor) -> tuple[Seen, Taken]:
-    """Every n-th row."""
+def _sample_rows(x: Tensor) -> tuple[CapturedCall, Subsample]:
+    """Every n-th row of a call, and the function that takes the same rows of dy."""
     step = max(1, -(-x.shape[0] // ROWS))
 
-    def taken(rows: Tensor) -> Tensor:
+    def subsample(rows: Tensor) -> Tensor:
         return rows[::step].clone(memory_format=torch.contiguous_format)
 
-    some = taken(x)
+    some = subsample(x)
     load = torch.full((1,), x.shape[0], device=x.device)
-    return Seen(some, load, torch.full((1,), x.shape[0] / some.shape[0], dtype=torch.float64, device=x.device)), taken
+    weight = torch.full((1,), x.shape[0] / some.shape[0], dtype=torch.float64, device=x.device)
+    return CapturedCall(some, load, weight), subsample
 
 
-def _rows_of_experts(x: Tensor, where: Tensor | Routing) -> tuple[Seen, Taken]:
-    """The same number of each expert, evenly spread, or all that it has. How many that are the device knows alone: what
-    is left of the room for them comes last and belongs to no expert."""
+def _sample_experts(x: Tensor, where: Tensor | Routing) -> tuple[CapturedCall, Subsample]:
+    """The same number of rows of each expert, evenly spread, or all that it has. Only the device knows the counts, so
+    the sample has a fixed size; its unused rows come last and belong to no expert."""
     offs = (where.offs if isinstance(where, Routing) else where).to(torch.int64)
     load = torch.diff(offs, prepend=offs.new_zeros(1))
     total = where.tokens.shape[0] if isinstance(where, Routing) else x.shape[0]
@@ -118,15 +119,15 @@ def _rows_of_experts(x: Tensor, where: Tensor | Routing) -> tuple[Seen, Taken]:
     row = start + place * load[group_or_last] // count[group_or_last].clamp(min=1)
     index = torch.where(group < experts, row, 0)
     source = where.tokens[index] if isinstance(where, Routing) else index
-    stands_for = load.double() / count.clamp(min=1)
-    return Seen(x[source], load, stands_for, ends.to(torch.int32)), lambda rows: rows[index]
+    row_weight = load.double() / count.clamp(min=1)
+    return CapturedCall(x[source], load, row_weight, ends.to(torch.int32)), lambda rows: rows[index]
 
 
-# ---- a model that is left as it was ----------------------------------------------------------------------------------
+# ---- restoring the model's state -------------------------------------------------------------------------------------
 
 
-class Untouched:
-    """Whatever a forward and backward change is as before: gradients, buffers such as loads, and generators."""
+class RestoredState:
+    """Context that restores what a forward and backward change: gradients, buffers and random generators."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -135,7 +136,7 @@ class Untouched:
         self._values: list[tuple[Tensor, Tensor, int]] = []
         self._stack = ExitStack()
 
-    def __enter__(self) -> Untouched:
+    def __enter__(self) -> RestoredState:
         self._check_no_steps(self.model.named_parameters())
         gpus = {each.device for each in self.model.parameters() if each.is_cuda}
         for module in self.model.modules():
@@ -143,17 +144,17 @@ class Untouched:
             self._buffers.append((live, {**live}))
         self._values = [(each, each.clone(), _version(each)) for each in self.model.buffers()]
         self._stack.enter_context(torch.random.fork_rng(gpus))
-        self.set_aside(self.model.parameters())  # last: what failed before it has changed nothing
+        self.set_aside(self.model.parameters())  # last: if an earlier step fails, nothing has changed
         return self
 
     def before_backward(self, loss: Tensor) -> None:
-        """Gradients of what lies outside of the model too: inputs, prompts, a head of its own."""
+        """Set aside gradients of tensors outside the model too, such as inputs, prompts or a separate head."""
         leaves = _leaves(loss)
         self._check_no_steps((f"input {tuple(each.shape)}", each) for each in leaves)
         self.set_aside(leaves)
 
     def set_aside(self, tensors: Iterable[Tensor]) -> None:
-        """Gradients, out of the way; a view's memory (buckets of DDP) is written by others, so it is copied."""
+        """Detach gradients of tensors. A gradient that is a view (of a DDP bucket) is copied: it may be overwritten."""
         for each in tensors:
             if id(each) in self._gradients:
                 continue
@@ -175,11 +176,11 @@ class Untouched:
                 live.clear()
                 live.update(before)
             for each, before, version in self._values:
-                if _version(each) != version:  # an equal write would still count as one, and break a pending backward
+                if _version(each) != version:  # a write bumps the version, which would break a pending backward
                     each.copy_(before)
 
     def _check_no_steps(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise where a backward is more than that: hooks that step a parameter when its gradient is there."""
+        """Raise for post-accumulate-gradient hooks: they may run an optimizer step in the backward."""
         for name, each in named:
             if id(each) not in self._gradients and getattr(each, "_post_accumulate_grad_hooks", None):
                 raise OptionError(
@@ -196,15 +197,15 @@ def _version(tensor: Tensor) -> int:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """All tensors that a backward would leave a gradient in."""
-    waiting, known, leaves = [loss.grad_fn], set[Any](), list[Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in known:
+    """Leaf tensors that a backward accumulates gradients in."""
+    pending, visited, leaves = [loss.grad_fn], set[Any](), list[Tensor]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        known.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             leaves.append(variable)
-        waiting += [each for each, _ in node.next_functions]
+        pending += [each for each, _ in node.next_functions]
     return leaves

@@ -1,8 +1,8 @@
-"""What a recipe does to calls of one layer, as sums on its device: nothing here waits for the host.
+"""Quantization error of the calls of one layer, as sums on its device; no host sync.
 
-A layer's own casts make the operands and its own products multiply them; both are compared with the same in high
-precision. Every sum comes by group, [E]: one for each expert, and one in all for a dense layer; block scales as
-[E, exponents]. `layers.py` makes shares and decibels of them.
+The layer's own casts and products run once more and are compared with unquantized ones. Every sum is per group, [E]:
+one per expert, E = 1 for a dense layer; histograms of block scales are [E, BINS]. `layers.py` turns sums into shares
+and decibels.
 """
 
 from __future__ import annotations
@@ -23,59 +23,62 @@ from ..formats.layout import locate, padded_ends
 from ..formats.tensor import BlockScaled
 from .quality import is_clipped
 
-# exponents of scales that have a bin; others are counted in the outermost
+# exponents of block scales with a bin; others count in the outermost bins
 LOWEST, HIGHEST = -64, 63
 BINS = HIGHEST - LOWEST + 1
-# values of experts' weights that are decoded at a time
+# values of expert weights that are decoded at a time
 _AT_ONCE = 2**26
 
 Sums = dict[str, Tensor]
 
 
 @dataclass
-class Seen:
-    """Rows of one call that are looked at.  x: [M, K].  load: rows of each group in the whole call [E].  stands_for:
-    how many rows of the call each of them counts as, by group [E].  offs: ends of experts among them.  dy: [M, N], of
-    the same rows; None before the backward.  has_gradient: one may come back to this call."""
+class CapturedCall:
+    """Sampled rows of one call of a layer.
+
+    x: [M, K].  load: rows per group of the whole call, [E].  row_weight: rows of the call per sampled row, by group,
+    [E].  offs: group ends among the sampled rows.  dy: [M, N] of the same rows; None before the backward.
+    has_gradient: the output requires a gradient.
+    """
 
     x: Tensor
     load: Tensor
-    stands_for: Tensor
+    row_weight: Tensor
     offs: Tensor | None = None
     dy: Tensor | None = None
     has_gradient: bool = False
 
 
-def layer_sums(layer: Any, calls: Sequence[Seen]) -> Sums:
-    """All sums of the calls of a `Linear` or `GroupedLinear`, by its recipe of the present step."""
-    weight = _whole(layer.weight.detach())
+def layer_sums(layer: Any, calls: Sequence[CapturedCall]) -> Sums:
+    """All sums of the calls of a `Linear` or `GroupedLinear`, with its recipe of the current step."""
+    weight = _full_tensor(layer.weight.detach())
     casts = Casts(layer.recipe_now, layer.given()[0])
-    of_weight = casts.both(weight, "fprop_w", "dgrad_w")
-    sums = _of_casts("w", weight, of_weight, None)
-    for seen in calls:
-        more = _of_call(casts.among(None if seen.offs is None else Groups(seen.offs)), seen, weight, of_weight)
+    weight_operands = casts.both(weight, "fprop_w", "dgrad_w")
+    sums = _cast_sums("w", weight, weight_operands, None)
+    for call in calls:
+        more = _call_sums(casts.among(None if call.offs is None else Groups(call.offs)), call, weight, weight_operands)
         sums |= {key: sums[key] + value if key in sums else value for key, value in more.items()}
-    if layer.recipe_now.fprop is None and any(seen.dy is not None for seen in calls):
+    if layer.recipe_now.fprop is None and any(call.dy is not None for call in calls):
         sums["damage"] = torch.zeros_like(sums["load"])
     if layer.weight.grad is not None:
         norm = torch.linalg.vector_norm(layer.weight.grad, dtype=torch.float32)
-        sums["gradient"] = _whole(norm).double().reshape(1)
+        sums["gradient"] = _full_tensor(norm).double().reshape(1)
     return sums
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """Of a tensor whose shards are on several ranks, which all have to ask for it."""
+def _full_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a DTensor gathered from all ranks: a collective."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
-def _of_call(casts: Casts, seen: Seen, weight: Tensor, of_weight: tuple[Any, Any]) -> Sums:
-    pairs = {"x": casts.both(seen.x, "fprop_x", "wgrad_x"), "w": of_weight}
-    sums: Sums = {"load": seen.load.double()} | _of_casts("x", seen.x, pairs["x"], seen)
-    if seen.dy is not None:
-        pairs["dy"] = casts.both(seen.dy, "dgrad_dy", "wgrad_dy")
-        sums |= _of_casts("dy", seen.dy, pairs["dy"], seen)
-    return sums | _of_products(casts.recipe, seen, weight, pairs, casts.groups)
+def _call_sums(casts: Casts, call: CapturedCall, weight: Tensor, weight_operands: tuple[Any, Any]) -> Sums:
+    pairs = {"x": casts.both(call.x, "fprop_x", "wgrad_x"), "w": weight_operands}
+    sums: Sums = {"load": call.load.double()} | _cast_sums("x", call.x, pairs["x"], call)
+    if call.dy is not None:
+        pairs["dy"] = casts.both(call.dy, "dgrad_dy", "wgrad_dy")
+        sums |= _cast_sums("dy", call.dy, pairs["dy"], call)
+    return sums | _product_sums(casts.recipe, call, weight, pairs, casts.groups)
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
@@ -83,19 +86,19 @@ def _of_call(casts: Casts, seen: Seen, weight: Tensor, of_weight: tuple[Any, Any
 _PRODUCTS_OF = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
 
 
-def _of_casts(letter: str, source: Tensor, pair: tuple[Any, Any], seen: Seen | None) -> Sums:
-    """Of both casts of a tensor.  seen: of rows, None of a weight."""
+def _cast_sums(letter: str, source: Tensor, pair: tuple[Any, Any], call: CapturedCall | None) -> Sums:
+    """Sums of both casts of a tensor.  call: None for a weight."""
     sums: Sums = {}
     for product, q in zip(_PRODUCTS_OF[letter], pair, strict=True):
         if q is not None:
-            parts = [_of_cast(*part, seen) for part in _parts(source, q)]
+            parts = [_one_cast_sums(*part, call) for part in _parts(source, q)]
             whole = parts[0] if len(parts) == 1 else {key: torch.cat([each[key] for each in parts]) for key in parts[0]}
             sums |= {f"{product}_{letter}.{key}": value for key, value in whole.items()}
     return sums
 
 
 def _parts(source: Tensor, q: BlockScaled) -> Iterator[tuple[Tensor, BlockScaled]]:
-    """A tensor and its cast; of experts' weights a few experts at a time, since decoded they are many bytes each."""
+    """A tensor and its cast; expert weights a few experts at a time, to limit the memory of decoded weights."""
     if source.dim() < 3:
         yield source, q
         return
@@ -110,14 +113,16 @@ def _parts(source: Tensor, q: BlockScaled) -> Iterator[tuple[Tensor, BlockScaled
         yield part, replace(q, data=q.data[some], scale=q.scale[some], global_scale=tensor_scale, shape=shape)
 
 
-def _of_cast(source: Tensor, q: BlockScaled, seen: Seen | None) -> Sums:
-    """signal, noise: energies.  values, nonzero, clipped, underflow: counts, the last two only where values stay in
-    their places, which a rotation does not leave them in.  scales: counts by exponent. All but the last stand for the
-    whole call."""
-    ends = None if seen is None else seen.offs
+def _one_cast_sums(source: Tensor, q: BlockScaled, call: CapturedCall | None) -> Sums:
+    """Sums of one cast.
+
+    signal, noise: energies.  values, nonzero, clipped, underflow: counts; absent for rotated operands, whose values are
+    not in their places.  scales: histogram by exponent. All but the last are scaled up to the whole call.
+    """
+    ends = None if call is None else call.offs
     needs_ends = q.group_align or (q.global_scale is not None and q.global_scale.dim() == 1 and source.dim() == 2)
-    told = ends if needs_ends else None
-    decoded = dequantize(q, torch.float32, offs=told)
+    offs = ends if needs_ends else None
+    decoded = dequantize(q, torch.float32, offs=offs)
     wide = source.float()
     sums = {"signal": energy(wide, ends), "noise": energy(wide - decoded, ends)}
     if q.hadamard is None:
@@ -125,20 +130,19 @@ def _of_cast(source: Tensor, q: BlockScaled, seen: Seen | None) -> Sums:
         sums |= {
             "values": _sizes(wide, ends),
             "nonzero": _summed(nonzero, ends),
-            "clipped": _summed(is_clipped(wide, q, told), ends),
+            "clipped": _summed(is_clipped(wide, q, offs), ends),
             "underflow": _summed(nonzero & (decoded == 0), ends),
         }
-    if seen is not None:
-        sums = dict(zip(sums, torch.stack([*sums.values()]) * seen.stands_for, strict=True))
+    if call is not None:
+        sums = dict(zip(sums, torch.stack([*sums.values()]) * call.row_weight, strict=True))
     return sums | {"scales": _exponents(q, ends)}
 
 
 def _exponents(q: BlockScaled, ends: Tensor | None) -> Tensor:
-    """[E, BINS]: how many block scales of each group have each exponent; NaN and zero have none, and blocks that only
-    fill up a group's room are none."""
+    """Histogram of block scales by exponent, [E, BINS] in fp64. NaN, infinity, zero and padding blocks do not count."""
     scale = decode_scale(q)
     real = (scale > 0) & (scale < torch.inf)
-    _, exponent = torch.frexp(torch.where(real, scale, 1.0))  # of a mantissa from a half to one
+    _, exponent = torch.frexp(torch.where(real, scale, 1.0))  # mantissa in [0.5, 1)
     group, groups = _groups_of(q, scale, ends)
     place = group * BINS + (exponent - (LOWEST + 1)).clamp(0, BINS - 1)
     counts = torch.zeros((groups + 1) * BINS, dtype=torch.int64, device=scale.device)
@@ -147,7 +151,7 @@ def _exponents(q: BlockScaled, ends: Tensor | None) -> Tensor:
 
 
 def _groups_of(q: BlockScaled, scale: Tensor, ends: Tensor | None) -> tuple[Tensor | int, int]:
-    """The group of each scale [..., row tiles, blocks], one more than there are where it has none; and how many."""
+    """Group of each scale [..., row tiles, blocks], E for a scale of no group; and the number of groups E."""
     if scale.dim() == 3:
         return torch.arange(scale.shape[0], device=scale.device)[:, None, None].expand_as(scale), scale.shape[0]
     if ends is None:
@@ -164,35 +168,35 @@ def _groups_of(q: BlockScaled, scale: Tensor, ends: Tensor | None) -> tuple[Tens
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-def _of_products(
-    recipe: Any, seen: Seen, weight: Tensor, pairs: dict[str, tuple[Any, Any]], groups: Groups | None
+def _product_sums(
+    recipe: Any, call: CapturedCall, weight: Tensor, pairs: dict[str, tuple[Any, Any]], groups: Groups | None
 ) -> Sums:
-    """signal and noise of each product in low precision, those of the backward where there was one, and `damage`: the
-    squared effect of each row's noise on the loss, to first order."""
-    x, dy = seen.x, seen.dy
-    # torch's grouped product in anything but bf16 asks the host for sizes, and bf16's own rounding is far below
+    """Signal and noise of each quantized product, dgrad and wgrad only after a backward, and `damage`: the squared
+    first-order effect of each row's noise on the loss."""
+    x, dy = call.x, call.dy
+    # torch's grouped product syncs with the host in anything but bf16, whose own rounding error is far smaller
     kind = torch.float32 if groups is None else torch.bfloat16 if x.is_cuda else x.dtype
     high_x, high_weight = x.to(kind), weight.to(kind)
     (x_row, x_col), (w_row, w_col) = pairs["x"], pairs["w"]
-    low: dict[str, Any] = {"fprop": lambda: fprop(x, weight, None, x_row, w_row, x.dtype, groups)}
+    quantized: dict[str, Any] = {"fprop": lambda: fprop(x, weight, None, x_row, w_row, x.dtype, groups)}
     exact: dict[str, Any] = {"fprop": lambda: fprop(high_x, high_weight, None, None, None, kind, groups)}
     if dy is not None:
         high_dy, (dy_row, dy_col) = dy.to(kind), pairs["dy"]
-        low["dgrad"] = lambda: dgrad(dy, dy_row, weight, w_col, x.dtype, groups)
-        low["wgrad"] = lambda: wgrad(dy, dy_col, x, x_col, weight.dtype, None, groups)
+        quantized["dgrad"] = lambda: dgrad(dy, dy_row, weight, w_col, x.dtype, groups)
+        quantized["wgrad"] = lambda: wgrad(dy, dy_col, x, x_col, weight.dtype, None, groups)
         exact["dgrad"] = lambda: dgrad(high_dy, None, high_weight, None, kind, groups)
         exact["wgrad"] = lambda: wgrad(high_dy, None, high_x, None, kind, None, groups)
     sums: Sums = {}
     for product in PRODUCTS:
-        if getattr(recipe, product) is None or product not in low:
+        if getattr(recipe, product) is None or product not in quantized:
             continue
-        value, reference = low[product](), exact[product]()
-        noise, ends = value.float() - reference.float(), seen.offs if product != "wgrad" else None
-        sums[f"{product}.signal"] = energy(reference, ends) * seen.stands_for
-        sums[f"{product}.noise"] = energy(noise, ends) * seen.stands_for
+        value, reference = quantized[product](), exact[product]()
+        noise, ends = value.float() - reference.float(), call.offs if product != "wgrad" else None
+        sums[f"{product}.signal"] = energy(reference, ends) * call.row_weight
+        sums[f"{product}.noise"] = energy(noise, ends) * call.row_weight
         if product == "fprop" and dy is not None:
             effect = (dy.double() * noise.double()).sum(-1, keepdim=True)
-            sums["damage"] = energy(effect, ends) * seen.stands_for
+            sums["damage"] = energy(effect, ends) * call.row_weight
     return sums
 
 
@@ -200,7 +204,7 @@ def _of_products(
 
 
 def energy(x: Tensor, offs: Tensor | None = None) -> Tensor:
-    """Squares summed by group, [E] in fp64; nothing of that width is kept for each value."""
+    """Sum of squares per group, [E] in fp64, without an fp64 copy of x."""
     if x.dim() == 3:
         return torch.linalg.vector_norm(x, dim=(-1, -2), dtype=torch.float64).square()
     if offs is None:
@@ -209,7 +213,7 @@ def energy(x: Tensor, offs: Tensor | None = None) -> Tensor:
 
 
 def _summed(x: Tensor, offs: Tensor | None) -> Tensor:
-    """[E] in fp64: of rows [M, K] by their groups, of weights [E, N, K], or of a matrix as a whole."""
+    """Sum per group, [E] in fp64: of rows [M, K] by group, of weights [E, N, K], or of a whole matrix (E = 1)."""
     if x.dim() == 3:
         return x.sum((-1, -2), dtype=torch.float64)
     if offs is None:
@@ -220,7 +224,7 @@ def _summed(x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def _sizes(x: Tensor, offs: Tensor | None) -> Tensor:
-    """[E] in fp64: how many values of x are of each group."""
+    """Number of values of x per group, [E] in fp64."""
     if offs is not None:
         return torch.diff(offs, prepend=offs.new_zeros(1)).double() * x.shape[-1]
     groups = x.shape[0] if x.dim() == 3 else 1

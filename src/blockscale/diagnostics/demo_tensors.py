@@ -1,8 +1,8 @@
-"""Tensors worth quantising: weights, activations and gradients of a small model that is really trained, in seconds.
+"""Realistic tensors to quantize: weights, activations and gradients of a tiny model, trained in seconds.
 
 A byte-level language model (16 bytes of context, one SwiGLU layer) learns from the standard library's source code,
-which every machine has. Large models also have outlier channels, which so small a model does not grow: they are added
-to a copy of its activations, sixteen channels times 20 to 60.
+which every machine has. Large models also have outlier channels, which such a small model does not develop: a copy of
+its activations has sixteen channels scaled by 20 to 60.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _text() -> Tensor:
 
 
 def train_samples(steps: int = 100, *, track: Callable[[Iterable[int]], Iterable[int]] = iter) -> Samples:
-    """Train the model and take its tensors from the last step. `track` may wrap the steps in a progress bar.
+    """Train the model and return tensors of its last step.  track: wraps the steps, for a progress bar.
 
     >>> samples = train_samples(steps=2)
     >>> [tuple(tensor.shape) for tensor in samples.tensors.values()]
