@@ -1,4 +1,4 @@
-"""What users see: names and signatures, lazy imports, runnable examples in docstrings, and the table of settings."""
+"""The public API: names and signatures, lazy imports, runnable examples in docstrings, and settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 GOLDEN = Path(__file__).parent / "golden" / "api.txt"
 REGENERATE = "PYTHONPATH=src python tests/test_api.py"
-# with tyro and rich, which only the command line needs, and with trainers of others; they have their own tests
+# need tyro and rich, or another library's trainer; they have their own tests
 OPTIONAL = ("blockscale.cli", "blockscale.__main__", "blockscale.integrations.t")
 MODULES = sorted(
     module.name
@@ -42,7 +42,7 @@ def parameter(p: inspect.Parameter) -> str:
 
 
 def signature(function: object) -> str:
-    """As written in the source: annotations are strings there, so no version of Python spells them its own way."""
+    """As written in the source: annotations are strings, so their text does not depend on the Python version."""
     found = inspect.signature(function)
     words: list[str] = []
     for p in found.parameters.values():
@@ -155,7 +155,7 @@ WITH_EXAMPLES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
     module = importlib.import_module(name)
-    assert module.__doc__, f"{name} does not say what it is"
+    assert module.__doc__, f"{name} has no docstring"
     failed, attempted = doctest.testmod(module, optionflags=doctest.REPORT_ONLY_FIRST_FAILURE)
     assert failed == 0
     if name in WITH_EXAMPLES:
@@ -170,7 +170,7 @@ def test_the_list_of_modules_with_examples_is_current():
 
 
 def test_every_variable_that_is_read_is_declared():
-    """And every declared one is read by somebody: the sources, the tests' set-up or the Makefile."""
+    """And every declared variable is read, by the sources or by the tests' conftest."""
     declared = {variable.name for variable in env.VARIABLES}
     mentioned: set[str] = set()
     for path in SRC.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Remembered calls of layers on a GPU: the bytes of calls that are not, in graphs, threads and profilers too."""
+"""Replayed calls of layers on a GPU have the bytes of ordinary calls, in graphs, threads and profilers too."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STEPS = 8
 
 @pytest.fixture
 def layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators are not remembered, so that what is replayed are calls of layers."""
-    monkeypatch.setattr(operator_recording, "_is_free", lambda tensor: False)
+    """Operators are not recorded, so that only calls of layers are replayed."""
+    monkeypatch.setattr(operator_recording, "_may_replay", lambda tensor: False)
 
 
 class Training:
@@ -58,7 +58,7 @@ class Training:
 
 
 def same_training(*sizes: Any, **named: Any) -> None:
-    """Replayed where it may be, and in the ordinary way, step by step."""
+    """Compare training with replayed calls and without, step by step."""
     one, other = Training(*sizes, **named), Training(*sizes, **named)
     for x in one.xs:
         got = one.run(x)
@@ -90,7 +90,7 @@ def test_replayed_calls_give_ordinary_bytes(replays: list[Recording], weight_cas
     [(37, 200, 72), (1, 17, 33), (0, 64, 64), (100, 512, 384), ((2, 128), 512, 384), ((3, 5, 7), 520, 136)],
     ids=str,
 )
-def test_sizes_that_take_other_ways_give_ordinary_bytes(sizes: Any, bias: bool):
+def test_sizes_of_other_kernels_give_ordinary_bytes(sizes: Any, bias: bool):
     same_training(*sizes, bias=bias)
 
 
@@ -110,7 +110,7 @@ def test_a_forward_without_a_backward_is_replayed(replays: list[Recording]):
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_main_grads_are_added_to_by_replays(replays: list[Recording], dtype: torch.dtype):
+def test_replays_accumulate_into_main_grad(replays: list[Recording], dtype: torch.dtype):
     one, other = Training(*SIZES), Training(*SIZES)
     for each in (one, other):
         each.layer.weight.main_grad = torch.zeros(512, 384, dtype=dtype, device="cuda")  # pyright: ignore[reportAttributeAccessIssue]
@@ -127,8 +127,8 @@ def test_main_grads_are_added_to_by_replays(replays: list[Recording], dtype: tor
 @pytest.mark.parametrize("trained", [False, True], ids=["at once", "after steps of the default stream"])
 @pytest.mark.parametrize("weight_cast", ["forward", "step"])
 def test_a_captured_training_step_is_an_eager_one(replays: list[Recording], weight_cast: str, trained: bool):
-    """Forward, backward, optimizer and the refresh of shared casts in one CUDA graph. After steps of the default stream
-    a capture fails as long as anything keeps their graph alive: its leaves would have to wait for that stream."""
+    """Forward, backward, optimizer and the refresh of shared casts in one CUDA graph. After steps on the default stream
+    a capture fails while anything keeps their autograd graph alive: its leaves would have to wait for that stream."""
     from blockscale.gemm import _hopper_launch
 
     _hopper_launch._LAUNCH_CACHE.clear()  # so that these steps are the first of their shapes
@@ -177,7 +177,7 @@ def test_a_second_thread_replays_too(replays: list[Recording], own_stream: bool)
             stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
             with torch.cuda.stream(stream):
                 same_training(*SIZES)
-        except BaseException as failure:  # a thread's failures are nobody's
+        except BaseException as failure:  # an exception in a thread is not raised in the test
             failures.append(failure)
 
     thread = threading.Thread(target=work)
@@ -212,7 +212,7 @@ def test_a_profiler_sees_operators_and_the_same_bytes(replays: list[Recording]):
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-def test_below_a_profiler_operators_are_remembered(replays: list[Recording]):
+def test_operators_are_replayed_under_a_profiler(replays: list[Recording]):
     one, other = Training(*SIZES), Training(*SIZES)
     for at, x in enumerate(one.xs):
         before = len(replays)

@@ -1,4 +1,4 @@
-"""Remembered calls of MLPs, experts, mixtures and compiled layers on a GPU: the bytes of calls that are not."""
+"""Replayed calls of MLPs, experts, MoE layers and compiled layers on a GPU have the bytes of ordinary calls."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Training:
 
 
 def same(one: Training, other: Training) -> None:
-    """Replayed where it may be, and in the ordinary way, step by step."""
+    """Compare training with replayed calls and without, step by step."""
     for seed in range(STEPS):
         got = one.run(seed)
         with bs.use_backend("auto"):
@@ -91,7 +91,7 @@ def test_biases_give_ordinary_bytes(name: str):
 
 
 @pytest.mark.parametrize("name", ["MLP", "experts"])
-def test_main_grads_are_added_to_by_replays(replays: list[Recording], name: str):
+def test_replays_accumulate_into_main_grad(replays: list[Recording], name: str):
     one, other = Training(BUILDS[name]), Training(BUILDS[name])
     for each in (one, other):
         for weight in each.module.parameters():
@@ -126,8 +126,8 @@ def test_operators_of_compiled_code_are_replayed(replays: list[Recording], name:
     assert len(replays) >= STEPS
 
 
-def test_drawn_roundings_are_those_of_their_step(replays: list[Recording]):
-    """The state is read by the kernel, so a replay draws what its step draws."""
+def test_stochastic_rounding_of_a_replay_is_that_of_its_step(replays: list[Recording]):
+    """The kernel reads the random state, so a replay rounds as its step does."""
 
     def build(recipe: Any, bias: bool) -> nn.Module:
         rng = bs.rng_state(1, device="cuda")

@@ -17,7 +17,7 @@ from support.helpers import first_of
 from support.products import ONE_D, assert_same_bits, gaussian, offsets, partner
 
 K, N = 96, 40
-# both leave a tail in every block and a pad in every row of codes, and neither gives a size that K or N gives
+# both leave a tail in every block and padding in every row of codes; neither gives a size that K or N gives
 ROWS = (100, 116)
 
 needs_inductor = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler, found none")
@@ -25,7 +25,7 @@ needs_inductor = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor nee
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
-    """Guards and counters of one test are no business of the next."""
+    """Reset dynamo's guards and counters between tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -162,7 +162,7 @@ def test_any_size_costs_two_graphs_at_most(device, name):
 
 
 def layer(x, w, dy, acc, state, form, weight_form):
-    """fprop, dgrad and wgrad of a linear layer, the gradient drawn and rotated where the format can."""
+    """fprop, dgrad and wgrad of a linear layer, with stochastic rounding and rotation of the gradient if possible."""
     rotate = weight_form == "mxfp4"
     drawn = Stochastic(state, "layers.0")
     row, col = bs.quantize_both(x, form, CastSpec(form, hadamard=rotate))
@@ -266,7 +266,7 @@ def test_operands_made_outside_and_inside_are_one_type(device):
     assert_same_bits(bs.scaled_mm(inside, outside), bs.scaled_mm(outside, outside))
 
 
-def test_bad_input_is_told_while_tracing():
+def test_bad_input_raises_while_tracing():
     """The message of an error survives torch.compile."""
     a, b = bs.quantize(torch.ones(4, 32), "mxfp4"), bs.quantize(torch.ones(4, 64), "mxfp4")
     with pytest.raises(Exception, match="K = 32 and 64") as caught:
@@ -275,7 +275,7 @@ def test_bad_input_is_told_while_tracing():
 
 
 def test_a_new_tick_is_data_not_a_constant(device):
-    """The state is a tensor: the graph draws other words when it changes, and does not recompile."""
+    """The state is a tensor: a new tick rounds differently without a recompile."""
 
     def function(x, state):
         return bs.quantize(x, CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy"))
@@ -297,7 +297,7 @@ def test_group_sizes_are_data_not_constants(device):
     assert same_compiled(function, *calls) == 1
 
 
-def test_counts_of_experts_with_room_are_data_not_constants(device):
+def test_counts_of_padded_experts_are_data_not_constants(device):
     def function(x, w, starts, counts, acc):
         a, b = bs.quantize(x.flatten(0, 1), "mxfp8_e4m3"), bs.quantize(w, "mxfp8_e4m3")
         y = bs.scaled_grouped_mm(a, b, starts + counts, starts=starts).unflatten(0, x.shape[:2])
@@ -312,7 +312,7 @@ def test_counts_of_experts_with_room_are_data_not_constants(device):
     assert same_compiled(function, *calls) == 1
 
 
-def test_a_demanded_backend_is_obeyed_inside_a_graph(device):
+def test_a_forced_backend_holds_inside_a_graph(device):
     """Selection happens when the graph runs, not when it is traced."""
     q = bs.quantize(gaussian(16, K, device=device), "fp8_1x128")
     function = torch.compile(lambda a, b: bs.scaled_mm(a, b, torch.float32), backend="aot_eager", fullgraph=True)

@@ -18,7 +18,7 @@ from convergence.trainer import Trainer, regress
 
 CPU = torch.device("cpu")
 TINY = SIZES["tiny"]
-# all that find a fault, not one more: a gate that rejects everything would be no better than one that rejects nothing
+# exactly the gates that find each fault: a gate that rejects everything is as useless as one that rejects nothing
 FOUND_BY = {
     "wrong_axis": {"bytes", "product", "gradient"},
     "truncation": {"bytes", "product", "gradient"},
@@ -37,7 +37,7 @@ def start(name: str, seed: int = 0) -> Trainer:
 def transformer(name: str) -> float:
     run = start(name)
     first = float(run.advance())
-    # log 256 is 5.5: nothing is learnt yet, nothing is broken yet; how much above it depends on this Python's text
+    # log 256 is 5.5, the loss of an untrained model; the rest depends on the text of this Python's library
     assert 5.2 < first < 7
     while run.step < TINY.steps:
         run.advance()
@@ -54,14 +54,14 @@ def gap(fit: Any, name: str) -> float:
 
 
 @pytest.mark.parametrize("fit", [regression, transformer])
-def test_null_resolves_a_third_of_the_tightest_bound(fit: Any) -> None:
+def test_null_run_resolves_a_third_of_the_tightest_bound(fit: Any) -> None:
     assert abs(gap(fit, NULL)) < 0.004 / 3
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_blockwise"])
 @pytest.mark.parametrize("fit", [regression, transformer])
 def test_recipe_reaches_the_loss_of_bf16(fit: Any, name: str) -> None:
-    assert fit(BASELINE) < (0.35 if fit is regression else 3.6)  # both start far above: something was learnt
+    assert fit(BASELINE) < (0.35 if fit is regression else 3.6)  # both start far above
     assert abs(gap(fit, name)) <= ARMS[name].bound
 
 
@@ -106,7 +106,7 @@ def test_resumed_run_equals_the_unbroken_one(name: str) -> None:
 
 
 def test_tick_matters_to_a_resumed_run() -> None:
-    """What the test above would miss if stochastic rounding did not draw anew in every step."""
+    """The test above needs stochastic rounding to differ in every step."""
     right, wrong = start("mxfp4"), start("mxfp4")
     right.advance()
     wrong.load(right.state())

@@ -1,6 +1,6 @@
 """torch.use_deterministic_algorithms: every cast, layer and mixture of experts runs, and no byte depends on the mode.
 
-torch then fills what it allocates, and has no such fill for FP4.
+In that mode torch fills new buffers, which it cannot do for FP4.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def deterministic() -> Iterator[None]:
 
 
 def assert_the_mode_changes_no_byte(call: Callable[[], Any], forget: Callable[[], None] | None = None) -> None:
-    """forget: drops recorded calls, so that they are recorded once more in the mode and not only replayed."""
+    """Compare a call in the mode and outside.  forget: drops recordings, so that calls are recorded in the mode too."""
     want = call()
     with deterministic():
         assert_same_bits(call(), want)
@@ -106,7 +106,7 @@ def test_weights_that_are_cast_once_per_step(name: str):
 @pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 5), (0, 4), ()], ids=str)
 def test_a_buffer_has_its_own_memory_in_either_mode(dtype: torch.dtype, shape: tuple[int, ...]):
-    """As the recorder of launches needs it: a dense buffer at an address of its own."""
+    """As recordings need it: a dense buffer at an address of its own."""
     for mode in (False, True):
         torch.use_deterministic_algorithms(mode)
         try:

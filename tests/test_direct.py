@@ -1,4 +1,4 @@
-"""The direct path of an operator: taken where nobody can tell, and nowhere else."""
+"""The direct path of an operator: taken only if nothing intercepts the call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REST = (bs.CastSpec("mxfp8_e4m3").plan().text(), -1, None, None, None)
 
 
 class Spy:
-    """An operator that notes which way it was called."""
+    """An operator that records which path a call takes."""
 
     def __init__(self, body: Callable[..., object] = lambda *args: None) -> None:
         self.paths: list[str] = []
@@ -94,14 +94,14 @@ class Dispatches(TorchDispatchMode):
         lambda: torch.ones(4, 32, dtype=torch.complex64).conj().imag,
         lambda: torch._to_functional_tensor(source()),
     ],
-    ids=["subclass", "fake", "meta", "to be negated", "functional"],
+    ids=["subclass", "fake", "meta", "lazy negation", "functional"],
 )
 def test_other_tensors_take_the_operator(make: Callable[[], Tensor]) -> None:
     assert Spy().path(make()) == "operator"
 
 
 def test_tensors_without_strides_reach_no_kernel() -> None:
-    """Neither the operator nor its body: a reference in torch would compute something of a sparse one."""
+    """Neither the operator nor its body runs: the torch reference would accept a sparse tensor."""
     for make in (lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor([x])):
         with pytest.raises(DtypeError, match=r"casts and products take dense tensors\. Fix: pass "):
             Spy().path(make(source()))
@@ -174,5 +174,5 @@ def test_the_body_is_shielded_from_autocast_and_autograd() -> None:
 
 
 def test_operators_that_write_in_place_keep_the_dispatcher() -> None:
-    """It counts versions."""
+    """It bumps the version of the argument."""
     assert gemm_ops.scaled_mm_add_ is library.OPERATORS["scaled_mm_add_"]

@@ -1,4 +1,4 @@
-"""The documents keep their promises: README's example and commands run, links resolve, nothing private is named."""
+"""Documentation: README's example and commands run, links resolve, no path of a machine is named."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_format_table_is_the_real_one() -> None:
 
 @pytest.mark.parametrize("name", ["experts", "recipes", "training", "weights"])
 def test_examples_of_pages_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One after the other; what a print is said to print, it prints."""
+    """Blocks run one after the other; each print gives the text of its comment."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL)
     assert blocks
     names: dict[str, object] = {}
@@ -87,10 +87,10 @@ def test_examples_of_pages_run(name: str, capsys: pytest.CaptureFixture[str]) ->
         assert capsys.readouterr().out.splitlines() == said
 
 
-def test_the_tutorial_is_followed_word_by_word(
+def test_every_block_of_the_tutorial_prints_its_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every block in its turn prints what stands below it. Compiled without inductor, which takes minutes."""
+    """torch.compile runs without inductor, which takes minutes."""
     text = (ROOT / "docs" / "tutorial.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) == text.count("```python") == 9
@@ -115,7 +115,7 @@ def test_recipes_page_has_the_roles_of_every_recipe() -> None:
 
 
 def test_no_machine_is_named() -> None:
-    """Paths of somebody's machine do not belong in a repository."""
+    """Absolute paths do not belong in a repository."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")

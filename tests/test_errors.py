@@ -49,7 +49,9 @@ def tokens(name: str = "mxfp8_e4m3", x: Tensor = X, offs: Tensor = OFFS, **optio
     return bs.quantize(x, name, axis=-2, offs=offs, **options).mT
 
 
-def drawn(name: str = "layer", state: Tensor = STATE, role: str | None = "dgrad_dy", **options: object) -> BlockScaled:
+def stochastic(
+    name: str = "layer", state: Tensor = STATE, role: str | None = "dgrad_dy", **options: object
+) -> BlockScaled:
     return bs.quantize(X, "mxfp4", rounding=Stochastic(state, name), role=role, **options)
 
 
@@ -102,13 +104,13 @@ CASTS: list[Case] = [
     ("amax count, offs", lambda: q("nvfp4", amax=torch.ones(2), offs=OFFS), ShapeError, "2 maxima for 3 groups"),
     ("satfinite on nvfp4", lambda: q("nvfp4", satfinite=True), OptionError, "satfinite given for nvfp4"),
     ("satfinite on fp8", lambda: q("fp8_128x128", satfinite=True), OptionError, "satfinite given for fp8_128x128"),
-    ("drawn without name", lambda: drawn(name=""), OptionError, "stochastic rounding without a name"),
-    ("drawn without role", lambda: drawn(role=None), OptionError, "stochastic rounding without a role"),
-    ("unknown role", lambda: drawn(role="dgrad_yd"), UnknownNameError, "or dgrad_dy"),
+    ("stochastic without name", lambda: stochastic(name=""), OptionError, "stochastic rounding without a name"),
+    ("stochastic without role", lambda: stochastic(role=None), OptionError, "stochastic rounding without a role"),
+    ("unknown role", lambda: stochastic(role="dgrad_yd"), UnknownNameError, "or dgrad_dy"),
     ("stream", lambda: stream_id("layer", "dgrad"), UnknownNameError, "dgrad_dy"),
-    ("state dtype", lambda: drawn(state=torch.zeros(2)), ShapeError, "stochastic state is torch.float32 (2,)"),
-    ("state shape", lambda: drawn(state=torch.zeros(3, dtype=torch.int64)), ShapeError, "torch.int64 (3,)"),
-    ("state device", lambda: drawn(state=rng_state(0, device="meta")), DeviceError, "is on meta, x on cpu"),
+    ("state dtype", lambda: stochastic(state=torch.zeros(2)), ShapeError, "stochastic state is torch.float32 (2,)"),
+    ("state shape", lambda: stochastic(state=torch.zeros(3, dtype=torch.int64)), ShapeError, "torch.int64 (3,)"),
+    ("state device", lambda: stochastic(state=rng_state(0, device="meta")), DeviceError, "is on meta, x on cpu"),
     ("options beside a spec", lambda: q(CastSpec("mxfp4"), hadamard=True), OptionError, "hadamard"),
     ("offs int64", lambda: q(offs=OFFS.long()), ShapeError, "offs is torch.int64 (3,)"),
     ("offs float", lambda: q(offs=OFFS.float()), ShapeError, "offs is torch.float32 (3,)"),
@@ -414,7 +416,7 @@ def test_illegal_pairs(pair):
 
 @pytest.mark.parametrize("pair", [(a, b) for a in FORMATS for b in FORMATS if (a, b) not in LEGAL_PAIRS], ids="@".join)
 def test_illegal_pairs_of_grouped_products(pair):
-    """A 2-D block of rows is refused before the formats are compared: a partner for it would be no way out."""
+    """2-D blocks of rows are refused before the formats are compared: no partner would help."""
     a, experts = q(pair[0]), q(pair[1], x=X3)
     if FORMATS[pair[0]].is_2d:
         text = run(("2-D", lambda: bs.scaled_grouped_mm(a, experts, OFFS), OptionError, "would span groups"))
@@ -428,7 +430,7 @@ def test_illegal_pairs_of_grouped_products(pair):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_advised_for_a_plain_operand_goes_with_its_partner(name):
-    """A tensor that was not cast is to be cast to what the other operand can be multiplied with."""
+    """The advice for a tensor that was not cast is a format that the other operand can be multiplied with."""
     partner = q(name)
     for call, other in ((lambda: bs.scaled_mm(partner, X), "b"), (lambda: bs.scaled_mm(X, partner), "a")):
         text = run(("plain", call, DtypeError, f"{other} is a Tensor"))
@@ -443,13 +445,13 @@ def test_the_number_of_illegal_pairs():
     assert ("fp8_128x128", "fp8_128x128") not in LEGAL_PAIRS
 
 
-def test_a_demanded_backend_that_cannot():
+def test_a_forced_backend_that_cannot_run_raises():
     a = q("fp8_1x128")
     with bs.use_backend(gemm="torch"):
         run(("forced", lambda: bs.scaled_mm(a, a), BackendError, "backend 'torch' cannot run gemm fp8_1x128"))
 
 
-def test_bad_input_leaves_the_accumulator_alone():
+def test_bad_input_leaves_the_accumulator_unchanged():
     acc = torch.ones(8, 8)
     with pytest.raises(ShapeError):
         bs.scaled_mm(q(), q(x=torch.ones(8, 65)), accumulate=acc)
@@ -525,7 +527,7 @@ def test_strides_do_not_matter(device, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_nan_and_inf_are_data(device, name):
-    """The contract's behaviour, not an error: the block is NaN, and nothing outside of what shares its scale is."""
+    """Not an error: values that share the scale become NaN, others do not."""
     for bad in (torch.nan, torch.inf, -torch.inf):
         x = torch.ones(300, 300, device=device)
         x[0, 0] = bad

@@ -1,4 +1,4 @@
-"""The house rules that a tool can check: layers, one reader of the environment, files of a size that one can read."""
+"""House rules that a tool can check: import layers, one reader of the environment, short files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_backend_contract_names_every_file_that_registers_a_kernel():
 
 
 def test_the_layer_contract_can_fail(tmp_path):
-    """A control: the same contract over a copy in which a low layer reaches up, and which has a file of no layer."""
+    """A control: the contract fails for a copy with an upward import and with a file of no layer."""
     pytest.importorskip("importlinter", reason="import-linter is not installed")
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     for path in FILES:
@@ -93,7 +93,7 @@ def test_no_folder_lacks_an_init():
 
 
 def test_nothing_depends_on_one_machine():
-    """No paths of somebody's disk in what is shipped."""
+    """No absolute paths in the package."""
     for path in FILES:
         found = re.findall(r"[\"'](/(?:home|work|tmp|Users|root)/[^\"']*)", path.read_text())
         assert found == [], path

@@ -1,4 +1,4 @@
-"""Every operator is a good citizen of PyTorch: opcheck, untouched inputs, FLOP counts, poisoned outputs."""
+"""Every operator under PyTorch's own checks: opcheck, unmodified inputs, FLOP counts, poisoned outputs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def cast_samples(device):
     for name in FORMATS:
         for axis in (-1, -2):
             yield x, CastSpec(name).plan().text(), axis, None, None, None
-    drawn = CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy", hadamard=True)
-    yield x, drawn.plan().text(), -2, state, None, offs
+    stochastic = CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy", hadamard=True)
+    yield x, stochastic.plan().text(), -2, state, None, offs
     yield x.float(), CastSpec("nvfp4", amax="group").plan().text(), -2, None, None, offs
     yield x.half(), CastSpec("nvfp4").plan().text(), -1, None, torch.tensor(3.0, device=device), None
     yield x.expand(2, 40, 48), CastSpec("fp8_128x128").plan().text(), -2, None, None, None
@@ -98,20 +98,20 @@ def permute_columns_samples(device):
 
 
 def parts(q):
-    """As an operand crosses where somebody watches: one-byte codes and scales as bytes."""
+    """An operand as arguments of the dispatcher: one-byte codes and scales as uint8."""
     data, scale, factor, kind = to_parts(q)
     return *(t.view(torch.uint8) if t.element_size() == 1 else t for t in (data, scale)), factor, kind
 
 
 def buffers(results):
-    """What a cast made, as an operator that writes it again takes it."""
+    """The result of a cast as arguments of the operator that writes it in place."""
     data, scale, factor = results
     raws = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (data, scale))
     return *raws, factor if factor is not None and factor.numel() else None
 
 
 def other(x):
-    """With other codes and scales of every kind: larger, and elsewhere."""
+    """A tensor with other codes and scales."""
     return 3 * x.flip((0, 1))
 
 
@@ -167,7 +167,7 @@ def grouped_samples(device):
     for a, b, offs, shape in grouped_operands(device):
         bias = gaussian(3, 24, device=device) if len(shape) == 2 else None
         yield *parts(a), *parts(b), a.length, offs, None, bias, torch.bfloat16
-        if len(shape) == 2:  # every row is of a group: others are undefined, and no two calls alike
+        if len(shape) == 2:  # rows of no group are undefined, and would differ between calls
             starts, ends = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in ([0, 3, 3], [3, 3, 36]))
             yield *parts(a), *parts(b), a.length, ends, starts, bias, torch.bfloat16
 
@@ -181,7 +181,7 @@ def grouped_add_samples(device):
 
 
 def chosen_experts(device):
-    """[T, k] for every k up to 8, and no tokens; 5 means none of the 5 experts."""
+    """Expert indices [T, k] for every k up to 8, and for no tokens; 5 means no expert."""
     for k in range(1, 9):
         yield torch.randint(0, 6, (11, k), generator=torch.Generator().manual_seed(k)).to(device)
     yield torch.zeros(0, 2, dtype=torch.int32, device=device)
@@ -216,8 +216,8 @@ def combine_dots_samples(device):
         yield y, grad, rows
 
 
-def high_samples(device):
-    """Sizes that torch's product takes, and others."""
+def unquantized_samples(device):
+    """Sizes that torch's grouped product takes, and others."""
     offs = offsets([3, 0, 30], device)
     for dtype in (torch.bfloat16, torch.float32):
         for n, k in ((24, 48), (23, 47)):
@@ -230,7 +230,7 @@ def high_samples(device):
 SAMPLES = {
     "combine_dots": combine_dots_samples,
     "combine_rows": combine_rows_samples,
-    "grouped_mm": high_samples,
+    "grouped_mm": unquantized_samples,
     "permute_rows": permute_rows_samples,
     "sort_by_expert": sort_samples,
     "quantize": cast_samples,
@@ -264,7 +264,7 @@ def tensors(args: tuple) -> list[torch.Tensor]:
 
 
 def layout(values: object) -> tuple:
-    """All that a tracer sees of arguments and results, but for dtypes of the same size."""
+    """What a tracer sees of arguments and results, except dtypes of the same size."""
     leaves, structure = pytree.tree_flatten(values)
     seen = [(t.shape, t.stride(), t.element_size()) if isinstance(t, torch.Tensor) else type(t) for t in leaves]
     return *seen, structure
@@ -272,8 +272,8 @@ def layout(values: object) -> tuple:
 
 @pytest.mark.parametrize("name", sorted(library.OPERATORS))
 def test_opcheck(device, name):
-    """Tracing takes most of the time, so formats whose codes and scales lie alike are traced once, and of the others
-    three by `make test`."""
+    """Tracing takes most of the time: formats with equal layouts are traced once, and `make test` traces three
+    layouts."""
     op = library.OPERATORS[name]
     count, traced = 0, set()
     for args in SAMPLES[name](device):
@@ -290,7 +290,7 @@ def test_opcheck(device, name):
 
 
 @pytest.mark.parametrize("name", sorted(library.OPERATORS))
-def test_inputs_are_left_alone_and_outputs_are_new(device, name):
+def test_inputs_are_unmodified_and_outputs_are_new(device, name):
     op = library.OPERATORS[name]
     mutated = {
         index
@@ -317,7 +317,7 @@ def test_schema_is_pt2_compliant(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_casting_again_gives_the_bytes_of_a_cast(device, name):
+def test_a_cast_in_place_gives_the_bytes_of_a_cast(device, name):
     plan, first, second = (
         CastSpec(name).plan().text(),
         gaussian(40, 48, device=device),
@@ -376,7 +376,7 @@ def test_flops_of_grouped_products(device, name):
 
 
 def test_outputs_start_poisoned(device):
-    """Tests run with BLOCKSCALE_POISON, so a value that a kernel forgets is NaN and not yesterday's result."""
+    """Tests run with BLOCKSCALE_POISON, so a value that a kernel does not write is NaN and not stale memory."""
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2):
         assert (raw(library.empty((3, 5), dtype, device)) == 0xFF).all()
     assert library.empty((), torch.float32, device).isnan()
@@ -406,7 +406,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_direct_path_gives_what_the_operator_gives(device, name):
-    """Where the body returns None the operator has an empty tensor."""
+    """The operator returns an empty tensor where the body returns None."""
     for args in itertools.islice(SAMPLES[name](device), 3):
         direct, whole = FUNCTIONS[name](*args), library.OPERATORS[name](*args)
         assert isinstance(direct, tuple) == isinstance(whole, tuple)
@@ -419,7 +419,7 @@ def test_the_direct_path_gives_what_the_operator_gives(device, name):
 
 
 def test_results_do_not_require_grad_and_a_backward_raises():
-    """Autograd lives above the operators; a backward through a bare one must not silently give nothing."""
+    """Autograd lives above the operators; a backward through a bare operator must raise."""
     x = torch.randn(4, 32, requires_grad=True)
     y = bs.scaled_mm(bs.quantize(x, "mxfp8_e4m3"), bs.quantize(x, "mxfp8_e4m3"))
     assert not y.requires_grad
@@ -428,7 +428,7 @@ def test_results_do_not_require_grad_and_a_backward_raises():
 
 
 def test_accumulation_bumps_the_version():
-    """So that autograd notices when a saved tensor was added into."""
+    """So that autograd detects a write to a saved tensor."""
     acc, q = torch.zeros(4, 4), bs.quantize(torch.ones(4, 32), "mxfp4")
     before = acc._version
     bs.scaled_mm(q, q, accumulate=acc)

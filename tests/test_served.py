@@ -1,7 +1,7 @@
-"""On a GPU no layer of a model falls to the reference, which is slow and waits for the device.
+"""On a GPU no layer of a model uses the reference backend, which is slow and syncs with the host.
 
-Layers run on the CPU while the table is asked as if they ran on a GPU: what it names is noted, and the reference
-computes.
+Layers run on the CPU while kernels are selected as on a GPU: the test records the selected kernel and runs the
+reference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blockscale.registry import Kernel, Request
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 TOKENS = 40
-# DeepSeek 16B's 10944, gpt-oss's 2880 and vocabularies are no multiples of 128: here by their remainders
+# like DeepSeek 16B's 10944, gpt-oss's 2880 and vocabularies, some are no multiples of 128
 SIZES = ((256, 384), (192, 320), (200, 136), (96, 10))
 RECIPES = {
     **{name: get_recipe(name) for name in ("fp8_blockwise", "mxfp8", "mxfp4", "nvfp4")},
@@ -29,15 +29,15 @@ RECIPES = {
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
-    """Operations and the backends that an H200 would serve them by."""
+def selected(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """Operations, and the kernels that an H200 would use for them."""
     found: dict[str, set[str]] = {}
     real, capability = registry.select, hardware.capability
     hopper = Capability("cuda", 90)
 
     def select(request: Request) -> Kernel:
         found.setdefault(request.op, set()).add(f"{real(request).backend} {request}")
-        return next(row for row in registry.kernels(request.op) if row.backend == "reference")
+        return next(entry for entry in registry.kernels(request.op) if entry.backend == "reference")
 
     for name, module in list(sys.modules.items()):
         if name.startswith("blockscale."):
@@ -54,34 +54,34 @@ def train(module: nn.Module, *inputs: torch.Tensor) -> None:
     y.backward(torch.randn_like(y))
 
 
-def assert_served(asked: dict[str, set[str]], least: set[str]) -> None:
-    assert least <= set(asked)
-    left = sorted(text for texts in asked.values() for text in texts if text.startswith("reference"))
+def assert_served(selected: dict[str, set[str]], least: set[str]) -> None:
+    assert least <= set(selected)
+    left = sorted(text for texts in selected.values() for text in texts if text.startswith("reference"))
     assert not left, "\n".join(left)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_linear(asked: dict[str, set[str]], name: str, sizes: tuple[int, int], bias: bool) -> None:
+def test_linear(selected: dict[str, set[str]], name: str, sizes: tuple[int, int], bias: bool) -> None:
     layer = bs.nn.Linear(*sizes, bias, dtype=torch.bfloat16, recipe=RECIPES[name], name="layer")
     train(layer, torch.randn(TOKENS, sizes[0], dtype=torch.bfloat16))
-    assert_served(asked, {"gemm"})
+    assert_served(selected, {"gemm"})
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_swiglu(asked: dict[str, set[str]], name: str, sizes: tuple[int, int]) -> None:
+def test_swiglu(selected: dict[str, set[str]], name: str, sizes: tuple[int, int]) -> None:
     layer = bs.nn.SwiGLU(*sizes, dtype=torch.bfloat16, recipe=RECIPES[name], name="mlp")
     train(layer, torch.randn(TOKENS, sizes[0], dtype=torch.bfloat16))
-    assert_served(asked, {"gemm", "swiglu", "swiglu_backward_both"})
+    assert_served(selected, {"gemm", "swiglu", "swiglu_backward_both"})
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_experts(asked: dict[str, set[str]], name: str, sizes: tuple[int, int], bias: bool) -> None:
+def test_experts(selected: dict[str, set[str]], name: str, sizes: tuple[int, int], bias: bool) -> None:
     named = {"dim": sizes[0], "hidden": sizes[1], "experts": 4, "top_k": 2, "bias": bias}
     moe = bs.nn.MoE(**named, dtype=torch.bfloat16, recipe=RECIPES[name], name="moe")
     train(moe, torch.randn(TOKENS, sizes[0], dtype=torch.bfloat16))
-    assert_served(asked, {"m_grouped", "k_grouped", "swiglu_backward_both", "combine_rows"})
+    assert_served(selected, {"m_grouped", "k_grouped", "swiglu_backward_both", "combine_rows"})

@@ -71,7 +71,7 @@ def test_which_torch_is_borrowed(
 
 
 @pytest.mark.parametrize("torch", [{"version": "2.9.1", "gpu": "H200"}, {"error": "broken"}])
-def test_insisting_on_a_torch_that_will_not_do_is_an_error(
+def test_requiring_an_unusable_torch_is_an_error(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, torch: dict[str, str]
 ) -> None:
     monkeypatch.setattr(tool, "ask_torch", lambda python: torch)
@@ -79,7 +79,7 @@ def test_insisting_on_a_torch_that_will_not_do_is_an_error(
         tool.find_system_torch("1")
 
 
-def test_an_old_python_is_told(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_is_refused(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "OLDEST_PYTHON", (sys.version_info[0], sys.version_info[1] + 1))
     with pytest.raises(tool.SetupError, match="Fix: name a newer one"):
         tool.main()

@@ -1,4 +1,4 @@
-"""Operators on DTensors: where shards are computed, where they raise, and that every shard has the whole's bytes."""
+"""Operators on DTensors: which placements are accepted, which raise, and that shards have the unsharded bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHOLE = "R"
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    """Four ranks of which only this one exists: placements are real, what collectives return is not."""
+    """A fake process group of four ranks: placements are real, results of collectives are not."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -48,7 +48,7 @@ def put(x: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
 
 
 def where(*tensors: torch.Tensor) -> str:
-    """Placements as text: S0 is cut along dimension 0, R is whole, P is to be summed."""
+    """Placements as text: S0 is Shard(0), R Replicate, P Partial."""
     short = {"Shard": "S", "Replicate": "R", "Partial": "P"}
     placements = [placement for tensor in tensors for placement in tensor.placements]
     return " ".join(short[type(p).__name__] + (str(p.dim) if isinstance(p, Shard) else "") for p in placements)
@@ -61,7 +61,7 @@ def test_every_operator_has_a_rule():
 # ---- routing -------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_moved_whole_so_columns_may_be_cut(mesh):
+def test_moves_of_rows_may_be_sharded_along_columns(mesh):
     routing = bs.sort_by_expert(torch.tensor([[1, 0], [0, 2]]), 3)
     tokens, rows = (put(each, mesh, None) for each in (routing.tokens, routing.rows))
     op = library.OPERATORS
@@ -73,7 +73,7 @@ def test_rows_are_moved_whole_so_columns_may_be_cut(mesh):
         op["permute_rows"](put(gaussian(2, 8), mesh, 0), tokens, rows, None)
 
 
-def test_fused_casts_take_whole_tensors(mesh):
+def test_fused_casts_take_replicated_tensors(mesh):
     plan = CastSpec("mxfp8_e4m3").plan().text()
     data, scale, _ = library.OPERATORS["swiglu_quantize"](put(gaussian(8, 64), mesh, None), plan, -1, None, None, None)
     assert where(data, scale) == "R R"
@@ -84,8 +84,8 @@ def test_fused_casts_take_whole_tensors(mesh):
 # ---- casts ---------------------------------------------------------------------------------------------------------
 
 
-CUT = [
-    # format, layout, shape, axis, dimension cut -> where codes and scales are
+SHARDED = [
+    # format, layout, shape, axis, sharded dimension -> placements of codes and scales
     ("mxfp8_e4m3", "plain", (8, 32), -1, 0, "S0 S0"),
     ("mxfp8_e4m3", "plain", (8, 128), -1, 1, "S1 S1"),
     ("mxfp8_e4m3", "plain", (128, 8), -2, 0, "S0 S0"),
@@ -113,25 +113,25 @@ REFUSED = [
     ("mxfp8_e4m3", "plain", (8, 96), -1, 1),  # a block would be split
     ("mxfp8_e4m3", "plain", (8, 64), -1, 1),  # and here
     ("mxfp8_e4m3", "blocked", (256, 32), -1, 0),  # 64 rows of a tile of 128
-    ("mxfp8_e4m3", "blocked", (64, 512), -1, 1),  # scales of a piece do not lie together
+    ("mxfp8_e4m3", "blocked", (64, 512), -1, 1),  # scales of a shard are not contiguous
     ("nvfp4", "plain", (8, 64), -1, 1),  # 16 codes are half of a row of 16 bytes
     ("nvfp4_16x16", "plain", (32, 16), -1, 0),  # 8 rows of a tile of 16
     ("mxfp8_e4m3_128x128", "plain", (256, 32), -1, 0),  # 64 rows of a tile of 128
     ("mxfp8_e4m3_128x128", "plain", (64, 256), -1, 1),  # 64 columns of one
-    ("fp8_1x128", "mn_major", (8, 128), -1, 0),  # each piece would pad its 2 rows to 4
+    ("fp8_1x128", "mn_major", (8, 128), -1, 0),  # each shard would pad its 2 rows to 4
     ("fp8_128x128", "grid", (256, 128), -1, 0),  # 64 rows of a tile of 128
-    ("fp8_128x128", "grid", (128, 512), -1, 1),  # each piece would pad its block to 4
+    ("fp8_128x128", "grid", (128, 512), -1, 1),  # each shard would pad its block to 4
     ("mxfp8_e4m3", "plain", (6, 3, 5), -1, 0),
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "shape", "axis", "dim", "want"), CUT)
-def test_casts_that_are_cut(mesh, name, layout, shape, axis, dim, want):
+@pytest.mark.parametrize(("name", "layout", "shape", "axis", "dim", "want"), SHARDED)
+def test_sharded_casts(mesh, name, layout, shape, axis, dim, want):
     q = bs.quantize(put(gaussian(*shape), mesh, dim), spec(name, scale_layout=layout), axis=axis)
     assert where(q.data, q.scale) == want
     if q.global_scale is not None:
         assert where(q.global_scale) == WHOLE
-    if dim == len(shape) - 3 - axis or len(shape) == 3:  # rows and batches come back as they went
+    if dim == len(shape) - 3 - axis or len(shape) == 3:  # dequantize keeps the sharding of rows and batches
         assert where(bs.dequantize(q)) == f"S{dim}"
 
 
@@ -146,16 +146,16 @@ def test_casts_that_would_gather_raise(mesh, name, layout, shape, axis, dim):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_casts_that_need_the_whole_raise(mesh, dim):
+def test_casts_that_need_the_whole_tensor_raise(mesh, dim):
     x = put(gaussian(512, 512), mesh, dim)
     state, offs = put(rng_state(1), mesh, None), put(offsets([3, 0, 30]), mesh, None)
-    drawn = CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy")
-    for options in ({"format": "nvfp4"}, {"format": drawn}, {"format": "mxfp8_e4m3", "offs": offs, "axis": -2}):
+    stochastic = CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy")
+    for options in ({"format": "nvfp4"}, {"format": stochastic}, {"format": "mxfp8_e4m3", "offs": offs, "axis": -2}):
         with pytest.raises(ShardingError, match="never gathered"):
             bs.quantize(x, **options)
 
 
-def test_maxima_per_batch_are_cut_with_it(mesh):
+def test_an_amax_per_batch_is_sharded_with_the_batch(mesh):
     x = gaussian(4, 8, 128)
     for amax in ("group", put(torch.ones(4), mesh, None)):
         q = bs.quantize(put(x, mesh, 0), "nvfp4", amax=amax)
@@ -167,7 +167,7 @@ def test_maxima_per_batch_are_cut_with_it(mesh):
 def test_both_operands(mesh):
     x = gaussian(512, 512)
     for name in FORMATS:
-        if name == "fp8_128x128":  # of which a shard would pad its one column tile
+        if name == "fp8_128x128":  # a shard would pad its one column tile
             with pytest.raises(ShardingError, match="never gathered"):
                 bs.quantize_both(put(x, mesh, 0), spec(name), spec(name))
             continue
@@ -178,13 +178,13 @@ def test_both_operands(mesh):
     # 16 columns are half a block
     with pytest.raises(ShardingError, match="never gathered"):
         bs.quantize_both(put(gaussian(512, 64), mesh, 1), "mxfp8_e4m3", "mxfp8_e4m3")
-    # a column sum is rounded once, so it is no sum of rounded shards
+    # a column sum is rounded once, so it is not the sum of rounded shards
     with pytest.raises(ShardingError, match="never gathered"):
         bs.quantize_both(put(x, mesh, 0), "mxfp8_e4m3", "mxfp8_e4m3", colsum=True)
 
 
-def test_plans_are_not_confused(mesh):
-    """The same tensor cast in turn to every format: DTensor caches by arguments, and the plan is one."""
+def test_formats_do_not_share_a_cache_entry(mesh):
+    """DTensor caches shardings by arguments, and the format is one."""
     x = put(gaussian(512, 512), mesh, 0)
     for _ in range(2):
         for name in FORMATS:
@@ -209,7 +209,7 @@ def operands(mesh: DeviceMesh, dims: tuple[int | None, int | None], pair: tuple[
 @pytest.mark.parametrize(
     "pair", [("mxfp8_e4m3",) * 2, ("fp8_1x128", "fp8_128x128"), ("mxfp4",) * 2, ("nvfp4",) * 2], ids="@".join
 )
-def test_products_are_cut_along_rows_and_columns(mesh, pair):
+def test_products_are_sharded_along_m_and_n(mesh, pair):
     assert where(bs.scaled_mm(*operands(mesh, (0, None), pair))) == "S0"
     assert where(bs.scaled_mm(*operands(mesh, (None, 0), pair))) == "S1"
     assert where(bs.scaled_mm(*operands(mesh, (None, None), pair))) == "R"
@@ -217,7 +217,7 @@ def test_products_are_cut_along_rows_and_columns(mesh, pair):
     assert where(bs.scaled_mm(*operands(mesh, (None, 0), pair), bias=bias)) == "S1"
 
 
-def test_products_cut_along_the_contraction_are_partial_sums(mesh):
+def test_products_sharded_along_k_are_partial_sums(mesh):
     a, b = operands(mesh, (1, 1))
     for dtype in (torch.float32, torch.bfloat16):
         assert where(bs.scaled_mm(a, b, dtype)) == "P"
@@ -242,7 +242,7 @@ def test_accumulators_stay_where_they_are(mesh):
         acc = put(torch.zeros(512, 512), mesh, dim)
         assert bs.scaled_mm(*operands(mesh, dims), accumulate=acc) is acc
         assert acc.placements == ((Replicate() if dim is None else Shard(dim)),)
-    # pieces of 1 row have no scales of their own in this layout, and the buffer cannot be gathered
+    # shards of 1 row have no scales of their own in this layout, and the buffer cannot be gathered
     q = bs.quantize(put(gaussian(4, 128), mesh, None), "fp8_1x128")
     with pytest.raises(RuntimeError, match="never gathered"):
         bs.scaled_mm(q, q, accumulate=put(torch.zeros(4, 4), mesh, 0))
@@ -256,7 +256,7 @@ def test_tensors_and_dtensors_do_not_mix(mesh):
         bs.scaled_mm(a, b, bias=gaussian(512))
 
 
-def test_grouped_products_are_cut_along_columns(mesh):
+def test_grouped_products_are_sharded_along_n(mesh):
     ends, x = put(offsets([3, 0, 30]), mesh, None), put(gaussian(64, 128), mesh, None)
     a, b = bs.quantize(x, "mxfp8_e4m3"), bs.quantize(put(gaussian(3, 64, 128), mesh, 1), "mxfp8_e4m3")
     assert where(bs.scaled_grouped_mm(a, b, ends)) == "S1"
@@ -295,16 +295,16 @@ def test_meshes_of_two_dimensions():
     assert where(a.data, a.scale) == "S0 R S0 R"
     assert where(b.data, b.scale) == "R S0 R S0"
     assert where(bs.scaled_mm(a, b)) == "S0 S1"
-    # both dimensions of the mesh could come to cut the 8 rows, into pieces of 2
+    # both mesh dimensions could shard the 8 rows, into shards of 2
     with pytest.raises(ShardingError, match="never gathered"):
         bs.quantize(distribute_tensor(gaussian(8, 128), mesh, [Shard(0), Replicate()]), "fp8_1x128")
 
 
-def test_compiled_graphs_are_cut_alike(mesh):
+def test_compiled_graphs_are_sharded_alike(mesh):
     def function(x, w):
         return bs.scaled_mm(bs.quantize(x, "fp8_1x128"), bs.quantize(w, "fp8_128x128"))
 
-    # from pieces, since nothing would arrive from the other ranks
+    # from_local, since the fake group sends nothing
     x = DTensor.from_local(gaussian(16, 128), mesh, [Shard(0)])
     w = DTensor.from_local(gaussian(128, 128, seed=1), mesh, [Replicate()])
     got = torch.compile(function, backend="aot_eager", fullgraph=True)(x, w)
@@ -321,13 +321,13 @@ def test_a_build_without_distributed_still_imports():
 
 
 @pytest.mark.slow
-def test_pieces_have_the_bytes_of_the_whole(tmp_path):
+def test_shards_have_the_unsharded_bytes(tmp_path):
     """Two real ranks; see tests/support/sharded.py."""
     torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=RANKS)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     for result in results:
         wrong = {label: error for label, error in result.items() if isinstance(error, str)}
         assert not wrong, f"{len(wrong)} of {len(result)} wrong, first: {next(iter(wrong.items()))}"
-    assert results[0] == results[1]  # the same cuts everywhere
+    assert results[0] == results[1]  # the same shardings on both ranks
     assert len(results[0]) > 450
     assert sum(pieces > 0 for pieces in results[0].values()) > 250

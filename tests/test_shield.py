@@ -1,4 +1,4 @@
-"""What surrounds a call must not change its numbers: autocast, autograd, compiled code, other threads, other groups."""
+"""Autocast, autograd, compiled code, other threads and other groups do not change the results of a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_bias_or_a_column_sum_does_not_require_grad(backend: str) -> None:
         assert not bs.quantize_both(x, "mxfp4", "mxfp4", colsum=True)[2].requires_grad
 
 
-def test_a_demand_inside_a_compiled_function_is_refused() -> None:
+def test_forcing_a_backend_inside_a_compiled_function_is_refused() -> None:
     def product(q: bs.BlockScaled) -> torch.Tensor:
         with bs.use_backend("reference"):
             return bs.scaled_mm(q, q)
@@ -46,7 +46,7 @@ def test_a_demand_inside_a_compiled_function_is_refused() -> None:
     assert forced_backend("gemm") is None
 
 
-def test_demands_that_end_in_another_order_leave_nothing_behind() -> None:
+def test_forced_backends_may_end_in_any_order() -> None:
     first, second = bs.use_backend("reference"), bs.use_backend(gemm="torch")
     first.__enter__()
     second.__enter__()
@@ -57,7 +57,7 @@ def test_demands_that_end_in_another_order_leave_nothing_behind() -> None:
     assert forced_backend("gemm") is None
 
 
-def test_unknown_names_are_told_while_tracing() -> None:
+def test_unknown_names_raise_while_tracing() -> None:
     with pytest.raises(Exception, match="unknown format 'mxfp9'"):
         torch.compile(lambda x: bs.quantize(x, "mxfp9").data, backend="eager", fullgraph=True)(torch.ones(2, 32))
 

@@ -25,7 +25,7 @@ class Engine:
 BF16, FP8, FP4 = Engine("bf16"), Engine("fp8"), Engine("fp4")
 _UPCAST = Engine("bf16", upcast=True, note="no units for it: decoded to bf16, which saves no time")
 _NO_FP8 = Engine("bf16", upcast=True, note="no FP8 units: not sensible, fp32 scales do not even decode exactly")
-# FP8 tensor cores, scales applied outside of them for every 32 values: measured at bf16's rate (docs/benchmarks.md)
+# FP8 tensor cores, scales applied outside of them for every 32 values: measured at bf16's rate (benchmarks/gemm.md)
 _SCALED_OUTSIDE = Engine("bf16", note="in FP8 units, scaled outside of them, which halves their rate")
 
 _MX_AND_NVFP4 = ("mxfp8", "mxfp8_2d", "mxfp6", "mxfp4", "nvfp4")
