@@ -193,7 +193,7 @@ def describe(device: torch.device | str | None = None) -> dict[str, str]:
         "device": str(device),
         "name": properties.name,
         "architecture": str(capability(device)),
-        "SMs": str(properties.multi_processor_count),
+        "multiprocessors": str(properties.multi_processor_count),  # stored in runs; codespell:ignore multiprocessors
         "memory": f"{properties.total_memory / 2**30:.0f} GiB",
         "L2 cache": f"{properties.L2_cache_size / 2**20:.0f} MiB",
     }
