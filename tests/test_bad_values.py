@@ -249,5 +249,5 @@ def test_a_bad_value_is_refused_with_value_rule_and_fix(entry: str, argument: st
 
 def test_every_public_function_is_tested():
     """doctor only takes a device, and the records are results of functions that are tested."""
-    asked = {entry.split()[0].split(".")[0] for entry in ENTRIES}
-    assert set(bs.__all__) - asked == {"__version__", "doctor", "ConversionReport", "Routing"}
+    tested = {entry.split()[0].split(".")[0] for entry in ENTRIES}
+    assert set(bs.__all__) - tested == {"__version__", "doctor", "ConversionReport", "Routing"}

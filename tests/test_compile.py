@@ -164,11 +164,11 @@ def test_any_size_costs_two_graphs_at_most(device, name):
 def layer(x, w, dy, acc, state, form, weight_form):
     """fprop, dgrad and wgrad of a linear layer, with stochastic rounding and rotation of the gradient if possible."""
     rotate = weight_form == "mxfp4"
-    drawn = Stochastic(state, "layers.0")
+    stochastic = Stochastic(state, "layers.0")
     row, col = bs.quantize_both(x, form, CastSpec(form, hadamard=rotate))
     w_row, w_col = bs.quantize(w, weight_form), bs.quantize(w, weight_form, axis=-2)
-    dy_row = CastSpec(form, rounding=drawn, role="dgrad_dy") if rotate else CastSpec(form)
-    dy_col = CastSpec(form, rounding=drawn, role="wgrad_dy", hadamard=True) if rotate else CastSpec(form)
+    dy_row = CastSpec(form, rounding=stochastic, role="dgrad_dy") if rotate else CastSpec(form)
+    dy_col = CastSpec(form, rounding=stochastic, role="wgrad_dy", hadamard=True) if rotate else CastSpec(form)
     dy_row, dy_col, dbias = bs.quantize_both(dy, dy_row, dy_col, colsum=True)
     y = bs.scaled_mm(row, w_row)
     dx = bs.scaled_mm(dy_row, w_col.mT)

@@ -79,7 +79,7 @@ LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
 def test_layers(
     recipe: str, kind: str, device: torch.device, forgotten: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    # what torch asks for before every product of its own on a GPU
+    # torch requires it before its own products on a GPU
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     x = gaussian(64, 64, seed=2).to(device)
 

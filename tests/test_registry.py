@@ -45,7 +45,7 @@ def request_for(
 
 
 def formats_of(op: str) -> list[tuple[str, ...]]:
-    """Every combination of formats that an operation can be asked for."""
+    """Every combination of formats that an operation accepts."""
     if op in ONE_CAST:
         return [(name,) for name in FORMATS]
     if op in TWO_CASTS:

@@ -33,8 +33,8 @@ def broken(monkeypatch):
         kernel(op, "broken", devices=("cpu", "cuda"), priority=1000)(launch)
 
     yield add
-    for op, rows in kept.items():
-        registry._REGISTRY[op][:] = rows
+    for op, entries in kept.items():
+        registry._REGISTRY[op][:] = entries
     registry._select.cache_clear()
     assert "broken" not in registry.backends()
 

@@ -88,7 +88,7 @@ def test_numerics_of_an_expert_depend_on_its_rows_alone(recipe):
                 assert torch.equal(sums[f"{role}.scales"][expert], single[f"{role}.scales"][0]), (expert, role)
         for key in ("fprop_x.signal", "fprop_x.noise", "wgrad_x.noise", "fprop_w.noise", "fprop.signal", "fprop.noise"):
             assert sums[key][expert].item() == pytest.approx(single[key].item(), rel=1e-4), (expert, key)
-        if recipe != "nvfp4":  # draws depend on the layer's name and on where a row is
+        if recipe != "nvfp4":  # random words depend on the layer's name and on the position of a row
             for key in ("dgrad.noise", "wgrad.noise", "damage", "dgrad_dy.underflow", "wgrad_x.clipped"):
                 assert sums[key][expert].item() == pytest.approx(single[key].item(), rel=1e-4), (expert, key)
 

@@ -82,8 +82,8 @@ def explain(
             request = gemm_request(a, b, out_dtype, bias=bias, accumulate=accumulate)
         case ("grouped", [BlockScaled() as a, BlockScaled() as b, Tensor() as ends]):
             check_grouped(a, b, ends, starts)
-            asked = {"bias": bias, "accumulate": accumulate, "starts": starts is not None}
-            request = grouped_request(a, b, ends.shape[0], out_dtype, **asked)
+            options = {"bias": bias, "accumulate": accumulate, "starts": starts is not None}
+            request = grouped_request(a, b, ends.shape[0], out_dtype, **options)
         case ("permute_rows" | "combine_rows", [Tensor() as x, Tensor() as rows]):
             request = rows_request(op, x, rows)
         case ("clear_rows", [Tensor() as x]):

@@ -118,7 +118,7 @@ def needed(requests: Iterable[Request], target: Target) -> list[Needed]:
     """One call for each kernel to compile, and one for each kernel that cannot be precompiled."""
     calls: list[Needed] = []
     with target.compiling(), _compiler(target) as keys_of:
-        asked: set[Hashable] = set()
+        kinds: set[Hashable] = set()
         named: set[tuple[str, str]] = set()
         for request in requests:
             kernel = select(request)
@@ -128,9 +128,9 @@ def needed(requests: Iterable[Request], target: Target) -> list[Needed]:
                 kernel.summary,
                 kernel.precompile_key(request) if kernel.precompile_key is not None else None,
             )
-            if kind in asked:
+            if kind in kinds:
                 continue
-            asked.add(kind)
+            kinds.add(kind)
             fresh = keys_of(request, kernel) - named if kernel.precompile_key is not None else set[tuple[str, str]]()
             if fresh or kernel.precompile_key is None:
                 calls.append(Needed(request, kernel.backend, tuple(sorted(name for name, _ in fresh))))
