@@ -1,6 +1,7 @@
 """One line converts a model: a tiny transformer learns to count, as it is and with its products in FP8.
 
-The report says which layers changed and why not the others. Parameters, optimizer and checkpoints stay as they are.
+The report lists the converted layers, and the others with the reason. Parameters, optimizer and checkpoints do not
+change.
 
     python examples/convert_a_model.py
 """
@@ -58,12 +59,12 @@ def train(model: nn.Module) -> float:
     for step in range(STEPS):
         first, pace = torch.randint(VOCABULARY, (8, 1), generator=random), torch.randint(1, 5, (8, 1), generator=random)
         tokens = (first + pace * torch.arange(17)) % VOCABULARY
-        bs.set_step_(model, step)  # for recipes that change with time
+        bs.set_step_(model, step)  # for recipes that change at a step
         loss = functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        bs.advance_(model)  # the next draws of stochastic rounding
+        bs.advance_(model)  # new random numbers for stochastic rounding
     return loss.item()
 
 

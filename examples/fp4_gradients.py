@@ -1,7 +1,7 @@
 """FP4 gradients the NVFP4 way: a Hadamard rotation against outliers and stochastic rounding against bias.
 
-Both operands of a product are rotated, so the rotation cancels; random words come from a counter, so the same seed and
-tick give the same bytes on any machine, and the average over ticks approaches the unrounded value.
+Both operands of a product are rotated, so the rotation cancels; random numbers come from a counter, so the same seed
+and tick give the same bytes on any machine, and the average over ticks approaches the unrounded value.
 
     python examples/fp4_gradients.py
 """
@@ -13,7 +13,7 @@ from blockscale.diagnostics.quality import sqnr_db
 
 
 def main() -> dict[str, float]:
-    """Signal to noise of one draw and of the mean of many, in dB."""
+    """SQNR of one stochastic cast and of the mean of many, in dB."""
     torch.manual_seed(0)
     dy, x = torch.randn(256, 64), torch.randn(256, 96)
     exact = dy.double().mT @ x.double()
@@ -29,7 +29,7 @@ def main() -> dict[str, float]:
     total, draws = torch.zeros(64, 96), 64
     figures: dict[str, float] = {}
     for tick in range(draws):
-        state[1] = tick  # a new tick, new random words; the seed stays
+        state[1] = tick  # new tick, new random numbers; the seed stays
         product = bs.scaled_mm(bs.quantize(dy, draw, axis=-2).mT, x_col, torch.float32)
         total += product
         if tick == 0:

@@ -15,7 +15,7 @@ from blockscale.diagnostics.quality import sqnr_db
 def main() -> dict[str, float]:
     """Signal to noise of forward and weight gradient against fp64, in dB."""
     torch.manual_seed(0)
-    sizes = torch.tensor([70, 0, 1, 129])  # tokens per expert, as a router gives them
+    sizes = torch.tensor([70, 0, 1, 129])  # tokens per expert, chosen by a router
     offs = sizes.cumsum(0).to(torch.int32)
     tokens, n, k = int(offs[-1]), 96, 256
     x, w, dy = torch.randn(tokens, k), torch.randn(len(sizes), n, k), torch.randn(tokens, n)

@@ -1,6 +1,6 @@
 """A layer with experts learns the same task in high precision and by a recipe, router and balance included.
 
-Each cluster of inputs has a map of its own, so that experts pay; weights are cast once per optimizer step.
+Each cluster of inputs has its own linear map, so that experts specialise; weights are cast once per optimizer step.
 
     python examples/mixture_of_experts.py
 """
@@ -14,14 +14,14 @@ DIM, HIDDEN, EXPERTS, CLUSTERS, STEPS = 64, 64, 8, 4, 60
 
 
 def batch(generator: torch.Generator, centres: torch.Tensor, maps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs around the centres of clusters, and what their clusters' maps make of them."""
+    """Inputs around the centres of clusters, and their images under the clusters' maps."""
     cluster = torch.randint(CLUSTERS, (256,), generator=generator)
     x = centres[cluster] + torch.randn(256, DIM, generator=generator)
     return x, torch.einsum("tk,tnk->tn", x, maps[cluster])
 
 
 def train(recipe: str) -> tuple[float, float]:
-    """How many times the loss fell, and the share of tokens that the busiest expert had at the end."""
+    """Factor by which the loss fell, and the final share of tokens of the busiest expert."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     centres = 2 * torch.randn(CLUSTERS, DIM, generator=generator)

@@ -124,7 +124,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "set_step_": (bs.set_step_, {"model": model(), "step": 0}),
     "advance_": (bs.advance_, {"model": model("mxfp4"), "tick": None}),
     "predicted_speedup": (bs.quantize_(model(), "mxfp8").predicted_speedup, {"tokens": 64, "machine": "h200"}),
-    "seconds_won": (bs.quantize_(model(), "mxfp8").seconds_won, {"tokens": 64, "machine": "h200"}),
+    "seconds_saved": (bs.quantize_(model(), "mxfp8").seconds_saved, {"tokens": 64, "machine": "h200"}),
     "use_backend": (with_backend, {"backend": None, "gemm": "torch"}),
     "explain": (lambda op, a, b, **named: bs.explain(op, a, b, **named), {"op": "gemm", "a": Q, "b": Q, **ASKED}),
     "explain cast": (

@@ -131,7 +131,7 @@ def test_mistakes():
     m = Mixture()
     p = m.experts
     routing, weights = bs.route(m.scores, SLOTS)
-    with pytest.raises(OptionError, match="only a routing says whose they are"):
+    with pytest.raises(OptionError, match="only a routing has the token of each row"):
         grouped_swiglu_mlp(p.x, p.gate_up, p.down, routing.offs, gate_weights=weights)
-    with pytest.raises(ShapeError, match="each slot of each token has a weight"):
+    with pytest.raises(ShapeError, match="each slot of each token has a gate weight"):
         grouped_swiglu_mlp(m.x, p.gate_up, p.down, routing, gate_weights=weights[:, :1])

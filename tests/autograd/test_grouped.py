@@ -390,5 +390,5 @@ def test_mistakes():
         grouped_linear(p.x, p.gate_up, p.offs, p.biases[1])
     with pytest.raises(DtypeError, match="float64"):
         grouped_linear(p.x.double(), p.gate_up, p.offs)
-    with pytest.raises(OptionError, match="without a state to draw from"):
+    with pytest.raises(OptionError, match="without a state for stochastic rounding"):
         grouped_linear(p.x, p.gate_up, p.offs, recipe="nvfp4")

@@ -367,7 +367,7 @@ MISTAKES = {
     "bias device": (lambda: linear(X, W, B.to("meta")), ShapeError, "on meta"),
     "weight device": (lambda: linear(X, W.to("meta")), DeviceError, "x is on cpu, the weight on meta"),
     "input device": (lambda: linear(X.to("meta"), W), DeviceError, "x is on meta, the weight on cpu"),
-    "no state": (lambda: linear(X, W, recipe="nvfp4"), OptionError, "without a state to draw from.*rng_state"),
+    "no state": (lambda: linear(X, W, recipe="nvfp4"), OptionError, "without a state for stochastic rounding.*rng_state"),
     "no name": (
         lambda: (
             linear(X, W.clone().requires_grad_(), recipe="nvfp4", rounding=bs.Stochastic(bs.rng_state(0), ""))

@@ -353,5 +353,5 @@ def test_mistakes():
         swiglu_mlp(p.x, p.gate_up, p.down, p.biases[1])
     with pytest.raises(DtypeError, match="float64"):
         swiglu_mlp(p.x.double(), p.gate_up, p.down)
-    with pytest.raises(OptionError, match="without a state to draw from"):
+    with pytest.raises(OptionError, match="without a state for stochastic rounding"):
         swiglu_mlp(p.x, p.gate_up, p.down, recipe="nvfp4", roundings=(drawn("nvfp4")[0], None))

@@ -218,7 +218,7 @@ def test_mistakes():
         bs.permute(torch.zeros(12, 3), routing)
     with pytest.raises(ShapeError, match="routing of 12 rows"):
         bs.combine(torch.zeros(6, 3), routing)
-    with pytest.raises(ShapeError, match="each slot of each token has a weight"):
+    with pytest.raises(ShapeError, match="each slot of each token has a gate weight"):
         bs.combine(torch.zeros(12, 3), routing, weights[:, :1])
     with pytest.raises(ShapeError, match="experts from 0 to 5 for 4"):
         bs.sort_by_expert(torch.tensor([[0], [5]]), 4)

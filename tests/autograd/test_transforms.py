@@ -81,7 +81,7 @@ def subject(name: str) -> str:
     """What an error is about."""
     if name in ROUTED:
         return "permute or combine"
-    return "a layer of experts" if name.lower().startswith(EXPERT_LAYERS) else "a layer in low precision"
+    return "a layer of experts" if name.lower().startswith(EXPERT_LAYERS) else "a quantized layer"
 
 
 def frozen(name: str) -> Call:
@@ -275,7 +275,7 @@ def test_layers_in_bf16_take_every_transform():
 
 # ---- derivatives of gradients --------------------------------------------------------------------------------------
 
-AGAIN = r"a gradient of a gradient through a layer in low precision or a layer of experts.*Fix: use dense layers"
+AGAIN = r"a gradient of a gradient through a quantized layer or a layer of experts.*Fix: use dense layers"
 
 
 def _quadratic(call: Call) -> Call:

@@ -263,7 +263,7 @@ def test_requests_that_make_no_sense_are_errors(default: Default):
     assert "FSDP2" in found["step"]
     assert "use 'forward'" in found["step"]
     assert "did you mean" in found["recipe"]
-    assert "nothing there tells layers which step it is" in found["until"]
+    assert "does not pass the step to layers" in found["until"]
     assert "since=10 in torchtitan" in found["since"]
     assert "keep_last=1.5" in found["ends"]
     assert "layers.0.w1.weight (768, 256) in shards of 192 along axis 0" in found["pieces"]

@@ -146,7 +146,7 @@ def test_all_experts_weights_and_other_names():
     got = block.experts(x, router_indices=chosen, routing_weights=sparse)
     assert got.shape == x.shape
     torch.testing.assert_close(got, plain.experts(x, chosen, sparse), rtol=1e-4, atol=1e-4)
-    with pytest.raises(OptionError, match="experts of each and their weights"):
+    with pytest.raises(OptionError, match="experts of each token and their gate weights"):
         block.experts(x, chosen)
 
 
@@ -356,4 +356,4 @@ def test_narrow_experts_stay():
     model = nn.Sequential(MoE(dim=64, hidden=8, experts=4, top_k=2, recipe="bf16"))
     report = bs.quantize_(model, "mxfp8")
     reasons = {each.name: each.reason for each in report.skipped}
-    assert reasons["0.experts.down"] == "narrow: fewer than 16 features on a side; still follows bf16"
+    assert reasons["0.experts.down"] == "narrow: fewer than 16 features on a side; still has recipe bf16"

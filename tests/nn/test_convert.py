@@ -88,11 +88,11 @@ def test_double_conversion_takes_the_new_recipe_and_says_so():
     model = made()
     bs.quantize_(model, "nvfp4", everything)
     report = bs.quantize_(model, "mxfp8")
-    assert all("followed nvfp4 before" in each.note for each in report.converted)
+    assert all("had recipe nvfp4 before" in each.note for each in report.converted)
     assert model.layers[0].mlp.down_proj.recipe.name == "mxfp8"
     assert model.layers[0].mlp.down_proj.rng is None
     (head,) = report.skipped
-    assert head.reason == "output head; still follows nvfp4"
+    assert head.reason == "output head; still has recipe nvfp4"
     assert bs.unquantize_(model) == 11
     assert type(model.lm_head) is nn.Linear
 

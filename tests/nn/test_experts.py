@@ -114,7 +114,7 @@ def test_in_parts_where_somebody_could_tell():
     assert_same_bits(experts(tokens, routing), rows)
     weights = torch.rand(20, 2)
     assert_same_bits(experts(tokens, routing, weights), bs.combine(rows, routing, weights))
-    with pytest.raises(OptionError, match="only a routing says whose they are"):
+    with pytest.raises(OptionError, match="only a routing has the token of each row"):
         experts(bs.permute(tokens, routing), routing.offs, weights)
 
 

@@ -197,7 +197,7 @@ def test_balance_is_saved_and_stays_in_fp32():
     other = make(balance=True, seed=1, dtype=torch.bfloat16)
     other.load_state_dict(moe.state_dict())
     assert_same_bits(other.balance, moe.balance)
-    with pytest.raises(OptionError, match="keeps no balance"):
+    with pytest.raises(OptionError, match="without a balance"):
         make().update_balance_()
 
 

@@ -107,9 +107,9 @@ def test_layers_that_still_follow_another_recipe_are_said():
     model = made(blocks=3)
     bs.quantize_(model, "mxfp8")
     report = bs.quantize_(model, "fp8_blockwise", lambda module, name: False)
-    assert any("still follow another recipe: unquantize_(model) first" in each for each in report.warnings)
+    assert any("still have another recipe: call unquantize_(model) first" in each for each in report.warnings)
     bs.unquantize_(model)
-    assert not any("still follow" in each for each in bs.quantize_(model, "mxfp8", lambda *_: False).warnings)
+    assert not any("still have another recipe" in each for each in bs.quantize_(model, "mxfp8", lambda *_: False).warnings)
 
 
 @pytest.mark.parametrize("odd", ["mlp", 3, lambda module: True, lambda: True], ids=["text", "number", "one", "none"])
@@ -136,7 +136,7 @@ def test_filter_fn_decides_alone_and_sees_plain_names():
     report = bs.quantize_(model, "nvfp4", only_heads)
     assert names(report.converted) == {"lm_head"}
     assert "layers.0.mlp.gate" in asked
-    assert {each.reason for each in report.skipped} == {"filter_fn said no"}
+    assert {each.reason for each in report.skipped} == {"filter_fn returned False"}
 
 
 class Doubled(nn.Linear):

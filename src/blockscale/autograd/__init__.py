@@ -1,4 +1,4 @@
-"""Autograd, once: recipes, and the functions that train with them. Everything below knows nothing of gradients."""
+"""Recipes, and the differentiable functions that train with them. All other packages are without autograd."""
 
 from .activation import Activation, activation
 from .grouped import grouped_linear, grouped_swiglu_mlp

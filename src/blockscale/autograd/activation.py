@@ -1,7 +1,7 @@
 """`activation`: an input that several layers share (q, k and v; gate and up), cast once for all of them.
 
-Gradients of the layers add up in high precision at the source, as they do for a plain tensor. An input that is changed
-in place after its cast, or given other data, is refused by the layers; compiled code does not look.
+Gradients of the layers add up in high precision at the source, as for a plain tensor. Layers refuse an input that was
+changed in place after its cast, or given other data; compiled code does not check.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .transforms import check_transforms
 class Activation:
     """A tensor and its operands.
 
-    source: where gradients go.  casts: the recipe, and the operands of fprop and of wgrad, each None in high precision;
-    no operands at all of a source made in inference mode, whose changes are not counted: every layer casts it.
-    version: stamp of the source when it was cast, None in compiled code.  storage: memory of the source at that time.
+    source: the tensor that receives gradients.  casts: the recipe, and the operands of fprop and wgrad, each None if
+    unquantized. The pair is None for a source made in inference mode, which has no version counter: every layer casts
+    it.  version: stamp of the source at the cast, None in compiled code.  storage: memory of the source at that time.
     """
 
     source: Tensor
@@ -41,12 +41,12 @@ class Activation:
 
     def operands(self, recipe: Recipe) -> Pair | None:
         """Operands for a layer, whose recipe must cast inputs alike; None if the layer has to cast the source."""
-        made, pair = self.casts
+        cast_by, pair = self.casts
         roles = ("fprop_x", "wgrad_x")
-        if made is not recipe and any(made.operand(role) != recipe.operand(role) for role in roles):
+        if cast_by is not recipe and any(cast_by.operand(role) != recipe.operand(role) for role in roles):
             raise OptionError(
                 message(
-                    f"an activation cast by {made.name!r} for a layer with {recipe.name!r}",
+                    f"an activation cast by {cast_by.name!r} for a layer with {recipe.name!r}",
                     rule="layers that share a cast have the same formats for their input",
                     fix=f"make it with activation(x, {recipe.name!r}), or pass the tensor itself",
                 )
@@ -90,5 +90,5 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and x.is_inference():
         return Activation(x, (chosen, None))
-    made = chosen, Casts(chosen).input(matrix(x_MK), waits=torch.is_grad_enabled())
-    return Activation(x, made) if is_compiling else Activation(x, made, stamp_of(x), storage_of(x))
+    casts = chosen, Casts(chosen).input(matrix(x_MK), save=torch.is_grad_enabled())
+    return Activation(x, casts) if is_compiling else Activation(x, casts, stamp_of(x), storage_of(x))

@@ -31,7 +31,7 @@ from .recipe import Recipe
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-else:  # so that `isinstance` has something to ask
+else:  # a class for `isinstance`
 
     class DTensor:
         """No tensor is one in a build of torch without distributed."""
@@ -44,7 +44,7 @@ _WEIGHT_ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w")
 class Shards:
     """The local tensors of one layer's call, and the placements of its result.
 
-    watched: DTensors that may not change before the backward.
+    watched: DTensors that must not change before the backward.
     """
 
     x: Tensor
@@ -59,9 +59,9 @@ class Shards:
     def dtensor(self, y: Tensor) -> DTensor:
         """This rank's result [..., N] as a shard or a partial sum of the whole."""
         if y.requires_grad and not torch.compiler.is_compiling():
-            made = _Unchanged.apply(y, *self.watched)
-            assert isinstance(made, Tensor)
-            y = made
+            checked = _Unchanged.apply(y, *self.watched)
+            assert isinstance(checked, Tensor)
+            y = checked
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         return DTensor.from_local(
             y, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=tuple(strides)
@@ -69,7 +69,7 @@ class Shards:
 
 
 def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, rounding: Stochastic | None) -> Shards:
-    """This rank's shards of x [..., K], weight [N, K] and bias [N]; raises where their product would need others'."""
+    """This rank's shards of x [..., K], weight [N, K] and bias [N]; raises if their product needs others."""
     if not isinstance(x, DTensor) or not isinstance(weight, DTensor) or x.device_mesh != weight.device_mesh:
         raise ShardingError(
             message(
@@ -162,7 +162,7 @@ def _plan(x: Placement, weight: Placement, last: int) -> _Plan:
 
 
 def _local_bias(bias: Tensor, mesh: DeviceMesh, plans: Sequence[_Plan]) -> Tensor:
-    """The bias that this rank's product adds: of partial sums, the first rank's alone."""
+    """The bias that this rank's product adds; zeros on all ranks but the first where results are partial sums."""
     wanted = tuple(plan.bias for plan in plans)
     if not isinstance(bias, DTensor) or bias.device_mesh != mesh or bias.placements != wanted:
         raise ShardingError(
@@ -192,7 +192,7 @@ class _ZeroWithGradient(torch.autograd.Function):
 def _rounding_of_shard(
     rounding: Stochastic, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> Stochastic:
-    """Stochastic rounding of this rank's shard of dy [..., N], by its offsets in the whole: the same bytes."""
+    """Stochastic rounding of this rank's shard of dy [..., N], with its offsets in the whole: the same bytes."""
     starts, sizes, last = [0] * len(shape), list(shape), len(shape) - 1
     for dim, placement in enumerate(placements):
         if not placement.is_replicate() and not placement.is_partial():
@@ -201,7 +201,7 @@ def _rounding_of_shard(
                 raise ShardingError(
                     message(
                         f"stochastic rounding of a gradient {tuple(shape)} that is sharded along axis {axis}",
-                        rule="draws are counted by row of the whole, and rows of such a shard do not follow each other",
+                        rule="random numbers are counted by row of the whole, and this shard's rows are not contiguous",
                         fix="shard the first axis, or use a recipe that rounds to nearest",
                     )
                 )
@@ -257,13 +257,13 @@ def check_shards(name: str, whole: tuple[int, ...], shard: tuple[int, ...], reci
 
 
 def check_tensor_scales(what: str, recipe: Recipe) -> None:
-    """Raise for recipes whose scales need a maximum of the whole tensor, which a rank with a shard does not have."""
+    """Raise for recipes whose scales need the amax of the whole tensor, which a rank with a shard does not have."""
     nvfp4 = [each for each in recipe.formats().values() if each is not None and get_format(each).family == "nvfp4"]
     if nvfp4:
         raise ShardingError(
             message(
                 f"{what} for recipe {recipe.name!r}",
-                rule=f"{nvfp4[0]} has one scale for the whole tensor, and a shard does not know the whole's maximum",
+                rule=f"{nvfp4[0]} has one scale for the whole tensor, and a rank with a shard does not have its amax",
                 fix="leave the layer out of the plan, or use a recipe without NVFP4; FSDP2 and DDP take any recipe",
             )
         )

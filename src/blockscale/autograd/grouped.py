@@ -1,11 +1,11 @@
 """`grouped_linear` and `grouped_swiglu_mlp`: the layers of experts, trained by a recipe.
 
-What `linear` and `swiglu_mlp` are with one weight, these are with one for each expert: the same functions, casts and
-kept operands, with rows in groups. fprop and dgrad are m-grouped, and no row is padded for them; wgrad is k-grouped,
-and the cast that makes its operands starts every expert at a multiple of 128. Group ends stay on the device.
+`linear` and `swiglu_mlp` with one weight per expert: the same functions, casts and saved operands, with rows in groups.
+fprop and dgrad are m-grouped, and their rows are not padded. wgrad is k-grouped, and the cast of its operands starts
+every expert at a multiple of 128. Group ends stay on the device.
 
-Rows may come in order, with the ends of the experts (`offs`), or as tokens with a `Routing`: then the cast gathers them
-as it reads, and their gradient comes back by token, so that permuted rows are never written in high precision.
+Rows come sorted by expert with the group ends (`offs`), or as tokens with a `Routing`. With a routing the cast gathers
+rows as it reads, and their gradient is returned by token: permuted rows are never written in high precision.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..grouped import Routing
 from .dtensor import DTensor, refuse_experts
 from .linear import (
     LinearFunction,
-    check_high,
-    check_low,
+    check_quantized,
     check_rounding,
     check_tensors,
+    check_unquantized,
     check_weight_operands,
     main_grad_of,
     output_dtype,
 )
 from .linear_plan import linear_plan_of
 from .mlp import check_pairs, fused_mlp, swiglu
-from .operands import Groups, Pair, groups_of, needs_of
+from .operands import Groups, Pair, groups_of, needed_grads
 from .recipe import Recipe, get_recipe
-from .routing import check_slots, combine
+from .routing import check_gate_weights, combine
 from .transforms import EXPERTS
 
 
@@ -48,7 +48,7 @@ def grouped_linear(
     """Rows [M, N], each x @ weight[e].mT + bias[e] of its expert e; weight [E, N, K], bias [E, N].
 
     offs: ends of the experts among the rows of x [M, K] (int32 [E], on the device), or a `Routing` of tokens x [T, K],
-    whose rows are gathered; the result is in the order of the experts either way. Rows after the last end give zero.
+    whose rows the cast gathers. The result is sorted by expert either way. Rows after the last end give zero.
     rounding, weight_operands, dtypes and `main_grad` are as for `linear`.
 
     >>> import torch
@@ -63,17 +63,17 @@ def grouped_linear(
         refuse_experts("the bias of experts", bias)
     check_experts(x, weight, groups)
     if chosen.is_quantized:
-        check_low(x, weight, bias)
+        check_quantized(x, weight, bias)
         check_rounding(chosen, rounding)
         if weight_operands is not None:
             check_weight_operands(weight_operands, weight)
     else:
-        check_high(x, weight, bias)
-    needs = needs_of(x, weight, bias, EXPERTS)
-    work, given = linear_plan_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
+        check_unquantized(x, weight, bias)
+    needs = needed_grads(x, weight, bias, EXPERTS)
+    plan, call_state = linear_plan_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
     if not any(needs):
-        return work.forward(x, weight, bias, given, groups).y
-    return LinearFunction.apply(x, weight, bias, main_grad_of(weight), given, work, groups)  # pyright: ignore[reportReturnType]
+        return plan.forward(x, weight, bias, call_state, groups).y
+    return LinearFunction.apply(x, weight, bias, main_grad_of(weight), call_state, plan, groups)  # pyright: ignore[reportReturnType]
 
 
 def grouped_swiglu_mlp(
@@ -92,10 +92,10 @@ def grouped_swiglu_mlp(
     """Rows [M, D], each silu(gate) * up of x @ gate_up_weight[e].mT, gates first, times down_weight[e].mT.
 
     gate_up_weight: [E, 2H, K].  down_weight: [E, D, H].  biases: [E, 2H] and [E, D].  offs: as for `grouped_linear`;
-    the rest as for `swiglu_mlp`. A recipe with a product in high precision is served by two `grouped_linear`s.
+    the rest as for `swiglu_mlp`. A recipe with an unquantized product runs two `grouped_linear`s.
 
-    gate_weights: [T, k] of a `Routing`. The result is then [T, D], what `combine` makes of the rows, bit by bit; in the
-    backward the gradient of rows is cast as it is gathered from that of tokens, and never written in high precision.
+    gate_weights: [T, k] of a `Routing`. The result is then [T, D], bit-identical to `combine` of the rows. In the
+    backward the gradient of rows is cast as it is gathered from the gradient of tokens, and never written itself.
 
     >>> import torch
     >>> x, offs = torch.randn(5, 128, requires_grad=True), torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -121,23 +121,23 @@ def grouped_swiglu_mlp(
 
 
 def combined(rows: Tensor, offs: Tensor | Routing, gate_weights: Tensor | None) -> Tensor:
-    """Rows as they are, or added up by token where gate weights ask for that."""
+    """`combine` of the rows if there are gate weights, else the rows themselves."""
     return combine(rows, offs, gate_weights) if isinstance(offs, Routing) and gate_weights is not None else rows
 
 
 def check_combined(gate_weights: Tensor | None, offs: Tensor | Routing) -> None:
-    """Raise unless rows can be added up by token, where gate weights ask for that."""
+    """Raise unless gate weights come with a routing whose slots they fit."""
     if gate_weights is None:
         return
     if not isinstance(offs, Routing):
         raise OptionError(
             message(
                 "gate weights with the ends of groups",
-                rule="rows are added up by token, and only a routing says whose they are",
+                rule="rows are summed by token, and only a routing has the token of each row",
                 fix="pass the routing in place of its offs, with tokens in place of rows",
             )
         )
-    check_slots(gate_weights, offs)
+    check_gate_weights(gate_weights, offs)
 
 
 def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
@@ -146,7 +146,7 @@ def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
         refuse_experts("rows of experts", x, weight, groups.offs)
     try:
         fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
-    except (AttributeError, TypeError, RuntimeError):  # what has no shape; asking first would take longer
+    except (AttributeError, TypeError, RuntimeError):  # no tensor; checking first would take longer
         check_tensors(x=x, weight=weight)
         raise
     if not fits:
@@ -179,7 +179,7 @@ def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
 
 
 def check_expert_mlp(gate_up_weight: Tensor, down_weight: Tensor) -> None:
-    """Raise unless both weights are those of one MLP for each expert."""
+    """Raise unless both weights make one MLP for each expert."""
     if type(down_weight) is DTensor:
         refuse_experts("down_weight of experts", down_weight)
     experts, twice, _ = gate_up_weight.shape

@@ -1,9 +1,9 @@
 """`linear`: y = x @ weight.mT + bias with its three products in the formats of a recipe, and their gradients.
 
-An input is cast once, from one read, to what fprop takes and what wgrad will take; the backward keeps the second, not
-the input. A gradient is read once. What no backward will ask for is not made.
+An input is read once and cast to fprop's operand and to wgrad's, which is saved for backward in place of the input. A
+gradient is read once. Operands that no backward needs are not made.
 
-Memory that waits for the backward: 1.03 bytes for each element of an 8-bit input (bf16 has 2), and with
+Memory saved for backward: 1.03 bytes for each element of an 8-bit input (bf16 has 2), and with
 weight_cast="forward" as much for each element of the weight.
 """
 
@@ -26,7 +26,7 @@ from .activation import Activation
 from .dtensor import DTensor, local_shards
 from .linear_plan import CallState, ForwardResult, LinearPlan, linear_plan_of, unquantized_linear
 from .no_double_backward import no_double_backward
-from .operands import Groups, Pair, matrix, needs_of
+from .operands import Groups, Pair, matrix, needed_grads
 from .recipe import Recipe, get_recipe
 
 
@@ -41,12 +41,12 @@ def linear(
 ) -> Tensor:
     """x [..., K] @ weight [N, K].mT + bias [N], trained by a recipe.
 
-    x: a tensor, or an `activation` that several layers share.  rounding: state and name of a layer whose recipe draws.
-    weight_operands: casts of the weight that are known to be those of its present values (`weights.py`).
+    x: a tensor, or an `activation` that several layers share.  rounding: state and stream name, for recipes with
+    stochastic rounding.  weight_operands: casts of the weight's present values (`weights.py`).
     DTensors are multiplied shard by shard (`dtensor.py`).
 
-    The result has autocast's dtype where that is on, else x's. Where `weight.main_grad` is an fp32 or bf16 tensor,
-    wgrad is added into it, in fp32 and with one rounding to its dtype, and weight.grad stays None.
+    The result has autocast's dtype if autocast is on, else x's. If `weight.main_grad` is an fp32 or bf16 tensor, wgrad
+    accumulates into it, in fp32 with one rounding to its dtype, and weight.grad stays None.
 
     >>> x = torch.randn(4, 128, requires_grad=True)
     >>> weight = torch.randn(256, 128, requires_grad=True)
@@ -59,30 +59,30 @@ def linear(
     check_linear(source, weight)
     dtype = output_dtype(source)
     if not chosen.is_quantized:
-        check_high(source, weight, bias)
+        check_unquantized(source, weight, bias)
         return unquantized_linear(source, weight, bias, dtype)
-    # by type, here and in other hot calls: `isinstance` of a tensor class takes 4 times as long
+    # `type(...) is` in hot calls: `isinstance` of a tensor class takes 4 times as long
     if type(weight) is DTensor or type(source) is DTensor or type(bias) is DTensor:
         shards = local_shards(source, weight, bias, chosen, rounding)
-        mine = shards.x
+        local_x = shards.x
         if isinstance(x, Activation):
-            x.operands(chosen)  # raises if the DTensor has changed, which its shard does not count
-            mine = dataclasses.replace(x, source=shards.x, version=None)
-        return shards.dtensor(linear(mine, shards.weight, shards.bias, chosen, rounding=shards.rounding))
-    check_low(source, weight, bias)
+            x.operands(chosen)  # raises if the DTensor has changed; its shard has no version of its own
+            local_x = dataclasses.replace(x, source=shards.x, version=None)
+        return shards.dtensor(linear(local_x, shards.weight, shards.bias, chosen, rounding=shards.rounding))
+    check_quantized(source, weight, bias)
     check_rounding(chosen, rounding)
     if weight_operands is not None:
         check_weight_operands(weight_operands, weight)
-    needs = needs_of(source, weight, bias)
-    given = (x.operands(chosen) if isinstance(x, Activation) else None, weight_operands)
-    work = linear_plan_of(chosen, rounding, needs, dtype)
+    needs = needed_grads(source, weight, bias)
+    call_state = (x.operands(chosen) if isinstance(x, Activation) else None, weight_operands)
+    plan = linear_plan_of(chosen, rounding, needs, dtype)
     if not any(needs):
-        return work.forward(source, weight, bias, given).y
-    return LinearFunction.apply(source, weight, bias, main_grad_of(weight), given, work, None)  # pyright: ignore[reportReturnType]
+        return plan.forward(source, weight, bias, call_state).y
+    return LinearFunction.apply(source, weight, bias, main_grad_of(weight), call_state, plan, None)  # pyright: ignore[reportReturnType]
 
 
 class LinearFunction(torch.autograd.Function):
-    """fprop now, dgrad and wgrad later; of one weight, or of the weights of experts."""
+    """fprop in the forward, dgrad and wgrad in the backward, of one weight or of the weights of experts."""
 
     @staticmethod
     def forward(
@@ -91,16 +91,16 @@ class LinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         main_grad: Tensor | None,
-        given: CallState,
-        work: LinearPlan,
+        call_state: CallState,
+        plan: LinearPlan,
         groups: Groups | None,
     ) -> Tensor:
-        y, (x_waits, x_parts), (w_waits, w_parts), memory = work.forward(x, weight, bias, given, groups)
-        keeps_x = work.needs.weight and x_waits is None
-        # the weight itself is saved in any case: a change before the backward is an error, as for torch's own layer
-        ctx.save_for_backward(x if keeps_x else None, weight, *x_parts, *w_parts, *(groups or ()))
-        ctx.main_grad = main_grad  # not saved: other backward passes may add to it before this one
-        ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (x_waits, w_waits, memory), x.shape, x.dtype
+        y, (x_meta, x_parts), (w_meta, w_parts), recording = plan.forward(x, weight, bias, call_state, groups)
+        saves_x = plan.needs.weight and x_meta is None
+        # the weight itself is always saved: a change before the backward is an error, as for torch's own layer
+        ctx.save_for_backward(x if saves_x else None, weight, *x_parts, *w_parts, *(groups or ()))
+        ctx.main_grad = main_grad  # not saved: other backward passes may accumulate into it before this one
+        ctx.plan, ctx.saved_meta, ctx.shape, ctx.dtype = plan, (x_meta, w_meta, recording), x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         return y
@@ -111,48 +111,50 @@ class LinearFunction(torch.autograd.Function):
         if grad is None:
             return (None,) * 7
         x, weight, *parts = ctx.saved_tensors
-        x_waits, w_waits, memory = ctx.waits
-        made = ForwardResult(grad, (x_waits, tuple(parts[:3])), (w_waits, tuple(parts[3:6])), memory)
+        x_meta, w_meta, recording = ctx.saved_meta
+        result = ForwardResult(grad, (x_meta, tuple(parts[:3])), (w_meta, tuple(parts[3:6])), recording)
         groups = Groups(*parts[6:]) if len(parts) > 6 else None
-        work = ctx.work
-        if work.dtype != ctx.dtype:
-            work = work._replace(dtype=ctx.dtype)
-        main_grad = ctx.main_grad if ctx.main_grad is None or is_asked_for(ctx, 1) else None
-        dx, dw, total = work.backward(matrix(grad), x, weight, main_grad, made, groups)
-        dx = to_source(dx, ctx.shape, groups)
+        plan = ctx.plan
+        if plan.dtype != ctx.dtype:
+            plan = plan._replace(dtype=ctx.dtype)
+        main_grad = ctx.main_grad if ctx.main_grad is None or accumulates_grad(ctx, 1) else None
+        dx, dw, total = plan.backward(matrix(grad), x, weight, main_grad, result, groups)
+        dx = grad_of_input(dx, ctx.shape, groups)
         return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None, None
 
 
-def is_asked_for(ctx: Any, place: int) -> bool:
-    """Whether this pass adds up the gradient of a leaf, by its place among the tensors that were given. Passes for
-    other leaves do not, nor does `torch.autograd.grad`, which hands gradients to its caller: what they make is not to
-    be added to a buffer on the side."""
-    if torch.compiler.is_compiling():  # there every pass is a whole one
+def accumulates_grad(ctx: Any, place: int) -> bool:
+    """Whether this backward pass accumulates the gradient of a leaf.  place: of the leaf among the function's inputs.
+
+    A pass for other leaves does not, nor does `torch.autograd.grad`, which returns gradients to its caller. Neither
+    may accumulate into main_grad.
+    """
+    if torch.compiler.is_compiling():  # a compiled backward computes all gradients
         return True
     node = ctx.next_functions[place][0]
     try:
         return node is not None and torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    except RuntimeError:  # `torch.autograd.grad` with a leaf that it may or may not be for
+    except RuntimeError:  # raised under `torch.autograd.grad`
         return False
 
 
-def to_source(dx: Tensor | None, shape: torch.Size, groups: Groups | None) -> Tensor | None:
-    """The gradient of rows [M, K] as that of the input: in its shape, copies of a token added up."""
+def grad_of_input(dx: Tensor | None, shape: torch.Size, groups: Groups | None) -> Tensor | None:
+    """Gradient of the input from the gradient of rows [M, K]: in its shape, the rows of a token summed."""
     if dx is not None and groups is not None and groups.rows is not None:
         return combine_rows(dx, groups.rows, None)
     return dx if dx is None or len(shape) == 2 else dx.view(shape)
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
-    """autocast's where it is on, else x's."""
+    """autocast's dtype if autocast is on, else x's."""
     kind = x.device.type
-    if kind == "meta":  # which autocast does not know
+    if kind == "meta":  # unknown to autocast
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The buffer that weight gradients are added into, if the weight has one."""
+    """`weight.main_grad`, the buffer that wgrad accumulates into, or None. Raises unless it fits the weight."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return None
@@ -160,7 +162,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
         raise OptionError(
             message(
                 "weight.main_grad under DistributedDataParallel",
-                rule="its hooks wait for weight.grad, which an added gradient never fills: ranks would not be averaged",
+                rule="its hooks wait for weight.grad, which stays None with main_grad: ranks would not be averaged",
                 fix="delete weight.main_grad, or reduce main_grad yourself without DistributedDataParallel",
             )
         )
@@ -169,7 +171,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
         raise OptionError(
             message(
                 f"weight.main_grad is {in_words(main_grad)} for a weight {tuple(weight.shape)}",
-                rule="weight gradients are added into a float32 or bfloat16 tensor of the weight's shape",
+                rule="weight gradients accumulate into a float32 or bfloat16 tensor of the weight's shape",
                 fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
             )
         )
@@ -177,7 +179,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
         raise OptionError(
             message(
                 f"weight.main_grad has strides {main_grad.stride()} for a weight {tuple(weight.shape)}",
-                rule="every element of a weight gradient is added to memory of its own",
+                rule="every element of a weight gradient has its own memory",
                 fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
             )
         )
@@ -193,8 +195,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def check_linear(x: Tensor, weight: Tensor) -> None:
-    """Raise unless the shapes fit. What has no shape is found by asking for it, which costs nothing where it has one;
-    other layouts are left to casts, and to torch's own products."""
+    """Raise unless the shapes fit. Arguments that are no tensors are found by their missing shape, which costs nothing
+    for tensors. Casts and torch's own products check layouts."""
     try:
         if x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]:
             return
@@ -218,14 +220,14 @@ def check_tensors(**tensors: Tensor) -> None:
         check_tensor(tensor, name, "layers")
 
 
-def check_high(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise for what no product in high precision takes, or would take for another number: weights in an int dtype."""
+def check_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise for arguments that an unquantized product does not take, or would misread: weights in an int dtype."""
     if not (x.is_floating_point() and weight.is_floating_point()):
         odd = next((each for each in (x, weight) if not (each.is_floating_point() or each.is_complex())), None)
         if odd is not None:
             rule, fix = "layers take floating-point tensors", "convert it, for example with .float()"
             raise DtypeError(message(f"{'x' if odd is x else 'the weight'} is {odd.dtype}", rule=rule, fix=fix))
-    # plain dense tensors first: the whole question takes longer than the rest of this
+    # plain dense tensors first: `check_tensor` takes longer than the rest
     if bias is not None and (type(bias) not in PLAIN_TYPES or bias.layout is not torch.strided or bias.is_nested):
         check_tensor(bias, "bias", "layers")
     device = x.device
@@ -238,51 +240,51 @@ def check_high(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             message(
                 f"bias {tuple(bias.shape)} for a weight {tuple(weight.shape)}",
                 rule=f"a bias has one number for each output: {tuple(weight.shape[:-1])}",
-                fix="pass such a one, or None",
+                fix="pass a bias of this shape, or None",
             )
         )
 
 
-def check_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise for what no cast or product takes: the layers call them past their own checks. Devices by their
-    numbers: comparing them takes longer than all of this."""
+def check_quantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise for arguments that no cast or product takes: layers call these without their own checks. Devices are
+    compared by index, since comparing `torch.device`s takes longer than the rest."""
     if type(x) not in PLAIN_TYPES:
-        check_tensor(x, "x", "layers in low precision")
+        check_tensor(x, "x", "quantized layers")
     if x.dtype not in FLOAT_DTYPES or weight.dtype not in FLOAT_DTYPES:
         raise DtypeError(
             message(
                 f"x is {x.dtype}, the weight {weight.dtype}",
-                rule="layers in low precision take bfloat16, float16 or float32",
+                rule="quantized layers take bfloat16, float16 or float32",
                 fix="convert them, or use the recipe 'bf16'",
             )
         )
-    # without a number, on the CPU and the meta device, there is no time to win
-    number = -1 if torch.compiler.is_compiling() else x.get_device()
-    together = x.device == weight.device if number < 0 else number == weight.get_device()
-    if not together:
+    # -1 on the CPU and the meta device, where time does not matter
+    index = -1 if torch.compiler.is_compiling() else x.get_device()
+    same_device = x.device == weight.device if index < 0 else index == weight.get_device()
+    if not same_device:
         raise DeviceError(
             message(f"x is on {x.device}, the weight on {weight.device}", rule="both are on one device", fix="move one")
         )
     if bias is not None and (
-        number < 0 or bias.get_device() != number or bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:-1]
+        index < 0 or bias.get_device() != index or bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:-1]
     ):
         check_bias(bias, tuple(weight.shape[:-1]), x.device)
 
 
 def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:
-    """Raise where a recipe rounds stochastically and `rounding` is no `Stochastic`."""
+    """Raise if a recipe has stochastic rounding and `rounding` is no `Stochastic`."""
     if rounding is not None and not isinstance(rounding, Stochastic):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
             message(
                 f"rounding is {in_words(rounding)}",
-                rule="a layer draws by a state and its name, if its recipe rounds stochastically at all",
+                rule="stochastic rounding takes a state and the name of the layer; other recipes take None",
                 fix="pass rounding=Stochastic(rng_state(seed), name), or None",
             )
         )
     if rounding is None and recipe.stochastic:
         raise OptionError(
             message(
-                f"recipe {recipe.name!r} without a state to draw from",
+                f"recipe {recipe.name!r} without a state for stochastic rounding",
                 rule="it rounds gradients stochastically, by a seed, a tick and the name of the layer",
                 fix="use blockscale.quantize_, which names every layer, or pass "
                 "rounding=Stochastic(rng_state(seed), name)",
@@ -291,14 +293,14 @@ def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:
 
 
 def check_weight_operands(pair: Pair, weight: Tensor) -> None:
-    """Raise unless casts that were made before can be those of this weight."""
+    """Raise unless a pair of operands has the shape of this weight."""
     for each in pair if type(pair) is tuple and len(pair) == 2 else (pair,):
         if each is not None and (type(each) is not BlockScaled or each.shape != weight.shape):
             raise OptionError(
                 message(
                     f"weight_operands with {each if isinstance(each, BlockScaled) else in_words(each)} "
                     f"for a weight {tuple(weight.shape)}",
-                    rule="they are the two operands of this weight, along its last axis and the one before",
-                    fix="pass quantize_both(weight, row, col), or None: the layer then casts by itself",
+                    rule="they are the row and column operand of this weight",
+                    fix="pass quantize_both(weight, row, col), or None: the layer then casts the weight",
                 )
             )

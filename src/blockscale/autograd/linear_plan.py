@@ -1,9 +1,9 @@
-"""The work of a linear layer's call besides autograd's bookkeeping: casts and products, in a form that can be replayed.
+"""Casts and products of a linear layer's forward and backward, without autograd's bookkeeping.
 
-A layer of experts does the same work with grouped products: `groups` says which rows are whose.
+A layer of experts runs the same plan with grouped products (`groups`).
 
-A call on a GPU that nobody watches is recorded the second time that it comes with these shapes, and replayed from then
-on (`call_recording.py`); what it leaves for the backward is then whole buffers.
+On a GPU the second call with the same shapes is recorded, and later ones are replayed (`call_recording.py`), unless a
+profiler, a mode or a tracer is active. The tensors that a replayed forward saves for backward are whole buffers.
 """
 
 from __future__ import annotations
@@ -26,62 +26,65 @@ from ..grouped import multiply_grouped
 from ..grouped.unquantized import grouped_mm
 from ..hardware import for_products
 from ..library import needs_dispatcher
-from .operands import Casts, Groups, Needs, Pair, SavedOperand, matrix, set_aside
+from .operands import Casts, Groups, NeedsGrad, Pair, SavedOperand, matrix, save_operand
 from .recipe import Recipe
 
-_HIGH = "a product in high precision"
+_UNQUANTIZED = "an unquantized product"
+# operands that exist before the call: of a shared activation, and of a weight whose cast a step shares
 CallState = tuple[Pair | None, Pair | None]
 
 
 class ForwardResult(NamedTuple):
-    """What a forward leaves: its result, and what waits of x and of the weight.  memory: of a replayed call, whose
-    tensors are whole buffers."""
+    """Result of a forward.  y: [..., N].  x, weight: column operands saved for backward.  recording: of a replayed
+    call, whose saved tensors are whole buffers; else None."""
 
     y: Tensor
     x: SavedOperand
     weight: SavedOperand
-    memory: Recording | None = None
+    recording: Recording | None = None
 
 
 class LinearPlan(NamedTuple):
-    """All that a layer's call does besides autograd's bookkeeping, in a form that can be replayed."""
+    """Casts and products of one way to call a layer.  needs: gradients that the backward computes.  dtype: of y, and in
+    the backward of dX."""
 
     casts: Casts
-    needs: Needs
+    needs: NeedsGrad
     dtype: torch.dtype
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, given: CallState, groups: Groups | None = None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, groups: Groups | None = None
     ) -> ForwardResult:
-        """given: operands that were made before; their layout follows from the shapes."""
+        """fprop, replayed if this call was recorded. Layouts of the operands in call_state follow from the shapes."""
         inputs = [x, weight] if bias is None else [x, weight, bias]
         if groups is not None:
             inputs += _tensors(groups)
         if self.casts.rounding is not None or not can_be_replayed(inputs):
-            return self._forward(x, weight, bias, given, groups)
-        key = (*self[1:], self.casts.recipe, x.device, *which_of(given), *map(call_recording.layout, inputs))
-        inputs += tensors_of(given)
-        known = call_recording.find_recording(key)
-        if known is None:
+            return self._forward(x, weight, bias, call_state, groups)
+        present = present_operands(call_state)
+        key = (*self[1:], self.casts.recipe, x.device, *present, *map(call_recording.layout, inputs))
+        inputs += operand_tensors(call_state)
+        recording = call_recording.find_recording(key)
+        if recording is None:
             return call_recording.run_and_record(
-                key, lambda: self._forward(x, weight, bias, given, groups), inputs, _forward_results
+                key, lambda: self._forward(x, weight, bias, call_state, groups), inputs, _forward_results
             )
-        y, *parts = known.replay(inputs)
+        y, *parts = recording.replay(inputs)
         assert y is not None
-        x_waits, w_waits = known.note
+        x_meta, w_meta = recording.note
         y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
         return ForwardResult(
-            y, (x_waits, (parts[0], parts[1], parts[2])), (w_waits, (parts[3], parts[4], parts[5])), known
+            y, (x_meta, (parts[0], parts[1], parts[2])), (w_meta, (parts[3], parts[4], parts[5])), recording
         )
 
     def _forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, given: CallState, groups: Groups | None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, groups: Groups | None
     ) -> ForwardResult:
-        casts, needs = self.casts.among(groups), self.needs
-        x_row, x_col = given[0] or casts.input(matrix(x), waits=needs.weight)
-        w_row, w_col = given[1] or casts.weight(weight, waits=needs.x and casts.recipe.weight_cast != "twice")
+        casts, needs = self.casts.with_groups(groups), self.needs
+        x_row, x_col = call_state[0] or casts.input(matrix(x), save=needs.weight)
+        w_row, w_col = call_state[1] or casts.weight(weight, save=needs.x and casts.recipe.weight_cast != "twice")
         y = fprop(x, weight, bias, x_row, w_row, self.dtype, groups)
-        return ForwardResult(y, set_aside(x_col if needs.weight else None), set_aside(w_col if needs.x else None))
+        return ForwardResult(y, save_operand(x_col if needs.weight else None), save_operand(w_col if needs.x else None))
 
     def backward(
         self,
@@ -89,17 +92,17 @@ class LinearPlan(NamedTuple):
         x: Tensor | None,
         weight: Tensor,
         main_grad: Tensor | None,
-        made: ForwardResult,
+        result: ForwardResult,
         groups: Groups | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dX [M, K], dW and the column sums of grad [M, N], those that are needed."""
-        memory = made.memory
-        if memory is None or not can_be_replayed((grad,)):
-            return self._backward(grad, x, weight, main_grad, made, groups)
-        read = weight if made.weight[0] is None else None  # a weight whose operand waits is not read
-        optional = (x, read, main_grad, *made.x[1], *made.weight[1], *(groups or ()))
-        call = functools.partial(self._backward, grad, x, weight, main_grad, made, groups)
-        dx, dw, total = backward_again(memory, grad, optional, call)
+        """dX [M, K], dW and the column sums of grad [M, N]; None for those that are not needed."""
+        recording = result.recording
+        if recording is None or not can_be_replayed((grad,)):
+            return self._backward(grad, x, weight, main_grad, result, groups)
+        read = weight if result.weight[0] is None else None  # not read if its operand was saved
+        optional = (x, read, main_grad, *result.x[1], *result.weight[1], *(groups or ()))
+        call = functools.partial(self._backward, grad, x, weight, main_grad, result, groups)
+        dx, dw, total = replay_or_record_backward(recording, grad, optional, call)
         return dx, dw, total
 
     def _backward(
@@ -108,17 +111,17 @@ class LinearPlan(NamedTuple):
         x: Tensor | None,
         weight: Tensor,
         main_grad: Tensor | None,
-        made: ForwardResult,
+        result: ForwardResult,
         groups: Groups | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        casts, needs, buffers = self.casts.among(groups), self.needs, made.memory is not None
+        casts, needs, buffers = self.casts.with_groups(groups), self.needs, result.recording is not None
         row, col, total = casts.gradient(grad, needs)
         dx = dw = None
         if needs.x:
-            w_col = casts.column(made.weight, weight, "dgrad_w", buffers=buffers)
+            w_col = casts.column(result.weight, weight, "dgrad_w", buffers=buffers)
             dx = dgrad(grad, row, weight, w_col, self.dtype, groups)
         if needs.weight:
-            x_col = casts.column(made.x, x, "wgrad_x", buffers=buffers)
+            x_col = casts.column(result.x, x, "wgrad_x", buffers=buffers)
             dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad, groups)
         return dx, dw, total
 
@@ -127,38 +130,38 @@ def _tensors(groups: Groups) -> list[Tensor]:
     return [each for each in groups if each is not None]
 
 
-def _forward_results(made: ForwardResult) -> tuple[list[Tensor | None], object]:
-    return [made.y, *made.x[1], *made.weight[1]], (made.x[0], made.weight[0])
+def _forward_results(result: ForwardResult) -> tuple[list[Tensor | None], object]:
+    return [result.y, *result.x[1], *result.weight[1]], (result.x[0], result.weight[0])
 
 
-def which_of(given: Iterable[Pair | None]) -> tuple[tuple[bool, ...], ...]:
-    """Which of `tensors_of` there are: an activation that nobody will take a weight's gradient of has no columns."""
-    return tuple(tuple(operand is not None for operand in pair or ()) for pair in given)
+def present_operands(call_state: Iterable[Pair | None]) -> tuple[tuple[bool, ...], ...]:
+    """Which operands exist, as part of a recording's key: an activation without a backward has no column operand."""
+    return tuple(tuple(operand is not None for operand in pair or ()) for pair in call_state)
 
 
-def tensors_of(given: Iterable[Pair | None]) -> list[Tensor]:
-    """Codes and scales of operands that were made before."""
-    operands = (operand for pair in given for operand in pair or () if operand is not None)
+def operand_tensors(call_state: Iterable[Pair | None]) -> list[Tensor]:
+    """Codes and scales of the operands that exist before the call."""
+    operands = (operand for pair in call_state for operand in pair or () if operand is not None)
     return [part for operand in operands for part in (operand.data, operand.scale)]
 
 
-def backward_again(
-    memory: Recording, grad: Tensor, optional: Sequence[Tensor | None], call: Callable[[], Sequence[Tensor | None]]
+def replay_or_record_backward(
+    recording: Recording, grad: Tensor, optional: Sequence[Tensor | None], call: Callable[[], Sequence[Tensor | None]]
 ) -> Sequence[Tensor | None]:
-    """The backward of a replayed forward: replayed too, or done, and learnt if it may be.  optional: what it reads or
-    adds to besides grad."""
+    """The backward of a replayed forward: replay its recording, or run and record it.  recording: the forward's.
+    optional: tensors that it reads or accumulates into besides grad."""
     inputs = [grad, *(each for each in optional if each is not None)]
-    key = (memory, *(None if each is None else call_recording.layout(each) for each in (grad, *optional)))
-    known = call_recording.find_recording(key)
+    key = (recording, *(None if each is None else call_recording.layout(each) for each in (grad, *optional)))
+    found = call_recording.find_recording(key)
     return (
-        call_recording.run_and_record(key, call, inputs, lambda found: (found, None))
-        if known is None
-        else known.replay(inputs)
+        call_recording.run_and_record(key, call, inputs, lambda grads: (grads, None))
+        if found is None
+        else found.replay(inputs)
     )
 
 
 def can_be_replayed(tensors: Sequence[Tensor]) -> bool:
-    """On a GPU, with kernels of the table's choice, where nobody watches."""
+    """Whether a call may be replayed: eager, on the current GPU, no forced backend, no profiler, mode or tracer."""
     first = tensors[0]
     return (
         not torch.compiler.is_compiling()
@@ -169,17 +172,17 @@ def can_be_replayed(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-# one for each way to call a layer: making them takes as long as an allocation
-_WORKS: dict[tuple[Recipe, Needs, torch.dtype], LinearPlan] = {}
+# reused, since constructing a plan takes as long as an allocation
+_PLANS: dict[tuple[Recipe, NeedsGrad, torch.dtype], LinearPlan] = {}
 
 
-def linear_plan_of(recipe: Recipe, rounding: Stochastic | None, needs: Needs, dtype: torch.dtype) -> LinearPlan:
-    """The work of such a call."""
+def linear_plan_of(recipe: Recipe, rounding: Stochastic | None, needs: NeedsGrad, dtype: torch.dtype) -> LinearPlan:
+    """The plan of a call; plans without stochastic rounding are cached."""
     if rounding is not None or torch.compiler.is_compiling():
         return LinearPlan(Casts(recipe, rounding), needs, dtype)
-    found = _WORKS.get((recipe, needs, dtype))
+    found = _PLANS.get((recipe, needs, dtype))
     if found is None:
-        found = _WORKS[recipe, needs, dtype] = LinearPlan(Casts(recipe), needs, dtype)
+        found = _PLANS[recipe, needs, dtype] = LinearPlan(Casts(recipe), needs, dtype)
     return found
 
 
@@ -192,7 +195,7 @@ def product(
     bias: Tensor | None = None,
     accumulate: Tensor | None = None,
 ) -> Tensor:
-    """Of operands, dense or grouped."""
+    """a @ b.mT of two operands, dense or grouped."""
     if groups is None:
         return multiply(a, b, dtype, bias, accumulate)
     return multiply_grouped(a, b, groups.offs, dtype, bias, accumulate)
@@ -207,25 +210,25 @@ def fprop(
     dtype: Any,
     groups: Groups | None = None,
 ) -> Tensor:
-    """y [..., N], in high precision where there are no operands."""
+    """y [..., N], unquantized if an operand is None."""
     if x_row is not None and w_row is not None:
         y = product(x_row, w_row, dtype, groups, bias=bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-    call_recording.refuse(_HIGH)
+    call_recording.refuse(_UNQUANTIZED)
     bias = None if bias is None else bias.to(dtype)
     if groups is None:
         with torch.autocast(x.device.type, enabled=False):
             return unquantized_linear(x, weight, bias, dtype)
     y = grouped_mm(groups.gathered(x).to(dtype), weight.to(dtype).mT, groups.offs)
-    return y if bias is None else y + _of_rows(bias, y.shape[0], groups.offs)
+    return y if bias is None else y + _expert_rows(bias, y.shape[0], groups.offs)
 
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y [..., N] of operands in this dtype."""
+    """y [..., N], with x, weight and bias converted to this dtype."""
     operands = for_products(*(each.to(dtype) for each in (x, weight, bias) if each is not None))
     if operands[0].dtype == dtype:
         return functional.linear(*operands)
-    with torch.autocast(x.device.type, enabled=False):  # which would narrow them again
+    with torch.autocast(x.device.type, enabled=False):  # it would narrow the operands again
         return functional.linear(*operands).to(dtype)
 
 
@@ -234,8 +237,8 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(*for_products(a, b)).to(a.dtype)
 
 
-def _of_rows(values: Tensor, rows: int, offs: Tensor) -> Tensor:
-    """[E, N] -> [M, N]: those of each row's expert; zeros for rows of no group."""
+def _expert_rows(values: Tensor, rows: int, offs: Tensor) -> Tensor:
+    """[E, N] -> [M, N]: values of each row's expert; zeros for rows of no group."""
     group, _ = locate(torch.arange(rows, device=offs.device), offs.to(torch.int64))
     return torch.cat((values, values.new_zeros(1, values.shape[1]))).index_select(0, group)
 
@@ -248,10 +251,10 @@ def dgrad(
     dtype: torch.dtype,
     groups: Groups | None = None,
 ) -> Tensor:
-    """dX [M, K] of grad [M, N] and weight [N, K] or [E, N, K], in high precision where there are no operands."""
+    """dX [M, K] of grad [M, N] and weight [N, K] or [E, N, K], unquantized if an operand is None."""
     if row is not None and w_col is not None:
         return product(row, w_col.operand, dtype, groups)
-    call_recording.refuse(_HIGH)
+    call_recording.refuse(_UNQUANTIZED)
     wide = weight.to(grad.dtype)
     return (_mm(grad, wide) if groups is None else grouped_mm(grad, wide, groups.offs)).to(dtype)
 
@@ -265,12 +268,12 @@ def wgrad(
     main_grad: Tensor | None,
     groups: Groups | None = None,
 ) -> Tensor | None:
-    """dW [N, K] or [E, N, K] of grad [M, N] and x [..., K]; added into main_grad where there is one, and then None."""
+    """dW [N, K] or [E, N, K] of grad [M, N] and x [..., K]; None if it was accumulated into main_grad."""
     if col is not None and x_col is not None:
         dw = product(col.operand, x_col.operand, dtype, groups, accumulate=main_grad)
         return dw if main_grad is None else None
-    assert x is not None, "an input that is not cast is kept"
-    call_recording.refuse(_HIGH)
+    assert x is not None, "an input without an operand is saved itself"
+    call_recording.refuse(_UNQUANTIZED)
     if groups is None:
         dw = _mm(grad.mT, matrix(x).to(grad.dtype))
     else:

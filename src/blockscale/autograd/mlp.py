@@ -1,12 +1,12 @@
 """`swiglu_mlp`: y = (silu(gate) * up) @ down.mT with gate and up from one product, trained by a recipe as one function.
 
-What two layers and an activation between them would read and write in high precision is fused: the forward casts
-silu(gate) * up as it computes it, the backward makes the operands of gate's and up's gradient, and once more that of
-silu(gate) * up, from one read. Bytes are those of the parts (docs/numerics.md, section 16).
+The activation is fused with its casts: the forward casts silu(gate) * up as it computes it; the backward casts the
+gradient of gate and up, and silu(gate) * up once more, from one read. Bytes are those of two `linear`s with the
+activation between them (docs/numerics.md, section 16).
 
-Memory that waits for the backward, for each token: 1.03 bytes for each of K inputs in an 8-bit format and 2 for each of
-2H gates and ups in bf16. The same MLP in bf16 keeps 2 K + 8 H. The MLPs of experts (`grouped.py`) are this function
-with groups of rows.
+Memory saved for backward, per token: 1.03 bytes for each of K inputs in an 8-bit format and 2 for each of 2H gates and
+ups in bf16. The same MLP in bf16 saves 2 K + 8 H bytes. The MLPs of experts (`grouped.py`) are this function with
+groups of rows.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
 from .activation import Activation
 from .dtensor import DTensor, check_not_packed
 from .linear import (
+    accumulates_grad,
     check_linear,
-    check_low,
+    check_quantized,
     check_rounding,
     check_tensors,
     check_weight_operands,
-    is_asked_for,
+    grad_of_input,
     linear,
     main_grad_of,
     output_dtype,
-    to_source,
 )
 from .mlp_plan import CallState, MLPForwardResult, MLPPlan
 from .no_double_backward import no_double_backward
-from .operands import Groups, Needs, Pair, Spread, matrix, needs_of
+from .operands import GradScatter, Groups, NeedsGrad, Pair, matrix, needed_grads
 from .recipe import Recipe, get_recipe
 from .routing import combine
 from .transforms import check_transforms
@@ -58,8 +58,7 @@ def swiglu_mlp(
     """silu(gate) * up of x [..., K] @ gate_up_weight [2H, K].mT, gates first, times down_weight [D, H].mT.
 
     roundings, weight_operands: of the first and the second layer, as `linear` takes them. Dtypes and `main_grad` are as
-    for `linear`. A recipe with a product in high precision is served by two `linear`s with torch's silu between,
-    and so are DTensors.
+    for `linear`. Recipes with an unquantized product, and DTensors, run two `linear`s with torch's silu between.
 
     >>> x = torch.randn(4, 128, requires_grad=True)
     >>> gate_up, down = torch.randn(512, 128, requires_grad=True), torch.randn(128, 256, requires_grad=True)
@@ -90,31 +89,33 @@ def fused_mlp(
     roundings: tuple[Stochastic | None, Stochastic | None],
     weight_operands: tuple[Pair | None, Pair | None],
     groups: Groups | None,
-    slots: Tensor | None = None,
+    gate_weights: Tensor | None = None,
 ) -> Tensor:
-    """`swiglu_mlp` of a recipe that has all products in low precision, or that of experts; shapes are checked.  slots:
-    weights [T, k] of the rows that groups were routed to, for the sum of each token's."""
+    """`swiglu_mlp` or the MLP of experts, for a recipe that quantizes all three products; the caller checks shapes.
+    gate_weights: [T, k] of routed groups; each token is then the weighted sum of its rows."""
     source = x.source if isinstance(x, Activation) else x
     for weight, bias, rounding, pair in zip(weights, biases, roundings, weight_operands, strict=True):
-        check_low(source, weight, bias)
+        check_quantized(source, weight, bias)
         check_rounding(recipe, rounding)
         if pair is not None:
             check_weight_operands(pair, weight)
-    if slots is not None:
-        check_transforms(slots)
-    above = needs_of(source, weights[0], biases[0])
-    needs = above, needs_of(source, weights[1], biases[1])._replace(x=any(above))
-    given = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
-    work = MLPPlan(recipe, roundings, needs, output_dtype(source))
+    if gate_weights is not None:
+        check_transforms(gate_weights)
+    first = needed_grads(source, weights[0], biases[0])
+    needs = first, needed_grads(source, weights[1], biases[1])._replace(x=any(first))
+    call_state = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
+    plan = MLPPlan(recipe, roundings, needs, output_dtype(source))
     if not any((*needs[0], *needs[1])):
-        y = work.forward(source, weights, biases, given, groups).y
-        return _shaped(y, source) if slots is None else combine(y, Routing(*_routed(groups)), slots)
+        y = plan.forward(source, weights, biases, call_state, groups).y
+        return (
+            _shaped(y, source) if gate_weights is None else combine(y, Routing(*_routing_tensors(groups)), gate_weights)
+        )
     main_grads = main_grad_of(weights[0]), main_grad_of(weights[1])
-    return SwiGLUFunction.apply(source, *weights, *biases, *main_grads, slots, given, work, groups)  # pyright: ignore[reportReturnType]
+    return SwiGLUFunction.apply(source, *weights, *biases, *main_grads, gate_weights, call_state, plan, groups)  # pyright: ignore[reportReturnType]
 
 
-def _routed(groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups of tokens that were routed."""
+def _routing_tensors(groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
+    """offs, tokens and rows of groups that were made from a `Routing`."""
     assert groups is not None
     assert groups.tokens is not None
     assert groups.rows is not None
@@ -127,7 +128,7 @@ def _shaped(y: Tensor, x: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [..., H] of [..., 2H], gates first, by torch: for what stays in high precision.
+    """silu(gate) * up [..., H] of [..., 2H], gates first, by torch, unquantized.
 
     >>> swiglu(torch.tensor([[0.0, 2.0, 3.0, -1.0]]))
     tensor([[ 0.0000, -1.7616]])
@@ -137,9 +138,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """Both fprops now, both dgrads and wgrads later. Of the hidden activation nothing is kept: gate and up are, which
-    its gradient needs anyway, and from which the backward makes wgrad's operand again. With weights of slots the rows
-    of experts are added up by token, and their gradient is read from that of the tokens."""
+    """Both fprops in the forward, both dgrads and wgrads in the backward.
+
+    Gate and up are saved, the hidden activation is not: its gradient needs them anyway, and the backward casts wgrad's
+    operand from them again. With gate_weights the rows of a token are summed, and the gradient of rows is cast from the
+    gradient of tokens.
+    """
 
     @staticmethod
     def forward(
@@ -151,29 +155,30 @@ class SwiGLUFunction(torch.autograd.Function):
         down_bias: Tensor | None,
         gate_up_main: Tensor | None,
         down_main: Tensor | None,
-        slots: Tensor | None,
-        given: CallState,
-        work: MLPPlan,
+        gate_weights: Tensor | None,
+        call_state: CallState,
+        plan: MLPPlan,
         groups: Groups | None,
     ) -> Tensor:
         weights, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
-        y, gate_up, kept, memory = work.forward(x, weights, biases, given, groups)
+        y, gate_up, saved, recording = plan.forward(x, weights, biases, call_state, groups)
         ctx.save_for_backward(
-            x if work.needs[0].weight and kept[0][0] is None else None,
+            x if plan.needs[0].weight and saved[0][0] is None else None,
             gate_up,
-            # in any case: a change before the backward is an error, as for torch's own layers
+            # always saved: a change before the backward is an error, as for torch's own layers
             *weights,
-            *(part for _, parts in kept for part in parts),
-            y if slots is not None and ctx.needs_input_grad[7] else None,
-            slots,
+            *(part for _, parts in saved for part in parts),
+            y if gate_weights is not None and ctx.needs_input_grad[7] else None,
+            gate_weights,
             *(groups or ()),
         )
-        # not saved: other backward passes may add to them before this one
+        # not saved: other backward passes may accumulate into them before this one
         ctx.main_grads = gate_up_main, down_main
-        ctx.work, ctx.waits, ctx.shape, ctx.dtype = work, (*(waits for waits, _ in kept), memory), x.shape, x.dtype
+        ctx.plan, ctx.saved_meta = plan, (*(meta for meta, _ in saved), recording)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
-        return _shaped(y, x) if slots is None else combine_rows(y, _routed(groups)[2], slots)
+        return _shaped(y, x) if gate_weights is None else combine_rows(y, _routing_tensors(groups)[2], gate_weights)
 
     @staticmethod
     @no_double_backward
@@ -181,39 +186,43 @@ class SwiGLUFunction(torch.autograd.Function):
         if grad is None:
             return (None,) * 11
         x, gate_up, gate_up_weight, down_weight, *parts = ctx.saved_tensors
-        y, slots = parts[9:11]
+        y, gate_weights = parts[9:11]
         groups = Groups(*parts[11:]) if len(parts) > 11 else None
-        *waits, memory = ctx.waits
-        first, second, third = ((waiting, tuple(parts[3 * at : 3 * at + 3])) for at, waiting in enumerate(waits))
-        made = MLPForwardResult(grad, gate_up, (first, second, third), memory)
-        work = ctx.work
-        if work.dtype != ctx.dtype:
-            work = work._replace(dtype=ctx.dtype)
-        grad, dslots, spread = matrix(grad), None, None
-        if slots is not None:
-            _, tokens, rows = _routed(groups)
-            dslots = None if y is None else combine_dots(y, grad, rows).to(slots.dtype)
-            grad, spread = _spread(grad, tokens, rows, slots, work.needs[1])
-        above, below = (
-            each if each is None or is_asked_for(ctx, place) else None for place, each in enumerate(ctx.main_grads, 1)
+        *metas, recording = ctx.saved_meta
+        first, second, third = ((meta, tuple(parts[3 * at : 3 * at + 3])) for at, meta in enumerate(metas))
+        result = MLPForwardResult(grad, gate_up, (first, second, third), recording)
+        plan = ctx.plan
+        if plan.dtype != ctx.dtype:
+            plan = plan._replace(dtype=ctx.dtype)
+        grad, dgate_weights, scatter = matrix(grad), None, None
+        if gate_weights is not None:
+            _, tokens, rows = _routing_tensors(groups)
+            dgate_weights = None if y is None else combine_dots(y, grad, rows).to(gate_weights.dtype)
+            grad, scatter = _scatter_grad(grad, tokens, rows, gate_weights, plan.needs[1])
+        gate_up_main, down_main = (
+            each if each is None or accumulates_grad(ctx, place) else None
+            for place, each in enumerate(ctx.main_grads, 1)
         )
-        found = work.backward(grad, x, (gate_up_weight, down_weight), (above, below), made, groups, spread)
+        weights, main_grads = (gate_up_weight, down_weight), (gate_up_main, down_main)
+        found = plan.backward(grad, x, weights, main_grads, result, groups, scatter)
         biases = (found.gate_up_bias, found.down_bias)
         totals = [
             None if total is None else total.to(dtype) for total, dtype in zip(biases, ctx.bias_dtypes, strict=True)
         ]
-        dx = to_source(found.x, ctx.shape, groups)
-        return dx, found.gate_up, found.down, *totals, None, None, dslots, *(None,) * 3
+        dx = grad_of_input(found.x, ctx.shape, groups)
+        return dx, found.gate_up, found.down, *totals, None, None, dgate_weights, *(None,) * 3
 
 
-def _spread(grad: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor, needs: Needs) -> tuple[Tensor, Spread | None]:
-    """The gradient of tokens [T, D] with how it is spread to rows, where a cast of both operands will do that; else
-    that of the rows."""
+def _scatter_grad(
+    grad: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor, needs: NeedsGrad
+) -> tuple[Tensor, GradScatter | None]:
+    """The gradient of tokens [T, D] with its scatter, if the cast of both operands gathers it; else the gradient of
+    rows [M, D] and None."""
     if not (needs.x and needs.weight) or needs.bias:
-        return permute_rows(grad, tokens, rows, slots), None
-    weights = torch.empty(tokens.shape, dtype=torch.float32, device=grad.device)
-    weights = weights.scatter(0, rows.reshape(-1).to(torch.int64), slots.reshape(-1).to(torch.float32))
-    return grad, Spread(tokens, weights)
+        return permute_rows(grad, tokens, rows, gate_weights), None
+    by_row = torch.empty(tokens.shape, dtype=torch.float32, device=grad.device)
+    by_row = by_row.scatter(0, rows.reshape(-1).to(torch.int64), gate_weights.reshape(-1).to(torch.float32))
+    return grad, GradScatter(tokens, by_row)
 
 
 def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:
@@ -236,7 +245,7 @@ def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:
 
 
 def check_pairs(roundings: object, weight_operands: object) -> None:
-    """Raise unless both layers of an MLP have what they draw by and their casts, or None."""
+    """Raise unless roundings and weight_operands are pairs, one element for each layer of an MLP."""
     if type(roundings) is tuple and type(weight_operands) is tuple and len(roundings) == len(weight_operands) == 2:
         return
     for name, pair in (("roundings", roundings), ("weight_operands", weight_operands)):

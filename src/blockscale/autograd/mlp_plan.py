@@ -1,5 +1,6 @@
-"""The work of a SwiGLU MLP's call besides autograd's bookkeeping, as `work.py` has it for a layer: casts, products and
-the activation between them, in a form that can be replayed.
+"""Casts, products and activation of a SwiGLU MLP's forward and backward, without autograd's bookkeeping.
+
+Recorded and replayed as `linear_plan.py` does for one layer.
 """
 
 from __future__ import annotations
@@ -13,28 +14,36 @@ from torch import Tensor
 from .. import call_recording
 from ..call_recording import Recording
 from ..formats.stochastic import Stochastic
-from .linear_plan import backward_again, can_be_replayed, dgrad, product, tensors_of, wgrad, which_of
-from .operands import Casts, Groups, Needs, Pair, SavedOperand, Spread, column_sums, matrix, set_aside
+from .linear_plan import (
+    can_be_replayed,
+    dgrad,
+    operand_tensors,
+    present_operands,
+    product,
+    replay_or_record_backward,
+    wgrad,
+)
+from .operands import Casts, GradScatter, Groups, NeedsGrad, Pair, SavedOperand, column_sums, matrix, save_operand
 from .recipe import Recipe
 
 Weights = tuple[Tensor, Tensor]
 Biases = tuple[Tensor | None, Tensor | None]
-# of x, and of both weights
+# operands that exist before the call: of x and of both weights
 CallState = tuple[Pair | None, Pair | None, Pair | None]
 
 
 class MLPForwardResult(NamedTuple):
-    """What a forward leaves: y [M, D], gate_up [M, 2H] if a backward will ask for it, and what waits of x and of both
-    weights.  memory: of a replayed call, whose tensors are whole buffers."""
+    """Result of a forward.  y: [M, D].  gate_up: [M, 2H] if the backward needs it.  saved: column operands of x and of
+    both weights.  recording: of a replayed call, whose saved tensors are whole buffers; else None."""
 
     y: Tensor
     gate_up: Tensor | None
-    kept: tuple[SavedOperand, SavedOperand, SavedOperand]
-    memory: Recording | None = None
+    saved: tuple[SavedOperand, SavedOperand, SavedOperand]
+    recording: Recording | None = None
 
 
 class Gradients(NamedTuple):
-    """Of rows [M, K], both weights, and both biases, those that are needed."""
+    """Gradients of rows [M, K], both weights and both biases; None for those that are not needed."""
 
     x: Tensor | None = None
     gate_up: Tensor | None = None
@@ -44,53 +53,54 @@ class Gradients(NamedTuple):
 
 
 class MLPPlan(NamedTuple):
-    """All that an MLP's call does besides autograd's bookkeeping.  needs: of the first layer and of the second."""
+    """Casts and products of one way to call an MLP.  needs: gradients of the first layer and of the second."""
 
     recipe: Recipe
     roundings: tuple[Stochastic | None, Stochastic | None]
-    needs: tuple[Needs, Needs]
+    needs: tuple[NeedsGrad, NeedsGrad]
     dtype: torch.dtype
 
     def forward(
-        self, x: Tensor, weights: Weights, biases: Biases, given: CallState, groups: Groups | None
+        self, x: Tensor, weights: Weights, biases: Biases, call_state: CallState, groups: Groups | None
     ) -> MLPForwardResult:
-        """given: operands that were made before; their layout follows from the shapes."""
+        """Both fprops, replayed if recorded. Layouts of the operands in call_state follow from the shapes."""
         optional = (*biases, *(groups or ()))
         inputs = [x, *weights, *(each for each in optional if each is not None)]
         if self.roundings != (None, None) or not can_be_replayed(inputs):
-            return self._forward(x, weights, biases, given, groups)
+            return self._forward(x, weights, biases, call_state, groups)
         layouts = (None if each is None else call_recording.layout(each) for each in optional)
-        key = (self.recipe, *self[2:], x.device, *which_of(given), *map(call_recording.layout, (x, *weights)), *layouts)
-        inputs += tensors_of(given)
-        known = call_recording.find_recording(key)
-        if known is None:
+        present = present_operands(call_state)
+        key = (self.recipe, *self[2:], x.device, *present, *map(call_recording.layout, (x, *weights)), *layouts)
+        inputs += operand_tensors(call_state)
+        recording = call_recording.find_recording(key)
+        if recording is None:
             return call_recording.run_and_record(
-                key, lambda: self._forward(x, weights, biases, given, groups), inputs, _results
+                key, lambda: self._forward(x, weights, biases, call_state, groups), inputs, _results
             )
-        y, gate_up, *parts = known.replay(inputs)
+        y, gate_up, *parts = recording.replay(inputs)
         assert y is not None
-        first, second, third = ((waits, tuple(parts[3 * at : 3 * at + 3])) for at, waits in enumerate(known.note))
-        return MLPForwardResult(y, gate_up, (first, second, third), known)  # pyright: ignore[reportArgumentType]
+        first, second, third = ((meta, tuple(parts[3 * at : 3 * at + 3])) for at, meta in enumerate(recording.note))
+        return MLPForwardResult(y, gate_up, (first, second, third), recording)  # pyright: ignore[reportArgumentType]
 
     def _forward(
-        self, x: Tensor, weights: Weights, biases: Biases, given: CallState, groups: Groups | None
+        self, x: Tensor, weights: Weights, biases: Biases, call_state: CallState, groups: Groups | None
     ) -> MLPForwardResult:
-        (above, below), (first, second) = self.needs, self._casts(groups)
-        keeps_weights = self.recipe.weight_cast != "twice"
-        x_row, x_col = given[0] or first.input(matrix(x), waits=above.weight)
-        gate_up_row, gate_up_col = given[1] or first.weight(weights[0], waits=above.x and keeps_weights)
-        down_row, down_col = given[2] or second.weight(weights[1], waits=below.x and keeps_weights)
+        (gate_up_needs, down_needs), (first, second) = self.needs, self._casts(groups)
+        saves_weights = self.recipe.weight_cast != "twice"
+        x_row, x_col = call_state[0] or first.input(matrix(x), save=gate_up_needs.weight)
+        gate_up_row, gate_up_col = call_state[1] or first.weight(weights[0], save=gate_up_needs.x and saves_weights)
+        down_row, down_col = call_state[2] or second.weight(weights[1], save=down_needs.x and saves_weights)
         assert x_row is not None
         assert gate_up_row is not None
         assert down_row is not None
         gate_up = product(x_row, gate_up_row, self.dtype, groups, bias=biases[0])
         y = product(second.swiglu(gate_up, "fprop_x"), down_row, self.dtype, groups, bias=biases[1])
-        kept = (
-            set_aside(x_col if above.weight else None),
-            set_aside(gate_up_col if above.x else None),
-            set_aside(down_col if below.x else None),
+        saved = (
+            save_operand(x_col if gate_up_needs.weight else None),
+            save_operand(gate_up_col if gate_up_needs.x else None),
+            save_operand(down_col if down_needs.x else None),
         )
-        return MLPForwardResult(y, gate_up if below.x or below.weight else None, kept)
+        return MLPForwardResult(y, gate_up if down_needs.x or down_needs.weight else None, saved)
 
     def backward(
         self,
@@ -98,21 +108,21 @@ class MLPPlan(NamedTuple):
         x: Tensor | None,
         weights: Weights,
         main_grads: Biases,
-        made: MLPForwardResult,
+        result: MLPForwardResult,
         groups: Groups | None,
-        spread: Spread | None = None,
+        scatter: GradScatter | None = None,
     ) -> Gradients:
-        """Of grad [M, D], or of tokens that it is spread from.  x: the input, where no operand of it waits; made.y is
-        not looked at."""
-        memory = made.memory
-        if memory is None or not can_be_replayed((grad,)):
-            return self._backward(grad, x, weights, main_grads, made, groups, spread)
-        # a weight whose operand waits is not read
-        read = (weight if waits is None else None for weight, (waits, _) in zip(weights, made.kept[1:], strict=True))
-        parts = (part for _, three in made.kept for part in three)
-        optional = (x, made.gate_up, *read, *main_grads, *parts, *(groups or ()), *(spread or ()))
-        call = functools.partial(self._backward, grad, x, weights, main_grads, made, groups, spread)
-        return Gradients(*backward_again(memory, grad, optional, call))
+        """Gradients from grad [M, D] of rows, or with `scatter` from grad [T, D] of tokens.  x: the input, if its
+        operand was not saved.  result.y is not read."""
+        recording = result.recording
+        if recording is None or not can_be_replayed((grad,)):
+            return self._backward(grad, x, weights, main_grads, result, groups, scatter)
+        # a weight whose operand was saved is not read
+        read = (weight if meta is None else None for weight, (meta, _) in zip(weights, result.saved[1:], strict=True))
+        parts = (part for _, three in result.saved for part in three)
+        optional = (x, result.gate_up, *read, *main_grads, *parts, *(groups or ()), *(scatter or ()))
+        call = functools.partial(self._backward, grad, x, weights, main_grads, result, groups, scatter)
+        return Gradients(*replay_or_record_backward(recording, grad, optional, call))
 
     def _backward(
         self,
@@ -120,36 +130,36 @@ class MLPPlan(NamedTuple):
         x: Tensor | None,
         weights: Weights,
         main_grads: Biases,
-        made: MLPForwardResult,
+        result: MLPForwardResult,
         groups: Groups | None,
-        spread: Spread | None,
+        scatter: GradScatter | None,
     ) -> Gradients:
-        (above, below), (first, second), gate_up = self.needs, self._casts(groups), made.gate_up
-        (x_kept, gate_up_kept, down_kept), buffers = made.kept, made.memory is not None
+        (gate_up_needs, down_needs), (first, second), gate_up = self.needs, self._casts(groups), result.gate_up
+        (x_saved, gate_up_saved, down_saved), buffers = result.saved, result.recording is not None
         dx = dw_gate_up = dw_down = db_gate_up = db_down = row = col = hidden = None
-        if spread is None:
-            dy_row, dy_col, db_down = second.gradient(grad, below)
+        if scatter is None:
+            dy_row, dy_col, db_down = second.gradient(grad, down_needs)
         else:
-            dy_row, dy_col = second.spread_gradient(grad, spread)
-        if below.x:
+            dy_row, dy_col = second.scattered_gradient(grad, scatter)
+        if down_needs.x:
             assert gate_up is not None
-            down_col = second.column(down_kept, weights[1], "dgrad_w", buffers=buffers)
+            down_col = second.column(down_saved, weights[1], "dgrad_w", buffers=buffers)
             dh = dgrad(grad, dy_row, weights[1], down_col, gate_up.dtype, groups)
-            if above.x or above.weight:
-                wanted = second.spec("wgrad_x", gate_up) if below.weight else None
+            if gate_up_needs.x or gate_up_needs.weight:
+                wanted = second.spec("wgrad_x", gate_up) if down_needs.weight else None
                 row, col, hidden = first.swiglu_gradient(dh, gate_up, wanted)
-            if above.bias:
+            if gate_up_needs.bias:
                 call_recording.refuse("a sum by torch")
                 db_gate_up = swiglu_bias_gradient(dh, gate_up, first.offs)
-        if below.weight:
+        if down_needs.weight:
             assert gate_up is not None
             hidden = second.swiglu(gate_up, "wgrad_x", axis=-2) if hidden is None else hidden
             dw_down = wgrad(grad, dy_col, None, hidden, weights[1].dtype, main_grads[1], groups)
-        if above.x:
-            gate_up_col = first.column(gate_up_kept, weights[0], "dgrad_w", buffers=buffers)
+        if gate_up_needs.x:
+            gate_up_col = first.column(gate_up_saved, weights[0], "dgrad_w", buffers=buffers)
             dx = dgrad(grad, row, weights[0], gate_up_col, self.dtype, groups)
-        if above.weight:
-            x_col = first.column(x_kept, x, "wgrad_x", buffers=buffers)
+        if gate_up_needs.weight:
+            x_col = first.column(x_saved, x, "wgrad_x", buffers=buffers)
             dw_gate_up = wgrad(grad, col, None, x_col, weights[0].dtype, main_grads[0], groups)
         return Gradients(dx, dw_gate_up, dw_down, db_gate_up, db_down)
 
@@ -157,16 +167,16 @@ class MLPPlan(NamedTuple):
         return Casts(self.recipe, self.roundings[0], groups), Casts(self.recipe, self.roundings[1], groups)
 
 
-def _results(made: MLPForwardResult) -> tuple[list[Tensor | None], object]:
-    parts = [part for _, three in made.kept for part in three]
-    return [made.y, made.gate_up, *parts], tuple(waits for waits, _ in made.kept)
+def _results(result: MLPForwardResult) -> tuple[list[Tensor | None], object]:
+    parts = [part for _, three in result.saved for part in three]
+    return [result.y, result.gate_up, *parts], tuple(meta for meta, _ in result.saved)
 
 
 def swiglu_bias_gradient(grad: Tensor, gate_up: Tensor, offs: Tensor | None = None) -> Tensor:
-    """fp32 sums [2H] over rows of the gradient of gate and up, in high precision and by torch; [E, 2H] of groups.
+    """Bias gradient of gate and up: fp32 sums [2H] over rows, or [E, 2H] over the rows of each group, by torch.
 
-    The fused cast of that gradient has no sums, and codes are not what a bias's gradient is made of. So a bias before
-    the activation costs another pass; operands are the fused cast's with and without.
+    The fused cast of that gradient returns no column sums, and a bias gradient is not summed from codes. So a bias
+    before the activation costs another pass. The operands are the fused cast's in either case.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     dy, s = grad.float(), torch.sigmoid(gate)

@@ -1,7 +1,7 @@
-"""The casts of a layer: which operands its products need, made from one read each, and how they wait for a backward.
+"""The casts of a layer: the operands of its products, each tensor read once, and how operands are saved for backward.
 
 Nothing here is differentiable; `linear.py`, `mlp.py` and `grouped.py` put products and gradients on top. A layer of
-experts makes the same operands of the rows of its groups: `Groups`.
+experts casts the same operands, with rows in `Groups`.
 """
 
 from __future__ import annotations
@@ -27,82 +27,88 @@ from ..grouped import Routing
 from ..grouped.ops import wanted_layouts as wanted_grouped_layouts
 from ..grouped.routing_ops import permute_rows
 from .recipe import Recipe
-from .transforms import LOW, Subject, are_transforms_active, check_transforms
+from .transforms import QUANTIZED, Subject, are_transforms_active, check_transforms
 
 Pair = tuple[BlockScaled | None, BlockScaled | None]
 Resolved = tuple[CastSpec, CastPlan]
 
 
-class Needs(NamedTuple):
-    """Which gradients will be asked for; all False where there will be no backward."""
+class NeedsGrad(NamedTuple):
+    """Which gradients the backward computes; all False without a backward."""
 
     x: bool
     weight: bool
     bias: bool
 
 
-NOTHING = Needs(False, False, False)
+NO_GRADS = NeedsGrad(False, False, False)
 
 
-def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None, subject: Subject = LOW) -> Needs:
-    """What a call made now will be asked for; raises for derivatives that layers do not have."""
+def needed_grads(x: Tensor, weight: Tensor, bias: Tensor | None, subject: Subject = QUANTIZED) -> NeedsGrad:
+    """The gradients that a call made now has to provide. Raises for derivatives that layers do not have."""
     if are_transforms_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         check_transforms(x, weight, bias, subject=subject)
     if not torch.is_grad_enabled():
-        return NOTHING
-    return Needs(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        return NO_GRADS
+    return NeedsGrad(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
 
 
 def matrix(x: Tensor) -> Tensor:
     """[..., K] -> [M, K]."""
     if x.dim() == 2:
         return x
-    # without features nothing says how many rows there are
+    # without features, -1 cannot be inferred
     return x.reshape(-1 if x.shape[-1] else math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class Groups(NamedTuple):
-    """Which rows belong to which expert.  offs: their ends.  tokens, rows: of an input that has yet to be permuted (see
-    `Routing`), whose rows are gathered by the cast itself."""
+    """The groups of a grouped layer: a `Routing`, or only its `offs` if the rows are already sorted by expert.
+
+    offs: int32 [E], inclusive ends of the experts.  tokens, rows: as in `Routing`, for an input [T, K] that is not
+    permuted yet; the cast gathers its rows. None for rows that are sorted.
+    """
 
     offs: Tensor
     tokens: Tensor | None = None
     rows: Tensor | None = None
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The rows of the groups in high precision."""
+        """The rows sorted by expert [M, K], in the dtype of x."""
         return x if self.tokens is None or self.rows is None else permute_rows(x, self.tokens, self.rows, None)
 
 
-class Spread(NamedTuple):
-    """How the gradient of tokens [T, D], each a weighted sum of its rows, becomes that of the rows: row i has that of
-    tokens[i], times weights[i] (fp32)."""
+class GradScatter(NamedTuple):
+    """Indices and factors that scatter the gradient of tokens [T, D] to rows: drow[i] = grad[tokens[i]] *
+    gate_weights[i].  tokens: int32 [M].  gate_weights: fp32 [M], one for each row."""
 
     tokens: Tensor
-    weights: Tensor
+    gate_weights: Tensor
 
 
 def groups_of(offs: Tensor | Routing) -> Groups:
-    """What a caller says of its groups: ends of rows that lie in order, or where they are to go."""
+    """The groups of an argument `offs`: group ends of sorted rows, or the routing of tokens."""
     return Groups(offs.offs, offs.tokens, offs.rows) if isinstance(offs, Routing) else Groups(offs)
 
 
 @dataclass(frozen=True, eq=False)
 class Casts:
-    """The casts of one layer's call: its recipe, the state and the name that stochastic rounding draws by, and the
-    groups of a layer of experts."""
+    """The casts of one layer's call.
+
+    recipe: formats of the operands.  rounding: state and stream name of stochastic rounding.  groups: of a layer of
+    experts.
+    """
 
     recipe: Recipe
     rounding: Stochastic | None = None
     groups: Groups | None = None
 
-    def among(self, groups: Groups | None) -> Casts:
-        """The same casts of a call with these groups."""
+    def with_groups(self, groups: Groups | None) -> Casts:
+        """The same casts with these groups."""
         return self if groups is None else Casts(self.recipe, self.rounding, groups)
 
     def spec(self, role: str | None, like: Tensor) -> Resolved | None:
-        """The cast of a role, its scales laid out as the product on that tensor's device reads them; None: high
-        precision. A tensor of rank 3 is the weight of experts."""
+        """The cast of a role, with the scale layout that the product on that tensor's device reads; None if the role
+        is unquantized. A tensor of rank 3 is the weight of experts."""
         operand = None if role is None else self.recipe.operand(role)
         if role is None or operand is None:
             return None
@@ -116,8 +122,8 @@ class Casts:
         spec = operand.spec(role, self.rounding, layout, grouped=grouped)
         return spec, spec.plan()
 
-    def low(self, role: str, like: Tensor) -> Resolved:
-        """`spec` of a role that is known to be in low precision."""
+    def quantized_spec(self, role: str, like: Tensor) -> Resolved:
+        """`spec` of a role that the recipe quantizes."""
         resolved = self.spec(role, like)
         assert resolved is not None, role
         return resolved
@@ -127,70 +133,72 @@ class Casts:
         return None if self.groups is None else self.groups.offs
 
     def both(self, x: Tensor, row: str | None, col: str | None) -> Pair:
-        """Operands of a matrix for two roles, blocks along its last axis and along its first; None where none is
-        wanted or the role stays in high precision. One read makes both."""
+        """Row and column operand of a matrix (blocks along its last axis and along its first) from one read; None
+        for a role that is None or unquantized."""
         offs = self.offs if x.dim() == 2 else None  # the weights of experts have no rows to group
         return _cast(x, self.spec(row, x), self.spec(col, x), offs, colsum=False)[:2]
 
-    def input(self, x: Tensor, *, waits: bool) -> Pair:
-        """Of an input [M, K]: fprop's operand, and wgrad's, which waits for the backward. An input that has yet to be
-        permuted is read in its new order."""
-        roles = "fprop_x", "wgrad_x" if waits and self.recipe.saves == "operand" else None
+    def input(self, x: Tensor, *, save: bool) -> Pair:
+        """Row operand of an input [M, K] for fprop, and its column operand for wgrad if `save`. An input that is not
+        permuted yet is read in the order of its rows."""
+        roles = "fprop_x", "wgrad_x" if save and self.recipe.saves == "operand" else None
         groups = self.groups
         if groups is None or groups.tokens is None:
             return self.both(x, *roles)
         row, col = (self.spec(role, x) for role in roles)
         if row is not None and col is not None:
             return permute_cast_both(x, groups.tokens, (row[0], col[0]), (row[1], col[1]), groups.offs)
-        # a row that is cast once may be copied, unless its scale depends on whom it lies with
+        # each token is cast once and its codes are copied, unless the amax is per group
         if row is not None and col is None and not row[1].grouped_amax:
             return cast_permute(x, groups.tokens, *row), None
         return self.both(groups.gathered(x), *roles)
 
-    def weight(self, weight: Tensor, *, waits: bool) -> Pair:
-        """Of a weight [N, K] or [E, N, K]: fprop's operand, and dgrad's, which waits for the backward."""
-        return self.both(weight, "fprop_w", "dgrad_w" if waits else None)
+    def weight(self, weight: Tensor, *, save: bool) -> Pair:
+        """Row operand of a weight [N, K] or [E, N, K] for fprop, and its column operand for dgrad if `save`."""
+        return self.both(weight, "fprop_w", "dgrad_w" if save else None)
 
-    def gradient(self, grad: Tensor, needs: Needs) -> tuple[BlockScaled | None, BlockScaled | None, Tensor | None]:
-        """Of an output's gradient [M, N]: dgrad's operand, wgrad's, and its column sums (the bias's gradient)."""
+    def gradient(self, grad: Tensor, needs: NeedsGrad) -> tuple[BlockScaled | None, BlockScaled | None, Tensor | None]:
+        """dgrad's and wgrad's operands of an output gradient [M, N], and its column sums (the bias gradient)."""
         row = self.spec("dgrad_dy" if needs.x else None, grad)
         col = self.spec("wgrad_dy" if needs.weight else None, grad)
         return _cast(grad, row, col, self.offs, colsum=needs.bias)
 
-    def spread_gradient(self, grad: Tensor, spread: Spread) -> tuple[BlockScaled, BlockScaled]:
-        """Of the gradient of tokens [T, N]: dgrad's operand and wgrad's of the rows that it is spread to, which are
-        never written in high precision."""
-        (row, row_plan), (col, col_plan) = self.low("dgrad_dy", grad), self.low("wgrad_dy", grad)
+    def scattered_gradient(self, grad: Tensor, scatter: GradScatter) -> tuple[BlockScaled, BlockScaled]:
+        """dgrad's and wgrad's operands of the row gradients [M, N] that the gradient of tokens [T, N] is scattered to.
+        The rows are never written in high precision."""
+        (row, row_plan), (col, col_plan) = self.quantized_spec("dgrad_dy", grad), self.quantized_spec("wgrad_dy", grad)
         assert self.offs is not None
-        return permute_cast_both(grad, spread.tokens, (row, col), (row_plan, col_plan), self.offs, spread.weights)
+        return permute_cast_both(
+            grad, scatter.tokens, (row, col), (row_plan, col_plan), self.offs, scatter.gate_weights
+        )
 
     def column(
-        self, kept: SavedOperand, source: Tensor | None, role: str, *, buffers: bool = False
+        self, saved: SavedOperand, source: Tensor | None, role: str, *, buffers: bool = False
     ) -> BlockScaled | None:
-        """The column operand that waited for a backward, or, where none did, one made now of the source; None in high
-        precision.  buffers: what waited is whole buffers."""
-        waits, parts = kept
-        if waits is not None:
-            return waits.operand(parts, buffers=buffers)
+        """The column operand saved for backward, or a cast of the source if none was saved; None if the role is
+        unquantized.  buffers: the saved tensors are whole buffers."""
+        meta, parts = saved
+        if meta is not None:
+            return meta.operand(parts, buffers=buffers)
         assert source is not None, role
         if self.recipe.operand(role) is None:
             return None
         groups = self.groups
         if role == "wgrad_x" and groups is not None and groups.tokens is not None:
-            return permute_cast_columns(source, groups.tokens, *self.low(role, source), groups.offs)
+            return permute_cast_columns(source, groups.tokens, *self.quantized_spec(role, source), groups.offs)
         return self.both(matrix(source) if groups is None else source, None, role)[1]
 
     def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
-        """Of silu(gate) * up, which is never written in high precision: the operand of a role, made from [M, 2H]."""
-        resolved = self.low(role, gate_up)
-        return swiglu_cast(gate_up, *resolved, axis, _ends(self.offs, resolved, axis))
+        """Operand of silu(gate) * up for a role, from gate_up [M, 2H]; the activation itself is never written."""
+        resolved = self.quantized_spec(role, gate_up)
+        return swiglu_cast(gate_up, *resolved, axis, _offs_for(self.offs, resolved, axis))
 
     def swiglu_gradient(
         self, grad: Tensor, gate_up: Tensor, hidden: Resolved | None
     ) -> tuple[BlockScaled, BlockScaled, BlockScaled | None]:
-        """Of the gradient of gate and up [M, 2H], from one read of grad [M, H] and gate_up: dgrad's operand and wgrad's
-        of this layer, and with a cast `hidden` of the next layer the column operand of silu(gate) * up."""
-        row, col = self.low("dgrad_dy", grad), self.low("wgrad_dy", grad)
+        """dgrad's and wgrad's operands of the gradient of gate and up [M, 2H], from one read of grad [M, H] and
+        gate_up. With a cast `hidden` of the next layer also the column operand of silu(gate) * up."""
+        row, col = self.quantized_spec("dgrad_dy", grad), self.quantized_spec("wgrad_dy", grad)
         third = (None, None) if hidden is None else hidden
         return swiglu_backward_cast(grad, gate_up, (row[0], col[0]), (row[1], col[1]), *third, self.offs)
 
@@ -205,22 +213,22 @@ def _cast(
     if colsum:
         call_recording.refuse("a sum by torch")
         total = column_sums(x, offs)
-    return _one(x, row, -1, offs), _one(x, col, -2, offs), total
+    return _cast_one(x, row, -1, offs), _cast_one(x, col, -2, offs), total
 
 
-def _one(x: Tensor, resolved: Resolved | None, axis: int, offs: Tensor | None) -> BlockScaled | None:
-    return None if resolved is None else cast(x, *resolved, axis, _ends(offs, resolved, axis))
+def _cast_one(x: Tensor, resolved: Resolved | None, axis: int, offs: Tensor | None) -> BlockScaled | None:
+    return None if resolved is None else cast(x, *resolved, axis, _offs_for(offs, resolved, axis))
 
 
-def _ends(offs: Tensor | None, resolved: Resolved, axis: int) -> Tensor | None:
-    """Ends of groups for a cast that depends on them. Blocks inside rows do not, and their cast alone is quicker
-    without: a row of no group is then cast too, and no product reads it."""
+def _offs_for(offs: Tensor | None, resolved: Resolved, axis: int) -> Tensor | None:
+    """`offs` if the cast depends on the groups, else None. Blocks inside rows do not, and a cast without groups is
+    faster: it also casts rows of no group, which no product reads."""
     return offs if axis == -2 or resolved[1].grouped_amax else None
 
 
 def column_sums(x: Tensor, offs: Tensor | None) -> Tensor:
-    """Sums over rows [N], or over those of each group [G, N], in fp32; fp64 in between where groups are summed, so that
-    the order shows in no bit that is kept."""
+    """Sums over rows [N], or over the rows of each group [G, N], in fp32. Groups are accumulated in fp64, so that the
+    order of the additions does not change the fp32 result."""
     if offs is None:
         return x.sum(0, dtype=torch.float32)
     group, _ = locate(torch.arange(x.shape[0], device=x.device), offs.to(torch.int64))
@@ -231,9 +239,11 @@ def column_sums(x: Tensor, offs: Tensor | None) -> Tensor:
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class Waiting(NamedTuple):
-    """What an operand is besides its tensors, while these wait for the backward. Views that it is made of are kept as
-    sizes and strides: a replayed call hands out whole buffers."""
+class OperandMeta(NamedTuple):
+    """Metadata of an operand that is saved for backward; its tensors go through `save_for_backward`.
+
+    views: sizes and strides of codes and scales, since a replayed call returns whole buffers.
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -244,13 +254,13 @@ class Waiting(NamedTuple):
     views: tuple[tuple[torch.Size, tuple[int, ...]], ...] = ()
 
     def operand(self, parts: Parts, *, buffers: bool) -> BlockScaled:
-        """The operand again, scaled axis last, as a product takes it.  buffers: the tensors are whole buffers."""
+        """The operand with its scaled axis last, as a product takes it.  buffers: the tensors are whole buffers."""
         data, scale, factor = parts
         assert data is not None
         assert scale is not None
         if buffers:
             data, scale = (each.as_strided(*view) for each, view in zip((data, scale), self.views, strict=True))
-        made = from_parts(
+        restored = from_parts(
             data,
             scale,
             factor,
@@ -261,16 +271,17 @@ class Waiting(NamedTuple):
             hadamard=self.hadamard,
             groups=self.groups,
         )
-        return made.operand
+        return restored.operand
 
 
-SavedOperand = tuple[Waiting | None, Parts]
+# codes, scales and tensor scale of an operand, with its metadata; all None if nothing is saved
+SavedOperand = tuple[OperandMeta | None, Parts]
 
 
-def set_aside(q: BlockScaled | None) -> SavedOperand:
-    """An operand as three tensors for `save_for_backward`, and what it takes to make it again."""
+def save_operand(q: BlockScaled | None) -> SavedOperand:
+    """An operand as three tensors for `save_for_backward`, and the metadata to restore it."""
     if q is None:
         return None, (None, None, None)
     data, scale, factor, kind = to_parts(q)
     views = () if torch.compiler.is_compiling() else ((data.shape, data.stride()), (scale.shape, scale.stride()))
-    return Waiting(kind, q.shape, q.axis, q.hadamard, q.group_align, q.groups, views), (data, scale, factor)
+    return OperandMeta(kind, q.shape, q.axis, q.hadamard, q.group_align, q.groups, views), (data, scale, factor)

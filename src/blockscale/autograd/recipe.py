@@ -4,8 +4,8 @@
     dgrad  dX = dY @ W      contracts output features
     wgrad  dW = dY.mT @ X   contracts tokens
 
-A product that is None stays in high precision. Named recipes are in `RECIPES`; `Recipe.replace` makes others. What the
-choices are founded on is in docs/recipes.md.
+A product that is None is unquantized. Named recipes are in `RECIPES`; `Recipe.replace` makes others. docs/recipes.md
+has the reasons for the choices.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WEIGHT_CASTS: tuple[WeightCast, ...] = ("forward", "twice", "step")
 class Operand:
     """How one operand is cast.
 
-    format: one of the ten names.  scale_rule: None takes the format's default.  stochastic: codes are drawn, so that
-    rounding is right on average; gradients only.  hadamard: True or a sign mask, the same on both sides of a product.
+    format: one of the ten names.  scale_rule: None takes the format's default.  stochastic: stochastic rounding,
+    which is unbiased; gradients only.  hadamard: True or a sign mask, the same for both operands of a product.
     """
 
     format: str
@@ -44,11 +44,11 @@ class Operand:
     def spec(
         self, role: str, rounding: Stochastic | None, layout: str | None = None, *, grouped: bool = False
     ) -> CastSpec:
-        """The cast of this operand in a layer's place `role`; rounding: of a layer that draws.  grouped: of experts,
-        each of which has a tensor scale of its own where the format has any, so that none depends on its neighbours."""
-        drawn = rounding if self.stochastic and rounding is not None else "nearest"
+        """The cast of this operand for a role.  rounding: of a layer with stochastic rounding.  grouped: for experts,
+        each of which has its own tensor scale where the format has one, so that no expert depends on another."""
+        chosen = rounding if self.stochastic and rounding is not None else "nearest"
         amax = "group" if grouped and get_format(self.format).family == "nvfp4" else "tensor"
-        return CastSpec(self.format, self.scale_rule, drawn, self.hadamard, role, amax, scale_layout=layout)
+        return CastSpec(self.format, self.scale_rule, chosen, self.hadamard, role, amax, scale_layout=layout)
 
     def __str__(self) -> str:
         words = [self.format, self.scale_rule or get_format(self.format).default_rule(stochastic=self.stochastic)]
@@ -59,7 +59,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """The two operands of a product, the gradient or activation that is a's rows first."""
+    """The two operands of a product.  a: X in fprop, dY in dgrad and wgrad.  b: W in fprop and dgrad, X in wgrad."""
 
     a: Operand
     b: Operand
@@ -70,17 +70,17 @@ class Product:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a layer does in low precision.
+    """Formats of a layer's three products, and what is saved for backward.
 
-    fprop, dgrad, wgrad: None stays in high precision.  until: a step from which on a product stays in high precision
-    too, such as {"fprop": 8000}.  since: the step up to which all of them do, such as the last of a warm-up; see `at`.
-    saves: what of an input waits for the backward: "operand" (its 8-bit or 4-bit copy, made in the forward from one
-    read) or "source" (the input itself, cast in the backward: for inputs that somebody else keeps anyway).
-    weight_cast: "forward" (both operands of the weight are made in the forward and wait for the backward), "twice" (one
-    in the forward, one in the backward: nothing waits) or "step" (once per optimizer step, see docs/weights.md).
+    fprop, dgrad, wgrad: None is unquantized.  until: optimizer step from which on a product is unquantized, such as
+    {"fprop": 8000}.  since: step before which all products are unquantized, such as the end of a warm-up; see `at`.
+    saves: what of an input is saved for backward: "operand" (wgrad's 8-bit or 4-bit operand, cast in the forward from
+    the same read) or "source" (the input itself, cast in the backward: for inputs that are in memory anyway).
+    weight_cast: "forward" (both operands of the weight are cast in the forward, dgrad's is saved), "twice" (one is cast
+    in the forward, one in the backward, none is saved) or "step" (once per optimizer step, see docs/weights.md).
 
-    is_quantized: whether any product is in low precision.  stochastic: whether a cast is, so that a layer needs a name
-    and a state.
+    is_quantized: whether any product is quantized.  stochastic: whether any operand has stochastic rounding, so that a
+    layer needs a name and a state.
 
     >>> print(get_recipe("fp8_blockwise").fprop)
     fp8_1x128 fp32 @ fp8_128x128 fp32
@@ -94,7 +94,7 @@ class Recipe:
     saves: Literal["operand", "source"] = "operand"
     weight_cast: WeightCast = "forward"
     since: int = 0
-    # found once: every call of a layer asks, and compiled code cannot find out later
+    # computed once: every call of a layer reads them, and compiled code cannot compute them
     is_quantized: bool = field(init=False, repr=False, compare=False)
     stochastic: bool = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
@@ -106,7 +106,7 @@ class Recipe:
             if product is not None:
                 _check_product(name, product)
         _check_until(self.until)
-        object.__setattr__(self, "until", dict(self.until))  # whose it was may change it
+        object.__setattr__(self, "until", dict(self.until))  # a copy: the caller may change its own
         _check_since(self.since)
         check_name(self.saves, ("operand", "source"), "saved input")
         check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
@@ -121,21 +121,21 @@ class Recipe:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # made anew where it is loaded: hashes of text differ from process to process
+        # constructed anew when unpickled: hashes of strings differ between processes
         return Recipe, tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.init)
 
     def operand(self, role: str) -> Operand | None:
-        """The operand of a role, such as "dgrad_dy"; None where its product stays in high precision."""
+        """The operand of a role, such as "dgrad_dy"; None if its product is unquantized."""
         check_name(role, ROLES, "role")
         product: Product | None = getattr(self, role[:5])
         if product is None:
             return None
-        # a weight and an activation are the second operand of the product that they are in
+        # b is the weight, or in wgrad the activation
         second = role in ("fprop_w", "dgrad_w", "wgrad_x")
         return product.b if second else product.a
 
     def formats(self) -> dict[str, str | None]:
-        """The format of each role, None for high precision: all that a roofline asks for.
+        """The format of each role, None if unquantized.
 
         >>> get_recipe("mxfp8_wgrad_bf16").formats()["wgrad_x"] is None
         True
@@ -144,7 +144,7 @@ class Recipe:
         return {role: None if operand is None else operand.format for role, operand in operands}
 
     def at(self, step: int) -> Recipe:
-        """The recipe as it is at an optimizer step: itself, or without the products whose time has not come or is over.
+        """The recipe at an optimizer step: without the products that `since` or `until` leave unquantized there.
 
         >>> recipe = get_recipe("nvfp4").replace(until={"fprop": 100}, since=10)
         >>> [recipe.at(step).fprop is None for step in (9, 10, 99, 100)]
@@ -156,7 +156,7 @@ class Recipe:
         return dataclasses.replace(self, **over) if over else self
 
     def replace(self, **changes: Any) -> Recipe:
-        """The same recipe with other fields; a name is made from what changed unless one is given."""
+        """The same recipe with other fields. Without a new name, "*" is appended to the old one."""
         known = [each.name for each in dataclasses.fields(self) if each.init]
         for name in changes:
             check_name(name, known, "field of a recipe")
@@ -178,8 +178,8 @@ class Recipe:
 
     def recomputed(self) -> Recipe:
         """The same recipe, bit by bit, for compiled layers under selective recomputation: each operand of an input or a
-        weight is made where it is multiplied. A compiler drops what nobody reads, but one operand of a cast that makes
-        two it cannot drop, so both would be made in the forward, and both again in the backward.
+        weight is cast where it is multiplied. A compiler cannot drop one result of a cast with two: both operands would
+        be cast in the forward, and both again in the backward.
 
         >>> found = get_recipe("fp8_blockwise").recomputed()
         >>> found.name, found.saves, found.weight_cast
@@ -195,7 +195,7 @@ class Recipe:
 
 def _check_until(until: object) -> None:
     if not isinstance(until, Mapping):
-        rule = "it says from which step on a product stays in high precision"
+        rule = "it maps a product to the step from which on it is unquantized"
         raise OptionError(message(f"until={in_words(until)}", rule=rule, fix="pass a mapping such as {'fprop': 8000}"))
     for name, step in until.items():
         check_name(name, PRODUCTS, "product")
@@ -206,13 +206,13 @@ def _check_until(until: object) -> None:
 
 def _check_since(since: object) -> None:
     if not isinstance(since, int) or isinstance(since, bool) or since < 0:
-        rule = "low precision begins at a step, counted from 0"
+        rule = "quantization begins at a step, counted from 0"
         raise OptionError(message(f"since={in_words(since)}", rule=rule, fix="pass an int of 0 or more"))
 
 
 def _check_product(name: str, product: Product) -> None:
     if not isinstance(product, Product):  # pyright: ignore[reportUnnecessaryIsInstance]
-        rule = "a product has two operands, or is None and stays in high precision"
+        rule = "a product has two operands, or is None and unquantized"
         fix = "pass Product(Operand(format), Operand(format))"
         raise OptionError(message(f"{name}={in_words(product)}", rule=rule, fix=fix))
     a, b = product.a, product.b
@@ -221,7 +221,7 @@ def _check_product(name: str, product: Product) -> None:
             rule, fix = "an operand says how it is cast", "pass Product(Operand(format), Operand(format))"
             raise OptionError(message(f"{name} with an operand that is {in_words(operand)}", rule=rule, fix=fix))
         check_flag(operand.stochastic, "stochastic")
-        operand.spec("fprop_x", None).plan()  # raises for options that the format does not have
+        operand.spec("fprop_x", None).plan()  # raises for options that the format lacks
     check_pair(a.format, b.format)
     if a.hadamard != b.hadamard:
         raise OptionError(
@@ -237,7 +237,7 @@ def _check_product(name: str, product: Product) -> None:
             raise OptionError(
                 message(
                     f"stochastic rounding of {name}'s {what}",
-                    rule="drawn codes belong on gradients: on activations and weights they make training diverge",
+                    rule="stochastic rounding is for gradients: on activations and weights it makes training diverge",
                     fix="round gradients stochastically, and activations and weights to nearest",
                 )
             )
@@ -245,14 +245,14 @@ def _check_product(name: str, product: Product) -> None:
             raise OptionError(
                 message(
                     f"{operand.format} for {name}'s {what}",
-                    rule="2-D blocks are for weights: a block of tokens would mix what different tokens need",
+                    rule="2-D blocks are for weights: a block over several tokens would share one scale among them",
                     fix="use the format with 1-D blocks",
                 )
             )
 
 
-def _alike(name: str, fprop: Product, wgrad: Product | None) -> Recipe:
-    """dgrad as fprop: the gradient in the place of the activation, the weight along its other axis."""
+def _dgrad_as_fprop(name: str, fprop: Product, wgrad: Product | None) -> Recipe:
+    """A recipe whose dgrad has the formats of fprop, the gradient in place of the activation."""
     return Recipe(name, fprop, fprop, wgrad)
 
 
@@ -266,11 +266,11 @@ RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe("bf16"),
-        _alike("fp8_blockwise", Product(_FP8, _FP8_WEIGHT), Product(_FP8, _FP8)),
-        _alike("mxfp8", Product(_MXFP8, _MXFP8), Product(_MXFP8, _MXFP8)),
-        _alike("mxfp8_128x128", Product(_MXFP8, _MXFP8_WEIGHT), Product(_MXFP8, _MXFP8)),
-        _alike("mxfp8_wgrad_bf16", Product(_MXFP8, _MXFP8), None),
-        _alike("mxfp6", Product(_MXFP6, _MXFP6), Product(_MXFP6, _MXFP6)),
+        _dgrad_as_fprop("fp8_blockwise", Product(_FP8, _FP8_WEIGHT), Product(_FP8, _FP8)),
+        _dgrad_as_fprop("mxfp8", Product(_MXFP8, _MXFP8), Product(_MXFP8, _MXFP8)),
+        _dgrad_as_fprop("mxfp8_128x128", Product(_MXFP8, _MXFP8_WEIGHT), Product(_MXFP8, _MXFP8)),
+        _dgrad_as_fprop("mxfp8_wgrad_bf16", Product(_MXFP8, _MXFP8), None),
+        _dgrad_as_fprop("mxfp6", Product(_MXFP6, _MXFP6), Product(_MXFP6, _MXFP6)),
         Recipe(
             "mxfp4",
             fprop=Product(_MXFP4, _MXFP4),
@@ -288,8 +288,8 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe by name; a recipe is returned as it is. Products that are to stay in high precision may follow a name:
-    who asks which of them costs a model its loss compares `fp8_blockwise` with `fp8_blockwise_wgrad_bf16`.
+    """A recipe by name; a `Recipe` is returned as it is. A name may be followed by products to leave unquantized, such
+    as `fp8_blockwise_wgrad_bf16`: comparing the two shows which product costs loss.
 
     >>> get_recipe("nvfp4").stochastic
     True
@@ -298,15 +298,15 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if isinstance(recipe, str) and (found := RECIPES.get(recipe) or _sparing(recipe)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(recipe, str) and (found := RECIPES.get(recipe) or _with_unquantized(recipe)):  # pyright: ignore[reportUnnecessaryIsInstance]
         return found
     check_name(recipe, RECIPES, "recipe")
     return RECIPES[recipe]
 
 
 @functools.cache
-def _sparing(name: str) -> Recipe | None:
-    """The recipe of a name that is followed by products, which are spared; not by all of them."""
+def _with_unquantized(name: str) -> Recipe | None:
+    """The recipe of a name that is followed by unquantized products; None for other names, or if all three follow."""
     found = spared_products(name, RECIPES)
     if found is None:
         return None

@@ -3,8 +3,8 @@
     routing, gate_weights = route(scores, k)
     y = combine(experts(permute(x, routing), routing.offs), routing, gate_weights)
 
-Everything is summed in a fixed order, so forward and backward give the same bits on every run; nothing waits for the
-host. Selection itself has no gradient: a router learns through the gate weights of the experts that were chosen.
+Everything is summed in a fixed order, so forward and backward give the same bits on every run. There is no host sync.
+Selection has no gradient: a router learns through the gate weights of the experts that were chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..grouped import Routing, sort_by_expert
 from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
 from .transforms import ROUTING, wants_gradient
 
-_NO_SUM = 1e-20  # 1 / total**2, a factor of gradients, is finite above
+_NO_SUM = 1e-20  # above it 1 / total**2, a factor of gradients, is finite
 
 
 def route(
@@ -28,7 +28,7 @@ def route(
 ) -> tuple[Routing, Tensor]:
     """Send each token to the k experts with the highest scores [T, E]: the routing, and fp32 gate weights [T, k].
 
-    bias: [E], added to the scores for the selection only; gate weights do not see it.
+    bias: [E], added to the scores for the selection only, not to the gate weights.
     normalize: gate weights of a token are divided by their sum. A sum below 1e-20 leaves them as they are, so scores of
     zero give gate weights of zero and finite gradients.  scale: factor of all gate weights, applied last.
 
@@ -40,8 +40,8 @@ def route(
     _check_scores(scores, k, bias)
     check_flag(normalize, "normalize")
     check_number(scale, "scale", "it is a factor of all gate_weights", "pass scale=1.0")
-    seen = scores.detach() if bias is None else scores.detach() + bias
-    experts = torch.topk(seen, k, dim=-1).indices
+    biased = scores.detach() if bias is None else scores.detach() + bias
+    experts = torch.topk(biased, k, dim=-1).indices
     gate_weights = scores.gather(-1, experts).to(torch.promote_types(scores.dtype, torch.float32))
     if normalize:
         total = gate_weights.sum(-1, keepdim=True)
@@ -51,7 +51,7 @@ def route(
 
 
 def permute(x: Tensor, routing: Routing) -> Tensor:
-    """The rows [T * k, D] that tokens [T, D] become, the rows of each expert beside each other.
+    """Rows [T * k, D] of tokens [T, D], sorted by expert.
 
     >>> routing, _ = route(torch.tensor([[0.1, 0.7], [0.6, 0.3]]), 1)
     >>> permute(torch.tensor([[1.0], [2.0]]), routing).flatten().tolist()
@@ -65,7 +65,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
 
 
 def combine(y: Tensor, routing: Routing, gate_weights: Tensor | None = None) -> Tensor:
-    """Tokens [T, D] of the rows [T * k, D] that experts made: the sum of a token's rows, each times its weight [T, k].
+    """Tokens [T, D] from the rows [T * k, D] of experts: the sum of a token's rows, each times its gate weight [T, k].
 
     Products and sums are in fp32, slot after slot; the result is rounded once to y's dtype.
 
@@ -75,21 +75,21 @@ def combine(y: Tensor, routing: Routing, gate_weights: Tensor | None = None) -> 
     """
     _check_routing(routing)
     _check_rows(y, routing.tokens.shape[0], "rows")
-    check_slots(gate_weights, routing)
+    check_gate_weights(gate_weights, routing)
     if not wants_gradient(y, gate_weights, subject=ROUTING):
         return combine_rows(y, routing.rows, gate_weights)
     return _Combine.apply(y, gate_weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
 
 
-# The derivatives of these three are these three, so they can be differentiated any number of times.
+# The backward of each of these three functions uses the other two, so they can be differentiated any number of times.
 
 
 class _Permute(torch.autograd.Function):
-    """Rows are gathered, times their gate_weights; in the backward the copies of a token are added up."""
+    """Gather of rows, times their gate weights; the backward sums the rows of a token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_weights: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(x if _trains(gate_weights) else None, gate_weights, tokens, rows)
+        ctx.save_for_backward(x if _requires_grad(gate_weights) else None, gate_weights, tokens, rows)
         return permute_rows(x, tokens, rows, gate_weights)
 
     @staticmethod
@@ -101,12 +101,12 @@ class _Permute(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """A weighted sum of rows; in the backward each row gets its token's gradient times its weight, and each weight the
-    dot product of the two."""
+    """Weighted sum of a token's rows. In the backward a row gets its token's gradient times its gate weight, and a gate
+    weight the dot product of the row and that gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gate_weights: Tensor | None, tokens: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(y if _trains(gate_weights) else None, gate_weights, tokens, rows)
+        ctx.save_for_backward(y if _requires_grad(gate_weights) else None, gate_weights, tokens, rows)
         return combine_rows(y, rows, gate_weights)
 
     @staticmethod
@@ -118,7 +118,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Dots(torch.autograd.Function):
-    """The dot product of each row [T * k, D] with a vector of its token [T, D]."""
+    """Dot product of each row [T * k, D] with the vector of its token [T, D]."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class _Dots(torch.autograd.Function):
         return dy, dx, None, None
 
 
-def _trains(gate_weights: Tensor | None) -> bool:
+def _requires_grad(gate_weights: Tensor | None) -> bool:
     return gate_weights is not None and gate_weights.requires_grad
 
 
@@ -142,7 +142,7 @@ def _check_routing(routing: object) -> None:
         raise DtypeError(
             message(
                 f"routing is {in_words(routing)}",
-                rule="a Routing says which rows are whose",
+                rule="a Routing maps tokens to the rows of experts",
                 fix="pass what route or sort_by_expert returned",
             )
         )
@@ -165,12 +165,12 @@ def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
     if bias is not None:
         check_tensor(bias, "bias", "routers")
     if bias is not None and bias.shape != scores.shape[1:]:
-        rule = "a bias of the choice has one number for each expert"
+        rule = "the selection bias has one number for each expert"
         raise ShapeError(message(f"bias {tuple(bias.shape)} for {scores.shape[1]} experts", rule=rule, fix="pass [E]"))
 
 
-def check_slots(gate_weights: Tensor | None, routing: Routing) -> None:
-    """Raise unless there is a weight for each slot of each token."""
+def check_gate_weights(gate_weights: Tensor | None, routing: Routing) -> None:
+    """Raise unless there is a gate weight for each slot of each token."""
     if gate_weights is None:
         return
     try:
@@ -182,7 +182,7 @@ def check_slots(gate_weights: Tensor | None, routing: Routing) -> None:
         raise ShapeError(
             message(
                 f"gate_weights {tuple(gate_weights.shape)} for {tuple(routing.rows.shape)} slots",
-                rule="each slot of each token has a weight: [T, k]",
+                rule="each slot of each token has a gate weight: [T, k]",
                 fix="pass the gate_weights that route returned",
             )
         )
@@ -195,6 +195,6 @@ def _check_rows(x: Tensor, count: int, what: str) -> None:
             message(
                 f"a tensor {tuple(x.shape)} for a routing of {count} {what}",
                 rule=f"it has a row for each of the {what}",
-                fix="permute takes tokens [T, D], combine the rows [T * k, D] that experts made",
+                fix="permute takes tokens [T, D], combine the rows [T * k, D] of experts",
             )
         )

@@ -1,9 +1,9 @@
 """`check_transforms`: derivatives that layers do not have, refused where a layer is called.
 
 Layers have one backward, which `torch.autograd` runs. Transforms of `torch.func` hide `requires_grad` behind wrapped
-tensors, and forward-mode AD never asks for it: a layer that trusts `requires_grad` would give its result without a
-graph, and gradients would be missing without an error. What wants no derivative passes: `torch.vmap` under no_grad, or
-over frozen weights and a frozen input. So does a batched backward, `torch.autograd.grad(is_grads_batched=True)`.
+tensors, and forward-mode AD does not use it: a layer that trusts `requires_grad` would return a result without a graph,
+and gradients would be missing without an error. Calls without a derivative pass: `torch.vmap` under no_grad, or over
+frozen weights and a frozen input. So does a batched backward, `torch.autograd.grad(is_grads_batched=True)`.
 """
 
 # pyright: reportPrivateUsage=false
@@ -24,7 +24,8 @@ are_transforms_active = torch._C._are_functorch_transforms_active  # pyright: ig
 
 
 class Subject(NamedTuple):
-    """Words for what has no such derivative.  instead: what else takes every transform.  batched: in place of vmap."""
+    """Words of the error for one kind of function.  instead: alternative that takes every transform.  batched:
+    alternative to vmap."""
 
     name: str
     rule: str
@@ -36,7 +37,7 @@ _BATCHES = (
     "pass the batch as leading axes of x, loop over the models of an ensemble, or call vmap under torch.no_grad()"
 )
 _DENSE = ", or for dense layers the recipe 'bf16'"
-LOW = Subject("a layer in low precision", "layers have", _DENSE, _BATCHES)
+QUANTIZED = Subject("a quantized layer", "layers have", _DENSE, _BATCHES)
 EXPERTS = Subject("a layer of experts", "layers have", _DENSE, _BATCHES)
 ROUTING = Subject(
     "permute or combine",
@@ -45,7 +46,7 @@ ROUTING = Subject(
     "pass the tokens of all samples as one tensor [T, D], or call vmap under torch.no_grad()",
 )
 
-# of each kind of derivative: what was called, the rule, the fix
+# kind of derivative -> value, rule and fix of its error
 _TEXTS = {
     "forward": (
         "a forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad) of {0.name}",
@@ -70,7 +71,7 @@ _TEXTS = {
 }
 
 
-def check_transforms(*tensors: Tensor | None, subject: Subject = LOW) -> None:
+def check_transforms(*tensors: Tensor | None, subject: Subject = QUANTIZED) -> None:
     """Raise if a transform of torch.func or forward-mode AD wants a derivative by one of these tensors."""
     if are_transforms_active() or forward_ad._current_level >= 0:
         _check(tensors, subject)
@@ -83,7 +84,7 @@ def wants_gradient(*tensors: Tensor | None, subject: Subject) -> bool:
 
 
 def _check(tensors: Iterable[Tensor | None], subject: Subject) -> None:
-    if torch.compiler.is_compiling():  # which cannot look behind wrapped tensors
+    if torch.compiler.is_compiling():  # wrapped tensors cannot be inspected
         found = "forward" if forward_ad._current_level >= 0 else "compiled" if torch.is_grad_enabled() else None
     else:
         found = next(filter(None, (_wanted(each) for each in tensors if each is not None)), None)
@@ -92,15 +93,15 @@ def _check(tensors: Iterable[Tensor | None], subject: Subject) -> None:
         raise TransformError(message(what, rule=rule, fix=fix))
 
 
-# a traced tensor has no tangent: code around a graph would find nothing to refuse
+# not traced: a traced tensor has no tangent, so a forward-mode derivative would not be found
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _wanted(tensor: Tensor) -> str | None:
-    """The kind of derivative by a tensor that no layer has. Plain autograd's is none, but below a transform."""
+    """Kind of derivative by this tensor that layers do not have, a key of `_TEXTS`; None for plain autograd."""
     kinds = {each.key() for each in _functorch.get_interpreter_stack() or ()}
     is_forward = _functorch.TransformType.Jvp in kinds
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_gradtrackingtensor(tensor):
-            if is_forward:  # tensors without a tangent are refused too: which have one cannot be seen from here
+            if is_forward:  # refused even without a tangent, which is not visible here
                 return "forward"
             if tensor.requires_grad and torch.is_grad_enabled():
                 return "reverse"

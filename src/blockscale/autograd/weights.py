@@ -1,17 +1,16 @@
 """Weights that are cast once per optimizer step, and shared by all microbatches until the next one.
 
-A stale weight would train a model on numbers that it no longer has, so sharing begins only when somebody says who keeps
-it fresh: `attach(optimizer, model)` casts again after every step of that optimizer, fused or not, `refresh_weights_`
-does it by hand. Version counters alone cannot be trusted (fused optimizers, `.data` and replayed graphs do not count),
-but where they do count they are heeded: a weight that is seen to have changed is cast again. So is one that another
-optimizer has stepped, that was loaded or moved. A parameter that took its place is not shared until the next refresh.
-A weight made in inference mode counts no changes: it is not shared, and every forward casts it.
-What nobody can see is a write to `weight.data` outside of an optimizer, and in compiled code any write outside of one:
-then call `invalidate` or `refresh_weights_`. BLOCKSCALE_CHECK_WEIGHTS=1 compares all bytes in every forward that is not
-compiled.
+A stale cast would silently train a model on old weights, so a cast is shared only once a refresh is set up:
+`attach(optimizer, model)` casts again after every step of that optimizer, fused or not; `refresh_weights_` casts by
+hand. Version counters are not enough (fused optimizers, `.data` and replayed graphs do not increment them), but a
+change that they show is heeded: the weight is cast again. So is a weight that another optimizer has stepped, or that
+was loaded or moved. A parameter that replaces another is not shared until the next refresh. A weight made in inference
+mode has no version counter: it is not shared, and every forward casts it.
+Not detected are writes to `weight.data` outside of an optimizer, and in compiled code any write outside of one: call
+`invalidate` or `refresh_weights_` after them. BLOCKSCALE_CHECK_WEIGHTS=1 compares all bytes in every eager forward.
 
-Operands keep their storage, which is refreshed in place: compiled graphs and CUDA graphs go on reading what is fresh,
-and a refresh between a forward and its backward is an error. Cost: 2 bytes for each element of an 8-bit weight.
+Operands are refreshed in place: compiled graphs and CUDA graphs read the new values, and a refresh between a forward
+and its backward is an error. Cost: 2 bytes for each element of an 8-bit weight.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ if TYPE_CHECKING:
 
 _CHECK = "BLOCKSCALE_CHECK_WEIGHTS"
 _SHARED: weakref.WeakSet[SharedWeight] = weakref.WeakSet()
-# models that an optimizer keeps fresh; both may go away
+# optimizer -> models whose casts it refreshes; neither is kept alive
 _ATTACHED: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Module]]] = weakref.WeakKeyDictionary()
 
 
 class SharedWeight:
-    """The operands of one weight [N, K], or of the weights [E, N, K] of experts, and whether they are those of its
-    present values.
+    """Row and column operand of a weight [N, K] or [E, N, K], cast once per optimizer step.
 
-    transposed: the parameter is stored as [.., K, N].  Not part of a module's state: copies and pickles of it start
-    closed, that is, sharing nothing.
+    transposed: the parameter is stored as [.., K, N].  is_open: whether operands are shared, from the first refresh on.
+    is_valid: whether they are casts of the present values. Not part of a module's state: copies and pickles are not
+    open.
     """
 
     def __init__(self, *, transposed: bool = False) -> None:
         self._transposed = transposed
-        # no weak reference: swap_tensors takes no tensor that has one
+        # no weak reference: swap_tensors refuses tensors with weak references
         self._weight: Tensor | None = None
         self._stamp: Stamp | None = None
-        # the weight's memory, held so that no later values are given its address
+        # held so that the weight's address is not reused
         self._storage: torch.UntypedStorage | None = None
-        # asked by compiled code, so not to be told from what changes with every step
+        # plain bools: compiled code guards on them, and the stamp changes with every step
         self.is_open = False
         self.is_valid = False
         self._shape = torch.Size()
@@ -77,12 +76,12 @@ class SharedWeight:
         return functools.partial(SharedWeight, transposed=self._transposed), ()
 
     def operands(self, weight: Tensor, recipe: Recipe) -> Pair | None:
-        """What a forward takes; None: it casts by itself, as long as nobody keeps operands fresh."""
+        """Operands for a forward; None if the forward has to cast the weight itself."""
         if not self.is_open:
             return None
-        if self._weight is not weight:  # nobody has said who keeps this one fresh
+        if self._weight is not weight:  # another parameter, which no refresh has seen
             return None
-        if torch.compiler.is_compiling():  # the owner refreshes in place what a graph reads
+        if torch.compiler.is_compiling():  # the graph reads operands that are refreshed in place
             return self._pair if self.is_valid and self._recipe == recipe else None
         stamp = stamp_of(weight)
         if stamp is None:
@@ -95,13 +94,13 @@ class SharedWeight:
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, recipe: Recipe) -> None:
-        """Cast the weight again, into the same storage where it still fits. Opens the sharing."""
+        """Cast the weight again, into the same storage if it fits. Operands are shared from here on."""
         check_can_be_shared(weight)
         casts = Casts(recipe)
         specs = casts.spec("fprop_w", weight), casts.spec("dgrad_w", weight)
         fits = self._weight is weight and self._shape == weight.shape and self._recipe == recipe
         device = self._buffers[0][0].device if self._buffers else None
-        # an evaluation may be the first to need what a backward will use
+        # the first refresh may happen during an evaluation, and a backward reads its operands later
         with torch.inference_mode(False):
             source = weight.mT if self._transposed else weight
             if not fits or device != weight.device:
@@ -116,18 +115,18 @@ class SharedWeight:
 
     def _allocate(self, weight: Tensor, specs: tuple[Resolved | None, Resolved | None]) -> None:
         self._specs = specs
-        made: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        buffers: list[tuple[Tensor, Tensor, Tensor | None]] = []
         row, col = specs
         if row is not None and col is not None:
             texts, nothing = (row[1].text(), col[1].text()), (None,) * 4
             results = ops.quantize_both(weight, *texts, *nothing, None, False)
-            made = [results[0:3], results[3:6]]
+            buffers = [results[0:3], results[3:6]]
         else:
             for spec, axis in ((row, -1), (col, -2)):
                 if spec is not None:
-                    made.append(ops.quantize(weight, spec[1].text(), axis, None, None, None))
-        self._buffers = made
-        filled = iter(made)
+                    buffers.append(ops.quantize(weight, spec[1].text(), axis, None, None, None))
+        self._buffers = buffers
+        filled = iter(buffers)
         pair = [
             None if spec is None else assemble(spec[1], next(filled), weight.shape, axis)
             for spec, axis in ((row, -1), (col, -2))
@@ -138,37 +137,37 @@ class SharedWeight:
         row, col = self._specs
         if row is not None and col is not None:
             first, second = self._buffers
-            ops.requantize_both_(*_given(first), *_given(second), weight, row[1].text(), col[1].text())
+            ops.requantize_both_(*_writable(first), *_writable(second), weight, row[1].text(), col[1].text())
         elif row is not None:
-            ops.requantize_(*_given(self._buffers[0]), weight, row[1].text(), -1)
+            ops.requantize_(*_writable(self._buffers[0]), weight, row[1].text(), -1)
         elif col is not None:
-            ops.requantize_(*_given(self._buffers[0]), weight, col[1].text(), -2)
+            ops.requantize_(*_writable(self._buffers[0]), weight, col[1].text(), -2)
 
     def invalidate(self) -> None:
-        """The operands are no longer those of the weight: the next forward casts again."""
+        """Mark the operands as stale: the next forward casts again."""
         self.is_valid, self._storage = False, None
 
     def steps_with(self, params: set[int]) -> bool:
-        """Whether its weight is among these."""
+        """Whether the weight is among these parameters, by id."""
         return self._weight is not None and id(self._weight) in params
 
     def _compare(self, weight: Tensor) -> None:
         fresh = SharedWeight()
         fresh._allocate(weight.detach().mT if self._transposed else weight.detach(), self._specs)
         for mine, new in zip(self._buffers, fresh._buffers, strict=True):
-            for kept, made in zip(mine, new, strict=True):
-                if kept is not None and made is not None and not torch.equal(_bytes(kept), _bytes(made)):
+            for old, recast in zip(mine, new, strict=True):
+                if old is not None and recast is not None and not torch.equal(_bytes(old), _bytes(recast)):
                     raise StaleWeightError(
                         message(
-                            f"a shared cast of a weight {tuple(weight.shape)} is not that of its values",
-                            rule="whoever writes to weight.data outside of an attached optimizer has to say so",
+                            f"a shared cast of a weight {tuple(weight.shape)} is not the cast of its present values",
+                            rule="a write to weight.data outside of an attached optimizer needs a refresh after it",
                             fix="call blockscale.refresh_weights_(model) after the write",
                         )
                     )
 
 
-def _given(buffers: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Buffers as an operator that writes them takes them: bytes, since not every pass of a compiler knows FP4."""
+def _writable(buffers: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Buffers as arguments of a requantize operator: as bytes, since not every compiler pass knows FP4."""
     data, scale, factor = buffers
     return _bytes(data), _bytes(scale) if scale.element_size() == 1 else scale, _none_if_empty(factor)
 
@@ -182,12 +181,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def check_can_be_shared(weight: Tensor) -> None:
-    """Raise for weights whose changes are not counted, or whose whole is not here."""
+    """Raise for weights without a version counter, and for sharded weights."""
     if weight.is_inference():
         raise OptionError(
             message(
                 f"a shared cast of a weight {tuple(weight.shape)} that was made in inference mode",
-                rule="torch counts no changes of such a tensor, so a cast could be stale without anybody knowing",
+                rule="such a tensor has no version counter, so a stale cast could not be detected",
                 fix="make or move the model outside of torch.inference_mode, or use weight_cast='forward'",
             )
         )
@@ -203,17 +202,17 @@ def _refuse(weight: Tensor) -> None:
     raise OptionError(
         message(
             f"a shared cast of a sharded weight {tuple(weight.shape)}",
-            rule="only a shard of it is here between steps, and what a forward gathers is gone after it",
-            fix="use weight_cast='twice' under FSDP: nothing is kept that it would free",
+            rule="between steps a rank has only its shard, and the gathered weight is freed after each forward",
+            fix="use weight_cast='twice' under FSDP: it saves no operand of the gathered weight",
         )
     )
 
 
 def _check_not_gathered(model: Module) -> None:
-    """Raise for layers within FSDP, which gathers weights into the same tensors again and again, counting nothing.
-    Between a forward and its backward they look whole; between steps they may have no memory at all."""
+    """Raise for layers within FSDP, which gathers weights into the same tensors without incrementing a version counter.
+    Between a forward and its backward they look whole; between steps they may have no memory."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nobody shards: nothing to import for
+    if fsdp is None:  # FSDP is not in use, so it is not imported
         return
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel):
@@ -221,15 +220,14 @@ def _check_not_gathered(model: Module) -> None:
                 _refuse(getattr(layer, name))
 
 
-# ---- who keeps weights fresh -----------------------------------------------------------------------------------------
+# ---- refreshing weights ----------------------------------------------------------------------------------------------
 
 
 def shared_weights(model: Module) -> list[tuple[str, Module, str, SharedWeight]]:
-    """The layers of a model whose recipe shares the cast of a weight: a layer's name, the layer, the name of its
-    parameter, and the cast."""
+    """Weights of a model whose cast is shared by a step: name of the layer, layer, name of the parameter, cast."""
     found: list[tuple[str, Module, str, SharedWeight]] = []
     for name, module in model.named_modules():
-        # its own: what wraps a layer (torch.compile, checkpoint_wrapper) answers for it too
+        # vars: getattr of a wrapper (torch.compile, checkpoint_wrapper) finds the layer's attribute too
         shared = vars(module).get("shared_weight")
         several = {"weight": shared} if isinstance(shared, SharedWeight) else vars(module).get("shared_weights")
         if isinstance(several, dict):
@@ -238,9 +236,9 @@ def shared_weights(model: Module) -> list[tuple[str, Module, str, SharedWeight]]
 
 
 def refresh_weights_(model: Module) -> int:
-    """Cast every weight of a model again whose recipe says weight_cast="step"; how many there were.
+    """Cast again every weight whose recipe has weight_cast="step"; returns their number.
 
-    Call it after the optimizer, or let `attach` do so. Before the first call nothing is shared.
+    Call it after the optimizer's step, or use `attach`. Before the first call nothing is shared.
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -251,21 +249,21 @@ def refresh_weights_(model: Module) -> int:
     return len(_refresh(model))
 
 
-def _refresh(model: Module, left: Container[int] = ()) -> list[int]:
-    """Cast a model's weights again, but for those of the parameters `left`; ids of what is fresh then."""
+def _refresh(model: Module, exclude: Container[int] = ()) -> list[int]:
+    """Cast a model's weights again; returns the ids of their casts.  exclude: ids of parameters to leave if valid."""
     check_model(model, "layers of a torch.nn.Module share the casts of their weights")
     _check_not_gathered(model)
     done: list[int] = []
     for _, module, name, shared in shared_weights(model):
         weight = getattr(module, name)
-        if id(weight) not in left or not shared.is_valid:
+        if id(weight) not in exclude or not shared.is_valid:
             shared.refresh(weight, module.recipe_now)  # pyright: ignore[reportArgumentType]
         done.append(id(shared))
     return done
 
 
 def invalidate(model: Module) -> None:
-    """Say that weights were written to behind everybody's back: the next forward casts them again.
+    """Mark the shared casts of a model as stale: the next forward casts its weights again.
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -280,10 +278,11 @@ def invalidate(model: Module) -> None:
 
 
 def attach(optimizer: Optimizer, model: Module) -> None:
-    """Cast the weights of a model now, and after every step of this optimizer. Where several are attached to a model,
-    each has those casts made again whose weights it steps. A model without a layer that follows a recipe is an error;
-    one without a low-precision recipe that says weight_cast="step" gets a warning, since there is nothing to do then,
-    and so does an optimizer that holds none of the model's parameters.
+    """Cast the weights of a model now, and after every step of this optimizer.
+
+    If several optimizers are attached to a model, each refreshes the weights that it steps. A model in which no layer
+    has a recipe is an error. A model without a quantized recipe with weight_cast="step" gets a warning, since there is
+    nothing to do, and so does an optimizer that holds none of the model's parameters.
 
     >>> import blockscale as bs
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -295,45 +294,45 @@ def attach(optimizer: Optimizer, model: Module) -> None:
         raise OptionError(
             message(
                 f"attach to a {type(optimizer).__name__}",
-                rule="a torch optimizer tells when it has stepped, others do not",
+                rule="attach uses the step hooks of a torch optimizer",
                 fix="call refresh_weights_(model) after every step yourself",
             )
         )
     refresh_weights_(model)
-    _check_there_is_something(optimizer, model)
+    _check_has_weights(optimizer, model)
     known = (each() for each in _ATTACHED.get(optimizer, ()))
     others = [each for each in known if each is not None and each is not model]
     _ATTACHED[optimizer] = [weakref.ref(each) for each in (*others, model)]
 
 
-def _check_there_is_something(optimizer: Optimizer, model: Module) -> None:
-    """Raise or warn where an optimizer would have no cast to keep fresh."""
+def _check_has_weights(optimizer: Optimizer, model: Module) -> None:
+    """Raise or warn if the optimizer would have no cast to refresh."""
     found = [vars(module).get("recipe") for module in model.modules()]
     recipes = [each for each in found if isinstance(each, Recipe)]
     if not recipes:
         raise OptionError(
             message(
-                f"attach to a {type(model).__name__} without a layer that follows a recipe",
-                rule="an optimizer keeps the casts of weights fresh, and plain layers have none",
-                fix="call blockscale.quantize_(model, recipe) first, with a recipe that says weight_cast='step', and "
-                "print what it returns: it may have kept every layer, and says why",
+                f"attach to a {type(model).__name__} in which no layer has a recipe",
+                rule="an attached optimizer refreshes the casts of weights, and plain layers have none",
+                fix="call blockscale.quantize_(model, recipe) first, with a recipe that has weight_cast='step', and "
+                "print the report: it lists the layers that were not converted, and why",
             )
         )
-    casting = [each for each in recipes if each.is_quantized]
-    if not any(each.weight_cast == "step" for each in casting):
-        said = " and ".join(sorted({repr(each.weight_cast) for each in casting}))
+    quantized = [each for each in recipes if each.is_quantized]
+    if not any(each.weight_cast == "step" for each in quantized):
+        said = " and ".join(sorted({repr(each.weight_cast) for each in quantized}))
         names = " and ".join(sorted({each.name.rstrip("*") for each in recipes}))  # "*": changed by replace
-        what = f"have weight_cast={said}" if casting else f"are in high precision ({names})"
-        name = casting[0].name.rstrip("*") if casting else "mxfp8"
+        what = f"have weight_cast={said}" if quantized else f"are unquantized ({names})"
+        name = quantized[0].name.rstrip("*") if quantized else "mxfp8"
         _warn(
-            f"attach has nothing to do: the {len(casting or recipes)} layers that follow a recipe {what}",
-            rule="weights are cast once per optimizer step where a low-precision recipe says weight_cast='step'",
+            f"attach has nothing to do: the {len(quantized or recipes)} layers with a recipe {what}",
+            rule="weights are cast once per optimizer step if a quantized recipe has weight_cast='step'",
             fix=f"convert with get_recipe({name!r}).replace(weight_cast='step'), or leave attach out",
         )
     elif _params(optimizer).isdisjoint(map(id, model.parameters())):
         _warn(
             f"attach to an optimizer ({type(optimizer).__name__}) that holds none of the model's parameters",
-            rule="casts are made again after a step of the optimizer that writes the weights",
+            rule="weights are cast again after a step of the optimizer that writes them",
             fix="attach the optimizer that was made with model.parameters(); ignore this warning if this one steps "
             "copies of them and writes those back",
         )
@@ -345,7 +344,7 @@ def _warn(what: str, *, rule: str, fix: str) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Of any optimizer: models attached to it are refreshed, other weights that it has are cast when next needed."""
+    """Step hook of every optimizer: refresh attached models, invalidate the other shared casts of its parameters."""
     if not _SHARED and optimizer not in _ATTACHED:
         return
     params = _params(optimizer)
@@ -358,7 +357,7 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for other in _attached_to(model):
             if other is not optimizer:
                 others |= _params(other)
-        fresh.update(_refresh(model, left=others - params))
+        fresh.update(_refresh(model, exclude=others - params))
     for shared in _SHARED:
         if id(shared) not in fresh and shared.steps_with(params):
             shared.invalidate()

@@ -127,7 +127,7 @@ def advise(
     last, names = {each.layer: each for each in samples[-1].layers}, {each.name for each in report.converted}
     measured = [name for name, each in last.items() if name in names and each.damage is not None]
     every = _figures(counting)
-    figures, won = {name: every[name] for name in measured}, report.seconds_won(tokens, machine)
+    figures, won = {name: every[name] for name in measured}, report.seconds_saved(tokens, machine)
     kept = select_unquantized(figures, (budget, gradient_budget), won)
     budgets = (budget, gradient_budget)
     order = sorted(figures, key=lambda name: -sum(figures[name][at] / budgets[at] for at in (0, 1)))

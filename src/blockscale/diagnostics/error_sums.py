@@ -52,11 +52,11 @@ class CapturedCall:
 def layer_sums(layer: Any, calls: Sequence[CapturedCall]) -> Sums:
     """All sums of the calls of a `Linear` or `GroupedLinear`, with its recipe of the current step."""
     weight = _full_tensor(layer.weight.detach())
-    casts = Casts(layer.recipe_now, layer.given()[0])
+    casts = Casts(layer.recipe_now, layer.call_state()[0])
     weight_operands = casts.both(weight, "fprop_w", "dgrad_w")
     sums = _cast_sums("w", weight, weight_operands, None)
     for call in calls:
-        more = _call_sums(casts.among(None if call.offs is None else Groups(call.offs)), call, weight, weight_operands)
+        more = _call_sums(casts.with_groups(None if call.offs is None else Groups(call.offs)), call, weight, weight_operands)
         sums |= {key: sums[key] + value if key in sums else value for key, value in more.items()}
     if layer.recipe_now.fprop is None and any(call.dy is not None for call in calls):
         sums["damage"] = torch.zeros_like(sums["load"])

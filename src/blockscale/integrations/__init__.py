@@ -1,1 +1,1 @@
-"""Recipes inside other people's trainers: torchtitan and Transformers. Each is imported only by who asks for it."""
+"""Recipes in torchtitan and in Transformers' Trainer. Neither is imported by default."""

@@ -1,4 +1,4 @@
-"""Whether a package that an integration builds on is there, in a version that the integration was written for."""
+"""Version check of the packages that integrations build on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import MissingPackageError, VersionError, message
 def check_package(package: str, supported: str, extra: str, why: str) -> None:
     """Raise unless the package is installed with a version that starts with `supported`, such as "0.3.".
 
-    extra: of ours, that installs it.  why: what another version lacks.
+    extra: extra of blockscale that installs it.  why: difference of other versions.
     """
     try:
         found = metadata.version(package)

@@ -1,12 +1,12 @@
-"""`RecipeCallback`: what a model that follows a recipe needs from Transformers' `Trainer`.
+"""`RecipeCallback`: keeps a converted model in step with Transformers' `Trainer`.
 
     model = AutoModelForCausalLM.from_pretrained(...)
     bs.quantize_(model, "fp8_blockwise")
     Trainer(model, args, train_dataset=..., callbacks=[RecipeCallback()]).train()
 
-Most recipes train without it. It casts weights once for each optimizer step where a recipe says so
-(weight_cast="step"), moves on to the next draws after every backward, and tells the step to recipes whose products
-change with it. What is saved and loaded is the plain model's: modules have changed their class and nothing else.
+Most recipes train without it. It casts weights once per optimizer step for recipes with weight_cast="step", advances
+the tick of stochastic rounding after every backward, and sets the step for recipes whose products change with it.
+Checkpoints are the plain model's: modules have changed their class and nothing else.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class RecipeCallback(TrainerCallback):
-    """Keeps the layers of a converted model in step with the trainer."""
+    """Sets step and tick of a converted model, and attaches the optimizer to its shared weight casts."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Find out that the model was converted, and let its weights follow the optimizer."""
-        model = _converted(given["model"])
+        """Check that the model was converted, and attach the optimizer if weights are cast once per step."""
+        model = _converted(named["model"])
         if shared_weights(model):
-            attach(_torch_optimizer(given["optimizer"]), model)
+            attach(_torch_optimizer(named["optimizer"]), model)
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Say which step comes; a run that resumes goes on where it was."""
-        model: nn.Module = given["model"]
+        """Set the step and the tick; both follow from the global step, so a resumed run continues exactly."""
+        model: nn.Module = named["model"]
         set_step_(model, state.global_step)
         advance_(model, tick=state.global_step * args.gradient_accumulation_steps)
 
     def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """After every microbatch but the last: its draws are not used again."""
-        advance_(given["model"])
+        """Advance the tick after every microbatch but the last."""
+        advance_(named["model"])
 
 
 def _torch_optimizer(optimizer: Any) -> Optimizer:
-    """The one that steps: accelerate wraps it, and hooks are called on what is inside."""
+    """The wrapped torch optimizer: accelerate wraps it, and step hooks run on the inner one."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -64,10 +64,10 @@ def _converted(model: nn.Module) -> nn.Module:
     if not any(isinstance(getattr(module, "recipe", None), Recipe) for module in model.modules()):
         raise OptionError(
             message(
-                f"a {type(model).__name__} without a layer that follows a recipe",
-                rule="the callback serves models that were converted",
-                fix="call blockscale.quantize_(model, recipe) before you make the Trainer, and print what it returns: "
-                "it may have kept every layer, and says why",
+                f"a {type(model).__name__} in which no layer has a recipe",
+                rule="the callback is for converted models",
+                fix="call blockscale.quantize_(model, recipe) before you make the Trainer, and print the report: it "
+                "lists the layers that were not converted, and why",
             )
         )
     return model

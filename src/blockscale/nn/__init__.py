@@ -1,4 +1,4 @@
-"""Layers that train by a recipe, and the conversion of models to them."""
+"""Layers with a recipe, and the conversion of models to them."""
 
 from .convert import advance_, quantize_, set_step_, unquantize_
 from .experts import GroupedExperts, GroupedLinear

@@ -1,7 +1,7 @@
-"""How many experts of a mixture see a token, as the modules say it that people write.
+"""Number of active experts per token (top-k), read from the attributes of a model's modules.
 
-FLOPs and rooflines depend on it. It stands in an attribute of the block, of its router or of its configuration, under
-one of a few names; where none of them says it, a report tells so and counts one.
+FLOPs and rooflines depend on it. It is an attribute of the block, of its router or of its configuration, under one of a
+few names. If none has it, the report warns and counts one.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from torch import nn
 
 Named = Sequence[tuple[str, nn.Module]]
 ROUTERS = frozenset({"router", "gate", "gating"})
-# heads by any place in a model, and words that mean a head only outside of numbered blocks (BERT's have an `output`)
+# names of heads anywhere in a model, and names of heads outside of numbered blocks (BERT's blocks have an `output`)
 HEADS = frozenset({"lm_head", "shared_head", "embed_out"})
 OUTER_HEADS = frozenset(
     {"head", "heads", "output", "classifier", "score", "qa_outputs", "output_layer", "output_projection", "proj_out"}
 )
-# what blocks, routers and configurations call the number of experts that see a token
+# names of top-k in blocks, routers and configurations
 _WORDS = (
     "top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts",
     "num_selected", "n_activated_experts", "num_activated_experts", "moe_top_k", "moe_topk", "moe_router_topk",
 )  # fmt: skip
-# many things are called so: it counts beside experts and in routers
+# an ambiguous name: counts only in a module with experts and in routers
 _SHORT = "k"
 _CONFIGS = ("config", "cfg", "args")
 
 
 class Active(NamedTuple):
-    """known: experts that see a token, None where nothing says it.  among: experts of the list that a module is one of,
-    1 for a module that holds all of them."""
+    """Active experts of a module.  known: experts per token, None if unknown.  among: length of the list of experts
+    that the module is in, 1 for a module that holds all of them."""
 
     known: int | None
     among: int = 1
 
 
 def active_experts(modules: Named, holders: Mapping[int, int]) -> dict[int, Active]:
-    """What is known of each module that holds experts, and of each module within a list of experts, by its id.
+    """Active experts of each module that holds experts, and of each module within a list of experts, by id.
 
     holders: how many experts a module holds in one parameter, by its id, for those that hold several.
     """
@@ -55,12 +55,12 @@ def active_experts(modules: Named, holders: Mapping[int, int]) -> dict[int, Acti
 
 
 def _is_list_of_experts(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
-    """By its name, or by a router beside it that is as wide as it is long; a head of that width is no router."""
+    """Whether a list is one of experts: by its name, or by a sibling router with as many outputs as it has modules."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return False
     last = name.rpartition(".")[2].lower()
     if "expert" in last:
-        return "shared" not in last  # those see every token
+        return "shared" not in last  # shared experts see every token
     beside = {} if parent is None else dict(parent.named_children())
     widths = {} if parent is None else widths_of_routers(parent)
     return any(
@@ -84,33 +84,33 @@ def is_router(name: str, module: nn.Module) -> bool:
 
 
 def _count(module: nn.Module, parents: Mapping[int, nn.Module], experts: int) -> int | None:
-    """What the module itself says, or the nearest module around it that says anything."""
+    """Top-k of the module itself, or of the nearest parent that has it; None if none has."""
     around: nn.Module | None = module
     while around is not None:
         children = list(around.named_children())
         routers = [each for name, each in children if is_router(name, each)]
         short = (_SHORT,) if routers or around is parents.get(id(module)) else ()
-        said = [*_said(around, (*_WORDS, *short))]
+        values = [*_values(around, (*_WORDS, *short))]
         for each in routers:
-            said += _said(each, (*_WORDS, _SHORT))
+            values += _values(each, (*_WORDS, _SHORT))
         for _, each in children:
-            said += _said(each, _WORDS)
-        for count in said:
+            values += _values(each, _WORDS)
+        for count in values:
             if 1 <= count <= experts:
                 return count
         around = parents.get(id(around))
     return None
 
 
-def _said(module: nn.Module, words: Sequence[str]) -> Iterator[int]:
-    """Whole numbers under these names, of a module and then of its configuration."""
+def _values(module: nn.Module, words: Sequence[str]) -> Iterator[int]:
+    """Integers under these names, of a module and then of its configuration."""
     yield from _numbers(vars(module), words)
     yield from _numbers({word: getattr(type(module), word, None) for word in words}, words)
     for name in _CONFIGS:
         config: Any = vars(module).get(name)
         if config is None or isinstance(config, nn.Module):
             continue
-        # Transformers' configurations have a top_k of sampling
+        # Transformers' configurations have a top_k for sampling
         plain = words if not hasattr(config, "model_type") else [word for word in _WORDS if word != "top_k"]
         held = config if isinstance(config, Mapping) else {word: getattr(config, word, None) for word in plain}
         yield from _numbers(held, [word for word in plain if word != _SHORT])
@@ -119,5 +119,5 @@ def _said(module: nn.Module, words: Sequence[str]) -> Iterator[int]:
 def _numbers(held: Mapping[str, object], words: Sequence[str]) -> Iterator[int]:
     for word in words:
         value = held.get(word)
-        if not isinstance(value, bool) and isinstance(value, Integral):  # also numpy's
+        if not isinstance(value, bool) and isinstance(value, Integral):  # numpy's integers too
             yield int(value)

@@ -1,10 +1,9 @@
-"""Experts of Transformers as layers that follow a recipe: a table of how they are kept there, and the class that a
-module of theirs becomes.
+"""Experts of Transformers with a recipe: a table of their parameter layouts, and the class of a converted module.
 
-Written against Transformers 4.57 (gpt-oss) and 5.0, where experts are modules with the 3-D parameters
-`gate_up_proj` and `down_proj`, called with tokens, the experts of each token and their weights. Nothing is imported
-from there: a module is known by its parameters, its signature and what its activation does to a few numbers, so that
-whoever computes something else is left alone, with the reason in the report.
+Written against Transformers 4.57 (gpt-oss) and 5.0, where experts are modules with the 3-D parameters `gate_up_proj`
+and `down_proj`, called with tokens, the experts of each token and their gate weights. Transformers is not imported: a
+module is recognised by its parameters, its signature and its activation on a few numbers. Modules that compute
+something else are not converted, and the report says why.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..grouped import sort_by_expert
 from .recipe_module import RecipeModule
 
 WEIGHTS = ("gate_up_proj", "down_proj")
-# names of the arguments that stand for tokens, their experts and the weights of these
+# argument names of tokens, their experts and the gate weights
 SIGNATURES = (
     ("hidden_states", "top_k_index", "top_k_weights"),
     ("hidden_states", "router_indices", "routing_weights"),
@@ -37,8 +36,9 @@ SIGNATURES = (
 
 @dataclass(frozen=True)
 class Style:
-    """How experts are kept.  transposed: parameters are [E, in, out].  bias: each has one, of its name with `_bias`.
-    activate: what is between the two products, of [M, 2H] and the module.  flags: what Transformers says of them."""
+    """Parameter layout of experts.  transposed: parameters are [E, in, out].  bias: each parameter has a bias, named
+    with `_bias`.  activate: activation between the two products, of [M, 2H] and the module.  flags: expected attributes
+    of the module."""
 
     name: str
     transposed: bool
@@ -66,7 +66,7 @@ STYLES = (
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a module keeps the weights of experts as Transformers does, of whatever kind."""
+    """Whether a module has the 3-D parameters of Transformers' experts."""
     held = _own(module)
     return all(name in held and held[name].dim() == 3 for name in WEIGHTS)
 
@@ -76,7 +76,7 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def expert_sizes(module: nn.Module) -> list[tuple[str, int, int, int]]:
-    """The parameters of experts: name, experts, inputs and outputs, as they are kept if nobody knows how."""
+    """Name, number of experts, inputs and outputs of each parameter; unknown layouts count as [E, out, in]."""
     style = module.style if isinstance(module, AdaptedExperts) else style_of(module)
     turned = isinstance(style, Style) and style.transposed
     found: list[tuple[str, int, int, int]] = []
@@ -87,7 +87,7 @@ def expert_sizes(module: nn.Module) -> list[tuple[str, int, int, int]]:
 
 
 def style_of(module: nn.Module) -> Style | str:
-    """How a module keeps its experts, or why nobody could tell."""
+    """The style of a module's experts, or the reason why it has none of the known ones."""
     gate_up, down = (tuple(module.get_parameter(name).shape) for name in WEIGHTS)
     fits = {
         False: gate_up == (down[0], 2 * down[2], down[1]),
@@ -110,7 +110,7 @@ def style_of(module: nn.Module) -> Style | str:
 
 
 def _other_activation(module: nn.Module, style: Style) -> str | None:
-    """Why a module's activation is not that of the style: tried on numbers small and large."""
+    """Why a module's activation is not the style's, by a probe on [-20, 20]; None if it is."""
     gate, up = torch.meshgrid(torch.linspace(-20, 20, 33), torch.linspace(-20, 20, 33), indexing="ij")
     parts = (gate.flatten(), up.flatten())
     probe = torch.stack(parts, dim=-1).flatten()[None] if style.transposed else torch.cat(parts)[None]
@@ -120,7 +120,7 @@ def _other_activation(module: nn.Module, style: Style) -> str | None:
             theirs = apply(probe)
         elif style.transposed:
             if type(module).__name__ != "GptOssExperts":
-                return "experts with an activation that cannot be asked"
+                return "experts with an activation that cannot be called by itself"
             theirs = style.activate(probe, module)
         else:
             theirs = act(parts[0]) * parts[1]  # pyright: ignore[reportOptionalCall]
@@ -133,19 +133,24 @@ def _other_activation(module: nn.Module, style: Style) -> str | None:
 
 
 class AdaptedExperts(RecipeModule):
-    """A module of Transformers' experts whose products follow a recipe; parameters and `state_dict` are what they were.
+    """A module of Transformers' experts with a recipe; parameters and `state_dict` are unchanged.
 
-    Tokens are sorted by expert and gathered by the cast that reads them; nothing waits for the host.
+    Tokens are sorted by expert, and the cast gathers them as it reads. There is no host sync.
     """
 
-    FOLLOWED: ClassVar[tuple[str, ...]] = (*RecipeModule.FOLLOWED, "shared_weights", "style", "plain_class")
+    RECIPE_ATTRIBUTES: ClassVar[tuple[str, ...]] = (
+        *RecipeModule.RECIPE_ATTRIBUTES,
+        "shared_weights",
+        "style",
+        "plain_class",
+    )
     style: Style
     plain_class: type[nn.Module]
     shared_weights: dict[str, SharedWeight]
 
     @classmethod
     def convert(cls, module: nn.Module) -> AdaptedExperts:
-        """Make a module whose style is known one of ours, in place; it has to `apply_recipe` a recipe then."""
+        """Change the class of a module with a known style, in place. Call `apply_recipe` on it next."""
         style, plain = style_of(module), type(module)
         if isinstance(style, str):
             rule = "only experts of a known arrangement can be converted"
@@ -156,7 +161,7 @@ class AdaptedExperts(RecipeModule):
         return module
 
     def restore(self) -> None:
-        """Make it what it was."""
+        """Change the module back to its plain class."""
         self.release(self.plain_class)
 
     def _share(self, shares: bool) -> None:
@@ -166,8 +171,8 @@ class AdaptedExperts(RecipeModule):
     def _shared(self) -> Iterator[SharedWeight]:
         return iter(self.shared_weights.values())
 
-    def _given(self, name: str) -> tuple[Tensor, Tensor | None, Stochastic | None, Pair | None]:
-        """Weight [E, N, K], bias, what it draws from and shared casts."""
+    def _call_state(self, name: str) -> tuple[Tensor, Tensor | None, Stochastic | None, Pair | None]:
+        """Weight [E, N, K], bias, stochastic rounding and shared casts of a parameter, for a call made now."""
         parameter, recipe = self.get_parameter(name), self.recipe_now
         shared = self.shared_weights.get(name)
         rounding = None
@@ -178,12 +183,12 @@ class AdaptedExperts(RecipeModule):
         return weight, bias, rounding, None if shared is None else shared.operands(parameter, recipe)
 
     def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
-        """Tokens [..., K], the experts of each [T, k] and their weights, [T, k] or of all experts [T, E]."""
+        """Tokens [..., K], the experts of each token [T, k] and their gate weights, [T, k] or of all experts [T, E]."""
         experts, gate_weights = _experts_and_weights(args, named)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts = experts.reshape(tokens.shape[0], -1)
         gate_weights = gate_weights.reshape(tokens.shape[0], -1)
-        (gate_up, bias, rounding, pair), (down, other_bias, other_rounding, other) = map(self._given, WEIGHTS)
+        (gate_up, bias, rounding, pair), (down, other_bias, other_rounding, other) = map(self._call_state, WEIGHTS)
         if gate_weights.shape != experts.shape:
             gate_weights = gate_weights.gather(1, experts)
         routing, recipe = sort_by_expert(experts, gate_up.shape[0]), self.recipe_now
@@ -214,7 +219,7 @@ class AdaptedExperts(RecipeModule):
 
 
 def _experts_and_weights(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The second and third argument, by whatever names."""
+    """Experts and gate weights: the second and third argument, by position or name."""
     found = list(args)
     for names in SIGNATURES:
         found += [named[name] for name in names[1:] if name in named]
@@ -222,7 +227,7 @@ def _experts_and_weights(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[
         raise OptionError(
             message(
                 f"experts called with {len(args)} more arguments and {sorted(named)}",
-                rule="after the tokens come the experts of each and their weights",
+                rule="after the tokens come the experts of each token and their gate weights",
                 fix="call them as the converted model's own block does",
             )
         )

@@ -1,9 +1,8 @@
-"""`quantize_`: a model's linear layers and experts trained by a recipe, in place, with a report of what changed and why
-not more.
+"""`quantize_`: convert a model's linear layers and experts to a recipe, in place, with a report.
 
-A module changes its class and nothing else. Whoever holds it (hooks, optimizers, tied weights, compiled callers, DDP)
-holds the converted one, and its `state_dict` has the keys and tensors that it had. `unquantize_` changes it back.
-Costs nothing but a walk over the modules, also on the meta device.
+A module changes its class and nothing else. References to it (hooks, optimizers, tied weights, compiled callers, DDP)
+stay valid, and its `state_dict` keeps its keys and tensors. `unquantize_` changes it back. Conversion only walks over
+the modules, and works on the meta device.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .recipe_module import DEFAULT_SEED, RecipeModule
 from .report import ConversionReport, Converted, Other, Skipped, nothing_converted, speed_note, unknown_active
 
 FilterFn = Callable[[nn.Module, str], bool]
-# a layer draws by its name, and a model that is a single layer has none
+# name of a model that is a single layer: stochastic rounding needs a name
 ROOT = "root"
 
 
@@ -41,16 +40,16 @@ def quantize_(
     keep_last: float | None = None,
     seed: int = DEFAULT_SEED,
 ) -> ConversionReport:
-    """Train a model's linear layers by a recipe, in place; the report says which, and why not the others. Experts that
-    are one 3-D parameter are layers too: `GroupedLinear`, and those of Transformers that are known (docs/experts.md).
+    """Convert a model's linear layers to a recipe, in place. The report lists them, and the others with the reason.
+    Experts that are one 3-D parameter are layers too: `GroupedLinear`, and Transformers' (docs/experts.md).
 
-    filter_fn(module, name): whether to convert a layer that can be converted; it is asked for each of them, and
-    decides alone.  Without it the output head, routers and narrow layers stay in high precision, and with 4-bit formats
-    the first two and the last 15 % of blocks.  keep_first, keep_last: blocks that stay whatever the recipe and
-    filter_fn say, by number (int), the last ones also by share (float).  seed: of recipes that draw.
+    filter_fn(module, name): whether to convert a layer; called for each layer that can be converted, in place of the
+    default policy.  By default the output head, routers and narrow layers stay in high precision, and with 4-bit
+    formats the first two and the last 15 % of blocks.  keep_first, keep_last: blocks to keep whatever the recipe and
+    filter_fn say, by number (int), the last ones also by share (float).  seed: of stochastic rounding.
 
-    Names are those of the model alone, without what torch.compile, DDP and checkpointing put before them. Layers that
-    were converted before follow the new recipe.
+    Names are without the prefixes of torch.compile, DDP and checkpointing. Layers that were converted before get the
+    new recipe.
 
     >>> model = nn.Sequential(nn.Linear(4096, 14336), nn.ReLU(), nn.Linear(14336, 4))
     >>> report = quantize_(model, "fp8_blockwise")
@@ -65,7 +64,7 @@ def quantize_(
     defaults = find_defaults(modules) if filter_fn is None else None
     ends = find_ends(modules, chosen, keep_first, keep_last, defaults=filter_fn is None)
 
-    # every layer is judged before the first one changes: a filter_fn that fails leaves the model as it was
+    # all layers are decided before the first one changes: a filter_fn that raises leaves the model as it was
     reasons = [_reason(name, module, filter_fn, defaults, ends) if sizes_of(module) else "" for name, module in modules]
     holders = {id(module): max((size.experts for size in sizes_of(module)), default=1) for _, module in modules}
     for (name, module), reason in zip(modules, reasons, strict=True):
@@ -93,7 +92,7 @@ def quantize_(
             if seen.known is None:
                 unknown.setdefault(max(size.experts, seen.among), []).append(place)
             counted_as = (size.experts, seen.known or 1, seen.among)
-            # those of all parts stand in the first line
+            # the first part carries the parameters of all parts
             held = (size.in_features, size.out_features, 0 if at else parameters)
             if reason is None:
                 notes = speed_note(chosen, *held[:2]), before, _experts_note(size.experts, seen)
@@ -102,11 +101,11 @@ def quantize_(
                 skipped.append(Skipped(place, reason, *held, *counted_as))
     warnings = [ends.warning] if ends.warning else []
     warnings += [unknown_active(names, experts) for experts, names in unknown.items()]
-    left = [module for (_, module), reason in zip(modules, reasons, strict=True) if reason and _is_low(module)]
+    left = [module for (_, module), reason in zip(modules, reasons, strict=True) if reason and _is_quantized(module)]
     if left:
         warnings.append(
-            f"{len(left)} of the layers that were left still follow another recipe: unquantize_(model) first, or, of "
-            "layers that were made as blockscale.nn's, quantize_(model, 'bf16', lambda module, name: True)"
+            f"{len(left)} of the layers that were not converted still have another recipe: call unquantize_(model) "
+            "first, or, for layers constructed as blockscale.nn's, quantize_(model, 'bf16', lambda module, name: True)"
         )
     if not converted:
         warnings.append(nothing_converted(skipped))
@@ -114,9 +113,9 @@ def quantize_(
 
 
 def unquantize_(model: nn.Module) -> int:
-    """Make the layers that `quantize_` converted what they were; how many there were.
+    """Change the layers that `quantize_` converted back to their plain classes; returns their number.
 
-    Layers that were made as `blockscale.nn.Linear` or `GroupedLinear` stay what they are.
+    Layers constructed as `blockscale.nn.Linear` or `GroupedLinear` do not change.
 
     >>> model = nn.Sequential(nn.Linear(64, 64))
     >>> report = quantize_(model, "mxfp8")
@@ -131,8 +130,8 @@ def unquantize_(model: nn.Module) -> int:
             raise OptionError(
                 message(
                     f"unquantize_ for a {type(module).__name__}",
-                    rule="a layer is restored by its class, which somebody has changed since: fully_shard, or a "
-                    "parametrization",
+                    rule="a layer is restored by its class, which has changed since the conversion: by fully_shard or "
+                    "a parametrization",
                     fix="call it before fully_shard, and remove parametrizations; quantize_ with 'bf16' before those "
                     "computes the same as the plain layer",
                 )
@@ -143,9 +142,9 @@ def unquantize_(model: nn.Module) -> int:
 
 
 def advance_(model: nn.Module, tick: int | None = None) -> None:
-    """Move on to the next draws of stochastic rounding, in place: once after every backward.
+    """Advance the tick of stochastic rounding, in place: once after every backward.
 
-    tick: set it instead, when training resumes: optimizer_step * microbatches + microbatch.
+    tick: value to set instead, when training resumes: optimizer_step * microbatches + microbatch.
 
     >>> model = nn.Sequential(nn.Linear(64, 64))
     >>> report = quantize_(model, "nvfp4", lambda module, name: True, seed=7)
@@ -156,9 +155,9 @@ def advance_(model: nn.Module, tick: int | None = None) -> None:
     check_model(model, "the modules of a torch.nn.Module are changed in place")
     if tick is not None:
         tick = whole_number(tick, "tick")
-    found = (getattr(module, "rng", None) for module, _ in _followers(model))
+    found = (getattr(module, "rng", None) for module, _ in _recipe_modules(model))
     states = [local(state) for state in found if isinstance(state, Tensor) and not state.is_meta]
-    # layers share a state until the model is moved, and each has its own from then on
+    # layers share one state until the model is moved; then each has its own
     ticks = list({(state.device, state.data_ptr()): state[1] for state in states}.values())
     if tick is None and ticks:
         torch._foreach_add_(ticks, 1)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -168,7 +167,7 @@ def advance_(model: nn.Module, tick: int | None = None) -> None:
 
 
 def set_step_(model: nn.Module, step: int) -> None:
-    """Say which optimizer step comes next, for recipes whose products change with it (`Recipe.until`, `since`).
+    """Set the next optimizer step, for recipes whose products change with it (`Recipe.until`, `since`).
 
     >>> from blockscale import get_recipe
     >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -180,15 +179,15 @@ def set_step_(model: nn.Module, step: int) -> None:
     check_model(model, "the modules of a torch.nn.Module are changed in place")
     check_int(step, "step", "steps are counted from 0")
     now: dict[Recipe, Recipe] = {}
-    for module, recipe in _followers(model):
+    for module, recipe in _recipe_modules(model):
         current = now.setdefault(recipe, recipe.at(step))
-        # compiled callers hold on to the object: another one that says the same would compile them again
+        # not replaced by an equal object: compiled callers guard on identity and would compile again
         if getattr(module, "recipe_now", None) != current:
             module.recipe_now = current  # pyright: ignore[reportArgumentType]
 
 
-def _followers(model: nn.Module) -> Iterator[tuple[nn.Module, Recipe]]:
-    """All layers of ours, linear or not, with their recipes."""
+def _recipe_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Recipe]]:
+    """All layers of a model that have a recipe, with it."""
     for module in model.modules():
         recipe = getattr(module, "recipe", None)
         if isinstance(recipe, Recipe) and hasattr(module, "recipe_now"):
@@ -201,24 +200,25 @@ def _followers(model: nn.Module) -> Iterator[tuple[nn.Module, Recipe]]:
 def _reason(
     name: str, module: nn.Module, filter_fn: FilterFn | None, defaults: Defaults | None, ends: Ends
 ) -> str | None:
-    """Why a linear layer stays as it is; None if it is to be converted."""
+    """Why a layer is not converted; None if it is."""
     reason = obstacle(module)
     if reason is not None:
         return reason
     if filter_fn is not None:
-        reason = None if _ask(filter_fn, module, name) else "filter_fn said no"
+        reason = None if _call_filter(filter_fn, module, name) else "filter_fn returned False"
     elif defaults is not None:
         reason = defaults.reason(name, module)
     reason = reason or ends.reason(module)
     if reason is not None and isinstance(module, RecipeModule):
-        return f"{reason}; still follows {module.recipe.name}"
+        return f"{reason}; still has recipe {module.recipe.name}"
     return reason
 
 
 def _check_sharding(module: nn.Module, name: str, recipe: Recipe) -> None:
-    """Raise for parameters that torch's parallel styles have sharded as the recipe cannot compute them.
+    """Raise for parameters that torch's parallel styles have sharded in a way that the recipe cannot compute.
 
-    FSDP's shards are gathered before a layer is called; on a mesh of several dimensions only the call tells them apart.
+    FSDP gathers its shards before a layer is called. On a mesh of several dimensions the two cannot be told apart here,
+    and the call checks.
     """
     if not getattr(module, "_distribute_module_applied", False):
         return
@@ -233,21 +233,21 @@ def _check_sharding(module: nn.Module, name: str, recipe: Recipe) -> None:
             refuse_experts(f"{name}.{part}", parameter)
 
 
-def _is_low(module: nn.Module) -> bool:
+def _is_quantized(module: nn.Module) -> bool:
     return isinstance(module, RecipeModule) and module.recipe.is_quantized
 
 
 def _convert(module: nn.Module, name: str, recipe: Recipe, states: dict[torch.device, Tensor], seed: int) -> str:
-    """Change the class, follow the recipe; what is worth saying about it."""
+    """Change the class and apply the recipe; returns a note for the report."""
     device = next(module.parameters(recurse=False)).device
     state = states.setdefault(device, rng_state(seed, device=device)) if recipe.stochastic else None
-    note = f"followed {module.recipe.name} before" if isinstance(module, RecipeModule) else ""
-    layer = module if isinstance(module, RecipeModule) else _adopted(module)
+    note = f"had recipe {module.recipe.name} before" if isinstance(module, RecipeModule) else ""
+    layer = module if isinstance(module, RecipeModule) else _to_recipe_module(module)
     layer.apply_recipe(recipe, name=name, rng=state, seed=seed)
     return note
 
 
-def _adopted(module: nn.Module) -> RecipeModule:
+def _to_recipe_module(module: nn.Module) -> RecipeModule:
     return Linear.convert(module) if isinstance(module, nn.Linear) else AdaptedExperts.convert(module)
 
 
@@ -258,7 +258,7 @@ def _experts_note(experts: int, seen: Active) -> str:
 
 
 def _count(module: nn.Module, counted: set[int]) -> int:
-    """Parameters of a module itself that no other had before: tied ones belong to the first."""
+    """Number of a module's own parameters; tied ones count for the first module."""
     total = 0
     for each in module.parameters(recurse=False):
         if id(each) not in counted and not isinstance(each, UninitializedParameter):
@@ -267,13 +267,13 @@ def _count(module: nn.Module, counted: set[int]) -> int:
     return total
 
 
-def _ask(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
+def _call_filter(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
     answer = filter_fn(module, name)
     if not isinstance(answer, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
             message(
                 f"filter_fn returned {answer!r} for {name!r}",
-                rule="it says by True or False whether a layer is converted",
+                rule="it returns True or False: whether to convert a layer",
                 fix="return a bool, such as bool(re.search('mlp', name))",
             )
         )
@@ -281,7 +281,7 @@ def _ask(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
 
 
 def _takes_a_layer(filter_fn: object) -> bool:
-    """Whether it can be called with a module and a name; what cannot be looked into is tried."""
+    """Whether it can be called with a module and a name; True if it has no signature to inspect."""
     if not callable(filter_fn) or isinstance(filter_fn, nn.Module | type):
         return False
     try:
@@ -296,7 +296,7 @@ def _check_filter(filter_fn: object) -> None:
         raise OptionError(
             message(
                 f"filter_fn is {filter_fn!r}" if callable(filter_fn) else f"filter_fn is {in_words(filter_fn)}",
-                rule="it is called with a module and its name, and says whether to convert it",
+                rule="it is called with a module and its name, and returns whether to convert it",
                 fix="pass a function, such as lambda module, name: 'mlp' in name",
             )
         )

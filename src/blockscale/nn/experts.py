@@ -1,8 +1,8 @@
 """`GroupedLinear` and `GroupedExperts`: the layers of a mixture of experts, trained by a recipe.
 
-All experts of a layer are one parameter [E, N, K]. Rows come sorted by expert with the ends of the groups, which stay
-on the device, or as tokens with a `Routing`. Sizes are whatever a router makes of them: experts without rows, with one,
-with all. `GroupedExperts` is to `GroupedLinear` what `SwiGLU` is to `Linear`.
+All experts of a layer are one parameter [E, N, K]. Rows come sorted by expert with the group ends, which stay on the
+device, or as tokens with a `Routing`. An expert may have any number of rows, zero included. `GroupedExperts` is to
+`GroupedLinear` what `SwiGLU` is to `Linear`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Layer = TypeVar("Layer")
 
 
 def sizes_by_name(init: Callable[Concatenate[Layer, Named], None]) -> Callable[Concatenate[Layer, Named], None]:
-    """Decorator: a constructor that takes its sizes by keyword only, and says so.
+    """Decorator: raise if a constructor gets its sizes by position.
 
-    Three ints in the wrong order make a layer that works, of another size.
+    Three ints in the wrong order would construct a working layer of another size.
     """
     wanted = [p.name for p in inspect.signature(init).parameters.values() if p.default is p.empty][1:]
 
@@ -42,11 +42,11 @@ def sizes_by_name(init: Callable[Concatenate[Layer, Named], None]) -> Callable[C
     def checked(self: Layer, *args: Named.args, **named: Named.kwargs) -> None:
         if args:
             kind = type(self).__name__
-            given: tuple[Any, ...] = args
+            values: tuple[Any, ...] = args
             example = ", ".join(f"{name}=..." for name in wanted)
             raise OptionError(
                 message(
-                    f"{kind}({', '.join(map(repr, given))}, ...)",
+                    f"{kind}({', '.join(map(repr, values))}, ...)",
                     rule=f"the sizes of {kind} are passed by name: {', '.join(wanted)}",
                     fix=f"write {kind}({example})",
                 )
@@ -59,7 +59,7 @@ def sizes_by_name(init: Callable[Concatenate[Layer, Named], None]) -> Callable[C
 class GroupedLinear(RecipeModule):
     """Rows of expert e: x @ weight[e].mT + bias[e]; weight [E, N, K], bias [E, N].
 
-    Experts begin as torch's linear layers do. recipe, name, rng: as for `Linear`.
+    Experts are initialised as torch's linear layers. recipe, name, rng: as for `Linear`.
 
     >>> layer = GroupedLinear(4, 128, 256, bias=False, recipe="mxfp8")
     >>> layer(torch.randn(5, 128), torch.tensor([2, 2, 5, 5], dtype=torch.int32)).shape
@@ -91,13 +91,13 @@ class GroupedLinear(RecipeModule):
         check_place(device, dtype)
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.weight = Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
-        made = Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", made)
+        bias_EN = Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", bias_EN)
         self.reset_parameters()
         self.apply_recipe(recipe, name=name, rng=rng)
 
     def reset_parameters(self) -> None:
-        """Values as torch's linear layer has them at first."""
+        """Initialise the parameters as torch's linear layer does."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         for parameter in (self.weight, self.bias):
             if parameter is not None:
@@ -105,7 +105,7 @@ class GroupedLinear(RecipeModule):
 
     def forward(self, input: Tensor, offs: Tensor | Routing) -> Tensor:
         """[M, in_features] and the ends of the experts, or tokens [T, in_features] and their routing -> [M, out]."""
-        rounding, operands = self.given()
+        rounding, operands = self.call_state()
         return grouped_linear(
             input, self.weight, offs, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands
         )
@@ -120,7 +120,7 @@ class GroupedExperts(torch.nn.Module):
     [E, dim, hidden].
 
     `experts.gate_up.weight.chunk(2, dim=1)` are views of the gates and the ups. recipe, rng: as for `Linear`.  name:
-    where the module is in its model; the sublayers draw by it with ".gate_up" and ".down" behind.
+    of the module in its model; ".gate_up" and ".down" are appended to name the streams of stochastic rounding.
 
     >>> experts = GroupedExperts(experts=4, dim=128, hidden=256, recipe="mxfp8")
     >>> experts(torch.randn(5, 128), torch.tensor([2, 2, 5, 5], dtype=torch.int32)).shape
@@ -158,14 +158,14 @@ class GroupedExperts(torch.nn.Module):
             self.add_module(part, layer)
 
     def forward(self, x: Tensor, offs: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
-        """[M, dim] and the ends of the experts, or tokens [T, dim] and their routing -> rows [M, dim] by expert, or
-        with the gate weights [T, k] of a routing tokens [T, dim], each the weighted sum of its rows."""
+        """[M, dim] and the ends of the experts, or tokens [T, dim] and their routing -> rows [M, dim] by expert. With
+        the gate weights [T, k] of a routing -> tokens [T, dim], each the weighted sum of its rows."""
         first, second = self.gate_up, self.down
         if not self.is_fused:
             check_combined(gate_weights, offs)
             ends = offs.offs if isinstance(offs, Routing) else offs
             return combined(second(swiglu(first(x, offs)), ends), offs, gate_weights)
-        (rounding, operands), (other_rounding, other_operands) = first.given(), second.given()
+        (rounding, operands), (other_rounding, other_operands) = first.call_state(), second.call_state()
         return grouped_swiglu_mlp(
             x,
             first.weight,
@@ -181,7 +181,7 @@ class GroupedExperts(torch.nn.Module):
 
     @property
     def is_fused(self) -> bool:
-        """Whether a forward made now goes past the sublayers, since nobody could tell; see `SwiGLU.is_fused`."""
+        """Whether a forward made now bypasses the sublayers; see `SwiGLU.is_fused`."""
         first, second = self.gate_up, self.down
         plain = is_plain(first, GroupedLinear) and is_plain(second, GroupedLinear)
         return plain and first.recipe_now == second.recipe_now

@@ -1,8 +1,8 @@
 """`Linear`: torch's layer with its products in the formats of a recipe.
 
-A subclass of `torch.nn.Linear` with the same parameters, `state_dict` and initialisation: what knows that class knows
-this one. Parameters stay in high precision. Conversion changes a module's class and nothing else (`convert.py`), so
-hooks, optimizers, tied weights and compiled callers keep what they hold.
+A subclass of `torch.nn.Linear` with the same parameters, `state_dict` and initialisation, so `isinstance` checks hold.
+Parameters stay in high precision. Conversion changes a module's class and nothing else (`convert.py`), so references of
+hooks, optimizers, tied weights and compiled callers stay valid.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .recipe_module import RecipeModule
 class Linear(RecipeModule, torch.nn.Linear):
     """y = x @ weight.mT + bias, trained by a recipe.
 
-    recipe: a name or a `Recipe`.  name: where the layer is in its model, such as "layers.0.mlp.down_proj"; recipes that
-    round stochastically draw by it, and need it.  rng: seed and tick (`rng_state`), shared by the layers of a model.
+    recipe: a name or a `Recipe`.  name: of the layer in its model, such as "layers.0.mlp.down_proj"; it selects the
+    stream of stochastic rounding, which needs it.  rng: seed and tick (`rng_state`), shared by the layers of a model.
 
     >>> layer = Linear(256, 512, bias=False, recipe="mxfp8")
     >>> layer(torch.randn(2, 3, 256)).shape
@@ -54,22 +54,22 @@ class Linear(RecipeModule, torch.nn.Linear):
 
     @classmethod
     def convert(cls, module: torch.nn.Linear) -> Linear:
-        """Make a plain module one of ours, in place; it has to `apply_recipe` a recipe then."""
+        """Change the class of a plain module, in place. Call `apply_recipe` on it next."""
         cls.adopt(module)
         assert isinstance(module, cls)
         return module
 
     def restore(self) -> None:
-        """Make a converted module torch's own again, with nothing of ours left."""
+        """Change a converted module back to `torch.nn.Linear`, and remove our attributes."""
         self.release(torch.nn.Linear)
 
     def forward(self, input: Tensor | Activation) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        rounding, operands = self.given()
+        rounding, operands = self.call_state()
         return linear(input, self.weight, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands)
 
     def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
-        """Raise unless shards hold whole blocks, and gates and ups in one parameter lie together."""
+        """Raise unless shards hold whole blocks, and a packed parameter is not sharded along its rows."""
         if self.is_packed:
             check_not_packed(where, parameter)
         check_shards(where, tuple(parameter.shape), shard_shape(parameter), recipe)

@@ -1,9 +1,9 @@
 """`SwiGLU`: the MLP of today's transformers, down(silu(gate(x)) * up(x)), trained by a recipe.
 
-Gate and up are one `Linear` [2H, K], gates first, so that the input meets one product. Both sublayers are layers of
-their own: converting, sharing weight casts, naming and checkpoints work on them as on any other. While nothing is in
-the way the forward goes past them to `swiglu_mlp`, which fuses the activation with its casts; where a sublayer has
-hooks, another recipe or another class, the three parts run one after the other.
+Gate and up are one `Linear` [2H, K], gates first: one product, one cast of the input. Both sublayers are ordinary
+layers: conversion, shared weight casts, naming and checkpoints work on them as on any other. The forward bypasses them
+and calls `swiglu_mlp`, which fuses the activation with its casts. If a sublayer has hooks, another recipe or another
+class, the three parts run one after the other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class SwiGLU(torch.nn.Module):
     """down(silu(gate(x)) * up(x)) with the sublayers `gate_up` [2 * hidden, dim] and `down` [dim, hidden].
 
-    recipe, rng: as for `Linear`.  name: where the module is in its model, such as "layers.0.mlp"; the sublayers draw by
-    "layers.0.mlp.gate_up" and "layers.0.mlp.down".
+    recipe, rng: as for `Linear`.  name: of the module in its model, such as "layers.0.mlp"; the streams of
+    stochastic rounding are then "layers.0.mlp.gate_up" and "layers.0.mlp.down".
 
     >>> mlp = SwiGLU(128, 256, recipe="mxfp8")
     >>> mlp(torch.randn(2, 3, 128)).shape
@@ -79,10 +79,10 @@ class SwiGLU(torch.nn.Module):
         name: str = "",
         rng: Tensor | None = None,
     ) -> SwiGLU:
-        """The module of another model's separate projections.
+        """The module with the parameters of three separate projections.
 
-        The parameters of gate and up are copied into one, which an optimizer must be told of; down's are the same
-        objects as before. `mlp.gate_up.weight.chunk(2)` are views of the two, for checkpoints of the other model.
+        gate and up are copied into one new parameter, so construct the optimizer after it; down's parameters are the
+        same objects. `mlp.gate_up.weight.chunk(2)` are views of the two, for checkpoints of the other model.
 
         >>> gate, up, down = torch.nn.Linear(64, 96), torch.nn.Linear(64, 96), torch.nn.Linear(96, 64)
         >>> mlp = SwiGLU.from_linears(gate, up, down, "mxfp8")
@@ -93,7 +93,7 @@ class SwiGLU(torch.nn.Module):
         hidden, dim = gate.weight.shape
         if rng is None and get_recipe(recipe).stochastic:
             rng = rng_state(DEFAULT_SEED, device=gate.weight.device)
-        # no memory for weights that are replaced at once
+        # on the meta device: these weights are replaced at once
         mlp = cls(dim, hidden, _has_bias(gate), "meta", recipe=recipe, name=name, rng=rng)
         for part in ("weight", "bias"):
             first, second = getattr(gate, part), getattr(up, part)
@@ -110,7 +110,7 @@ class SwiGLU(torch.nn.Module):
         if not self.is_fused:
             check_not_packed("gate_up.weight", getattr(first, "weight", None))
             return second(swiglu(first(x)))
-        (rounding, operands), (other_rounding, other_operands) = first.given(), second.given()
+        (rounding, operands), (other_rounding, other_operands) = first.call_state(), second.call_state()
         return swiglu_mlp(
             x,
             first.weight,
@@ -124,7 +124,7 @@ class SwiGLU(torch.nn.Module):
 
     @property
     def is_fused(self) -> bool:
-        """Whether a forward made now goes past the sublayers, since nobody could tell.
+        """Whether a forward made now bypasses the sublayers: no hooks, one recipe, our own classes.
 
         >>> mlp = SwiGLU(64, 64)
         >>> handle = mlp.down.register_forward_hook(print)
@@ -136,7 +136,7 @@ class SwiGLU(torch.nn.Module):
 
 
 def is_plain(layer: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    """Whether calling the layer is the forward of that class and nothing else."""
+    """Whether calling the layer runs only the forward of that class: no hooks, no replaced forward."""
     if type(layer).forward is not kind.forward or "forward" in layer.__dict__:
         return False
     return not any(getattr(layer, hooks) for hooks in _HOOKS)

@@ -1,9 +1,8 @@
-"""`MoE`: a router, experts and, if there is one, an expert that every token passes, as today's sparse transformers
-have them. Nothing in its forward or backward waits for the host, whatever the router decides.
+"""`MoE`: a router, routed experts and an optional shared expert. Forward and backward have no host sync.
 
-Scores are computed in fp32. A token's k experts are those with the highest scores; with `balance` a number per expert
-is added to them for the choice alone, and moved after every step against the load that the expert had: experts stay
-busy without a loss that would disturb the model (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2).
+Scores are computed in fp32. A token goes to the k experts with the highest scores. With `balance` a bias per expert is
+added to the scores for the selection only, and moved after every step against the expert's load: load balancing without
+an auxiliary loss (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SCORING = ("softmax", "sigmoid")
 
 
 class Router(torch.nn.Linear):
-    """Scores of experts [T, E] in fp32, whatever the dtype of tokens and weight: small errors send tokens elsewhere."""
+    """Scores of experts [T, E] in fp32, whatever the dtype of tokens and weight: rounding changes the selection."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Router(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[T, dim] -> [T, E]."""
-        kind = "cpu" if input.is_meta else input.device.type  # autocast does not know the meta device
+        kind = "cpu" if input.is_meta else input.device.type  # the meta device is unknown to autocast
         with torch.autocast(kind, enabled=False):
             logits = functional.linear(input.float(), self.weight.float())
         return logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
@@ -56,9 +55,9 @@ class Router(torch.nn.Linear):
 class MoE(torch.nn.Module):
     """A mixture of `experts` MLPs with `hidden` units each, `top_k` of them for each token.
 
-    shared: hidden units of an expert for all tokens, 0 for none.  scoring: of the router, "softmax" or "sigmoid".
-    normalize: the weights of a token's experts add up to one.  scale: a factor of those weights.  balance: keep a bias
-    of the choice, see `update_balance_`.  recipe, name, rng: as for `Linear`; of all experts. The router stays in fp32.
+    shared: hidden units of the shared expert, 0 for none.  scoring: of the router, "softmax" or "sigmoid".
+    normalize: the gate weights of a token add up to one.  scale: factor of the gate weights.  balance: keep a selection
+    bias, see `update_balance_`.  recipe, name, rng: as for `Linear`; of all experts. The router stays in fp32.
 
     >>> moe = MoE(dim=128, hidden=64, experts=8, top_k=2, shared=64, recipe="mxfp8")
     >>> moe(torch.randn(2, 3, 128)).shape
@@ -67,7 +66,7 @@ class MoE(torch.nn.Module):
     ['experts.down.weight', 'experts.gate_up.weight', 'router.weight', 'shared.down.weight', 'shared.gate_up.weight']
     """
 
-    # what the experts of this step were asked for, since the balance was last updated
+    # int64 [E]: tokens sent to each expert since the balance was last updated
     load: Tensor | None
     balance: Tensor | None
     shared: SwiGLU | None
@@ -97,7 +96,7 @@ class MoE(torch.nn.Module):
         check_int(experts, "experts", "experts is their number", least=1)
         for flag, value in (("normalize", normalize), ("balance", balance)):
             check_flag(value, flag)
-        check_number(scale, "scale", "it is a factor of the weights of experts", "pass scale=1.0")
+        check_number(scale, "scale", "it is a factor of the gate weights", "pass scale=1.0")
         check_place(device, dtype)
         check_text(name, "name", "layers.0.mlp")
         if not 1 <= top_k <= experts:
@@ -154,26 +153,26 @@ class MoE(torch.nn.Module):
             raise ShapeError(message(f"x {tuple(x.shape)}", rule=rule, fix=f"pass x with {features} features"))
 
     def route(self, tokens: Tensor) -> tuple[Routing, Tensor]:
-        """Where tokens [T, dim] go, and the weights [T, k] of what comes back; counts the load while training."""
+        """Routing of tokens [T, dim] and their gate weights [T, k]; counts the load while training."""
         scores = self.router(tokens)
         routing, gate_weights = route(scores, self.top_k, bias=self.balance, normalize=self.normalize, scale=self.scale)
         if self.load is not None and self.training and torch.is_grad_enabled():
-            # in place: compiled recomputation takes no new attributes
+            # in place: compiled recomputation does not allow attributes to be replaced
             self.load.add_(routing.load())
         return routing, gate_weights
 
     @torch.no_grad()
     def update_balance_(self, rate: float = 1e-3) -> None:
-        """Make experts that had more than their share less likely to be chosen, and others more: once after a step.
+        """Lower the selection bias of experts above the mean load, and raise the others': once after a step.
 
-        Each bias moves by `rate`, by the sign of its expert's load against the mean. The count starts anew. Ranks that
-        see different tokens add up `load` first: `torch.distributed.all_reduce(moe.load)`.
+        Each bias moves by `rate`. `load` is reset to zero. Ranks that see different tokens add up `load` first:
+        `torch.distributed.all_reduce(moe.load)`.
         """
         if self.balance is None or self.load is None:
             raise OptionError(
                 message(
-                    "update_balance_ of a layer that keeps no balance",
-                    rule="a bias of the choice is kept by layers that were made with balance=True",
+                    "update_balance_ of a layer without a balance",
+                    rule="only layers constructed with balance=True have a selection bias",
                     fix="pass balance=True to MoE",
                 )
             )

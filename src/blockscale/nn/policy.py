@@ -1,14 +1,14 @@
-"""Which linear layers of a model can be converted, and which stay in high precision unless somebody says otherwise.
+"""Which linear layers of a model can be converted, and which stay in high precision by default.
 
-Kept by default, because low precision costs quality there and wins little time:
+Kept by default, because low precision costs quality there and saves little time:
 
     output head   named so, tied to an embedding, or last and as wide as the vocabulary
-    router        named so, or as wide as the number of experts beside it: small errors send tokens elsewhere
+    router        named so, or as wide as the number of experts beside it: rounding changes the selection
     narrow        fewer than 16 features on a side: most of a block would be empty (scores, small routers)
     end blocks    with 4-bit formats, the first two and the last 15 % of blocks
 
-A name counts by whole components: `mlp.gate` is a router, `mlp.gate_proj` is not. Experts that are one parameter are
-layers like others: ours (`GroupedLinear`), and those of Transformers that `adapters.py` knows.
+Names match by whole components: `mlp.gate` is a router, `mlp.gate_proj` is not. Experts that are one parameter count as
+layers: `GroupedLinear`, and those of Transformers in `adapters.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .experts import GroupedLinear
 from .linear import Linear
 from .moe import Router
 
-# what the shortest block has, and what Hopper's products want features to be multiples of
+# elements of the smallest block, and the alignment of features for Hopper's products
 NARROW = 16
 KEPT_FIRST, KEPT_LAST = 2, 0.15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of any make: torch's, ours, or somebody's quantised one."""
+    """Whether a module is a linear layer: torch's, ours, or another library's `...Linear` with in_ and out_features."""
     if isinstance(module, nn.Linear):
         return True
     features = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -49,7 +49,7 @@ def is_linear(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Size:
-    """A weight of a layer.  part: the parameter's name where there are several.  experts: how many weights it holds."""
+    """Size of a weight.  part: the parameter's name if the layer has several.  experts: weights in the parameter."""
 
     part: str
     in_features: int
@@ -58,7 +58,7 @@ class Size:
 
 
 def sizes_of(module: nn.Module) -> list[Size]:
-    """The weights of a layer that may be converted; none of a module that is no layer."""
+    """Sizes of the weights of a layer; empty for a module that is no layer."""
     if has_experts(module):
         return [Size(name, inputs, outputs, experts) for name, experts, inputs, outputs in expert_sizes(module)]
     if not is_linear(module):
@@ -120,7 +120,7 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The repeated part of a model.  name: of the list that holds it.  index: id of a module -> number of its block."""
+    """The blocks of a model.  name: of the list that holds them.  index: id of a module -> number of its block."""
 
     name: str
     count: int
@@ -128,12 +128,10 @@ class Blocks:
 
 
 def find_blocks(modules: Named) -> Blocks | None:
-    """The longest list of alike modules with linear layers inside; lists within such a list, of experts say, are not
-    looked at."""
+    """The longest list of modules of one class with linear layers inside. Lists within a list (of experts, for example)
+    do not count."""
     found: list[tuple[str, nn.Module]] = []
-    lists: list[
-        tuple[str, nn.Module]
-    ] = []  # blocks of different kinds are in lists, too, and lists of experts in these
+    lists: list[tuple[str, nn.Module]] = []  # of any classes: lists within them do not count
     for name, module in modules:
         inside = any(name.startswith(outer and f"{outer}.") and name != outer for outer, _ in [*found, *lists])
         if isinstance(module, nn.ModuleList) and len(module) > 1:
@@ -156,12 +154,12 @@ def _is_stack(module: nn.Module) -> bool:
     return alike and all(not is_linear(block) and any(map(is_linear, block.modules())) for block in blocks)
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- kept layers -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ends:
-    """How many blocks stay in high precision at either end of a model.  warning: what a user should know."""
+    """How many blocks stay in high precision at either end of a model.  warning: for the report."""
 
     first: int = 0
     last: int = 0
@@ -169,7 +167,7 @@ class Ends:
     warning: str = ""
 
     def reason(self, module: nn.Module) -> str | None:
-        """Why a layer stays as it is, by the block that it is in."""
+        """Why a layer is kept, by the block that it is in; None if it is not."""
         number = None if self.blocks is None else self.blocks.index.get(id(module))
         if number is None or self.blocks is None:
             return None
@@ -182,7 +180,7 @@ class Ends:
 
 
 def find_ends(modules: Named, recipe: Recipe, first: int | None, last: float | None, *, defaults: bool) -> Ends:
-    """first: blocks.  last: blocks if an int, a share of them if a float.  None: by the recipe, if `defaults`."""
+    """Blocks to keep.  first: number.  last: number if an int, share if a float.  None: the recipe's, if `defaults`."""
     by_recipe = defaults and has_four_bits(recipe)
     first = (KEPT_FIRST if by_recipe else 0) if first is None else first
     last = (KEPT_LAST if by_recipe else 0) if last is None else last
@@ -192,7 +190,7 @@ def find_ends(modules: Named, recipe: Recipe, first: int | None, last: float | N
     blocks = find_blocks(modules)
     if blocks is None:
         return Ends(warning="no blocks were found, so none are kept at the ends: choose layers with filter_fn")
-    # 14 % of 50 are 7: in floats a little more, which must not count
+    # 0.14 * 50 is slightly more than 7 in floats
     return Ends(first, math.ceil(last * blocks.count - 1e-9) if isinstance(last, float) else last, blocks)
 
 
@@ -203,7 +201,7 @@ def has_four_bits(recipe: Recipe) -> bool:
 
 
 def check_ends(first: object, last: object) -> None:
-    """Raise for what is no number of blocks."""
+    """Raise unless both are numbers of blocks."""
     check_int(first, "keep_first", "it is a number of blocks")
     share = isinstance(last, float) and 0 <= last <= 1
     if not share and not all_ints((last,)):
@@ -215,8 +213,8 @@ def check_ends(first: object, last: object) -> None:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a model says about its own layers: which weight is an embedding's, which layers are as wide as the experts
-    beside them (`routers`), by id."""
+    """Layers to keep by default.  embeddings: ids of embedding weights.  vocabulary: largest number of embeddings.
+    last: the last linear layer.  routers: ids of layers as wide as the list of experts beside them."""
 
     embeddings: frozenset[int] = frozenset()
     vocabulary: int = 0
@@ -224,7 +222,7 @@ class Defaults:
     routers: frozenset[int] = frozenset()
 
     def reason(self, name: str, module: nn.Module) -> str | None:
-        """Why a layer stays in high precision; None if nothing speaks against it."""
+        """Why a layer stays in high precision by default; None if it does not."""
         if isinstance(module, nn.Linear):
             kept = self._reason_of_linear(name, module)
             if kept is not None:
@@ -250,7 +248,7 @@ class Defaults:
 
 
 def find_defaults(modules: Named) -> Defaults:
-    """Look through a model once."""
+    """Collect the defaults of a model."""
     tables = [module for _, module in modules if isinstance(module, nn.Embedding)]
     linears = [module for _, module in modules if is_linear(module)]
     routers: set[int] = set()

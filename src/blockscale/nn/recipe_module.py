@@ -1,7 +1,7 @@
-"""`RecipeModule`: what layers that train by a recipe have in common, whatever they multiply.
+"""`RecipeModule`: base class of layers with a recipe.
 
-Its recipe and the one of the present step, the name and the state that stochastic rounding draws by, and casts of its
-weights that a step's microbatches share. None of it is part of a `state_dict`.
+It holds the recipe and that of the present step, the name and the state of stochastic rounding, and casts of weights
+that are shared by the microbatches of a step. None of it is part of a `state_dict`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DEFAULT_SEED = 0
 
 
 class RecipeModule(torch.nn.Module):
-    """A layer with a weight that follows a recipe."""
+    """A layer with a recipe."""
 
-    # the attributes that `apply_recipe` sets beside the buffer rng
-    FOLLOWED: ClassVar[tuple[str, ...]] = ("recipe", "recipe_now", "name", "seed", "shared_weight")
-    # what a plain module had under the names that `apply_recipe` takes; None for a layer that was made as one of ours
+    # attributes set by `apply_recipe`, besides the buffer rng
+    RECIPE_ATTRIBUTES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_now", "name", "seed", "shared_weight")
+    # attributes of the plain module that `apply_recipe` overwrote; None for a layer that was not converted
     was_plain: dict[str, Any] | None = None
     recipe: Recipe
     recipe_now: Recipe
@@ -41,9 +41,9 @@ class RecipeModule(torch.nn.Module):
     def apply_recipe(
         self, recipe: str | Recipe, *, name: str = "", rng: Tensor | None = None, seed: int = DEFAULT_SEED
     ) -> None:
-        """Train by this recipe from now on. Casts that were shared are dropped.
+        """Set the recipe. Shared casts are dropped.
 
-        seed: what rng is made from where none is given, and again when the layer leaves the meta device.
+        seed: of the rng state, if none is passed, and again when the layer leaves the meta device.
         """
         check_text(name, "name", "layers.0.mlp.down_proj")
         check_rng(rng)
@@ -52,7 +52,7 @@ class RecipeModule(torch.nn.Module):
             raise OptionError(
                 message(
                     f"recipe {chosen.name!r} for a layer without a name",
-                    rule="it rounds stochastically, and layers draw by their names",
+                    rule="it rounds stochastically, and the name of a layer selects its random stream",
                     fix="pass name='layers.0.mlp.down_proj', or convert a model with quantize_, which names its layers",
                 )
             )
@@ -64,7 +64,7 @@ class RecipeModule(torch.nn.Module):
         self.register_buffer("rng", rng if chosen.stochastic else None, persistent=False)
 
     def register_parameter(self, name: str, param: Parameter | None) -> None:
-        """Take a parameter. torch's parallel styles register DTensors, so that what cannot be computed raises there."""
+        """Register a parameter; raises for a DTensor, as torch's parallel styles pass, that the layer cannot take."""
         if isinstance(param, DTensor) and not isinstance(self._parameters.get(name), DTensor):
             recipe = getattr(self, "recipe", None)
             if isinstance(recipe, Recipe) and recipe.is_quantized:
@@ -73,7 +73,7 @@ class RecipeModule(torch.nn.Module):
         super().register_parameter(name, param)
 
     def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
-        """Raise for a parameter that is sharded as this kind of layer cannot compute it by that recipe."""
+        """Raise if this kind of layer cannot compute with a parameter sharded like this."""
         refuse_experts(where, parameter)
 
     def _share(self, shares: bool) -> None:
@@ -83,35 +83,35 @@ class RecipeModule(torch.nn.Module):
         if self.shared_weight is not None:
             yield self.shared_weight
 
-    def given(self) -> tuple[Stochastic | None, Pair | None]:
-        """What a call made now takes besides parameters: what it draws from, and shared casts of the weight."""
+    def call_state(self) -> tuple[Stochastic | None, Pair | None]:
+        """State of a call made now besides parameters: stochastic rounding, and shared casts of the weight."""
         recipe, shared = self.recipe_now, self.shared_weight
         rounding = Stochastic(local(self.rng), self.name) if recipe.stochastic and self.rng is not None else None
         return rounding, None if shared is None else shared.operands(self.weight, recipe)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def adopt(cls, module: torch.nn.Module) -> None:
-        """Make a plain module one of ours, in place; it has to `apply_recipe` a recipe then."""
-        kept = {name: vars(module)[name] for name in cls.FOLLOWED if name in vars(module)}
+        """Change the class of a plain module, in place. Call `apply_recipe` on it next."""
+        overwritten = {name: vars(module)[name] for name in cls.RECIPE_ATTRIBUTES if name in vars(module)}
         module.__class__ = cls
         assert isinstance(module, cls)
-        module.was_plain = kept
+        module.was_plain = overwritten
 
     def release(self, plain: type[torch.nn.Module]) -> None:
-        """Make a converted module its plain class again, with nothing of ours left."""
+        """Change a converted module back to its plain class, and remove our attributes."""
         assert self.was_plain is not None
-        kept = self.was_plain
-        for name in ("was_plain", *self.FOLLOWED):
+        overwritten = self.was_plain
+        for name in ("was_plain", *self.RECIPE_ATTRIBUTES):
             vars(self).pop(name, None)
         del self.rng
-        vars(self).update(kept)
+        vars(self).update(overwritten)
         self.__class__ = plain  # pyright: ignore[reportAttributeAccessIssue]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.rng
         result = super()._apply(fn, recurse)
         if before is not None and before.is_meta and self.rng is not None and not self.rng.is_meta:
-            local(self.rng).copy_(rng_state(self.seed))  # what came off the meta device has no values
+            local(self.rng).copy_(rng_state(self.seed))  # a tensor from the meta device has no values
         for shared in self._shared():
             shared.invalidate()
         return result
@@ -123,13 +123,13 @@ class RecipeModule(torch.nn.Module):
 
 
 def check_rng(rng: object) -> None:
-    """Raise unless it is a state of stochastic rounding, or None."""
+    """Raise unless rng is None or an int64 tensor [2], the state of stochastic rounding."""
     if rng is None or (is_dense(rng) and rng.dtype == torch.int64 and rng.shape == (2,)):  # pyright: ignore[reportAttributeAccessIssue]
         return
     raise OptionError(
         message(
             f"rng is {in_words(rng)}",
-            rule="seed and tick are one int64 tensor of shape [2]",
+            rule="the rng state is an int64 tensor of shape [2]: seed and tick",
             fix="make it with blockscale.rng_state(seed, tick, device), or leave it out",
         )
     )

@@ -1,6 +1,6 @@
-"""What a conversion did: which layers, why not the others, how much of the model that is, and what it should win.
+"""Report of a conversion: converted layers, the others with the reason, their share of the model, predicted speedup.
 
-Text for people; numbered blocks share a line. Predictions are the roofline's, so the most that can be won.
+Printed as text, with one line for all numbered blocks that are alike. Predictions are the roofline's: upper bounds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..formats.spec import get_format
 from ..roofline import BF16, ROLES, Ceilings, Use, engine_for, linear_cost, measured, nominal
 
 MACHINE, TOKENS = "h200", 4096
-# features that the fast products take in multiples of
+# alignment of features for the fast products
 _ALIGNED = 16
 
 
 class Converted(NamedTuple):
-    """A layer that follows the recipe now.  parameters: those that no module before it has.  note: what to know.
-    experts: how many weights of this size it has, and active how many of them see a token.  among: experts in the list
-    that it is one of, if it is; `active` of these see a token."""
+    """A converted layer.  parameters: without those tied to an earlier module.  note: for the user.  experts: number of
+    weights of this size, of which `active` see a token.  among: length of the list of experts that it is in, 1 if none;
+    `active` of them see a token."""
 
     name: str
     in_features: int
@@ -37,7 +37,7 @@ class Converted(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A linear layer that stays as it was, and why."""
+    """A linear layer that was not converted, and the reason."""
 
     name: str
     reason: str
@@ -50,40 +50,40 @@ class Skipped(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Modules of one class with parameters of their own that are no linear layers."""
+    """Modules of one class that have parameters and are no linear layers."""
 
     kind: str
     modules: int
     parameters: int
 
     def plus(self, parameters: int) -> Other:
-        """One more of them."""
+        """The same with one more module."""
         return Other(self.kind, self.modules + 1, self.parameters + parameters)
 
 
 class Speedup(NamedTuple):
-    """Times bf16's speed: of the converted layers, and of all linear layers, where the others are as before."""
+    """Speedup over bf16, of the converted layers and of all linear layers."""
 
     converted: float
     linears: float
 
 
 def nothing_converted(skipped: Sequence[Skipped]) -> str:
-    """What to do about a conversion that left every layer as it was."""
-    said = "no layer was converted: "
+    """Warning for a conversion without a converted layer: what to do."""
+    text = "no layer was converted: "
     if not skipped:
-        return said + "the model has no linear layers, and no experts that are known"
+        return text + "the model has no linear layers, and no experts of a known kind"
     if any(" blocks" in each.reason for each in skipped):
-        return said + f"pass {option('keep_first', 0)} and {option('keep_last', 0)}, or choose layers by name"
-    return said + "the reasons above say what they would need"
+        return text + f"pass {option('keep_first', 0)} and {option('keep_last', 0)}, or choose layers by name"
+    return text + "see the reasons above"
 
 
 def unknown_active(names: Sequence[str], experts: int) -> str:
-    """What to do where nothing says how many experts of these modules see a token."""
+    """Warning for modules whose number of active experts is unknown: what to do."""
     where = ", ".join(_merged(names))
     return (
-        f"nothing says how many of the {experts} experts of {where} see a token, so 1 is counted, and FLOPs and the "
-        "roofline are those of one: set top_k on the block (block.top_k = 2) before quantize_"
+        f"unknown how many of the {experts} experts of {where} see a token, so FLOPs and the roofline count 1: set "
+        "top_k on the block (block.top_k = 2) before quantize_"
     )
 
 
@@ -91,8 +91,7 @@ def unknown_active(names: Sequence[str], experts: int) -> str:
 class ConversionReport:
     """What `quantize_` did.
 
-    converted, skipped: all linear layers.  others: modules with parameters that are none.  warnings: what a user should
-    look at.  `print` it.
+    converted, skipped: all linear layers.  others: other modules with parameters.  warnings: for the user.  `print` it.
 
     >>> import torch, blockscale as bs
     >>> with torch.device("meta"):
@@ -114,26 +113,26 @@ class ConversionReport:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; tied ones count once."""
+        """Number of parameters of the whole model; tied ones count once."""
         return sum(each.parameters for each in (*self.converted, *self.skipped, *self.others))
 
     @property
     def parameter_share(self) -> float:
-        """How much of the model's parameters the converted layers have, from 0 to 1."""
+        """Share of the model's parameters in converted layers, from 0 to 1."""
         return sum(each.parameters for each in self.converted) / max(1, self.parameters)
 
     @property
     def flop_share(self) -> float:
-        """How much of the FLOPs of all linear layers is converted, if every layer sees every token, and of experts as
-        many as are active for one."""
-        low, rest = (
+        """Share of the FLOPs of all linear layers in converted layers, from 0 to 1. Every layer sees every token, of
+        experts only the active ones."""
+        converted, rest = (
             sum(2 * each.in_features * each.out_features * each.active / each.among for each in layers)
             for layers in (self.converted, self.skipped)
         )
-        return low / (low + rest) if low + rest else 0.0
+        return converted / (converted + rest) if converted + rest else 0.0
 
     def predicted_speedup(self, tokens: int, machine: str = MACHINE) -> Speedup:
-        """Of a training step of the linear layers, by the roofline: measured ceilings where there are some."""
+        """Speedup of a training step of the linear layers, by the roofline (measured ceilings if there are some)."""
         check_int(tokens, "tokens", "it is the number of tokens of a step", least=1)
         ceilings = measured(machine) or nominal(machine)
         use = Use(weight_cast=self.recipe.weight_cast)
@@ -142,20 +141,20 @@ class ConversionReport:
         rest = _seconds(self.skipped, tokens, BF16, ceilings, use)
         return Speedup(plain / low if low else 1.0, (plain + rest) / (low + rest) if low + rest else 1.0)
 
-    def seconds_won(self, tokens: int, machine: str = MACHINE) -> dict[str, float]:
-        """Of a training step, by the roofline: how much less each converted layer takes than in bf16; below zero where
-        it takes more."""
+    def seconds_saved(self, tokens: int, machine: str = MACHINE) -> dict[str, float]:
+        """Seconds per training step that each converted layer saves over bf16, by the roofline; negative if it takes
+        longer."""
         check_int(tokens, "tokens", "it is the number of tokens of a step", least=1)
         ceilings, use = measured(machine) or nominal(machine), Use(weight_cast=self.recipe.weight_cast)
-        won: dict[tuple[int, ...], float] = {}
+        saved: dict[tuple[int, ...], float] = {}
         for each in self.converted:
-            if _size(each) not in won:
+            if _size(each) not in saved:
                 plain, low = (_seconds([each], tokens, form, ceilings, use) for form in (BF16, self.recipe.formats()))
-                won[_size(each)] = plain - low
-        return {each.name: won[_size(each)] for each in self.converted}
+                saved[_size(each)] = plain - low
+        return {each.name: saved[_size(each)] for each in self.converted}
 
     def lines(self) -> list[str]:
-        """The layers as text, one line for all blocks that are alike."""
+        """The layers as lines of text, one for all blocks that are alike."""
         return _table(
             {
                 "converted": [(each, each.note) for each in self.converted],
@@ -187,13 +186,13 @@ class ConversionReport:
 
 
 def speed_note(recipe: Recipe, in_features: int, out_features: int) -> str:
-    """What a layer's size costs, if anything.
+    """Note on a layer whose size costs speed; empty if it does not.
 
     >>> from blockscale import get_recipe
     >>> speed_note(get_recipe("fp8_blockwise"), 2048, 10944)
     'costs a little speed: 10944 features end in a partly filled block of 128'
     >>> speed_note(get_recipe("mxfp8"), 1000, 1024)
-    'costs speed: 1000 is no multiple of 16, as the fast products want it'
+    'costs speed: 1000 is no multiple of 16, which the fast products need'
     """
     sizes = list(dict.fromkeys((in_features, out_features)))
     blocks = [max(get_format(format).block) for format in recipe.formats().values() if format is not None]
@@ -202,7 +201,7 @@ def speed_note(recipe: Recipe, in_features: int, out_features: int) -> str:
     odd = [str(size) for size in sizes if size % _ALIGNED]
     if odd:
         be = "is no multiple" if len(odd) == 1 else "are no multiples"
-        return f"costs speed: {' and '.join(odd)} {be} of {_ALIGNED}, as the fast products want it"
+        return f"costs speed: {' and '.join(odd)} {be} of {_ALIGNED}, which the fast products need"
     partial = [str(size) for size in sizes if size % max(blocks)]
     if partial:
         return f"costs a little speed: {' and '.join(partial)} features end in a partly filled block of {max(blocks)}"
@@ -216,7 +215,7 @@ def _size(layer: Converted) -> tuple[int, ...]:
 def _seconds(
     layers: Iterable[Converted | Skipped], tokens: int, formats: Mapping[str, str | None], ceilings: Ceilings, use: Use
 ) -> float:
-    """Of one training step; lazy layers have no size, and so no time. Experts share the tokens evenly."""
+    """Seconds of one training step. Lazy layers have no size and count as zero. Experts share the tokens evenly."""
     sizes = Counter[tuple[int, int, int]]()
     for each in layers:
         rows = max(1, tokens * each.active // (each.experts * each.among))
@@ -228,12 +227,12 @@ def _seconds(
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 _KEPT = "kept in high precision"
-# patterns that share a remark and a place, from which on they share a line
+# kept layers of a block with the same remark, from which on they share a line
 _FOLD = 4
 
 
 class _Line(NamedTuple):
-    """What a line is about, apart from the numbers in its names."""
+    """Key of a line: everything but the numbers in its names."""
 
     heading: str
     pattern: str
@@ -266,7 +265,7 @@ def _table(layers: Mapping[str, Sequence[tuple[Converted | Skipped, str]]]) -> l
 
 
 def _fold(groups: Mapping[_Line, list[str]]) -> dict[_Line, list[str]]:
-    """Blocks that are kept as a whole take one line, not one for each of their layers."""
+    """One line for blocks that are kept as a whole, not one for each of their layers."""
     places: dict[_Line, list[_Line]] = {}
     for line in groups:
         block, _, rest = line.pattern.partition("#")
@@ -284,7 +283,7 @@ def _fold(groups: Mapping[_Line, list[str]]) -> dict[_Line, list[str]]:
 
 
 def _ranges(names: Sequence[str]) -> str:
-    """Names that differ in numbers only, as one.
+    """Names that differ only in numbers, as one text.
 
     >>> _ranges(["layers.0.w", "layers.1.w", "layers.2.w", "layers.5.w"])
     'layers.0-2,5.w'
@@ -294,7 +293,7 @@ def _ranges(names: Sequence[str]) -> str:
 
 
 def _merged(names: Iterable[str]) -> list[str]:
-    """Names that differ in numbers only as one each.
+    """Names, with those that differ only in numbers merged.
 
     >>> _merged(["layers.0.moe", "layers.1.moe", "head.moe"])
     ['layers.0-1.moe', 'head.moe']
@@ -318,7 +317,7 @@ def _span(words: Sequence[str]) -> str:
 
 
 def _short(count: int) -> str:
-    """A count as people say it.
+    """A count with a unit.
 
     >>> _short(525_336_576), _short(266_240), _short(96)
     ('525.3M', '266.2k', '96')

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m torchtitan.train --module blockscale.integrations.torchtitan \\
         --config llama3_debug_fp8_blockwise
 
-docs/torchtitan.md has every way to switch them on. Nothing of torchtitan's own code is changed. Names are resolved when
-they are asked for, since importing torchtitan takes seconds; its version is looked at before.
+docs/torchtitan.md has every way to switch them on. torchtitan's own code is not changed. Names are imported
+lazily, since importing torchtitan takes seconds; its version is checked at once.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Ready-made torchtitan runs, each beside its bf16 twin: `--module blockscale.integrations.torchtitan --config NAME`.
+"""Ready-made torchtitan runs, each with a bf16 one: `--module blockscale.integrations.torchtitan --config NAME`.
 
 A name is a model and a recipe, such as `llama3_debug_fp8_blockwise`:
 
@@ -6,8 +6,8 @@ A name is a model and a recipe, such as `llama3_debug_fp8_blockwise`:
     deepseek_v3_debug   its debug model with experts
     llama3_8b       Llama 3 8B as torchtitan trains it
 
-Everything but the layers is the twin's: data, optimizer, schedule, and which results wait for the backward. Every field
-can be changed on the command line.
+Everything but the layers is the same: data, optimizer, schedule, and activation checkpointing. Every field can be
+changed on the command line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-# torchtitan offers every function that has no underscore here as a run, so nothing else may be one
+# torchtitan offers every function without an underscore here as a run, so imports have one
 from torchtitan.config.override import derive as _derive
 from torchtitan.models import deepseek_v3, llama3
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel as _deepseek_v3_debug
@@ -30,7 +30,7 @@ from .checkpointing import BlockScaledAC
 from .convert import BlockScaledConverter
 from .metrics import BlockScaledMetrics
 
-# model -> the plain run, who makes its model, and which one
+# model -> plain run, model registry and flavor
 MODELS: dict[str, tuple[Callable[[], Trainer.Config], Callable[..., Any], str]] = {
     "llama3_debug": (_llama3_debug, llama3.model_registry, "debugmodel"),
     "deepseek_v3_debug": (_deepseek_v3_debug, deepseek_v3.model_registry, "debugmodel"),
@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[Callable[[], Trainer.Config], Callable[..., Any], str]] 
 
 
 def _make(model: str, recipe: str | Recipe) -> Trainer.Config:
-    """A run of a model by a recipe; `bf16` changes no layer."""
+    """A run of a model with a recipe; `bf16` changes no layer."""
     plain, registry, flavor = MODELS[model]
     config = plain()
     if config.activation_checkpoint is not None:
@@ -53,5 +53,5 @@ def _make(model: str, recipe: str | Recipe) -> Trainer.Config:
 CONFIGS: dict[str, Callable[[], Trainer.Config]] = {
     f"{model}_{recipe}": functools.partial(_make, model, recipe) for model in MODELS for recipe in RECIPES
 }
-# torchtitan looks for a function of the module by name
+# torchtitan looks up a function of this module by name
 globals().update(CONFIGS)

@@ -1,8 +1,8 @@
-"""`BlockScaledConverter`: a torchtitan model's config with linear layers and experts that follow a recipe.
+"""`BlockScaledConverter`: replaces linear layers and experts in a torchtitan model's config by ones with a recipe.
 
-torchtitan builds models from a tree of configs, so nodes of that tree are exchanged and no module ever is. Whatever a
-node says (sizes, initialisation, sharding) is carried over. Layers are chosen by name; one that cannot be converted
-stays as it is, and the report, which torchtitan's logger prints, says why.
+torchtitan builds models from a tree of configs, so nodes of that tree are replaced, and no module is. The fields of a
+node (sizes, initialisation, sharding) are carried over. Layers are chosen by name. A layer that cannot be converted
+stays as it is, and the report, which torchtitan's logger prints, has the reason.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .experts import RecipeExperts, experts_class
 from .linear import BlockScaledLinear
 from .recipe_module import TitanRecipeModule, training_recipe
 
-# in the config tree of a trainer names begin with model_spec.model; `*` matches dots too
+# names begin with model_spec.model in the config tree of a trainer; `*` matches dots too
 FQNS = ("*layers.*",)
 SKIP = ("*.router.*", "*.gate", "*lm_head*")
-# experts of other classes may not send their products through the seam
+# classes of experts whose products all go through `_grouped_mm`
 _EXPERTS = ("GroupedExperts", "GptOssGroupedExperts")
 
 
@@ -58,31 +58,31 @@ class BlockScaledConverter(QuantizationConverter):
         self.report: ConversionReport | None = None
 
     def convert(self, model_config: Any) -> Any:
-        """Exchange the layers of a model's config, in place."""
-        given = self.config
-        recipe = training_recipe(given.recipe, given.weight_cast)
-        _check_globs(fqns=given.fqns, skip=given.skip)
+        """Replace the layers of a model's config, in place."""
+        options = self.config
+        recipe = training_recipe(options.recipe, options.weight_cast)
+        _check_globs(fqns=options.fqns, skip=options.skip)
         nodes = list(_nodes(model_config))
-        ends = _ends(nodes, recipe, given.keep_first, given.keep_last)
+        ends = _ends(nodes, recipe, options.keep_first, options.keep_last)
         converted: list[Converted] = []
         skipped: list[Skipped] = []
         matched = False
         for node in nodes:
-            reason = _reason(node, given.fqns, given.skip)
+            reason = _reason(node, options.fqns, options.skip)
             matched = matched or reason is None
-            made = reason or ends.get(node.fqn) or converted_config(node.config, recipe, node.fqn)
-            if not isinstance(made, str):
-                _put(node, made)
+            new = reason or ends.get(node.fqn) or converted_config(node.config, recipe, node.fqn)
+            if not isinstance(new, str):
+                _replace(node, new)
             for at, size in enumerate(node.sizes()):
-                if isinstance(made, str):
-                    skipped.append(Skipped(size[0], made, *size[1:]))
+                if isinstance(new, str):
+                    skipped.append(Skipped(size[0], new, *size[1:]))
                 else:
                     note = speed_note(recipe, size[1], size[2]) if at == 0 else ""
                     converted.append(Converted(*size[:4], note, *size[4:]))
         if not matched:
             raise OptionError(
                 message(
-                    f"no layer matches fqns={given.fqns} and not skip={given.skip}",
+                    f"no layer matches fqns={options.fqns} and not skip={options.skip}",
                     rule="a converter that converts nothing is a mistake; names are such as "
                     f"{', '.join(node.fqn for node in nodes[:3]) or '(the model has no linear layers)'}",
                     fix="write globs that match whole names, such as '*layers.*.feed_forward.*'",
@@ -96,7 +96,7 @@ class BlockScaledConverter(QuantizationConverter):
 
 
 def converted_config(config: Any, recipe: Recipe, name: str = "") -> Any | str:
-    """The config of the layer that follows the recipe and is otherwise the same; or why there is none."""
+    """Config of the same layer with a recipe, or the reason why there is none."""
     plain = type(config)._owner
     named = {"name": name} if name else {}
     if isinstance(config, GroupedExperts.Config):
@@ -113,7 +113,7 @@ def converted_config(config: Any, recipe: Recipe, name: str = "") -> Any | str:
 
 
 class _Node(NamedTuple):
-    """A layer in the tree of configs, and the place that holds it.  active: experts that see a token."""
+    """A layer in the tree of configs, with its parent and attribute there.  active: experts per token."""
 
     fqn: str
     config: Any
@@ -122,7 +122,7 @@ class _Node(NamedTuple):
     active: int = 1
 
     def sizes(self) -> Iterator[tuple[str, int, int, int, int, int]]:
-        """Name, inputs, outputs, parameters, experts and active ones of its weights."""
+        """Name, inputs, outputs, parameters, experts and active experts of each weight."""
         config = self.config
         if isinstance(config, Linear.Config):
             inner, outer = config.in_features, config.out_features
@@ -141,16 +141,16 @@ def _nodes(model_config: Any) -> Iterator[_Node]:
         yield _Node(*node, active=getattr(dispatcher, "top_k", 1))
 
 
-def _put(node: _Node, config: Any) -> None:
+def _replace(node: _Node, config: Any) -> None:
     if isinstance(node.parent, list):
         node.parent[node.attribute] = config
     else:
         setattr(node.parent, node.attribute, config)
 
 
-def _check_globs(**given: Any) -> None:
-    """A string would be taken letter by letter, and `*` matches everything."""
-    for name, globs in given.items():
+def _check_globs(**lists: Any) -> None:
+    """Raise for a string in place of a list: its letters would be globs, and `*` matches everything."""
+    for name, globs in lists.items():
         if isinstance(globs, str):
             rule = "globs come in a list"
             raise OptionError(message(f"{name}={globs!r}", rule=rule, fix=f"{name}=[{globs!r}]"))
@@ -161,9 +161,9 @@ def _matches(fqn: str, globs: Iterable[str]) -> str | None:
 
 
 def _reason(node: _Node, fqns: Sequence[str], skip: Sequence[str]) -> str | None:
-    """Why a layer is not asked for; None if it is."""
+    """Why a layer is not selected; None if it is."""
     if node.parent is None:
-        return "the model itself, which nothing holds"
+        return "the model itself, which has no parent"
     if _matches(node.fqn, fqns) is None:
         return "not in fqns"
     glob = _matches(node.fqn, skip)
@@ -171,7 +171,7 @@ def _reason(node: _Node, fqns: Sequence[str], skip: Sequence[str]) -> str | None
 
 
 def _ends(nodes: Sequence[_Node], recipe: Recipe, first: int | None, last: float | None) -> dict[str, str]:
-    """Why layers at either end of the model stay in high precision, by name."""
+    """Name of each layer that stays in high precision at either end of the model, with the reason."""
     by_recipe = has_four_bits(recipe)
     first = (KEPT_FIRST if by_recipe else 0) if first is None else first
     last = (KEPT_LAST if by_recipe else 0) if last is None else last
@@ -189,7 +189,7 @@ def _ends(nodes: Sequence[_Node], recipe: Recipe, first: int | None, last: float
 
 
 def _block_number(fqn: str) -> int | None:
-    """The number of the block that a layer is in."""
+    """Number of the block that a layer is in; None outside of blocks."""
     parts = fqn.split(".")
     at = parts.index("layers") + 1 if "layers" in parts else len(parts)
     return int(parts[at]) if at < len(parts) and parts[at].isdigit() else None

@@ -1,10 +1,10 @@
 """`BlockScaledExperts`: torchtitan's experts with their products in the formats of a recipe.
 
 Gates and ups are one product: their input is cast once, and silu(gate) * up is cast as it is computed. For that both
-weights are put side by side in every forward, a copy that costs about as much as their cast. Group sizes are whatever
-the router gives, empty ones included: nothing has to be padded by the dispatcher.
+weights are concatenated in every forward, a copy that costs about as much as their cast. Groups have any size, zero
+included: the dispatcher need not pad.
 
-Experts with an activation of their own (gpt-oss) keep their forward; their products follow the recipe.
+Experts with another activation (gpt-oss) keep their forward; their products have the formats of the recipe.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .recipe_module import TitanRecipeModule
 
 
 class RecipeExperts(TitanRecipeModule):
-    """Experts of any kind that follow a recipe."""
+    """Base class of experts with a recipe."""
 
     def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
-        """Raise unless shards hold whole blocks; torchtitan gives each rank experts, or features, of its own."""
+        """Raise unless shards hold whole blocks; torchtitan shards experts or features over ranks."""
         check_shards(where, tuple(parameter.shape), shard_shape(parameter), recipe)
 
     def rounding(self, part: str) -> Stochastic | None:
-        """What one of the products draws from."""
+        """Stochastic rounding of one of the products; None if the recipe has none."""
         if not self.recipe_now.stochastic or self.rng is None:
             return None
         return Stochastic(self.rng, f"{self.name}.{part}")
@@ -50,10 +50,10 @@ class BlockScaledExperts(RecipeExperts, GroupedExperts):
 
     def __init__(self, config: Config) -> None:
         GroupedExperts.__init__(self, config)
-        self.begin(config.recipe, config.name)
+        self.init_recipe(config.recipe, config.name)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Rows [R, D] sorted by expert and how many each has -> rows [R, D]."""
+        """Rows [R, D] sorted by expert, and the number of rows of each expert [E] -> rows [R, D]."""
         offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         gate, up, down = (local(each) for each in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
         return grouped_swiglu_mlp(
@@ -68,8 +68,8 @@ class BlockScaledExperts(RecipeExperts, GroupedExperts):
 
 @functools.cache
 def experts_class(plain: type[Any]) -> type[Any]:
-    """The class whose modules follow a recipe and are otherwise those of a plain class, by torchtitan's seam for
-    products: every one of them is `_grouped_mm`."""
+    """Subclass of a plain class of experts with a recipe. It overrides `_grouped_mm`, through which torchtitan calls
+    every product."""
     if plain is GroupedExperts:
         return BlockScaledExperts
 
@@ -81,7 +81,7 @@ def experts_class(plain: type[Any]) -> type[Any]:
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)  # pyright: ignore[reportCallIssue]
-            self.begin(config.recipe, config.name)
+            self.init_recipe(config.recipe, config.name)
 
         def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
             rounding = self.rounding("x".join(map(str, B_t.shape[1:])))

@@ -22,14 +22,14 @@ class BlockScaledLinear(TitanRecipeModule, nn.Linear, Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """recipe: a name or a `Recipe`.  name: where the layer is in its model, which recipes that draw need."""
+        """recipe: a name or a `Recipe`.  name: of the layer in its model, for stochastic rounding."""
 
         recipe: str | Recipe = "fp8_blockwise"
         name: str = ""
 
     def __init__(self, config: Config) -> None:
         Linear.__init__(self, config)
-        self.begin(config.recipe, config.name)
+        self.init_recipe(config.recipe, config.name)
 
     def forward(self, input: Tensor | Activation) -> Tensor:
         """[..., in_features] -> [..., out_features]."""

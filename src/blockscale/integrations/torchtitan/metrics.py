@@ -1,7 +1,7 @@
-"""`BlockScaledMetrics`: torchtitan's metrics without a utilisation that means nothing.
+"""`BlockScaledMetrics`: torchtitan's metrics without MFU.
 
-torchtitan prints FLOP/s as a share of the bf16 peak, unless it knows that layers are in low precision, and it knows
-only its own. With ours the share could pass 100 %. tokens/s and TFLOP/s (those of the model, whatever the format) stay.
+torchtitan prints FLOP/s as a share of the bf16 peak unless layers are quantized, and it recognises only its own
+quantized layers. With ours the share could exceed 100 %. tokens/s and TFLOP/s (the model's, whatever the format) stay.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class BlockScaledMetrics(MetricsProcessor):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """As torchtitan's."""
+        """The same fields as torchtitan's."""
 
-    def __init__(self, config: Config, **given: Any) -> None:
-        given["has_quantization"] = True
-        super().__init__(config, **given)
+    def __init__(self, config: Config, **named: Any) -> None:
+        named["has_quantization"] = True
+        super().__init__(config, **named)

@@ -2,11 +2,11 @@
 
     --override.imports 'blockscale.integrations.torchtitan.overrides.linear={"recipe": "mxfp8"}'
 
-An override sees a layer's config and not its name. What needs names, the ends of a model that 4-bit formats spare and
-draws by a layer's name, is the converter's.
+An override sees a layer's config and not its name. Features that need names (end blocks kept with 4-bit formats,
+streams of stochastic rounding) need the converter.
 """
 
-# torchtitan's decorator returns the function that it is given, and does not say so
+# torchtitan's decorator returns the same function, without a type annotation
 # pyright: reportUntypedFunctionDecorator=false
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ...nn.policy import has_four_bits
 from .convert import converted_config
 from .recipe_module import training_recipe
 
-# names rather than sizes say what a router is: its gate is moe.router.gate, and lm_head lies outside of layers
+# routers are left out by name (moe.router.gate); lm_head is outside of layers
 LINEAR_FQNS = ["*layers.*.attention.*", "*layers.*.feed_forward.*", "*layers.*.moe.shared_experts.*"]
 EXPERT_FQNS = ["*layers.*"]
 
 
-@override(target=Linear.Config, fqns=LINEAR_FQNS, description="linear layers that follow a recipe")
+@override(target=Linear.Config, fqns=LINEAR_FQNS, description="linear layers with a recipe")
 def linear(config: Linear.Config, recipe: str = "fp8_blockwise", weight_cast: str | None = None) -> Any:
     """The linear layers of blocks: attention, dense MLPs and shared experts."""
     return _converted(config, recipe, weight_cast)
 
 
-@override(target=GroupedExperts.Config, fqns=EXPERT_FQNS, description="experts that follow a recipe")
+@override(target=GroupedExperts.Config, fqns=EXPERT_FQNS, description="experts with a recipe")
 def experts(config: GroupedExperts.Config, recipe: str = "fp8_blockwise", weight_cast: str | None = None) -> Any:
     """The routed experts of blocks."""
     return _converted(config, recipe, weight_cast)
@@ -47,13 +47,13 @@ def _converted(config: Any, recipe: str | Recipe, weight_cast: str | None) -> An
         raise OptionError(
             message(
                 f"recipe {chosen.name!r} as an override",
-                rule="4-bit formats spare the first and last blocks, and drawn rounding goes by a layer's name; an "
-                "override knows neither",
+                rule="4-bit formats keep the first and last blocks, and stochastic rounding needs a layer's name; an "
+                "override has neither",
                 fix="use BlockScaledConverter, or a config of blockscale.integrations.torchtitan",
             )
         )
-    made = converted_config(config, chosen)
-    if isinstance(made, str):
-        logger.info(f"kept in high precision: {made}")
+    converted = converted_config(config, chosen)
+    if isinstance(converted, str):
+        logger.info(f"kept in high precision: {converted}")
         return config
-    return made
+    return converted

@@ -1,9 +1,8 @@
-"""`TitanRecipeModule`: what layers of torchtitan that follow a recipe have in common.
+"""`TitanRecipeModule`: base class of torchtitan's layers with a recipe.
 
 They are built from a config on the meta device, sharded for tensor parallelism, and filled later. A shard holds whole
-blocks, which is checked as soon as the number of shards is known. Layers whose recipe draws move on
-to the next draws after every optimizer step, by the optimizer's own count: a run that resumes goes on as if it had
-never stopped, and checkpoints stay those of the plain model.
+blocks, which is checked as soon as the number of shards is known. The tick of stochastic rounding is the optimizer's
+own step count: a resumed run continues exactly, and checkpoints stay those of the plain model.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from ...autograd.recipe import Recipe, get_recipe
 from ...errors import OptionError, message
 from ...nn.recipe_module import RecipeModule
 
-# a weight that changes only with an optimizer's step may be cast once for it; torchtitan's are FSDP's, gathered anew
+# not "step": torchtitan puts every model under FSDP, which gathers weights anew for each pass
 WEIGHT_CASTS = ("forward", "twice")
-_DRAWING: weakref.WeakSet[TitanRecipeModule] = weakref.WeakSet()
-_KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_STOCHASTIC: weakref.WeakSet[TitanRecipeModule] = weakref.WeakSet()
+_HOOKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Recipe:
-    """The recipe of a torchtitan run.  weight_cast: in place of the recipe's own."""
+    """The recipe of a torchtitan run; raises if torchtitan cannot run it.  weight_cast: replaces the recipe's own."""
     chosen = get_recipe(recipe)
     if weight_cast is not None and weight_cast != chosen.weight_cast:
         chosen = chosen.replace(name=chosen.name, weight_cast=weight_cast)
@@ -37,7 +36,7 @@ def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Rec
         raise OptionError(
             message(
                 f"until={dict(chosen.until)} and since={chosen.since} in torchtitan",
-                rule="nothing there tells layers which step it is",
+                rule="torchtitan does not pass the step to layers",
                 fix="leave it out, or resume with another recipe at that step",
             )
         )
@@ -46,27 +45,27 @@ def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Rec
             message(
                 f"weight_cast={chosen.weight_cast!r} in torchtitan",
                 rule="it puts every model under FSDP2, where a rank has whole weights only during a layer's passes, so "
-                "nothing can be cast once for a step",
-                fix="use 'forward' (fastest) or 'twice' (nothing waits for the backward)",
+                "a weight cannot be cast once for a step",
+                fix="use 'forward' (fastest) or 'twice' (no operand is saved for backward)",
             )
         )
     return chosen
 
 
 class TitanRecipeModule(RecipeModule):
-    """A layer of torchtitan that follows a recipe; comes before torchtitan's class among the bases."""
+    """A layer of torchtitan with a recipe; comes before torchtitan's class among the bases."""
 
-    def begin(self, recipe: str | Recipe, name: str) -> None:
-        """Follow the recipe of the config."""
+    def init_recipe(self, recipe: str | Recipe, name: str) -> None:
+        """Apply the recipe of the config."""
         self.apply_recipe(training_recipe(recipe), name=name)
         if self.recipe.stochastic:
-            _DRAWING.add(self)
-            _listen()
+            _STOCHASTIC.add(self)
+            _register_step_hook()
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Shard the parameters as torchtitan does, and check that shards hold whole blocks."""
         whole = {name: tuple(each.shape) for name, each in self.named_parameters(recurse=False)}
-        # every buffer would need a placement; this one is the same on all ranks
+        # hidden from torchtitan, which needs a placement for every buffer; it is the same on all ranks
         rng, self.rng = self.rng, None
         super().parallelize(parallel_dims)  # pyright: ignore[reportAttributeAccessIssue]
         self.rng = rng
@@ -77,17 +76,17 @@ class TitanRecipeModule(RecipeModule):
 
 
 @functools.cache
-def _listen() -> None:
-    """Hear of every optimizer's step from now on."""
+def _register_step_hook() -> None:
+    """Register the step hook of all optimizers, once."""
     register_optimizer_step_post_hook(_advance)
 
 
 def _advance(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step. The first may be one that only makes state for a checkpoint to be loaded into."""
-    if isinstance(optimizer, OptimizersContainer):  # of those that step
+    """Step hook: set the ticks, also after a checkpoint is loaded (its first step may only allocate state)."""
+    if isinstance(optimizer, OptimizersContainer):  # its inner optimizers step
         return
-    if optimizer not in _KNOWN:
-        _KNOWN.add(optimizer)
+    if optimizer not in _HOOKED:
+        _HOOKED.add(optimizer)
         optimizer.register_load_state_dict_post_hook(_set_ticks)
     _set_ticks(optimizer)
 
@@ -95,7 +94,7 @@ def _advance(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _set_ticks(optimizer: Optimizer) -> None:
     """Set the ticks of the layers that this optimizer steps to its count of steps."""
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for layer in list(_DRAWING):
+    for layer in list(_STOCHASTIC):
         weight = next((each for each in layer.parameters(recurse=False) if id(each) in stepped), None)
         if weight is None or layer.rng is None:
             continue
