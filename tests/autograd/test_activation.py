@@ -22,7 +22,7 @@ K, SIZES = 72, (200, 33, 64)
 
 
 class Projections:
-    """An input and three weights, as q, k and v have them."""
+    """An input and three weights, as of q, k and v."""
 
     def __init__(self, *lead: int, dtype: torch.dtype = torch.bfloat16):
         self.x = gaussian(*(lead or (37,)), K, seed=1).to(dtype).requires_grad_()
@@ -40,7 +40,7 @@ class Projections:
 
 @pytest.mark.parametrize("lead", [(), (2, 3), (0,)], ids=["2-D", "3-D", "empty"])
 @pytest.mark.parametrize("name", [*LOW, "bf16"])
-def test_three_layers_compute_what_they_would_alone(name: str, lead: tuple[int, ...]):
+def test_a_shared_cast_gives_the_bytes_of_separate_casts(name: str, lead: tuple[int, ...]):
     p, q = Projections(*lead), Projections(*lead)
     got, want = p.run(activation(p.x, name), name), q.run(q.x, name)
     assert_same_bits([got, p.grads()], [want, q.grads()])
@@ -70,7 +70,7 @@ def test_an_input_is_cast_once(lead: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_a_backward_one_operand_is_made(mode: Callable[[], Any]):
+def test_without_a_backward_only_fprops_operand_is_cast(mode: Callable[[], Any]):
     p = Projections()
     want = p.run(p.x, "mxfp8")
     with mode(), Calls() as calls:
@@ -80,8 +80,8 @@ def test_without_a_backward_one_operand_is_made(mode: Callable[[], Any]):
     assert_same_bits([y.clone() for y in ys], want)
 
 
-def test_one_made_without_grad_can_be_trained_with():
-    """The operand that wgrad takes is then made in the backward."""
+def test_an_activation_made_without_grad_can_be_trained_with():
+    """wgrad's operand is then cast in the backward."""
     p, q = Projections(), Projections()
     with torch.no_grad():
         shared = activation(p.x, "fp8_blockwise")
@@ -89,7 +89,7 @@ def test_one_made_without_grad_can_be_trained_with():
     assert_same_bits([got, p.grads()], [q.run(q.x, "fp8_blockwise"), q.grads()])
 
 
-def test_inputs_that_are_kept_anyway_are_cast_in_the_backward():
+def test_saved_sources_are_cast_in_the_backward():
     recipe = get_recipe("mxfp8").replace(saves="source")
     p, q = Projections(), Projections()
     with Calls() as calls:
@@ -98,7 +98,7 @@ def test_inputs_that_are_kept_anyway_are_cast_in_the_backward():
     assert_same_bits([p.run(shared, recipe), p.grads()], [q.run(q.x, recipe), q.grads()])
 
 
-def test_gradients_reach_what_the_input_was_made_of():
+def test_gradients_reach_the_leaves_behind_the_input():
     p, q = Projections(), Projections()
     p.run(activation(torch.relu(p.x), "mxfp8"), "mxfp8")
     q.run(torch.relu(q.x), "mxfp8")
@@ -124,7 +124,7 @@ def test_layers_that_cast_inputs_alike_may_differ_elsewhere():
         assert_same_bits([p.run(activation(p.x, recipe), other), p.grads()], [q.run(q.x, other), q.grads()])
 
 
-def test_a_layer_in_high_precision_takes_the_input_itself():
+def test_an_unquantized_layer_takes_the_input_itself():
     p, q = Projections(), Projections()
     assert_same_bits([p.run(activation(p.x, "mxfp8"), "bf16"), p.grads()], [q.run(q.x, "bf16"), q.grads()])
 
@@ -132,7 +132,7 @@ def test_a_layer_in_high_precision_takes_the_input_itself():
 @pytest.mark.parametrize(
     ("made", "used"), [("mxfp8", "fp8_blockwise"), ("bf16", "mxfp8"), ("mxfp8", "mxfp8_wgrad_bf16")]
 )
-def test_layers_that_cast_inputs_otherwise_refuse_it(made: str, used: str):
+def test_layers_with_other_input_formats_refuse_it(made: str, used: str):
     p = Projections()
     with pytest.raises(OptionError, match=rf"cast by '{made}' for a layer with '{used}'.*activation\(x, '{used}'\)"):
         linear(activation(p.x, made), p.weights[0], recipe=used)
@@ -147,7 +147,7 @@ def test_layers_that_cast_inputs_otherwise_refuse_it(made: str, used: str):
     ],
     ids=["integers", "doubles", "scalar"],
 )
-def test_what_no_cast_takes_is_refused(x: Tensor, error: type[Exception], text: str):
+def test_inputs_that_casts_do_not_take_are_refused(x: Tensor, error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         activation(x, "mxfp8")
 
@@ -185,7 +185,7 @@ def test_an_input_that_changed_after_its_cast_is_refused(write: str, mode: Calla
 
 
 def test_an_input_that_changed_before_a_backward_that_reads_it_is_refused():
-    """One made without grad has no operand for wgrad: the backward casts the input, which must be that of fprop."""
+    """An activation made without grad has no operand for wgrad: the backward casts the input, which must not change."""
     p = Projections()
     with torch.no_grad():
         shared = activation(p.x, "mxfp8")
@@ -197,7 +197,7 @@ def test_an_input_that_changed_before_a_backward_that_reads_it_is_refused():
 
 
 def test_an_input_made_in_inference_mode_is_cast_by_every_layer():
-    """Its changes are not counted, so no cast of it is ever known to be fresh."""
+    """It has no version counter, so a stale cast could not be detected."""
     with torch.inference_mode():
         p = Projections()
         shared = activation(p.x, "mxfp8")
@@ -209,7 +209,7 @@ def test_an_input_made_in_inference_mode_is_cast_by_every_layer():
         assert_same_bits(got, swiglu_mlp(p.x, p.weights[0], gaussian(K, SIZES[0] // 2), recipe="mxfp8"))
 
 
-def test_a_layer_in_high_precision_takes_an_input_that_changed():
+def test_an_unquantized_layer_takes_an_input_that_changed():
     p = Projections()
     shared = activation(p.x, "mxfp8")
     with torch.no_grad():
@@ -217,12 +217,12 @@ def test_a_layer_in_high_precision_takes_an_input_that_changed():
     assert_same_bits(linear(shared, p.weights[0], recipe="bf16"), linear(p.x, p.weights[0], recipe="bf16"))
 
 
-def test_features_that_do_not_fit_are_told():
+def test_features_that_do_not_fit_are_an_error():
     with pytest.raises(ShapeError, match=f"pass x with {K} features"):
         linear(activation(gaussian(4, K + 1), "mxfp8"), gaussian(64, K), recipe="mxfp8")
 
 
-# ---- where it is called from ---------------------------------------------------------------------------------------
+# ---- callers -------------------------------------------------------------------------------------------------------
 
 
 def attention(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -260,9 +260,9 @@ def test_modules_take_it():
     assert_same_bits([layer(shared) for layer in layers], [layer(x) for layer in layers])
 
 
-def test_what_is_replayed_knows_which_operands_there_are(monkeypatch):
-    """A frozen layer whose input needs no gradient does the same work in training and without autograd, but an
-    activation has a column operand in the one and none in the other: addresses would be off by two."""
+def test_a_recordings_key_has_the_operands_that_exist(monkeypatch):
+    """A frozen layer whose input needs no gradient runs the same kernels in training and without autograd, but an
+    activation has a column operand only in training: addresses would be off by two."""
     keys: list[tuple[object, int]] = []
 
     def learn(key, call, inputs, results):

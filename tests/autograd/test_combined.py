@@ -1,5 +1,5 @@
-"""Experts whose rows are added up by token within (`grouped_swiglu_mlp(..., gate_weights=...)`): the bytes of `combine`
-behind it, forward and backward, and what is not written on the way."""
+"""Experts with gate weights (`grouped_swiglu_mlp(..., gate_weights=...)`): the bytes of a separate `combine`, forward
+and backward, and no row gradients in high precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.helpers import first_of
 from support.linear_reference import Calls
 from support.products import assert_same_bits, gaussian
 
-LOW = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
+QUANTIZED = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
 TOKENS, SLOTS, COUNT = 50, 3, 5
 ODD = (72, 104, 56)
 
@@ -44,7 +44,7 @@ class Mixture:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("name", [*LOW, "bf16", "mxfp8_wgrad_bf16"])
+@pytest.mark.parametrize("name", [*QUANTIZED, "bf16", "mxfp8_wgrad_bf16"])
 def test_bytes_are_those_of_combine(name: str, bias: bool):
     found = [Mixture(bias=bias).run(name, within=within) for within in (True, False)]
     assert found[0][2] is not None
@@ -52,8 +52,8 @@ def test_bytes_are_those_of_combine(name: str, bias: bool):
     assert_same_bits(*found)
 
 
-@pytest.mark.parametrize("name", LOW)
-def test_when_operands_are_made_changes_no_byte(name: str):
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_bytes_do_not_depend_on_when_operands_are_cast(name: str):
     recipe = get_recipe(name)
     assert_same_bits(Mixture().run(recipe.recomputed(), within=True), Mixture().run(recipe, within=True))
 
@@ -118,9 +118,9 @@ def test_compiled_bytes_are_eager_ones(name: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*LOW, "bf16"])
+@pytest.mark.parametrize("name", [*QUANTIZED, "bf16"])
 def test_bytes_are_those_of_combine_on_a_gpu(name: str):
-    """Several times: the third call of these shapes is replayed, where nothing is drawn."""
+    """Several times: the third call of these shapes is replayed, without stochastic rounding."""
     sizes, known = (256, 128, 256), Mixture((256, 128, 256), device="cuda").run(name, within=False)
     for recipe in (get_recipe(name), get_recipe(name).recomputed()):
         for _ in range(4):

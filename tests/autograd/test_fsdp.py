@@ -43,7 +43,7 @@ def check_bits(results: Results) -> None:
 
 
 def check_controls(control: dict[str, float]) -> None:
-    """What must be noticed would be."""
+    """The comparison detects the planted differences."""
     assert control["forgotten"] > 0.1
     assert control["stale"] > 0.01
 
@@ -58,9 +58,9 @@ def check_casts(results: Results) -> None:
         recompute = not label.startswith("ddp") and words[4] == "True"
         if label.startswith("ddp step"):  # cast after the step before, once for all microbatches
             expected = {}
-        elif weight_cast == "twice":  # a recomputed forward makes its operand again, the backward the other
+        elif weight_cast == "twice":  # a recomputed forward casts its operand again, the backward the other
             expected = {"quantize": (2 + recompute) * WEIGHTS * microbatches}
-        else:  # under FSDP "step" is "forward", as nobody could keep operands fresh
+        else:  # under FSDP "step" acts as "forward": operands cannot be refreshed
             expected = {"quantize_both": (1 + recompute) * WEIGHTS * microbatches}
         assert found["casts"] == expected, label
         seen += 1

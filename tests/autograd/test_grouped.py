@@ -1,5 +1,5 @@
 """`grouped_linear` and `grouped_swiglu_mlp`: the composition of public operators byte for byte, close to fake
-quantisation in fp64, over groups of all sizes; what they keep, skip and refuse."""
+quantisation in fp64, over groups of all sizes; saved tensors, skipped casts and errors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from support.grouped_reference import (
 from support.linear_reference import Calls, saved_bytes, sqnr
 from support.products import assert_same_bits, gaussian, offsets
 
-LOW = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
+QUANTIZED = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
 NEAREST = ["fp8_blockwise", "mxfp8", "mxfp6"]
-# nothing divides a block
+# no multiples of a block
 ODD = (72, 104, 56)
 
 
@@ -51,7 +51,7 @@ def gains(got: list[Tensor | None], want: list[Tensor | None]) -> list[float]:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_bytes_are_those_of_the_operators(name: str, pattern: str):
     p = Experts(PATTERNS[pattern], *ODD)
     assert_same_bits(p.linear(name), linear_by_operators(p, get_recipe(name)))
@@ -61,9 +61,9 @@ def test_bytes_are_those_of_the_operators(name: str, pattern: str):
 
 
 # stochastic rounding depends on the number of the group
-@pytest.mark.parametrize("name", [name for name in LOW if not get_recipe(name).stochastic])
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if not get_recipe(name).stochastic])
 def test_a_group_is_a_dense_layer(name: str):
-    """Each expert computes what `linear` computes of its rows alone, whoever lies beside them."""
+    """Each expert computes what `linear` computes of its rows alone, whatever the other groups are."""
     p = Experts((31, 129, 0, 2), *ODD)
     y, dx, dw, db = p.linear(name)
     for e, (low, high) in enumerate(spans(p.sizes)):
@@ -75,9 +75,9 @@ def test_a_group_is_a_dense_layer(name: str):
             torch.testing.assert_close(db[e], b.grad)  # pyright: ignore[reportOptionalSubscript]
 
 
-@pytest.mark.parametrize("name", [*LOW, "bf16", "mxfp8_wgrad_bf16"])
+@pytest.mark.parametrize("name", [*QUANTIZED, "bf16", "mxfp8_wgrad_bf16"])
 def test_permuting_in_the_cast_changes_no_byte(name: str):
-    """A routing of tokens gives what permuted rows and their ends give."""
+    """A routing of tokens gives the bytes of permuted rows with their group ends."""
     scores = torch.rand(40, 5, generator=torch.Generator().manual_seed(0))
     scores[:, 3] = -1  # an expert without rows
     routing, _ = bs.route(scores, 2)
@@ -103,7 +103,7 @@ def test_permuting_in_the_cast_changes_no_byte(name: str):
         assert_same_bits(*found)
 
 
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_the_fused_mlp_is_two_layers_with_the_exact_activation(name: str):
     p, q = Experts((31, 129, 0, 2), *ODD), Experts((31, 129, 0, 2), *ODD)
     y, *grads = p.run(name)
@@ -115,7 +115,7 @@ def test_the_fused_mlp_is_two_layers_with_the_exact_activation(name: str):
     assert sqnr(grads[3], want[3]) > 45  # summed in another order, of a gradient that is not rounded in between
 
 
-# ---- close to what they stand for ------------------------------------------------------------------------------------
+# ---- accuracy --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -150,7 +150,7 @@ def test_the_noise_is_that_of_the_formats(name: str):
     p = Experts((64, 200, 0, 56), 256, 256, 256, bias=False)
     exact = mlp_by_fake_casts(p, None)
     got, want = gains(p.run(name), exact), gains(mlp_by_fake_casts(p, recipe), exact)
-    # drawn codes are noisier than those that fake quantisation rounds to nearest: only the forward draws none
+    # stochastic rounding is noisier than fake quantisation's rounding to nearest: only the forward has none
     for mine, theirs in list(zip(got, want, strict=True))[: 1 if recipe.stochastic else 4]:
         assert abs(mine - theirs) < 0.1, (got, want)
     for mine, expected in zip(got, EXPECTED[name], strict=True):
@@ -158,7 +158,7 @@ def test_the_noise_is_that_of_the_formats(name: str):
 
 
 def test_gradients_in_fp64():
-    """What stays in high precision, at double precision."""
+    """Unquantized products, at double precision."""
     x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
     weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((3, 5, 6), (3, 5)))
     offs = offsets([2, 0, 4])  # a row of no group
@@ -174,7 +174,7 @@ def test_gradients_in_fp64():
 
 @pytest.mark.parametrize("sizes", [ODD, (71, 103, 53)], ids=["torch", "loop"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_high_precision_is_that_of_experts_one_by_one(dtype: torch.dtype, sizes: tuple[int, int, int]):
+def test_unquantized_experts_are_dense_layers_one_by_one(dtype: torch.dtype, sizes: tuple[int, int, int]):
     p = Experts((31, 129, 0, 2), *sizes, dtype=dtype, bias=True)
     found = gains(p.run("bf16"), mlp_by_fake_casts(p, None))
     assert min(found) > (45 if dtype is torch.bfloat16 else 110), found
@@ -182,9 +182,9 @@ def test_high_precision_is_that_of_experts_one_by_one(dtype: torch.dtype, sizes:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", [*LOW, "mxfp8_wgrad_bf16", "bf16"])
+@pytest.mark.parametrize("name", [*QUANTIZED, "mxfp8_wgrad_bf16", "bf16"])
 def test_a_gpu_computes_what_the_cpu_computes(name: str, pattern: str):
-    """Casts agree to the byte; products differ in the order of their sums, and what is cast after one in some codes."""
+    """Casts agree to the byte. Products differ in summation order, so casts of their results differ in some codes."""
     sizes = PATTERNS[pattern]
     here, there = Experts(sizes, 256, 128, 256), Experts(sizes, 256, 128, 256, device="cuda")
     want, got = here.run(name), there.run(name)
@@ -213,7 +213,7 @@ def test_rows_of_no_group_give_zero_and_count_for_nothing(name: str):
     assert_same_bits([y[:51], dx[:51], rest], [want_y, want_dx, want])  # pyright: ignore[reportOptionalSubscript]
 
 
-# ---- how much is done ------------------------------------------------------------------------------------------------
+# ---- number of casts and products ------------------------------------------------------------------------------------
 
 FORWARD = {"quantize_both": 3, "swiglu_quantize": 1, "scaled_grouped_mm": 2}
 BACKWARD = {"quantize_both": 1, "swiglu_backward_quantize_both": 1, "scaled_grouped_mm": 4}
@@ -257,7 +257,7 @@ def test_frozen_leaves(at: int, name: str):
 
 @pytest.mark.parametrize("changes", [{"saves": "source"}, {"weight_cast": "twice"}])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4"])
-def test_when_operands_are_made_changes_no_byte(name: str, changes: dict[str, Any]):
+def test_bytes_do_not_depend_on_when_operands_are_cast(name: str, changes: dict[str, Any]):
     routing, _ = bs.route(torch.rand(20, 3, generator=torch.Generator().manual_seed(1)), 2)
     found = []
     for recipe in (get_recipe(name), get_recipe(name).replace(**changes)):
@@ -270,8 +270,8 @@ def test_when_operands_are_made_changes_no_byte(name: str, changes: dict[str, An
     assert_same_bits(*found)
 
 
-def test_memory_that_waits():
-    """Of the tokens their 8-bit copies, once for each expert that they went to; gates and ups in bf16."""
+def test_memory_saved_for_backward():
+    """8-bit operands of tokens, one for each expert that they went to; gates and ups in bf16."""
     tokens, k, h, experts = 128, 128, 128, 2
     p = Experts((256, 0), k, h, k, bias=False)
     x = gaussian(tokens, k).requires_grad_()
@@ -279,14 +279,14 @@ def test_memory_that_waits():
     twice = get_recipe("fp8_blockwise").replace(weight_cast="twice")
     known = [x, p.gate_up, p.down, routing.offs, routing.tokens, routing.rows]
     kept = saved_bytes(lambda: grouped_swiglu_mlp(x, p.gate_up, p.down, routing, recipe=twice), *known)
-    rows = 256 + 127 * experts  # the bound of what padding may take
+    rows = 256 + 127 * experts  # upper bound of the padding
     padded = rows + -rows % 128
     assert kept == padded * k + padded // 128 * k * 4 + 256 * 2 * h * 2
 
 
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "nvfp4", "mxfp8_wgrad_bf16", "bf16"])
 @pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
-def test_weight_gradients_are_added_into_main_grads(name: str, dtype: torch.dtype):
+def test_weight_gradients_accumulate_into_main_grads(name: str, dtype: torch.dtype):
     p, q = (Experts((31, 0, 20), *ODD, dtype=torch.float32) for _ in range(2))
     p.run(name)
     for weight in (q.gate_up, q.down):
@@ -299,9 +299,9 @@ def test_weight_gradients_are_added_into_main_grads(name: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_shared_casts_of_the_weights_of_experts(name: str, transposed: bool):
-    """Also of weights that are kept as [E, K, N]."""
+    """Also of weights stored as [E, K, N]."""
     recipe = get_recipe(name)
     p, q = Experts((31, 0, 20), *ODD), Experts((31, 0, 20), *ODD)
     shared = SharedWeight(transposed=transposed)
@@ -314,7 +314,7 @@ def test_shared_casts_of_the_weights_of_experts(name: str, transposed: bool):
     assert shared.casts == 2
 
 
-# ---- where they are called from ------------------------------------------------------------------------------------
+# ---- callers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

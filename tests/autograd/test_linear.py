@@ -1,5 +1,5 @@
 """`linear` against fake quantisation in fp64, against the unquantised layer and against the public operators, for any
-shape; what it makes, for whom, and what it refuses. Where it is called from is in test_linear_calls.py."""
+shape; which operands it casts, and its errors. Its callers are in test_linear_calls.py."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from support.linear_reference import (
 )
 from support.products import assert_same_bits, gaussian
 
-# M, N, K: nothing divides a block, and everything does
+# M, N, K: no multiples of a block, and multiples of all blocks
 ODD, EVEN = (37, 200, 72), (64, 128, 256)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 IDENTITY = dict.fromkeys(ROLES, identity)
 
 
-# ---- how good ------------------------------------------------------------------------------------------------------
+# ---- accuracy ------------------------------------------------------------------------------------------------------
 
-# what the rounding of the result leaves, a little less: 55.5, 73.5 and, from fp32 sums and decodes, 145 dB
+# a little below the rounding of the result: 55.5, 73.5 and, from fp32 sums and decodes, 145 dB
 TIGHT = {torch.bfloat16: 54.0, torch.float16: 72.5, torch.float32: 140.0}
 
 
@@ -71,7 +71,7 @@ GATES = {
 
 @pytest.mark.parametrize("name", GATES)
 def test_noise_is_that_of_the_formats_no_more_and_no_less(device: torch.device, name: str):
-    p = Problem(256, 256, 512, bias=False, device=device)  # what is added in high precision would hide noise
+    p = Problem(256, 256, 512, bias=False, device=device)  # an exact bias would hide noise
     found = [sqnr(got, want) for got, want in zip(p.run(VARIANTS[name]), by_fake_casts(p, IDENTITY), strict=True)]
     assert all(gate < got < gate + 1 for got, gate in zip(found, GATES[name], strict=True)), found
 
@@ -98,7 +98,7 @@ def test_bytes_are_those_of_the_operators_on_a_gpu(name: str, sizes: tuple[int, 
 
 @pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4"])
-def test_a_product_in_high_precision_is_torchs(name: str, product: str):
+def test_an_unquantized_product_is_torchs(name: str, product: str):
     recipe = get_recipe(name).replace(**{product: None})
     p, plain = Problem(*ODD), Problem(*ODD)
     want = by_operators(p, recipe)
@@ -119,7 +119,7 @@ def test_the_bf16_recipe_is_torchs_layer():
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_inputs_and_weights_of_different_dtypes(dtypes: tuple[torch.dtype, torch.dtype]):
-    """Each is cast from what it is; a result follows x, a gradient its parameter."""
+    """Each is cast from its own dtype; the result has the dtype of x, a gradient that of its parameter."""
     p, q = Problem(*ODD, dtype=dtypes[0]), Problem(*ODD, dtype=dtypes[0])
     p.weight, p.bias = (t.detach().to(dtypes[1]).requires_grad_() for t in (q.weight, q.bias))  # pyright: ignore[reportOptionalMemberAccess]
     y, dx, dw, db = p.run("mxfp8")
@@ -185,7 +185,7 @@ def test_an_expanded_gradient_is_a_gradient():
     assert_same_bits(q.run("nvfp4"), p.run("nvfp4"))
 
 
-def test_no_gradient_arrives_where_none_is_sent():
+def test_no_incoming_gradient_gives_no_gradients():
     p = Problem(*ODD)
     y = p.forward("mxfp8")
 
@@ -203,7 +203,7 @@ def test_no_gradient_arrives_where_none_is_sent():
     assert p.grads() == [None] * 3
 
 
-# ---- what is made, and for whom ------------------------------------------------------------------------------------
+# ---- which operands are cast ---------------------------------------------------------------------------------------
 
 
 def needing(which: str) -> Problem:
@@ -214,8 +214,8 @@ def needing(which: str) -> Problem:
     return p
 
 
-# which leaves need a gradient -> operators of the forward and of the backward, for recipes whose weights wait
-MADE = {
+# which leaves need a gradient -> operators of the forward and of the backward, for weight_cast="forward"
+CASTS = {
     "x weight bias": ({"quantize_both": 2, "scaled_mm": 1}, {"quantize_both": 1, "scaled_mm": 2}),
     "x weight": ({"quantize_both": 2, "scaled_mm": 1}, {"quantize_both": 1, "scaled_mm": 2}),
     "weight bias": ({"quantize_both": 1, "quantize": 1, "scaled_mm": 1}, {"quantize": 1, "scaled_mm": 1}),
@@ -227,15 +227,15 @@ MADE = {
 
 
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4"])
-@pytest.mark.parametrize("which", MADE)
-def test_only_what_is_needed_is_made(which: str, name: str):
+@pytest.mark.parametrize("which", CASTS)
+def test_only_needed_operands_are_cast(which: str, name: str):
     whole, p = Problem(*ODD), needing(which)
     want = whole.run(name)
     with Calls() as forward:
         y = p.forward(name)
     with Calls() as backward:
         y.backward(p.dy)
-    assert (forward.found, backward.found) == MADE[which]
+    assert (forward.found, backward.found) == CASTS[which]
     assert_same_bits(y.detach(), want[0])
     for leaf, grad in zip(p.leaves(), want[1:], strict=True):
         assert (leaf.grad is not None) == leaf.requires_grad
@@ -245,16 +245,16 @@ def test_only_what_is_needed_is_made(which: str, name: str):
             assert_same_bits(leaf.grad, grad)
 
 
-WAITS = {
+NOT_SAVED = {
     "twice": ({"weight_cast": "twice"}, {"quantize_both": 1, "quantize": 1}, {"quantize_both": 1, "quantize": 1}),
     "source": ({"saves": "source"}, {"quantize_both": 1, "quantize": 1}, {"quantize_both": 1, "quantize": 1}),
     "neither": ({"saves": "source", "weight_cast": "twice"}, {"quantize": 2}, {"quantize_both": 1, "quantize": 2}),
 }
 
 
-@pytest.mark.parametrize("which", WAITS)
-def test_what_does_not_wait_is_cast_in_the_backward(which: str):
-    change, forward, backward = WAITS[which]
+@pytest.mark.parametrize("which", NOT_SAVED)
+def test_operands_that_are_not_saved_are_cast_in_the_backward(which: str):
+    change, forward, backward = NOT_SAVED[which]
     recipe = get_recipe("fp8_blockwise").replace(**change)
     p = Problem(*ODD)
     with Calls() as first:
@@ -267,7 +267,7 @@ def test_what_does_not_wait_is_cast_in_the_backward(which: str):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", LOW)
-def test_without_a_backward_nothing_is_made_for_it(name: str, mode: Callable[[], Any]):
+def test_without_a_backward_no_operand_is_cast_for_it(name: str, mode: Callable[[], Any]):
     p = Problem(*ODD)
     with mode(), Calls() as calls:
         y = p.forward(name)
@@ -276,7 +276,7 @@ def test_without_a_backward_nothing_is_made_for_it(name: str, mode: Callable[[],
     assert_same_bits(y.clone(), p.run(name)[0])
 
 
-def test_given_operands_of_a_weight_are_taken():
+def test_weight_operands_are_used():
     p, q = Problem(*ODD), Problem(*ODD)
     pair = bs.quantize_both(p.weight.detach(), "fp8_128x128", "fp8_128x128")
     with Calls() as calls:
@@ -300,7 +300,7 @@ def test_a_retained_graph_gives_the_same_again(name: str):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_weight_that_changed_before_the_backward_is_noticed(name: str):
+def test_a_weight_that_changed_before_the_backward_is_an_error(name: str):
     p = Problem(*ODD)
     y = p.forward(VARIANTS[name])
     with torch.no_grad():
@@ -309,14 +309,14 @@ def test_a_weight_that_changed_before_the_backward_is_noticed(name: str):
         y.backward(p.dy)
 
 
-def test_an_input_that_changed_before_the_backward_is_noticed_if_it_is_what_waits():
+def test_a_saved_input_that_changed_before_the_backward_is_an_error():
     recipe = get_recipe("mxfp8")
     want = Problem(*ODD).run(recipe)
     p = Problem(*ODD)
     y = p.forward(recipe)
     with torch.no_grad():
         p.x.zero_()
-    y.backward(p.dy)  # its operand waits, which is what the gradient is made of
+    y.backward(p.dy)  # its operand was saved, and the gradient uses only that
     assert_same_bits(p.grads(), want[1:])
     p = Problem(*ODD)
     y = p.forward(recipe.replace(saves="source"))
@@ -327,7 +327,7 @@ def test_an_input_that_changed_before_the_backward_is_noticed_if_it_is_what_wait
 
 
 def gradient_penalty(p: Problem) -> None:
-    """Nothing but the weight makes it depend on a leaf: the gradient that arrives is a constant."""
+    """It depends on a leaf through the weight only: the incoming gradient is a constant."""
     y = linear(torch.sin(p.x), p.weight, recipe="mxfp8")
     (dx,) = torch.autograd.grad(y.sum(), p.x, create_graph=True)
     dx.square().sum().backward()
@@ -345,7 +345,7 @@ def test_a_gradient_of_a_gradient_is_refused(twice: Callable[[Problem], None]):
         twice(Problem(*ODD, dtype=torch.float32))
 
 
-def test_a_graph_of_the_backward_that_nobody_uses_changes_nothing():
+def test_an_unused_graph_of_the_backward_changes_no_byte():
     p, q = Problem(*ODD), Problem(*ODD)
     got = torch.autograd.grad(p.forward("nvfp4"), p.leaves(), p.dy, create_graph=True)
     assert_same_bits(list(got), q.run("nvfp4")[1:])
@@ -367,7 +367,7 @@ MISTAKES = {
     "bias device": (lambda: linear(X, W, B.to("meta")), ShapeError, "on meta"),
     "weight device": (lambda: linear(X, W.to("meta")), DeviceError, "x is on cpu, the weight on meta"),
     "input device": (lambda: linear(X.to("meta"), W), DeviceError, "x is on meta, the weight on cpu"),
-    "no state": (lambda: linear(X, W, recipe="nvfp4"), OptionError, "without a state for stochastic rounding.*rng_state"),
+    "no state": (lambda: linear(X, W, recipe="nvfp4"), OptionError, "a state for stochastic rounding.*rng_state"),
     "no name": (
         lambda: (
             linear(X, W.clone().requires_grad_(), recipe="nvfp4", rounding=bs.Stochastic(bs.rng_state(0), ""))
@@ -382,7 +382,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("which", MISTAKES)
-def test_mistakes_are_told(which: str):
+def test_mistakes_raise(which: str):
     call, error, text = MISTAKES[which]
     with pytest.raises(error, match=text):
         call()

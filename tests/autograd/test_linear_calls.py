@@ -1,4 +1,4 @@
-"""Where `linear` is called from: autocast, main gradients, counters, compilers, checkpointing; and what it keeps."""
+"""Callers of `linear`: autocast, main gradients, FLOP counters, compilers, checkpointing; and saved tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ODD = (37, 200, 72)
 
 @pytest.mark.parametrize("name", [*LOW, "bf16"])
 def test_autocast_chooses_the_results_dtype_and_nothing_else(name: str):
-    """Casts read what the tensors are; gradients have the dtypes of what they are of."""
+    """Casts read the tensors in their own dtype; gradients have the dtypes of their leaves."""
     p = Problem(*ODD, dtype=torch.float32)
     p.dy = p.dy.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -63,7 +63,7 @@ def with_main_grad(value: Any = 1.0, main_dtype: torch.dtype = torch.float32, **
 
 @pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4", "mxfp8_wgrad_bf16"])
-def test_weight_gradients_are_added_into_main_grad(name: str, dtype: torch.dtype):
+def test_weight_gradients_accumulate_into_main_grad(name: str, dtype: torch.dtype):
     p, q = with_main_grad(main_dtype=dtype, dtype=torch.float32), Problem(*ODD, dtype=torch.float32)
     want, total = q.run(name), torch.ones(1, dtype=dtype)
     for _ in range(2):
@@ -87,8 +87,8 @@ def test_a_main_grad_is_not_rounded_to_the_weights_dtype():
 
 @pytest.mark.parametrize("how", ["grad", "grad of the weight", "inputs", "inputs with the weight"])
 @pytest.mark.parametrize("layers", ["linear", "mlp"])
-def test_only_a_pass_for_the_weight_adds_to_its_main_grad(layers: str, how: str):
-    """`torch.autograd.grad` hands gradients to its caller, and a backward for other leaves leaves this one alone."""
+def test_only_a_pass_for_the_weight_accumulates_into_main_grad(layers: str, how: str):
+    """Neither `torch.autograd.grad`, which returns gradients to its caller, nor a backward for other leaves does."""
     x, first, second = (gaussian(*size).float().requires_grad_() for size in ((8, 64), (128, 64), (64, 64)))
     weights = [first] if layers == "linear" else [first, second]
     for weight in weights:
@@ -109,7 +109,7 @@ def test_only_a_pass_for_the_weight_adds_to_its_main_grad(layers: str, how: str)
 
 
 def test_two_forwards_may_come_before_their_backwards():
-    """As in a pipeline, or where a layer is used twice: the first backward changes what the second adds to."""
+    """As in a pipeline, or if a layer is used twice: the first backward changes main_grad before the second."""
     p, q = with_main_grad(0.0), Problem(*ODD)
     first, second = p.forward("mxfp8"), p.forward("mxfp8")
     first.backward(p.dy, retain_graph=True)
@@ -160,7 +160,7 @@ def test_main_grads_and_data_parallel_hooks_do_not_go_together(process_group: No
     torch.testing.assert_close(layer.weight.main_grad, want)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# ---- what is counted -----------------------------------------------------------------------------------------------
+# ---- FLOPs and memory ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "bf16"])
@@ -176,7 +176,7 @@ def test_flops_are_counted_exactly(name: str):
     assert counter.get_total_flops() == 2 * 2 * m * n * k
 
 
-def test_memory_that_waits_for_the_backward():
+def test_memory_saved_for_backward():
     m, n, k = 512, 256, 384
     p = Problem(m, n, k, bias=False)
     recipe = get_recipe("fp8_blockwise")
@@ -196,14 +196,14 @@ def test_memory_that_waits_for_the_backward():
 
 
 @pytest.mark.parametrize(("name", "most"), [("mxfp8", 0.54), ("mxfp6", 0.54), ("mxfp4", 0.28), ("nvfp4", 0.29)])
-def test_memory_that_waits_in_other_formats(name: str, most: float):
+def test_memory_saved_for_backward_in_other_formats(name: str, most: float):
     p = Problem(512, 256, 384, bias=False)
     kept = saved_bytes(lambda: p.forward(get_recipe(name).replace(weight_cast="twice")), p.weight)
     assert kept <= most * 2 * 512 * 384
 
 
-def test_what_waits_may_be_kept_elsewhere():
-    """Hooks that move saved tensors, as offloading to another device does, hand other tensors back."""
+def test_saved_tensors_may_be_offloaded():
+    """Saved tensor hooks, as for offloading to another device, return other tensors."""
     p, q = Problem(*ODD), Problem(*ODD)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor.clone()):
         got = p.run("fp8_blockwise")
@@ -238,7 +238,7 @@ def compiled_frames(recipe: str | bs.Recipe, problems: list[tuple[Problem, Probl
 
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "nvfp4", "fp8_blockwise keeps source"])
 def test_compiled_bytes_are_eager_ones_for_any_number_of_tokens(fresh_dynamo: None, name: str):
-    # all of them leave a pad after the codes: with and without one are two graphs
+    # all of them have padding after the codes: with and without padding are two graphs
     problems = [(Problem(m, *ODD[1:]), Problem(m, *ODD[1:])) for m in (37, 70, 101)]
     for p, _ in problems:
         torch._dynamo.mark_dynamic(p.x, 0)
@@ -269,7 +269,7 @@ def test_inductor_gives_eager_bytes(fresh_dynamo: None):
     assert compiled_frames("fp8_blockwise", problems, backend="inductor", dynamic=True) == 1
 
 
-def test_mistakes_are_told_while_tracing(fresh_dynamo: None):
+def test_mistakes_raise_while_tracing(fresh_dynamo: None):
     p = Problem(*ODD)
     call = torch.compile(linear, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="K is the last axis of x"):
@@ -281,7 +281,7 @@ def test_mistakes_are_told_while_tracing(fresh_dynamo: None):
 # ---- recomputation -------------------------------------------------------------------------------------------------
 
 
-def keeps_products(ctx: Any, op: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+def save_products(ctx: Any, op: Any, *args: Any, **named: Any) -> CheckpointPolicy:
     kept = op is torch.ops.blockscale.scaled_mm.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -293,7 +293,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "reentrant": ({"use_reentrant": True}, CASTS | {"scaled_mm": 3}),
     "non-reentrant": ({"use_reentrant": False}, CASTS | {"scaled_mm": 3}),
     "selective": (
-        {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(keeps_products)},
+        {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(save_products)},
         CASTS | {"scaled_mm": 2},
     ),
 }
@@ -302,12 +302,12 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4"])
 @pytest.mark.parametrize("way", WAYS)
 def test_recomputation_gives_the_same_bytes(way: str, name: str):
-    """A forward that is done again does its casts again, once; nothing else."""
+    """A recomputed forward casts once more, and does nothing else again."""
     p, q = Problem(*ODD), Problem(*ODD)
     named, wanted = WAYS[way]
 
     def block(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return torch.sin(linear(x, weight, bias, name, rounding=drawn(name)))  # sin wants the product again
+        return torch.sin(linear(x, weight, bias, name, rounding=drawn(name)))  # sin's backward needs y again
 
     y = checkpoint(block, *p.leaves(), **named) if named else block(*p.leaves())
     assert y is not None

@@ -1,4 +1,4 @@
-"""`swiglu_mlp` is the composition of public operators, byte for byte; what it keeps, skips and refuses."""
+"""`swiglu_mlp` is the composition of public operators, byte for byte; saved tensors, skipped casts and errors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from blockscale.gemm import ACCUMULATOR_DTYPES
 from support.linear_reference import Calls, saved_bytes
 from support.products import assert_same_bits, gaussian
 
-LOW = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
+QUANTIZED = ["fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
 NAMES = ("mlp.gate_up", "mlp.down")
-# nothing divides a block: M, K, H, D
+# no multiples of a block: M, K, H, D
 ODD = (37, 72, 200, 56)
 
 
-def drawn(recipe: str | bs.Recipe, device: torch.device | str = "cpu") -> tuple[bs.Stochastic | None, ...]:
-    """What both layers draw from."""
+def roundings_of(recipe: str | bs.Recipe, device: torch.device | str = "cpu") -> tuple[bs.Stochastic | None, ...]:
+    """Stochastic rounding of both layers."""
     if not get_recipe(recipe).stochastic:
         return None, None
     return tuple(bs.Stochastic(bs.rng_state(5, 2, device), name) for name in NAMES)
@@ -53,7 +53,7 @@ class Problem:
         return [leaf.grad for leaf in self.leaves()]
 
     def run(self, recipe: str | bs.Recipe, **named: Any) -> Tensor:
-        named = {"roundings": drawn(recipe)} | named
+        named = {"roundings": roundings_of(recipe)} | named
         y = swiglu_mlp(self.x, self.gate_up, self.down, *self.biases, recipe=recipe, **named)
         y.backward(self.dy)
         return y
@@ -65,7 +65,7 @@ def by_operators(p: Problem, recipe: bs.Recipe) -> tuple[Tensor, Tensor, Tensor,
     def cast(layer: int, role: str) -> bs.CastSpec:
         operand = recipe.operand(role)
         assert operand is not None
-        return operand.spec(role, drawn(recipe)[layer])
+        return operand.spec(role, roundings_of(recipe)[layer])
 
     x, gate_up_weight, down_weight, dy = (t.detach() for t in (p.x, p.gate_up, p.down, p.dy))
     dtype = x.dtype
@@ -98,7 +98,7 @@ class ExactSwiGLU(torch.autograd.Function):
 
 def by_layers(p: Problem, recipe: str | bs.Recipe) -> Tensor:
     """Two `linear`s with the exact activation between."""
-    first, second = drawn(recipe)
+    first, second = roundings_of(recipe)
     hidden = ExactSwiGLU.apply(linear(p.x, p.gate_up, p.biases[0], recipe, rounding=first))
     y = linear(hidden, p.down, p.biases[1], recipe, rounding=second)  # pyright: ignore[reportArgumentType]
     y.backward(p.dy)
@@ -110,7 +110,7 @@ def by_layers(p: Problem, recipe: str | bs.Recipe) -> Tensor:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("sizes", [(64, 128, 160, 96), ODD], ids=["even", "odd"])
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_bytes_are_those_of_the_operators(name: str, sizes: tuple[int, int, int, int], bias: bool):
     p = Problem(*sizes, bias=bias)
     y = p.run(name)
@@ -122,7 +122,7 @@ def test_bytes_are_those_of_the_operators(name: str, sizes: tuple[int, int, int,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_bytes_are_those_of_the_layers(name: str, dtype: torch.dtype):
     """The hidden activation is rounded to the input's dtype before its cast, so a fusion changes no byte."""
     p, q = Problem(*ODD, dtype=dtype), Problem(*ODD, dtype=dtype)
@@ -136,14 +136,14 @@ def test_bytes_are_those_of_the_layers(name: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("change", [{"weight_cast": "twice"}, {"saves": "source"}], ids=str)
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4"])
-def test_what_waits_does_not_change_bytes(name: str, change: dict[str, Any]):
+def test_bytes_do_not_depend_on_what_is_saved(name: str, change: dict[str, Any]):
     p, q = Problem(*ODD), Problem(*ODD)
     assert_same_bits(p.run(name), q.run(get_recipe(name).replace(**change)))
     assert_same_bits(p.grads(), q.grads())
 
 
 @pytest.mark.parametrize("name", ["mxfp8_wgrad_bf16", "bf16"])
-def test_products_in_high_precision_are_two_layers(name: str):
+def test_recipes_with_unquantized_products_are_two_layers(name: str):
     p, q = Problem(*ODD), Problem(*ODD)
     y = p.run(name)
     gate, up = linear(q.x, q.gate_up, q.biases[0], name).chunk(2, -1)
@@ -161,7 +161,7 @@ def test_leading_dimensions_and_no_tokens():
     folded.backward(q.dy[None, :, None])
     assert_same_bits(folded.flatten(0, -2), y)
     assert_same_bits([x.grad.flatten(0, -2), q.gate_up.grad, q.down.grad], p.grads()[:3])  # pyright: ignore[reportOptionalMemberAccess]
-    for name in LOW:
+    for name in QUANTIZED:
         empty = Problem(0, *ODD[1:])
         assert empty.run(name).shape == (0, 56)
         assert all(not leaf.grad.any() for leaf in empty.leaves())  # pyright: ignore[reportOptionalMemberAccess]
@@ -175,7 +175,7 @@ def test_a_shared_activation_is_taken():
     assert_same_bits([y, q.grads()], [want, p.grads()])
 
 
-# ---- how good ------------------------------------------------------------------------------------------------------
+# ---- accuracy ------------------------------------------------------------------------------------------------------
 
 
 def sqnr(got: Tensor | None, want: Tensor | None) -> float:
@@ -194,10 +194,10 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_signal_to_noise(name: str):
     """Against the unquantised MLP in fp64: as much noise as the formats make, no more and no less."""
-    p = Problem(256, 256, 384, 256, bias=False)  # what is added in high precision would hide noise
+    p = Problem(256, 256, 384, 256, bias=False)  # an exact bias would hide noise
     y = p.run(name)
     leaves = [leaf.detach().double().requires_grad_() for leaf in p.leaves()]
     x, gate_up, down = leaves
@@ -208,7 +208,7 @@ def test_signal_to_noise(name: str):
     assert all(abs(got - expected) < 0.5 for got, expected in zip(found, MEASURED[name], strict=True)), found
 
 
-# ---- what is made and kept -----------------------------------------------------------------------------------------
+# ---- which operands are cast and saved -----------------------------------------------------------------------------
 
 
 FORWARD = {"quantize_both": 3, "swiglu_quantize": 1, "scaled_mm": 2}
@@ -225,7 +225,7 @@ def test_nothing_is_cast_twice():
     assert calls.found == BACKWARD
 
 
-def test_no_backward_nothing_for_it():
+def test_without_a_backward_no_operand_is_cast_for_it():
     p = Problem(*ODD, bias=False)
     with torch.no_grad(), Calls() as calls:
         y = swiglu_mlp(p.x, p.gate_up, p.down)
@@ -251,7 +251,7 @@ def test_frozen_leaves(which: str, name: str):
     at = list(FROZEN).index(which)
     for other, leaf in enumerate(q.leaves()):
         leaf.requires_grad_(other == at)
-    y = swiglu_mlp(q.x, q.gate_up, q.down, *q.biases, recipe=name, roundings=drawn(name))
+    y = swiglu_mlp(q.x, q.gate_up, q.down, *q.biases, recipe=name, roundings=roundings_of(name))
     with Calls() as calls:
         y.backward(q.dy)
     assert calls.found == FROZEN[which]
@@ -263,7 +263,7 @@ def test_frozen_leaves(which: str, name: str):
         assert_same_bits(got[at], p.grads()[at])
 
 
-def test_memory_that_waits(monkeypatch: pytest.MonkeyPatch):
+def test_memory_saved_for_backward(monkeypatch: pytest.MonkeyPatch):
     m, k, h, d = 256, 128, 128, 128
     p = Problem(m, k, h, d, bias=False)
     weights = [p.gate_up, p.down]
@@ -271,7 +271,7 @@ def test_memory_that_waits(monkeypatch: pytest.MonkeyPatch):
     kept = saved_bytes(lambda: swiglu_mlp(p.x, *weights, recipe=twice), *weights)
     codes_and_scales = m * k + m // 128 * k * 4
     assert kept == codes_and_scales + 2 * m * 2 * h
-    # with both operands of the weights made in the forward, one of each waits too
+    # with weight_cast="forward" one operand of each weight is saved too
     more = saved_bytes(lambda: swiglu_mlp(p.x, *weights), *weights)
     assert 2 * h * k + h * d < more - kept < 1.02 * (2 * h * k + h * d)
     monkeypatch.setattr(linear_plan, "for_products", lambda *tensors: tensors)  # as on a GPU
@@ -279,7 +279,7 @@ def test_memory_that_waits(monkeypatch: pytest.MonkeyPatch):
     assert high == 2 * m * k + 2 * m * 4 * h
 
 
-def test_a_weight_that_changed_before_the_backward_is_noticed():
+def test_a_weight_that_changed_before_the_backward_is_an_error():
     for at in (1, 2):
         p = Problem(*ODD)
         y = swiglu_mlp(p.x, p.gate_up, p.down)
@@ -290,7 +290,7 @@ def test_a_weight_that_changed_before_the_backward_is_noticed():
 
 
 @pytest.mark.parametrize("dtype", ACCUMULATOR_DTYPES, ids=str)
-def test_weight_gradients_are_added_into_main_grads(dtype: torch.dtype):
+def test_weight_gradients_accumulate_into_main_grads(dtype: torch.dtype):
     p, q = Problem(*ODD, dtype=torch.float32), Problem(*ODD, dtype=torch.float32)
     p.run("mxfp8")
     for weight in (q.gate_up, q.down):
@@ -302,7 +302,7 @@ def test_weight_gradients_are_added_into_main_grads(dtype: torch.dtype):
     assert_same_bits(q.x.grad, p.x.grad)
 
 
-# ---- where it is called from ---------------------------------------------------------------------------------------
+# ---- callers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -310,7 +310,7 @@ def test_weight_gradients_are_added_into_main_grads(dtype: torch.dtype):
 def test_compiled_bytes_are_eager_ones(name: str):
     torch._dynamo.reset()
     p, q = Problem(*ODD), Problem(*ODD)
-    state = drawn(name)
+    state = roundings_of(name)
 
     def call(x: Tensor, gate_up: Tensor, down: Tensor, first: Tensor, last: Tensor) -> Tensor:
         return swiglu_mlp(x, gate_up, down, first, last, recipe=name, roundings=state)  # pyright: ignore[reportArgumentType]
@@ -327,7 +327,7 @@ def test_compiled_bytes_are_eager_ones(name: str):
 def test_recomputation_gives_the_same_bytes():
     p, q = Problem(*ODD), Problem(*ODD)
     want = p.run("nvfp4")
-    y = checkpoint(swiglu_mlp, *q.leaves(), recipe="nvfp4", roundings=drawn("nvfp4"), use_reentrant=False)
+    y = checkpoint(swiglu_mlp, *q.leaves(), recipe="nvfp4", roundings=roundings_of("nvfp4"), use_reentrant=False)
     y.backward(q.dy)  # pyright: ignore[reportOptionalMemberAccess]
     assert_same_bits([y, q.grads()], [want, p.grads()])
 
@@ -354,4 +354,4 @@ def test_mistakes():
     with pytest.raises(DtypeError, match="float64"):
         swiglu_mlp(p.x.double(), p.gate_up, p.down)
     with pytest.raises(OptionError, match="without a state for stochastic rounding"):
-        swiglu_mlp(p.x, p.gate_up, p.down, recipe="nvfp4", roundings=(drawn("nvfp4")[0], None))
+        swiglu_mlp(p.x, p.gate_up, p.down, recipe="nvfp4", roundings=(roundings_of("nvfp4")[0], None))

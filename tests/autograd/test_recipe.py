@@ -1,4 +1,4 @@
-"""Recipes as data: what they say, how they change, and every way to write one that makes no sense."""
+"""Recipes as data: fields, changes, and errors for every invalid one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_formats_by_role():
     assert all(tuple(recipe.formats()) == ROLES for recipe in RECIPES.values())
 
 
-def test_four_bit_recipes_draw_gradients_and_rotate_wgrad():
+def test_four_bit_recipes_round_gradients_stochastically_and_rotate_wgrad():
     for name, recipe in RECIPES.items():
         operands = {role: recipe.operand(role) for role in ROLES}
         drawing = {role for role, operand in operands.items() if operand is not None and operand.stochastic}
@@ -52,7 +52,7 @@ def test_four_bit_recipes_draw_gradients_and_rotate_wgrad():
 
 
 def test_scale_rules_of_four_bit_recipes():
-    """Drawn MXFP4 codes need a scale that clips nothing, which is its default then; NVFP4's is named."""
+    """Stochastic rounding needs a scale that clips nothing: MXFP4's default then; NVFP4's is named."""
     state = bs.Stochastic(bs.rng_state(0), "layer")
     rules = {
         name: [get_recipe(name).operand(role).spec(role, state).plan().rule for role in ROLES]  # pyright: ignore[reportOptionalMemberAccess]
@@ -110,7 +110,7 @@ def test_the_order_of_steps_does_not_matter():
 
 
 def test_a_pickled_recipe_finds_its_equals_in_another_process():
-    """Hashes of text are salted anew in every process."""
+    """Hashes of strings are salted in every process."""
     code = "import pickle, sys, blockscale as bs; found = pickle.loads(sys.stdin.buffer.read())"
     code += "; print({found: 1}[bs.get_recipe('nvfp4')])"
     result = subprocess.run(
@@ -137,13 +137,13 @@ def test_get_recipe():
 
 
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("spared", [["fprop"], ["dgrad"], ["wgrad"], ["fprop", "wgrad"]], ids="-".join)
-def test_products_that_a_name_spares_stay_in_high_precision(name: str, spared: list[str]):
-    full = f"{name}_{'_'.join(spared)}_bf16"
+@pytest.mark.parametrize("unquantized", [["fprop"], ["dgrad"], ["wgrad"], ["fprop", "wgrad"]], ids="-".join)
+def test_products_after_a_name_are_unquantized(name: str, unquantized: list[str]):
+    full = f"{name}_{'_'.join(unquantized)}_bf16"
     found = get_recipe(full)
-    assert found == get_recipe(name).replace(name=full, **dict.fromkeys(spared))
+    assert found == get_recipe(name).replace(name=full, **dict.fromkeys(unquantized))
     assert found.is_quantized
-    # whatever is spared is the product of bf16, to the bit
+    # an unquantized product is that of bf16, to the bit
     torch.manual_seed(0)
     x, weight = torch.randn(40, 64), torch.randn(48, 64)
     made = {}
@@ -153,13 +153,13 @@ def test_products_that_a_name_spares_stay_in_high_precision(name: str, spared: l
         y.backward(torch.ones_like(y))
         made[recipe] = {"fprop": y, "dgrad": a.grad, "wgrad": b.grad}
     same = {each for each in made[full] if torch.equal(made[full][each], made["bf16"][each])}
-    assert same == {*spared}
+    assert same == {*unquantized}
 
 
 @pytest.mark.parametrize(
     "name", ["fp8_blockwise_fprop_dgrad_wgrad_bf16", "fp9_wgrad_bf16", "mxfp8_xgrad_bf16", "_bf16"]
 )
-def test_names_that_spare_nothing_sensible(name: str):
+def test_names_with_other_suffixes_are_unknown(name: str):
     with pytest.raises(UnknownNameError, match="unknown recipe"):
         get_recipe(name)
 
@@ -205,7 +205,7 @@ def test_weights_in_another_format(name: str, format: str):
 
 
 def test_mxfp8_of_hopper_is_a_recipe_by_name():
-    """The bits of MXFP8 with weights in 128x128 blocks, and of what is spared of it."""
+    """The bits of MXFP8 with weights in 128x128 blocks, also with unquantized products."""
     made = get_recipe("mxfp8").with_weights("mxfp8_e4m3_128x128")
     assert get_recipe("mxfp8_128x128") == made.replace(name="mxfp8_128x128")
     named = {"mxfp8_128x128": made, "mxfp8_128x128_wgrad_bf16": made.replace(wgrad=None)}
@@ -221,7 +221,7 @@ def test_mxfp8_of_hopper_is_a_recipe_by_name():
     assert get_recipe("mxfp8_128x128_wgrad_bf16").name == "mxfp8_128x128_wgrad_bf16"
 
 
-def test_weights_of_products_in_high_precision_stay_so():
+def test_with_weights_leaves_unquantized_products():
     changed = get_recipe("mxfp8").replace(dgrad=None).with_weights("mxfp8_e5m2")
     assert changed.dgrad is None
     assert changed.operand("fprop_w") == Operand("mxfp8_e5m2")
@@ -229,19 +229,19 @@ def test_weights_of_products_in_high_precision_stay_so():
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------
 
-DRAWN = Operand("mxfp4", stochastic=True)
+STOCHASTIC = Operand("mxfp4", stochastic=True)
 ROTATED = Operand("mxfp4", hadamard=True)
 base = get_recipe("mxfp8")
 MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "pair": (lambda: Recipe("r", fprop=Product(FP8, MX)), PairError, "no product of fp8_1x128 with mxfp8_e4m3"),
     "two grids": (lambda: Recipe("r", fprop=Product(SQUARE, SQUARE)), PairError, "fp8_128x128 with fp8_128x128"),
     "drawn x": (
-        lambda: Recipe("r", fprop=Product(DRAWN, MX4)),
+        lambda: Recipe("r", fprop=Product(STOCHASTIC, MX4)),
         OptionError,
         "stochastic rounding of fprop's x.*diverge",
     ),
-    "drawn w": (lambda: Recipe("r", dgrad=Product(MX4, DRAWN)), OptionError, "stochastic rounding of dgrad's w"),
-    "drawn wgrad x": (lambda: Recipe("r", wgrad=Product(DRAWN, DRAWN)), OptionError, "rounding of wgrad's x"),
+    "drawn w": (lambda: Recipe("r", dgrad=Product(MX4, STOCHASTIC)), OptionError, "stochastic rounding of dgrad's w"),
+    "drawn wgrad x": (lambda: Recipe("r", wgrad=Product(STOCHASTIC, STOCHASTIC)), OptionError, "rounding of wgrad's x"),
     "one rotation": (
         lambda: Recipe("r", wgrad=Product(ROTATED, MX4)),
         OptionError,
@@ -307,7 +307,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }
 
 
-def test_a_recipe_does_not_change_with_what_it_was_made_from():
+def test_a_recipe_does_not_change_with_the_mapping_passed_as_until():
     until = {"fprop": 5}
     recipe = base.replace(until=until)
     until["fprop"] = 0
@@ -315,7 +315,7 @@ def test_a_recipe_does_not_change_with_what_it_was_made_from():
 
 
 @pytest.mark.parametrize("which", MISTAKES)
-def test_mistakes_are_told(which: str):
+def test_mistakes_raise(which: str):
     call, error, text = MISTAKES[which]
     with pytest.raises(error, match=text):
         call()

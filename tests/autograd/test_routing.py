@@ -21,11 +21,11 @@ def scores_of(tokens: int, experts: int, seed: int = 0) -> Tensor:
 
 
 def by_loop(experts: list[list[int]], count: int) -> tuple[list[int], list[int], list[list[int]]]:
-    """Ends, tokens of rows and rows of slots: experts one after the other, each with its tokens in their order."""
+    """offs, tokens and rows: experts one after the other, each with its tokens in their order."""
     ends: list[int] = []
     tokens: list[int] = []
     rows = [[-1] * len(each) for each in experts]
-    for expert in range(count + 1):  # the last is none
+    for expert in range(count + 1):  # the last number is no expert
         for token, chosen in enumerate(experts):
             for slot, each in enumerate(chosen):
                 if each == expert:
@@ -52,7 +52,7 @@ def test_routing_is_that_of_a_loop(tokens: int, experts: int, k: int):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_patterns_of_experts(dtype: torch.dtype):
-    """All to one, none to every other, one row each, and slots that go nowhere."""
+    """All tokens to one expert, none to every other, one row each, and slots without an expert."""
     patterns = ([[3]] * 9, [[0, 2], [4, 2], [0, 4]], [[e] for e in range(5)], [[5, 1], [5, 5], [0, 5]])
     for experts in patterns:
         routing = bs.sort_by_expert(torch.tensor(experts, dtype=dtype), 5)
@@ -60,7 +60,7 @@ def test_patterns_of_experts(dtype: torch.dtype):
         assert found == by_loop(experts, 5)
 
 
-def test_a_bias_changes_the_choice_and_no_weight():
+def test_a_bias_changes_the_selection_and_no_gate_weight():
     scores = scores_of(50, 6)
     bias = torch.tensor([0.0, 5.0, 0.0, 0.0, -5.0, 0.0])
     routing, weights = bs.route(scores, 2, bias=bias)
@@ -128,7 +128,7 @@ def test_gradients_and_their_gradients_in_fp64():
     assert gradgradcheck(through, (x, scores))
 
 
-def test_a_sum_without_weights():
+def test_combine_without_gate_weights_is_a_sum():
     routing, _ = bs.route(scores_of(6, 4), 2)
     y = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
     out = bs.combine(y, routing)
@@ -161,8 +161,8 @@ def test_compiled_bits_are_eager_ones_for_any_number_of_tokens():
         assert_same_bits(*found)
 
 
-def test_the_operators_look_at_no_value():
-    """Their bodies, with tensors that have shapes and nothing else: a look at a value would raise."""
+def test_the_operators_read_no_value():
+    """Their bodies run on meta tensors: reading a value would raise."""
     sort, permute, combine, dots = (
         getattr(routing_ops, name).__wrapped__
         for name in ("sort_by_expert", "permute_rows", "combine_rows", "combine_dots")
@@ -180,8 +180,8 @@ def test_the_operators_look_at_no_value():
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-42, 1e-38, 1e-25])
-def test_scores_that_add_up_to_nothing_give_finite_weights_and_gradients(value: float):
-    """They stay as they are, which is next to zero; other tokens are divided by their sum as ever."""
+def test_scores_that_sum_to_zero_give_finite_gate_weights_and_gradients(value: float):
+    """They stay as they are, close to zero; other tokens are divided by their sum."""
     scores = torch.full((3, 4), value)
     scores[1] = torch.tensor([0.5, 0.25, 0.125, 0.125])
     scores.requires_grad_()
@@ -193,7 +193,7 @@ def test_scores_that_add_up_to_nothing_give_finite_weights_and_gradients(value: 
     assert grad.abs().max() <= 8
 
 
-def test_normalized_weights_are_the_quotient_to_the_bit():
+def test_normalized_gate_weights_are_the_quotient_to_the_bit():
     scores = torch.rand(64, 8) * torch.exp2(torch.randint(-40, 4, (64, 1)))
     for source in (scores, -scores, scores.double()):
         _, weights = bs.route(source, 3, normalize=True)
@@ -201,7 +201,7 @@ def test_normalized_weights_are_the_quotient_to_the_bit():
         assert_same_bits(weights, top / top.sum(-1, keepdim=True))
 
 
-def test_bad_scores_stay_bad_weights():
+def test_nan_and_inf_scores_stay_so_in_gate_weights():
     _, weights = bs.route(torch.tensor([[torch.nan, 0.0], [torch.inf, 1.0]]), 2, normalize=True)
     assert weights.isnan().any(-1).all()
 

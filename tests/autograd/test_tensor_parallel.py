@@ -19,7 +19,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 from support.tensor_parallel import LOW, PLANS, RANKS, THOROUGH, run
 
 Results = dict[str, Any]
-# what must be said, by case: a piece of the value, of the rule and of the fix
+# case -> parts of its error: of the value, of the rule and of the fix
 REFUSED = {
     "hidden 384, colwise": ("0.weight (384, 256) in shards of 192 along axis 0", "every 128 values", "degree"),
     "hidden 384, rowwise": ("0.weight (256, 384) in shards of 192 along axis 1", "every 128 values", "degree"),
@@ -95,7 +95,7 @@ def check_numbers(results: Results) -> None:
 
 
 def check_refusals(results: Results) -> None:
-    """Raised by every rank, by ours, with the value, the rule and the fix."""
+    """Our errors on every rank, with the value, the rule and the fix."""
     found = {label.removeprefix("refused "): text for label, text in of_kind(results, "refused").items()}
     for name in ("changed weight", "changed input", "changed input, wgrad in bf16"):
         assert "modified by an inplace operation" in found.pop(name)

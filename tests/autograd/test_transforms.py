@@ -58,7 +58,7 @@ def weight(*shape: int) -> Tensor:
     return gaussian(*shape, seed=sum(shape)) / 8
 
 
-# made here: torch.vmap lets no random numbers be drawn within it
+# made here: torch.vmap allows no random numbers within it
 GATE_UP, DOWN, EXPERTS = weight(2 * K, K), weight(K, K), (weight(2, 2 * K, K), weight(2, K, K))
 ENDS = torch.tensor([3, 6], dtype=torch.int32)
 ROUTING, GATES = route(weight(3, 4).float().softmax(-1), 2)
@@ -78,14 +78,14 @@ EXPERT_LAYERS = ("groupedlinear", "grouped_linear", "moe bf16")
 
 
 def subject(name: str) -> str:
-    """What an error is about."""
+    """The words of an error for a call."""
     if name in ROUTED:
         return "permute or combine"
     return "a layer of experts" if name.lower().startswith(EXPERT_LAYERS) else "a quantized layer"
 
 
 def frozen(name: str) -> Call:
-    """A call whose input alone may want a derivative."""
+    """A call of which only the input may need a derivative."""
     return FUNCTIONS[name] if name in FUNCTIONS else MODULES[name]().requires_grad_(False)
 
 
@@ -102,7 +102,7 @@ def test_vmap_over_a_frozen_layer_never_drops_the_gradient_of_its_input(name: st
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_vmap_over_a_trainable_layer_is_refused_in_our_words(name: str):
+def test_vmap_over_a_trainable_layer_is_refused_with_our_error(name: str):
     with pytest.raises(TransformError, match=rf"torch\.vmap over {subject(name)}"):
         vmap(MODULES[name]())(tokens(3))
 
@@ -145,7 +145,7 @@ def test_an_ensemble_without_autograd_is_the_loop():
         assert_same_bits(got, torch.stack([model(tokens()) for model in models]))
 
 
-def test_vmap_that_wants_no_gradient_is_the_loop():
+def test_vmap_without_a_gradient_is_the_loop():
     call = frozen("Linear")
     assert_same_bits(vmap(call)(tokens(3)), call(tokens(3)))
 
@@ -188,7 +188,7 @@ def test_forward_mode_is_refused(name: str, transform: str, is_frozen: bool):
         "jvp": lambda: jvp(call, (x,), (torch.ones_like(x),)),
         "jacfwd": lambda: jacfwd(call)(x),
         "forward_ad": lambda: _dual(call, x),
-        "no_grad": lambda: torch.no_grad()(_dual)(call, x),  # which does not end forward-mode AD
+        "no_grad": lambda: torch.no_grad()(_dual)(call, x),  # no_grad does not disable forward-mode AD
     }
     with pytest.raises(
         TransformError, match=rf"a forward-mode derivative.* of {subject(name)}.*Rule: .* have a backward pass"
@@ -202,7 +202,7 @@ def test_a_tangent_of_a_weight_is_refused():
         linear(tokens(), forward_ad.make_dual(w, w), recipe="mxfp8")
 
 
-def test_tangents_of_router_weights_are_refused():
+def test_tangents_of_gate_weights_are_refused():
     x, gates = tokens(), weight(6, 4).float().softmax(-1)
     with forward_ad.dual_level():
         routing, weights = route(forward_ad.make_dual(gates, gates), 2)

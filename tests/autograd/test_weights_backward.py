@@ -41,7 +41,7 @@ def test_a_refresh_before_the_backward_is_an_error(recipe: str, is_compiled: boo
 
 
 def test_a_step_before_the_backward_is_an_error():
-    """Also of a fused optimizer, whose writes nobody counts: the refresh after it is."""
+    """Also of a fused optimizer, which increments no version: the refresh after it does."""
     model = build("step")
     optimizer = AdamW(model.parameters(), fused=True)
     bs.attach(optimizer, model)

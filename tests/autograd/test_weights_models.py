@@ -36,7 +36,7 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-def test_copies_start_closed(duplicate: Callable[[nn.Module], nn.Module]):
+def test_copies_share_nothing_until_attached(duplicate: Callable[[nn.Module], nn.Module]):
     model = build("step")
     optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
     bs.attach(optimizer, model)
@@ -80,7 +80,7 @@ def test_a_layer_called_twice():
     assert calls.casts == 0
 
 
-def test_wrappers_are_looked_through():
+def test_layers_within_wrappers_share():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     torch._dynamo.reset()
@@ -120,7 +120,7 @@ def test_frozen_weights():
 # ---- recipes that change -------------------------------------------------------------------------------------------
 
 
-def test_another_recipe_closes():
+def test_another_recipe_drops_shared_casts():
     model = build("step")
     optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
     bs.attach(optimizer, model)
@@ -146,7 +146,7 @@ ALL_END = {"fprop": 1, "dgrad": 2, "wgrad": 3}
     ("until", "is_compiled"),
     [({"fprop": 2}, False), ({"dgrad": 2}, False), ({"wgrad": 2}, False), (ALL_END, False), (ALL_END, True)],
 )
-def test_products_that_end_while_open(until: dict[str, int], is_compiled: bool):
+def test_products_that_end_while_casts_are_shared(until: dict[str, int], is_compiled: bool):
     models = {cast: build(cast, until=until) for cast in ("forward", "step")}
     for cast, model in models.items():
         torch._dynamo.reset()

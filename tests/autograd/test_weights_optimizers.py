@@ -1,4 +1,4 @@
-"""Weights that are cast once per optimizer step: one cast for each, whoever steps them, and never a stale one."""
+"""Weights that are cast once per optimizer step: one cast per step, whatever the optimizer, and never a stale one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_one_cast_for_each_step_and_weight(microbatches: int):
 
 
 @pytest.mark.parametrize(("cast", "expected"), [("forward", 2), ("twice", 3), ("step", 2)])
-def test_nothing_is_shared_until_somebody_says_who_keeps_it_fresh(cast: str, expected: int):
+def test_nothing_is_shared_before_attach_or_refresh(cast: str, expected: int):
     """The first layer's input needs no gradient, so "twice" casts the first weight once."""
     model = build(cast)
     optimizer = AdamW(model.parameters(), fused=True)
@@ -77,7 +77,7 @@ def test_nothing_is_shared_until_somebody_says_who_keeps_it_fresh(cast: str, exp
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_that_is_not_attached_is_noticed(kind: str):
+def test_a_step_of_an_unattached_optimizer_invalidates(kind: str):
     model, plain = build("step"), build("forward")
     bs.refresh_weights_(model)
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -123,7 +123,7 @@ def test_one_of_two_optimizers_is_attached():
 
 
 def test_an_optimizer_with_parameters_of_its_own():
-    """A copy in high precision is stepped and written back within the step, as master weights are."""
+    """Master weights in fp32 are stepped and written back within the step."""
 
     class Master(SGD):
         def __init__(self, params: list[nn.Parameter]) -> None:
@@ -167,12 +167,12 @@ def test_several_models_and_one_optimizer():
         assert shared(got[0]).casts == 2 + STEPS
 
 
-def test_models_and_optimizers_go_away():
+def test_models_and_optimizers_are_not_kept_alive():
     model, other = build("step"), build("step")
     optimizer = AdamW([*model.parameters(), *other.parameters()], fused=True)
     bs.attach(optimizer, model)
     bs.attach(optimizer, other)
-    gc.collect()  # what other tests left
+    gc.collect()  # objects of other tests
     gone = [weakref.ref(model), weakref.ref(shared(model[0]))]
     known = len(weights._SHARED)
     del model
@@ -187,11 +187,11 @@ def test_models_and_optimizers_go_away():
     gc.collect()
     assert gone[0]() is None
     assert len(weights._ATTACHED) == attached - 1
-    train(other, AdamW(other.parameters(), fused=True), steps=1)  # nobody is attached any more, and it is noticed
+    train(other, AdamW(other.parameters(), fused=True), steps=1)  # none is attached any more; the step invalidates
     assert_fresh(other)
 
 
-def test_what_is_no_torch_optimizer_is_refused():
+def test_other_optimizers_than_torchs_are_refused():
     with pytest.raises(OptionError, match="refresh_weights_"):
         bs.attach(object(), build("step"))  # pyright: ignore[reportArgumentType]
 
@@ -222,10 +222,10 @@ def test_casts_once_per_step_are_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bs.attach(AdamW(model.parameters()), model)
-        bs.attach(AdamW([model[0].bias]), model)  # one of two optimizers has it
+        bs.attach(AdamW([model[0].bias]), model)  # as one of two optimizers
 
 
-def test_layers_in_high_precision_have_no_casts_and_are_a_warning():
+def test_unquantized_layers_are_a_warning():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64))
     bs.quantize_(model, bs.get_recipe("bf16").replace(weight_cast="step"))
     with pytest.warns(

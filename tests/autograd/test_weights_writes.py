@@ -1,4 +1,4 @@
-"""Writes to weights that are shared, other than an optimizer's: seen, or found when somebody asks."""
+"""Writes to shared weights outside of an optimizer: detected, or found by BLOCKSCALE_CHECK_WEIGHTS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_data(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("tell", [bs.invalidate, bs.refresh_weights_], ids=["invalidate", "refresh"])
-def test_a_write_to_data_is_seen_when_somebody_says_so(tell: Callable[[nn.Module], Any]):
+def test_a_write_to_data_is_detected_after_invalidate_or_refresh(tell: Callable[[nn.Module], Any]):
     model = build("step")
     bs.refresh_weights_(model)
     accumulate(model)
@@ -34,7 +34,7 @@ def test_a_write_to_data_is_seen_when_somebody_says_so(tell: Callable[[nn.Module
     assert_fresh(model)
 
 
-def test_a_write_to_data_that_nobody_told_of_is_found_when_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_check_weights_finds_an_undetected_write_to_data(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BLOCKSCALE_CHECK_WEIGHTS", "1")
     for recipe in FORMATS:
         model = build("step", recipe)
@@ -64,7 +64,7 @@ def write_vector(model: nn.Sequential) -> None:
     vector_to_parameters(parameters_to_vector(model.parameters()) * 3, model.parameters())
 
 
-# what changes weights, and whether compiled code sees it without being told
+# ways to change weights, and whether compiled code detects them
 WRITES: dict[str, tuple[Callable[[nn.Sequential], Any], bool]] = {
     "load_state_dict": (load, True),
     "load_state_dict assign": (lambda model: load(model, assign=True), True),
@@ -81,7 +81,7 @@ WRITES: dict[str, tuple[Callable[[nn.Sequential], Any], bool]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_writes_that_are_seen(write: str):
+def test_writes_that_are_detected(write: str):
     model = build("step")
     optimizer = SGD(model.parameters(), lr=0.1)
     bs.attach(optimizer, model)
@@ -101,7 +101,7 @@ def test_writes_that_are_seen(write: str):
     "write",
     first_of(WRITES, lambda write: write in ("load_state_dict", "replaced", "to bf16", "copy_", "data assigned")),
 )
-def test_writes_that_compiled_code_sees(write: str):
+def test_writes_that_compiled_code_detects(write: str):
     torch._dynamo.reset()
     model = build("step")[:1]  # compiled up to three times
     bs.refresh_weights_(model)
@@ -146,7 +146,7 @@ def test_an_evaluation_may_be_the_first_to_cast():
 
 
 def test_weights_made_in_inference_mode_are_cast_by_every_forward():
-    """Their changes are not counted, so no cast of them is ever known to be fresh."""
+    """They have no version counter, so a stale cast could not be detected."""
     with torch.inference_mode():
         model, other = build("step"), build("forward")
         with pytest.raises(OptionError, match=r"made in inference mode.*no version counter.*outside of torch"):
@@ -159,7 +159,7 @@ def test_weights_made_in_inference_mode_are_cast_by_every_forward():
 
 
 @pytest.mark.parametrize("write", ["to bf16", "data assigned"])
-def test_weights_that_come_to_be_made_in_inference_mode_are_cast_by_every_forward(write: str):
+def test_weights_replaced_in_inference_mode_are_cast_by_every_forward(write: str):
     model = build("step")
     bs.refresh_weights_(model)
     model(batch(0, 0))
@@ -175,7 +175,7 @@ def test_weights_that_come_to_be_made_in_inference_mode_are_cast_by_every_forwar
 
 
 @pytest.mark.parametrize("write", ["copy_", "init", "detached"])
-def test_writes_in_inference_mode_to_other_weights_are_seen(write: str):
+def test_writes_in_inference_mode_to_other_weights_are_detected(write: str):
     model = build("step")
     bs.refresh_weights_(model)
     model(batch(0, 0))
@@ -184,15 +184,15 @@ def test_writes_in_inference_mode_to_other_weights_are_seen(write: str):
     assert_fresh(model)
 
 
-def test_data_that_is_assigned_twice_is_seen():
-    """The second may lie where the values of the cast lay, and assignments are not counted."""
+def test_data_that_is_assigned_twice_is_detected():
+    """The second may get the address of the cast's values, and assignments increment no version."""
     model = build("step")
     bs.refresh_weights_(model)
     for scale in (3.0, 5.0):
         wanted = model[0].weight.data_ptr()
         values = model[0].weight.detach() * scale
         model[0].weight.data = torch.empty(0)
-        taken = [torch.empty_like(values)]  # until the address is given out again, if it ever is
+        taken = [torch.empty_like(values)]  # until the address is reused, if ever
         while taken[-1].data_ptr() != wanted and len(taken) < 64:
             taken.append(torch.empty_like(values))
         model[0].weight.data = taken[-1].copy_(values)
@@ -218,7 +218,7 @@ def test_parameters_that_are_swapped_on_conversion(write: str):
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (24, 64)])
-def test_swapped_tensors_are_seen(shape: tuple[int, ...]):
+def test_swapped_tensors_are_detected(shape: tuple[int, ...]):
     model = build("step")[:1]
     bs.refresh_weights_(model)
     model(batch(0, 0))

@@ -1,4 +1,4 @@
-"""Packages of others that are missing or too old, which need not be installed for that."""
+"""Missing and unsupported versions of packages; the packages need not be installed."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def test_a_missing_package_is_an_import_error():
     with pytest.raises(MissingPackageError, match=r"in a checkout of blockscale: pip install -e '\.\[titan\]'"):
         check_package("no-such-package-at-all", "0.3.", "titan", "why")
     assert issubclass(MissingPackageError, ImportError)
-    assert not issubclass(VersionError, ImportError)  # torchtitan would hide it
+    assert not issubclass(VersionError, ImportError)  # torchtitan would swallow an ImportError

@@ -17,7 +17,7 @@ from filelock import FileLock
 from blockscale.autograd import RECIPES
 
 TESTS = Path(__file__).parent.parent
-# started first, by whatever worker
+# started first, by any worker
 pytestmark = pytest.mark.slow
 MARK = "RESULT "
 DEBUG_LINEARS = 30
@@ -64,7 +64,7 @@ def run_checks(names: Sequence[str], ranks: int) -> dict[str, Any]:
 
 @pytest.fixture
 def default(checked: Checked) -> Default:
-    """What is looked at in every run of the tests."""
+    """The checks of every test run."""
     names = "conversions", "configs", "measured", "experts_alone", "refusals", "llama", "experts", "checkpoints"
     return checked(*names).__getitem__
 
@@ -103,7 +103,7 @@ def test_a_layer_of_another_kind_stays_with_a_reason(default: Default):
     assert found["kept"]["layers.0.attention.wo"] == "a ScaledBiasRowwiseLinear, which may compute something else"
 
 
-def test_four_bit_formats_spare_the_ends(default: Default):
+def test_four_bit_formats_keep_the_end_blocks(default: Default):
     kept = default("conversions")["nvfp4"]
     assert kept == {
         "layers.0.attention.wo": "first 2 of 6 blocks",
@@ -123,7 +123,7 @@ def test_parameters_and_state_are_those_of_the_plain_model(default: Default, mod
     assert found["casts"] == ["twice"]
 
 
-def test_ready_made_runs_have_twins(default: Default):
+def test_ready_made_runs_have_bf16_counterparts(default: Default):
     found = dict(default("configs"))
     assert found.pop("offered beside") == []
     layers = {"llama3_debug": DEBUG_LINEARS, "deepseek_v3_debug": 4 * 6 + 3 + 3 * 5 + 5, "llama3_8b": 5 * 32}
@@ -153,7 +153,7 @@ def test_experts_compute_what_the_plain_ones_do(default: Default, plain: str, lo
     found = default("experts_alone")[plain]
     assert found["class"] == low
     for name, error in found["errors"].items():
-        # MXFP8 keeps three bits after the point; a wrong product would be off by all
+        # MXFP8 has three mantissa bits; a wrong product would have an error of order 1
         assert 0.01 < error < 0.1, name
 
 
@@ -196,8 +196,8 @@ def test_checkpoints_go_from_plain_to_converted_and_back(default: Default):
     assert plain[0] - plain[2] > 1e-2 * plain[0], "a run that begins again would pass"
 
 
-def test_checkpointing_keeps_products(default: Default):
-    """Five products forward and ten backward in a step; forward ones again unless they are kept."""
+def test_checkpointing_saves_products(default: Default):
+    """Five products forward and ten backward in a step; forward ones again unless they are saved."""
     found = default("llama")
     assert found["stock"]["counts"]["scaled_mm"] == 20
     assert found["fp8_blockwise"]["counts"]["scaled_mm"] == 3 * 17
@@ -222,8 +222,8 @@ def test_tensor_parallel_ranks_train_like_their_twin(default: Default, checked: 
 
 
 @pytest.mark.long
-def test_pieces_that_split_blocks_are_refused(checked: Checked):
-    """256 features in 4 pieces are 64, and FP8 has a scale for 128."""
+def test_shards_that_split_blocks_are_refused(checked: Checked):
+    """256 features in 4 shards are 64, and FP8 has a scale for 128."""
     found = checked("pieces", ranks=4)["pieces"]
     assert "ShardingError: layers.0" in found
     assert "in shards of" in found
@@ -237,8 +237,8 @@ def test_more_ranks_train_like_their_twin(checked: Checked, check: str):
 
 
 @pytest.mark.long
-def test_draws_go_on_where_a_run_resumes(checked: Checked):
-    """The fourth loss is the first that the third step's draws show in."""
+def test_a_resumed_run_continues_stochastic_rounding(checked: Checked):
+    """The fourth loss is the first that depends on the third step's random numbers."""
     found = checked("draws")["draws"]
     assert found["ticks"] == [[2], [4]]
     assert found["whole"]["ticks"] == [4]
@@ -249,13 +249,13 @@ def test_draws_go_on_where_a_run_resumes(checked: Checked):
 def test_compiled_blocks_train(default: Default, checked: Checked):
     found = checked("compiled")["compiled"]
     assert found["losses"] == pytest.approx(default("llama")["fp8_blockwise"]["losses"], rel=1e-3)
-    assert found["graphs"] == 2  # of the block and of the loss: three steps compiled neither again
+    assert found["graphs"] == 2  # the block and the loss; three steps compile neither again
 
 
-# ---- what cannot be --------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_requests_that_make_no_sense_are_errors(default: Default):
+def test_invalid_options_are_errors(default: Default):
     found = default("refusals")
     assert "no layer matches fqns=['*blocks.*']" in found["nothing matches"]
     assert "layers.0.attention.qkv_linear.wqkv" in found["nothing matches"]

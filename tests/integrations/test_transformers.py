@@ -45,7 +45,7 @@ def qwen_moe() -> nn.Module:
 
 
 def rows(count: int = 32) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count up, so that there is something to learn."""
+    """Sequences that count up, which can be learned."""
     starts = torch.arange(count) % 64
     return [
         {"input_ids": (start + torch.arange(16)) % 64, "labels": (start + torch.arange(16)) % 64} for start in starts
@@ -84,18 +84,18 @@ def test_a_model_trains_and_saves_what_the_plain_one_loads(tmp_path: Path, recip
     assert all(torch.equal(state[name], saved[name]) for name in state)
 
 
-def test_a_plain_checkpoint_goes_on_in_low_precision(tmp_path: Path):
+def test_a_plain_checkpoint_continues_with_a_recipe(tmp_path: Path):
     plain = train(llama(), tmp_path)
     model = llama()
     bs.quantize_(model, "mxfp8")
     losses = train(model, tmp_path, RecipeCallback(), resume=True)
-    assert losses[:2] == plain[:2]  # which the checkpoint remembers
+    assert losses[:2] == plain[:2]  # from the checkpoint
     assert losses[2:] == pytest.approx(plain[2:], rel=0.02)
     assert losses[2:] != plain[2:]
 
 
 def test_experts_go_on_in_a_model_made_from_the_checkpoint(tmp_path: Path):
-    """Transformers loses experts that its checkpoints hold one by one, where it resumes by itself."""
+    """`resume_from_checkpoint` of Transformers does not load experts from checkpoints with a key per expert."""
 
     def converted(model: nn.Module) -> nn.Module:
         bs.quantize_(model, "nvfp4", lambda module, name: "mlp" in name)
@@ -123,7 +123,7 @@ def test_weights_are_cast_once_for_a_step(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(refreshed) == 1 + 3  # when training begins, and after each step
 
 
-def test_draws_move_on_with_every_backward_and_resume(tmp_path: Path):
+def test_ticks_advance_with_every_backward_and_resume(tmp_path: Path):
     class Ticks(RecipeCallback):
         def __init__(self) -> None:
             self.seen: list[int] = []
@@ -152,7 +152,7 @@ def test_draws_move_on_with_every_backward_and_resume(tmp_path: Path):
     assert ticks.seen == [4, 5, 6, 7]
 
 
-def test_recipes_are_told_the_step(tmp_path: Path):
+def test_recipes_get_the_step(tmp_path: Path):
     model = llama()
     bs.quantize_(model, bs.get_recipe("mxfp8").replace(until={"fprop": 3}))
     train(model, tmp_path, RecipeCallback())

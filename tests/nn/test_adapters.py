@@ -1,5 +1,5 @@
-"""Experts of Transformers, by stand-ins with the same parameters, shapes and signatures: what is converted computes the
-same, what cannot be is left alone and says why; reports count the experts that see a token."""
+"""Experts of Transformers, by stand-ins with the same parameters, shapes and signatures: converted ones compute the
+same, others are not converted and have a reason; reports count the active experts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class GptOssExperts(MixtralExperts):
 
 
 class OldGptOssExperts(GptOssExperts):
-    """Of 4.57: weights of all experts, most of them zero, and other names."""
+    """Experts of 4.57: gate weights of all experts, most of them zero, and other argument names."""
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         flat = hidden_states.reshape(-1, DIM)
@@ -113,7 +113,7 @@ KINDS = [MixtralExperts, GptOssExperts]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_converted_computes_the_same(kind: type[nn.Module]):
+def test_converted_experts_compute_the_same(kind: type[nn.Module]):
     plain, block = make(kind), make(kind)
     names, ids = list(block.state_dict()), [id(param) for param in block.parameters()]
     report = bs.quantize_(block, "bf16")
@@ -130,7 +130,7 @@ def test_low_precision_is_close(kind: type[nn.Module], name: str, least: float):
     plain, block = make(kind), make(kind)
     bs.quantize_(block, name, lambda module, name: name != "gate")
     found = list(map(sqnr, trained(block), trained(plain)))
-    # a clamp has no slope on one side, and codes send some values to the other
+    # a clamp has no slope on one side, and rounding moves some values across
     assert min(found) > least - 2 * (kind is GptOssExperts), found
     assert found[0] < 60
 
@@ -150,8 +150,8 @@ def test_all_experts_weights_and_other_names():
         block.experts(x, chosen)
 
 
-def test_slots_that_go_nowhere():
-    """Transformers gives a token no expert by the number after the last one."""
+def test_slots_without_an_expert():
+    """Transformers marks a slot without an expert by the number after the last one."""
     block = make(MixtralExperts)
     plain = copy.deepcopy(block.experts)
     bs.quantize_(block, "bf16")
@@ -163,7 +163,7 @@ def test_slots_that_go_nowhere():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_back_again(kind: type[nn.Module]):
+def test_unquantize_restores_the_class(kind: type[nn.Module]):
     block, plain = make(kind), make(kind)
     before = dict(vars(block.experts))
     bs.quantize_(block, "nvfp4", lambda module, name: True)
@@ -208,7 +208,7 @@ def test_copies_compute_the_same(kind: type[nn.Module], copied: Any):
     assert not torch.equal(trained(other)[0], trained(block)[0])  # pyright: ignore[reportArgumentType]
 
 
-def test_names_draw():
+def test_names_select_random_streams():
     block = make(MixtralExperts)
     bs.quantize_(block, "nvfp4", lambda module, name: name == "experts", seed=3)
     want = trained(block)
@@ -232,7 +232,7 @@ def test_compiled(kind: type[nn.Module]):
     assert_same_bits(compiled(x), block(x))
 
 
-# ---- what is left alone ----------------------------------------------------------------------------------------------
+# ---- not converted ---------------------------------------------------------------------------------------------------
 
 
 class Gelu(MixtralExperts):
@@ -248,7 +248,7 @@ class Clamped(MixtralExperts):
 
 
 class Steeper(GptOssExperts):
-    """Its own attributes say nothing of what it does."""
+    """Its attributes do not show what it computes."""
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         return self.activate(2 * gate_up)
@@ -292,7 +292,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("kind", REASONS)
-def test_others_are_left_alone_and_say_why(kind: type[nn.Module]):
+def test_other_experts_are_kept_with_a_reason(kind: type[nn.Module]):
     block = make(kind)
     report = bs.quantize_(block, "fp8_blockwise", lambda module, name: name != "gate")
     assert type(block.experts) is kind
@@ -323,7 +323,7 @@ def test_the_report_counts_the_experts_that_see_a_token():
     assert report.parameter_share == (total - DIM * EXPERTS) / total
 
 
-def test_many_experts_for_few_tokens_win_less():
+def test_many_experts_with_few_tokens_have_a_smaller_speedup():
     """The same FLOPs, but each weight is cast for fewer tokens."""
     with torch.device("meta"):
         few, many = (MoE(dim=4096, hidden=2048, experts=experts, top_k=2, recipe="bf16") for experts in (2, 256))
@@ -347,7 +347,7 @@ def test_our_own_experts_are_layers():
     moe: Any = model[0]
     assert moe.experts.is_fused
     assert moe.experts.gate_up.recipe.name == "mxfp8"
-    assert bs.unquantize_(model) == 1  # what was made as ours stays ours
+    assert bs.unquantize_(model) == 1  # layers constructed as ours stay
     assert type(model[1]) is nn.Linear
     assert not isinstance(model[1], Linear)
 

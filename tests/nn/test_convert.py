@@ -84,7 +84,7 @@ def test_unquantize_refuses_a_layer_whose_class_was_changed_since():
     assert type(model[0]) is Linear, "nothing changes when something fails"
 
 
-def test_double_conversion_takes_the_new_recipe_and_says_so():
+def test_double_conversion_takes_the_new_recipe_and_reports_it():
     model = made()
     bs.quantize_(model, "nvfp4", everything)
     report = bs.quantize_(model, "mxfp8")
@@ -124,7 +124,7 @@ def test_hooks_and_optimizers_survive():
     assert not torch.equal(layer.weight, before)
 
 
-def test_a_bare_layer_is_converted_even_if_its_recipe_draws():
+def test_a_bare_layer_is_converted_also_with_stochastic_rounding():
     layer = nn.Linear(DIM, DIM)
     report = bs.quantize_(layer, "nvfp4")
     assert type(layer) is Linear
@@ -178,7 +178,7 @@ def test_weights_are_saved_and_loaded_safely():
         (lambda: bs.set_step_(made(), -1), OptionError, "step=-1"),
     ],
 )
-def test_errors_say_value_rule_and_fix(call, error, text):
+def test_errors_have_value_rule_and_fix(call, error, text):
     with pytest.raises(error, match=rf"{text}.*Rule: .*Fix: "):
         call()
 

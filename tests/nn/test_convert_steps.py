@@ -1,4 +1,4 @@
-"""Converted models while steps pass: what they draw, and products that end."""
+"""Converted models over steps: ticks of stochastic rounding, and products that change at a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blockscale.nn import Linear
 from support.toy_models import DIM, TOKENS, everything, gradients, made, small
 
 
-def test_layers_draw_by_their_names_from_one_state():
+def test_layer_names_select_random_streams_of_one_state():
     model = made()
     bs.quantize_(model, "nvfp4", everything, seed=3)
     states = {id(module.rng) for module in model.modules() if isinstance(module, Linear)}
@@ -39,7 +39,7 @@ def test_a_tick_is_a_whole_number(tick):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_advance_changes_draws_and_moves_each_state_once(compiled):
+def test_advance_changes_random_numbers_and_each_state_once(compiled):
     torch._dynamo.reset()
     model = small()
     bs.quantize_(model, "nvfp4", everything, seed=3)
@@ -59,7 +59,7 @@ def test_advance_changes_draws_and_moves_each_state_once(compiled):
     assert len(changed) == 4, changed
 
 
-def test_states_that_were_torn_apart_advance_alike():
+def test_separate_states_advance_alike():
     model = made()
     bs.quantize_(model, "nvfp4", everything)
     for module in list(model.modules())[::2]:

@@ -1,4 +1,4 @@
-"""Models without memory, compiled, wrapped and sharded are converted like any other."""
+"""Models on the meta device, compiled, wrapped and sharded are converted like any other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_meta_model_gets_its_values_and_its_seed_later():
     report = bs.quantize_(model, "nvfp4", everything, seed=5)
     assert report.predicted_speedup(4096).converted > 0
     assert model.lm_head.rng.is_meta
-    bs.advance_(model)  # there is nothing to advance yet
+    bs.advance_(model)  # no state to advance yet
     model.to_empty(device="cpu")
     assert all(module.rng.tolist() == [5, 0] for module in model.modules() if isinstance(module, Linear))
     other = made()

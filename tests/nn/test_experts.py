@@ -49,7 +49,7 @@ def trained(
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "nvfp4", "mxfp8_wgrad_bf16", "bf16"])
-def test_the_modules_are_the_functions_with_names(name: str, bias: bool):
+def test_the_modules_are_the_functions(name: str, bias: bool):
     experts, state = make(name, bias=bias), bs.rng_state(0)
     first, second = experts.gate_up, experts.down
     drawn = bs.Stochastic(state, "layers.0.mlp.experts.gate_up"), bs.Stochastic(state, "layers.0.mlp.experts.down")
@@ -76,7 +76,7 @@ def test_any_groups(pattern: str):
             assert bool(grad[e].any()) == (size > 0)  # pyright: ignore[reportOptionalSubscript]
 
 
-def test_it_begins_as_torchs_layers_do():
+def test_initialisation_is_that_of_torchs_layers():
     layer = GroupedLinear(64, 64, 256, recipe="bf16")
     for values in (layer.weight, layer.bias):
         assert values is not None
@@ -86,7 +86,7 @@ def test_it_begins_as_torchs_layers_do():
         assert abs(float(values.detach().std()) - bound / 3**0.5) < 0.02 * bound
 
 
-def test_a_recipe_that_draws_needs_a_name():
+def test_stochastic_rounding_needs_a_name():
     with pytest.raises(OptionError, match="without a name"):
         GroupedExperts(**SIZED, recipe="nvfp4")
     experts = make("nvfp4")
@@ -96,7 +96,7 @@ def test_a_recipe_that_draws_needs_a_name():
     assert experts.gate_up.rng.tolist() == [0, 1]
 
 
-def test_in_parts_where_somebody_could_tell():
+def test_sublayers_are_called_if_not_plain():
     experts, seen = make("mxfp8"), []
     experts.down.register_forward_hook(lambda *_: seen.append("down"))
     assert not experts.is_fused
@@ -189,7 +189,7 @@ def test_weights_are_cast_once_per_step(name: str):
 
 
 def test_sizes_are_passed_by_name():
-    """Three ints in another order make a layer of another size, which fails later and elsewhere."""
+    """Three ints in another order would make a layer of another size."""
     for call, names in (
         (lambda: GroupedExperts(256, 128, 8), "experts=..., dim=..., hidden=..."),
         (lambda: GroupedExperts(8, dim=256, hidden=128), "experts=..., dim=..., hidden=..."),
@@ -203,7 +203,7 @@ def test_sizes_are_passed_by_name():
     assert moe.experts.down.weight.shape == (8, 256, 128)
 
 
-def test_a_layer_of_experts_says_its_sizes_to_those_who_ask():
+def test_repr_of_a_layer_of_experts_has_its_sizes():
     for kind in (GroupedExperts, MoE):
         kinds = {p.name: p.kind for p in inspect.signature(kind).parameters.values()}
         assert {kinds[name] for name in ("experts", "dim", "hidden")} == {inspect.Parameter.KEYWORD_ONLY}

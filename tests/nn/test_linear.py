@@ -1,4 +1,4 @@
-"""`Linear` is torch's layer to whoever holds it: state, copies, moves, hooks; and it trains by its recipe."""
+"""`Linear` behaves as torch's layer (state, copies, moves, hooks) and trains by its recipe."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_module_is_the_function(name: str):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_it_begins_as_torchs_layer_does(bias: bool):
+def test_initialisation_is_that_of_torchs_layer(bias: bool):
     mine, theirs = make(bias=bias), plain(bias=bias)
     assert isinstance(mine, torch.nn.Linear)
     assert_same_bits(dict(mine.state_dict()), dict(theirs.state_dict()))
@@ -99,7 +99,7 @@ def test_weights_are_saved_and_loaded_safely(assign: bool):
 
 
 def test_a_refresh_survives_a_changed_parameter():
-    """Weights that were loaded, replaced or moved are cast again without being asked."""
+    """Weights that were loaded, replaced or moved are cast again automatically."""
     layer = make(bs.get_recipe("mxfp8").replace(weight_cast="step"))
     bs.refresh_weights_(layer)
     with Calls() as calls:
@@ -186,7 +186,7 @@ def test_dtypes_change_as_they_do_in_torchs_layer(
         assert mine.rng.dtype is torch.int64  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_layer_without_memory_gets_some_later():
+def test_a_meta_layer_is_materialised_later():
     layer = Linear(IN, OUT, device="meta", recipe="nvfp4", name="a", dtype=torch.bfloat16)
     assert layer(torch.empty(2, 3, IN, device="meta", dtype=torch.bfloat16)).shape == (2, 3, OUT)
     layer.to_empty(device="cpu")
@@ -196,10 +196,10 @@ def test_a_layer_without_memory_gets_some_later():
     assert_same_bits(trained(layer), trained(want))
 
 
-# ---- what users do -------------------------------------------------------------------------------------------------
+# ---- usage ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_it_is():
+def test_repr():
     assert repr(make("nvfp4", bias=False)) == "Linear(in_features=72, out_features=200, bias=False, recipe=nvfp4)"
     mine = bs.get_recipe("mxfp8").replace(name="mine")
     assert make(mine).extra_repr() == "in_features=72, out_features=200, bias=True, recipe=mine"
@@ -218,7 +218,7 @@ def test_recipes_and_names_are_checked():
         Linear(IN, OUT, recipe="fp8")
 
 
-def test_another_recipe_can_be_followed():
+def test_another_recipe_can_be_applied():
     layer = make("nvfp4")
     layer.apply_recipe("mxfp8")
     assert_same_bits(trained(layer), trained(make("mxfp8")))
@@ -227,7 +227,7 @@ def test_another_recipe_can_be_followed():
     assert_same_bits(trained(layer), trained(make("nvfp4")))
 
 
-def test_frozen_layers_make_less():
+def test_frozen_layers_cast_less():
     layer = make().requires_grad_(False)
     with Calls() as calls:
         y = layer(gaussian(4, IN).requires_grad_())
@@ -286,7 +286,7 @@ def test_tied_layers_add_their_gradients():
 
 @pytest.mark.parametrize(("name", "noise_db"), [("fp8_blockwise", 28.7), ("mxfp8", 28.5), ("nvfp4", 16.7)])
 def test_a_regression_is_learned(name: str, noise_db: float):
-    """Twenty steps reach what the layer reaches in high precision, but for the noise that every forward has."""
+    """Twenty steps reach the loss of the unquantized layer, up to the noise of a forward."""
     x = gaussian(256, IN, seed=1).float()
     target = x @ gaussian(IN, OUT, seed=2).float() / 8
     losses: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""`SwiGLU`: fused while nobody could tell, in parts where somebody could; names, weights, shared casts, copies."""
+"""`SwiGLU`: fused, or in parts if a sublayer is not plain; names, weights, shared casts, copies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trained(mlp: Callable[[Tensor], Tensor], *modules: torch.nn.Module) -> list[
 
 
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4", "mxfp8_wgrad_bf16", "bf16"])
-def test_the_module_is_the_function_with_names(name: str):
+def test_the_module_is_the_function(name: str):
     mlp = make(name, bias=True)
     state = bs.rng_state(0)
 
@@ -52,7 +52,7 @@ def test_the_module_is_the_function_with_names(name: str):
     assert_same_bits(trained(mlp, mlp), trained(function, mlp))
 
 
-def test_other_names_draw_other_codes():
+def test_other_names_select_other_random_streams():
     mlp = make("nvfp4")
     want = trained(mlp, mlp)
     for layer, changed in ((mlp.down, [1, 2, 3]), (mlp.gate_up, [1, 2])):
@@ -63,7 +63,7 @@ def test_other_names_draw_other_codes():
         assert differ == changed
 
 
-def test_a_recipe_that_draws_needs_a_name():
+def test_stochastic_rounding_needs_a_name():
     with pytest.raises(OptionError, match="without a name"):
         SwiGLU(DIM, HIDDEN, recipe="nvfp4")
     mlp = make("nvfp4")
@@ -71,7 +71,7 @@ def test_a_recipe_that_draws_needs_a_name():
     assert set(mlp.state_dict()) == {"gate_up.weight", "down.weight"}
 
 
-# ---- where somebody could tell ---------------------------------------------------------------------------------------
+# ---- sublayers that are not plain ------------------------------------------------------------------------------------
 
 
 def in_parts(mlp: SwiGLU) -> Callable[[Tensor], Tensor]:
@@ -122,7 +122,7 @@ def subclass(mlp: SwiGLU) -> None:
 
 
 @pytest.mark.parametrize("change", [other_recipe, torchs_own, own_forward, subclass])
-def test_what_replaces_a_sublayer_is_called(change: Callable[[SwiGLU], None]):
+def test_a_replaced_sublayer_is_called(change: Callable[[SwiGLU], None]):
     mlp = make()
     change(mlp)
     assert not mlp.is_fused
@@ -153,7 +153,7 @@ def test_from_linears(bias: bool):
     assert_same_bits(list(mlp.gate_up.weight.chunk(2)), [gate.weight, up.weight])
 
 
-def test_from_linears_of_a_model_without_memory():
+def test_from_linears_on_the_meta_device():
     mlp = SwiGLU.from_linears(*projections(device="meta"), "nvfp4", name="mlp")
     assert {param.device.type for param in mlp.parameters()} == {"meta"}
     mlp.to_empty(device="cpu")

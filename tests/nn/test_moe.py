@@ -1,4 +1,4 @@
-"""`MoE` against a plain loop over tokens; the balance of load; compiled; nothing on its way looks at a value."""
+"""`MoE` against a plain loop over tokens; load balancing; compiled; no host sync."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ OPTIONS = [
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda each: " ".join(map(str, each.values())))
 def test_it_is_a_loop_over_tokens(options: dict[str, Any], top_k: int):
-    """Values and the gradients of everything, the router's through its weights included."""
+    """Values and all gradients, the router's through its gate weights included."""
     moe = make(top_k=top_k, shared=32, balance=True, **options)
     assert moe.balance is not None
     moe.balance.copy_(torch.linspace(-0.3, 0.3, EXPERTS))
     got, want = trained(moe, moe), trained(by_loop(moe, **options), moe)
     for mine, theirs in zip(got, want, strict=True):
-        # with one expert whose weight is divided by itself the router has no gradient but rounding
+        # with one expert and normalized gate weights the router's gradient is rounding noise
         if top_k == 1 and options["normalize"] and mine is got[2]:
             assert float(mine.abs().max()) < 1e-5  # pyright: ignore[reportOptionalMemberAccess]
         else:
@@ -96,7 +96,7 @@ def test_experts_with_biases():
     assert min(map(sqnr, got, want)) > 100
 
 
-# what low precision leaves of y, dx and the gradients of router and experts, in dB, at the least
+# lower bounds of SQNR of y, dx and the gradients of router and experts, in dB
 LEAST = {"fp8_blockwise": 22.0, "mxfp8": 22.0, "nvfp4": 8.0}
 
 
@@ -106,12 +106,12 @@ def test_low_precision_is_close(name: str):
     assert_same_bits(dict(low.state_dict()), dict(high.state_dict()))
     found = list(map(sqnr, trained(low, low, 128), trained(high, high, 128)))
     assert min(found) > LEAST[name], found
-    assert max(found) < 60  # it is low precision
+    assert max(found) < 60  # the recipe is used
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("name", ["fp8_blockwise", "nvfp4", "bf16"])
-def test_hardly_any_tokens(name: str, tokens: int):
+def test_few_tokens(name: str, tokens: int):
     moe = make(name, shared=32)
     y, dx, *grads = trained(moe, moe, tokens)
     assert y is not None
@@ -139,7 +139,7 @@ def test_scores_are_in_fp32():
     torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-7)
 
 
-# ---- the balance of load ---------------------------------------------------------------------------------------------
+# ---- load balancing --------------------------------------------------------------------------------------------------
 
 
 def test_balance_moves_against_the_load():
@@ -156,12 +156,12 @@ def test_balance_moves_against_the_load():
     assert moe.load.tolist() == [0] * EXPERTS
 
 
-def test_balance_evens_out_a_router_that_prefers():
+def test_balance_evens_out_a_biased_router():
     moe = make(balance=True, scoring="sigmoid")
     with torch.no_grad():
         moe.router.weight[0] += 1.0
     x = gaussian(600, DIM).float()
-    x[:, :] += 0.5  # so that most tokens like the first expert
+    x[:, :] += 0.5  # most tokens choose the first expert
     spread = []
     for _ in range(60):
         routing, _ = moe.route(x)
@@ -221,7 +221,7 @@ def test_recomputation_gives_the_same_bytes():
 
 
 class Looks(TorchDispatchMode):
-    """Notes every operator of torch that brings a value to the host or has a shape that depends on one."""
+    """Records every operator of torch that copies a value to the host or has a data-dependent shape."""
 
     WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "bincount", "is_nonzero", "equal")
 
@@ -240,8 +240,8 @@ class Looks(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "nvfp4", "bf16"])
-def test_nothing_waits_for_a_value(name: str):
-    """Tensors without values go through forward and backward: whoever looked at one would fail."""
+def test_no_operator_reads_a_value(name: str):
+    """Meta tensors go through forward and backward: reading a value would raise."""
     moe = make(name, shared=32, balance=True, device="meta", dtype=torch.bfloat16)
     x = torch.empty(37, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with Looks() as looks:
@@ -312,7 +312,7 @@ def test_a_captured_step_follows_the_router(name: str):
     assert len(loads) == 3
 
 
-def test_one_after_the_other_gives_the_same_bits():
+def test_two_runs_give_the_same_bits():
     moe = make("fp8_blockwise", shared=32)
     assert_same_bits(trained(moe, moe), trained(moe, moe))
     other = copy.deepcopy(moe)
@@ -320,7 +320,7 @@ def test_one_after_the_other_gives_the_same_bits():
 
 
 def test_a_few_steps_lower_the_loss():
-    """Weights cast once per step, router and balance moving: it learns, and as it does in high precision."""
+    """Weights cast once per step, router and balance training: the loss falls as it does unquantized."""
     losses: dict[str, float] = {}
     for name in ("bf16", "fp8_blockwise"):
         moe = make(bs.get_recipe(name).replace(weight_cast="step"), shared=32, balance=True)

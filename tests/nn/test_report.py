@@ -1,4 +1,4 @@
-"""The report adds up, predicts what the roofline says, and reads well."""
+"""The report's sums, predictions and text."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def llama() -> nn.Module:
 )
 def test_documented_reports_are_printed_ones(page, recipe):
     text = (Path(__file__).parents[2] / page).read_text()
-    # ceilings may have been measured on this machine: the last line is theirs
+    # the last line depends on ceilings, which may have been measured on this machine
     assert str(bs.quantize_(llama(), recipe)).rpartition("roofline")[0] in text
 
 
@@ -154,7 +154,7 @@ def test_notes_on_speed(recipe, sizes, note):
     assert bool(found) is bool(note)
 
 
-# ---- how many experts see a token ------------------------------------------------------------------------------------
+# ---- active experts --------------------------------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
@@ -164,7 +164,7 @@ class MLP(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A block as people write it: experts in a list, or in one parameter, and a router."""
+    """A typical block: experts in a list, or in one parameter, and a router."""
 
     def __init__(self, *, router: str = "gate", grouped: bool = False, **said: Any) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Config:
 
 
 class SamplingConfig:
-    """A configuration of Transformers, whose top_k is that of sampling."""
+    """A configuration of Transformers, whose top_k is for sampling."""
 
     model_type, top_k, num_experts_per_tok = "mixtral", 5, 3
 
@@ -216,8 +216,8 @@ SAID = {
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["list", "one parameter"])
 @pytest.mark.parametrize("said", SAID)
-def test_flops_are_those_of_the_experts_that_see_a_token(said: str, grouped: bool):
-    """A list of 8 experts of which a token sees 3 is 3 experts' work, as is one parameter with all 8."""
+def test_flops_are_those_of_the_active_experts(said: str, grouped: bool):
+    """8 experts of which 3 are active count as 3, in a list and in one parameter."""
     model = nn.Sequential(SAID[said](grouped=grouped), nn.Linear(64, 64, bias=False))
     report = bs.quantize_(model, "mxfp8")
     assert report.warnings == ()
@@ -255,7 +255,7 @@ def test_a_list_of_experts_costs_what_the_same_experts_cost_in_one_parameter():
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["list", "one parameter"])
 def test_an_unknown_number_of_active_experts_is_a_warning(grouped: bool):
-    """Also where a number is there that cannot be it: more than there are experts, or none."""
+    """Also if the attribute has an impossible value: more than there are experts, or none."""
     for said in ({}, {"top_k": 9}, {"top_k": 0}, {"top_k": True}):
         model = nn.ModuleList(nn.Sequential(Mixture(grouped=grouped, **said)) for _ in range(3))
         report = bs.quantize_(model, "mxfp8")
@@ -269,8 +269,8 @@ def test_an_unknown_number_of_active_experts_is_a_warning(grouped: bool):
 
 
 @pytest.mark.parametrize("listed", [nn.ModuleList, lambda all: nn.ModuleDict({f"e{i}": e for i, e in enumerate(all)})])
-def test_a_router_that_is_known_by_its_width_makes_a_mixture_of_the_list_beside_it(listed: Any):
-    """Conversion and FLOPs ask the same: neither the router nor the list has a usual name."""
+def test_a_router_found_by_its_width_makes_the_list_beside_it_experts(listed: Any):
+    """For conversion and FLOPs alike: neither the router nor the list has a usual name."""
     for said, active in (({"top_k": 2}, 2), ({}, 1)):
         block = nn.Module()
         block.switch, block.ffns = nn.Linear(64, 8), listed(MLP() for _ in range(8))
@@ -283,8 +283,8 @@ def test_a_router_that_is_known_by_its_width_makes_a_mixture_of_the_list_beside_
         assert bool(report.warnings) is not bool(said)
 
 
-def test_what_is_no_mixture_is_not_counted_as_one():
-    """Blocks beside a classifier that is as wide as they are many; shared experts; a k that projects."""
+def test_other_lists_are_not_counted_as_experts():
+    """Blocks next to a classifier as wide as their number; shared experts; a k that is a projection."""
     model = nn.Module()
     model.layers = nn.ModuleList(MLP() for _ in range(8))
     model.score = nn.Linear(64, 8)
