@@ -283,7 +283,7 @@ REASONS = {
     Gelu: "activation is not that of",
     Clamped: "activation is not that of",
     Steeper: "activation is not that of",
-    Silent: "activation that cannot be asked",
+    Silent: "activation that cannot be called by itself",
     Flagged: "is_concatenated=False",
     Biased: "with biases",
     Llama4Experts: "called with (hidden_states)",

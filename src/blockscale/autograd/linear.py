@@ -134,7 +134,7 @@ def accumulates_grad(ctx: Any, place: int) -> bool:
     node = ctx.next_functions[place][0]
     try:
         return node is not None and torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    except RuntimeError:  # raised under `torch.autograd.grad`
+    except RuntimeError:  # raised for a leaf under `torch.autograd.grad`
         return False
 
 

@@ -1,4 +1,4 @@
-"""Ready-made torchtitan runs, each with a bf16 one: `--module blockscale.integrations.torchtitan --config NAME`.
+"""Ready-made torchtitan runs, with bf16 for each model: `--module blockscale.integrations.torchtitan --config NAME`.
 
 A name is a model and a recipe, such as `llama3_debug_fp8_blockwise`:
 
