@@ -18,7 +18,7 @@ def main() -> dict[str, float]:
     dy, x = torch.randn(256, 64), torch.randn(256, 96)
     exact = dy.double().mT @ x.double()
     state = bs.rng_state(seed=1234)
-    draw = bs.CastSpec(
+    spec = bs.CastSpec(
         "nvfp4",
         scale_rule="up",  # nothing clips, so the rounding is unbiased
         rounding=bs.Stochastic(state, name="layers.0.mlp.down_proj"),
@@ -26,16 +26,16 @@ def main() -> dict[str, float]:
         role="wgrad_dy",
     )
     x_col = bs.quantize(x, "nvfp4", axis=-2, hadamard=True).mT
-    total, draws = torch.zeros(64, 96), 64
+    total, ticks = torch.zeros(64, 96), 64
     figures: dict[str, float] = {}
-    for tick in range(draws):
+    for tick in range(ticks):
         state[1] = tick  # new tick, new random numbers; the seed stays
-        product = bs.scaled_mm(bs.quantize(dy, draw, axis=-2).mT, x_col, torch.float32)
+        product = bs.scaled_mm(bs.quantize(dy, spec, axis=-2).mT, x_col, torch.float32)
         total += product
         if tick == 0:
-            figures["one draw"] = sqnr_db(exact, product).item()
+            figures["one tick"] = sqnr_db(exact, product).item()
     rotated_x = bs.dequantize(x_col.mT, torch.float32).double()
-    figures["mean of 64 draws, x as cast"] = sqnr_db(dy.double().mT @ rotated_x, total / draws).item()
+    figures["mean of 64 ticks, x as cast"] = sqnr_db(dy.double().mT @ rotated_x, total / ticks).item()
     for name, figure in figures.items():
         print(f"{name}: {figure:.1f} dB")
     return figures

@@ -235,13 +235,13 @@ base = get_recipe("mxfp8")
 MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "pair": (lambda: Recipe("r", fprop=Product(FP8, MX)), PairError, "no product of fp8_1x128 with mxfp8_e4m3"),
     "two grids": (lambda: Recipe("r", fprop=Product(SQUARE, SQUARE)), PairError, "fp8_128x128 with fp8_128x128"),
-    "drawn x": (
+    "stochastic x": (
         lambda: Recipe("r", fprop=Product(STOCHASTIC, MX4)),
         OptionError,
         "stochastic rounding of fprop's x.*diverge",
     ),
-    "drawn w": (lambda: Recipe("r", dgrad=Product(MX4, STOCHASTIC)), OptionError, "stochastic rounding of dgrad's w"),
-    "drawn wgrad x": (lambda: Recipe("r", wgrad=Product(STOCHASTIC, STOCHASTIC)), OptionError, "rounding of wgrad's x"),
+    "stochastic w": (lambda: Recipe("r", dgrad=Product(MX4, STOCHASTIC)), OptionError, "stochastic rounding of dgrad's w"),
+    "stochastic wgrad x": (lambda: Recipe("r", wgrad=Product(STOCHASTIC, STOCHASTIC)), OptionError, "rounding of wgrad's x"),
     "one rotation": (
         lambda: Recipe("r", wgrad=Product(ROTATED, MX4)),
         OptionError,

@@ -52,14 +52,14 @@ def trained(
 def test_the_modules_are_the_functions(name: str, bias: bool):
     experts, state = make(name, bias=bias), bs.rng_state(0)
     first, second = experts.gate_up, experts.down
-    drawn = bs.Stochastic(state, "layers.0.mlp.experts.gate_up"), bs.Stochastic(state, "layers.0.mlp.experts.down")
+    roundings = bs.Stochastic(state, "layers.0.mlp.experts.gate_up"), bs.Stochastic(state, "layers.0.mlp.experts.down")
 
     def mlp(x: Tensor, offs: Tensor) -> Tensor:
         weights = first.weight, second.weight
-        return grouped_swiglu_mlp(x, *weights, offs, first.bias, second.bias, name, roundings=drawn)
+        return grouped_swiglu_mlp(x, *weights, offs, first.bias, second.bias, name, roundings=roundings)
 
     def layer(x: Tensor, offs: Tensor) -> Tensor:
-        return grouped_linear(x, first.weight, offs, first.bias, name, rounding=drawn[0])
+        return grouped_linear(x, first.weight, offs, first.bias, name, rounding=roundings[0])
 
     assert experts.is_fused
     assert_same_bits(trained(experts, experts), trained(mlp, experts))

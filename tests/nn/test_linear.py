@@ -48,8 +48,8 @@ def trained(layer: torch.nn.Module, dtype: torch.dtype = torch.bfloat16) -> list
 def test_the_module_is_the_function(name: str):
     layer = make(name)
     x = gaussian(TOKENS, IN, seed=1).requires_grad_()
-    drawn = bs.Stochastic(bs.rng_state(0), "layers.0.proj") if layer.recipe.stochastic else None
-    y = linear(x, layer.weight, layer.bias, name, rounding=drawn)
+    rounding = bs.Stochastic(bs.rng_state(0), "layers.0.proj") if layer.recipe.stochastic else None
+    y = linear(x, layer.weight, layer.bias, name, rounding=rounding)
     y.backward(gaussian(TOKENS, OUT, seed=2))
     want = [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
     layer.zero_grad()
