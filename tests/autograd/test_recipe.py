@@ -240,8 +240,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         OptionError,
         "stochastic rounding of fprop's x.*diverge",
     ),
-    "stochastic w": (lambda: Recipe("r", dgrad=Product(MX4, STOCHASTIC)), OptionError, "stochastic rounding of dgrad's w"),
-    "stochastic wgrad x": (lambda: Recipe("r", wgrad=Product(STOCHASTIC, STOCHASTIC)), OptionError, "rounding of wgrad's x"),
+    "stochastic w": (
+        lambda: Recipe("r", dgrad=Product(MX4, STOCHASTIC)),
+        OptionError,
+        "stochastic rounding of dgrad's w",
+    ),
+    "stochastic wgrad x": (
+        lambda: Recipe("r", wgrad=Product(STOCHASTIC, STOCHASTIC)),
+        OptionError,
+        "rounding of wgrad's x",
+    ),
     "one rotation": (
         lambda: Recipe("r", wgrad=Product(ROTATED, MX4)),
         OptionError,
