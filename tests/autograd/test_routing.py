@@ -201,7 +201,7 @@ def test_normalized_gate_weights_are_the_quotient_to_the_bit():
         assert_same_bits(weights, top / top.sum(-1, keepdim=True))
 
 
-def test_nan_and_inf_scores_stay_so_in_gate_weights():
+def test_nan_and_inf_scores_give_nan_gate_weights():
     _, weights = bs.route(torch.tensor([[torch.nan, 0.0], [torch.inf, 1.0]]), 2, normalize=True)
     assert weights.isnan().any(-1).all()
 

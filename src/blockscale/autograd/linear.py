@@ -66,7 +66,7 @@ def linear(
         shards = local_shards(source, weight, bias, chosen, rounding)
         local_x = shards.x
         if isinstance(x, Activation):
-            x.operands(chosen)  # raises if the DTensor has changed; its shard has no version of its own
+            x.operands(chosen)  # raises if the DTensor has changed, which does not change its shard's version
             local_x = dataclasses.replace(x, source=shards.x, version=None)
         return shards.dtensor(linear(local_x, shards.weight, shards.bias, chosen, rounding=shards.rounding))
     check_quantized(source, weight, bias)

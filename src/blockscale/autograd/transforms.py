@@ -96,7 +96,7 @@ def _check(tensors: Iterable[Tensor | None], subject: Subject) -> None:
 # not traced: a traced tensor has no tangent, so a forward-mode derivative would not be found
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _wanted(tensor: Tensor) -> str | None:
-    """Kind of derivative by this tensor that layers do not have, a key of `_TEXTS`; None for plain autograd."""
+    """Kind of derivative by this tensor that layers do not have, a key of `_TEXTS`; None for plain autograd alone."""
     kinds = {each.key() for each in _functorch.get_interpreter_stack() or ()}
     is_forward = _functorch.TransformType.Jvp in kinds
     while _functorch.is_functorch_wrapped_tensor(tensor):

@@ -157,7 +157,7 @@ class MoE(torch.nn.Module):
         scores = self.router(tokens)
         routing, gate_weights = route(scores, self.top_k, bias=self.balance, normalize=self.normalize, scale=self.scale)
         if self.load is not None and self.training and torch.is_grad_enabled():
-            # in place: compiled recomputation does not allow attributes to be replaced
+            # in place: compiled recomputation allows no new attributes
             self.load.add_(routing.load())
         return routing, gate_weights
 
