@@ -265,13 +265,13 @@ def test_a_recordings_key_has_the_operands_that_exist(monkeypatch):
     activation has a column operand only in training: addresses would be off by two."""
     keys: list[tuple[object, int]] = []
 
-    def learn(key, call, inputs, results):
+    def run(key, call, inputs, results):
         keys.append((key, len(inputs)))
         return call()
 
     for module in (linear_plan, mlp_plan):
         monkeypatch.setattr(module, "can_be_replayed", lambda tensors: True)
-    monkeypatch.setattr(call_recording, "run_and_record", learn)
+    monkeypatch.setattr(call_recording, "run_and_record", run)
     monkeypatch.setattr(call_recording, "find_recording", lambda key: None)
     x, weight, down = torch.randn(8, 64), torch.randn(64, 64), torch.randn(32, 32)
     for call in (
