@@ -55,7 +55,7 @@ def active_experts(modules: Named, holders: Mapping[int, int]) -> dict[int, Acti
 
 
 def _is_list_of_experts(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
-    """Whether a list is one of experts: by its name, or by a sibling (no head) with as many outputs as it has modules."""
+    """Whether a list is one of experts: by its name, or by a sibling (no head) with as many outputs as it is long."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return False
     last = name.rpartition(".")[2].lower()
