@@ -453,7 +453,7 @@ def test_commands_in_the_docs_are_accepted(page: Path) -> None:
         if hasattr(module, "main"):
             name = words.pop(0) if words and not words[0].startswith("-") else "tiny"
             if "/" in name:  # a run's folder
-                declared = module.Wanted()
+                declared = module.AdviceOptions()
             else:
                 declared = module.Options.of(get_preset(name)) if hasattr(module, "Options") else get_preset(name)
         else:
