@@ -215,10 +215,10 @@ def test_closed_pipe_exits_with_141() -> None:
 
 def test_a_folder_in_use_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The record of the other run is not touched either."""
-    from blockscale.train.files import owned
+    from blockscale.train.files import folder_lock
 
     (tmp_path / "metrics.jsonl").write_text('{"kind": "st')
-    with ThreadPoolExecutor(1) as pool, owned(tmp_path):
+    with ThreadPoolExecutor(1) as pool, folder_lock(tmp_path):
         assert pool.submit(main, ["train", "tiny", "--steps", "1", "--folder", str(tmp_path)]).result() == 2
     assert "one run at a time" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "st'

@@ -36,7 +36,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     longer = [*SMALL, "--folder", folder, "--resume"]
     longer[longer.index("2")] = "3"
     assert main(["train", "tiny", "--recipe", "mxfp8", *longer]) == 0
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
 
 
 def test_experts_are_options_too(capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""Runs that part late: what they have in common is bf16's to the bit, and what follows is their own recipe's."""
+"""Runs that branch from one checkpoint: the shared steps are bf16's to the bit, later steps follow each recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from blockscale.train.view import View
 from support.small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
-# by a recipe that no arm has: what is shared is bf16's whatever a config says
+# its recipe is no arm of the comparison: the shared steps are bf16's whatever the config says
 LITTLE = small("nvfp4", model=ONE_BLOCK, steps=5, eval_every=1)
 AT = 3
 
@@ -38,7 +38,7 @@ def found(folder: Path) -> Comparison:
     return compare(LITTLE, ["mxfp8"], 2, out=folder, branch_at=AT)
 
 
-def test_bf16_is_the_run_that_never_parted(found: Comparison):
+def test_the_branched_bf16_arm_equals_a_whole_run(found: Comparison):
     for seed, run in zip(found.seeds, found.runs[BASELINE], strict=True):
         whole = train(replace(LITTLE, seed=seed, recipe=replace(LITTLE.recipe, name="bf16")))
         assert run.losses == {each.step: each.loss for each in whole.history if each.step > AT}
@@ -54,20 +54,20 @@ def test_the_first_gap_is_that_of_rounding(found: Comparison, folder: Path):
     }
     assert losses["bf16"] != losses["mxfp8"]
     assert {name: found.runs[name][0].evaluations[AT] for name in losses} == losses
-    # all of them go on with the same pieces: a loss of training differs by rounding alone
+    # all arms continue with the same sequences: training losses differ by rounding alone
     first = {name: runs[0].losses[AT + 1] for name, runs in found.runs.items()}
     assert first[NULL] == pytest.approx(first[BASELINE], rel=1e-4)
     assert first["mxfp8"] == pytest.approx(first[BASELINE], rel=5e-3)
     assert first["mxfp8"] != first[BASELINE]
 
 
-def test_it_is_said(found: Comparison):
+def test_the_branch_step_is_reported(found: Comparison):
     assert found.branch_at == AT
     assert any("up to step 3" in note for note in notes(found))
     assert "bf16 up to step 3" in page(found)
 
 
-def test_published_apart_from_runs_that_part_at_once(found: Comparison, folder: Path):
+def test_branched_runs_are_published_separately(found: Comparison, folder: Path):
     whole = compare(LITTLE, ["mxfp8"], 2, out=folder)
     assert whole.branch_at == 0
     lines = publish(folder).lines
@@ -78,14 +78,14 @@ def test_published_apart_from_runs_that_part_at_once(found: Comparison, folder: 
 
 
 def test_each_step_has_a_trunk_of_its_own(tmp_path: Path):
-    """One that is longer already must not run on to the end."""
+    """A checkpoint of a later step exists; the shorter trunk is a run of its own."""
     assert [trunk(LITTLE, step, tmp_path, []).name for step in (2, 1)] == ["step-00000002", "step-00000001"]
 
 
 def test_a_finished_comparison_needs_no_trunk(
     found: Comparison, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Nor does it matter where its folder has gone, or how that is named."""
+    """Also if its folder was moved, and whether its path is absolute or relative."""
     shutil.copytree(folder / "runs", tmp_path / "moved" / "runs")
     for module in (branch, stored):
         monkeypatch.setattr(module, "train", lambda *args, **named: pytest.fail("trained"))
@@ -94,7 +94,7 @@ def test_a_finished_comparison_needs_no_trunk(
         assert compare(LITTLE, ["mxfp8"], 2, out=out, branch_at=AT).runs == found.runs
 
 
-def test_one_that_was_interrupted_goes_on(tmp_path: Path):
+def test_an_interrupted_trunk_resumes(tmp_path: Path):
     config = replace(LITTLE, save_every=1)
     with pytest.raises(KeyboardInterrupt):
         trunk(config, AT, tmp_path, [StopAfter(2)])
@@ -103,34 +103,34 @@ def test_one_that_was_interrupted_goes_on(tmp_path: Path):
     again = replace(config, start=made, folder=tmp_path / "own", recipe=replace(config.recipe, name="mxfp8"))
     train(again, hooks=[StopAfter(4)])
     resumed = Run(replace(again, resume=True))
-    assert resumed.step == 4, "its own checkpoint, not the one it began with"
+    assert resumed.step == 4, "its own checkpoint, not the one it started from"
 
 
-def test_a_start_of_ones_own(tmp_path: Path):
+def test_start_from_a_given_checkpoint(tmp_path: Path):
     made = trunk(LITTLE, AT, tmp_path, [])
     found = compare(replace(LITTLE, start=made), ["mxfp8"], out=tmp_path)
     assert found.branch_at == AT
     assert found.gap("mxfp8").is_finite
-    with pytest.raises(CheckpointError, match="is of another run: seed"):
+    with pytest.raises(CheckpointError, match="belongs to another run: seed"):
         train(replace(LITTLE, start=made, seed=1))
     with pytest.raises(CheckpointError, match="steps=4 or more"):
         train(replace(LITTLE, start=made, steps=3))
-    with pytest.raises(OptionError, match="a checkpoint is of one seed"):
+    with pytest.raises(OptionError, match="a checkpoint belongs to one seed"):
         compare(replace(LITTLE, start=made), ["mxfp8"], 2, out=tmp_path)
     with pytest.raises(OptionError, match="one checkpoint"):
         compare(replace(LITTLE, start=made), ["mxfp8"], out=tmp_path, branch_at=AT)
 
 
 @pytest.mark.parametrize("at", [-1, 5, 6])
-def test_where_nothing_parts(at: int, tmp_path: Path):
+def test_impossible_branch_steps_are_refused(at: int, tmp_path: Path):
     with pytest.raises(OptionError, match="pass 1 to 4, or 0"):
         compare(LITTLE, ["mxfp8"], out=tmp_path, branch_at=at)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("weight_cast", ["step", "forward"])
-def test_a_recipe_that_begins_later_is_the_run_that_goes_on_by_it(recipe: str, weight_cast: str, tmp_path: Path):
-    """In one run as in two, to the bit: bf16 up to the step, and what its checkpoint is trained to by the recipe."""
+def test_since_equals_a_run_started_from_the_bf16_checkpoint(recipe: str, weight_cast: str, tmp_path: Path):
+    """`since` gives the same bits as two runs: bf16 up to the step, then the recipe from its checkpoint."""
     config = replace(LITTLE, recipe=replace(LITTLE.recipe, name=recipe, weight_cast=weight_cast))
     one = train(replace(config, recipe=replace(config.recipe, since=AT)))
     two = train(replace(config, start=trunk(config, AT, tmp_path)))
@@ -142,7 +142,7 @@ def test_a_recipe_that_begins_later_is_the_run_that_goes_on_by_it(recipe: str, w
     assert one.flop_share == pytest.approx(two.flop_share * (config.steps - AT) / config.steps)
 
 
-def test_one_that_begins_later_goes_on_where_it_was(tmp_path: Path):
+def test_a_run_with_since_resumes(tmp_path: Path):
     config = replace(LITTLE, recipe=replace(LITTLE.recipe, since=AT))
     whole = train(config)
     for stop in (AT - 1, AT, AT + 1):
@@ -154,7 +154,7 @@ def test_one_that_begins_later_goes_on_where_it_was(tmp_path: Path):
 def test_a_recipe_begins_before_the_last_step():
     with pytest.raises(OptionError, match="since=5 of 5 steps"):
         train(replace(LITTLE, recipe=replace(LITTLE.recipe, since=5)))
-    with pytest.raises(OptionError, match=r"since=1 of a run that begins with .*follows its recipe at once"):
+    with pytest.raises(OptionError, match=r"since=1 of a run that starts from .*applies its recipe at once"):
         train(replace(LITTLE, start=Path("somewhere"), recipe=replace(LITTLE.recipe, since=1)))
     with pytest.raises(OptionError, match=r"branch_at=3 and recipe\.since=1"):
         compare(replace(LITTLE, recipe=replace(LITTLE.recipe, since=1)), ["mxfp8"], out=Path("nowhere"), branch_at=AT)
@@ -204,7 +204,7 @@ def test_microbatches_are_captured_again_when_a_recipe_begins(weight_cast: str):
     assert captured.history[AT:] != train(replace(config, recipe=replace(config.recipe, since=0))).history[AT:]
 
 
-# ---- what else has to know when a recipe begins ----------------------------------------------------------------------
+# ---- other code that depends on the first step of a recipe -----------------------------------------------------------
 
 
 def later(**changes: object) -> RunConfig:
@@ -212,12 +212,12 @@ def later(**changes: object) -> RunConfig:
     return replace(config, recipe=replace(config.recipe, name="mxfp8", since=AT))
 
 
-def test_a_step_that_broke_before_is_replayed_as_it_was():
+def test_a_step_before_since_is_replayed_in_bf16():
     run = Run(later())
     run.step = AT + 1
     bs.set_step_(run.model, run.step)
     assert any(each.recipe_now.is_quantized for each in run.model.modules() if hasattr(each, "recipe_now"))
-    run.located(StepRecord(1, float("nan"), 1.0, 0.1))
+    run.non_finite_error(StepRecord(1, float("nan"), 1.0, 0.1))
     assert not any(each.recipe_now.is_quantized for each in run.model.modules() if hasattr(each, "recipe_now"))
 
 

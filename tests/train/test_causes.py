@@ -1,4 +1,4 @@
-"""Where low precision loses: errors that are known are found, and a run is told in its own terms."""
+"""Causes of a gap: known gradient errors are measured correctly, and a run writes its rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blockscale.train import ModelConfig
 from support.small_runs import small
 
 
-def test_errors_that_are_known():
+def test_known_gradient_errors_are_measured():
     generator = torch.Generator().manual_seed(0)
     base = [{"w": torch.randn(64, 64, generator=generator)} for _ in range(6)]
     same = torch.randn(64, 64, generator=generator)
@@ -29,7 +29,7 @@ def test_errors_that_are_known():
     assert short["length"] == pytest.approx(-0.02)
 
 
-def test_a_run_is_told(tmp_path, monkeypatch, capsys):
+def test_a_run_writes_its_rows(tmp_path, monkeypatch, capsys):
     tiny = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
     config = small(model=tiny, steps=4, batch=4)
     monkeypatch.setattr(
@@ -48,7 +48,7 @@ def test_a_run_is_told(tmp_path, monkeypatch, capsys):
     by = rows[0]["by"]
     assert 0 < rows[0]["gradient_common"] < 1
     assert by["all"]["error"] > max(by[each]["error"] for each in causes.PRODUCTS) > 0.02
-    # the forward of the first is bf16's, that of the second MXFP4's: evaluated so, weights have the run's own loss
+    # fprop of the first arm is bf16, of the second MXFP4: evaluated in that precision the loss is the run's own
     assert rows[1]["loss"] == pytest.approx(rows[1]["losses"]["bf16"], rel=1e-5)
     assert rows[3]["loss"] == pytest.approx(rows[3]["losses"]["mxfp4"], rel=1e-5)
     assert rows[3]["losses"]["mxfp4"] != rows[3]["losses"]["bf16"]

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, the last ones stay, and what is damaged or foreign says so."""
+"""Checkpoints: written atomically, the last ones are kept, and damaged or foreign ones raise errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockscale.errors import CheckpointError
 from blockscale.train import DataConfig, Run, files, stored, train
 from blockscale.train import checkpoint as checkpoints
 from blockscale.train.branch import StopAfter
-from blockscale.train.files import owned
+from blockscale.train.files import folder_lock
 from support.small_runs import DENSE, small
 
 RUN = small("bf16", model=replace(DENSE, layers=1), steps=3)
@@ -38,7 +38,7 @@ def resumed(folder: Path, **changes):
     return train(replace(RUN, folder=folder, resume=True, **changes))
 
 
-def test_the_last_ones_stay(tmp_path: Path):
+def test_keep_limits_the_checkpoints(tmp_path: Path):
     train(replace(RUN, folder=tmp_path, save_every=1, keep=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000003"]
 
@@ -52,7 +52,7 @@ def test_tensors_are_those_of_the_plain_model(folder: Path):
     assert "optimizer.embedding.weight.exp_avg_sq" in about["tensors"]
 
 
-def test_one_recipe_goes_on_with_another(folder: Path):
+def test_a_run_resumes_by_another_recipe(folder: Path):
     assert resumed(folder, recipe=small("fp8_blockwise").recipe).steps == 3
 
 
@@ -76,9 +76,9 @@ def test_a_damaged_checkpoint(folder: Path, damage: str):
         data.unlink()
     else:
         (last / "run.json").write_text("{")
-    with pytest.raises(CheckpointError, match="goes on from step-00000001"):
+    with pytest.raises(CheckpointError, match="resumes from step-00000001"):
         resumed(folder)
-    shutil.rmtree(last)  # as the message says
+    shutil.rmtree(last)  # the fix of the message
     assert resumed(folder).steps == 3
 
 
@@ -117,10 +117,10 @@ def test_a_full_disk_leaves_the_last_one(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_a_disk_that_fills_up_while_torch_writes(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its error derives from BaseException, and holds the traceback of every process."""
+    """torch's error derives from BaseException and holds the traceback of every process."""
 
     def fails(self: object, *args: object, **named: object) -> None:
-        error = RuntimeError("unexpected pos 704 vs 598")  # of its writer, which then closes what is not whole
+        error = RuntimeError("unexpected pos 704 vs 598")  # torch's writer fails again when it closes the file
         error.__context__ = OSError(28, "No space left on device")
         raise error
 
@@ -133,14 +133,14 @@ def test_a_disk_that_fills_up_while_torch_writes(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("text", ["[]", "1", '{"format": 1}', '{"format": 1, "step": "2"}', '{"format": 2}'])
-def test_what_others_call_run_json(text: str, folder: Path):
+def test_a_foreign_run_json_is_refused(text: str, folder: Path):
     (folder / "step-00000002" / "run.json").write_text(text)
     with pytest.raises(CheckpointError, match="step-00000002"):
         resumed(folder)
 
 
-def test_what_is_no_folder(folder: Path):
-    (folder / "step-00000002" / ".notes").mkdir()  # something else of somebody else's
+def test_other_folders_and_files_beside_checkpoints(folder: Path):
+    (folder / "step-00000002" / ".notes").mkdir()  # a folder of the user
     assert resumed(folder).steps == 3
     (folder / "file").write_text("text")
     with pytest.raises(CheckpointError, match=r"no run\.json"):
@@ -157,10 +157,9 @@ import sys, time
 from dataclasses import replace
 from pathlib import Path
 from blockscale.train import checkpoint, train
-from support.small_runs import DENSE, small
 real = checkpoint._checksums
 def slow(folder):
-    # the tensors of step 2 are on disk, the rest is not
+    # the tensors of step 2 are on disk, run.json is not
     if "00000002" in folder.name:
         print("saving", flush=True)
         time.sleep(60)
@@ -192,7 +191,7 @@ def test_kill_in_the_middle_of_a_save_loses_unsaved_steps_alone(tmp_path: Path):
 
 
 def test_folders_of_other_names_are_the_users(folder: Path):
-    """They are not gone on from, do not count among those that stay, and are not removed."""
+    """They are not resumed from, do not count for `keep`, and are not removed."""
     for name in ("step-best", "step-00000002.bak", "step-2"):
         shutil.copytree(folder / "step-00000001", folder / name)
     result = resumed(folder, save_every=1, keep=1)
@@ -215,9 +214,9 @@ def test_run_json_that_was_changed(key: str, folder: Path):
     about = json.loads(path.read_text())
     changed = {"step": 1, "history": [[1, 2]], "config": about["config"] | {"model": 5}, "files": {}}
     path.write_text(json.dumps(about | {key: changed[key]}))
-    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged: run\.json is not what was written"):
+    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged: run\.json does not match its checksum"):
         resumed(folder)
-    path.write_text(json.dumps(about, indent=1, sort_keys=True))  # another hand, the same content
+    path.write_text(json.dumps(about, indent=1, sort_keys=True))  # the same content in another layout
     assert resumed(folder).steps == 3
 
 
@@ -229,7 +228,7 @@ def test_a_checkpoint_of_the_first_versions_has_no_check(folder: Path):
     assert resumed(folder).steps == 3
 
 
-def test_what_another_process_of_the_same_number_left(tmp_path: Path):
+def test_leftovers_of_a_process_with_the_same_pid_are_removed(tmp_path: Path):
     left = tmp_path / f".saving-00000003-{os.getpid()}"
     left.mkdir()
     (left / "half").write_text("")
@@ -239,7 +238,7 @@ def test_what_another_process_of_the_same_number_left(tmp_path: Path):
     assert not (saved / "half").exists()
 
 
-def test_an_interruption_within_torch_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_within_torch_is_a_keyboard_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(self: object, *args: object, **named: object) -> None:
         raise KeyboardInterrupt
 
@@ -254,7 +253,7 @@ def test_files_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(checkpoints, "_checksum", denied)
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied.*who may read"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied.*check the permissions"):
         resumed(folder)
 
 
@@ -265,8 +264,8 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path):
     script = f"""
 import sys
 from pathlib import Path
-from blockscale.train.files import owned
-with owned(Path({str(tmp_path / "run")!r})):
+from blockscale.train.files import folder_lock
+with folder_lock(Path({str(tmp_path / "run")!r})):
     print("mine", flush=True)
     sys.stdin.read()
 """
@@ -276,12 +275,12 @@ with owned(Path({str(tmp_path / "run")!r})):
     with pytest.raises(CheckpointError, match=rf"in use by process {other.pid}\. Rule: one run at a time"):
         train(replace(RUN, folder=tmp_path / "run"))
     assert not checkpoints.complete(tmp_path / "run")
-    other.kill()  # and the lock goes with it
+    other.kill()  # releases its lock
     other.communicate()
     assert train(replace(RUN, folder=tmp_path / "run")).steps == 3
 
 
-def test_a_folder_that_cannot_be_is_known_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_impossible_folder_fails_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(Run, "advance", lambda self: pytest.fail("a step was made"))
     with pytest.raises(CheckpointError, match=r"file: File exists.*name a folder that can be written to"):
@@ -290,11 +289,11 @@ def test_a_folder_that_cannot_be_is_known_before_the_first_step(tmp_path: Path, 
 
 def test_a_folder_is_free_again_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyError), owned(Path("run")), owned(tmp_path / "run"):
+    with pytest.raises(KeyError), folder_lock(Path("run")), folder_lock(tmp_path / "run"):
         _go_and_fail(tmp_path.parent)
-    assert not files._owned
+    assert not files._held
     refused = pytest.raises(CheckpointError, match="one run at a time")
-    with owned(tmp_path / "run"), ThreadPoolExecutor(1) as pool, refused:
+    with folder_lock(tmp_path / "run"), ThreadPoolExecutor(1) as pool, refused:
         pool.submit(_own, tmp_path / "run").result()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(_own, tmp_path / "run").result()
@@ -306,12 +305,12 @@ def _go_and_fail(folder: Path) -> None:
 
 
 def _own(folder: Path) -> None:
-    with owned(folder):
+    with folder_lock(folder):
         pass
 
 
 def test_runs_of_a_comparison_are_locked_too(tmp_path: Path):
     config = replace(RUN, steps=1)
     refused = pytest.raises(CheckpointError, match="one run at a time")
-    with ThreadPoolExecutor(1) as pool, owned(stored.folder_of("bf16", config, tmp_path)), refused:
-        pool.submit(stored.run_or_read, "bf16", config, tmp_path, looks=()).result()
+    with ThreadPoolExecutor(1) as pool, folder_lock(stored.folder_of("bf16", config, tmp_path)), refused:
+        pool.submit(stored.run_or_read, "bf16", config, tmp_path, measurements=()).result()

@@ -1,5 +1,5 @@
-"""Comparisons: pairs are pairs, the null is the baseline in another order, finished runs are not run again, and what is
-broken comes out as worse."""
+"""Comparisons: runs are paired, the null run is bf16 with another reduction order, finished runs are not repeated, and
+a broken recipe comes out as worse."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_arms_differ_in_the_recipe_alone():
 
 
 @pytest.mark.parametrize(("batch", "accumulate"), [(4, 1), (3, 2)])
-def test_the_null_sees_the_same_pieces(batch: int, accumulate: int):
+def test_the_null_run_sees_the_same_sequences(batch: int, accumulate: int):
     config = little(batch=batch, accumulate=accumulate, eval_batches=2)
     null = null_of(config)[0]
     runs = [Run(replace(each, recipe=replace(each.recipe, name="bf16"))) for each in (config, null)]
@@ -70,14 +70,14 @@ def test_the_null_sees_the_same_pieces(batch: int, accumulate: int):
     assert torch.equal(*held_out)
 
 
-def test_a_null_of_one_sequence_sums_the_loss_in_pieces():
+def test_a_null_run_of_one_sequence_splits_the_loss():
     config = replace(get_preset("llama3-8b"), batch=1)
     null, says = null_of(config)
     assert (null.batch, null.loss_chunks) == (1, 16)
     assert "16 pieces" in says
 
 
-def test_pairs_begin_alike(found: Comparison):
+def test_paired_runs_start_from_the_same_weights(found: Comparison):
     first = {name: [run.losses[1] for run in runs] for name, runs in found.runs.items()}
     assert first[BASELINE][0] != first[BASELINE][1]
     for name in (NULL, "mxfp8"):
@@ -86,7 +86,7 @@ def test_pairs_begin_alike(found: Comparison):
     assert len({run.about["data_hash"] for runs in found.runs.values() for run in runs}) == 1
 
 
-def test_what_is_found(found: Comparison):
+def test_gaps_shares_and_noise_of_a_comparison(found: Comparison):
     assert found.gap(BASELINE).values == (0.0, 0.0)
     assert [step for step, _ in found.along("mxfp8")] == [1, 2, 3]
     last = found.along("mxfp8")[-1][1]
@@ -108,7 +108,7 @@ def test_finished_runs_are_read_and_not_run(found: Comparison, folder: Path, mon
     assert again.runs == found.runs
 
 
-def test_an_interrupted_comparison_goes_on(tmp_path: Path):
+def test_an_interrupted_comparison_resumes(tmp_path: Path):
     config = little(steps=2)
     with pytest.raises(KeyboardInterrupt):
         compare(config, [], 1, out=tmp_path, hooks=lambda arm, seed: [StopAfter(1)] if arm.name == NULL else [])
@@ -116,13 +116,13 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path):
     assert [read(each).is_done for each in files] == [True, False]
     before = files[0].read_text()
     with files[1].open("a") as file:
-        file.write('{"kind": "step", "st')  # a process that was killed
+        file.write('{"kind": "step", "st')  # the process was killed
     done = compare(config, [], 1, out=tmp_path)
     assert files[0].read_text() == before
     assert set(done.runs[NULL][0].losses) == {1, 2}
 
 
-def test_a_run_without_numbers_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_non_finite_run_is_stored_as_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = module.train
 
     def train(config: RunConfig, **named):
@@ -140,7 +140,7 @@ def test_a_run_without_numbers_is_a_result(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_broken_cast_is_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Codes of a quarter of their values: every product shrinks, and the loss shows it."""
+    """Codes of a quarter of their values: the output of every GEMM shrinks, and the loss shows it."""
     real = _reference.encode
     monkeypatch.setattr(_reference, "encode", lambda v, element, words=None: real(v * 0.25, element, words))
     config = little(weight_cast="forward", steps=8, eval_every=0, eval_batches=4)
@@ -152,7 +152,7 @@ def test_a_broken_cast_is_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_control_is_worse_and_the_recipe_that_it_breaks_is_not(tmp_path: Path):
-    """And casts are right again after it."""
+    """Casts are correct again afterwards."""
     config = little(weight_cast="forward", steps=8, eval_every=4, eval_batches=4)
     found = compare(config, ["mxfp8"], 3, out=tmp_path, control=True)
     recipe, control = found.verdict(found.arms[-2]), found.verdict(found.arms[-1])
@@ -173,12 +173,12 @@ def test_the_control_is_broken_in_a_process_of_its_own(tmp_path: Path):
     assert mine["x"] < 5 < 25 < theirs["x"]
 
 
-def test_length_counts_from_where_runs_part(tmp_path: Path):
+def test_length_excludes_shared_steps(tmp_path: Path):
     found = compare(little(steps=4), ["mxfp8"], 1, out=tmp_path, branch_at=2)
     assert [step for step, _ in found.along("mxfp8")] == [2, 3, 4]
-    assert found.length("mxfp8") == Length(4, 2, parted=2)
+    assert found.length("mxfp8") == Length(4, 2, shared_steps=2)
     late = replace(little(steps=4), recipe=RecipeConfig(keep_first=0, keep_last=0, since=3))
-    assert compare(late, ["mxfp8"], 1, out=tmp_path / "late").length("mxfp8") == Length(4, 1, parted=3)
+    assert compare(late, ["mxfp8"], 1, out=tmp_path / "late").length("mxfp8") == Length(4, 1, shared_steps=3)
 
 
 def test_text_has_to_be_the_same(found: Comparison, folder: Path, tmp_path: Path):
@@ -202,7 +202,7 @@ def test_text_that_changed_is_noticed_before_anything_runs(tmp_path: Path, monke
     monkeypatch.setattr(module, "train", lambda *args, **named: pytest.fail("ran"))
     with pytest.raises(OptionError, match="different text"):
         compare(config, [], 2, out=tmp_path / "out")
-    assert len(compare(config, [], 1, out=tmp_path / "out").seeds) == 1, "all of it is there"
+    assert len(compare(config, [], 1, out=tmp_path / "out").seeds) == 1, "no run is missing"
 
 
 def test_text_that_changes_meanwhile_is_noticed_too(tmp_path: Path):
@@ -218,8 +218,8 @@ def test_text_that_changes_meanwhile_is_noticed_too(tmp_path: Path):
         compare(config, [], out=tmp_path / "out", hooks=lambda arm, seed: [Edits()])
 
 
-def test_an_evaluation_without_a_number_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The last update may break what no step is left to notice."""
+def test_a_non_finite_evaluation_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The last update may break the weights, and no step follows that would detect it."""
     real = Run.evaluate
 
     def evaluate(self: Run):
@@ -236,7 +236,7 @@ def test_an_evaluation_without_a_number_is_a_divergence(tmp_path: Path, monkeypa
     assert publish(tmp_path).lines
 
 
-def test_no_seed_is_no_comparison(tmp_path: Path):
+def test_zero_seeds_are_refused(tmp_path: Path):
     with pytest.raises(OptionError, match="at least one seed"):
         compare(little(), [], 0, out=tmp_path)
 
@@ -245,7 +245,7 @@ def test_no_seed_is_no_comparison(tmp_path: Path):
     "change",
     [{"export": Path("out")}, {"tensorboard": True}, {"numerics_every": 2}, {"profile": 1}, {"folder": Path("a")}],
 )
-def test_what_is_of_one_run_alone(change, tmp_path: Path):
+def test_options_of_a_single_run_are_refused(change, tmp_path: Path):
     with pytest.raises(OptionError, match="each run of a comparison has a folder of its own"):
         compare(little(**change), [], out=tmp_path)
 
@@ -276,14 +276,14 @@ def test_shares_are_of_what_ran():
     a = torch.randn(256, 256)
     found = breakdown(lambda: [a @ a for _ in range(20)] and None)
     shares = found.shares
-    assert (found.longest, found.kernel_ms) == ({}, None)  # kernels are a GPU's
+    assert (found.longest, found.kernel_ms) == ({}, None)  # there are no GPU kernels
     assert set(shares) == set(KINDS)
     assert shares["products"] > 0.3
     assert shares["casts"] == 0
 
 
 def test_kernels_are_added_by_name(monkeypatch: pytest.MonkeyPatch):
-    """As the profiler of a GPU tells of them, among operators of the host."""
+    """GPU kernels as profiler events, among operators of the host."""
     kernels = [("cast_kernel", 30.0), ("nvjet_tst_128x256", 100.0), ("nvjet_tst_128x256", 50.0), ("fused_adamw", 20.0)]
     events = [SimpleNamespace(name=name, device_type="DeviceType.CUDA", device_time_total=us) for name, us in kernels]
     events.append(SimpleNamespace(name="aten::mm", device_type="DeviceType.CPU", device_time_total=7.0))
@@ -297,8 +297,8 @@ def test_kernels_are_added_by_name(monkeypatch: pytest.MonkeyPatch):
     assert found.kernel_ms == pytest.approx(0.2)
 
 
-def test_kernels_of_ours_are_told_by_operator(monkeypatch: pytest.MonkeyPatch):
-    """Two operators launch the same kernel, and one launch of it belongs to neither."""
+def test_our_kernels_are_listed_by_operator(monkeypatch: pytest.MonkeyPatch):
+    """Two operators launch the same kernel; a third launch of it belongs to neither."""
 
     def launched_by(name: str, us: float) -> SimpleNamespace:
         kernels = [SimpleNamespace(name="cast_kernel", device=0, duration=us)]
@@ -319,7 +319,7 @@ def test_kernels_of_ours_are_told_by_operator(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_names_that_begin_alike_are_one_kernel(monkeypatch: pytest.MonkeyPatch):
-    """A cut name stands for all of them, not for the last."""
+    """A truncated name has the sum of all kernels that share it."""
     events = [
         SimpleNamespace(name="k" * 100 + end, device_type="DeviceType.CUDA", device_time_total=us)
         for end, us in (("a", 60.0), ("b", 40.0))
@@ -329,7 +329,7 @@ def test_names_that_begin_alike_are_one_kernel(monkeypatch: pytest.MonkeyPatch):
     assert breakdown(lambda: None).longest == {"k" * 72: 1.0}
 
 
-def test_a_run_counts_also_where_nothing_could_be_measured_after_it(tmp_path, monkeypatch):
+def test_a_run_stays_valid_if_a_measurement_fails(tmp_path, monkeypatch):
     def no_memory(run: Run) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -344,7 +344,7 @@ def test_a_run_counts_also_where_nothing_could_be_measured_after_it(tmp_path, mo
 
 
 @pytest.mark.parametrize("line", [b'{"kind": "st', b"\xff\xfe", b"5", b"{}", b'{"kind": "step"}'])
-def test_a_damaged_line_is_passed_over(line: bytes, found: Comparison, folder: Path, tmp_path: Path):
+def test_a_damaged_line_is_skipped(line: bytes, found: Comparison, folder: Path, tmp_path: Path):
     (path,) = folder.glob("runs/mxfp8-seed0-*/metrics.jsonl")
     first, *others = path.read_bytes().splitlines()
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first, line, *others, b""]))
@@ -353,14 +353,14 @@ def test_a_damaged_line_is_passed_over(line: bytes, found: Comparison, folder: P
     assert again.is_done
 
 
-def test_a_record_that_lost_what_it_is_of_is_made_again(found: Comparison, folder: Path, tmp_path: Path):
+def test_an_incomplete_record_is_not_done(found: Comparison, folder: Path, tmp_path: Path):
     (path,) = folder.glob("runs/mxfp8-seed0-*/metrics.jsonl")
     first, *others = path.read_bytes().splitlines()
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first[:9], *others, b""]))
     assert not read(tmp_path / "metrics.jsonl").is_done
 
 
-def test_a_run_that_left_no_record_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_without_a_record_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "read", lambda path: module.Stored())
-    with pytest.raises(CheckpointError, match="does not tell of the run that has just ended"):
-        module.run_or_read("bf16", little(steps=1), tmp_path, looks=())
+    with pytest.raises(CheckpointError, match="has no record of the run that has just ended"):
+        module.run_or_read("bf16", little(steps=1), tmp_path, measurements=())

@@ -1,4 +1,4 @@
-"""Configs and presets: sizes of real models, shares in low precision, and what cannot be trained."""
+"""Configs and presets: sizes of real models, shares of FLOPs in low precision, and errors for invalid values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockscale.train.config import to_dict
 from blockscale.train.model import Transformer, flops_per_token
 from support.small_runs import DENSE, SPARSE, small
 
-# what papers and model cards say; ours have bytes in place of a vocabulary in the first four
+# from papers and model cards; the first four presets have a vocabulary of bytes
 PARAMETERS = {
     "tiny": 558_208,
     "tiny_moe": 787_520,
@@ -39,7 +39,7 @@ def test_parameters_and_share_of_flops(name: str):
 
 def test_flops_are_six_per_parameter_and_token_and_attention():
     run = get_preset("llama3-8b")
-    # 2 * 3 for each weight of a product, and 2 * 2 * 3 * heads * width for each position
+    # 2 * 3 for each weight of a GEMM, and 2 * 2 * 3 * heads * width for each position
     products = 6 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
     attention = 12 * 4096 * run.data.sequence * 32
     assert flops_per_token(run.model, run.data.sequence) == pytest.approx(products + attention, rel=1e-6)
@@ -97,7 +97,7 @@ def test_configs_are_json():
         (small(optimizer=OptimizerConfig(schedule="wsd", warmup=0.6, decay=0.6)), "warmup=0.6"),
     ],
 )
-def test_what_cannot_be_trained(run, what: str):
+def test_invalid_configs_are_refused(run, what: str):
     with pytest.raises(OptionError, match=what) as raised:
         check(run)
     assert "Rule: " in str(raised.value)
@@ -117,12 +117,12 @@ def test_nothing_is_written_into_the_text(place: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("words\n" * 100)
     inside, data = tmp_path / "inside", replace(small().data, source=str(tmp_path), cache=tmp_path.parent / "cache")
     changes = {"data": replace(data, cache=inside)} if place == "data.cache" else {"data": data, place: inside}
-    with pytest.raises(OptionError, match="would be text for the next one"):
+    with pytest.raises(OptionError, match="would become training text of the next run"):
         check(small(**changes))
     check(small(data=data, folder=tmp_path.parent / "outside"))
 
 
-def test_nor_is_text_prepared_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_default_cache_is_not_inside_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(OptionError, match=r"would be text for the next one.*data\.cache"):
+    with pytest.raises(OptionError, match=r"would become training text of the next run.*data\.cache"):
         check(small(data=replace(small().data, source=str(tmp_path))))

@@ -1,4 +1,4 @@
-"""Text: sorted, each content once, split by content, prepared whole or not at all, and batches that repeat."""
+"""Text: sorted, deduplicated, split by content, tokenized atomically; batches repeat."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_files_are_sorted_and_split_by_content(folder: Path):
     assert 2 <= len(before.held_out) <= 16
     assert set(before.train).isdisjoint(before.held_out)
     assert len(before.train) + len(before.held_out) == 40
-    # a file that is renamed stays on its side, and new files move none
+    # a renamed file stays in its part, and new files move no other
     moved = before.held_out[0].rename(folder / "zzz.txt")
     (folder / "aaa.txt").write_text("something else altogether")
     after = collect(str(folder), 0.2)
@@ -58,7 +58,7 @@ def test_copies_count_once_and_the_hash_sees_content(folder: Path):
     assert collect(str(folder), 0.2).hash != before.hash
 
 
-def test_what_is_no_text_is_left_out(folder: Path):
+def test_files_that_are_no_text_are_left_out(folder: Path):
     before = collect(str(folder), 0.2)
     (folder / "binary.txt").write_bytes(b"abc\0def")
     (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
@@ -95,8 +95,8 @@ def test_a_cut_lies_between_characters(before: int, tmp_path: Path):
     assert len(parts[1]) == pytest.approx(0.1 * path.stat().st_size, abs=4)
 
 
-def test_the_hash_of_text_that_is_cut_as_ever_is_as_ever(tmp_path: Path):
-    """Of a file without long characters at the cut; checkpoints know their text by it."""
+def test_the_hash_of_a_cut_file_is_stable(tmp_path: Path):
+    """For a file without multibyte characters at the cut; checkpoints identify their text by it."""
     path = tmp_path / "book.txt"
     path.write_text("line\n" * 500)
     mark = hashlib.sha256(path.read_bytes()).digest()
@@ -149,7 +149,7 @@ def test_validation_covers_the_held_out_text(folder: Path):
     assert text.endswith(bytes(batches[-1][-1].tolist()))
 
 
-def test_prepared_text_is_found_again(folder: Path):
+def test_cached_text_is_reused(folder: Path):
     first = load(config(folder))
     (cached,) = (folder.parent / "cache").iterdir()
     written = os.stat(cached / "train.bin").st_mtime_ns
@@ -161,7 +161,7 @@ def test_prepared_text_is_found_again(folder: Path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty", "nothing in it", "nothing about it"])
-def test_prepared_text_that_is_damaged_is_made_again(folder: Path, damage: str):
+def test_damaged_cached_text_is_tokenized_again(folder: Path, damage: str):
     before = load(config(folder))
     expected = before.train.clone(), before.held_out.clone(), before.hash
     (cached,) = (folder.parent / "cache").iterdir()
@@ -184,15 +184,15 @@ def test_prepared_text_that_is_damaged_is_made_again(folder: Path, damage: str):
     assert after.hash == expected[2]
 
 
-def test_text_shorter_than_a_piece(folder: Path):
-    with pytest.raises(DataError, match="longer than one piece"):
+def test_text_shorter_than_a_sequence(folder: Path):
+    with pytest.raises(DataError, match="longer than one sequence"):
         load(DataConfig(str(folder), sequence=100_000, cache=folder.parent / "cache"))
 
 
 def test_a_cache_that_cannot_be_written(folder: Path):
     blocked = folder.parent / "file"
     blocked.write_text("")
-    with pytest.raises(DataError, match="could not be prepared"):
+    with pytest.raises(DataError, match="could not be tokenized"):
         load(DataConfig(str(folder), cache=blocked))
 
 
@@ -226,18 +226,18 @@ def test_a_tokenizer(folder: Path, tmp_path: Path):
     gap = tokenizers.Tokenizer(tokenizers.models.WordLevel(words | {"</s>": 300}, unk_token="[UNK]"))
     gap.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     gap.save(str(tmp_path / "gap.json"))
-    assert load(config(folder, tokenizer=tmp_path / "gap.json")).vocabulary == 301, "numbers that are not used count"
+    assert load(config(folder, tokenizer=tmp_path / "gap.json")).vocabulary == 301, "unused ids count"
 
 
 @pytest.mark.parametrize("source", ["", " ", "~nobody-of-that-name/text"])
-def test_sources_that_are_none(source: str, tmp_path: Path):
+def test_missing_sources_are_refused(source: str, tmp_path: Path):
     with pytest.raises(DataError, match="a file or folder that exists"):
         load(DataConfig(source, sequence=16, cache=tmp_path))
 
 
-def test_a_part_without_text(tmp_path: Path):
-    """Every file is cut behind its end, and there are more separators than a piece is long."""
+def test_a_validation_part_of_separators_is_refused(tmp_path: Path):
+    """Every file is cut at its end, and there are more separators than a sequence has symbols."""
     for place in range(40):
         (tmp_path / f"{place}.txt").write_text(f"words and words {place}\n")
-    with pytest.raises(DataError, match="no text to validate on, but separators"):
+    with pytest.raises(DataError, match="the validation text has only separators"):
         load(DataConfig(str(tmp_path), sequence=16, held_out=1e-9, cache=tmp_path.parent / "cache"))

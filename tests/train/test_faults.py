@@ -1,4 +1,4 @@
-"""NaN: the step, the layer and the product; weights stay those before it. Memory: what to change."""
+"""Faults of a run: a NaN is located by step, layer and GEMM, weights stay those before it; out of memory has advice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.small_runs import DENSE, SPARSE, small
 
 
 class Spoil(torch.autograd.Function):
-    """Passes a tensor on, and spoils one number of it, or of its gradient."""
+    """Identity that makes one value of the output infinite, or one value of the gradient NaN."""
 
     @staticmethod
     def forward(ctx, x, forward, backward):
@@ -40,10 +40,10 @@ class Spoil(torch.autograd.Function):
 
 
 class Spoiler(Hooks):
-    """From a step on, a layer's product is no number: of forward, of the gradient of its input, or of its weight."""
+    """From a step on, the output of a layer's fprop, dgrad or wgrad is not finite."""
 
-    def __init__(self, layer: str, product: str, step: int) -> None:
-        self.layer, self.product, self.step = layer, product, step
+    def __init__(self, layer: str, gemm: str, step: int) -> None:
+        self.layer, self.gemm, self.step = layer, gemm, step
         self.weights: list[torch.Tensor] = []
 
     def before_step(self, run: Run) -> None:
@@ -51,14 +51,14 @@ class Spoiler(Hooks):
             return
         self.weights = [each.detach().clone() for each in run.model.parameters()]
         layer = run.model.get_submodule(self.layer)
-        plain, product = type(layer).forward, self.product
+        plain, gemm = type(layer).forward, self.gemm
 
         class Spoiled(type(layer)):
             def forward(self, *args):
                 first, *rest = args
-                if product == "dgrad":
+                if gemm == "dgrad":
                     first = Spoil.apply(first, False, True)
-                if product == "wgrad":
+                if gemm == "wgrad":
                     weight = self.weight
                     del self._parameters["weight"]
                     self.weight = Spoil.apply(weight, False, True)
@@ -68,41 +68,41 @@ class Spoiler(Hooks):
                         del self.weight
                         self.register_parameter("weight", weight)
                 y = plain(self, first, *rest)
-                return Spoil.apply(y, True, False) if product == "fprop" else y
+                return Spoil.apply(y, True, False) if gemm == "fprop" else y
 
         layer.__class__ = Spoiled
 
 
-@pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize(
     ("layer", "model"),
     [("layers.1.attention.out", DENSE), ("layers.0.mlp.down", DENSE), ("layers.1.mlp.experts.gate_up", SPARSE)],
 )
-def test_a_nan_is_traced_to_its_product(layer: str, model, product: str, tmp_path: Path):
-    recipe = "bf16" if product == "wgrad" else "fp8_blockwise"  # where a weight may be a result
-    spoiler = Spoiler(layer, product, step=1)
+def test_a_nan_is_traced_to_its_gemm(layer: str, model, gemm: str, tmp_path: Path):
+    recipe = "bf16" if gemm == "wgrad" else "fp8_blockwise"  # bf16 layers accept a weight that is no leaf
+    spoiler = Spoiler(layer, gemm, step=1)
     run = small(recipe, weight_cast="forward", model=model, steps=6, log_every=5, folder=tmp_path, batch=1)
     with pytest.raises(NonFiniteError) as raised:
         train(run, hooks=[spoiler])
     said = str(raised.value)
     assert said.startswith("step 2 of small")
-    assert f"first in {layer}, {product}" in said
+    assert f"first in {layer}, {gemm}" in said
     assert "Fix: try a lower optimizer.rate" in said
     assert complete(tmp_path) == []
 
 
-def test_an_innocent_product_is_not_named(monkeypatch: pytest.MonkeyPatch):
-    """What attention made is no number; the product behind it only passes that on."""
+def test_a_gemm_with_non_finite_input_is_not_blamed(monkeypatch: pytest.MonkeyPatch):
+    """Attention's output is not finite; the GEMM after it is not blamed."""
     plain = attention.attend
     monkeypatch.setattr(attention, "attend", lambda q, k, v: plain(q, k, v) * float("inf"))
     with pytest.raises(
-        NonFiniteError, match=r"first in layers\.0\.attention\.out, its input, made by what precedes it"
+        NonFiniteError, match=r"first in layers\.0\.attention\.out, its input, from the layer before it"
     ):
         train(small("fp8_blockwise"))
 
 
-def test_steps_before_it_are_told(tmp_path: Path):
-    """Though they are read back together with the one that is no number."""
+def test_steps_before_a_nan_are_logged(tmp_path: Path):
+    """Also if they are read back together with the step that is not finite."""
     log = JsonLines(tmp_path)
     run = small(steps=8, log_every=6, folder=tmp_path, save_every=2, eval_every=0)
     with pytest.raises(NonFiniteError, match=r"step 6 .* the last checkpoint is .*step-00000004"):
@@ -111,7 +111,7 @@ def test_steps_before_it_are_told(tmp_path: Path):
     assert [line["step"] for line in steps if line["kind"] == "step"] == [1, 2, 3, 4, 5]
 
 
-def test_samples_of_what_broke_are_not_told(tmp_path: Path):
+def test_samples_after_a_nan_are_not_written(tmp_path: Path):
     log = NumericsLog(tmp_path, 1)
     with pytest.raises(NonFiniteError):
         train(small("mxfp8", steps=6, log_every=6), hooks=[log, Spoiler("layers.0.mlp.down", "fprop", step=3)])
@@ -138,16 +138,16 @@ def test_a_full_disk_is_a_message_and_all_hooks_are_closed(also_closing: bool, t
     train(small("bf16", steps=2, folder=tmp_path))
     hooks = [Full(also_closing), Full(also_closing)]
     with pytest.raises(
-        CheckpointError, match=r"small stopped at a file: .*No space left.*free some.*go on from .*step-00000002"
+        CheckpointError, match=r"small stopped at a file: .*No space left.*free some.*resume from .*step-00000002"
     ):
         train(small("bf16", folder=tmp_path, resume=True), hooks=hooks)
     assert all(each.closed for each in hooks)
 
 
-def test_an_export_that_cannot_be_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_impossible_export_fails_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("text")
     monkeypatch.setattr(Run, "advance", lambda self: pytest.fail("a step was made"))
-    with pytest.raises(CheckpointError, match=r"File exists.*check that it is there, and yours"):
+    with pytest.raises(CheckpointError, match=r"File exists.*check its path and permissions"):
         train(small("bf16", export=tmp_path / "file"))
 
 
@@ -165,8 +165,8 @@ def test_a_disk_that_is_full_when_weights_are_exported(tmp_path: Path, monkeypat
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_gradient_that_is_added_in_place_is_looked_at_too(monkeypatch: pytest.MonkeyPatch):
-    """With several microbatches wgrad adds to a buffer of the weight; the replay has to see what it made."""
+def test_a_gradient_accumulated_in_place_is_checked(monkeypatch: pytest.MonkeyPatch):
+    """With several microbatches wgrad accumulates into `main_grad`; the replay has to check its output too."""
     run = Run(small("fp8_blockwise", weight_cast="forward", accumulate=2, batch=1))
     plain, spoiled = linear_plan.wgrad, run.model.layers[1].attention.out.weight
 
@@ -180,10 +180,10 @@ def test_a_gradient_that_is_added_in_place_is_looked_at_too(monkeypatch: pytest.
     monkeypatch.setattr(linear_plan, "wgrad", wgrad)
     place = faults.locate(run.model, [run.pieces(0, 0)])
     assert place is not None
-    assert (place.layer.endswith("attention.out"), place.product) == (True, "wgrad")
+    assert (place.layer.endswith("attention.out"), place.op) == (True, "wgrad")
 
 
-def test_weights_stay_those_before_it():
+def test_weights_do_not_change_after_a_nan():
     spoiler = Spoiler("layers.0.mlp.down", "fprop", step=1)
     run = Run(small("fp8_blockwise", model=SPARSE, log_every=10), [spoiler])
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_weights_stay_those_before_it():
     assert {float(state["step"]) for state in run.optimizer.state.values()} == {1.0}
 
 
-def test_other_places():
+def test_locate_finds_a_nan_weight():
     run = Run(small("bf16"))
     pieces = [run.pieces(0, 0)]
     assert faults.locate(run.model, pieces) is None
@@ -212,7 +212,7 @@ def test_a_rate_that_is_too_high_is_found():
         train(small("bf16", optimizer=wild, steps=5))
 
 
-def test_memory_says_what_to_change(monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_advice(monkeypatch: pytest.MonkeyPatch):
     def fails(self: Run) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 1 GiB")
 
@@ -246,7 +246,7 @@ def test_memory_says_what_to_change(monkeypatch: pytest.MonkeyPatch):
         (MemoryError(), "tokens in a microbatch: not enough memory. Rule: "),
     ],
 )
-def test_memory_of_a_cpu_does_too(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_advice_on_a_cpu(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch):
     def fails(self: Run) -> None:
         raise error
 
@@ -258,43 +258,43 @@ def test_memory_of_a_cpu_does_too(error: Exception, says: str, monkeypatch: pyte
     assert "batch=4 with accumulate=2" in str(raised.value)
     assert "GPU" not in str(raised.value)
     monkeypatch.setattr(Run, "advance", lambda self: torch.ones(2) @ torch.ones(3))
-    with pytest.raises(RuntimeError, match="inconsistent tensor size"):  # another error stays what it is
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):  # other errors pass unchanged
         train(small(batch=8))
 
 
 def test_the_spoiler_spoils_one_layer():
-    """A control: without it the same runs end well."""
+    """Control: without the spoiler the same run finishes."""
     result = train(small(steps=2, weight_cast="forward"))
     assert result.stopped == "done"
     assert issubclass(type(Run(small()).model.layers[0].mlp.down), Linear)
 
 
-# ---- what the last update made ---------------------------------------------------------------------------------------
+# ---- faults of the last update ---------------------------------------------------------------------------------------
 
 
 class Ruin(Hooks):
-    """Weights are no numbers after the last step, whose loss was one."""
+    """Makes a weight NaN in the last step, whose loss is finite."""
 
     def after_backward(self, run: Run) -> None:
         if run.step == run.config.steps - 1:
             layer = run.model.get_submodule("layers.1.attention.out")
-            layer.weight.data.view(-1)[0] = float("nan")  # one is enough
+            layer.weight.data.view(-1)[0] = float("nan")
 
 
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("eval_batches", [0, 1])
-def test_weights_that_are_no_numbers_are_not_saved(eval_batches: int, saves: bool, tmp_path: Path):
+def test_non_finite_weights_are_not_saved(eval_batches: int, saves: bool, tmp_path: Path):
     folder = tmp_path if saves else None
     config = small("bf16", steps=2, eval_batches=eval_batches, folder=folder, export=tmp_path / "out")
-    says = "validation loss nan" if eval_batches else "weights that are no numbers"
+    says = "validation loss nan" if eval_batches else "weights that are not finite"
     with pytest.raises(NonFiniteError, match=rf"step 2 .*{says}.*layers\.1\.attention\.out\.weight, the weight itself"):
         train(config, hooks=[Ruin()])
     assert not complete(tmp_path)
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_an_evaluation_that_is_no_number_is_replayed_as_it_was():
-    """All of its batches: here the last one alone meets what overflows."""
+def test_a_non_finite_evaluation_is_replayed():
+    """The replay covers all evaluation batches: here only the last one overflows."""
 
     class Overflows(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module, last: torch.Tensor) -> None:
@@ -314,20 +314,20 @@ def test_an_evaluation_that_is_no_number_is_replayed_as_it_was():
         train(small("bf16", steps=1, eval_batches=3), hooks=[Sets()])
 
 
-def test_a_replay_takes_a_microbatch_for_its_share_of_the_step():
-    """With a rate of zero weights are the same, and so is what comes back to a layer."""
+def test_a_replay_scales_the_loss_of_a_microbatch():
+    """With a learning rate of zero the weights stay the same, and so do the gradients of a layer's output."""
     run = Run(small("bf16", steps=1, accumulate=3, optimizer=OptimizerConfig(rate=0.0, weight_decay=0.0)))
     layer, came = run.model.get_submodule("layers.1.attention.out"), list[torch.Tensor]()
     layer.register_full_backward_hook(lambda module, into, out: came.append(out[0].clone()))
     run.advance()
-    run.located(run.read()[-1])
+    run.non_finite_error(run.read()[-1])
     assert len(came) == 6
     for trained, replayed in zip(came[:3], came[3:], strict=True):
         torch.testing.assert_close(replayed, trained)
 
 
-def test_a_replay_draws_what_was_drawn():
-    """Every microbatch of a step has draws of its own."""
+def test_a_replay_repeats_stochastic_rounding():
+    """Every microbatch of a step has its own tick of stochastic rounding."""
     run = Run(small("nvfp4", steps=2, accumulate=3))
     ticks: list[int] = []
     layer = next(each for each in run.model.modules() if isinstance(each, Linear))
@@ -339,5 +339,5 @@ def test_a_replay_draws_what_was_drawn():
     layer.register_forward_pre_hook(note)
     run.advance()
     run.advance()
-    run.located(run.read()[-1])
+    run.non_finite_error(run.read()[-1])
     assert ticks == [0, 1, 2, 3, 4, 5, 3, 4, 5]

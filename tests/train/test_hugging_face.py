@@ -1,4 +1,4 @@
-"""Exported weights: names and shapes of Transformers, and the logits of a Llama that knows nothing of ours."""
+"""Exported weights: names and shapes of Hugging Face Transformers, and the logits of an independent Llama."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_plain_loader_gets_our_logits(name: str, tmp_path: Path):
     with torch.no_grad():
         ours = model(text[None])[0].double()
     theirs = plain_llama(weights, config, text)
-    # the model's stream is bf16
+    # the model's residual stream is bf16
     assert float((ours - theirs).norm() / theirs.norm()) < 0.02
 
 

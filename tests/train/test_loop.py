@@ -1,4 +1,4 @@
-"""The loop: learns, repeats, resumes to the bit, accumulates as one batch, casts weights once per step."""
+"""Training loop: learns, repeats, resumes to the bit, accumulates as one batch, casts weights once per step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(recipe: str, model, tmp_pat
     here = replace(run, folder=tmp_path)
     part = train(here, hooks=[StopAfter(2)])
     assert (part.stopped, part.steps) == ("interrupted", 2)
-    torch.manual_seed(999)  # whatever the process did in between
+    torch.manual_seed(999)  # the process may have used torch's generator meanwhile
     rest = train(replace(here, resume=True))
     assert rest.history == whole.history
     assert rest.evaluations == whole.evaluations
@@ -70,7 +70,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(recipe: str, model, tmp_pat
 
 
 def test_accumulation_is_one_large_batch():
-    """The same pieces: gradients differ by the order of sums in bf16 and fp32."""
+    """The same sequences: gradients differ by the reduction order in bf16 and fp32 alone."""
     gradients = []
     for batch, accumulate in ((4, 1), (2, 2), (1, 4)):
         run = Run(small("bf16", batch=batch, accumulate=accumulate))
@@ -85,7 +85,7 @@ def test_accumulation_is_one_large_batch():
 
 
 @pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_products_add_up_gradients_as_autograd_would(model):
+def test_wgrad_accumulates_as_autograd_would(model):
     run = Run(small(model=model, accumulate=3, batch=1))
     summed = run.microbatch.summed
     assert len(summed) == len(run.report.converted)
@@ -114,7 +114,7 @@ def test_steps_are_by_the_clipped_gradient(parameters):
     assert float(torch.nn.utils.get_total_norm(moments)) == pytest.approx(0.5e-3, rel=0.01)
 
 
-def test_gradients_that_nothing_adds_to_are_given_back():
+def test_gradients_outside_wgrad_accumulation_are_freed():
     for run in (Run(small(accumulate=1)), Run(small("bf16", accumulate=2))):
         run.advance()
         assert run.microbatch.summed == []
@@ -146,7 +146,7 @@ def test_sharing_casts_changes_no_bit():
     assert losses(shared) == losses(each)
 
 
-def test_draws_move_on_with_every_microbatch():
+def test_stochastic_rounding_advances_with_every_microbatch():
     run = Run(small("nvfp4", model=replace(DENSE, layers=1), accumulate=2, batch=1))
     run.advance()
     rng = run.model.layers[0].mlp.down.rng
@@ -197,8 +197,8 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_told_twice_in_the_same_moment_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As one of a group of processes, by whoever ends all of them and by the one that began this; later it is meant."""
+def test_two_signals_at_once_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process group may deliver a signal twice: by the sender and by the parent process. A later one ends at once."""
 
     class Interrupt(Hooks):
         def after_backward(self, run: Run) -> None:
@@ -206,7 +206,7 @@ def test_told_twice_in_the_same_moment_is_told_once(tmp_path: Path, monkeypatch:
             os.kill(os.getpid(), signal.SIGINT)
 
     assert train(small("bf16", folder=tmp_path), hooks=[Interrupt()]).checkpoint == tmp_path / "step-00000001"
-    monkeypatch.setattr(loop, "_SAME_MOMENT", 0.0)
+    monkeypatch.setattr(loop, "_SAME_SIGNAL", 0.0)
     with pytest.raises(KeyboardInterrupt):
         train(small("bf16"), hooks=[Interrupt()])
 
@@ -220,14 +220,14 @@ def test_a_run_that_is_stopped_in_its_last_step_is_complete(eval_every: int):
     assert result.evaluations[-1].step == 4
 
 
-def test_the_share_of_low_flops_counts_products_too():
+def test_flop_share_counts_quantized_gemms():
     whole, without_wgrad, bf16 = (Run(small(each)) for each in ("mxfp8", "mxfp8_wgrad_bf16", "bf16"))
     assert whole.flop_share == whole.report.flop_share > 0.3
     assert without_wgrad.flop_share == pytest.approx(2 / 3 * whole.flop_share)
-    assert bf16.flop_share == whole.flop_share, "the layers that it would be for the others"
+    assert bf16.flop_share == whole.flop_share, "the share of the layers that a recipe would convert"
 
 
-def test_without_held_out_text_there_is_no_loss_of_it():
+def test_without_evaluation_the_loss_is_nan():
     result = train(small(steps=1, eval_every=1, eval_batches=0))
     assert result.evaluations == ()
     assert math.isnan(result.loss)
@@ -264,7 +264,7 @@ def test_a_run_that_is_too_short_for_a_trace(tmp_path: Path):
         train(small(steps=3, profile=2, folder=tmp_path / "new"))
     run = small(steps=6, profile=2, folder=tmp_path, model=replace(DENSE, layers=1))
     train(run, hooks=[StopAfter(5)])
-    assert train(replace(run, resume=True)).steps == 6, "what is left of a run is not refused"
+    assert train(replace(run, resume=True)).steps == 6, "a resumed run may be too short for a trace"
 
 
 def test_an_attention_of_gpus_needs_one():
@@ -284,7 +284,7 @@ def test_compiled_blocks_are_eager_ones_to_the_bit(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_compiled_run_is_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch):
-    """Compiled blocks are held in cycles; on a GPU the weights of two runs would lie beside each other."""
+    """Compiled blocks are held in reference cycles; on a GPU the weights of two runs would take memory together."""
     compile_function = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **named: compile_function(f, **named | {"backend": "aot_eager"}))
     config = small("bf16", model=replace(DENSE, layers=1), compile="blocks")
@@ -326,7 +326,7 @@ def test_compiled_and_captured_on_a_gpu(model, recompute):
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu_within_a_step():
+def test_a_step_does_not_synchronize():
     run = Run(small(model=SPARSE, device="cuda"))
     for _ in range(3):
         run.advance()
@@ -339,7 +339,7 @@ def test_nothing_waits_for_the_gpu_within_a_step():
 
 
 class Sees(Hooks):
-    """What torch promises while a run makes its steps."""
+    """Records torch's determinism settings during a step."""
 
     def before_step(self, run: Run) -> None:
         self.seen = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
@@ -347,7 +347,7 @@ class Sees(Hooks):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_deterministic_is_for_the_run_alone(fails: bool, monkeypatch: pytest.MonkeyPatch):
-    """Also where it ends by an error; buffers are not filled."""
+    """Settings are restored, also after an error; buffers are not filled."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     sees, config = Sees(), small(deterministic=True, steps=1)
     if fails:
@@ -368,7 +368,7 @@ def test_deterministic_is_for_the_run_alone(fails: bool, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "mxfp8"])
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 def test_deterministic_runs_repeat_on_a_gpu(recipe: str, experts: bool, tmp_path: Path):
-    """With heads and lengths for which torch would take cuDNN's attention, compiled, and over a resume."""
+    """With heads and lengths for which torch would choose cuDNN's attention, compiled, and across a resume."""
     mixture = replace(SPARSE.experts, hidden=128, shared=128) if experts else None
     model = replace(DENSE, dim=256, hidden=512, heads=4, kv_heads=4, experts=mixture)
     run = small(recipe, model=model, data=DataConfig(sequence=1024), device="cuda", steps=6, batch=4, compile="blocks")

@@ -1,4 +1,4 @@
-"""What a run leaves and shows: JSON lines, TensorBoard's files, plain lines, a live table."""
+"""Output of a run: JSON lines, TensorBoard's files, plain lines, a live table."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_tensorboard(tmp_path: Path):
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["no checkpoint", "a checkpoint"])
 def test_tensorboard_of_a_run_that_was_killed_and_resumed(leaves: bool, tmp_path: Path):
-    """Steps after the checkpoint come again, and stand there once."""
+    """Steps after the checkpoint are repeated and appear once."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -89,7 +89,7 @@ def test_the_view(terminal: bool):
     assert ("step      2  loss" in text) == (not terminal)
 
 
-def test_the_view_tells_no_loss_that_was_not_taken():
+def test_the_view_shows_no_loss_without_evaluation():
     out = io.StringIO()
     result = train(RUN, hooks=[View(rich.Console(file=out, width=160)), StopAfter(2)])
     assert (result.stopped, result.evaluations) == ("interrupted", ())
@@ -99,15 +99,15 @@ def test_the_view_tells_no_loss_that_was_not_taken():
     assert "nan" not in line
 
 
-def test_a_loss_that_was_not_taken_is_null(tmp_path: Path):
+def test_a_missing_loss_is_null(tmp_path: Path):
     train(replace(RUN, eval_batches=0), hooks=[JsonLines(tmp_path)])
     assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert math.isnan(stored.read(tmp_path / "metrics.jsonl").loss)
 
 
 @pytest.mark.parametrize("left", ["", '{"kind": "st', '{"kind": "step", "long": "' + "x" * 200_000])
-def test_what_was_cut_off_does_not_hide_what_follows(left: str, tmp_path: Path):
-    """A process that was killed in the middle of a line; one may be longer than what is read at a time."""
+def test_a_partial_last_line_is_removed(left: str, tmp_path: Path):
+    """A process was killed in the middle of a line; the line may be longer than one read."""
     path = tmp_path / "metrics.jsonl"
     whole = '{"kind": "arm", "name": "é"}\n'
     path.write_text(whole + left)
@@ -120,7 +120,7 @@ def test_what_was_cut_off_does_not_hide_what_follows(left: str, tmp_path: Path):
     assert path.read_text() == ""
 
 
-def test_numerics_go_on_behind_a_line_that_was_cut_off(tmp_path: Path):
+def test_numerics_resume_after_a_partial_line(tmp_path: Path):
     run = replace(RUN, recipe=small("mxfp8").recipe, folder=tmp_path, numerics_every=1)
     train(run, hooks=[NumericsLog(tmp_path, 1), StopAfter(2)])
     path = tmp_path / "numerics.jsonl"
@@ -131,13 +131,13 @@ def test_numerics_go_on_behind_a_line_that_was_cut_off(tmp_path: Path):
 
 def test_a_folder_that_is_a_file(tmp_path: Path):
     (tmp_path / "file").write_text("text")
-    with pytest.raises(OptionError, match="Rule: a run tells what it does in its folder"):
+    with pytest.raises(OptionError, match="Rule: a run writes metrics to its folder"):
         JsonLines(tmp_path / "file")
 
 
-def test_what_changed_is_shown(tmp_path: Path):
+def test_changed_options_are_shown(tmp_path: Path):
     train(replace(RUN, folder=tmp_path), hooks=[StopAfter(2)])
     console = rich.Console(file=io.StringIO(), width=200)
     changed = replace(RUN, folder=tmp_path, resume=True, recipe=small("mxfp8").recipe, batch=4)
     train(changed, hooks=[View(console)])
-    assert "other options than before: batch 2 -> 4, recipe.name bf16 -> mxfp8" in console.file.getvalue()
+    assert "changed options: batch 2 -> 4, recipe.name bf16 -> mxfp8" in console.file.getvalue()

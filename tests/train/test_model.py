@@ -1,4 +1,4 @@
-"""Models: causal, positions relative, latent attention as its definition has it, the same weights for every recipe."""
+"""Models: causal, relative positions, latent attention equals its definition, the same weights for every recipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {"dense": DENSE, "sparse": SPARSE, "normed": replace(DENSE, qk_norm=True
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_symbol_sees_what_is_before_it_alone(name: str):
+def test_attention_is_causal(name: str):
     model = Transformer.build(SIZES[name], 16)
     text = torch.randint(256, (2, 16))
     other = text.clone()
@@ -53,12 +53,12 @@ def test_the_loss_is_the_entropy_of_the_next_symbol():
     cut.backward()
     assert torch.allclose(cut, whole, rtol=1e-6)
     for mine, parameter in zip(gradients, model.parameters(), strict=True):
-        # the stream is bf16, and each chunk of the loss rounds its gradient to it
+        # the residual stream is bf16, and each chunk of the loss rounds its gradient to bf16
         assert torch.dist(mine, parameter.grad) < 0.01 * mine.norm()
 
 
 def test_the_first_gradient_is_small():
-    """What the embedding begins with is as large as what a norm makes of it; a head has to be smaller."""
+    """The embedding starts with a standard deviation of 1, as after a norm; a tied head needs smaller values."""
     torch.manual_seed(0)
     pieces = torch.randint(256, (4, 65))
     for tied, spread in ((False, 1.0), (True, 0.5 / math.sqrt(128))):
@@ -171,7 +171,7 @@ def test_recomputation_changes_no_bit(name: str, recompute: str):
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-def test_selective_recomputation_repeats_casts_and_no_product():
+def test_selective_recomputation_repeats_casts_and_no_gemm():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
@@ -225,10 +225,10 @@ def test_compiled_recomputation_makes_each_operand_where_it_is_multiplied():
     forward, backward = operators_of_graphs(bs.get_recipe("fp8_blockwise").recomputed())
     products = forward["scaled_mm"] + forward["scaled_grouped_mm"]
     assert backward["scaled_mm"] + backward["scaled_grouped_mm"] == 2 * products
-    # one operand of each input and weight in the forward, the other in the backward; of gradients both
+    # inputs and weights: one operand in the forward, the other in the backward; gradients: both
     assert forward["quantize_both"] == forward["permute_quantize_both"] == 0
     assert (forward["quantize_permute"], backward["permute_quantize_columns"]) == (1, 1)
     assert forward["quantize"] == backward["quantize"]
     assert backward["permute_quantize_both"] == 1
-    # rows that were kept are those of the routing that was kept
+    # the routing is saved for backward, as are the rows that depend on it
     assert (forward["sort_by_expert"], backward["sort_by_expert"]) == (1, 0)

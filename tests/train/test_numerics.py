@@ -1,4 +1,4 @@
-"""Numerics while training: what is written, that training does not notice, and that advice is followed."""
+"""Quantization noise during training: samples are written, losses do not change, and advice is applied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_BLOCK = replace(DENSE, layers=1)
 
 
 @pytest.mark.parametrize(("recipe", "model"), [("nvfp4", ONE_BLOCK), ("fp8_blockwise", SPARSE)])
-def test_training_gives_the_same_bits_with_and_without(tmp_path, recipe, model):
+def test_sampling_does_not_change_the_losses(tmp_path, recipe, model):
     config = small(recipe, steps=3, model=model)
     plain = train(config)
     watched = train(config, hooks=[NumericsLog(tmp_path, 2)])
@@ -103,6 +103,6 @@ def test_the_commands(tmp_path, capsys):
         (["tiny", "--device", "cpu", "--folder", "out/nowhere", "--resume"], "no checkpoint in out/nowhere"),
     ],
 )
-def test_what_cannot_be_advised_is_said(words, said, capsys):
+def test_invalid_advise_calls_are_refused(words, said, capsys):
     assert main(["advise", *words]) == 2
     assert said in capsys.readouterr().err

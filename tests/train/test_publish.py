@@ -1,4 +1,4 @@
-"""Folders of runs as lines of results: what a tiny comparison wrote comes out as it was; what is missing is named."""
+"""Run folders to stored rows: figures of a tiny comparison are stored unchanged; missing runs are named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockscale.train.compare import Comparison, compare
 from blockscale.train.pool import pool
 from blockscale.train.publish import MOST, publish, thin
 from blockscale.train.side_by_side import side_by_side
-from blockscale.train.statistics import Length, judge, paired, wander
+from blockscale.train.statistics import Length, drift_of, judge, paired
 from blockscale.train.stored import run_or_read
 from blockscale.train.throughput import MEASURES, arms_of, measure, throughput_of
 from support.small_runs import small
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Comparison:
-    """Two runs at a time, in processes of their own."""
+    """Two runs at a time, in worker processes."""
     return compare(LITTLE, ["mxfp8"], 2, out=folder, jobs=2, commit="abc1234")
 
 
@@ -72,7 +72,7 @@ def test_lines_have_what_the_comparison_found(found: Comparison, folder: Path):
     assert rows["null"].says.startswith("bf16 with each microbatch of 2 sequences in 2 parts")
 
 
-def test_what_is_missing_is_named_and_never_run(found: Comparison, folder: Path, tmp_path: Path):
+def test_missing_runs_are_named_and_never_trained(found: Comparison, folder: Path, tmp_path: Path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (gone,) = tmp_path.glob("runs/mxfp8-seed1-*")
     shutil.rmtree(gone)
@@ -81,7 +81,7 @@ def test_what_is_missing_is_named_and_never_run(found: Comparison, folder: Path,
     (cut,) = tmp_path.glob("runs/null-seed1-*/metrics.jsonl")
     cut.write_text("".join(f"{line}\n" for line in cut.read_text().splitlines()[:-1]))
     rows = lines(tmp_path)
-    assert rows["mxfp8"].seeds == [0], "the seeds that bf16 and the null have"
+    assert rows["mxfp8"].seeds == [0], "the seeds that bf16 and the null run have"
     assert rows["mxfp8"].error is None
     assert any("null-seed1" in each and "not done, 3 steps" in each for each in publish(tmp_path).left_out)
     for each in tmp_path.glob("runs/null-*"):
@@ -102,7 +102,7 @@ def test_other_configs_are_other_comparisons(found: Comparison, folder: Path, tm
 
 
 def test_runs_that_validate_on_other_text_are_other_comparisons(found: Comparison, folder: Path, tmp_path: Path):
-    """All in one folder, as `compare` with other options leaves them; each arm is paired with its own bf16."""
+    """All in one folder, as from `compare` with other options; each arm is paired with its own bf16."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for path in [*folder.glob("runs/*/metrics.jsonl")]:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -149,7 +149,7 @@ def test_collect_stores_and_replaces(
     assert trainings.load(tmp_path) == publish(folder).lines
     assert main(["collect", str(tmp_path), "--json", str(file)]) == 1
     capsys.readouterr()
-    assert main(["collect", str(folder)]) == 1  # the file of the tables is of a GPU
+    assert main(["collect", str(folder)]) == 1  # the default file holds GPU results
     assert "left out: 3 lines of runs on a CPU" in capsys.readouterr().out
     file.write_text('{"suite": "casts"}\n')
     with pytest.raises(OptionError, match="other lines"):
@@ -168,7 +168,7 @@ def of_seed(folder: Path, seed: int, to: Path) -> Path:
 def test_seeds_of_different_times_are_pooled(
     found: Comparison, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Seed by seed and put together, a comparison says what it says of both at once."""
+    """Seeds run one at a time and pooled give the same rows as both seeds in one comparison."""
     pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
     first, second = (of_seed(folder, seed, tmp_path / str(seed)) for seed in (0, 1))
     file = tmp_path / "training-cpu.jsonl"
@@ -177,7 +177,9 @@ def test_seeds_of_different_times_are_pooled(
         assert main(["collect", str(first), "--json", str(file), "--pool"]) == 0
         assert "stored 3 lines" in capsys.readouterr().out
     kept = trainings.convergences(trainings.load(tmp_path))
-    assert [row.seeds for row in kept] == 3 * [[1]] + 3 * [[0, 1]], "single ones stay: they may have further arms"
+    assert [row.seeds for row in kept] == 3 * [[1]] + 3 * [[0, 1]], (
+        "single seeds stay: they may have further arms"
+    )
     whole = lines(folder)
     for row in kept[3:]:
         same = whole[row.arm]
@@ -190,7 +192,7 @@ def test_only_other_seeds_of_the_same_are_pooled(found: Comparison, folder: Path
     one, other = (trainings.convergences(publish(of_seed(folder, seed, tmp_path / str(seed))).lines) for seed in (0, 1))
     changes = [{"seeds": [1, 0]}, {"data_hash": "other"}, {"steps": 4}, {"branch_at": 2}, {"says": "another null"}]
     for change in changes:
-        with pytest.raises(OptionError, match=r"seeds \[0\] of small, 3 steps, have no others"):
+        with pytest.raises(OptionError, match=r"seeds \[0\] of small, 3 steps, have no stored seeds"):
             pool(one, [replace(row, **change) for row in other])
     assert not pool(one, other).left_out
     broken = [replace(row, losses=[None]) if row.arm == "mxfp8" else row for row in other]
@@ -205,16 +207,16 @@ def test_only_other_seeds_of_the_same_are_pooled(found: Comparison, folder: Path
 def test_arms_that_are_not_pooled_are_named(
     found: Comparison, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """By each way that only one side has an arm; what is stored stays."""
+    """All ways in which only one side has an arm; stored rows stay."""
     pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
     first, second = (of_seed(folder, seed, tmp_path / str(seed)) for seed in (0, 1))
     one, other = (trainings.convergences(publish(each).lines) for each in (first, second))
     assert [row.arm for row in pool(one, other[:2]).lines] == ["bf16", "null"], "arms that both have"
     for kept, says in (
-        (other[:2], "mxfp8 has nothing stored with seed 1; what was run of it, seed 0, is not stored"),
+        (other[:2], "mxfp8 has no stored row of seed 1; its new runs, seed 0, are not stored"),
         (
             [*other, replace(other[-1], arm="nvfp4")],
-            "nvfp4 was not run with seed 0; what is stored of it, seed 1, stays as it is",
+            "nvfp4 was not run with seed 0; its stored row of seed 1 stays unchanged",
         ),
         (
             [*other[:2], replace(other[-1], budget=0.5)],
@@ -233,7 +235,7 @@ def test_arms_that_are_not_pooled_are_named(
 
 
 def test_stored_verdicts_are_those_of_the_rule():
-    """Lines of the repository, judged again from their losses: a rule that changes must not contradict its tables."""
+    """Rows of the repository, judged again from their losses: a change of the rule must not contradict the tables."""
     rows = trainings.convergences(trainings.load(RESULTS))
     groups: dict[object, dict[str, Convergence]] = {}
     for row in rows:
@@ -245,9 +247,9 @@ def test_stored_verdicts_are_those_of_the_rule():
             if row.budget is None or row.noise is None:
                 continue
             gap = paired([math.inf if loss is None else loss for loss in row.losses], base)
-            parted = max(row.branch_at, row.since)
-            length = Length(row.steps, sum(step > parted for step, _ in row.along), parted)
-            verdict = judge(gap, row.noise, row.budget, length, wander([gap for _, gap in row.along]))
+            shared_steps = max(row.branch_at, row.since)
+            length = Length(row.steps, sum(step > shared_steps for step, _ in row.along), shared_steps)
+            verdict = judge(gap, row.noise, row.budget, length, drift_of([gap for _, gap in row.along]))
             assert (verdict.kind, length.shortage(len(row.seeds))) == (row.verdict, ""), row.arm
             judged += 1
     assert judged >= 18
@@ -277,7 +279,7 @@ def test_arms_of_throughput():
 
 def test_steps_are_timed_after_the_warm_up(tmp_path: Path):
     told: list[Throughput] = []
-    rows = measure(arms_of(LITTLE, ["mxfp8"]), out=tmp_path, warm_up=2, timed=3, commit="abc", told=told.append)
+    rows = measure(arms_of(LITTLE, ["mxfp8"]), out=tmp_path, warm_up=2, timed=3, commit="abc", on_row=told.append)
     assert told == rows
     assert [row.recipe for row in rows] == ["bf16", "mxfp8"]
     for row in rows:
@@ -311,5 +313,5 @@ def test_an_arm_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (row,) = trainings.throughputs(publish(tmp_path).lines)
     assert (row.failed, row.step_ms, row.model) == ("too large", None, "small")
     assert "failed" in report_speed.long_table([row])
-    with pytest.raises(OutOfMemoryError):  # in a comparison it is none
+    with pytest.raises(OutOfMemoryError):  # in a comparison it is an error
         run_or_read("bf16", replace(LITTLE, seed=5), tmp_path)

@@ -1,4 +1,4 @@
-"""The page: made of stored figures alone, needs nothing from outside, and says what a CPU cannot tell."""
+"""The page: made from stored records alone, self-contained, and without speeds if the runs were on a CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from blockscale.cli.compare import STATUSES, status
 from blockscale.cli.main import main
-from blockscale.train.answer import CPU_SPEED, answer, for_an_answer, won
-from blockscale.train.charts import Line, Reach, lines, nice, reaches
+from blockscale.train.answer import CPU_SPEED, answer, longer_command, speedups
+from blockscale.train.charts import Interval, Line, interval_chart, lines, nice
 from blockscale.train.compare import BASELINE, CONTROL, NULL, Comparison, arms_of
 from blockscale.train.report import head, notes, page, smooth, summary, table, write
 from blockscale.train.stored import Stored
@@ -42,7 +42,7 @@ def made(
     steps: int = 400,
     control: bool = False,
 ) -> Comparison:
-    """mxfp8 within its budget and nvfp4 worse, unless told otherwise."""
+    """A comparison with mxfp8 within its budget and nvfp4 worse, by default."""
     arms = arms_of(small(), ["mxfp8", "nvfp4"], control=control)
     losses = {
         BASELINE: (2.0, 3.0, 4.0),
@@ -89,13 +89,13 @@ def test_the_table_has_what_the_runs_have():
 
 @pytest.mark.parametrize("steps", [4, 400])
 def test_the_share_of_converted_flops_stands_beside_every_verdict(steps: int):
-    """NVFP4 keeps blocks in bf16: on a small model its verdict is about little of it."""
+    """NVFP4 keeps blocks in bf16: on a small model its verdict covers a small share of the FLOPs."""
     found = made(steps=steps)
     assert [row[1].rpartition(" (")[2] for row in table(found)[2:]] == ["90% converted)", "23% converted)"]
     assert "(23% converted)</td>" in page(found)
 
 
-def test_a_run_that_broke_down_at_once_has_no_share():
+def test_a_run_that_failed_at_once_has_no_share():
     found = made(failed="loss nan")
     for run in found.runs["mxfp8"]:
         del run.about["flop_share"]
@@ -171,12 +171,12 @@ def test_the_proposed_command_has_the_folder_and_the_options_of_the_sentence(out
     every = re.findall(r"--eval-every \d+", " ".join(summary(found)))
     assert len(every) == 2
     assert len({*every}) == 1
-    assert for_an_answer(found).endswith(f"--eval-every 37{says}")
+    assert longer_command(found).endswith(f"--eval-every 37{says}")
 
 
 def test_a_short_run_says_what_it_shows_and_what_gives_an_answer():
     found, command = made(steps=4), "blockscale compare tiny --steps 300 --recipes mxfp8 --seeds 3 --eval-every 37"
-    assert for_an_answer(found) == command
+    assert longer_command(found) == command
     # 300 steps of 32 tokens by 3 seeds at 100, 90, 140 and 80 tokens/s
     assert summary(found)[-1] == f"For an answer (about 20 minutes on this machine): {command}"
     text = page(found)
@@ -189,18 +189,18 @@ def test_a_short_run_says_what_it_shows_and_what_gives_an_answer():
     assert not any("For an answer" in line for line in summary(made()))
 
 
-def test_the_control_is_told_apart_from_recipes():
-    """It must be worse, and that is neither an answer about a recipe nor a reason to fail."""
+def test_the_control_is_not_a_recipe():
+    """The control must be worse; that changes neither the answer nor the exit status."""
     good = made("cuda", mxfp8=(2.001, 3.0015, 4.002), steps=4, control=True)
     assert rows_of(good)["broken"]["verdict"] == "worse (90% converted)"
     assert rows_of(good)["broken"]["speedup"] == ""
     assert any(note.startswith("broken: ") and "as it must" in note for note in notes(good))
     assert "broken" not in answer(good)
-    assert "broken" not in won(good)
+    assert "broken" not in speedups(good)
     assert status(good, require_verdict=False) == 0
     for run, loss in zip(good.runs[CONTROL], (2.0, 3.0, 4.0), strict=True):
         run.end["loss"] = loss
-    assert any("such a fault would not be seen here" in note for note in notes(good))
+    assert any("this comparison would miss such a fault" in note for note in notes(good))
 
 
 @pytest.mark.parametrize(
@@ -239,11 +239,11 @@ def test_a_cpu_shows_no_speed_and_says_that_it_needs_a_gpu():
     for text in (page(on_cpu), " ".join(summary(on_cpu))):
         assert CPU_SPEED in text
         assert not re.search(r"tokens/s|speedup|\dx\b|GiB|step(.|&#x27;)s time goes", text)
-    assert won(on_gpu) == "Tokens/s beside bf16: mxfp8 1.40x, nvfp4 0.80x."
+    assert speedups(on_gpu) == "Tokens/s beside bf16: mxfp8 1.40x, nvfp4 0.80x."
     text = page(on_gpu)
     assert CPU_SPEED not in text
     assert CPU_SPEED not in summary(on_gpu)
-    assert all(said in text for said in (won(on_gpu), ">speedup</th>", "Where a step&#x27;s time goes"))
+    assert all(said in text for said in (speedups(on_gpu), ">speedup</th>", "Where a step&#x27;s time goes"))
 
 
 def test_runs_that_shared_a_gpu_show_no_speed():
@@ -252,17 +252,17 @@ def test_runs_that_shared_a_gpu_show_no_speed():
         for run in runs:
             run.arm["jobs"] = 2
     assert head(found) == ["recipe", "verdict", "gap to bf16", "final loss", "peak memory"]
-    assert "Runs shared the machine" in won(found)
+    assert "Runs shared the machine" in speedups(found)
 
 
 def test_noise_that_hides_a_budget_is_named():
     found = made()
     for run, loss in zip(found.runs[NULL], (2.01, 2.99), strict=True):
         run.end["loss"] = loss
-    assert any("too much to trust" in note and "mxfp8" in note for note in notes(found))
+    assert any("that verdict is unreliable" in note and "mxfp8" in note for note in notes(found))
 
 
-def test_a_run_that_broke_down_is_on_the_page():
+def test_a_failed_run_is_on_the_page():
     text = page(made(failed="step 3: loss nan; first in layers.0"))
     assert "diverged" in text
     assert "first in layers.0" in text
@@ -287,7 +287,7 @@ class _Balance(HTMLParser):
 
 
 def test_the_axis_is_made_for_late_gaps():
-    """A large early gap must not flatten the rest, and is cut off, not moved."""
+    """A large early gap does not scale the axis; it is clipped, not moved."""
     curve = Line("mxfp8", [(10.0, 9.0), (20.0, 0.5), (30.0, 0.4)], 1)
     whole, late = lines([curve], "gap"), lines([curve], "gap", late=1 / 3)
     assert ">8<" in whole
@@ -297,7 +297,7 @@ def test_the_axis_is_made_for_late_gaps():
     assert (whole.count("<circle"), late.count("<circle")) == (3, 2)
 
 
-def test_the_page_is_whole_and_needs_nothing(tmp_path: Path):
+def test_the_page_is_well_formed_and_self_contained(tmp_path: Path):
     path = write(made(), tmp_path / "deep" / "report.html")
     text = path.read_text()
     parser = _Balance()
@@ -311,21 +311,23 @@ def test_the_page_is_whole_and_needs_nothing(tmp_path: Path):
     assert [each.name for each in path.parent.iterdir()] == ["report.html"]
 
 
-def test_curves_survive_what_is_no_number():
+def test_charts_skip_non_finite_values():
     assert "nothing to draw" in lines([Line("a", [(1, float("nan"))], 0)], "loss")
     assert "nan" not in lines([Line("a", [(1, 2.0), (2, float("nan")), (3, 1.0)], 0)], "loss")
     assert "inf" not in lines([Line("a", [(1, 2.0)], 0)], "loss", band=float("inf"))
 
 
 def test_sizes_are_drawn_with_their_intervals_on_one_axis():
-    text = reaches([Reach("null", 0.0, 0.02, 1), Reach("a<b", -0.1, 0.01, 2, mark=0.25), Reach("broken", 23.0, 4.0, 3)])
+    text = interval_chart(
+        [Interval("null", 0.0, 0.02, 1), Interval("a<b", -0.1, 0.01, 2, mark=0.25), Interval("broken", 23.0, 4.0, 3)]
+    )
     assert (text.count("<circle"), text.count("class='reach'"), text.count("class='mark'")) == (3, 3, 1)
     assert "a&lt;b: -0.1 ± 0.01 %" in text
     assert [tick in text for tick in (">0.001 %<", ">0.01 %<", ">10 %<", ">100 %<")] == [False, True, True, True]
     places = [float(each) for each in re.findall(r"circle cx='([\d.]+)'", text)]
     assert places == sorted(places)
     assert places[2] - places[1] == pytest.approx(math.log10(230) / 4 * (560 - 140 - 28), abs=0.2)
-    assert "nothing to draw" in reaches([Reach("null", 0.0, 0.0, 1)])
+    assert "nothing to draw" in interval_chart([Interval("null", 0.0, 0.0, 1)])
 
 
 def test_ticks_cover_and_are_round():

@@ -1,4 +1,4 @@
-"""Rates at the points that define a schedule, clipping, and what decays."""
+"""Learning rates at the points that define a schedule, clipping, and weight decay by parameter."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_clipping_is_torchs(limit: float):
     assert (mine.grad_scale == 1) == (norm < limit)
     for optimizer in (mine, plain):
         optimizer.step()
-    # a quotient in place of a product with its inverse
+    # ours divides, torch multiplies by the inverse
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 

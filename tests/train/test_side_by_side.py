@@ -1,4 +1,4 @@
-"""Runs in processes of their own end with the one that began them, whether that is told to or is killed."""
+"""Worker processes end with their parent, whether it receives a signal or is killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.sweep), "SIGTERM to all", "SIGKILL"])
-def test_runs_in_other_processes_end_with_the_one_that_began_them(how: str, tmp_path: Path):
+def test_worker_processes_end_with_their_parent(how: str, tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(TOLD_TO_END)
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
@@ -60,8 +60,8 @@ def killed(place: int) -> int:
     return place
 
 
-def test_a_process_that_is_killed_is_a_message():
-    with pytest.raises(ProcessError, match=r"ended without a word.*memory runs out.*__main__.*fewer jobs"):
+def test_a_killed_process_raises_a_message():
+    with pytest.raises(ProcessError, match=r"ended without a message.*memory runs out.*__main__.*fewer jobs"):
         list(side_by_side(killed, [(1,)], jobs=1))
 
 

@@ -1,4 +1,4 @@
-"""Verdicts by made-up numbers: every rule is met, and what is broken comes out as worse."""
+"""Verdicts on made-up numbers: every rule has a case, and a broken recipe comes out as worse."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 import pytest
 
 from blockscale.train.statistics import (
-    FAR,
     LEAST_EVALUATIONS,
     LEAST_EVALUATIONS_OF_FEW_SEEDS,
     LEAST_SEEDS,
     LEAST_STEPS,
+    SHORT_RUN_BUDGETS,
     Gap,
     Length,
+    drift_of,
     judge,
     noise_of,
     paired,
     resolves,
     student,
-    wander,
 )
 
 BUDGET = 0.0025
@@ -31,7 +31,7 @@ def gap(*percent: float) -> Gap:
 
 
 def test_student_is_students():
-    """Against the density itself: the tails beyond the quantile hold one part in twenty."""
+    """Integrates the density: the tails beyond the quantile hold 5 %."""
     for degrees in (1, 2, 4, 9, 30, 31, 200):
         norm = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
         edge, count = student(degrees), 20_000
@@ -43,7 +43,7 @@ def test_student_is_students():
 
 
 def test_gaps_are_paired_by_seed():
-    """Seeds that differ by far more than recipes do: paired, their difference is plain."""
+    """Losses of different seeds differ far more than recipes do; pairing by seed removes that variance."""
     found = paired([2.02, 3.03, 4.04], [2.0, 3.0, 4.0])
     assert found.mean == pytest.approx(0.01)
     assert found.error == pytest.approx(0, abs=1e-12)
@@ -59,11 +59,11 @@ def test_the_interval_is_students():
     assert found.error == pytest.approx(4.303 * 0.001 / math.sqrt(3))
 
 
-def test_noise_is_the_far_end_of_the_null():
+def test_noise_is_the_end_of_the_null_interval():
     null = gap(-0.1, -0.1, -0.1)
     assert noise_of(null) == pytest.approx(0.001)
     assert noise_of(gap(-0.2, 0.2)) == pytest.approx(12.706 * 0.004 / math.sqrt(2) / math.sqrt(2))
-    # one seed: its own late gaps, not the early ones
+    # one seed: the largest gap of the second half
     assert noise_of(gap(0.01), [0.5, 0.4, -0.0007, 0.0001]) == pytest.approx(0.0007)
     assert math.isnan(noise_of(gap(math.nan, 0.1)))
 
@@ -76,34 +76,34 @@ def test_noise_is_the_far_end_of_the_null():
         ((0.10, 0.12, 0.11), 0.05, "within budget"),
         ((1.0, 1.1, 0.9), 0.05, "worse"),
         ((0.1, 0.5, 0.2), 0.05, "undecided"),
-        # a null as noisy as the fault hides it, and says so
+        # noise above the gap makes it undecided
         ((1.0, 1.1, 0.9), 2.0, "undecided"),
-        # two seeds that disagree know little, whatever their mean is
+        # two seeds that disagree have a wide interval, whatever their mean
         ((0.00, 0.10), 0.05, "undecided"),
         ((math.inf, 0.1, 0.1), 0.05, "diverged"),
-        # bf16 broke down, which says nothing of the recipe
+        # bf16 failed, which says nothing about the recipe
         ((math.nan, 0.1, 0.1), 0.05, "undecided"),
         ((0.03,), 0.05, "within noise"),
         ((0.09,), 0.05, "within budget"),
         ((0.11,), 0.05, "undecided"),
         ((3.0,), 0.05, "worse"),
-        # one null is one draw from the noise: twice as much is no proof, though all of it lies above both
+        # one null run is one sample of the noise: a gap of twice its size is not significant
         ((0.66,), 0.30, "undecided"),
     ],
 )
-def test_each_rule(values: tuple[float, ...], noise: float, kind: str):
+def test_each_verdict(values: tuple[float, ...], noise: float, kind: str):
     verdict = judge(gap(*values), noise / 100, BUDGET, LONG)
     assert verdict.kind == kind, verdict
     assert verdict.is_good == kind.startswith("within")
 
 
-def test_nothing_is_judged_without_a_null():
+def test_no_verdict_without_a_null_run():
     assert judge(gap(0.0, 0.0, 0.0), math.nan, BUDGET, LONG).kind == "undecided"
-    # a single run whose gap still moves by more than the null does is no proof
-    assert wander([5.0, 0.001, 0.004, 0.003]) == pytest.approx(0.001)
+    # a single run with a drift above the noise is undecided
+    assert drift_of([5.0, 0.001, 0.004, 0.003]) == pytest.approx(0.001)
     assert judge(gap(0.3), 0.0001, BUDGET, LONG).kind == "worse"
-    assert judge(gap(0.3), 0.0001, BUDGET, LONG, strayed=0.001).kind == "undecided"
-    assert judge(gap(0.3, 0.3), 0.0001, BUDGET, LONG, strayed=0.001).kind == "worse"
+    assert judge(gap(0.3), 0.0001, BUDGET, LONG, drift=0.001).kind == "undecided"
+    assert judge(gap(0.3, 0.3), 0.0001, BUDGET, LONG, drift=0.001).kind == "worse"
     assert "one seed" in judge(gap(0.1), 0.0001, BUDGET, LONG).why
 
 
@@ -113,7 +113,7 @@ def test_a_third_of_the_budget_is_resolved():
     assert not resolves(math.nan, BUDGET)
 
 
-def test_a_baseline_that_broke_down_judges_nobody():
+def test_a_failed_baseline_gives_no_verdict():
     broken = paired([1.0, 1.0], [math.inf, 1.0])
     assert not broken.is_finite
     verdict = judge(broken, 0.01, BUDGET, LONG)
@@ -121,7 +121,7 @@ def test_a_baseline_that_broke_down_judges_nobody():
     assert judge(paired([math.nan], [1.0]), 0.01, BUDGET, LONG).kind == "diverged"
 
 
-def test_a_loss_of_zero_is_no_measure():
+def test_a_baseline_loss_of_zero_gives_no_gap():
     assert math.isnan(paired([0.1], [0.0]).values[0])
 
 
@@ -152,8 +152,8 @@ def test_few_seeds_need_more_evaluations():
     assert judge(gap(*[0.01] * LEAST_SEEDS), 0.0005, BUDGET, ENOUGH).kind == "within noise"
 
 
-def test_steps_count_from_where_runs_part():
-    late = Length(1000 + LEAST_STEPS - 1, 12, parted=1000)
+def test_shared_steps_do_not_count():
+    late = Length(1000 + LEAST_STEPS - 1, 12, shared_steps=1000)
     verdict = judge(gap(0.0, 0.0, 0.0), 0.0005, BUDGET, late)
     assert verdict.kind == "too short to tell"
     assert f"{LEAST_STEPS - 1} steps after step 1000" in verdict.why
@@ -161,7 +161,7 @@ def test_steps_count_from_where_runs_part():
     assert judge(gap(0.0, 0.0, 0.0), 0.0005, BUDGET, Length(1000 + LEAST_STEPS, 12, 1000)).is_good
 
 
-def test_what_is_missing_is_said_with_its_option():
+def test_shortage_names_the_options():
     assert Length(2, 2).shortage(1) == (
         "2 steps, 2 evaluations and 1 seed were run; a verdict needs 300 steps (--steps 300), and 3 seeds (--seeds 3) "
         "or 8 evaluations (--eval-every 37)"
@@ -176,17 +176,17 @@ def test_what_is_missing_is_said_with_its_option():
 def test_the_proposed_options_are_enough(length: Length, seeds: int):
     options = length.options(seeds)
     steps, every = options["--steps"], options["--eval-every"]
-    assert Length(steps, (steps - length.parted) // every, length.parted).shortage(options["--seeds"]) == ""
+    assert Length(steps, (steps - length.shared_steps) // every, length.shared_steps).shortage(options["--seeds"]) == ""
 
 
 def test_a_short_comparison_still_says_what_is_broken():
     short = Length(2, 1)
     assert judge(gap(math.inf, 0.1, 0.1), 0.0005, BUDGET, short).kind == "diverged"
-    assert judge(gap(math.nan, 0.1, 0.1), 0.0005, BUDGET, short).kind == "undecided", "bf16 itself broke down"
-    far = 100 * FAR * BUDGET
+    assert judge(gap(math.nan, 0.1, 0.1), 0.0005, BUDGET, short).kind == "undecided", "bf16 itself failed"
+    far = 100 * SHORT_RUN_BUDGETS * BUDGET
     assert judge(gap(*[far + 0.1] * LEAST_SEEDS), 0.0005, BUDGET, short).kind == "worse"
     assert judge(gap(*[far - 0.1] * LEAST_SEEDS), 0.0005, BUDGET, short).kind == "too short to tell"
-    # without an interval worth the name nothing is far, and a null that is as far hides it
+    # too few seeds for a useful interval, or noise of the same size, leave it open
     assert judge(gap(*[3 * far] * (LEAST_SEEDS - 1)), 0.0005, BUDGET, short).kind == "too short to tell"
     assert judge(gap(3 * far), 0.0005, BUDGET, short).kind == "too short to tell"
     assert judge(gap(*[far + 0.1] * LEAST_SEEDS), 1.0, BUDGET, short).kind == "too short to tell"

@@ -108,12 +108,12 @@ def run(config: RunConfig | None = None) -> int:
     check_run(config)
     console = wide_console(160)
     with console.status("importing torch ..."):
-        from ..train.files import owned
+        from ..train.files import folder_lock
         from ..train.loop import train
         from ..train.metrics import JsonLines, TensorBoard
         from ..train.view import View
 
-    with owned(config.folder):
+    with folder_lock(config.folder):
         hooks: list[Hooks] = [View(console)]
         if config.folder is not None:
             hooks.append(JsonLines(config.folder))

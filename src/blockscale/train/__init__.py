@@ -1,20 +1,21 @@
 """A small trainer: Llama's dense models and DeepSeek-V3's with experts, trained by a recipe.
 
-    config.py      what a run is, as data; checks.py  presets.py    runs by name
+    config.py      configuration of a run; checks.py  presets.py    named configurations
     model.py       blocks and the transformer         attention.py  grouped queries, latent attention
-    corpus.py      text from files                    data.py       symbols on disk, batches
-    schedule.py    rates, AdamW, clipping             micro.py      forward and backward, compiled or captured
-    run.py         one step, evaluation, resuming     loop.py       `train`: when what happens
-    records.py     results, hooks                     breakdown.py  where a step's time goes, traces for Perfetto
-    checkpoint.py  all or nothing, on disk            recompute.py  what the backward computes again
-    faults.py      NaN, memory                        metrics.py    JSON lines, TensorBoard
-    numerics.py    samples of every layer's noise
+    corpus.py      text files and their split         data.py       token files on disk, batches
+    schedule.py    learning rate, AdamW, clipping     micro.py      forward and backward, compiled or captured
+    run.py         one step, evaluation, resuming     loop.py       `train`: logging, evaluation, checkpoint intervals
+    records.py     results, hooks                     breakdown.py  profiled shares of a step, traces for Perfetto
+    checkpoint.py  atomic checkpoints                 recompute.py  selective activation recomputation
+    faults.py      NaN, out of memory, file errors    metrics.py    JSON lines, TensorBoard
+    numerics.py    quantization noise per layer       files.py      folder locks, synced writes
     view.py        the terminal                       hugging_face.py  safetensors for any Llama loader
-    compare.py     recipes in pairs, with a null      statistics.py gaps, intervals, verdicts
-    stored.py      runs as their files tell them      side_by_side.py  runs in processes of their own
-    report.py      table and page; charts.py          throughput.py what a recipe wins in speed and memory
-    answer.py      what a comparison says in words    control.py    an arm with a fault that must be found
-    publish.py     folders of runs as few lines       branch.py     runs that part late
+    compare.py     paired runs of several recipes     statistics.py paired gaps, confidence intervals, verdicts
+    stored.py      run records on disk                side_by_side.py  runs in worker processes
+    report.py      table and HTML page; charts.py     throughput.py step time and memory of recipes
+    answer.py      verdicts as sentences              control.py    a faulty arm that must come out as worse
+    publish.py     run folders to stored rows         pool.py       seeds of several comparisons in one
+    branch.py      runs that branch from one checkpoint
 
 Names are resolved on first use: the command line reads presets to print its help, and importing torch takes seconds.
 """
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from .records import TrainResult as TrainResult
     from .run import Run as Run
 
-_LATE = {
+_LAZY = {
     "Evaluation": "records",
     "Hooks": "records",
     "Run": "run",
@@ -84,8 +85,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _LATE:
-        value = getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)
-        globals()[name] = value  # also where a submodule has the same name
+    if name in _LAZY:
+        value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+        globals()[name] = value  # replaces a submodule of the same name
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""What a comparison answers, in sentences: does it still converge, what is won, and what a short run cannot tell.
+"""Sentences of a comparison: does each recipe converge, what is the speedup, and what a short run cannot tell.
 
-Made from the verdicts alone, so that terminal and page say the same.
+They are made from the verdicts alone, so that terminal and page say the same. The null run is bf16 with another
+reduction order.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from .compare import BASELINE, CONTROL, NULL, Arm, Comparison
-from .statistics import FAR, LEAST_SEEDS, LEAST_STEPS, Verdict
+from .statistics import LEAST_SEEDS, LEAST_STEPS, SHORT_RUN_BUDGETS, Verdict
 
 CPU_SPEED = (
     "Speed needs a GPU: on a CPU low precision is emulated exactly and slower than bf16, so that speeds, memory and "
-    "shares of time are not shown. Losses count: casts give the same bytes on every device."
+    "shares of time are not shown. Losses are valid: casts give the same bytes on every device."
 )
-NOT_TIMED = "Runs shared the machine (--jobs), so their speeds mean nothing and are not shown."
+NOT_TIMED = "Runs shared the machine (--jobs), so their speeds are not comparable and are not shown."
 
 
 def answer(found: Comparison) -> str:
-    """Whether each recipe converges, by its verdict: one sentence."""
+    """One sentence that says whether each recipe converges, from its verdict."""
     said = [(arm, verdict) for arm in found.arms if arm.is_recipe and (verdict := found.verdict(arm)) is not None]
     if not said:
         return "Only bf16 was run: there is no recipe to compare with it."
@@ -46,7 +47,7 @@ def _bad(found: Comparison, arm: Arm, verdict: Verdict) -> str:
 
 
 class _Words:
-    """Names of arms with their share of converted FLOPs; the first says what the share is."""
+    """Names of arms with their share of converted FLOPs; the first name explains the share."""
 
     def __init__(self, found: Comparison) -> None:
         self.found, self.is_first = found, True
@@ -69,13 +70,13 @@ class _Words:
 
 
 def share(found: Comparison, arm: Arm) -> str:
-    """Share of linear FLOPs that an arm has in low precision; "?" if all of its runs broke down before they told it."""
+    """Share of linear FLOPs that an arm has in low precision; "?" if no run of it recorded the share."""
     known = [run.about["flop_share"] for run in found.runs[arm.name] if "flop_share" in run.about]
     return f"{known[0]:.0%}" if known else "?"
 
 
-def won(found: Comparison) -> str:
-    """Speed beside bf16, where it was measured; else why there is none."""
+def speedups(found: Comparison) -> str:
+    """Tokens/s of each recipe over bf16's, or the reason why speed was not measured."""
     if not found.is_on_gpu:
         return CPU_SPEED
     if not found.is_timed:
@@ -87,51 +88,52 @@ def won(found: Comparison) -> str:
     return f"Tokens/s beside bf16: {', '.join(speeds)}." if speeds else ""
 
 
-def controlled(found: Comparison) -> str:
-    """What the control came to; empty without one."""
+def control_result(found: Comparison) -> str:
+    """Verdict on the control arm in a sentence; empty if there is no control."""
     arm = next((each for each in found.arms if each.name == CONTROL), None)
     verdict = None if arm is None else found.verdict(arm)
     if arm is None or verdict is None:
         return ""
     what = f"{CONTROL}: {arm.says}"
     if verdict.is_bad:
-        return f"{what}. It {_bad(found, arm, verdict)}, as it must: a fault of that size is seen."
-    return f"{what}. It is not found worse ({verdict.kind}; {verdict.why}), so such a fault would not be seen here."
+        return f"{what}. It {_bad(found, arm, verdict)}, as it must: this comparison detects a fault of that size."
+    return f"{what}. It is not worse ({verdict.kind}; {verdict.why}), so this comparison would miss such a fault."
 
 
 def is_short(found: Comparison) -> bool:
-    """Whether a recipe has no verdict for want of length."""
+    """Whether the comparison is too short for a verdict on some recipe."""
     return any(verdict.kind == "too short to tell" for verdict in found.verdicts().values())
 
 
 def limits(found: Comparison) -> list[str]:
-    """What a short comparison shows and what it does not, in sentences."""
+    """Sentences on what a short comparison shows and what it does not."""
     length = found.length(NULL)
     return [
-        f"It shows what is grossly wrong: a run that diverges, and a gap above {FAR} budgets over {LEAST_SEEDS} seeds "
-        "or more, are found at any length. What adds up slowly is not.",
-        "It shows what casts do to each layer of the model, below in decibels: that needs no long run.",
-        f"It does not show whether a recipe converges. After {length.steps - length.parted:,} steps of two runs that "
-        f"differ in the order of sums alone, the gap is {found.gap(NULL)}: chance has not grown yet to what it is from "
-        f"some {LEAST_STEPS} steps on, and neither has what rounding adds up to.",
+        f"It shows gross errors: a run that diverges, and a gap above {SHORT_RUN_BUDGETS} budgets over {LEAST_SEEDS} "
+        "seeds or more, are found at any length. Errors that accumulate slowly are not.",
+        "It shows the quantization noise of each layer, below in decibels: that needs no long run.",
+        f"It does not show whether a recipe converges. After {length.steps - length.shared_steps:,} steps, two bf16 "
+        f"runs that differ in reduction order alone have a gap of {found.gap(NULL)}. Run-to-run noise reaches its "
+        f"final size after some {LEAST_STEPS} steps, and so does the effect of rounding.",
     ]
 
 
-def for_an_answer(found: Comparison) -> str:
-    """The command whose runs are long enough."""
+def longer_command(found: Comparison) -> str:
+    """The `blockscale compare` command that runs long enough for a verdict."""
     options = found.length(NULL).options(len(found.seeds))
     told = str(found.runs[BASELINE][0].where.get("command", ""))
     begins = "blockscale compare"
     is_ours = told.startswith(begins)
-    written = longer(told if is_ours else f"{begins} ...", options)
-    # records leave it out
+    written = with_options(told if is_ours else f"{begins} ...", options)
+    # run records do not hold --out
     return written if found.out is None else f"{written} --out {shlex.quote(str(found.out))}"
 
 
-def longer(command: str, options: Mapping[str, int]) -> str:
-    """A command with other values of some options.
+def with_options(command: str, options: Mapping[str, int]) -> str:
+    """A command line with the given values of some options, replaced or appended.
 
-    >>> longer("blockscale compare tiny --steps 16 --eval-every=4", {"--steps": 300, "--eval-every": 50, "--seeds": 3})
+    >>> options = {"--steps": 300, "--eval-every": 50, "--seeds": 3}
+    >>> with_options("blockscale compare tiny --steps 16 --eval-every=4", options)
     'blockscale compare tiny --steps 300 --eval-every=50 --seeds 3'
     """
     words, left = shlex.split(command), dict(options)
@@ -148,7 +150,7 @@ def longer(command: str, options: Mapping[str, int]) -> str:
 
 
 def duration(found: Comparison) -> str:
-    """How long that command takes here, in parentheses, by the speeds of these runs; evaluations are left out."""
+    """Estimated time of `longer_command` in parentheses, from the speeds of these runs; without evaluations."""
     options, config = found.length(NULL).options(len(found.seeds)), found.runs[BASELINE][0].about["config"]
     speeds = [found.tokens_per_second(arm.name) for arm in found.arms]
     if not all(speeds):

@@ -1,9 +1,9 @@
 """Attention: grouped queries with rotary positions (Llama), and latent attention (DeepSeek-V2 and V3).
 
-Projections that read the same input are one layer (`qkv`, `down`), so that the input is cast once and meets one
-product, as gate and up do in an MLP. The products of attention itself are torch's `scaled_dot_product_attention`, in
-the dtype of the residual stream, whatever the recipe. Positions rotate pairs (i, i + width / 2) of features, as Hugging
-Face's Llama has them, so that weights can be exchanged as they are.
+Projections that read the same input are one layer (`qkv`, `down`), so that the input is cast once for one GEMM, as for
+gate and up in an MLP. Attention itself is torch's `scaled_dot_product_attention`, in the dtype of the residual stream,
+whatever the recipe. Positions rotate pairs (i, i + width / 2) of features, as in Hugging Face's Llama, so that weights
+can be exchanged without permutation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .config import LatentConfig, ModelConfig
 
 
 def linear(inputs: int, outputs: int) -> Linear:
-    """A projection without a bias in high precision; `quantize_` says what it becomes."""
+    """An unquantized projection without bias; `quantize_` applies the recipe later."""
     return Linear(inputs, outputs, bias=False, recipe="bf16")
 
 
@@ -36,14 +36,14 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(length: int, width: int, theta: float, device: torch.device | str | None = None) -> Tensor:
-    """Cosines and sines of all positions, fp32 [2, length, width / 2]."""
+    """Cosines and sines of all positions, fp32 [2, length, width / 2], computed in fp64."""
     rates = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
     angles = torch.arange(length, device=device, dtype=torch.float64)[:, None] * rates
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Positions into x [B, T, H, width]; table [2, T, width / 2]. In fp32, rounded once."""
+    """Rotary positions applied to x [B, T, H, width]; table [2, T, width / 2]. Computed in fp32, rounded once."""
     cosine, sine = (each[:, None] for each in table)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
@@ -58,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped queries: `heads` of queries share `kv_heads` of keys and values."""
+    """Grouped-query attention: `heads` query heads share `kv_heads` key and value heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -79,9 +79,10 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Keys and values of all heads are made from one vector of `kv_rank` features, and one key carries the position.
+    """Multi-head latent attention: keys and values are projected from one latent of `kv_rank` features.
 
-    `down` makes the query (or, with `q_rank`, the vector that it comes from), that vector and that key from one read.
+    All heads share one rotary key. One GEMM, `down`, computes the query (or its latent, with `q_rank`), the latent of
+    keys and values, and the rotary key.
     """
 
     def __init__(self, config: ModelConfig, latent: LatentConfig) -> None:
@@ -109,7 +110,7 @@ class LatentAttention(nn.Module):
         k_rope = rotate(k_rope[:, :, None], table).expand(-1, -1, heads, -1)
         q = torch.cat((q_nope, rotate(q_rope, table)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
-        # torch's fast attentions take one width for all three; FLOPs, counted without a device, are those of the model
+        # torch's fused attentions need one head width for q, k and v; on meta, where FLOPs are counted, no padding
         wider = 0 if v.is_meta else max(0, self.query_width - sizes.value_dim)
         padded = functional.pad(v, (0, wider)) if wider else v
         return self.out(attend(q, k, padded)[..., : sizes.value_dim].flatten(-2))

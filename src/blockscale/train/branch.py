@@ -1,8 +1,8 @@
-"""Runs that part late: bf16 up to some step, and from its checkpoint on by each recipe.
+"""Runs that branch from one bf16 checkpoint: bf16 up to some step, then each recipe from there.
 
-Two runs of the same precision part in their first few hundred steps, and some of that distance stays to the end, by
-luck: a quarter of a percent between two runs of bf16 (docs/design/training.md). Runs with a beginning in common differ
-by what comes after it alone, and tell recipes apart that seeds would take days to.
+Two runs of the same precision diverge in their first few hundred steps, and part of the difference stays: a quarter of
+a percent between two bf16 runs (docs/design/training.md). Runs with a shared start differ only by the later steps, so
+one seed resolves differences that would otherwise take many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER, BASELINE = "trunks", "bf16"
 
 
 class StopAfter(Hooks):
-    """Ends a run after a step, as Ctrl-C during it does: with a checkpoint where it has a folder."""
+    """Ends a run after a step as Ctrl-C does: with a checkpoint if the run has a folder."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -37,16 +37,16 @@ def _bf16(config: RunConfig) -> RunConfig:
 
 
 def trunk_of(config: RunConfig, step: int, out: Path) -> Path:
-    """Where the checkpoint of `trunk` is, or will be."""
+    """Path of the checkpoint that `trunk` writes."""
     folder = out / FOLDER / f"step{step}-seed{config.seed}-{fingerprint(_bf16(config))}"
     return folder / checkpoint.name_of(step)
 
 
 def trunk(config: RunConfig, step: int, out: Path, hooks: Sequence[Hooks] | None = None) -> Path:
-    """The checkpoint of a step that runs by every recipe begin with, made where it is not there yet.
+    """bf16 checkpoint of a step that the runs of every recipe start from; trained if it does not exist.
 
-    config: of the whole run, whose schedule it follows.  out: the folder of the comparison.  hooks: None in a process
-    without a terminal, where it tells lines instead.
+    config: the whole run, whose learning-rate schedule applies.  out: folder of the comparison.  hooks: None in a
+    worker process without a terminal, which prints plain lines.
     """
     made, config = trunk_of(config, step, out), _bf16(config)
     if not made.exists():

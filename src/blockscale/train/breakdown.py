@@ -1,8 +1,8 @@
-"""Where the time of a step goes, in four kinds: linear products, casts, attention, all else; and traces for Perfetto.
+"""Profiled shares of a step's time: GEMMs ("products"), casts, attention, everything else; and traces for Perfetto.
 
-By the profiler: on a GPU kernels by their names, on a CPU operators. Operators nest; the outermost that is of a kind
-takes all of its time, so that a cast made of twenty small operators is a cast. A profiler slows small calls down: these
-are shares, never speeds.
+On a GPU the profiler's kernels are classified by name, on a CPU its operators. Operators nest: the outermost classified
+operator takes the time of all inside it, so that a cast made of twenty small operators counts as a cast. A profiler
+slows small calls down, so these are shares, never speeds.
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ _OPERATORS = {
     "products": (f"{NAMESPACE}::.*mm", "aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
     "attention": ("aten::_?scaled_dot_product",),
 }
-# parts of names of kernels: torch's attentions, ours, cuBLAS's and CUTLASS's. The first that fits counts: there are
-# attentions made with CUTLASS, and products by an upcast_kernel.
+# Substrings of kernel names: torch's attentions, our kernels, cuBLAS and CUTLASS. The first match decides: some
+# attentions are CUTLASS kernels, and some GEMMs are called upcast_kernel.
 _KERNELS = {
     "attention": ("flash", "fmha", "attention", "sdpa"),
     "products": ("gemm", "matmul", "nvjet", "cutlass", "splitk", "_mm_", "few_rows", "_finish_kernel"),
     "casts": ("cast_kernel", "amax_kernel", "colsum_kernel", "rstd_kernel", "quantize"),
 }
-# the compiler's own, whose names list every operator that they were fused from
+# inductor's kernels: their names list every fused operator
 _FUSED = ("triton_poi", "triton_red", "triton_per", "triton_for", "triton_mix")
 
 
 _NAMESPACES = re.compile(r"\bvoid |\b(?:at|c10|cuda|native|detail|cutlass|std)::|\(anonymous namespace\)::")
-# between a kernel of ours and the operator that launched it
+# separates the name of one of our kernels from the operator that launched it
 _LAUNCHED_BY = " of "
-_LONGEST, _LETTERS = 16, 72  # kernels that are told by name, and how much of a name
+_LONGEST, _LETTERS = 16, 72  # number of kernels reported by name, and characters of a name
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """shares: of the time by kind, which add up to 1; empty where nothing was timed.  longest: the kernels of a GPU
-    that took most, by the start of their names, and their shares of the same time.  kernel_ms: of all kernels of a GPU
-    together, which a profiler does not slow down; what a step takes beyond it, the GPU waits for the host."""
+    """Shares of profiled time.
+
+    shares: by kind, sum 1; empty if nothing was timed.  longest: shares of the GPU kernels that took most time, by the
+    start of their names.  kernel_ms: time of all GPU kernels, which the profiler does not slow down. The rest of a step
+    is time in which the GPU waits for the host.
+    """
 
     shares: dict[str, float]
     longest: dict[str, float]
@@ -54,7 +57,7 @@ class Breakdown:
 
 
 def breakdown(work: Callable[[], None], path: Path | None = None) -> Breakdown:
-    """What the time of `work` goes to.  path: write a trace."""
+    """Profile `work` and classify its time.  path: file for a trace, if wanted."""
     on_gpu = torch.cuda.is_available()
     events = _recorded(work, path, on_gpu=on_gpu)
     kernels = _kernels(events)
@@ -70,7 +73,7 @@ def breakdown(work: Callable[[], None], path: Path | None = None) -> Breakdown:
 
 
 def _recorded(work: Callable[[], None], path: Path | None, *, on_gpu: bool) -> list[Any]:
-    """What the profiler saw of it."""
+    """Profiler events of `work`."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds, acc_events=True) as found:
         work()
@@ -85,8 +88,8 @@ def _recorded(work: Callable[[], None], path: Path | None, *, on_gpu: bool) -> l
 
 
 def _kernels(events: list[Any]) -> Counter[str]:
-    """Microseconds of every kernel of a GPU by its name, and of ours by the operator that launched it: all casts are
-    one kernel. Ranges that annotate a stream hold kernels, and are none."""
+    """Microseconds of every GPU kernel by name. Our kernels also carry the operator that launched them, since all casts
+    are one kernel. User annotations are ranges over kernels and are not counted."""
     times: Counter[str] = Counter()
     for each in events:
         on_gpu = "cuda" in str(each.device_type).lower() and not getattr(each, "is_user_annotation", False)
@@ -108,7 +111,7 @@ def _by_kind(kernels: Counter[str]) -> dict[str, float]:
 
 
 def short_name(name: str) -> str:
-    """What tells one kernel from another: torch's templates begin with the same hundred letters.
+    """The distinctive part of a kernel name: torch's templates share their first hundred characters.
 
     >>> short_name("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>(int)")
     'vectorized_elementwise_kernel<8, CUDAFunctor_add<BFloat16>>(int)'
@@ -117,7 +120,7 @@ def short_name(name: str) -> str:
 
 
 def kernel_kind(name: str) -> str:
-    """What a kernel is for, by its name.
+    """Kind of a kernel, from its name.
 
     >>> kernel_kind("nvjet_tst_128x256_64x4_h_bz_coopA_TNT"), kernel_kind("_cast_kernel"), kernel_kind("fused_adamw")
     ('products', 'casts', 'other')
@@ -133,7 +136,7 @@ def kernel_kind(name: str) -> str:
 
 
 def _operators(events: list[Any]) -> dict[str, float]:
-    """Outermost operators of a kind, and what is left of the time from the first event to the last."""
+    """CPU time of the outermost operators of each kind; "other" is the rest between the first and the last event."""
     times = dict.fromkeys(KINDS, 0.0)
     if not events:
         return times
@@ -147,7 +150,7 @@ def _operators(events: list[Any]) -> dict[str, float]:
 
 
 def operator_kind(name: str) -> str:
-    """What an operator is for.
+    """Kind of an operator, from its name.
 
     >>> operator_kind("blockscale::quantize_both"), operator_kind("blockscale::scaled_mm"), operator_kind("aten::add")
     ('casts', 'products', 'other')

@@ -1,5 +1,5 @@
-"""Charts of a comparison as inline SVG: lines over steps, and bars of shares. Colours are the page's own variables, so
-that one drawing serves light and dark."""
+"""Charts of a comparison as inline SVG: curves over steps, intervals, stacked bars. Colours are CSS variables of the
+page, so that one drawing serves light and dark."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 290
 LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 40
-# the smallest size that a logarithmic axis begins with, in percent
+# lower end of a logarithmic axis, in percent, at least
 LEAST = 1e-3
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve.  place: of its colour, --c0 to --c7.  faint: of many that share a colour."""
+    """One curve.  place: index of its colour, --c0 to --c7.  faint: drawn thin, for further seeds of one colour."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -26,8 +26,8 @@ class Line:
 
 
 def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | None = None, late: float = 0.0) -> str:
-    """Curves over steps.  band: half of a strip around zero, such as noise.  late: the share of the steps at the
-    beginning that the axis is not made for; what lies outside of it there is cut off."""
+    """Curves over steps.  band: half width of a strip around zero, such as noise.  late: share of the steps at the
+    beginning that does not scale the y axis; points outside the axis are clipped there."""
     curves = [each for each in curves if each.points]
     finite = [(x, y) for each in curves for x, y in each.points if math.isfinite(y)]
     if not finite:
@@ -43,7 +43,7 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
         up = (y - low_y) / ((high_y - low_y) or 1)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
-    # one for all charts of a page, whose plots are of one size
+    # all plots of a page have one size and share this clip path
     box = f"x='{LEFT}' y='{TOP}' width='{WIDTH - LEFT - RIGHT}' height='{HEIGHT - TOP - BOTTOM}'"
     parts = [f"<clipPath id='plot'><rect {box}/></clipPath>"]
     if band is not None and math.isfinite(band):
@@ -83,8 +83,8 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
 
 
 @dataclass(frozen=True)
-class Reach:
-    """One size with its interval.  error: half of it.  place: of its colour.  mark: a size to hold it against."""
+class Interval:
+    """One value with its confidence interval.  error: half width.  place: index of its colour.  mark: the budget."""
 
     name: str
     value: float
@@ -93,8 +93,8 @@ class Reach:
     mark: float | None = None
 
 
-def reaches(rows: Sequence[Reach], unit: str = " %") -> str:
-    """Sizes on one logarithmic axis, each as a dot with its interval and its mark; signs are in the titles."""
+def interval_chart(rows: Sequence[Interval], unit: str = " %") -> str:
+    """Absolute values on one logarithmic axis, each a dot with its interval and mark; signs are in the titles."""
     height, left, foot = 30, 140, 24
     sizes = [size for row in rows for size in (abs(row.value), abs(row.value) + row.error, row.mark or 0.0) if size > 0]
     if not sizes:
@@ -135,7 +135,7 @@ def legend(names: Sequence[tuple[str, int]]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], kinds: Sequence[str]) -> str:
-    """One bar of shares for each name."""
+    """One stacked bar of shares for each name."""
     height, left, width = 30, 130, 760
     parts: list[str] = []
     for place, (name, shares) in enumerate(rows):

@@ -1,12 +1,12 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, in torch's distributed format.
+"""Checkpoints: the full state of a run, in torch's distributed format, so that a resumed run gives the same bits.
 
     folder/step-00000100/   *.distcp and .metadata, by torch.distributed.checkpoint; run.json, by us
-    folder/.saving-*        one that is being written, or was when the process died
+    folder/.saving-*        being written, or left by a process that died
 
-A checkpoint is written under another name, synced, and renamed, so one that has its name is complete, and old ones go
-only after that. `run.json` has the step, the config, the history so far and a checksum of every file, itself included.
-Tensors are those of the plain model: a run by one recipe can be continued by another. Folders of other names are the
-user's: they are neither gone on from nor removed.
+A checkpoint is written under a temporary name, synced and renamed, so a folder with a final name is complete. Old
+checkpoints are removed only after that. `run.json` has the step, the config, the history so far and a checksum of every
+file, itself included. Tensors are those of the unquantized model: a run by one recipe can be continued by another.
+Folders with other names belong to the user: they are neither resumed from nor removed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ ABOUT = "run.json"
 _SAVING = ".saving-"
 _NAME = re.compile(r"step-\d{8,}")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# of run.json: what is asked of it
+# required keys of run.json and their types
 _PARTS_OF_ABOUT = {
     "step": int, "config": dict, "files": dict, "tensors": list, "data_hash": str, "history": list, "evaluations": list
 }  # fmt: skip
-# beside tensors, what files and their directory take
+# free space needed, as a multiple of the tensors' bytes
 _ROOM = 1.05
 
 
@@ -59,7 +59,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Adam's, which it makes in its first step: made here too, so that there is something to load into."""
+    """Adam's state of a parameter. Adam allocates it in its first step; loading before that needs it allocated here."""
     state = optimizer.state[parameter]
     if not state and parameter.requires_grad:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -69,15 +69,15 @@ def _state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor
 
 
 def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint, all or nothing; the last `keep` stay."""
+    """Write a checkpoint atomically and remove all but the last `keep`."""
     final, fresh = folder / name_of(step), folder / f"{_SAVING}{step:08d}-{os.getpid()}"
     try:
-        shutil.rmtree(fresh, ignore_errors=True)  # of another process that had this number
+        shutil.rmtree(fresh, ignore_errors=True)  # left by another process with this pid
         fresh.mkdir(parents=True)
         _check_room(folder, tensors)
         _write_tensors(fresh, tensors)
@@ -97,8 +97,8 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
         raise CheckpointError(
             message(
                 f"no checkpoint of step {step} in {folder}: {_reason(error)}",
-                rule=f"one is written whole or not at all; {kept}",
-                fix=f"free some space or name another folder, then go on with {option('resume', True)}",
+                rule=f"a checkpoint is written completely or not at all; {kept}",
+                fix=f"free some space or name another folder, then resume with {option('resume', True)}",
             )
         ) from error
     for old in complete(folder)[:-keep]:
@@ -107,8 +107,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
 
 
 def _reason(error: BaseException) -> str:
-    """Of what torch wraps, with every process's traceback, what it began with: an error of the disk where there is
-    one."""
+    """Message of the error that torch wrapped with tracebacks: the innermost OSError if there is one."""
     error = _cause(error)
     said, inner = str(error) or type(error).__name__, error.__context__
     while inner is not None:
@@ -117,31 +116,31 @@ def _reason(error: BaseException) -> str:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What torch wrapped, of the first process."""
+    """The exception inside torch's CheckpointException, of the first process."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return next(iter(failures.values()))[0] if failures else error
 
 
 def complete(folder: Path) -> list[Path]:
-    """Checkpoints that were written to their end, oldest first."""
+    """Complete checkpoints in a folder, oldest first."""
     found = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / ABOUT).exists())
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest one."""
+    """The newest complete checkpoint, or None."""
     return next(reversed(complete(folder)), None)
 
 
-def last_of_a_run(folder: Path | None, *, resume: bool) -> Path | None:
-    """The one that a run in this folder goes on from; what a process that was killed had begun to write goes."""
+def checkpoint_to_resume(folder: Path | None, *, resume: bool) -> Path | None:
+    """The checkpoint that a run in this folder resumes from, or None; removes partial checkpoints of killed runs."""
     last = None if folder is None else latest(folder)
     if last is not None and not resume:
         raise CheckpointError(
             message(
                 f"{folder} has {last.name} already",
                 rule="a new run does not write over another",
-                fix=f"pass {option('resume', True)} to go on with it, or another folder",
+                fix=f"pass {option('resume', True)} to resume it, or another folder",
             )
         )
     for path in folder.glob(f"{_SAVING}*") if folder is not None and resume else ():
@@ -150,7 +149,7 @@ def last_of_a_run(folder: Path | None, *, resume: bool) -> Path | None:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, checked against its files."""
+    """Contents of run.json, with its format, keys and checksum verified."""
     try:
         about: dict[str, Any] = json.loads((path / ABOUT).read_text())
     except OSError as error:
@@ -158,7 +157,7 @@ def read_about(path: Path) -> dict[str, Any]:
             message(
                 f"{path} has no {ABOUT} that can be read ({error.strerror})",
                 rule="a checkpoint of this trainer has one",
-                fix="name one of the step-* folders that a run leaves in its folder",
+                fix="name one of the step-* folders in the folder of a run",
             )
         ) from None
     except ValueError as error:
@@ -176,23 +175,23 @@ def read_about(path: Path) -> dict[str, Any]:
     if missing:
         raise _damaged(path, f"{ABOUT} without {', '.join(missing)}")
     if "check" in about and about.pop("check") != _check_of(about):  # the first versions wrote none
-        raise _damaged(path, f"{ABOUT} is not what was written")
+        raise _damaged(path, f"{ABOUT} does not match its checksum")
     return about
 
 
 def _check_of(about: Mapping[str, Any]) -> int:
-    """Of all that run.json says, however it is written."""
+    """CRC-32 of the contents of run.json, independent of key order and whitespace."""
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str, Any]:
-    """Fill tensors from a checkpoint, in place; what it says of itself."""
+    """Fill tensors in place from a checkpoint; returns the contents of run.json."""
     about = read_about(path)
     _check_same_model(path, about, config)
-    found = _marks_of(path)
+    found = _read_checksums(path)
     for name, mark in about["files"].items():
         if found.get(name) != mark:
-            raise _damaged(path, f"{name} is {'missing' if name not in found else 'not what was written'}")
+            raise _damaged(path, f"{name} {'is missing' if name not in found else 'does not match its checksum'}")
     wanted = {name: value for name, value in tensors.items() if not name.startswith("generator.cuda")}
     cuda = tensors.get("generator.cuda")
     if cuda is not None and "generator.cuda" in about["tensors"]:
@@ -208,15 +207,15 @@ def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str,
     return about
 
 
-def _marks_of(path: Path) -> dict[str, int]:
+def _read_checksums(path: Path) -> dict[str, int]:
     try:
         return _checksums(path)
     except OSError as error:
         raise CheckpointError(
             message(
                 f"{path} cannot be read: {error}",
-                rule="a run that goes on reads all files of its checkpoint",
-                fix="check who may read them",
+                rule="a resumed run reads all files of its checkpoint",
+                fix="check the permissions of its files",
             )
         ) from None
 
@@ -233,18 +232,18 @@ def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -
         each = "; ".join(f"{name} was {said.get(name)}, is {here.get(name)}" for name in differ)
         raise CheckpointError(
             message(
-                f"{path} is of another run: {each}",
-                rule="a run goes on with the same model, dtype and seed",
-                fix="pass what it was, or another folder",
+                f"{path} belongs to another run: {each}",
+                rule="a run resumes with the same model, dtype and seed",
+                fix="pass the earlier values, or another folder",
             )
         )
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     others = [each.name for each in complete(path.parent) if each != path]
-    fix = f"delete {path.name}; the run then goes on from {others[-1]}" if others else "start again in another folder"
+    fix = f"delete {path.name}; the run then resumes from {others[-1]}" if others else "start again in another folder"
     return CheckpointError(
-        message(f"{path} is damaged: {what}", rule="all of its files have to be as they were written", fix=fix)
+        message(f"{path} is damaged: {what}", rule="all of its files have to match their checksums", fix=fix)
     )
 
 
@@ -255,7 +254,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _quiet() -> warnings.catch_warnings[Any]:
-    """Without torch's remarks that there is but one process."""
+    """Silences torch's warnings about saving and loading without a process group."""
     return warnings.catch_warnings(action="ignore")
 
 

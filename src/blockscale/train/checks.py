@@ -1,6 +1,6 @@
-"""What cannot be trained is refused before anything is built, with the value, the rule and the fix.
+"""Checks of a config before anything is built; errors give the value, the rule and the fix.
 
-Imports no torch: the command line refuses what is wrong before it waits for it.
+Imports no torch, so that the command line reports errors before the seconds that this import takes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 
-# largest count of a run; torch's generators take seeds of 64 bits, signed or not
+# largest count in a config; torch's generators take seeds of 64 bits, signed or not
 MOST = 2**31 - 1
 LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1
-# paired seeds of a comparison
+# largest number of paired seeds in a comparison
 MOST_SEEDS = 1000
 _POSITIVE = ("steps", "batch", "accumulate", "loss_chunks", "log_every")
 _MAY_BE_ZERO = ("eval_every", "eval_batches", "save_every", "profile", "numerics_every")
@@ -33,7 +33,7 @@ def _refuse(what: str, rule: str, fix: str) -> NoReturn:
 
 
 def check(config: RunConfig) -> None:
-    """Raise for what cannot be trained, with the value, the rule and the fix."""
+    """Raise if a config cannot be trained, with the value, the rule and the fix."""
     _check_model(config.model)
     _check_optimizer(config.optimizer)
     for name in _POSITIVE:
@@ -48,7 +48,7 @@ def check(config: RunConfig) -> None:
             _refuse(option(name, getattr(config, name)), "it is below 2**31", f"pass {option(name, MOST)} or less")
     check_seeds(config.seed)
     if config.keep < 1:
-        _refuse(option("keep", config.keep), "the last checkpoint always stays", f"pass {option('keep', 1)} or more")
+        _refuse(option("keep", config.keep), "the last checkpoint is always kept", f"pass {option('keep', 1)} or more")
     check_recipe_config(config)
     check_source(config.data.source)
     if config.data.sequence < 2:
@@ -57,7 +57,7 @@ def check(config: RunConfig) -> None:
     if not 0 < config.data.held_out < 1:
         _refuse(
             option("data.held_out", config.data.held_out),
-            "a share of the files between 0 and 1 is validated on",
+            "it is the share of the files for validation, between 0 and 1",
             f"pass {option('data.held_out', 0.1)}",
         )
     if config.folder is None:
@@ -74,7 +74,7 @@ def check(config: RunConfig) -> None:
     if config.deterministic and config.attention == "cudnn":
         _refuse(
             f"deterministic with {option('attention', 'cudnn')}",
-            "torch holds cuDNN's attention for not deterministic",
+            "torch classifies cuDNN's attention as nondeterministic",
             f"pass {option('attention', 'auto')}, or flash",
         )
     if config.export is not None and (config.model.experts is not None or config.model.latent is not None):
@@ -86,8 +86,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_seeds(first: int, count: int = 1) -> None:
-    """Raise for seeds first, first + 1, ... that a generator does not take, and for more of them than any comparison
-    has."""
+    """Raise if seeds first, first + 1, ... are outside a generator's range, or if there are more than MOST_SEEDS."""
     if not 1 <= count <= MOST_SEEDS:
         rule = f"a comparison has 1 to {MOST_SEEDS} seeds"
         _refuse(option("seeds", count), rule, f"pass {option('seeds', 1 if count < 1 else MOST_SEEDS)}")
@@ -97,7 +96,7 @@ def check_seeds(first: int, count: int = 1) -> None:
 
 
 def check_recipe_config(config: RunConfig) -> None:
-    """Raise for a recipe that does not exist, or that does not fit the run."""
+    """Raise if the recipe is unknown or does not fit the run."""
     recipe, start = config.recipe, config.start
     check_recipe(recipe.name)
     _check_ends(recipe)
@@ -111,9 +110,9 @@ def check_recipe_config(config: RunConfig) -> None:
         )
     if recipe.since and start is not None:
         _refuse(
-            f"{option('recipe.since', recipe.since)} of a run that begins with {start}",
-            "what goes on from a checkpoint follows its recipe at once",
-            f"leave {option('recipe.since')} out, or begin with a checkpoint of that step",
+            f"{option('recipe.since', recipe.since)} of a run that starts from {start}",
+            "a run that starts from a checkpoint applies its recipe at once",
+            f"leave {option('recipe.since')} out, or start from a checkpoint of that step",
         )
 
 
@@ -129,13 +128,13 @@ def _check_ends(recipe: RecipeConfig) -> None:
 
 
 def check_apart(config: RunConfig, folder: Path) -> None:
-    """Raise where a run would write into the text that it reads."""
+    """Raise if a run would write into the folder of text that it reads."""
     source = expanded(config.data.source)
     if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
         places = ", ".join(option(name) for name in ("folder", "export", "data.cache"))
         _refuse(
             f"a run that writes to {folder} on the text of {source}",
-            "what it writes would be text for the next one, which could not go on with it",
+            "its output would become training text of the next run, which could not resume",
             f"name a folder outside of the text ({places})",
         )
 
@@ -230,16 +229,16 @@ def _check_experts(config: ModelConfig) -> None:
 
 
 def check_fits(config: RunConfig, symbols: int, device: torch.device) -> None:
-    """Raise for what the text or the device cannot serve."""
+    """Raise if the config does not fit the text's vocabulary or the device."""
     if symbols > config.model.vocabulary:
         _refuse(
             f"{option('model.vocabulary', config.model.vocabulary)} for {symbols} symbols",
-            "the model knows every symbol of its text",
+            "the vocabulary covers every symbol of the text",
             f"pass {option('model.vocabulary', -(-symbols // 128) * 128)}",
         )
     if config.attention in ("cudnn", "efficient") and device.type != "cuda":
         what, fix = f"{option('attention', config.attention)} on {device}", f"pass {option('attention', 'auto')}"
-        _refuse(what, "that is an attention of GPUs", fix)
+        _refuse(what, "this attention backend needs a GPU", fix)
     if config.cuda_graph and device.type != "cuda":
         fix = f"leave {option('cuda_graph')} out"
         _refuse(f"{option('cuda_graph')} on {device}", "a CUDA graph is captured on a GPU", fix)

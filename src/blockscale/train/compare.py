@@ -1,10 +1,10 @@
-"""`compare`: the same model, text and seeds by several recipes, in pairs, and bf16 once more as the null.
+"""`compare`: paired runs of one model, text and seed by several recipes, with a null run.
 
-Every run of a seed starts from the same weights and sees the same pieces in the same order; only the recipe differs.
-The null differs from bf16 in nothing but the order in which sums are taken, see `null_of`. Each run has a folder with
-one file of JSON lines, which is all that tables and the page are made from: a comparison that was interrupted goes on
-with the runs that are missing, and one that is repeated with more seeds or recipes runs those alone. Runs may also part
-later than at their first step, see `branch`. A control with a known fault may run beside them, see `control`.
+All runs of a seed start from the same weights and see the same sequences in the same order; only the recipe differs.
+The null run is bf16 with another reduction order, see `null_of`. Each run has a folder with one file of JSON lines, the
+only source of tables and page. An interrupted comparison resumes with the missing runs; a repetition with more seeds or
+recipes runs only the new ones. Runs may share their first steps, see `branch`. A control arm with a known fault may run
+beside them, see `control`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .data import load
 from .records import Hooks
 from .run import recipe_of
 from .side_by_side import Lines, side_by_side
-from .statistics import Gap, Length, Verdict, judge, noise_of, paired, wander
-from .stored import LOOKS, METRICS, Stored, folder_of, read, run_or_read
+from .statistics import Gap, Length, Verdict, drift_of, judge, noise_of, paired
+from .stored import MEASUREMENTS, METRICS, Stored, folder_of, read, run_or_read
 
 T = TypeVar("T")
 NULL = "null"
-_OF_ONE_RUN = ("folder", "export", "tensorboard", "numerics_every", "profile", "resume")
+_SINGLE_RUN_OPTIONS = ("folder", "export", "tensorboard", "numerics_every", "profile", "resume")
 NOTHING_CONVERTED = Verdict("undecided", "no layer was converted: it is bf16 (see keep_first and keep_last)")
-# accepted relative gaps by the bits of a recipe's narrowest element
+# accepted relative gap, by the bits of a recipe's narrowest element
 BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One line of the table.  says: what it is.  budget: the largest gap that is accepted; None: it is not judged."""
+    """One row of the table.  says: description.  budget: largest accepted gap; None: the arm has no verdict."""
 
     name: str
     says: str
@@ -47,7 +47,7 @@ class Arm:
 
     @property
     def is_recipe(self) -> bool:
-        """Whether it is what the comparison is for."""
+        """Whether the arm is a recipe under test: neither bf16, nor the null run, nor the control."""
         return self.budget is not None and self.name != CONTROL
 
 
@@ -61,7 +61,7 @@ class Comparison:
     out: Path | None = None
 
     def gap(self, name: str) -> Gap:
-        """To the baseline, in pairs."""
+        """Paired relative gap of an arm's final losses to the baseline's."""
         mine, base = ([run.loss for run in self.runs[each]] for each in (name, BASELINE))
         return paired(mine, base)
 
@@ -76,17 +76,17 @@ class Comparison:
 
     @property
     def noise(self) -> float:
-        """What the null says that a gap may be by chance."""
+        """Largest gap that chance explains, from the null run; see `noise_of`."""
         return noise_of(self.gap(NULL), [gap for _, gap in self.along(NULL)])
 
     def verdict(self, arm: Arm) -> Verdict | None:
-        """On a recipe; None for the baseline and the null."""
+        """Verdict on an arm; None for the baseline and the null run."""
         if arm.budget is None:
             return None
         if not self.runs[arm.name][0].about.get("flop_share", 1.0):
             return NOTHING_CONVERTED
-        strayed = wander([gap for _, gap in self.along(arm.name)])
-        return judge(self.gap(arm.name), self.noise, arm.budget, self.length(arm.name), strayed)
+        drift = drift_of([gap for _, gap in self.along(arm.name)])
+        return judge(self.gap(arm.name), self.noise, arm.budget, self.length(arm.name), drift)
 
     def verdicts(self) -> dict[str, Verdict]:
         """Verdicts by recipe, without the control."""
@@ -94,28 +94,28 @@ class Comparison:
         return {name: verdict for name, verdict in found.items() if verdict is not None}
 
     def length(self, name: str) -> Length:
-        """How much of an arm was run since it differs from the baseline."""
-        parted = max(self.branch_at, self.since)
+        """Steps and evaluations of an arm, and the steps that it shares with the baseline."""
+        shared_steps = max(self.branch_at, self.since)
         steps = int(self.runs[BASELINE][0].about["config"]["steps"])
-        return Length(steps, sum(step > parted for step, _ in self.along(name)), parted)
+        return Length(steps, sum(step > shared_steps for step, _ in self.along(name)), shared_steps)
 
     def tokens_per_second(self, name: str) -> float:
-        """The best of its seeds: what disturbs a machine only slows it down."""
+        """Highest speed among an arm's seeds: disturbances only slow a machine down."""
         return max(float(run.end.get("tokens_per_second", 0.0)) for run in self.runs[name])
 
     @property
     def branch_at(self) -> int:
-        """Up to which step all runs of a seed are one; 0: they part at the first."""
+        """Last step that all runs of a seed share; 0: they differ from the first step."""
         return int(self.runs[BASELINE][0].arm.get("branch_at", 0))
 
     @property
     def since(self) -> int:
-        """From which step on recipes are in low precision."""
+        """First step at which recipes are in low precision."""
         return int(self.runs[BASELINE][0].about.get("config", {}).get("recipe", {}).get("since", 0))
 
     @property
     def is_timed(self) -> bool:
-        """Whether speeds mean anything: each run had the machine to itself."""
+        """Whether each run had the machine to itself, so that speeds are comparable."""
         return all(run.arm.get("jobs", 1) == 1 for runs in self.runs.values() for run in runs)
 
     @property
@@ -124,7 +124,7 @@ class Comparison:
 
 
 def null_of(config: RunConfig) -> tuple[RunConfig, str]:
-    """The baseline with sums in another order, and what that is. The pieces of each step stay the same.
+    """Config and description of the null run: bf16 with another reduction order. Each step sees the same sequences.
 
     >>> from .presets import get_preset
     >>> null_of(get_preset("125m"))[1]
@@ -145,7 +145,7 @@ def null_of(config: RunConfig) -> tuple[RunConfig, str]:
 def arms_of(
     config: RunConfig, recipes: Sequence[str], budget: float | None = None, *, control: bool = False
 ) -> tuple[Arm, ...]:
-    """The baseline, the null, the recipes, each once, and the control.  budget: for every recipe; None: by its bits."""
+    """Baseline, null run, each recipe once, and the control.  budget: for every recipe; None: from its bits."""
     arms = [Arm(BASELINE, "what the others are compared with"), Arm(NULL, null_of(config)[1])]
     for name in dict.fromkeys(recipes):
         if name != BASELINE:
@@ -157,7 +157,7 @@ def arms_of(
 
 
 def config_of(name: str, config: RunConfig) -> RunConfig:
-    """What an arm runs."""
+    """Config of an arm's runs."""
     if name == NULL:
         return null_of(config)[0]
     return replace(config, recipe=replace(config.recipe, name=CONTROL_RECIPE if name == CONTROL else name))
@@ -181,13 +181,13 @@ def compare(
     branch_at: int = 0,
     control: bool = False,
 ) -> Comparison:
-    """Run what is not there yet, and read all of it.
+    """Train the missing runs, and read all of them.
 
-    recipes: names; bf16 and the null are always run.  seeds: how many, or which.  out: where runs are kept.  budget:
-    the relative gap that is accepted, such as 0.0025.  hooks: who watches a run, made for each; not with several jobs.
-    jobs: runs at a time, each in its own process, so that speeds mean nothing.  commit: to record without git.
-    branch_at: the step up to which all runs of a seed are bf16's; with `config.start` they begin with that checkpoint.
-    control: one more arm, with a fault that must come out as worse.
+    recipes: names; bf16 and the null run are always included.  seeds: how many, or which.  out: folder of the runs.
+    budget: accepted relative gap, such as 0.0025.  hooks: factory of the hooks of a run; unused with several jobs.
+    jobs: concurrent runs, each in its own process; speeds are then not comparable.  commit: recorded if there is no
+    git.  branch_at: steps of bf16 that all runs of a seed share; with `config.start` they start from that checkpoint.
+    control: adds an arm with a fault that must come out as worse.
     """
     if isinstance(seeds, int) and seeds > 0:
         check_seeds(0, seeds)
@@ -206,7 +206,7 @@ def compare(
     starts = dict.fromkeys(chosen, config.start)
     if branch_at:
         starts |= {seed: trunk_of(replace(config, seed=seed), branch_at, out) for seed in chosen}
-    # seed by seed, so that an interrupted comparison has whole pairs
+    # seed by seed, so that an interrupted comparison has complete pairs
     pairs = [(arm, seed) for seed in chosen for arm in arms]
     configs = [replace(config_of(arm.name, config), seed=seed, start=starts[seed]) for arm, seed in pairs]
     kept = [read(folder_of(arm.name, each, out) / METRICS) for (arm, _), each in zip(pairs, configs, strict=True)]
@@ -221,7 +221,7 @@ def compare(
         branch_at = read_about(config.start)["step"]
     facts = {"jobs": jobs} | ({"branch_at": branch_at} if branch_at else {})
     tasks = [
-        (arm, each, out, facts, LOOKS if seed == chosen[0] else (), commit)
+        (arm, each, out, facts, MEASUREMENTS if seed == chosen[0] else (), commit)
         for (arm, seed), each in zip(pairs, configs, strict=True)
     ]
     found = dict(_each(_run, tasks, jobs, lambda place: hooks(*pairs[place])))
@@ -233,7 +233,7 @@ def compare(
 
 
 def _check_text(config: RunConfig, kept: Sequence[Stored], out: Path) -> None:
-    """Raise, before anything is run, where runs that are done saw another text than those that are missing would."""
+    """Raise, before any training, if finished runs used another text than the missing runs would."""
     done = [run for run in kept if run.is_done]
     _check_same(out, done, [load(config.data).hash] if done and len(done) < len(kept) else [])
 
@@ -251,9 +251,9 @@ def _check_same(out: Path, runs: Sequence[Stored], more: Sequence[str] = ()) -> 
 
 
 def _check_shared(config: RunConfig, out: Path) -> None:
-    """Raise for what runs of a comparison cannot all have, or have to."""
+    """Raise for options that runs of a comparison cannot share, and for missing ones that they need."""
     check_apart(config, out)
-    for name in _OF_ONE_RUN:
+    for name in _SINGLE_RUN_OPTIONS:
         if getattr(config, name):
             raise OptionError(
                 message(
@@ -278,16 +278,16 @@ def _check_branch(config: RunConfig, seeds: Sequence[int], branch_at: int) -> No
 
     at, since, start = option("branch_at", branch_at), config.recipe.since, config.start
     if branch_at and not 0 < branch_at < config.steps:
-        rule = "runs part after one step at least, and before the last"
+        rule = "runs share at least one step, and differ before the last"
         refuse(f"{at} of {config.steps} steps", rule, f"pass 1 to {config.steps - 1}, or 0")
     if since and branch_at:
-        rule = "recipes begin where runs part, or at a step of runs that part at once"
+        rule = "recipes begin where runs branch, or at a step of runs that differ from step 0"
         refuse(f"{at} and {option('recipe.since', since)}", rule, "leave one of them out")
     if start is not None and branch_at:
-        rule = "runs begin with one checkpoint"
+        rule = "runs start from one checkpoint"
         refuse(f"{at} and {option('start', start)}", rule, "leave one of them out")
     if start is not None and len(seeds) > 1:
-        rule = "a checkpoint is of one seed"
+        rule = "a checkpoint belongs to one seed"
         fix = f"pass {option('branch_at')}, which makes one for each seed"
         refuse(f"{option('start', start)} for {len(seeds)} seeds", rule, fix)
 
@@ -295,7 +295,7 @@ def _check_branch(config: RunConfig, seeds: Sequence[int], branch_at: int) -> No
 def _each(
     function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], jobs: int, hooks: Callable[[int], Sequence[Hooks]]
 ) -> Iterator[tuple[int, T]]:
-    """(place, result) of each task: here and watched, or several at a time in processes of their own."""
+    """(index, result) of each task: in this process with hooks, or `jobs` at a time in worker processes."""
     if jobs > 1:
         yield from side_by_side(function, tasks, jobs)
     else:
@@ -308,15 +308,15 @@ def _run(
     config: RunConfig,
     out: Path,
     facts: dict[str, Any],
-    looks: Sequence[str],
+    measurements: Sequence[str],
     commit: str | None,
     hooks: Sequence[Hooks] | None = None,
 ) -> Stored:
-    """One run, from its file or now.  hooks: None in a process without a terminal, where it tells lines instead."""
+    """One run, read from its file or trained now.  hooks: None in a worker process, which prints plain lines."""
     facts = {"name": arm.name, "says": arm.says, "budget": arm.budget, **facts}
     watching = [Lines(f"{arm.name}, seed {config.seed}")] if hooks is None else hooks
     with broken_casts() if arm.name == CONTROL else nullcontext():
-        return run_or_read(arm.name, config, out, watching, arm=facts, looks=looks, commit=commit)
+        return run_or_read(arm.name, config, out, watching, arm=facts, measurements=measurements, commit=commit)
 
 
 __all__ = ["BASELINE", "CONTROL", "NULL", "Arm", "Comparison", "arms_of", "compare", "config_of", "null_of"]

@@ -1,8 +1,7 @@
-"""What a run is, as plain frozen data: model, data, optimizer and the loop around them.
+"""Configuration of a run as frozen dataclasses: model, data, optimizer and the loop around them.
 
-A run is described by one `RunConfig` and nothing else, so that a stored one repeats it. Every field has a default and
-is an option of the command line; `checks.py` refuses what cannot be trained. Imports no torch: the command line reads
-it to print its help.
+One `RunConfig` describes a run completely, so that a stored config repeats it. Every field has a default and is an
+option of the command line; `checks.py` validates values. Imports no torch: the command line reads it to print its help.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ Backend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values come out of one narrow vector."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values are projected from one latent."""
 
     kv_rank: int = 512
-    """Width of the vector that keys and values are made from."""
+    """Width of the latent of keys and values."""
     q_rank: int = 0
-    """Width of the vector that queries are made from; 0: queries are projected directly."""
+    """Width of the latent of queries; 0: queries are projected directly."""
     nope_dim: int = 128
     """Features of a head's query and key without a position."""
     rope_dim: int = 64
@@ -49,17 +48,17 @@ class ExpertsConfig:
     hidden: int = 1408
     """Hidden units of an expert."""
     shared: int = 2816
-    """Hidden units of the expert that every token passes; 0: none."""
+    """Hidden units of the shared expert, which every token uses; 0: none."""
     dense_layers: int = 1
     """Layers at the start that have an ordinary MLP."""
     scoring: Literal["sigmoid", "softmax"] = "sigmoid"
-    """How the router's scores are made."""
+    """Function that makes scores from the router's logits."""
     normalize: bool = True
-    """Whether the weights of a token's experts add up to one."""
+    """Whether the gate weights of a token's experts add up to one."""
     scale: float = 1.0
-    """A factor of those weights."""
+    """Factor of the gate weights."""
     balance_rate: float = 1e-3
-    """Step of the bias that evens out the load; 0: no bias."""
+    """Update step of the bias that balances the experts' load; 0: no bias."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class ModelConfig:
     hidden: int = 192
     """Hidden units of the MLP."""
     vocabulary: int = 256
-    """Symbols: 256 for bytes, at least as many as a tokenizer has."""
+    """Number of symbols: 256 for bytes, at least the tokenizer's number of tokens."""
     head_dim: int = 0
     """Features of a head; 0: dim / heads."""
     rope_theta: float = 10000.0
@@ -101,18 +100,18 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, as which symbols, in pieces of which length."""
+    """Text, tokenizer and sequence length."""
 
     source: str = "stdlib"
     """stdlib: Python's standard library. python: that and all installed packages. Else a text file or a folder."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json; None: bytes."""
     sequence: int = 32
-    """Symbols of a piece."""
+    """Symbols of a sequence."""
     held_out: float = 0.1
-    """Share of the files that is validated on and never trained on."""
+    """Share of the files for validation, never trained on."""
     cache: Path | None = None
-    """Folder of prepared text; None: in the user's cache."""
+    """Folder of tokenized text; None: in the user's cache."""
 
 
 @dataclass(frozen=True)
@@ -128,18 +127,18 @@ class OptimizerConfig:
     clip: float = 1.0
     """Largest norm of the gradient; 0: not clipped."""
     schedule: Schedule = "cosine"
-    """cosine: down to `floor` along a cosine. wsd: constant, then linear over `decay`. constant: as it says."""
+    """cosine: down to `floor` along a cosine. wsd: constant, then linear over `decay`. constant: no decay."""
     warmup: float = 0.1
-    """Share of the steps over which the rate rises."""
+    """Share of the steps with a linearly rising rate."""
     decay: float = 0.2
-    """wsd: share of the steps at the end over which the rate falls."""
+    """wsd: share of the steps at the end with a falling rate."""
     floor: float = 0.1
     """Last rate, as a share of the highest."""
 
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """In which precision the linear layers train; see docs/recipes.md."""
+    """Precision of the linear layers; see docs/recipes.md."""
 
     name: str = "fp8_blockwise"
     """A recipe: bf16, fp8_blockwise, mxfp8, mxfp8_128x128, nvfp4, ..."""
@@ -148,13 +147,13 @@ class RecipeConfig:
     weights: str | None = None
     """Another format for weights, such as mxfp8_e4m3_128x128."""
     keep_first: int | None = None
-    """Blocks at the start that stay in high precision; None: the default of the recipe."""
+    """Blocks at the start that stay unquantized; None: the default of the recipe."""
     keep_last: int | float | None = None
-    """Blocks at the end, or a share of them."""
+    """Blocks at the end that stay unquantized: a number, or a share of all blocks."""
     since: int = 0
-    """The step up to which all layers stay in high precision, such as the last of the warm-up; 0: none."""
+    """First step in low precision, such as the end of the warm-up; all layers are bf16 before it."""
     keep_file: Path | None = None
-    """What `blockscale advise` wrote: the layers that it would keep stay in high precision."""
+    """File of `blockscale advise`: the layers that it lists stay unquantized."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class RunConfig:
     """One run."""
 
     name: str = "tiny"
-    """What it is called in reports."""
+    """Name in reports."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -174,25 +173,25 @@ class RunConfig:
     accumulate: int = 1
     """Microbatches of a step."""
     seed: int = 0
-    """Of initial weights, data order and stochastic rounding."""
+    """Seed of initial weights, data order and stochastic rounding."""
     device: str | None = None
     """cpu or cuda; None: the first GPU if there is one."""
     parameters: Dtype = "float32"
-    """float32: master weights, multiplied in bf16. bfloat16: half the memory, and small updates round away."""
+    """float32: master weights, GEMMs in bf16. bfloat16: half the memory, and small updates round away."""
     compile: Compile = "none"
     """blocks: torch.compile of each block, and of the loss."""
     cuda_graph: bool = False
-    """Capture forward and backward of a microbatch once and replay it: for models that wait for the host."""
+    """Capture forward and backward of a microbatch as a CUDA graph: for models bound by kernel launches."""
     recompute: Recompute = "none"
-    """What the backward computes again. full: whole blocks. selective: all but products and attention."""
+    """Activation recomputation. full: whole blocks. selective: all but GEMMs and attention."""
     attention: Backend = "auto"
-    """Which of torch's attentions; auto leaves it to torch."""
+    """Backend of torch's attention; auto: torch chooses."""
     deterministic: bool = False
-    """Torch takes what gives the same bits in every run on the same GPU and versions, and no cuDNN attention."""
+    """Deterministic algorithms in torch: the same bits on the same GPU and versions; no cuDNN attention."""
     loss_chunks: int = 1
-    """Pieces in which logits are made; more take less memory where the vocabulary is large."""
+    """Chunks of the logits; more chunks take less memory with a large vocabulary."""
     log_every: int = 10
-    """Steps between reports; only then is anything read back from the GPU."""
+    """Steps between reports; results are read back from the GPU only then."""
     eval_every: int = 50
     """Steps between evaluations; 0: at the end only."""
     eval_batches: int = 8
@@ -202,15 +201,15 @@ class RunConfig:
     save_every: int = 0
     """Steps between checkpoints; 0: at the end and when interrupted."""
     keep: int = 2
-    """Checkpoints that stay."""
+    """Checkpoints to keep."""
     resume: bool = False
-    """Go on from the last checkpoint in the folder."""
+    """Resume from the last checkpoint in the folder."""
     start: Path | None = None
-    """Begin with another run's checkpoint, such as out/a/step-00001000; that run's recipe may have been another."""
+    """Start from another run's checkpoint, such as out/a/step-00001000; its recipe may differ."""
     profile: int = 0
-    """Steps to write a profiler trace of, for Perfetto, after the first three."""
+    """Steps in a profiler trace for Perfetto, after the first three."""
     numerics_every: int = 0
-    """Steps between samples of what the recipe does to every layer, into numerics.jsonl; 0: never."""
+    """Steps between samples of every layer's quantization noise, in numerics.jsonl; 0: never."""
     tensorboard: bool = False
     """Write TensorBoard's files too."""
     export: Path | None = None
@@ -222,23 +221,23 @@ class RunConfig:
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """A config as JSON holds it."""
+    """A config as plain JSON values."""
     assert dataclasses.is_dataclass(config)
     assert not isinstance(config, type)
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def fingerprint(config: RunConfig) -> str:
-    """A short name of a config's content."""
+    """Hash of a config, 12 hex digits."""
     return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
-# of a run that goes on: what it is called, where it is, and what is written of it
+# fields that may change when a run resumes: names, paths and output
 _MAY_CHANGE = frozenset({"name", "folder", "resume", "start", "device", "export", "profile", "keep", "data.cache"})
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], at: str = "") -> list[str]:
-    """What differs between two configs as `to_dict` gives them, in words; fields that one of them lacks are new.
+    """Differences between two configs of `to_dict`, as text; a field that one of them lacks is not compared.
 
     >>> changes({"steps": 10, "recipe": {"name": "bf16"}}, {"steps": 10, "recipe": {"name": "mxfp8"}})
     ['recipe.name bf16 -> mxfp8']

@@ -1,7 +1,7 @@
-"""The control arm: MXFP8 with a fault in its casts, which a comparison that can see anything must call worse.
+"""Control arm: MXFP8 with a fault in its casts. A comparison with enough statistical power calls it worse.
 
-The null shows what a gap may be by chance, the control what a mistake does: a comparison whose control is not worse has
-not shown that it would notice one.
+The null run (bf16 with another reduction order) shows the gaps that chance produces, the control shows the gap of a
+real error. If the control is not worse, the comparison has not shown that it would detect one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..registry import use_backend
 
 CONTROL, CONTROL_RECIPE = "broken", "mxfp8"
 SAYS = "mxfp8 whose casts make every value a quarter of what it is, as a scale that is off by two exponents does"
-# operations that end in the reference's cast, which has the fault
+# operations whose reference backend ends in `_reference.encode`, which has the fault
 _CASTS = ("cast", "cast_both", "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both")
 
 
 @contextmanager
 def broken_casts() -> Generator[None]:
-    """Within it casts of this process are wrong. They run by the reference on every device."""
+    """Context in which casts of this process scale values by 1/4. They use the reference backend on every device."""
     real = _reference.encode
 
     def encode(v: Tensor, element: Any, words: Tensor | None = None) -> Tensor:

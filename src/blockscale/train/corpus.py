@@ -1,7 +1,7 @@
-"""Text from files: found, sorted, each content once, split into training and validation file by file.
+"""Text files of a corpus: sorted, deduplicated by content, split into training and validation by file.
 
-Which file is held out depends on its content alone, so copies and renames never leak and adding files moves none. The
-whole is named by a hash that is stored with every result: runs are compared only where it is the same. Nothing is
+Whether a file is held out depends on its content alone, so copies and renames never leak and adding files moves no
+other file. A hash of all contents is stored with every result: only runs with the same hash are compared. Nothing is
 downloaded; the default text is the Python source that every machine with this library has.
 """
 
@@ -17,20 +17,20 @@ from pathlib import Path
 from ..errors import DataError, message
 
 PYTHONS_OWN = ("stdlib", "python")
-# where a file that is no text shows it
+# bytes at the start of a file that decide whether it may be text
 _PROBED = 8192
 _SKIPPED = frozenset({"__pycache__", ".git", ".hg", ".svn", "node_modules"})
 
 
 @dataclass
 class Corpus:
-    """Files by what they are for, in the order of their names.  hash: of all contents and of where they went."""
+    """Files for training and validation, sorted by name.  hash: of all contents and of the split."""
 
     source: str
     hash: str = ""
     train: list[Path] = field(default_factory=list[Path])
     held_out: list[Path] = field(default_factory=list[Path])
-    # a corpus of one file is split within it, at this share
+    # share of each file that is training text, if there are too few files to split by file
     split_at: float | None = None
     marks: dict[Path, bytes] = field(default_factory=dict[Path, bytes])
 
@@ -55,34 +55,34 @@ def collect(source: str, held_out: float) -> Corpus:
         raise DataError(
             message(
                 f"no text in {source!r}",
-                rule="a file of UTF-8 without zero bytes that can be read is text, and empty ones do not count",
+                rule="text is a readable, non-empty UTF-8 file without zero bytes",
                 fix="name a folder with text files, a text file, 'stdlib' or 'python'",
             )
         )
     if not corpus.train or not corpus.held_out:
-        # too few files for both sides: each is cut instead
+        # too few files for both parts: each file is cut instead
         corpus.train, corpus.held_out, corpus.split_at = found, found, 1 - held_out
         if any(_cut(text, corpus.split_at) != round(corpus.split_at * len(text)) for text in map(_text, found) if text):
-            digest.update(b"between characters")  # it once was at any byte
+            digest.update(b"between characters")  # earlier versions cut at any byte and have another hash
     corpus.hash = digest.hexdigest()[:16]
     return corpus
 
 
 def stamp_of(source: str, tokenizer: Path | None) -> str:
-    """Changes when a file comes, goes, or is written to; no file is read. Python's own do not while it runs."""
+    """Hash of names, sizes and times of the files; no file is read. Python's own files count as constant."""
     digest = hashlib.sha256()
     files = () if source in PYTHONS_OWN else _files(source)
     for path in [*files, *([expanded(tokenizer)] if tokenizer else [])]:
         try:
             found = path.stat()
-        except OSError:  # whoever reads it will say so
+        except OSError:  # reading the file later raises the error
             continue
         digest.update(f"{path}\0{found.st_size}\0{found.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
 def expanded(path: str | Path) -> Path:
-    """With the user's folder for ~; one of a user that is not known stays as it is, and is not there."""
+    """Path with ~ expanded; ~name of an unknown user stays unchanged."""
     return Path(os.path.expanduser(path))
 
 
@@ -94,8 +94,8 @@ def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
             raise DataError(
                 message(
                     f"{path} changed while it was read",
-                    rule="a corpus is read twice, and has to be the same both times",
-                    fix="start again once nobody writes there",
+                    rule="a corpus is read twice, with the same contents",
+                    fix="start again when no process writes there",
                 )
             )
         if corpus.split_at is None:
@@ -106,7 +106,7 @@ def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
 
 
 def _cut(text: bytes, share: float) -> int:
-    """Where a file is cut in two: between characters."""
+    """Byte offset at which a file is cut in two, between characters."""
     cut = round(share * len(text))
     while cut < len(text) and text[cut] & 0xC0 == 0x80:
         cut -= 1
@@ -140,7 +140,7 @@ def _text(path: Path) -> bytes | None:
 
 
 def _files(source: str) -> Iterator[Path]:
-    """All files of a source, by name, so that every machine with the same ones has the same order."""
+    """All files of a source, sorted by name, so that every machine has the same order."""
     if source in PYTHONS_OWN:
         library = Path(sysconfig.get_path("stdlib"))
         packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
@@ -160,7 +160,7 @@ def _files(source: str) -> Iterator[Path]:
 
 
 def check_source(source: str) -> None:
-    """Raise unless there is such a text."""
+    """Raise unless the source exists."""
     path = expanded(source)
     if source not in PYTHONS_OWN and not (path.is_file() or (source.strip() and path.is_dir())):
         raise DataError(
@@ -173,7 +173,7 @@ def check_source(source: str) -> None:
 
 
 def _walk(folder: Path, suffix: str, without: set[Path]) -> Iterator[Path]:
-    """Files below a folder, sorted by their path within it, without other corpora that lie inside."""
+    """Files below a folder, sorted by relative path; folders of `without` are skipped."""
     for path in sorted(folder.rglob(f"*{suffix}"), key=lambda each: each.relative_to(folder).parts):
         inner = path.relative_to(folder).parts[:-1]
         if _SKIPPED.isdisjoint(inner) and without.isdisjoint(path.parents) and path.is_file():

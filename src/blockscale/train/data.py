@@ -1,9 +1,9 @@
-"""Symbols on disk, memory-mapped, and batches that are a pure function of the seed and the step.
+"""Memory-mapped symbols (bytes or tokens), and batches that are a pure function of the seed and the step.
 
-A corpus becomes two files of symbols in the cache: one byte each for bytes, four for a tokenizer, a separator after
-every file. They are written under another name and renamed, so a run that is stopped leaves nothing half done, and
-later runs with the same text and tokenizer find them. A step's pieces are drawn all at once by (seed, step) and dealt
-to its microbatches, so accumulation sees what one large batch sees, and a resumed run sees what it would have seen.
+A corpus becomes two files of symbols in the cache: uint8 for bytes, int32 for a tokenizer, a separator after every
+file. They are written under a temporary name and renamed, so an interrupted run leaves no partial files, and later runs
+with the same text and tokenizer reuse them. All sequences of a step are sampled at once by (seed, step) and split among
+its microbatches, so that accumulation sees the same sequences as one large batch, and so does a resumed run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .corpus import Corpus, collect, contents, expanded, stamp_of
 from .files import write_synced
 
 VERSION = 1
-_NUMBERS = b"by the largest\0"  # how the symbols of a tokenizer are counted, since that changed
+_NUMBERS = b"by the largest\0"  # part of the cache key: the vocabulary is the largest token id + 1
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _PARTS = ("train", "held_out")
 
 
 @dataclass(frozen=True, eq=False)
 class Symbols:
-    """Text as symbols.  train, held_out: [n], memory-mapped.  vocabulary: how many symbols there are.
+    """Text as symbols.  train, held_out: [n], memory-mapped.  vocabulary: number of different symbols.
     bytes_per_symbol: of the held-out text, to turn nats per symbol into bits per byte.  hash: of text and tokenizer."""
 
     train: Tensor
@@ -46,13 +46,13 @@ class Symbols:
     hash: str
 
     def batch(self, seed: int, step: int, micro: int, batch: int, accumulate: int, sequence: int) -> Tensor:
-        """Pieces [batch, sequence + 1] of a microbatch, int64."""
+        """Sequences of a microbatch, int64 [batch, sequence + 1], sampled with replacement."""
         generator = torch.Generator().manual_seed(_mixed(seed, step))
         starts = torch.randint(len(self.train) - sequence, (accumulate, batch), generator=generator)
         return _pieces(self.train, starts[micro], sequence)
 
     def validation(self, place: int, batches: int, batch: int, sequence: int) -> Tensor:
-        """The same pieces for every run: spread evenly over the held-out text."""
+        """Sequences of a validation batch, int64 [batch, sequence + 1]: the same in every run, evenly spaced."""
         room = len(self.held_out) - sequence - 1
         starts = torch.arange(batches * batch) * room // max(1, batches * batch - 1)
         return _pieces(self.held_out, starts.view(batches, batch)[place], sequence)
@@ -67,7 +67,7 @@ def _pieces(text: Tensor, starts: Tensor, sequence: int) -> Tensor:
 
 
 def load(config: DataConfig) -> Symbols:
-    """The symbols of a config: prepared now, or before. Reads all of the text once, to name it."""
+    """Symbols of a config, from the cache or tokenized now. Reads all of the text once, to hash it."""
     stamp = stamp_of(config.source, config.tokenizer)
     symbols = _prepared(config.source, config.tokenizer, config.held_out, config.cache, stamp)
     for part in _PARTS:
@@ -75,16 +75,16 @@ def load(config: DataConfig) -> Symbols:
             raise DataError(
                 message(
                     f"{len(getattr(symbols, part))} symbols to {'train' if part == 'train' else 'validate'} on, "
-                    f"for pieces of {config.sequence}",
-                    rule="both parts of the text have to be longer than one piece",
+                    f"for sequences of {config.sequence}",
+                    rule="both parts of the text have to be longer than one sequence",
                     fix=f"use more text, or a shorter {option('data.sequence')}",
                 )
             )
     if not symbols.bytes_per_symbol:
         raise DataError(
             message(
-                "no text to validate on, but separators",
-                rule=f"a share of {config.held_out} of every file is validated on",
+                "the validation text has only separators",
+                rule=f"a share of {config.held_out} of every file is for validation",
                 fix=f"pass a larger {option('data.held_out')}, such as 0.1",
             )
         )
@@ -93,7 +93,7 @@ def load(config: DataConfig) -> Symbols:
 
 @functools.lru_cache(maxsize=4)
 def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path | None, stamp: str) -> Symbols:
-    """Kept for the runs of a comparison, which all ask for the same, as long as files look the same."""
+    """Cached symbols, shared by the runs of a comparison as long as `stamp` is the same."""
     corpus = collect(source, held_out)
     named = hashlib.sha256(b"bytes" if tokenizer is None else _NUMBERS + _read_tokenizer(tokenizer)).hexdigest()
     key = hashlib.sha256(f"{VERSION}:{corpus.hash}:{named}".encode()).hexdigest()[:16]
@@ -102,7 +102,7 @@ def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path 
     was_there = folder.exists()
     found = _found(folder, dtype)
     if found is None:
-        if was_there:  # and damaged; what another process has just made is not
+        if was_there:  # damaged; a folder that another process has just made is kept
             shutil.rmtree(folder, ignore_errors=True)
         _write(folder, corpus, tokenizer)
         found = _found(folder, dtype)
@@ -111,7 +111,7 @@ def _prepared(source: str, tokenizer: Path | None, held_out: float, cache: Path 
 
 
 def _found(folder: Path, dtype: torch.dtype) -> Symbols | None:
-    """What was prepared there; None where nothing was, or not all of it is as it was written."""
+    """Symbols of a cache folder; None if it is missing, incomplete or damaged."""
     try:
         about = json.loads((folder / "about.json").read_text())
         train, held_out = (_mapped(folder / f"{part}.bin", int(about["symbols"][part]), dtype) for part in _PARTS)
@@ -127,7 +127,7 @@ def _mapped(path: Path, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _write(folder: Path, corpus: Corpus, tokenizer: Path | None) -> None:
-    """Prepare a folder under another name, then rename it: whoever finds it finds all of it."""
+    """Write a cache folder under a temporary name, then rename it, so that a folder that exists is complete."""
     encode, vocabulary = (None, 256) if tokenizer is None else _encoder(tokenizer)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     try:
@@ -148,8 +148,8 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Path | None) -> None:
         if not (folder / "about.json").exists():  # another process may have been quicker
             raise DataError(
                 message(
-                    f"text could not be prepared in {folder.parent}: {error}",
-                    rule="symbols are kept on disk, as many bytes as the text has, or four for each token",
+                    f"text could not be tokenized into {folder.parent}: {error}",
+                    rule="symbols are kept on disk: one byte for each byte of text, or four for each token",
                     fix=f"free some space, or name another folder with {option('data.cache')}",
                 )
             ) from error
@@ -158,7 +158,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Path | None) -> None:
 
 
 def _encode(path: Path, texts: Iterable[bytes], encode: Callable[[str], list[int]] | None) -> tuple[int, int]:
-    """Write symbols; how many there are, and how many bytes of text."""
+    """Write symbols to a file; returns the numbers of symbols and of bytes of text."""
     symbols = size = 0
     with path.open("wb") as file:
         for text in texts:
@@ -189,7 +189,7 @@ def _read_tokenizer(path: Path) -> bytes:
 
 
 def _encoder(path: Path) -> tuple[Callable[[str], list[int]], int]:
-    """A function from text to symbols with a separator behind, and the number of symbols."""
+    """Function from text to token ids with a final separator, and the vocabulary size."""
     try:
         from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -212,5 +212,5 @@ def _encoder(path: Path) -> tuple[Callable[[str], list[int]], int]:
         ) from None
     found = [tokenizer.token_to_id(name) for name in _SEPARATORS]
     end = [each for each in found if each is not None][:1]
-    most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # numbers may have gaps
+    most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # ids may have gaps
     return lambda text: [*tokenizer.encode(text, add_special_tokens=False).ids, *end], most + 1

@@ -1,8 +1,8 @@
-"""What went wrong, in words that help: where a NaN first was, and what to change when memory runs out.
+"""Errors of a run with advice: the layer where a NaN or infinity first appeared, and what to change if memory runs out.
 
-The loop only notices that a loss or a gradient was no number, and holds the weights as they were then (the optimizer
-skips such steps on the device). `locate` replays the batch with a look at every layer: its input, its output, the
-gradients that come in and go out. Layers are called one by one for that, not fused, so last bits may differ.
+The loop only detects that a loss or a gradient is not finite; the optimizer skips such steps on the device, so the
+weights are still those before it. `locate` runs the batch again with hooks on every layer that check inputs, outputs
+and gradients. Layers are then called one by one, not fused, so last bits may differ.
 """
 
 from __future__ import annotations
@@ -25,64 +25,64 @@ from .model import Transformer
 
 _STOPPED = {
     False: "training stops before such a step changes a weight; weights are those before it",
-    True: "what is no number is neither trained on, saved nor exported",
+    True: "weights that are not finite are neither trained on, saved nor exported",
 }
-# where torch keeps what `Module.compile` made
+# attribute in which torch keeps the result of `Module.compile`
 _CALL = "_compiled_call_impl"
-# no room on a disk, or for this user
+# disk full, quota exceeded, file too large
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# what torch says on a CPU, where it has no error of its own for it
+# torch's message if CPU memory runs out: a plain RuntimeError
 _CPU_IS_FULL = "DefaultCPUAllocator: not enough memory"
 
 
 @dataclass
 class Place:
-    """Where something that is no number first came up.  product: fprop, dgrad or wgrad of a linear layer, else what."""
+    """Origin of the first value that is not finite.  op: fprop, dgrad or wgrad of a linear layer, else in words."""
 
     layer: str
-    product: str
+    op: str
 
 
 def locate(model: Transformer, pieces: list[Tensor]) -> Place | None:
-    """The first layer and product whose inputs are finite and whose result is not; None if all is finite now."""
+    """The first layer and op with finite inputs and a result that is not finite; None if all is finite now."""
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return Place(name, "the weight itself")
-    with _plainly_called(model):
+    with _uncompiled(model):
         for batch in pieces:
-            found = _look_at(model, batch, len(pieces))
+            found = _check_batch(model, batch, len(pieces))
             advance_(model)
             if found:
                 return found[0]
     return None
 
 
-def _look_at(model: Transformer, batch: Tensor, batches: int) -> list[Place]:
-    """Forward and backward of one of a step's batches; what was found first comes first."""
+def _check_batch(model: Transformer, batch: Tensor, batches: int) -> list[Place]:
+    """Forward and backward of one microbatch with hooks; places in the order in which they were found."""
     found: list[Place] = []
-    _forget_gradients(model)
+    _drop_gradients(model)
     with ExitStack() as stack:
-        _watch(model, found, stack)
+        _hook_layers(model, found, stack)
         loss = model.loss(batch)
         if not found and not _finite(loss):
             found.append(Place("loss", "the cross entropy"))
         if not found:
-            with warnings.catch_warnings(action="ignore"):  # of hooks on layers whose input has no gradient
+            with warnings.catch_warnings(action="ignore"):  # torch warns about hooks on layers without input gradient
                 (loss / batches).backward()
     found += _bad_weight_gradients(model)
-    _forget_gradients(model)
+    _drop_gradients(model)
     return found
 
 
-def _forget_gradients(model: Transformer) -> None:
-    """Also those that products would add to: the replay looks for new ones."""
+def _drop_gradients(model: Transformer) -> None:
+    """Drop gradients, also `main_grad`, which wgrad would accumulate into: the replay checks new ones."""
     for parameter in model.parameters():
         parameter.grad = parameter.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
-def _plainly_called(model: Transformer) -> Generator[None]:
-    """Within it nothing is compiled: hooks see every layer."""
+def _uncompiled(model: Transformer) -> Generator[None]:
+    """Context without compiled code, so that hooks see every layer."""
     calls = [(module, getattr(module, _CALL)) for module in model.modules()]
     entropy = vars(model).pop("entropy", None)
     for module, _ in calls:
@@ -96,33 +96,33 @@ def _plainly_called(model: Transformer) -> Generator[None]:
             model.entropy = entropy
 
 
-def _watch(model: nn.Module, found: list[Place], stack: ExitStack) -> None:
-    """Look at every leaf, and at every linear layer, forward and backward."""
+def _hook_layers(model: nn.Module, found: list[Place], stack: ExitStack) -> None:
+    """Add forward and backward checks to every leaf module and every linear layer."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | GroupedLinear) and any(True for _ in module.children()):
             continue
         for handle in (
-            module.register_forward_hook(_forward_look(name, found)),
-            module.register_full_backward_hook(_backward_look(name, found)),
+            module.register_forward_hook(_forward_check(name, found)),
+            module.register_full_backward_hook(_backward_check(name, found)),
         ):
             stack.callback(handle.remove)
 
 
-def _forward_look(name: str, found: list[Place]) -> Callable[..., None]:
+def _forward_check(name: str, found: list[Place]) -> Callable[..., None]:
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not _finite(output):
             made = "fprop" if _is_linear(module) else "its forward"
-            found.append(Place(name, made if _finite(inputs) else "its input, made by what precedes it"))
+            found.append(Place(name, made if _finite(inputs) else "its input, from the layer before it"))
 
     return look
 
 
-def _backward_look(name: str, found: list[Place]) -> Callable[..., None]:
+def _backward_check(name: str, found: list[Place]) -> Callable[..., None]:
     def look(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
         if found:
             return
         if not _finite(grad_output):
-            found.append(Place(name, "the gradient of its result, made by what follows it"))
+            found.append(Place(name, "the gradient of its output, from the layer after it"))
         elif not _finite(grad_input):
             found.append(Place(name, "dgrad" if _is_linear(module) else "its backward"))
 
@@ -150,11 +150,11 @@ def _finite(value: Any) -> bool:
 def not_finite(
     step: int, what: str, place: Place | None, config: RunConfig, *, is_updated: bool = False
 ) -> NonFiniteError:
-    """The error of a step whose loss or gradient is no number; is_updated: or whose weights are none after it."""
-    where = f"first in {place.layer}, {place.product}" if place else "gone when the batch was replayed layer by layer"
+    """Error of a step with a loss or gradient that is not finite.  is_updated: the weights after the step are not."""
+    where = f"first in {place.layer}, {place.op}" if place else "gone when the batch was replayed layer by layer"
     advice = [f"a lower {option('optimizer.rate')} or a longer {option('optimizer.warmup')}"]
     if config.recipe.name != "bf16":
-        advice.append(f"{option('recipe.name', 'bf16')}, which tells whether low precision is the cause")
+        advice.append(f"{option('recipe.name', 'bf16')}, which shows whether low precision is the cause")
     if not config.optimizer.clip:
         advice.append(option("optimizer.clip", 1.0))
     return NonFiniteError(
@@ -177,7 +177,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
-    """What to change, of what has not been changed yet, most effective first."""
+    """Out-of-memory error with the options that would help and are not set yet, most effective first."""
     advice: list[str] = []
     if config.recompute != "full":
         is_some = config.recompute == "selective"
@@ -195,26 +195,26 @@ def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
         advice.append(option("model.layers", config.model.layers // 2))
     advice = advice or [f"a smaller {option('model.dim')}, {option('model.hidden')} or {option('data.sequence')}"]
     first = str(error).partition("\n")[0].partition(". GPU")[0] or "not enough memory"
-    first = first[max(0, first.find(_CPU_IS_FULL)) :]  # not where in torch's source that is
+    first = first[max(0, first.find(_CPU_IS_FULL)) :]  # without the location in torch's source
     return OutOfMemoryError(
         message(
             f"{config.name} with {config.batch} x {config.data.sequence} tokens in a microbatch: {first}",
-            rule="weights, gradients, Adam's moments and what waits for the backward have to fit into memory together",
+            rule="weights, gradients, Adam's moments and tensors saved for backward have to fit into memory together",
             fix=f"try {'; '.join(advice)}",
         )
     )
 
 
-def of_a_file(config: RunConfig, error: OSError) -> CheckpointError:
-    """Of a file that a run could not read or write: text, metrics, a trace, an exported model. Checkpoints have errors
-    of their own, and one that is complete stays."""
+def file_error(config: RunConfig, error: OSError) -> CheckpointError:
+    """Error for a file that a run could not read or write: text, metrics, a trace, an exported model. Checkpoints raise
+    their own errors."""
     last = None if config.folder is None else checkpoint.latest(config.folder)
-    mend = "free some space or name another folder" if error.errno in _FULL else "check that it is there, and yours"
-    again = f"go on from {last} with {option('resume', True)}" if last else "start again"
+    mend = "free some space or name another folder" if error.errno in _FULL else "check its path and permissions"
+    again = f"resume from {last} with {option('resume', True)}" if last else "start again"
     return CheckpointError(
         message(
             f"{config.name} stopped at a file: {error}",
-            rule="text is read, and metrics, traces and exported weights are written, while a run is under way",
+            rule="a run reads text, and writes metrics, traces and exported weights",
             fix=f"{mend}, then {again}",
         )
     )

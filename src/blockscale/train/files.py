@@ -1,4 +1,4 @@
-"""How a run writes: by itself in its folder, and each file whole or not at all."""
+"""Locks on run folders, and files and renames synced to disk."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..errors import CheckpointError, message
 
 try:
     import fcntl
-except ImportError:  # not on this system: two runs in a folder are then not told apart
+except ImportError:  # no fcntl on this system: folders are not locked
     fcntl = None
 
 LOCK = ".lock"
-# (process, thread, folder) of those who hold one: whoever asks again within is let in, and nobody else
-_owned: set[tuple[int, int, Path]] = set()
+# (process, thread, folder) of held locks: a thread that holds a lock may take it again
+_held: set[tuple[int, int, Path]] = set()
 
 
 @contextmanager
-def owned(folder: Path | None) -> Generator[None]:
-    """Within it nobody else trains in a folder, which is made where there is none. The system gives the lock back when
-    the process ends, however it ends (and those that it forked). A caller may hold it around another that asks."""
-    if folder is None or (mine := (os.getpid(), threading.get_ident(), folder.resolve())) in _owned:
+def folder_lock(folder: Path | None) -> Generator[None]:
+    """Context that holds the exclusive, reentrant lock of a folder and creates the folder if needed. The system
+    releases the lock when the process and its forked children have ended, however they end."""
+    if folder is None or (mine := (os.getpid(), threading.get_ident(), folder.resolve())) in _held:
         yield
         return
     try:
@@ -41,11 +41,11 @@ def owned(folder: Path | None) -> Generator[None]:
         ) from None
     with file:
         _lock(folder, file)
-        _owned.add(mine)
+        _held.add(mine)
         try:
             yield
         finally:
-            _owned.discard(mine)
+            _held.discard(mine)
 
 
 def _lock(folder: Path, file: IO[str]) -> None:
@@ -70,7 +70,7 @@ def _lock(folder: Path, file: IO[str]) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """A file that is on disk when this returns."""
+    """Write a file and sync it to disk."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -78,7 +78,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A rename is safe once the folder it is in is on disk."""
+    """Sync a folder to disk, which makes a rename inside it durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

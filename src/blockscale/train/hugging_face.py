@@ -1,7 +1,7 @@
 """Trained weights as any Llama loader reads them: safetensors with Hugging Face's names, and config.json.
 
-Dense models with grouped queries are Llama's, and Qwen3's where queries and keys are normed. What is one layer here,
-`qkv` and `gate_up`, is cut into its parts; nothing else changes, since positions rotate the same pairs of features.
+Dense models with grouped queries are Llama's, or Qwen3's if queries and keys are normed. The fused layers `qkv` and
+`gate_up` are split into their parts; nothing else changes, since positions rotate the same pairs of features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .model import Block, Transformer
 
 
 def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write config.json and model.safetensors to a folder; each appears whole or not at all."""
+    """Write config.json and model.safetensors to a folder, each atomically."""
     if model.config.experts is not None or model.config.latent is not None:
         raise OptionError(
             message(
@@ -35,14 +35,14 @@ def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16
         from safetensors.torch import save_file
     except ImportError:
         raise OptionError(
-            message("export without safetensors", rule="weights are written by it", fix="pip install safetensors")
+            message("export without safetensors", rule="that package writes the weights", fix="pip install safetensors")
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in hugging_face_tensors(model)}
     fresh = folder / ".model.safetensors.new"
     try:
         save_file(tensors, fresh, metadata={"format": "pt"})
-    except SafetensorError as error:  # what it makes of a full disk
+    except SafetensorError as error:  # raised if the disk is full
         fresh.unlink(missing_ok=True)
         raise OSError(str(error)) from error
     os.replace(fresh, folder / "model.safetensors")
@@ -53,7 +53,7 @@ def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16
 
 
 def hugging_face_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """All parameters under the names of Transformers; parts of fused layers are views."""
+    """All parameters under the names of Hugging Face Transformers; parts of fused layers are views."""
     yield "model.embed_tokens.weight", model.embedding.weight
     for place, block in enumerate(model.layers):
         assert isinstance(block, Block)
@@ -84,7 +84,7 @@ def _block(block: Block) -> Iterator[tuple[str, Tensor]]:
 
 
 def hugging_face_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of Transformers for this model."""
+    """config.json of Hugging Face Transformers for this model."""
     config = model.config
     kind = "Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"
     return {

@@ -1,7 +1,7 @@
-"""The loop: `train(config)` runs one config to its end, as often as one likes in a process.
+"""Training loop: `train(config)` runs one config to its end; a process may call it any number of times.
 
-It says when a run logs, evaluates, saves and is traced, and keeps the time of steps alone. Results are read back from
-the device when it logs, and not in between.
+It decides when a run logs, evaluates, saves and is traced, and times the steps alone. Results are read back from the
+device only when it logs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import faults
 from .breakdown import breakdown
 from .checks import check
 from .config import RunConfig
-from .files import owned
+from .files import folder_lock
 from .hugging_face import export
 from .numerics import NumericsLog
 from .records import Hooks, Speed, StepRecord, TrainResult
@@ -37,17 +37,18 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# a module with a property, which checkers of types do not see
+# the module has a property that type checkers do not know
 _memory: Any = deterministic
-_SAME_MOMENT = 2.0  # seconds
-# before a trace begins: compilation, autotuning and recordings are over
+# seconds within which repeated signals count as one: a process group may deliver Ctrl-C twice
+_SAME_SIGNAL = 2.0
+# steps before a trace: compilation, autotuning and call recording are over
 _SETTLED = 3
 
 
 def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> TrainResult:
     """Run a config to its end.
 
-    hooks: who is told, see `Hooks`.  filter_fn: which layers follow the recipe, as for `quantize_`.
+    hooks: callbacks, see `Hooks`.  filter_fn: chooses the layers that follow the recipe, as for `quantize_`.
 
     >>> from blockscale.train import get_preset, replace
     >>> result = train(replace(get_preset("tiny"), steps=2, eval_batches=1))
@@ -57,22 +58,22 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
     try:
         with _closing(hooks):
             check(config)
-            with owned(config.folder), _closing(_own_hooks(config)) as mine, as_configured(config):
+            with folder_lock(config.folder), _closing(_own_hooks(config)) as mine, as_configured(config):
                 run = Run(config, [*hooks, *mine], filter_fn)
                 with _interruptible(run):
-                    return _Loop(run).to_the_end()
+                    return _Loop(run).run_all()
     except (MemoryError, RuntimeError) as error:
         if not faults.is_out_of_memory(error):
             raise
         raise faults.out_of_memory(config, error) from error
-    except (ConnectionError, TimeoutError):  # nothing of a disk; among them that who read what is shown has gone
+    except (ConnectionError, TimeoutError):  # no disk error; includes BrokenPipeError of the terminal output
         raise
     except OSError as error:
-        raise faults.of_a_file(config, error) from error
+        raise faults.file_error(config, error) from error
 
 
 def _own_hooks(config: RunConfig) -> list[Hooks]:
-    """What a config asks for by itself."""
+    """Hooks that the config itself asks for."""
     if config.numerics_every < 1 or config.folder is None:
         return []
     return [NumericsLog(config.folder, config.numerics_every)]
@@ -80,20 +81,20 @@ def _own_hooks(config: RunConfig) -> list[Hooks]:
 
 @contextmanager
 def as_configured(config: RunConfig) -> Generator[None]:
-    """Within it torch takes the kernels that a config asks for."""
+    """Context with the determinism setting and the attention backend of a config."""
     with _repeatable(config), _attention(config):
         yield
 
 
 class _Loop:
-    """A run and the time that its steps take."""
+    """A run and the clock of its steps."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.config = run, run.config
         self.began, self.timed_from = 0.0, 0
         self.restart_clock()
 
-    def to_the_end(self) -> TrainResult:
+    def run_all(self) -> TrainResult:
         """All steps, evaluations and checkpoints."""
         run, config = self.run, self.config
         if run.device.type == "cuda":
@@ -107,15 +108,15 @@ class _Loop:
                     fix=f"pass {option('steps', first + _SETTLED + config.profile)} or more",
                 )
             )
-        if config.export is not None:  # where that cannot be, now is the time to say so
+        if config.export is not None:  # fails now rather than after training
             config.export.mkdir(parents=True, exist_ok=True)
-        run.tell(lambda hook: hook.on_start(run))
-        if config.start is not None and run.saved is None:  # what its recipe makes of weights that it did not train
+        run.notify(lambda hook: hook.on_start(run))
+        if config.start is not None and run.saved is None:  # the recipe on weights that it did not train
             self.evaluate()
         self.restart_clock()
         while run.step < config.steps and not run.wants_stop:
             before = run.step
-            run.tell(lambda hook: hook.before_step(run))
+            run.notify(lambda hook: hook.before_step(run))
             if config.profile and before == first + _SETTLED:
                 self.trace(config.profile, writes=True)
             elif run.wants_trace:
@@ -124,7 +125,7 @@ class _Loop:
                 run.advance()
             self.after_steps(before)
         self.log()
-        is_done = run.step == config.steps  # and then complete, whoever wanted it to stop meanwhile
+        is_done = run.step == config.steps  # complete, even if a stop was requested in the last step
         if is_done and (not run.evaluations or run.evaluations[-1].step != run.step):
             self.evaluate()
         if config.folder is not None and (run.saved is None or run.saved.name != run.checkpoint_name):
@@ -133,11 +134,11 @@ class _Loop:
         if config.export is not None and result.stopped == "done":
             self.check_weights()
             export(run.model, config.export)
-        run.tell(lambda hook: hook.on_end(run, result))
+        run.notify(lambda hook: hook.on_end(run, result))
         return result
 
     def after_steps(self, before: int) -> None:
-        """What is due after one step, or several that were traced together."""
+        """Log, evaluate and save if due, after one step or several traced ones."""
         run, config = self.run, self.config
 
         def is_due(every: int) -> bool:
@@ -153,16 +154,16 @@ class _Loop:
             self.save()
 
     def log(self) -> None:
-        """Read what has gathered on the device."""
+        """Read back the steps since the last call; raise if one of them is not finite."""
         run = self.run
         records = run.read()
         if records:
-            self.tell(records)
+            self.report_steps(records)
         if run.broke_at is not None:
-            raise run.located(run.broke_at)
+            raise run.non_finite_error(run.broke_at)
 
-    def tell(self, records: list[StepRecord]) -> None:
-        """What has been read, with the speed since the last time."""
+    def report_steps(self, records: list[StepRecord]) -> None:
+        """Pass step records to the hooks, with the speed since the last report."""
         run, config = self.run, self.config
         steps = run.step - self.timed_from
         if steps:
@@ -171,33 +172,33 @@ class _Loop:
             mfu = None if run.peak_rate is None else rate * run.flops_per_token / run.peak_rate
             run.speeds.append(Speed(run.step, rate, seconds, mfu, run.cast_share))
         speed = run.speeds[-1] if run.speeds else Speed(run.step, 0.0, 0.0)
-        run.tell(lambda hook: hook.on_log(run, records, speed))
+        run.notify(lambda hook: hook.on_log(run, records, speed))
         self.restart_clock()
 
     def evaluate(self) -> None:
-        """Held-out text, if there is to be any; its time does not count."""
+        """Evaluate on held-out text, unless `eval_batches` is 0; not timed."""
         if not self.config.eval_batches:
             return
         found = self.run.evaluate()
         if not math.isfinite(found.loss):
-            raise self.run.broken_after(f"validation loss {found.loss}")
-        self.run.tell(lambda hook: hook.on_evaluation(self.run, found))
+            raise self.run.non_finite_update_error(f"validation loss {found.loss}")
+        self.run.notify(lambda hook: hook.on_evaluation(self.run, found))
         self.restart_clock()
 
     def save(self) -> None:
-        """A checkpoint; its time does not count."""
+        """Write a checkpoint; not timed."""
         self.check_weights()
         path = self.run.save()
-        self.run.tell(lambda hook: hook.on_save(self.run, path))
+        self.run.notify(lambda hook: hook.on_save(self.run, path))
         self.restart_clock()
 
     def check_weights(self) -> None:
-        """Nothing that is no number leaves a run."""
+        """Raise if a weight is not finite, before weights are saved or exported."""
         if not self.run.is_finite:
-            raise self.run.broken_after("weights that are no numbers after its update")
+            raise self.run.non_finite_update_error("weights that are not finite after its update")
 
     def trace(self, steps: int, *, writes: bool) -> None:
-        """Steps under the profiler, which are not timed. writes: for Perfetto, into the folder of the run."""
+        """Run steps under the profiler, not timed.  writes: store a trace for Perfetto in the folder of the run."""
         run, folder = self.run, self.config.folder
         self.log()
         path = folder / f"trace-{run.step:08d}.json.gz" if writes and folder is not None else None
@@ -210,7 +211,7 @@ class _Loop:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Time steps from here on."""
+        """Start timing with the next step, after the device is idle."""
         if self.run.device.type == "cuda":
             torch.cuda.synchronize(self.run.device)
         self.began, self.timed_from = time.perf_counter(), self.run.step
@@ -218,8 +219,8 @@ class _Loop:
 
 @contextmanager
 def _closing(hooks: Sequence[Hooks]) -> Generator[Sequence[Hooks]]:
-    """All of them at the end, however it came. What was written is on disk by then; a file that cannot be closed after
-    another error tells nothing new."""
+    """Context that closes all hooks at its end. After another error, errors of closing files are suppressed: written
+    lines are on disk already."""
     try:
         yield hooks
     except BaseException:
@@ -238,14 +239,14 @@ def _attention(config: RunConfig) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _repeatable(config: RunConfig) -> Generator[None]:
-    """Within it torch takes what gives the same bits every time, if the config asks for that; our kernels always do."""
+    """Context with torch's deterministic algorithms, if the config asks for them; our kernels always repeat."""
     if not config.deterministic:
         yield
         return
-    env.suggest_to_others("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it before every product
+    env.suggest_to_others("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for cuBLAS GEMMs
     before = torch.are_deterministic_algorithms_enabled(), _memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    _memory.fill_uninitialized_memory = False  # what is read was written: buffers would be filled for nothing
+    _memory.fill_uninitialized_memory = False  # no kernel reads uninitialized memory, so filling it is wasted time
     try:
         yield
     finally:
@@ -255,17 +256,17 @@ def _repeatable(config: RunConfig) -> Generator[None]:
 
 @contextmanager
 def _interruptible(run: Run) -> Generator[None]:
-    """Within it Ctrl-C and SIGTERM end the run after the present step; once more, not in the same moment, ends it at
-    once: who is told to end as one of a group may hear it twice."""
+    """Context in which Ctrl-C and SIGTERM end the run after the current step. A second signal, more than _SAME_SIGNAL
+    seconds later, ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    told: list[float] = []
+    received: list[float] = []
 
     def stop(number: int, frame: object) -> None:
-        told.append(time.monotonic())
-        if told[-1] - told[0] > _SAME_MOMENT:
+        received.append(time.monotonic())
+        if received[-1] - received[0] > _SAME_SIGNAL:
             raise KeyboardInterrupt
         run.wants_stop = True
 

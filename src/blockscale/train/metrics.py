@@ -1,7 +1,7 @@
-"""Metrics on disk: JSON lines always, TensorBoard's files if wanted. Both are hooks; the loop knows neither.
+"""Metrics on disk as hooks: JSON lines and, if wanted, TensorBoard's files.
 
-`metrics.jsonl` has one line for the run, each logged step, evaluation and checkpoint, told apart by "kind". A run that
-resumes appends, and says so by another line for the run; a step that stands there twice counts as it stands last.
+`metrics.jsonl` has one line for the run, each logged step, evaluation and checkpoint; "kind" tells which. A resumed run
+appends another line for the run. If a step occurs twice, the last line counts.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from .config import to_dict
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
 from .run import Run
 
-# read back at a time, from the end of a file
+# bytes read at a time, from the end of a file
 _PIECE = 1 << 16
 
 
-def appended(path: Path) -> TextIO:
-    """A file of lines to go on with. What a killed process left of a last line goes: the next would be glued to it."""
+def open_for_append(path: Path) -> TextIO:
+    """Open a file of lines for appending. A partial last line, left by a killed process, is removed first."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
-        _mend(file)
+        _drop_partial_line(file)
     except OSError as error:
         raise OptionError(
             message(
                 f"{path}: {error.strerror}",
-                rule="a run tells what it does in its folder",
+                rule="a run writes metrics to its folder",
                 fix="name a folder that can be written to",
             )
         ) from None
     return io.TextIOWrapper(file)
 
 
-def _mend(file: BinaryIO) -> None:
-    """Cut a file off after its last whole line."""
+def _drop_partial_line(file: BinaryIO) -> None:
+    """Truncate a file after its last complete line."""
     end = size = file.seek(0, io.SEEK_END)
     while end:
         start = max(0, end - _PIECE)
@@ -54,13 +54,13 @@ def _mend(file: BinaryIO) -> None:
 
 
 class JsonLines(Hooks):
-    """Appends to folder/metrics.jsonl, a line at a time, so that a run that is killed has told what it did."""
+    """Appends to folder/metrics.jsonl and flushes every line, so that a killed run loses none."""
 
     def __init__(self, folder: Path) -> None:
-        self.file = appended(folder / "metrics.jsonl")
+        self.file = open_for_append(folder / "metrics.jsonl")
 
     def _write(self, kind: str, **fields: Any) -> None:
-        """A loss that was not taken is null: NaN is no JSON."""
+        """Write one line; values that are not finite become null, since JSON has no NaN."""
         finite = {
             key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in fields.items()
         }
@@ -68,7 +68,7 @@ class JsonLines(Hooks):
         self.file.flush()
 
     def on_start(self, run: Run) -> None:
-        """The config, the text and the model."""
+        """Write the config, the hash of the text and the size of the model."""
         self._write(
             "run",
             step=run.step,
@@ -81,31 +81,31 @@ class JsonLines(Hooks):
         )
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
-        """Every step since the last report, the speed with the last."""
+        """Write every step since the last report; the last one has the speed."""
         for record in records:
             extra = asdict(speed) if record is records[-1] else {}
             self._write("step", **(extra | asdict(record)))
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """One line."""
+        """Write one line."""
         self._write("evaluation", **asdict(evaluation))
 
     def on_save(self, run: Run, path: Path) -> None:
-        """One line."""
+        """Write one line."""
         self._write("checkpoint", step=run.step, path=path.name)
 
     def on_end(self, run: Run, result: TrainResult) -> None:
-        """How it ended."""
+        """Write the result."""
         keys = ("stopped", "steps", "loss", "tokens_per_second", "peak_memory", "data_hash")
         self._write("end", **{key: getattr(result, key) for key in keys})
 
     def close(self) -> None:
-        """The file is complete."""
+        """Close the file."""
         self.file.close()
 
 
 class TensorBoard(Hooks):
-    """Curves in folder/tensorboard."""
+    """TensorBoard's files in folder/tensorboard."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -122,11 +122,11 @@ class TensorBoard(Hooks):
         self._made, self._folder = SummaryWriter, str(folder / "tensorboard")
 
     def on_start(self, run: Run) -> None:
-        """What was written after the checkpoint that a run goes on from is hidden: those steps come again."""
+        """Open the writer; earlier events of steps that a resumed run repeats are purged."""
         self.writer = self._made(self._folder, purge_step=run.step + 1)
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
-        """Loss, norm and rate of each step, and the speed."""
+        """Write loss, gradient norm and learning rate of each step, and the speed."""
         for record in records:
             for name in ("loss", "norm", "rate"):
                 self.writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
@@ -136,10 +136,10 @@ class TensorBoard(Hooks):
                 self.writer.add_scalar(f"speed/{name}", value, speed.step)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Loss on held-out text."""
+        """Write the loss on held-out text."""
         self.writer.add_scalar("validation/loss", evaluation.loss, evaluation.step)
 
     def close(self) -> None:
-        """Whatever waits is written."""
+        """Flush and close the writer."""
         if self.writer is not None:
             self.writer.close()

@@ -1,12 +1,12 @@
-"""Forward and backward of one microbatch: as it is, compiled block by block, or captured once and replayed.
+"""Forward and backward of one microbatch: eager, compiled block by block, or captured as a CUDA graph.
 
-A captured microbatch reads its pieces from one buffer, adds its gradients into `.grad` and its loss into one number, so
-all that a step does between replays is a copy of the next pieces. Weights that the optimizer moves, casts of weights
-that are refreshed in place, ticks of stochastic rounding and loads of experts all keep their storage, which is what
-makes the replay right. Recipes that change at a step are captured again.
+A captured microbatch reads its sequences from one buffer and accumulates gradients into `.grad` and the loss into one
+scalar, so that a step only copies the next sequences between replays. The replay is correct because weights, weight
+casts that are refreshed in place, ticks of stochastic rounding and loads of experts keep their storage. A recipe that
+changes at a step is captured again.
 
-Where a step has several microbatches, layers that follow a recipe add to `.grad` from within their products: autograd
-would write each gradient, then read it and the sum and write the sum, and round twice.
+With several microbatches a step, wgrad of quantized layers accumulates into `.grad` in its epilogue. Autograd would
+write each gradient, read it and the sum, and write the sum, with two roundings.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ..nn import GroupedLinear, Linear
 from .config import Compile
 from .model import Transformer
 
-# what a stream has to have seen before it can be captured: allocations, autotuning, replays of our own
+# microbatches before a capture: allocations, autotuning and our call recordings are then over
 WARM_UP = 4
-# blocks have one piece of code, and each may need a graph of its own: names and shared casts are constants there
+# all blocks share one code object, and each may need its own graph: names and shared casts are constants in it
 _GRAPHS_PER_BLOCK = 4
 
 
 def forget_compiled() -> None:
-    """Drop what is compiled, and the weights of an earlier run that it holds in cycles: they would still be there, and
-    counted, while this run has the device."""
+    """Drop compiled graphs and the weights of an earlier run that they hold in reference cycles. Those weights would
+    take memory, and count in the peak, during this run."""
     torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
     gc.collect()
 
 
 def compile_(model: Transformer, how: Compile) -> None:
-    """Compile each block as one graph, in place, so that names of modules and parameters stay, and the loss."""
+    """Compile each block as one graph, and the loss; in place, so that module and parameter names stay."""
     if how == "none":
         return
     config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
@@ -49,17 +49,17 @@ def compile_(model: Transformer, how: Compile) -> None:
 
 
 class Microbatch:
-    """Adds gradients of loss / accumulate to `.grad`, and loss / accumulate to `loss`; `clear` forgets both."""
+    """Accumulates gradients of loss / accumulate in `.grad`, and loss / accumulate in `loss`; `clear` resets both."""
 
     def __init__(self, model: Transformer, accumulate: int) -> None:
         self.model, self.accumulate = model, accumulate
         device = model.embedding.weight.device
         self.loss = torch.zeros((), device=device)
-        # of one microbatch a gradient is kept as the product wrote it, which nothing beats
-        self.summed = _summed_in_place(model) if accumulate > 1 else []
+        # with one microbatch there is nothing to accumulate: the gradient is wgrad's output
+        self.summed = _accumulate_in_wgrad(model) if accumulate > 1 else []
 
     def clear(self) -> None:
-        """After a step: gradients that nothing adds to in place are given back."""
+        """Reset after a step: gradients that wgrad accumulates into are zeroed in place, others are freed."""
         self.loss.zero_()
         kept = {id(each) for each in self.summed}
         for parameter in self.model.parameters():
@@ -68,14 +68,14 @@ class Microbatch:
         _zero_gradients(self.summed)
 
     def __call__(self, pieces: Tensor) -> None:
-        """pieces [B, T + 1], on the device."""
+        """Forward and backward of pieces [B, T + 1], on the device."""
         loss = self.model.loss(pieces) / self.accumulate
         loss.backward()
         self.loss += loss.detach()
 
 
 class CapturedMicrobatch(Microbatch):
-    """The same as a CUDA graph. Gradients keep their storage: set them to zero in place, never to None."""
+    """A microbatch as a CUDA graph. Gradients keep their storage: set them to zero in place, never to None."""
 
     def __init__(self, model: Transformer, accumulate: int) -> None:
         super().__init__(model, accumulate)
@@ -95,15 +95,15 @@ class CapturedMicrobatch(Microbatch):
         self.graph.replay()
 
     def clear(self) -> None:
-        """In place, all of it."""
+        """Zero the loss and all gradients in place."""
         self.loss.zero_()
         _zero_gradients(self.model.parameters())
 
     def _capture(self, pieces: Tensor) -> None:
-        """Run it a few times beside, forget what that did, then capture."""
+        """Run the microbatch WARM_UP times on a side stream, capture it, then zero what these runs accumulated."""
         self.graph, self.pieces = None, pieces.clone()
         run = super().__call__
-        running = _running(self.model, self.loss)
+        running = _accumulators(self.model, self.loss)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -113,21 +113,21 @@ class CapturedMicrobatch(Microbatch):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run(self.pieces)
-        # recipes change between steps only, so this is a step's first microbatch: all of it was zero before
+        # recipes change between steps only, so this is a step's first microbatch, and all accumulators were zero
         for each in running:
             each.zero_()
         self.graph = graph
 
 
 def _allocate(parameters: Iterable[Tensor]) -> None:
-    """Gradients that are there before anything is added to them."""
+    """Allocate zero gradients where there are none."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _summed_in_place(model: nn.Module) -> list[Tensor]:
-    """Weights of layers in low precision, each with its gradient as what its products add to."""
+def _accumulate_in_wgrad(model: nn.Module) -> list[Tensor]:
+    """Weights of quantized layers, each with `main_grad` set to its `.grad`, which wgrad accumulates into."""
     layers = [each for each in model.modules() if isinstance(each, Linear | GroupedLinear) and each.recipe.is_quantized]
     weights = [each.weight for each in layers if each.weight.requires_grad]
     _allocate(weights)
@@ -142,8 +142,8 @@ def _zero_gradients(parameters: Iterable[Tensor]) -> None:
         torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def _running(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    """What a microbatch adds to: gradients, loads and the loss."""
+def _accumulators(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    """Tensors that a microbatch accumulates into: loss, gradients and loads of experts."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     loads = [load for module in model.modules() if isinstance(load := getattr(module, "load", None), Tensor)]
     return [loss, *gradients, *loads]

@@ -1,12 +1,12 @@
 """The models: Llama's dense transformer and DeepSeek-V3's with experts, from one config.
 
-Everything is built in high precision, from layers that can follow a recipe; `quantize_` then changes the recipe and
-nothing else, so runs by different recipes start from the same weights and have the same `state_dict`. The residual
-stream is bf16; parameters have the dtype of the config, and meet it in bf16 or as codes. Nothing in a forward waits for
-the host or depends on values, so a step can be captured.
+Everything is built unquantized, from layers that can follow a recipe; `quantize_` then changes only the recipe, so runs
+by different recipes start from the same weights and have the same `state_dict`. The residual stream is bf16; parameters
+have the dtype of the config, and GEMMs read them as bf16 or as codes. No forward synchronizes with the host or branches
+on values, so a step can be captured.
 
-`Transformer.build` makes the modules without memory and fills them on their device, parameter by parameter, by the seed
-and the parameter's name.
+`Transformer.build` makes the modules on the meta device and fills them on their device, parameter by parameter, by the
+seed and the parameter's name.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from .config import ModelConfig, Recompute
 from .recompute import selective
 
 STREAM = torch.bfloat16
-# of a weight, times the square root of its inputs: GPT-2 has 0.55 at 768 features, DeepSeek-V3 0.51 at 7168
+# standard deviation of a weight times the square root of its inputs: GPT-2 has 0.55 at 768 features, DeepSeek-V3 0.51
+# at 7168
 INIT = 0.5
-# As large as what norms make of it. With 0.02 the first blocks add ten times what is there, gradients begin at a norm
-# of 50 to 70, and by step 15 two runs that differ in rounding alone have parted (docs/design/training.md).
+# Standard deviation of the embedding: 1, as after a norm. With 0.02 the first blocks add ten times the stream's values,
+# the first gradients have a norm of 50 to 70, and two runs that differ in rounding alone diverge by step 15
+# (docs/design/training.md).
 EMBEDDING_INIT = 1.0
 
 
 class Block(nn.Module):
-    """Attention and an MLP or experts, each behind a norm and added to the stream."""
+    """Pre-norm block: attention, then an MLP or experts, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, place: int) -> None:
         super().__init__()
@@ -69,12 +71,12 @@ class Block(nn.Module):
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.body(x, table)
         named: dict[str, Any] = {"context_fn": selective} if self.recompute == "selective" else {}
-        # nothing here draws from torch's generators, and reading their state would end a capture
+        # nothing here uses torch's generators, and reading their state would end a capture
         y: Any = checkpoint(self.body, x, table, use_reentrant=False, preserve_rng_state=False, **named)
         return y
 
     def body(self, x: Tensor, table: Tensor) -> Tensor:
-        """The block itself."""
+        """The block without recomputation, [B, T, dim] -> [B, T, dim]."""
         x = x + self.attention(self.attention_norm(x), table)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -105,7 +107,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> Transformer:
-        """A model with its first weights; on the meta device without any.
+        """A model with initialized weights; on the meta device without values.
 
         >>> model = Transformer.build(ModelConfig(), 128, device="meta")
         >>> sum(parameter.numel() for parameter in model.parameters())
@@ -121,13 +123,13 @@ class Transformer(nn.Module):
         return model
 
     def tie(self) -> None:
-        """Embedding and head are one parameter again, where the config says so."""
+        """Make embedding and head one parameter, if the config ties them."""
         if self.config.tied:
             self.head.weight = self.embedding.weight
 
     @torch.no_grad()
     def fill(self, seed: int) -> None:
-        """First values of everything, each a function of the seed, its own name and the kind of device."""
+        """Initialize all parameters and buffers, each a function of the seed, its name and the device type."""
         outer = {f"{name}.weight" for name, _ in self._residual_outputs()}
         shrink = 1 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
@@ -150,7 +152,7 @@ class Transformer(nn.Module):
         return rotary_table(self.sequence, width, config.rope_theta, device)
 
     def _residual_outputs(self) -> Iterator[tuple[str, nn.Module]]:
-        """Layers that write to the stream: smaller at first, the more of them there are."""
+        """Layers that write to the residual stream; their initial weights shrink with the number of layers."""
         for name, module in self.named_modules():
             # latent attention has a `down` that reads the stream
             writes = name.endswith((".out", ".down")) and not name.endswith("attention.down")
@@ -158,7 +160,7 @@ class Transformer(nn.Module):
                 yield name, module
 
     def stream(self, symbols: Tensor) -> Tensor:
-        """What the head reads, [B, T, dim]."""
+        """Normed residual stream after the last block, [B, T, dim]: the input of the head."""
         x = self.embedding(symbols).to(STREAM)
         table = self.table[:, : symbols.shape[1]]
         for block in self.layers:
@@ -170,22 +172,22 @@ class Transformer(nn.Module):
         return self.head(self.stream(symbols))
 
     def loss(self, pieces: Tensor) -> Tensor:
-        """Mean nats of the last T symbols of pieces [B, T + 1], in fp32."""
+        """Mean cross entropy in nats of the last T symbols of pieces [B, T + 1], fp32."""
         rows, targets = self.stream(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten()
         if self.loss_chunks == 1:
             return self.entropy(rows, targets) / targets.numel()
         total = rows.new_zeros((), dtype=torch.float32)
         for part, aims in zip(rows.chunk(self.loss_chunks), targets.chunk(self.loss_chunks), strict=True):
-            # logits of one piece at a time: made again in the backward
+            # logits of one chunk at a time, recomputed in the backward
             total = total + checkpoint(self.entropy, part, aims, use_reentrant=False, preserve_rng_state=False)
         return total / targets.numel()
 
     def entropy(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Summed loss of rows [M, dim]."""
+        """Summed cross entropy of rows [M, dim], fp32."""
         return functional.cross_entropy(self.head(rows).float(), targets, reduction="sum")
 
     def mixtures(self) -> Iterator[MoE]:
-        """Layers with experts whose load is balanced."""
+        """MoE layers with a balancing bias."""
         return (each for each in self.modules() if isinstance(each, MoE) and each.balance is not None)
 
 
@@ -195,7 +197,7 @@ def _seed_of(seed: int, name: str) -> int:
 
 @functools.cache
 def flops_per_token(config: ModelConfig, sequence: int) -> float:
-    """Of forward and backward, as torch counts operators; attention in full, nothing for recomputation.
+    """FLOPs of forward and backward per token, as torch counts operators; attention unmasked, no recomputation.
 
     >>> flops_per_token(ModelConfig(), 128) > 6 * 500_000
     True
@@ -206,7 +208,7 @@ def flops_per_token(config: ModelConfig, sequence: int) -> float:
     kinds = [(dense, replace(config, layers=1, experts=None))]
     if experts is not None:
         kinds.append((config.layers - dense, replace(config, layers=1, experts=replace(experts, dense_layers=0))))
-    # blocks of a kind are alike: one of each is counted
+    # blocks of a kind have equal FLOPs: one of each is counted
     return (head + sum(times * (_count(kind, sequence) - head) for times, kind in kinds)) / sequence
 
 

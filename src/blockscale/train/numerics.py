@@ -1,7 +1,7 @@
-"""Numerics while training: a hook that samples every n-th step and appends to `numerics.jsonl` in the run's folder.
+"""Quantization noise during training: a hook that samples every n-th step into `numerics.jsonl` in the run's folder.
 
-A sample is a forward and backward of a few sequences beside the step, see `diagnostics/layers.py`: steps themselves
-stay as they are, compiled or captured, and give the same bits. It is read back when the loop logs.
+A sample is an extra forward and backward of a few sequences, see `diagnostics/layers.py`. The steps themselves,
+compiled or captured, do not change and give the same bits. Samples are read back when the loop logs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..diagnostics.layers import Sample, sample
 from ..diagnostics.store import NAME, model_line, sample_line
 from ..diagnostics.call_capture import ROWS
 from ..nn import set_step_
-from .metrics import appended
+from .metrics import open_for_append
 from .records import Hooks, Speed, StepRecord, TrainResult
 from .run import Run
 
 
 def sample_run(run: Run) -> Sample:
-    """Of the text that the next step begins with, as many sequences as give ROWS tokens."""
+    """Sample of the next step's first microbatch, with as many sequences as give ROWS tokens."""
     set_step_(run.model, run.step)
     pieces = run.pieces(run.step, 0)[: max(1, ROWS // run.config.data.sequence)]
     tokens = pieces.shape[0] * (pieces.shape[1] - 1)
@@ -28,24 +28,24 @@ def sample_run(run: Run) -> Sample:
 
 
 class NumericsLog(Hooks):
-    """every: steps from one sample to the next; the first is taken before the first step."""
+    """Appends samples to numerics.jsonl.  every: steps between samples; the first is taken before the first step."""
 
     def __init__(self, folder: Path, every: int) -> None:
-        self.file, self.every = appended(folder / NAME), every
+        self.file, self.every = open_for_append(folder / NAME), every
         self.unread: list[tuple[int, Sample]] = []
 
     def on_start(self, run: Run) -> None:
-        """Which layers there are."""
+        """Write the list of layers."""
         self._write(model_line(run.report))
 
     def before_step(self, run: Run) -> None:
-        """A sample, if one is due."""
+        """Take a sample if one is due."""
         if run.step % self.every == 0:
             self.unread.append((run.step, sample_run(run)))
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
-        """The samples since the last report."""
-        broken = math.inf if run.broke_at is None else run.broke_at.step - 1  # of that step's text nothing can be said
+        """Write the samples since the last report, up to a step that is not finite."""
+        broken = math.inf if run.broke_at is None else run.broke_at.step - 1
         for step, found in self.unread:
             if step >= broken:
                 continue
@@ -53,7 +53,7 @@ class NumericsLog(Hooks):
         self.unread.clear()
 
     def on_end(self, run: Run, result: TrainResult) -> None:
-        """The trained model, once more."""
+        """Write a last sample of the trained model."""
         self._write(sample_line(run.step, sample_run(run).read()))
 
     def _write(self, line: str) -> None:
@@ -61,5 +61,5 @@ class NumericsLog(Hooks):
         self.file.flush()
 
     def close(self) -> None:
-        """The file is complete."""
+        """Close the file."""
         self.file.close()

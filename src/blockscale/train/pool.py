@@ -1,8 +1,7 @@
-"""Seeds of one comparison that were run at different times, put together: what a first seed left open, further ones
-tell without running it again.
+"""Pool seeds of one comparison that were run at different times, without running the first seeds again.
 
-Made from stored lines alone, by the rule that judges a comparison. Lines do not hold the whole config: that runs of the
-same model, length, text and arms were also given the same options is for who puts them together to say.
+Verdicts are computed from stored rows alone, by the rule of a comparison. Rows do not hold the whole config: the caller
+has to ensure that runs of the same model, length, text and arms also had the same options.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ Arms = dict[str, Convergence]
 
 @dataclass(frozen=True)
 class Pooled:
-    """lines: of all seeds, for arms that both sides have.  left_out: the other arms, in words."""
+    """Pooled rows.  lines: of all seeds, for arms that both sides have.  left_out: the other arms, as text."""
 
     lines: list[Convergence]
     left_out: list[str]
 
 
 def pool(fresh: Sequence[Convergence], kept: Sequence[Convergence]) -> Pooled:
-    """Each comparison of `fresh` with the one of `kept` that is the same with other seeds, the most of them where there
-    are several; arms that both have."""
+    """Pool each comparison of `fresh` with the one of `kept` that has the same setting and other seeds; of several the
+    one with most seeds. Only arms that both have are pooled."""
     stored = _comparisons(kept)
     pairs = [(_partner(arms, stored), arms) for arms in _comparisons(fresh)]
     return Pooled(
@@ -56,8 +55,8 @@ def _partner(arms: Arms, stored: Sequence[Arms]) -> Arms:
     if not fit:
         raise OptionError(
             message(
-                f"seeds {mine.seeds} of {mine.model}, {mine.steps} steps, have no others to be put together with",
-                rule="the same model, length, text, null and GPU with other seeds is stored",
+                f"seeds {mine.seeds} of {mine.model}, {mine.steps} steps, have no stored seeds to pool with",
+                rule="the same model, length, text, null run and GPU with other seeds is stored",
                 fix="leave --pool out to store them by themselves",
             )
         )
@@ -65,29 +64,29 @@ def _partner(arms: Arms, stored: Sequence[Arms]) -> Arms:
 
 
 def _same(one: Convergence | None, other: Convergence | None) -> bool:
-    """Whether two lines are of one arm."""
+    """Whether two rows belong to the same arm: equal description, budget and share of FLOPs."""
     if one is None or other is None:
         return False
     return (one.says, one.budget, one.flop_share) == (other.says, other.budget, other.flop_share)
 
 
 def _together(first: Arms, second: Arms) -> list[Convergence]:
-    """Lines of all seeds, in the order of the seeds."""
+    """Rows of all seeds, with new gaps and verdicts."""
     arms = {name: _joined(line, second[name]) for name, line in first.items() if _same(line, second.get(name))}
     null = _gap(arms[NULL], arms[BASELINE])
     return [_judged(line, _gap(line, arms[BASELINE]), noise_of(null)) for line in arms.values()]
 
 
 def _left_out(first: Arms, second: Arms) -> list[str]:
-    """Arms that are not pooled, and why."""
+    """Sentences on the arms that are not pooled, with the reason."""
     base, fresh = first[BASELINE], second[BASELINE]
     title, kept, new = f"{base.model}, {base.steps} steps", _named(base.seeds), _named(fresh.seeds)
     said: list[str] = []
     for name in dict.fromkeys([*first, *second]):
         if name not in second:
-            said.append(f"{title}: {name} was not run with {new}; what is stored of it, {kept}, stays as it is")
+            said.append(f"{title}: {name} was not run with {new}; its stored row of {kept} stays unchanged")
         elif name not in first:
-            said.append(f"{title}: {name} has nothing stored with {kept}; what was run of it, {new}, is not stored")
+            said.append(f"{title}: {name} has no stored row of {kept}; its new runs, {new}, are not stored")
         elif not _same(first[name], second[name]):
             differs = "other formats, another budget or another share of FLOPs"
             said.append(f"{title}: {name} of {new} has {differs} than that of {kept}, and is not stored")
@@ -114,7 +113,7 @@ def _joined(one: Convergence, other: Convergence) -> Convergence:
         losses=[line.losses[place] for line, place in ordered],
         curves=[line.curves[place] for line, place in ordered],
         along=_mean(one, other),
-        # other runs beside them, other machines: speeds of different times are none of the pool's
+        # runs of different times and machines: their speeds are not comparable
         tokens_per_second=None,
         shares={},
         peak_memory=max(memory, default=None),
@@ -123,7 +122,7 @@ def _joined(one: Convergence, other: Convergence) -> Convergence:
 
 
 def _mean(one: Convergence, other: Convergence) -> Points:
-    """Mean gap of all seeds at the steps that both have."""
+    """Mean gap of all seeds at each step that both rows have."""
     gaps, (mine, theirs) = {int(step): gap for step, gap in other.along}, (len(one.seeds), len(other.seeds))
     return [
         [step, round((gap * mine + gaps[int(step)] * theirs) / (mine + theirs), 6)]
@@ -133,7 +132,7 @@ def _mean(one: Convergence, other: Convergence) -> Points:
 
 
 def _gap(line: Convergence, base: Convergence) -> Gap:
-    """Of runs that broke down: without a number, as in a comparison."""
+    """Paired gap of a row; a run that failed has an infinite loss, as in a comparison."""
     ends = [[float("inf") if loss is None else loss for loss in each.losses] for each in (line, base)]
     return paired(*ends)
 
@@ -141,8 +140,8 @@ def _gap(line: Convergence, base: Convergence) -> Gap:
 def _judged(line: Convergence, gap: Gap, noise: float) -> Convergence:
     verdict = None
     if line.budget is not None:
-        parted = max(line.branch_at, line.since)
-        length = Length(line.steps, sum(step > parted for step, _ in line.along), parted)
+        shared_steps = max(line.branch_at, line.since)
+        length = Length(line.steps, sum(step > shared_steps for step, _ in line.along), shared_steps)
         verdict = judge(gap, noise, line.budget, length) if line.flop_share else NOTHING_CONVERTED
     finite = gap.is_finite
     return replace(

@@ -1,6 +1,6 @@
-"""Runs by name: each is a function that returns a config, with the dimensions of real models from 125M on.
+"""Named run configs: each is a function that returns a config, with the dimensions of real models from 125M on.
 
-`dataclasses.replace` makes others of them; the command line does so for every field. `with_layers` cuts a model for one
+`dataclasses.replace` changes fields; the command line does so for every field. `with_layers` shortens a model for one
 GPU.
 
 | preset | model | for |
@@ -37,7 +37,7 @@ def tiny_moe() -> RunConfig:
 
 
 def dense_125m() -> RunConfig:
-    """The convergence run: 32k tokens a step. With bytes in place of a vocabulary nearly all of it is in its blocks."""
+    """Convergence run, dense: 32k tokens a step. With a vocabulary of bytes nearly all FLOPs are in the blocks."""
     return RunConfig(
         "125m",
         ModelConfig(dim=768, layers=12, heads=12, kv_heads=12, hidden=3456),
@@ -52,7 +52,7 @@ def dense_125m() -> RunConfig:
 
 
 def moe_500m() -> RunConfig:
-    """The convergence run with experts; a token meets 110M of 500M parameters."""
+    """Convergence run with experts: 110M of 500M parameters are active for a token."""
     return RunConfig(
         "moe-500m",
         ModelConfig(
@@ -128,7 +128,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 
 
 def get_preset(name: str) -> RunConfig:
-    """A run by name.
+    """Config of a preset.
 
     >>> get_preset("llama3-8b").model.layers
     32

@@ -1,8 +1,7 @@
-"""Folders of runs as the few lines that a repository keeps: curves thinned, gaps, verdicts, speeds, and where they are
-from.
+"""Run folders condensed to stored rows: thinned curves, gaps, verdicts, speeds, machine and versions.
 
-A folder is read as it is: runs that are missing or not done are named and left out, never run, so that what a machine
-had finished when it went away can be published.
+Nothing is trained: runs that are missing or unfinished are named and left out, so that the results of an interrupted
+machine can be published. The null run is bf16 with another reduction order.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from .throughput import MEASURES, throughput_of
 
 # points of a stored curve
 MOST = 150
-# of a run's config: what the null, seeds and recipes of one comparison may have different from each other
-_APART = ("seed", "batch", "accumulate", "eval_batches", "loss_chunks", "folder", "resume", "start")
+# config fields that may differ between the runs of one comparison
+_MAY_DIFFER = ("seed", "batch", "accumulate", "eval_batches", "loss_chunks", "folder", "resume", "start")
 
 
 @dataclass
 class Published:
-    """lines: what was found.  left_out: what was not, in words."""
+    """Result of `publish`.  lines: rows to store.  left_out: runs without a row, as text with the reason."""
 
     lines: list[Training] = field(default_factory=list[Training])
     left_out: list[str] = field(default_factory=list[str])
 
 
 def publish(folder: Path) -> Published:
-    """All comparisons and throughputs whose runs lie in a folder, at any depth."""
+    """Rows of all comparisons and throughputs below a folder."""
     found = Published()
     groups: dict[str, list[Stored]] = {}
     for path in sorted(folder.rglob(f"{RUNS}/*/{METRICS}")):
@@ -48,22 +47,22 @@ def publish(folder: Path) -> Published:
             key = f"{path.parents[2]} {_shared(run.about['config'])} {run.arm.get('branch_at', 0)}"
             groups.setdefault(key, []).append(run)
         else:
-            found.left_out.append(f"{path.parent.name}: does not say what it is in its comparison")
+            found.left_out.append(f"{path.parent.name}: its record has no arm")
     for runs in groups.values():
         _compare(runs, found)
     return found
 
 
 def _shared(config: dict[str, Any]) -> str:
-    """What all runs of one comparison have in common, as a key; a null has its sequences in other parts."""
+    """Key that all runs of one comparison share; the null run splits the same sequences into other microbatches."""
     recipe = {key: value for key, value in config["recipe"].items() if key != "name"}
     trained, validated = config["batch"] * config["accumulate"], config["batch"] * config["eval_batches"]
-    rest = {key: value for key, value in config.items() if key not in _APART}
+    rest = {key: value for key, value in config.items() if key not in _MAY_DIFFER}
     return json.dumps(rest | {"recipe": recipe, "trained": trained, "validated": validated}, sort_keys=True)
 
 
 def _compare(runs: Sequence[Stored], found: Published) -> None:
-    """Pairs: the seeds that both bf16 and the null have, and the arms that have all of them."""
+    """Add rows for the seeds that both bf16 and the null run have, and the arms that have all of these seeds."""
     title = f"{runs[0].about['config']['name']}, {runs[0].about['config']['steps']} steps"
     by_arm: dict[str, dict[int, Stored]] = {}
     for run in runs:
@@ -74,7 +73,7 @@ def _compare(runs: Sequence[Stored], found: Published) -> None:
         mine[seed] = run
     seeds = sorted({*by_arm.get(BASELINE, {})} & {*by_arm.get(NULL, {})})
     if not seeds:
-        found.left_out.append(f"{title}: no seed has both bf16 and the null")
+        found.left_out.append(f"{title}: no seed has both bf16 and the null run")
         return
     if len({run.about["data_hash"] for run in runs}) > 1:
         found.left_out.append(f"{title}: runs of different text")
@@ -131,7 +130,7 @@ def _number(value: float) -> float | None:
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = MOST) -> Points:
-    """At most so many, evenly spread, the first and the last among them.
+    """At most `most` points, evenly spaced, including the first and the last.
 
     >>> thin([(step, 0.5) for step in range(1, 11)], 4)
     [[1, 0.5], [4, 0.5], [7, 0.5], [10, 0.5]]

@@ -1,8 +1,8 @@
-"""Selective recomputation: products and attention are kept, everything between them is computed again.
+"""Selective activation recomputation: outputs of GEMMs and attention are saved, everything between is recomputed.
 
-Products take most of a block's time and casts, norms, activations and rotations most of its memory traffic, so the
-backward repeats what is cheap. Our products are operators like torch's, which is how they can be named here. Which
-experts a token goes to is kept too: it is small, and rows that were kept must be those that it speaks of.
+GEMMs take most of a block's time, and casts, norms, activations and rotations most of its memory traffic, so the
+backward repeats what is cheap. Our GEMMs are operators like torch's, so the policy can name them. The routing is saved
+too: it is small, and saved rows must match it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..library import OPERATORS
 
-# of torch, by name: products in high precision, every attention, the choice of experts
-_KEPT = (
+# torch's operators by name: unquantized GEMMs, every attention, the choice of experts
+_SAVED = (
     "mm",
     "topk",
     "_scaled_mm",
@@ -29,18 +29,18 @@ _OURS = ("scaled_mm", "scaled_grouped_mm", "grouped_mm", "sort_by_expert")
 
 
 @functools.cache
-def kept_operators() -> frozenset[Any]:
-    """Operators whose results wait for the backward."""
-    theirs = (getattr(torch.ops.aten, name, None) for name in _KEPT)
+def saved_operators() -> frozenset[Any]:
+    """Operators with outputs saved for backward."""
+    theirs = (getattr(torch.ops.aten, name, None) for name in _SAVED)
     ours = (operator for name, operator in OPERATORS.items() if name in _OURS)
     return frozenset([*(each.default for each in theirs if each is not None), *ours])
 
 
 def _policy(context: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
-    kept = operator in kept_operators()
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_saved = operator in saved_operators()
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective() -> Any:
-    """The pair of contexts that `torch.utils.checkpoint` asks for."""
+    """The pair of contexts for `torch.utils.checkpoint`."""
     return create_selective_checkpoint_contexts(_policy)

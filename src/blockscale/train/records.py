@@ -1,7 +1,7 @@
-"""What a run tells: a record of every step, of every evaluation and of its speed, the result, and who is told.
+"""Records of steps, evaluations and speed, the result of a run, and the hooks that receive them.
 
-`Hooks` is how everything that watches a run is attached (the live view, metrics, diagnostics): the loop knows none of
-them. All numbers are plain Python, read back from the device only when the loop logs.
+The live view, metrics and diagnostics are all `Hooks`; the loop depends on none of them. All numbers are plain Python,
+read back from the device only when the loop logs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.  step: counted from 1, as many as are done.  loss: nats per symbol of its batch, before the
-    step.  norm: of the gradient, before it was clipped."""
+    """One optimizer step.  step: counted from 1.  loss: nats per symbol of its batch, before the update.  norm: of the
+    gradient, before clipping.  rate: learning rate."""
 
     step: int
     loss: float
@@ -31,7 +31,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out text after so many steps.  loss: nats per symbol."""
+    """Evaluation on held-out text.  step: number of completed steps.  loss: nats per symbol."""
 
     step: int
     loss: float
@@ -40,9 +40,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Speed:
-    """Steps since the last report, evaluations and checkpoints not counted.  mfu: model FLOPs over the bf16 rate of the
-    device's specification, None where there is none.  casts: share of the device's time in our casts, None until it
-    was measured."""
+    """Speed of the steps since the last report, without evaluations and checkpoints.  mfu: model FLOPs/s over the bf16
+    rate of the device's specification; None if unknown.  casts: share of device time in our casts; None until
+    measured."""
 
     step: int
     tokens_per_second: float
@@ -53,11 +53,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A run that has ended.
+    """Result of a run.
 
-    history: every step.  evaluations: the last one is the result.  tokens_per_second: the median of reports after the
-    first, which holds compilation.  peak_memory: bytes on the GPU, None on a CPU.  data_hash: of the text and the
-    tokenizer.  flop_share: of the linear FLOPs that are in low precision.  stopped: "done", or "interrupted" by Ctrl-C.
+    history: every step.  evaluations: the last one is the result.  tokens_per_second: median of the reports after the
+    first, which includes compilation.  peak_memory: bytes on the GPU; None on a CPU.  data_hash: of text and tokenizer.
+    flop_share: share of the linear FLOPs in low precision.  stopped: "done", or "interrupted" by Ctrl-C.
     """
 
     config: RunConfig
@@ -75,12 +75,12 @@ class TrainResult:
 
     @property
     def steps(self) -> int:
-        """How many are done."""
+        """Number of completed steps."""
         return self.history[-1].step if self.history else 0
 
     @property
     def loss(self) -> float:
-        """Of the last evaluation."""
+        """Held-out loss of the last evaluation; NaN if there is none."""
         return self.evaluations[-1].loss if self.evaluations else math.nan
 
     @property
@@ -89,34 +89,34 @@ class TrainResult:
         return statistics.median(each.tokens_per_second for each in settled) if settled else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Plain JSON values."""
         plain = asdict(self) | {"config": to_dict(self.config), "checkpoint": str(self.checkpoint or "")}
         return plain | {"loss": self.loss, "tokens_per_second": self.tokens_per_second, "steps": self.steps}
 
 
 class Hooks:
-    """Told of what happens; every method may be left as it is. `run` is the live run: model, optimizer, step."""
+    """Callbacks of a run; override those you need. `run` is the live run: model, optimizer, step."""
 
     def on_start(self, run: Run) -> None:
-        """Model, data and optimizer are there, and a checkpoint is loaded if there was one."""
+        """Called when model, data and optimizer exist and a checkpoint, if any, is loaded."""
 
     def before_step(self, run: Run) -> None:
-        """Step `run.step`, counted from 0, comes next."""
+        """Called before step `run.step`, counted from 0."""
 
     def after_backward(self, run: Run) -> None:
-        """Gradients are there, not clipped yet. Reading one here makes the host wait."""
+        """Called with gradients before clipping. Reading one here synchronizes with the device."""
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
-        """Steps since the last report."""
+        """Called with the steps since the last report."""
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Held-out text was evaluated."""
+        """Called after an evaluation on held-out text."""
 
     def on_save(self, run: Run, path: Path) -> None:
-        """A checkpoint is complete."""
+        """Called when a checkpoint is complete."""
 
     def on_end(self, run: Run, result: TrainResult) -> None:
-        """The last thing that is called; not after an error, see `close`."""
+        """Called at the end of the run; not after an error, see `close`."""
 
     def close(self) -> None:
-        """However the run ended."""
+        """Called last, also after an error."""

@@ -1,8 +1,8 @@
-"""The page of a comparison: one HTML file that needs nothing else, made from what the runs have stored.
+"""Report of a comparison: one self-contained HTML file, made from the stored run records.
 
-The first sentence answers the question of its title; verdicts follow, then how large the gaps are, curves, where a
-step's time goes, what each layer loses, and what it takes to run it again. `table` has the figures that the terminal
-shows too, so that both say the same.
+The first sentence answers the question of its title. Verdicts follow, then the sizes of the gaps, curves, shares of a
+step's time, quantization noise per layer, and the command to repeat it. Terminal and page share the figures of `table`.
+The null run is bf16 with another reduction order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .answer import CPU_SPEED, NOT_TIMED, answer, controlled, duration, for_an_answer, is_short, limits, share, won
+from .answer import (
+    CPU_SPEED,
+    NOT_TIMED,
+    answer,
+    control_result,
+    duration,
+    is_short,
+    limits,
+    longer_command,
+    share,
+    speedups,
+)
 from .breakdown import KINDS
-from .charts import Line, Reach, bars, lines, reaches
+from .charts import Interval, Line, bars, interval_chart, lines
 from .compare import BASELINE, CONTROL, NULL, Arm, Comparison
 from .statistics import resolves
 from .stored import Stored
@@ -29,7 +40,7 @@ _DECIBELS = ("x", "w", "dy", *PRODUCTS)
 
 
 def head(found: Comparison) -> list[str]:
-    """Names of the columns. Memory is shown on a GPU alone, speed where each run had that GPU to itself."""
+    """Names of the columns. Memory is shown on a GPU only, speed only if each run had the GPU to itself."""
     speed = ["tokens/s", "speedup"] if _is_timed(found) else []
     return ["recipe", "verdict", "gap to bf16", "final loss", *speed, *(["peak memory"] if found.is_on_gpu else [])]
 
@@ -39,7 +50,7 @@ def _is_timed(found: Comparison) -> bool:
 
 
 def table(found: Comparison) -> list[list[str]]:
-    """One row for each arm, as `head` says."""
+    """One row for each arm, with the columns of `head`."""
     return [_row(found, arm) for arm in found.arms]
 
 
@@ -57,7 +68,7 @@ def _row(found: Comparison, arm: Arm) -> list[str]:
 
 
 def _said(found: Comparison, arm: Arm) -> str:
-    """The verdict, never without the share of FLOPs that it is about."""
+    """Verdict with the share of converted FLOPs."""
     verdict = found.verdict(arm)
     if verdict is None:
         return ""
@@ -66,45 +77,45 @@ def _said(found: Comparison, arm: Arm) -> str:
 
 
 def notes(found: Comparison) -> list[str]:
-    """What a reader has to know to read the table."""
+    """Sentences below the table that explain it."""
     null = next(arm for arm in found.arms if arm.name == NULL)
     many, noise = len(found.seeds), found.noise
     said = [
-        f"null: {null.says}; noise up to {100 * noise:.2g} %.",
+        f"null: {null.says}; run-to-run noise up to {100 * noise:.2g} %.",
         "converted: share of linear FLOPs in low precision; the rest runs in bf16.",
     ]
     if found.branch_at:
         said.append(
-            f"All runs of a seed are bf16's up to step {found.branch_at}; the first gap of a recipe is what it makes "
-            "of weights that it did not train."
+            f"All runs of a seed share bf16's run up to step {found.branch_at}; the first gap of a recipe is the "
+            "effect of its forward on weights that bf16 trained."
         )
     if found.since:
         said.append(f"Recipes are in low precision from step {found.since} on, and bf16 before.")
     if many == 1:
         said.append(
-            "One seed: gaps have no interval of their own. Three times the null's largest gap in the second half of "
-            "its run stand in its place, or how far a recipe's own gap strayed there if that is more; more seeds "
-            "would give one."
+            "One seed: gaps have no confidence interval. Its half width is taken as three times the null run's "
+            "largest gap in the second half of the run, or as the drift of the recipe's own gap there if that is "
+            "larger. Two or more seeds give an interval."
         )
     else:
-        said.append(f"± is the 95 % interval of the mean of {many} paired seeds (Student's t).")
+        said.append(f"± is the 95 % confidence interval of the mean of {many} paired seeds (Student's t).")
     tight = [arm.name for arm in found.arms if arm.is_recipe and arm.budget and not resolves(noise, arm.budget)]
     if tight:
-        said.append(f"The noise is above a third of the budget of {', '.join(tight)}: too much to trust that verdict.")
+        said.append(f"The noise is above a third of the budget of {', '.join(tight)}: that verdict is unreliable.")
     for arm in found.arms:
         verdict = found.verdict(arm) if arm.is_recipe else None
-        if verdict is not None and verdict.kind != "too short to tell":  # which the answer explains
+        if verdict is not None and verdict.kind != "too short to tell":  # `answer` explains that one
             said.append(f"{arm.name}: {verdict.kind}; {verdict.why}.")
         said += [f"{arm.name}, seed {seed}: {run.failed}" for seed, run in _runs(found, arm) if run.failed]
     if found.is_on_gpu and not found.is_timed:
         said.append(NOT_TIMED)
-    return [*said, *filter(None, [controlled(found)])]
+    return [*said, *filter(None, [control_result(found)])]
 
 
 def summary(found: Comparison) -> list[str]:
-    """What the terminal says below its table: the answer, the notes, and how to get an answer that is missing."""
+    """Lines of the terminal below the table: the answer, the notes, and a longer command if it was too short."""
     speed = [] if found.is_on_gpu else [CPU_SPEED]
-    longer = [f"For an answer{duration(found)}: {for_an_answer(found)}"] if is_short(found) else []
+    longer = [f"For an answer{duration(found)}: {longer_command(found)}"] if is_short(found) else []
     return [answer(found), *notes(found), *speed, *longer]
 
 
@@ -113,7 +124,7 @@ def _runs(found: Comparison, arm: Arm) -> Sequence[tuple[int, Stored]]:
 
 
 def write(found: Comparison, path: Path) -> Path:
-    """The page, under another name first."""
+    """Write the page atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")
     try:
@@ -125,10 +136,10 @@ def write(found: Comparison, path: Path) -> Path:
 
 
 def page(found: Comparison) -> str:
-    """All of it as text."""
+    """The page as HTML."""
     base = found.runs[BASELINE][0]
     config = base.about["config"]
-    title = f"{config['name']}: does it still converge, and what is won?"
+    title = f"{config['name']}: does it still converge, and what is gained?"
     style = Path(__file__).with_name("page.css").read_text()
     tokens = config["batch"] * config["accumulate"] * config["data"]["sequence"]
     together = f"bf16 up to step {found.branch_at}, " if found.branch_at else ""
@@ -138,7 +149,7 @@ def page(found: Comparison) -> str:
     )
     body = [
         f"<h1>{escape(title)}</h1><p class='answer'>{_text(answer(found))}</p>",
-        f"<p>{_text(won(found))}</p><p class='note'>{escape(size)}</p>",
+        f"<p>{_text(speedups(found))}</p><p class='note'>{escape(size)}</p>",
         _section("Verdicts", _verdicts(found)),
         _limits(found) if is_short(found) else "",
         _sizes(found),
@@ -154,7 +165,7 @@ def page(found: Comparison) -> str:
 
 
 def _text(sentence: str) -> str:
-    """Escaped, with options of the command line in one piece each."""
+    """Escaped text with each command-line option in a <code> element."""
     return _OPTION.sub(r"<code>\g<0></code>", escape(sentence))
 
 
@@ -177,18 +188,18 @@ def _verdicts(found: Comparison) -> str:
 
 def _limits(found: Comparison) -> str:
     told = "".join(f"<li>{_text(each)}</li>" for each in limits(found))
-    command = f"<p>For an answer{duration(found)}:</p><p class='command'>{_text(for_an_answer(found))}</p>"
+    command = f"<p>For an answer{duration(found)}:</p><p class='command'>{_text(longer_command(found))}</p>"
     return _section("What this run can and cannot show", f"<ul>{told}</ul>{command}")
 
 
 def _sizes(found: Comparison) -> str:
-    rows: list[Reach] = []
+    rows: list[Interval] = []
     for place, arm in enumerate(found.arms):
         gap, budget = found.gap(arm.name), None if arm.budget is None else 100 * arm.budget
         if arm.name != BASELINE and gap.is_finite:
-            rows.append(Reach(arm.name, 100 * gap.mean, 100 * (gap.error or 0.0), place, budget))
-    note = "Distance from bf16's loss at the end, up or down, with its interval; logarithmic. The mark is the budget."
-    return _section("How large the gaps are", reaches(rows), note)
+            rows.append(Interval(arm.name, 100 * gap.mean, 100 * (gap.error or 0.0), place, budget))
+    note = "Absolute gap to bf16's final loss with its 95 % interval; logarithmic. The mark is the budget."
+    return _section("How large the gaps are", interval_chart(rows), note)
 
 
 def _table(names: Sequence[str], rows: Sequence[str], left: Sequence[str] = ()) -> str:
@@ -204,7 +215,7 @@ def _curves(found: Comparison) -> str:
         training += [
             Line(arm.name, smooth(sorted(run.losses.items())), place, faint=at > 0) for at, run in enumerate(runs)
         ]
-        # the control would flatten all others
+        # the control's gap would flatten all other curves
         if arm.name not in (BASELINE, CONTROL) and all(not run.failed for run in runs):
             along = [(float(step), 100 * gap) for step, gap in found.along(arm.name)]
             gaps.append(Line(arm.name, along, place, dashed=arm.name == NULL))
@@ -213,13 +224,13 @@ def _curves(found: Comparison) -> str:
     ) + _section(
         "Gap to bf16 over time",
         lines(gaps, "gap to bf16", unit=" %", band=100 * found.noise, late=1 / 3),
-        "On held-out text, mean of the seeds; the strip is the null's noise at the end. The axis is made for the later "
-        "two thirds.",
+        "On held-out text, mean of the seeds; the strip is the null run's noise at the end. The axis is scaled to the "
+        "last two thirds of the run.",
     )
 
 
 def smooth(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """A running mean over a fortieth of the run, thinned to what a screen shows."""
+    """Running mean over a fortieth of the run, thinned to at most some 400 points."""
     reach = max(1, len(points) // 40)
     means: list[tuple[float, float]] = []
     for at in range(len(points)):
@@ -230,7 +241,7 @@ def smooth(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
 
 def _time(found: Comparison) -> str:
     rows = [(arm.name, found.runs[arm.name][0].shares) for arm in found.arms if found.runs[arm.name][0].shares]
-    note = "Shares of one step under the profiler: linear products, casts of our own, attention, everything else."
+    note = "Shares of one step under the profiler: GEMMs (products), casts of this library, attention, everything else."
     return _section("Where a step's time goes", bars(rows, KINDS), note)
 
 
@@ -239,15 +250,17 @@ def _layers(found: Comparison) -> str:
     if not arms:
         return ""
     note = (
-        "Signal to quantisation noise in dB on one batch of the trained model, 6 dB for each half of the error: the "
-        "median of the layers for each product, and the least of all."
+        "Signal to quantization noise ratio in dB on one batch of the trained model; half the error is 6 dB more. The "
+        "median of the layers for each of the three GEMMs, and the lowest of all."
     )
     rows = [
         f"<td>{escape(name)}</td>" + "".join(f"<td>{each}</td>" for each in _medians(layers)) + _least(layers)
         for name, layers in arms.items()
     ]
     table = _table(("recipe", *PRODUCTS, "least"), rows, left=("least",))
-    return _section("What layers lose", table + "".join(_all_layers(*each) for each in arms.items()), note)
+    return _section(
+        "Quantization noise of each layer", table + "".join(_all_layers(*each) for each in arms.items()), note
+    )
 
 
 def _medians(layers: Sequence[dict[str, Any]]) -> list[str]:
@@ -264,8 +277,8 @@ def _least(layers: Sequence[dict[str, Any]]) -> str:
 def _all_layers(name: str, layers: Sequence[dict[str, Any]]) -> str:
     names = ("layer", *_DECIBELS, "clipped", "underflow")
     rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in layers]
-    said = f"<summary>{escape(name)}: operands and products of {len(rows)} layers, in dB</summary>"
-    note = "<p class='note'>Clipped, underflow: the largest share among its operands.</p>"
+    said = f"<summary>{escape(name)}: operands and GEMMs of {len(rows)} layers, in dB</summary>"
+    note = "<p class='note'>Clipped, underflow: the largest share among the layer's operands.</p>"
     return f"<details>{said}{_table(names, rows)}{note}</details>"
 
 

@@ -1,9 +1,9 @@
-"""`Run`: a run that is under way. It can make a step, evaluate, save and go on from a checkpoint; when, the loop says.
+"""`Run`: state of a training run, with methods to make a step, evaluate, save and resume; the loop calls them.
 
-A step: for every microbatch pieces, forward, backward and the next draws of stochastic rounding; then AdamW steps by
-the clipped gradient, attached weights are cast once, and experts are balanced. Nothing of it waits for the device. A
-loss or gradient that is no number stops every later update there, so that the weights are still those before it when
-the loop looks, and the place where it began can be found.
+A step: for every microbatch the sequences, forward, backward and the next tick of stochastic rounding; then AdamW with
+the clipped gradient, one cast of attached weights, and balancing of experts. A step never synchronizes with the device.
+After a loss or gradient that is not finite, AdamW skips all updates on the device. The weights are then still those
+before it when the loop reads the loss, so that the fault can be located.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .schedule import make_optimizer, norm_and_scale, rate_at
 
 
 class Run:
-    """What hooks are given.
+    """State of a run, passed to hooks.
 
-    model, optimizer, symbols: live.  step: how many are done.  report: of the conversion.  history, evaluations,
-    speeds: so far.  changed: in words, which options are not those of the checkpoint that it goes on from.  A hook may
-    set `wants_stop`, and the run saves and ends after the present step, or `wants_trace` before a step, and that one is
-    profiled for `cast_share`.
+    model, optimizer, symbols: live objects.  step: completed steps.  report: of the conversion.  history, evaluations,
+    speeds: so far.  changed: options that differ from those of the resumed checkpoint, as text.  A hook may set
+    `wants_stop`: the run then saves and ends after the current step. It may set `wants_trace` before a step: that step
+    is profiled for `cast_share`.
     """
 
     def __init__(self, config: RunConfig, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> None:
@@ -77,7 +77,7 @@ class Run:
         self.saved: Path | None = None
         self.broke_at: StepRecord | None = None
         self.changed: list[str] = []
-        # 1 once a loss or gradient was no number: AdamW then leaves weights and moments as they are
+        # 1 after a loss or gradient that is not finite: AdamW then skips its updates
         self.broken = torch.zeros((), device=self.device)
         self._unread: list[tuple[int, float, Tensor, Tensor]] = []
         self._resume()
@@ -99,29 +99,29 @@ class Run:
 
     @property
     def flop_share(self) -> float:
-        """Of the linear FLOPs of all steps, those that follow the recipe: of its layers the products that are in low
-        precision, from the step on that it begins with."""
+        """Share of the linear FLOPs of all steps in low precision: quantized GEMMs of converted layers, from step
+        `since` on."""
         low = sum(getattr(self.recipe, name) is not None for name in PRODUCTS)
         steps = max(0, self.config.steps - self.recipe.since) / self.config.steps
         return self.report.flop_share * steps * (low / len(PRODUCTS) if low else 1.0)
 
-    def tell(self, call: Callable[[Hooks], None]) -> None:
-        """All hooks, in their order."""
+    def notify(self, call: Callable[[Hooks], None]) -> None:
+        """Call all hooks in order."""
         for hook in self.hooks:
             call(hook)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """One optimizer step. Waits for nothing."""
+        """One optimizer step, without synchronization."""
         config, model = self.config, self.model
         set_step_(model, self.step)
-        if self.step == self.recipe.since > 0:  # weights were cast for what came before, or not at all
+        if self.step == self.recipe.since > 0:  # weight casts are stale or missing
             refresh_weights_(model)
         for micro in range(config.accumulate):
             self.microbatch(self.pieces(self.step, micro))
             advance_(model)
-        self.tell(lambda hook: hook.after_backward(self))
+        self.notify(lambda hook: hook.after_backward(self))
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         norm, self.optimizer.grad_scale = norm_and_scale(gradients, config.optimizer.clip)  # pyright: ignore[reportAttributeAccessIssue]
         loss = self.microbatch.loss.clone()
@@ -137,18 +137,18 @@ class Run:
         self._unread.append((self.step, rate, loss, norm))
 
     def pieces(self, step: int, micro: int) -> Tensor:
-        """What a microbatch trains on, on its way to the device."""
+        """Sequences of a training microbatch, copied asynchronously to the device."""
         config = self.config
-        return self._sent(
+        return self._to_device(
             self.symbols.batch(config.seed, step, micro, config.batch, config.accumulate, config.data.sequence)
         )
 
     def held_out(self, place: int) -> Tensor:
-        """What one of the evaluation's batches is of."""
+        """Sequences of an evaluation batch, copied asynchronously to the device."""
         config = self.config
-        return self._sent(self.symbols.validation(place, config.eval_batches, config.batch, config.data.sequence))
+        return self._to_device(self.symbols.validation(place, config.eval_batches, config.batch, config.data.sequence))
 
-    def _sent(self, batch: Tensor) -> Tensor:
+    def _to_device(self, batch: Tensor) -> Tensor:
         if self.device.type != "cuda":
             return batch.to(self.device)
         return batch.pin_memory().to(self.device, non_blocking=True)
@@ -163,8 +163,8 @@ class Run:
             moe.balance.copy_(torch.where(self.broken > 0, before, moe.balance))
 
     def read(self) -> list[StepRecord]:
-        """The steps since the last call, added to the history: the only place where a run waits for its device. After
-        one whose loss or gradient is no number, which `broke_at` then is, none counts."""
+        """Records of the steps since the last call, added to the history. The only call that synchronizes with the
+        device. A step with a loss or gradient that is not finite becomes `broke_at`; it and later steps are dropped."""
         if not self._unread:
             return []
         steps, rates, losses, norms = zip(*self._unread, strict=True)
@@ -178,8 +178,8 @@ class Run:
         self.history += records
         return records
 
-    def located(self, record: StepRecord) -> NonFiniteError:
-        """Replay the step that went wrong, with the weights and draws that it had, and say where."""
+    def non_finite_error(self, record: StepRecord) -> NonFiniteError:
+        """Error that locates the fault: replays the step with the same weights and stochastic rounding."""
         config, step = self.config, record.step - 1
         set_step_(self.model, step)
         refresh_weights_(self.model)
@@ -190,17 +190,17 @@ class Run:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all weights are numbers: those of the last update, too, which no loss tells of. Waits."""
+        """Whether all weights are finite. Includes the last update, which no loss covers. Synchronizes."""
         return bool(torch.stack([each.detach().isfinite().all() for each in self.model.parameters()]).all())
 
-    def broken_after(self, what: str) -> NonFiniteError:
-        """After a step whose loss and gradient were numbers, and what came of its update is not: say where."""
+    def non_finite_update_error(self, what: str) -> NonFiniteError:
+        """Error that locates the fault after an update that made weights or the evaluation not finite."""
         place = faults.locate(self.model, [self.held_out(place) for place in range(self.config.eval_batches)])
         return faults.not_finite(self.step, what, place, self.config, is_updated=True)
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """The loss on held-out text, in the precision of the recipe."""
+        """Loss on held-out text, in the precision of the recipe."""
         config, total = self.config, torch.zeros((), device=self.device)
         for place in range(config.eval_batches):
             total += self.model.loss(self.held_out(place))
@@ -213,14 +213,14 @@ class Run:
 
     @property
     def checkpoint_name(self) -> str:
-        """Of the present step."""
+        """Folder name of the current step's checkpoint."""
         return checkpoint.name_of(self.step)
 
     def save(self) -> Path:
-        """A checkpoint of the present step."""
+        """Write a checkpoint of the current step."""
         config = self.config
         assert config.folder is not None
-        assert not self._unread, "what is no number is never saved"
+        assert not self._unread, "losses are checked before weights are saved"
         tensors = checkpoint.tensors_of(self.model, self.optimizer)
         about = {
             "config": to_dict(config),
@@ -233,8 +233,8 @@ class Run:
         return self.saved
 
     def _resume(self) -> None:
-        """Go on from the last checkpoint of the folder, if that is wanted and there is one, or from another run's."""
-        self.saved = checkpoint.last_of_a_run(self.config.folder, resume=self.config.resume)
+        """Load the last checkpoint of the folder if `resume` is set, or another run's checkpoint (`start`)."""
+        self.saved = checkpoint.checkpoint_to_resume(self.config.folder, resume=self.config.resume)
         found = self.saved or self.config.start
         if found is None:
             return
@@ -243,7 +243,7 @@ class Run:
             raise CheckpointError(
                 message(
                     f"{found} was trained on text {about['data_hash']}, this is {self.symbols.hash}",
-                    rule="a run goes on with the text that it began with",
+                    rule="a run resumes with the same text",
                     fix="name the same data source and tokenizer, or another folder",
                 )
             )
@@ -251,7 +251,7 @@ class Run:
             raise CheckpointError(
                 message(
                     f"{found} for a run of {self.config.steps} steps",
-                    rule="a run has steps left after the checkpoint it begins with",
+                    rule="a run has steps left after the checkpoint it starts from",
                     fix=f"pass {option('steps', about['step'] + 1)} or more, or an earlier checkpoint",
                 )
             )
@@ -261,7 +261,7 @@ class Run:
         advance_(self.model, tick=self.step * self.config.accumulate)
 
     def result(self, stopped: Literal["done", "interrupted"]) -> TrainResult:
-        """What the run has come to."""
+        """Result of the run so far."""
         is_gpu = self.device.type == "cuda"
         return TrainResult(
             self.config,
@@ -280,7 +280,7 @@ class Run:
 
 
 def recipe_of(config: RecipeConfig) -> Recipe:
-    """The recipe that a config names."""
+    """Recipe of a config."""
     recipe = get_recipe(config.name)
     if config.weights is not None:
         recipe = recipe.with_weights(config.weights)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, and the optimizer that takes it."""
+"""Learning rate as a pure function of the step, AdamW, and the norm of the gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .config import OptimizerConfig
 
 
 def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of a step, counted from 0: up over `warmup`, then as the schedule says.
+    """Learning rate of a step, counted from 0: linear warm-up, then the schedule.
 
     >>> config = OptimizerConfig(rate=1.0, warmup=0.1, floor=0.1)
     >>> [round(rate_at(step, 100, config), 3) for step in (0, 9, 10, 55, 99)]
@@ -32,7 +32,7 @@ def rate_at(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW in one kernel. Matrices decay; norms, biases and whatever else has one dimension do not."""
+    """Fused AdamW. Weight decay applies to matrices, not to parameters of one dimension such as norms and biases."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     groups = [
         {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.weight_decay},
@@ -43,10 +43,10 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 
 @torch.no_grad()
 def norm_and_scale(gradients: list[torch.Tensor], limit: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The norm of all gradients, and what divides them to a norm of at most `limit` (0: None, as they are); in fp32.
+    """Norm of all gradients, and the divisor that clips them to a norm of at most `limit` (None if 0); fp32 scalars.
 
-    AdamW divides by its `grad_scale` as it reads: clipping takes no pass of its own, and in bf16 no rounding. Nothing
-    is read back: 1 where nothing is to be clipped.
+    AdamW divides by its `grad_scale` as it reads, so clipping needs no extra pass and no rounding in bf16. Nothing is
+    read back; the divisor is 1 if the norm is below the limit.
     """
     norms = torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     norm = torch.linalg.vector_norm(torch.stack(norms))

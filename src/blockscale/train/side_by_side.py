@@ -1,7 +1,7 @@
-"""Runs in processes of their own, several at a time or one after the other, and what they say meanwhile.
+"""Runs in worker processes, several at a time or one after the other, and their progress as lines.
 
-Small models leave most of a GPU idle while the host launches their kernels, so that several runs together end sooner
-than one by one; their speeds then mean nothing. A process of its own also gives back all of its memory.
+Small models leave most of a GPU idle while the host launches their kernels, so several concurrent runs finish sooner
+than one by one; their speeds are then not comparable. A worker process also frees all of its memory when it ends.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .records import Evaluation, Hooks, Speed, StepRecord
 from .run import Run
 
 T = TypeVar("T")
-# in a process of its own: whether it has work
+# in a worker process: set while it runs a task
 _busy = threading.Event()
-# seconds that a run has to save in, whose parent is gone
+# seconds for a run to save after its parent process has ended
 _GRACE = 120
 
 
 def side_by_side(
     function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], jobs: int, *, fresh: bool = False
 ) -> Iterator[tuple[int, T]]:
-    """(place of the task, result of `function(*task)`) as they are done, `jobs` at a time.
+    """(index, result of `function(*task)`) of each task as it finishes, `jobs` at a time.
 
-    fresh: each task has a process to itself. Functions and tasks are pickled; a process starts anew and imports all
-    that it needs, since CUDA does not survive a fork.
+    fresh: each task has its own process. Functions and tasks are pickled; processes are spawned, since CUDA does not
+    survive a fork.
     """
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        jobs, spawn, _begin, (os.getpid(), option_writer()), max_tasks_per_child=1 if fresh else None
+        jobs, spawn, _start_worker, (os.getpid(), option_writer()), max_tasks_per_child=1 if fresh else None
     )
     waiting, running = list(enumerate(tasks))[::-1], dict[Future[T], int]()
-    with _told_to_end():
+    with _sigterm_as_sigint():
         try:
             while waiting or running:
-                while waiting and len(running) < jobs:  # none ahead of time: what is queued could not be called back
+                while waiting and len(running) < jobs:  # queued tasks could not be cancelled, so none are queued
                     place, task = waiting.pop()
                     running[pool.submit(_call, function, task)] = place
                 for each in wait(running, return_when=FIRST_COMPLETED).done:
@@ -53,19 +53,20 @@ def side_by_side(
         except BrokenProcessPool as error:
             raise ProcessError(
                 message(
-                    "the process of a run ended without a word",
-                    rule="the system kills one when memory runs out; others crash, or belong to a script that begins "
-                    'them outside of if __name__ == "__main__"',
-                    fix=f"pass fewer {option('jobs')}, or see what it printed; run again: what is done stays",
+                    "the process of a run ended without a message",
+                    rule="the system kills a process when memory runs out; others crash, or belong to a script that "
+                    'starts them outside of if __name__ == "__main__"',
+                    fix=f"pass fewer {option('jobs')}, or read its output; run again: finished runs are kept",
                 )
             ) from error
-        finally:  # after an error or Ctrl-C those that run come to their end, and no other begins
+        finally:  # after an error or Ctrl-C running tasks finish, and no other starts
             pool.shutdown()
 
 
 @contextmanager
-def _told_to_end() -> Generator[None]:
-    """Within it SIGTERM is Ctrl-C for all processes: a terminal tells each of them, who sends SIGTERM this one."""
+def _sigterm_as_sigint() -> Generator[None]:
+    """Context in which SIGTERM acts as Ctrl-C in all processes. A terminal sends Ctrl-C to every process of the group;
+    SIGTERM arrives in this one only and is forwarded."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -83,15 +84,15 @@ def _told_to_end() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _begin(parent: int, writer: Callable[..., str]) -> None:
-    """In a new process, before any work: its errors are written as its parent writes them."""
+def _start_worker(parent: int, writer: Callable[..., str]) -> None:
+    """Initialize a worker process: it writes options in errors as its parent does, and ends with its parent."""
     write_options(writer)
-    _deaf()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _ignore_sigint()
+    threading.Thread(target=_exit_after_parent, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    """A process whose parent was killed would wait for work for ever: it ends, and a run that is under way saves."""
+def _exit_after_parent(parent: int) -> None:
+    """End this worker when its parent has ended: it would wait for tasks for ever. A running task may save first."""
     while os.getppid() == parent:
         time.sleep(1)
     if _busy.is_set():
@@ -102,39 +103,39 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _deaf() -> None:
-    """Ctrl-C reaches every process. One that waits for work must not end by it: a pool hangs that lost a process so."""
+def _ignore_sigint() -> None:
+    """Ignore Ctrl-C while the worker is idle: a process pool that loses an idle process hangs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _call(function: Callable[..., T], task: tuple[Any, ...]) -> T:
-    """In the other process: while it works, Ctrl-C counts."""
+    """Run a task in the worker, with Ctrl-C enabled."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _busy.set()
     try:
         return function(*task)
     finally:
         _busy.clear()
-        _deaf()
+        _ignore_sigint()
 
 
 class Lines(Hooks):
-    """Progress as plain lines, for files, pipes and processes without a terminal; tokens/s on a GPU alone.  every:
-    steps between them; 0: with each evaluation."""
+    """Progress as plain lines, for output without a terminal; tokens/s on a GPU only.  every: steps between lines; 0:
+    a line with each evaluation."""
 
     def __init__(self, name: str, every: int = 0) -> None:
         self.name, self.every = name, every
         self.speed = 0.0
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
-        """A line for the last step that is due."""
+        """Print a line if one is due."""
         self.speed = speed.tokens_per_second
         due = [each for each in records if self.every and (each.step == 1 or each.step % self.every == 0)]
         if due:
             self._say(run, f"{1e3 * speed.step_seconds:,.0f} ms a step")
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """A line with the loss on held-out text."""
+        """Print the loss on held-out text."""
         if not self.every:
             self._say(run, f"loss {evaluation.loss:.4f}")
 

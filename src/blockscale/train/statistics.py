@@ -1,8 +1,8 @@
-"""What a comparison may claim: paired gaps, their intervals, and one rule that turns them into a verdict.
+"""Statistics of a comparison: paired gaps, their confidence intervals, and the rule that turns them into a verdict.
 
-A gap is (loss - bf16's loss) / bf16's loss of the same seed. Seeds are pairs, so the interval is Student's, of the mean
-of the gaps. The null is bf16 against itself with sums in another order: whatever gap it has means nothing, and no
-recipe is judged finer than that. Plain numbers, no torch.
+A gap is (loss - bf16's loss) / bf16's loss of the same seed. Runs are paired by seed, so the interval is Student's t
+interval of the mean gap. The null run (bf16 with another reduction order) measures run-to-run noise: no gap below it is
+significant. Plain numbers, no torch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Literal
 Kind = Literal["diverged", "worse", "too short to tell", "undecided", "within budget", "within noise"]
 Tone = Literal["good", "bad", "open", "short"]
 
-# two-sided 95 %, by degrees of freedom from 1 on
+# Student's t, two-sided 95 %, for 1 to 30 degrees of freedom
 _STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 _NORMAL = 1.95996
-# A single null is one draw from the noise, and a second draw is larger than the first in every second case, larger than
-# it three times in one of five (normal noise): gaps up to so many times the null's say little.
-_ONE_DRAW = 3
+# Half width of a single seed's interval, in gaps of the null run. One null run is one sample of the noise: for normal
+# noise a second sample is larger in half of all cases, and more than three times as large in one of five.
+_SINGLE_SEED_FACTOR = 3
 
 
 def student(degrees: int) -> float:
-    """The quantile that a two-sided interval of 95 % takes.
+    """Quantile of Student's t for a two-sided 95 % interval.
 
     >>> student(1), student(4), round(student(60), 2)
     (12.706, 2.776, 2.0)
@@ -43,8 +43,8 @@ def student(degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """Paired relative gaps, one for each seed: infinite where its run broke down, nan where bf16's did.  error: half of
-    the interval of their mean; None of a single seed."""
+    """Paired relative gaps, one for each seed: infinite if its run failed, NaN if bf16's did.  error: half width of the
+    95 % interval of the mean; None for a single seed."""
 
     values: tuple[float, ...]
 
@@ -61,22 +61,22 @@ class Gap:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every run ended with a number."""
+        """Whether every run ended with a finite loss."""
         return all(map(math.isfinite, self.values))
 
     def __str__(self) -> str:
         if not self.is_finite:
-            return "no number"
+            return "not finite"
         spread = "" if self.error is None else f" ± {100 * self.error:.2f}"
         return f"{round(100 * self.mean, 2) + 0.0:+.2f}{spread} %"  # no -0.00
 
 
 def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
-    """Gaps of runs to the baseline's runs of the same seeds.
+    """Relative gaps of runs to the baseline's runs of the same seeds.
 
     >>> print(paired([2.02, 2.04], [2.0, 2.0]))
     +1.50 ± 6.35 %
-    >>> paired([float("inf"), 2.0], [2.0, float("inf")]).values  # a run that broke down, and one without a pair
+    >>> paired([float("inf"), 2.0], [2.0, float("inf")]).values  # a run that failed, and a baseline that failed
     (inf, nan)
     """
     return Gap(tuple(_relative(*pair) for pair in zip(losses, base, strict=True)))
@@ -88,15 +88,15 @@ def _relative(loss: float, base: float) -> float:
     return loss / base - 1 if math.isfinite(loss) else math.inf
 
 
-def wander(along: Sequence[float]) -> float:
-    """How far the gap of a single run strayed from where it ended, over the second half of the run."""
+def drift_of(along: Sequence[float]) -> float:
+    """Drift of a gap: its largest distance from its final value, over the second half of the run."""
     late = along[len(along) // 2 :]
     return max((abs(each - late[-1]) for each in late), default=0.0)
 
 
 def noise_of(null: Gap, along: Sequence[float] = ()) -> float:
-    """The largest gap that may mean nothing: the far end of the null's interval. One seed has no interval; then it is
-    the largest gap that the null had in the second half of its run.  along: its gaps in the order of the steps."""
+    """Largest gap that chance explains: the end of the null run's 95 % interval farther from zero. One seed has no
+    interval: then the null run's largest gap in the second half of the run.  along: its gaps in the order of steps."""
     if not null.is_finite:
         return math.nan
     if null.error is not None:
@@ -105,39 +105,39 @@ def noise_of(null: Gap, along: Sequence[float] = ()) -> float:
     return max(abs(each) for each in (null.mean, *late))
 
 
-# The shortest comparison that is judged; docs/compare.md has the measurements behind each number.
-# Steps since the runs of a seed parted. Sums in another order differ by 0.05 % after 100 steps of the tiny model and by
-# 1 % from 200 on: a shorter null run measures no noise.
+# Minimum length for a verdict; docs/compare.md has the measurements behind each number.
+# Steps after the shared ones. Another reduction order changes the loss of the tiny model by 0.05 % after 100 steps and
+# by 1 % from step 200 on: a shorter null run measures no noise.
 LEAST_STEPS = 300
-# Paired seeds whose interval is useful: t is 12.7 with two, 4.3 with three.
+# Paired seeds with a useful interval: t is 12.7 with two, 4.3 with three.
 LEAST_SEEDS = 3
-# Evaluations since the runs parted. Two of three lie in the second half: the fewest that show whether a gap moves.
+# Evaluations after the shared steps. Two of three lie in the second half: the fewest that show a drift.
 LEAST_EVALUATIONS = 3
-# With fewer seeds the second half of the run stands in for the interval: four evaluations of it at least.
+# With fewer seeds the second half of the run replaces the interval: at least four evaluations of it.
 LEAST_EVALUATIONS_OF_FEW_SEEDS = 8
-# Budgets that the whole interval must exceed to count as worse in a short comparison too: on their way to the end
-# correct recipes of 8 bits strayed by up to 3 in the mean of three seeds.
-FAR = 4
+# Multiple of the budget that the whole interval must exceed to count as worse in a short comparison. During a run the
+# mean gap of correct 8-bit recipes over three seeds reached 3 budgets.
+SHORT_RUN_BUDGETS = 4
 
 
 @dataclass(frozen=True)
 class Length:
-    """How much was run.  steps: all of them.  parted: those before the runs of a seed differ (`branch_at`, `since`).
-    evaluations: on held-out text after that."""
+    """Length of a comparison.  steps: of a run.  evaluations: on held-out text, after the shared steps.  shared_steps:
+    before the runs of a seed differ (`branch_at`, `since`)."""
 
     steps: int
     evaluations: int
-    parted: int = 0
+    shared_steps: int = 0
 
     def shortage(self, seeds: int) -> str:
-        """What was run and what a verdict needs, with the options that give it; empty if it is enough.
+        """Sentence on what was run and what a verdict needs, with the options; empty if it is long enough.
 
         >>> Length(16, 4).shortage(3)
         '16 steps, 4 evaluations and 3 seeds were run; a verdict needs 300 steps (--steps 300)'
         """
-        after = f" after step {self.parted}" if self.parted else ""
+        after = f" after step {self.shared_steps}" if self.shared_steps else ""
         needs: list[str] = []
-        if self.steps - self.parted < LEAST_STEPS:
+        if self.steps - self.shared_steps < LEAST_STEPS:
             needs.append(f"{LEAST_STEPS} steps{after} (--steps {self._goal})")
         if seeds >= LEAST_SEEDS and self.evaluations < LEAST_EVALUATIONS:
             needs.append(f"{LEAST_EVALUATIONS} evaluations{after} (--eval-every {self._every})")
@@ -146,11 +146,11 @@ class Length:
             needs.append(f"{LEAST_SEEDS} seeds (--seeds {LEAST_SEEDS}) or {many}")
         if not needs:
             return ""
-        run = (f"{_count(self.steps - self.parted, 'step')}{after}", _count(self.evaluations, "evaluation"))
+        run = (f"{_count(self.steps - self.shared_steps, 'step')}{after}", _count(self.evaluations, "evaluation"))
         return f"{', '.join(run)} and {_count(seeds, 'seed')} were run; a verdict needs {', and '.join(needs)}"
 
     def options(self, seeds: int) -> dict[str, int]:
-        """Options of `blockscale compare` that are enough for a verdict."""
+        """Options of `blockscale compare` for a comparison that is long enough for a verdict."""
         return {
             "--steps": self._goal,
             "--seeds": max(seeds, LEAST_SEEDS),
@@ -159,12 +159,12 @@ class Length:
 
     @property
     def _goal(self) -> int:
-        return max(self.steps, self.parted + LEAST_STEPS)
+        return max(self.steps, self.shared_steps + LEAST_STEPS)
 
     @property
     def _every(self) -> int:
-        """Steps between evaluations that are enough for any number of seeds."""
-        return (self._goal - self.parted) // LEAST_EVALUATIONS_OF_FEW_SEEDS
+        """Steps between evaluations, so that there are enough for any number of seeds."""
+        return (self._goal - self.shared_steps) // LEAST_EVALUATIONS_OF_FEW_SEEDS
 
 
 def _count(count: int, what: str) -> str:
@@ -173,7 +173,7 @@ def _count(count: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: what may be said.  why: in words, with the figures it rests on."""
+    """Verdict on a recipe.  kind: the conclusion.  why: the reason with its figures."""
 
     kind: Kind
     why: str
@@ -188,39 +188,41 @@ class Verdict:
 
     @property
     def tone(self) -> Tone:
-        """How it is coloured."""
+        """Colour class of the verdict."""
         return "good" if self.is_good else "bad" if self.is_bad else "open" if self.kind == "undecided" else "short"
 
 
-def judge(gap: Gap, noise: float, budget: float, length: Length, strayed: float = 0.0) -> Verdict:
-    """The verdict on a recipe.  noise: of the null, see `noise_of`.  budget: the largest relative gap that is accepted.
-    length: how much was run.  strayed: of a single seed, see `wander`.
+def judge(gap: Gap, noise: float, budget: float, length: Length, drift: float = 0.0) -> Verdict:
+    """Verdict on a recipe.  noise: of the null run, see `noise_of`.  budget: largest accepted relative gap.  length: of
+    the comparison.  drift: of a single seed's gap, see `drift_of`.
 
-    The gap's interval decides; a single seed has none, and three times the null's noise stand in its place, or how far
-    the gap strayed if that is more. Below the budget with all of it: within noise if the mean is no larger than the
-    noise, else within budget. Above budget and noise with all of it: worse. Anything else is open, and so is everything
-    where the null is no number. Below the least length nothing of that is said, but that a run diverged, and that a
-    recipe is worse where LEAST_SEEDS have an interval above FAR budgets and the noise.
+    The 95 % interval of the gap decides. For a single seed its half width is three times the noise, or the drift if
+    that is larger. If the whole interval is below the budget, the verdict is "within noise" for a mean no larger than
+    the noise, else "within budget". If the whole interval is above budget and noise, the verdict is "worse". Any other
+    case is "undecided", also a null run that is not finite. A comparison below the minimum length is "too short to
+    tell", with two exceptions: a run that diverged, and LEAST_SEEDS seeds or more whose whole interval is above
+    SHORT_RUN_BUDGETS budgets and the noise.
     """
     if any(map(math.isnan, gap.values)):
-        return Verdict("undecided", "bf16 itself ended without a loss that is a number")
+        return Verdict("undecided", "bf16 itself ended without a finite loss")
     if not gap.is_finite:
-        return Verdict("diverged", "a run ended without a loss that is a number")
+        return Verdict("diverged", "a run ended without a finite loss")
     if not math.isfinite(noise):
-        return Verdict("undecided", "the null has no finite gap, so the noise is not known")
-    error = max(_ONE_DRAW * noise, strayed) if gap.error is None else gap.error
+        return Verdict("undecided", "the null run has no finite gap, so the noise is not known")
+    error = max(_SINGLE_SEED_FACTOR * noise, drift) if gap.error is None else gap.error
     low, high = gap.mean - error, gap.mean + error
     reach = f"from {low:+.2%} to {high:+.2%}" + (
-        " (one seed: by three times the null's gap, or by how far its own strayed)" if gap.error is None else ""
+        " (one seed: half width three times the null run's gap, or the drift of its own)" if gap.error is None else ""
     )
     shortage = length.shortage(len(gap.values))
     if shortage:
-        far = FAR * budget
+        far = SHORT_RUN_BUDGETS * budget
         if len(gap.values) >= LEAST_SEEDS and low > max(far, noise):
-            return Verdict("worse", f"{reach}, all above {far:.2%}, {FAR} budgets, which a short run is enough for")
+            enough = f"{SHORT_RUN_BUDGETS} budgets, for which a short run is enough"
+            return Verdict("worse", f"{reach}, all above {far:.2%}, {enough}")
         return Verdict("too short to tell", shortage)
     if high <= budget and abs(gap.mean) <= noise:
-        return Verdict("within noise", f"{reach}; the null alone makes {noise:.2%}")
+        return Verdict("within noise", f"{reach}; noise of the null run {noise:.2%}")
     if high <= budget:
         return Verdict("within budget", f"{reach}; budget {budget:.2%}")
     if low > max(budget, noise):
@@ -229,5 +231,5 @@ def judge(gap: Gap, noise: float, budget: float, length: Length, strayed: float 
 
 
 def resolves(noise: float, budget: float) -> bool:
-    """Whether a comparison can see a budget at all: its noise is at most a third of it."""
+    """Whether a comparison can resolve a budget: its noise is at most a third of the budget."""
     return noise <= budget / 3

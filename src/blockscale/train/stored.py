@@ -1,7 +1,7 @@
-"""A run as its file tells it: what is kept of each run of a comparison, who writes it, and how it is read.
+"""Run records: the file of each run of a comparison, its writer and its reader.
 
-Everything that is shown of runs later (tables, pages, published results) is made from these files alone. A run that is
-finished is read and not run again; one that was cut off goes on from its last checkpoint, or begins anew.
+Tables, pages and published results are made from these files alone. A finished run is read and not trained again; an
+interrupted run resumes from its last checkpoint, or starts again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import BlockscaleError, CheckpointError, NonFiniteError, message
 from ..hardware import describe
 from .breakdown import breakdown
 from .config import RunConfig, fingerprint, to_dict
-from .files import owned
+from .files import folder_lock
 from .loop import train
 from .metrics import JsonLines
 from .numerics import sample_run
@@ -29,17 +29,17 @@ from .records import Hooks, TrainResult
 from .run import Run
 
 RUNS, METRICS = "runs", "metrics.jsonl"
-# what may be measured when a run is over: every layer's numerics, and where a step's time goes
-LOOKS = ("layers", "shares")
+# measurements after a run: quantization noise of every layer, and shares of a step's time
+MEASUREMENTS = ("layers", "shares")
 
 
 @dataclass
 class Stored:
-    """One run, as its file tells it.
+    """Record of one run, read from its file.
 
-    about: of the line "run".  end: of the last line, empty where the run is not done.  where: machine, versions, commit
-    and command.  shares, longest, kernel_ms: of a `Breakdown` of one step.  layers: numerics.  failed: why it ended
-    early.  seconds: of a step, by the step that told them.  arm: what the run is in its comparison.
+    about: the line "run".  end: the last line, empty if the run is not done.  where: machine, versions, commit and
+    command.  shares, longest, kernel_ms: `Breakdown` of one step.  layers: quantization noise.  failed: error that
+    ended the run.  seconds: of a step, by the step that reported them.  arm: the run's arm in its comparison.
     """
 
     about: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -57,12 +57,12 @@ class Stored:
 
     @property
     def is_done(self) -> bool:
-        """Also one whose record has lost what it was is not."""
+        """Whether the run finished or failed; False if its record is incomplete."""
         return bool(self.failed) or (self.end.get("stopped") == "done" and "flop_share" in self.about)
 
     @property
     def loss(self) -> float:
-        """Of held-out text at the end; infinite where the run broke down, nan where it was not taken."""
+        """Final loss on held-out text; infinite if the run failed, NaN if there was no evaluation."""
         found = self.end.get("loss")
         return float("inf") if self.failed else float("nan") if found is None else float(found)
 
@@ -74,14 +74,14 @@ def run_or_read(
     hooks: Sequence[Hooks] = (),
     *,
     arm: dict[str, Any] | None = None,
-    looks: Sequence[str] = LOOKS,
+    measurements: Sequence[str] = MEASUREMENTS,
     commit: str | None = None,
     results: tuple[type[Exception], ...] = (NonFiniteError,),
 ) -> Stored:
-    """One run, from its file or now. With `save_every` a run that was cut off goes on from its last checkpoint.
+    """One run, read from its file or trained now. With `save_every` an interrupted run resumes from its checkpoint.
 
-    label: the first part of its folder's name.  arm: what its file says of it besides.  looks: what is measured at its
-    end.  commit: to record where the source is no git checkout.  results: errors that are results of a run.
+    label: first part of its folder's name.  arm: facts for its record.  measurements: taken at its end.  commit:
+    recorded if the source is no git checkout.  results: errors that count as the result of a run.
     """
     config = replace(config, folder=None, resume=False)
     folder = folder_of(label, config, out)
@@ -90,8 +90,8 @@ def run_or_read(
         return found
     if config.save_every:
         config = replace(config, folder=folder, resume=True)
-    with owned(folder):
-        log = RunLog(folder, arm, looks=looks, commit=commit)
+    with folder_lock(folder):
+        log = RunLog(folder, arm, measurements=measurements, commit=commit)
         try:
             if train(config, hooks=[log, *hooks]).stopped == "interrupted" or log.was_stopped:
                 raise KeyboardInterrupt
@@ -103,17 +103,17 @@ def run_or_read(
     if not found.is_done:
         raise CheckpointError(
             message(
-                f"{folder / METRICS} does not tell of the run that has just ended",
-                rule="a comparison is made of what its runs wrote",
-                fix="see whether others write there; delete the folder, and the run is made again",
+                f"{folder / METRICS} has no record of the run that has just ended",
+                rule="a comparison is made from the records of its runs",
+                fix="check whether other processes write there; delete the folder to train the run again",
             )
         )
     return found
 
 
 def folder_of(label: str, config: RunConfig, out: Path) -> Path:
-    """Where a run of a comparison is kept: by its config. A checkpoint within the folder of the comparison is named
-    from there, so that all of it may move."""
+    """Folder of a run, named by a hash of its config. A `start` inside `out` is hashed as a relative path, so that the
+    folder of the comparison may move."""
     start = None if config.start is None else config.start.resolve()
     if start is not None and start.is_relative_to(out.resolve()):
         start = start.relative_to(out.resolve())
@@ -122,55 +122,56 @@ def folder_of(label: str, config: RunConfig, out: Path) -> Path:
 
 
 class RunLog(JsonLines):
-    """The metrics of a run, and what a comparison shows besides: machine, versions, shares of time, numerics."""
+    """Writer of a run record: metrics, machine, versions, shares of time, quantization noise."""
 
     def __init__(
         self,
         folder: Path,
         arm: dict[str, Any] | None = None,
         *,
-        looks: Sequence[str] = LOOKS,
+        measurements: Sequence[str] = MEASUREMENTS,
         commit: str | None = None,
     ) -> None:
         super().__init__(folder)
-        self.arm, self.looks, self.commit = arm or {}, looks, commit
-        self.was_stopped = False  # by Ctrl-C in the last step or after it: the run is done, what follows it is not
+        self.arm, self.measurements, self.commit = arm or {}, measurements, commit
+        self.was_stopped = False  # Ctrl-C in the last step or later: this run is done, the comparison stops
 
     def on_start(self, run: Run) -> None:
-        """What it is, and where it runs."""
+        """Write the run, its arm, machine and versions."""
         super().on_start(run)
         self._write("arm", **self.arm)
         self._write("where", **(describe(run.device) | asdict(where(run.device, __version__, self.commit))))
 
     def on_end(self, run: Run, result: TrainResult) -> None:
-        """What is measured on the trained model; one step more than the run had, which nobody keeps."""
-        for look in (self._layers, self._shares) if result.stopped == "done" else ():
+        """Write the measurements on the trained model. `_shares` makes an extra step, whose weights are discarded."""
+        for measure in (self._layers, self._shares) if result.stopped == "done" else ():
             try:
-                look(run)
-            except (BlockscaleError, RuntimeError) as error:  # the run itself is done, and counts
-                self._write("unseen", what=look.__name__.strip("_"), why=str(error) or type(error).__name__)
+                measure(run)
+            except (BlockscaleError, RuntimeError) as error:  # the run itself is done and stays valid
+                self._write("unseen", what=measure.__name__.strip("_"), why=str(error) or type(error).__name__)
         super().on_end(run, result)
         self.was_stopped = run.wants_stop
 
     def _layers(self, run: Run) -> None:
-        if "layers" in self.looks:
+        if "layers" in self.measurements:
             refresh_weights_(run.model)
             self._write("layers", layers=[asdict(each) for each in sample_run(run).read().layers])
 
     def _shares(self, run: Run) -> None:
-        if "shares" in self.looks:
+        if "shares" in self.measurements:
             found = breakdown(run.advance)
             self._write("shares", **found.shares)
             self._write("kernels", longest=found.longest, ms=found.kernel_ms)
 
     def fail(self, why: str, config: RunConfig) -> None:
-        """A run that broke down is a result, and is not run again. It may not have come as far as to say what it is."""
+        """Write a failed run, which counts as a result and is not repeated. `on_start` may not have been reached, so
+        the line has config and arm."""
         self._write("failed", why=why, config=to_dict(config), arm=self.arm)
         self.close()
 
 
 def read(path: Path) -> Stored:
-    """A run from its file; empty where there is none. Lines that are none, cut off or damaged, do not count."""
+    """Record of a run from its file; empty if there is none. Damaged lines are skipped."""
     found = Stored()
     if not path.exists():
         return found
@@ -183,7 +184,7 @@ def read(path: Path) -> Stored:
 
 def _take(found: Stored, kind: str, row: dict[str, Any]) -> None:
     match kind:
-        case "run":  # again, or going on: what came after that step is run anew
+        case "run":  # started again or resumed: later steps are repeated
             found.about, found.end, found.failed = row, {}, ""
             for kept in (found.losses, found.evaluations, found.seconds):
                 for step in [step for step in kept if step > row["step"]]:

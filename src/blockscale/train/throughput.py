@@ -1,8 +1,8 @@
-"""What a recipe wins: steps of the same model by several recipes, compiled or not, with weights cast at several times.
+"""Throughput of training steps: one model by several recipes, compiled or not, with each time of casting weights.
 
-Each arm runs in a process of its own, one after the other: large models do not fit a GPU twice, and an arm that fails,
-out of memory for instance, says so and leaves the others alone. The first steps, which hold compilation and autotuning,
-do not count; of the others the median counts, and quartiles say how far they spread. Losses mean nothing here.
+Each arm runs in its own process, one after the other: large models do not fit a GPU twice, and an arm that fails, for
+example out of memory, does not affect the others. The first steps, with compilation and autotuning, are not timed; of
+the others the median and the quartiles are reported. Losses are meaningless here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .config import Compile, RunConfig, WeightCast
 from .side_by_side import Lines, side_by_side
 from .stored import Stored, run_or_read
 
-# what files of such runs say that they measure
+# value of "measures" in the records of these runs
 MEASURES = "throughput"
 
 
 def arms_of(
     config: RunConfig, recipes: Sequence[str], compiles: Sequence[str] = (), weight_casts: Sequence[str] = ()
 ) -> list[RunConfig]:
-    """The baseline and the recipes, each by every way to compile and, but for the baseline, to cast weights; those of
-    the config where none are named."""
+    """Configs of the baseline and each recipe, for every `compiles` and, except for the baseline, every `weight_casts`;
+    the config's own values if none are given."""
     for name in recipes:
         get_recipe(name)
     for names, known, what in ((compiles, Compile, "compile"), (weight_casts, WeightCast, "weight_cast")):
@@ -52,18 +52,18 @@ def measure(
     warm_up: int = 5,
     timed: int = 15,
     commit: str | None = None,
-    told: Callable[[Throughput], None] = lambda row: None,
+    on_row: Callable[[Throughput], None] = lambda row: None,
 ) -> list[Throughput]:
-    """Run what is not there yet, and read all of it.
+    """Run the missing arms, and read all of them.
 
-    warm_up, timed: steps.  out: where runs are kept.  commit: to record without git.  told: called with each row as it
-    is there.
+    warm_up, timed: steps.  out: folder of the runs.  commit: recorded if there is no git.  on_row: called with each row
+    as it finishes.
     """
     if warm_up < 1 or timed < 2:
         raise OptionError(
             message(
                 f"{option('warm_up', warm_up)}, {option('timed', timed)}",
-                rule="the first step compiles, and a spread takes two",
+                rule="the first step compiles, and quartiles need two timed steps",
                 fix=f"pass {option('warm_up', 5)} and {option('timed', 15)}",
             )
         )
@@ -71,12 +71,12 @@ def measure(
     found: dict[int, Throughput] = {}
     for place, run in side_by_side(_run, tasks, 1, fresh=True):
         found[place] = throughput_of(run)
-        told(found[place])
+        on_row(found[place])
     return [found[place] for place in range(len(arms))]
 
 
 def _timed(config: RunConfig, steps: int) -> RunConfig:
-    """Every step is told, and there is nothing but steps."""
+    """The config with every step logged, and no evaluations, checkpoints or traces."""
     nothing = {"eval_every": 0, "eval_batches": 0, "save_every": 0, "profile": 0, "numerics_every": 0}
     recipe = replace(config.recipe, since=0)
     return replace(config, steps=steps, recipe=recipe, log_every=1, export=None, tensorboard=False, **nothing)
@@ -90,14 +90,14 @@ def _run(config: RunConfig, out: Path, warm_up: int, commit: str | None) -> Stor
         out,
         [Lines(label, every=5)],
         arm={"measures": MEASURES, "warm_up": warm_up},
-        looks=("shares",),
+        measurements=("shares",),
         commit=commit,
         results=(Exception,),
     )
 
 
 def throughput_of(run: Stored) -> Throughput:
-    """The figures of one run."""
+    """Throughput row of one run."""
     config, warm_up = run.about["config"], run.arm["warm_up"]
     seconds = [each for step, each in sorted(run.seconds.items()) if step > warm_up]
     is_good = not run.failed and len(seconds) > 1

@@ -1,7 +1,7 @@
-"""What a person sees of a run: a live table in a terminal, plain lines elsewhere. A hook like any other.
+"""Display of a run as a hook: a live table in a terminal, plain lines elsewhere.
 
-Share of time in casts is measured once, when the run has settled, by profiling a single step; on a CPU it is left out,
-where it would say how slow exact emulation is and nothing about a GPU.
+The share of time in casts is measured once, after warm-up, by profiling one step. It is left out on a CPU, where it
+would only show the cost of exact emulation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-# when compilation and autotuning are over
+# steps before the profiled one: compilation and autotuning are over
 _MEASURED_AT = 8
 
 
@@ -34,7 +34,7 @@ class View(Hooks):
         self.evaluation: Evaluation | None = None
 
     def on_start(self, run: Run) -> None:
-        """What is trained, on what, how."""
+        """Print model, recipe, device, text and conversion."""
         config = run.config
         self.began, self.first = time.perf_counter(), run.step
         said = f"{config.name}: {run.parameters / 1e6:,.1f}M parameters, {config.recipe.name}, {run.device}"
@@ -44,9 +44,9 @@ class View(Hooks):
         share = f"{converted} layers with {run.flop_share:.1%} of the linear FLOPs in low precision"
         self.console.print(share if converted and run.recipe.is_quantized else "all layers in bf16", highlight=False)
         if run.step:
-            self.console.print(f"going on from step {run.step}", highlight=False)
+            self.console.print(f"resuming from step {run.step}", highlight=False)
         if run.changed:
-            self.console.print(f"with other options than before: {', '.join(run.changed)}", highlight=False)
+            self.console.print(f"changed options: {', '.join(run.changed)}", highlight=False)
         if self.console.is_terminal:
             from rich.live import Live
 
@@ -54,37 +54,37 @@ class View(Hooks):
             self.live.start()
 
     def before_step(self, run: Run) -> None:
-        """Once, a step that is profiled."""
+        """Request a profile of one step."""
         begins = max(self.first, run.recipe.since)
         if run.step == begins + _MEASURED_AT and run.device.type == "cuda" and not run.config.profile:
             run.wants_trace = True
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
-        """The newest step."""
+        """Show the newest step."""
         if self.live is not None:
             self.live.update(self._table(run, records[-1], speed))
         else:
             self.console.print(self._line(run, records[-1], speed), highlight=False)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Kept for the table, or a line."""
+        """Store the evaluation for the table, or print a line."""
         self.evaluation = evaluation
         if self.live is None:
             said = f"step {evaluation.step:>6}  validation loss {evaluation.loss:.4f}"
             self.console.print(f"{said}  ({evaluation.bits_per_byte:.3f} bits per byte)", highlight=False)
 
     def on_save(self, run: Run, path: Path) -> None:
-        """Where it is."""
+        """Print the path of the checkpoint."""
         if self.live is None:
             self.console.print(f"step {run.step:>6}  saved {path}", highlight=False)
 
     def on_end(self, run: Run, result: TrainResult) -> None:
-        """How it ended."""
+        """Print the result."""
         self.close()
         said = [f"validation loss {result.loss:.4f}"] if result.evaluations else []
         said.append(f"{result.tokens_per_second:,.0f} tokens/s")
         if result.peak_memory is not None:
-            said.append(f"{result.peak_memory / 2**30:.1f} GiB at most")
+            said.append(f"{result.peak_memory / 2**30:.1f} GiB peak memory")
         self.console.print(f"{result.stopped} at step {result.steps}: {', '.join(said)}", highlight=False)
         if run.device.type == "cpu":
             self.console.print("speed on a CPU says nothing about a GPU: low precision is emulated exactly here")
@@ -92,7 +92,7 @@ class View(Hooks):
             self.console.print(f"checkpoint {result.checkpoint}", highlight=False)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Stop the live table."""
         if self.live is not None:
             self.live.stop()
             self.live = None
