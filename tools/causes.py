@@ -1,15 +1,16 @@
-"""Where a model loses in low precision: in which product, in which steps, and how much of it is the forward's rounding.
+"""Causes of a loss gap in low precision: which of the three GEMMs, which steps, and how much is the forward's rounding.
 
 python tools/causes.py 125m --recipe fp8_blockwise --arm wgrad --seed 1 --out out/causes.jsonl
 
-An arm is one run: by the whole recipe ("all"), by one of its products alone ("fprop", "dgrad", "wgrad"), or by all of
-it from the end of the warm-up on ("since"). Every run is told in JSON lines, by two things that its losses do not say:
+An arm is one run: the whole recipe ("all"), one of its GEMMs alone in low precision ("fprop", "dgrad", "wgrad"), or
+the whole recipe from the end of the warm-up on ("since"). Every run writes two kinds of JSON lines:
 
-    losses     the trained weights evaluated in other precisions: what the forward's rounding costs by itself
-    gradients  on the way, of a few batches that nobody trains on: how far gradients by the recipe are from bf16's, and
-               how much of that, and of the gradient, is the same in all batches, so that no averaging removes it
+    losses     loss of the trained weights evaluated in other precisions: the effect of the forward's rounding alone
+    gradients  at some steps, on a few batches outside the training set: error of the recipe's gradients relative to
+               bf16's, and the share of error and gradient that all batches have in common, which averaging over steps
+               does not remove
 
-Run arms beside each other to save time; losses are then compared with those of `blockscale compare`.
+Arms may run concurrently; their losses are compared with those of `blockscale compare`.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from blockscale.train.run import recipe_of
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 ARMS = ("all", *PRODUCTS, "since")
 STEPS = (20, 100, 200, 300, 500, 1000, 2000, 2990)
-# gradients of so many batches, each a quarter of a microbatch
+# number of gradient batches, and parts of a microbatch: each batch is one part
 BATCHES, PARTS = 6, 4
 
 Gradients = list[dict[str, Tensor]]
 
 
 def alone(recipe: str, product: str) -> str:
-    """The name of a recipe with one product in low precision.
+    """Name of a recipe with one of its three GEMMs in low precision.
 
     >>> alone("mxfp8", "dgrad")
     'mxfp8_fprop_wgrad_bf16'
@@ -49,7 +50,7 @@ def alone(recipe: str, product: str) -> str:
 
 
 def config_of(arm: str, config: RunConfig) -> RunConfig:
-    """What an arm runs."""
+    """Config of an arm's run."""
     if arm == "since":
         return replace(config, recipe=replace(config.recipe, since=int(config.steps * config.optimizer.warmup)))
     name = config.recipe.name
@@ -57,7 +58,7 @@ def config_of(arm: str, config: RunConfig) -> RunConfig:
 
 
 def twin(run: Run, recipe: str) -> Transformer:
-    """A run's model with its present weights, by another recipe and not compiled."""
+    """Copy of a run's model with its current weights, by another recipe and not compiled."""
     config, choice = run.config, run.config.recipe
     model = Transformer.build(config.model, config.data.sequence, device=run.device, dtype=torch.float32, seed=0)
     model.load_state_dict(run.model.state_dict())
@@ -68,7 +69,7 @@ def twin(run: Run, recipe: str) -> Transformer:
 
 @torch.no_grad()
 def loss_in(run: Run, recipe: str) -> float:
-    """Of held-out text, with the run's weights."""
+    """Loss on held-out text of the run's weights by another recipe."""
     config, model = run.config, twin(run, recipe)
     batches = [
         run.symbols.validation(place, config.eval_batches, config.batch, config.data.sequence)
@@ -79,7 +80,7 @@ def loss_in(run: Run, recipe: str) -> float:
 
 
 def gradients_in(run: Run, recipe: str, batches: Sequence[Tensor]) -> Gradients:
-    """Of every matrix but the embedding, for each batch."""
+    """Gradients of every matrix except the embedding, for each batch."""
     model, found = twin(run, recipe), Gradients()
     matrices = {name: each for name, each in model.named_parameters() if each.dim() > 1 and "embed" not in name}
     for each in batches:
@@ -90,23 +91,23 @@ def gradients_in(run: Run, recipe: str, batches: Sequence[Tensor]) -> Gradients:
 
 
 def energy(gradients: dict[str, Tensor]) -> Tensor:
-    """Squares of all values, summed."""
+    """Sum of squares of all values, fp64."""
     return (
         torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients.values()]).square().sum()
     )
 
 
 def common(parts: Gradients) -> float:
-    """Share of the energy of several gradients, or of their errors, that is the same in all; about 0 for those that
-    have nothing to do with each other."""
+    """Share of the energy of several gradients, or of their errors, that all have in common; about 0 if they are
+    independent."""
     mean = {name: torch.stack([each[name] for each in parts]).mean(0) for name in parts[0]}
     same = energy(mean) / torch.stack([energy(each) for each in parts]).mean()
     return float((same - 1 / len(parts)) / (1 - 1 / len(parts)))
 
 
 def compared(mine: Gradients, base: Gradients) -> dict[str, float]:
-    """error: of a batch's gradient, relative to its norm.  length: what it is too long by, along the true one.  common:
-    of the errors."""
+    """Errors of gradients against a baseline.  error: of a batch's gradient, relative to its norm.  length: relative
+    bias along the baseline's gradient.  common: share of the errors that all batches have in common."""
     errors = [{name: a[name] - b[name] for name in a} for a, b in zip(mine, base, strict=True)]
     true = torch.stack([energy(each) for each in base]).sum()
     along = torch.stack([(a[name].double() * b[name]).sum() for a, b in zip(errors, base, strict=True) for name in a])
@@ -118,13 +119,13 @@ def compared(mine: Gradients, base: Gradients) -> dict[str, float]:
 
 
 class Causes(Hooks):
-    """Tells both of a run, in lines of a file."""
+    """Hook that writes both kinds of lines."""
 
     def __init__(self, arm: str, config: RunConfig, steps: Sequence[int], out: Path) -> None:
         self.arm, self.recipe, self.steps, self.out = arm, config.recipe.name, steps, out
 
     def before_step(self, run: Run) -> None:
-        """Gradients, if it is time."""
+        """Write gradient errors if the step is one of `steps`."""
         if run.step in self.steps:
             unseen = [run.pieces(run.config.steps + at, 0) for at in range(-(-BATCHES // PARTS))]
             batches = [part for each in unseen for part in each.chunk(PARTS)][:BATCHES]
@@ -134,7 +135,7 @@ class Causes(Hooks):
             self._write(run, "gradients", step=run.step, by=found, gradient_common=common(base))
 
     def on_end(self, run: Run, result: TrainResult) -> None:
-        """Losses in other precisions."""
+        """Write the losses in other precisions."""
         losses = {name: loss_in(run, name) for name in ("bf16", self.recipe)}
         self._write(run, "losses", loss=result.loss, losses=losses)
 
@@ -152,14 +153,14 @@ class Causes(Hooks):
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """One arm."""
+    """Train one arm."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("preset")
     parser.add_argument("--recipe", default="fp8_blockwise")
     parser.add_argument("--arm", choices=ARMS, default="all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="of the run; by default the preset's")
-    parser.add_argument("--at", type=int, nargs="*", default=STEPS, help="steps whose gradients are looked at")
+    parser.add_argument("--steps", type=int, help="length of the run; by default the preset's")
+    parser.add_argument("--at", type=int, nargs="*", default=STEPS, help="steps at which gradients are measured")
     parser.add_argument("--out", type=Path, default=Path("out/causes.jsonl"))
     wanted = parser.parse_args(words)
     config = get_preset(wanted.preset)

@@ -1,10 +1,10 @@
-"""Run every kernel of ours once, on small odd shapes, under compute-sanitizer. Usage: `make sanitize`.
+"""Run every kernel of this library once, on small odd shapes, under compute-sanitizer. Usage: `make sanitize`.
 
 make sanitize ARGS="--tool racecheck --only nvfp4"
 
-Every cast is compared with the reference on the CPU, byte for byte, and every product with the exact one, so that
-torch's own kernels stay out of the picture. Without compute-sanitizer on the PATH the results are still compared, and
-the last line says that accesses were not watched.
+Casts are compared with the reference on the CPU, byte for byte, and GEMMs with exact results, so that no kernel of
+torch runs under the sanitizer. Without compute-sanitizer on the PATH the results are still compared, and the last line
+says that accesses were not checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-os.environ["BLOCKSCALE_POISON"] = "1"  # what a kernel forgets to write is seen
+os.environ["BLOCKSCALE_POISON"] = "1"  # fills outputs, so that unwritten bytes are detected
 
 import torch
 from torch import Tensor
@@ -34,15 +34,15 @@ from blockscale.grouped import routing_ops
 from blockscale.grouped._reference import exact_grouped
 
 NAMES = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp8_e4m3_128x128", "mxfp4", "nvfp4")
-ROWS, COLUMNS, HIDDEN = 200, 264, 256  # rows and columns fill no tile; a backward of SwiGLU takes multiples of 128
+ROWS, COLUMNS, HIDDEN = 200, 264, 256  # rows and columns are no multiples of a tile; SwiGLU's backward needs 128
 WATCHED = "BLOCKSCALE_SANITIZED_BY"
-LEAST_DB = 63.0  # of any fp32 product
-FOUND = 9  # exit status of compute-sanitizer when it found something
+LEAST_DB = 63.0  # lowest SQNR of an fp32 GEMM
+FOUND = 9  # exit status of compute-sanitizer if it found an error
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the casts read."""
+    """Inputs of the casts."""
 
     x: Tensor
     gate_up: Tensor
@@ -55,12 +55,12 @@ class Inputs:
     factors: Tensor
 
     def to(self, device: str) -> Inputs:
-        """The same on another device."""
+        """Inputs on another device."""
         return Inputs(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 def inputs() -> Inputs:
-    """Normal values, tokens that several experts want, an empty expert, and rows of no group."""
+    """Normal values, tokens routed to several experts, an empty expert, and rows outside all groups."""
     torch.manual_seed(0)
     x, gate_up, grad, wide, weight = (
         torch.randn(shape).bfloat16()
@@ -75,7 +75,7 @@ Call = Callable[[Inputs], object]
 
 
 def cases(name: str) -> Iterator[tuple[str, str, Call]]:
-    """(operation, what about it, call): one of every row, both axes and both layouts of scales."""
+    """(operation, variant, call) for every kernel of a format, both axes and both scale layouts."""
     spec = FORMATS[name]
     for layout in spec.layouts:
         cast = bs.CastSpec(name, scale_layout=layout)
@@ -101,25 +101,25 @@ def cases(name: str) -> Iterator[tuple[str, str, Call]]:
         lambda i: bs.swiglu_backward_quantize_both(i.grad, i.wide, name, name, hidden=name),
     )
     if FORMATS[name].codes_per_byte == 2:
-        yield "cast_both", "drawn", lambda i: bs.quantize_both(i.x, *drawn(name, i), offs=i.offs)
+        yield "cast_both", "stochastic", lambda i: bs.quantize_both(i.x, *stochastic(name, i), offs=i.offs)
         yield (
             "swiglu_backward_both",
-            "drawn",
-            lambda i: bs.swiglu_backward_quantize_both(i.grad, i.wide, *drawn(name, i)),
+            "stochastic",
+            lambda i: bs.swiglu_backward_quantize_both(i.grad, i.wide, *stochastic(name, i)),
         )
     yield "rmsnorm", "", lambda i: bs.rmsnorm_quantize(i.x, i.weight, name)
     yield "rmsnorm_both", "", lambda i: bs.rmsnorm_quantize_both(i.x, i.weight, name, name)
 
 
-def drawn(name: str, inputs: Inputs) -> tuple[bs.CastSpec, bs.CastSpec]:
-    """How gradients are cast in training: rounded by random words, and rotated for the gradient of a weight."""
+def stochastic(name: str, inputs: Inputs) -> tuple[bs.CastSpec, bs.CastSpec]:
+    """Cast specs of gradients in training: stochastic rounding, and a Hadamard transform for wgrad."""
     rounding = bs.Stochastic(bs.rng_state(0, device=inputs.x.device), "sanitized")
     row = bs.CastSpec(name, rounding=rounding, role="dgrad_dy")
     return row, bs.CastSpec(name, rounding=rounding, hadamard=True, role="wgrad_dy")
 
 
 def moves() -> Iterator[tuple[str, str, Call]]:
-    """Rows to four experts of each token, and back."""
+    """(operation, variant, call) of the routing kernels: rows to four experts per token, and back."""
 
     def permuted(i: Inputs, weights: Tensor | None) -> Tensor:
         routing = bs.sort_by_expert(i.experts, 9)
@@ -130,7 +130,7 @@ def moves() -> Iterator[tuple[str, str, Call]]:
 
     def dots(i: Inputs) -> Tensor:
         found = routing_ops.combine_dots(i.x, i.x[: ROWS // 4], bs.sort_by_expert(i.experts, 9).rows)
-        return found.bfloat16()  # the order of a sum is free
+        return found.bfloat16()  # the reduction order is not specified
 
     def cleared(i: Inputs) -> Tensor:
         found = i.x.clone()
@@ -147,7 +147,7 @@ def moves() -> Iterator[tuple[str, str, Call]]:
     yield "clear_rows", "", cleared
 
 
-# (row, formats, M, N, K): every kind of tile of Hopper's products, shared ones among them, with tails in all directions
+# (kernel, formats of A and B, M, N, K): every kind of tile of Hopper's GEMMs, split tiles included, with M, N, K tails
 PRODUCTS = [
     (row, "fp8_1x128", b, *size)
     for row, sizes in {
@@ -169,9 +169,9 @@ PRODUCTS = [
 
 
 def products(device: str, only: str) -> Iterator[tuple[str, float]]:
-    """(what, dB from the exact product of the same operands on the CPU), with a bias, and added to a buffer."""
-    for row, a_format, b_format, m, n, k in PRODUCTS:
-        title = f"gemm {row} {a_format} @ {b_format} {m}x{n}x{k}"
+    """(title, SQNR in dB against the exact result of the same operands on the CPU), with a bias and accumulating."""
+    for kernel, a_format, b_format, m, n, k in PRODUCTS:
+        title = f"gemm {kernel} {a_format} @ {b_format} {m}x{n}x{k}"
         if only not in title:
             continue
         x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
@@ -179,13 +179,13 @@ def products(device: str, only: str) -> Iterator[tuple[str, float]]:
             a, b = bs.quantize(x, a_format), bs.quantize(w, b_format)
         exact, total = exact_mm(a, b), torch.ones(m, n).to(device)
         a, b = a.to(device), b.to(device)
-        with bs.use_backend(gemm=row):
+        with bs.use_backend(gemm=kernel):
             got = bs.scaled_mm(a, b, torch.float32, bias=bias.to(device))
             bs.scaled_mm(a, b, accumulate=total)
         yield title, min(sqnr_db(exact + bias, got.cpu()), sqnr_db(exact + 1, total.cpu()))
 
 
-SIZES, REST = (0, 5, 70, 0, 130, 64, 1), 9  # rows of groups, and of none
+SIZES, REST = (0, 5, 70, 0, 130, 64, 1), 9  # rows of each group, and rows outside all groups
 GROUPED = [
     (row, "fp8_1x128", *size) for row in ("hopper", "triton") for size in ((208, 400), (144, 272))
 ] + [("hopper", "mxfp8_e4m3", 208, 400), ("triton", "mxfp8_e4m3", 208, 400), ("triton", "nvfp4", 208, 400)]  # fmt: skip
@@ -193,7 +193,7 @@ WEIGHTS = {"fp8_1x128": "fp8_128x128", "mxfp8_e4m3": "mxfp8_e4m3_128x128", "nvfp
 
 
 def grouped_products(device: str, only: str) -> Iterator[tuple[str, float]]:
-    """The same of grouped products: of rows, and of tokens."""
+    """(title, SQNR in dB) of m-grouped and k-grouped GEMMs."""
     offs = torch.tensor(SIZES).cumsum(0).int()
     for row, form, n, k in GROUPED:
         title = f"grouped {row} {form} {n}x{k}"
@@ -216,24 +216,24 @@ def grouped_products(device: str, only: str) -> Iterator[tuple[str, float]]:
 
 
 def on_the_cpu(result: object) -> list[Tensor]:
-    """All tensors of a result; bytes as bytes, since torch moves no FP4 that is not dense."""
+    """All tensors of a result on the CPU; 1-byte dtypes as uint8, since torch copies only dense FP4 tensors."""
     leaves = pytree.tree_leaves(result)
     return [(leaf.view(torch.uint8) if leaf.element_size() == 1 else leaf).cpu() for leaf in leaves]
 
 
 def watched(arguments: list[str], tool: str) -> int | None:
-    """Run this program again under compute-sanitizer; its exit status, or None where there is none."""
+    """Run this program again under compute-sanitizer; returns its exit status, or None if it is not installed."""
     command = shutil.which("compute-sanitizer")
     if command is None:
         return None
-    # memory that torch keeps for later is memory that a kernel may touch unseen
+    # out-of-bounds accesses within torch's cached blocks would not be detected
     environment = {**os.environ, WATCHED: tool, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     options = ["--tool", tool, "--error-exitcode", str(FOUND)]
     return subprocess.run([command, *options, sys.executable, __file__, *arguments], env=environment).returncode
 
 
 def main() -> int:
-    """Run, compare, tell."""
+    """Run all cases, compare and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -267,9 +267,9 @@ def main() -> int:
         count, wrong = count + 1, wrong + (not db > LEAST_DB)
         print(f"{'ok   ' if db > LEAST_DB else 'WRONG'} {title}: {db:.0f} dB", flush=True)
     ours = {op for op in registry.operations() if any(row.backend == "triton" for row in registry.kernels(op))}
-    ours -= {"gemm", "m_grouped", "k_grouped"}  # they have no bytes to compare
+    ours -= {"gemm", "m_grouped", "k_grouped"}  # compared by SQNR, not by bytes
     assert seen >= ours, f"no case runs {sorted(ours - seen)}"
-    by = f"under {os.environ[WATCHED]}" if WATCHED in os.environ else "accesses not watched: no compute-sanitizer"
+    by = f"under {os.environ[WATCHED]}" if WATCHED in os.environ else "accesses not checked: no compute-sanitizer"
     print(f"{count} cases, {wrong} wrong, {by}")
     return 1 if wrong or not count else 0
 

@@ -104,7 +104,7 @@ def write_stamp(**content):
 
 
 def fingerprint(options):
-    """A digest of everything that set-up depends on and that can be had at once, without importing torch."""
+    """A digest of everything that set-up depends on and that is known without importing torch."""
     project = read_project()
     seen = [project["project"], project["build-system"], (ROOT / "constraints.txt").read_text()]
     seen += [Path(__file__).read_text(), str(ROOT), sys.executable, sys.version, find_version("torch"), options]
@@ -113,7 +113,7 @@ def fingerprint(options):
 
 def read_project():
     """The content of pyproject.toml."""
-    # Here, because an older Python has no such module and must get as far as main().
+    # Imported here, because an older Python has no such module and must reach main().
     import tomllib
 
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -246,7 +246,7 @@ def install_beside():
     except PipError as error:
         reasons = re.findall("ERROR: (.*)", error.output) or ["it did not say why"]
         print(f"  pip: {reasons[-1]}")
-        print("  going on with what this machine has; to try again, remove .venv")
+        print("  continuing with the packages of this machine; to try again, remove .venv")
         add_path_file("blockscale", f"{ROOT / 'src'}\n")
         missing = sorted(wanted_packages() - set(list_packages()))
         print(f"  not here: {', '.join(missing) or 'nothing'}" + (" (what needs them will say so)" if missing else ""))
@@ -272,7 +272,7 @@ class PipError(Exception):
     """pip failed at a task; `output` is all that it said."""
 
     def __init__(self, task, output):
-        """Keep both for whoever reports it."""
+        """Keep the task and the output for the error message."""
         super().__init__(task)
         self.task, self.output = task, output
 
@@ -354,4 +354,4 @@ if __name__ == "__main__":
     except SetupError as error:
         sys.exit(f"\n{error}")
     except KeyboardInterrupt:
-        sys.exit("\nStopped; the next call goes on from here.")
+        sys.exit("\nStopped; the next call resumes here.")

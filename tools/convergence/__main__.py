@@ -1,11 +1,11 @@
-"""`python -m convergence`: run what is missing, all of it in parallel, then report. Usage: `make convergence`.
+"""`python -m convergence`: train the missing runs in parallel, then report. Usage: `make convergence`.
 
 make convergence ARGS="--device cuda --workers 12"
 make convergence ARGS="--recipes mxfp8 nvfp4 --seeds 8"
 make convergence ARGS="--report --machine h200"
 
-Rows are appended to benchmarks/results/convergence-<device>.jsonl as runs end. What stands there is not run again, so a
-run that was cut off is resumed by the same command.
+Rows are appended to benchmarks/results/convergence-<device>.jsonl as runs end. Stored runs are not repeated, so the
+same command resumes an interrupted one.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from .report import Report
 from .trainer import fit, train
 
 ROOT = Path(__file__).parents[2]
-# faults are gross or left to other gates: one seed tells which
+# seeds of an arm with a fault: its gap is large, or another gate has to find it
 FAULT_SEEDS = 1
 PROBLEMS = {"run": train, "regression": fit}
 
 
 def main() -> int:
-    """Run and report; 1 where a verdict is against us."""
+    """Run and report; exit status 1 if a verdict fails."""
     options = _options()
     path = ROOT / f"benchmarks/results/convergence-{options.machine}.jsonl"
     if not options.report:
         _run(options, path)
     stored = _read(path)
-    # runs of another size or on other text stay in the file and out of the table
+    # the table has only rows of the size and text of the last one
     kind = (stored[-1]["size"], stored[-1]["data"]) if stored else None
     report = Report.of([row for row in stored if (row["size"], row["data"]) == kind])
     report.show(Console() if sys.stdout.isatty() else Console(width=170))
@@ -67,14 +67,14 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make convergence", description="Paired training runs against bf16.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, for each recipe")
-    parser.add_argument("--recipes", nargs="*", choices=list(ARMS), default=list(ARMS), help="and faults, by name")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds of each recipe")
+    parser.add_argument("--recipes", nargs="*", choices=list(ARMS), default=list(ARMS), help="recipes and faults")
     parser.add_argument("--problems", nargs="*", choices=list(PROBLEMS), default=list(PROBLEMS))
     parser.add_argument("--size", choices=list(SIZES), help="full on a GPU, small on a CPU")
     parser.add_argument("--workers", type=int, help="processes; 12 on a GPU, one per core on a CPU")
-    parser.add_argument("--commit", help="what to record where the source is no git checkout")
-    parser.add_argument("--machine", help="in the name of the results; the GPU's, or cpu")
-    parser.add_argument("--report", action="store_true", help="run nothing, report what stands")
+    parser.add_argument("--commit", help="commit to record if the source is no git checkout")
+    parser.add_argument("--machine", help="machine in the name of the results; by default the GPU's, or cpu")
+    parser.add_argument("--report", action="store_true", help="run nothing, report stored rows")
     options = parser.parse_args()
     is_cpu = torch.device(options.device).type == "cpu"
     options.machine = options.machine or _slug(options.device)
@@ -84,8 +84,8 @@ def _options() -> argparse.Namespace:
 
 
 def _tasks(options: argparse.Namespace, path: Path) -> Iterator[tuple[Callable[..., dict[str, Any]], Any]]:
-    """(function, its arguments) of each row that is not yet stored, all arms of a seed together. What takes longest
-    starts first, so that no process is left alone with it."""
+    """(function, its arguments) of each missing row, all arms of a seed together. The longest tasks start first, so
+    that none of them runs alone at the end."""
     data, size = standard_library().hash, options.size
     done = {
         (row["kind"], row["arm"], row["seed"]) for row in _read(path) if row["size"] == size and row["data"] == data
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace, path: Path) -> None:
         TextColumn("{task.description}"),
     )
     os.environ["OMP_NUM_THREADS"] = "1"  # processes already keep every core busy
-    # spawned: a process that was forked cannot use the GPU
+    # spawned: a forked process cannot use the GPU
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool, Progress(*columns) as progress:
         waiting: list[Future[dict[str, Any]]] = []
         for function, arguments in _tasks(options, path):
@@ -134,7 +134,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _slug(device: str) -> str:
-    """cpu, or the GPU's name as in other files of results."""
+    """cpu, or the GPU's short name as in other result files."""
     return "cpu" if device == "cpu" else torch.cuda.get_device_name(device).split()[-1].lower()
 
 

@@ -1,11 +1,11 @@
-"""What is compared: the baseline, the null, the recipes, and faults that some gate has to find.
+"""Arms of the comparison: the baseline, the null run (fp32 GEMMs), the recipes, and faults that some gate has to find.
 
-A fault is put into one place, the reference cast, whose rounding or whose scales are replaced while the arm runs. All
-else is the library's own: the layer, the recipe, the products. A rounding is given as the word that every element
-draws, since a value goes up iff its word is below its fraction times 2^32:
+A fault is injected in one place, the reference cast: its rounding or its scales are replaced while the arm runs. Layer,
+recipe and GEMMs are the library's own. A faulty rounding is given as the random word of every element, since stochastic
+rounding goes up iff the word is below the fraction times 2^32:
 
     0xFFFFFFFF  never: toward zero          0x00000000  always: away from zero
-    0x7FFFFFFF  from a half on: ties away   anything else: a generator that is stuck
+    0x7FFFFFFF  from a half on: ties away   any other word: a stuck random generator
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ BASELINE, NULL = "bf16", "null"
 
 @dataclass(frozen=True)
 class Fault:
-    """nearest, drawn: the word in place of rounding to nearest and of random words.  axis: scales are written in the
-    order of the other axis.  found_by: the gate that must find it."""
+    """A fault of the cast.  found_by: gate that must find it.  nearest, stochastic: word that replaces rounding to
+    nearest, or the random words of stochastic rounding.  axis: scales are written in the order of the other axis."""
 
     found_by: str
     nearest: int | None = None
-    drawn: int | None = None
+    stochastic: int | None = None
     axis: bool = False
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing to train. recipe: None for layers of the harness.  bound: the largest gap to bf16 that passes."""
+    """One arm.  recipe: None for unquantized layers of the harness.  bound: largest gap to bf16 that passes."""
 
     name: str
     says: str
@@ -52,12 +52,12 @@ class Arm:
 
     @property
     def bits(self) -> int:
-        """Of an element; gates are looser for 4."""
+        """Bits of an element; gates are looser for 4."""
         product = None if self.recipe is None else self.recipe.wgrad
         return 16 if product is None else 4 if "fp4" in product.a.format else 8
 
     def make_linear(self, rng: Tensor) -> MakeLinear:
-        """The layers of this arm; rng: seed and tick, shared by all of them."""
+        """Factory of this arm's layers.  rng: seed and tick, shared by all layers."""
 
         def make(inputs: int, outputs: int, name: str) -> nn.Module:
             if self.recipe is None:
@@ -70,7 +70,7 @@ class Arm:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """With the fault in place, if there is one, and then on the backend that has it."""
+        """Context with the fault injected, if any; casts then use the reference backend."""
         if self.fault is None:
             yield
             return
@@ -79,7 +79,7 @@ class Arm:
         fault = self.fault
 
         def encode(v: Tensor, element: Any, words: Tensor | None = None) -> Tensor:
-            word = fault.nearest if words is None else fault.drawn
+            word = fault.nearest if words is None else fault.stochastic
             return real["encode"](v, element, words if word is None else torch.full_like(v, word, dtype=torch.int64))
 
         def pack_scale(spec: Any, scale: Tensor, *rest: Any) -> Tensor:
@@ -95,7 +95,7 @@ class Arm:
 
 
 class HighPrecision(nn.Linear):
-    """The baseline's layer: operands rounded to a dtype, products exact, sums in fp32, on every device."""
+    """Layer of the baseline and the null run: operands rounded to a dtype, fp32 accumulation, on every device."""
 
     def __init__(self, inputs: int, outputs: int, operands: torch.dtype) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -123,8 +123,8 @@ def _arms() -> Iterator[Arm]:
     yield Arm("truncation", "mxfp8, toward zero", mxfp8, 0.004, Fault("gradient", nearest=0xFFFFFFFF))
     yield Arm("ties_away", "mxfp8, ties away from zero", mxfp8, 0.004, Fault("bytes", nearest=0x7FFFFFFF))
     yield Arm("floor", "mxfp8, scales that let the largest values clip", floored, 0.004, Fault("product"))
-    yield Arm("word_zero", "mxfp4, every random word is 0", mxfp4, 0.05, Fault("gradient", drawn=0))
-    yield Arm("word_stuck", "mxfp4, every random word is the first", mxfp4, 0.05, Fault("bytes", drawn=0x6627E8D5))
+    yield Arm("word_zero", "mxfp4, every random word is 0", mxfp4, 0.05, Fault("gradient", stochastic=0))
+    yield Arm("word_stuck", "mxfp4, every random word is the first", mxfp4, 0.05, Fault("bytes", stochastic=0x6627E8D5))
 
 
 ARMS = {arm.name: arm for arm in _arms()}

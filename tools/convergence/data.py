@@ -1,7 +1,7 @@
-"""The text: Python's standard library, as bytes, split by file, named by its hash.
+"""Text of the runs: Python's standard library as bytes, split by file, identified by its hash.
 
-Every machine has it, and it has structure at every length. Other versions of Python have other text: runs are compared
-only where the hash is the same.
+Every machine has it, and it has structure at every length. Other Python versions have other text: only runs with the
+same hash are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Text:
 
 @functools.cache
 def standard_library() -> Text:
-    """All modules at the top of the standard library, in the order of their names."""
+    """All top-level modules of the standard library, sorted by name."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     digest = hashlib.sha256()
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -43,7 +43,7 @@ def standard_library() -> Text:
 
 
 def batch(text: Tensor, count: int, length: int, seed: int) -> Tensor:
-    """Pieces [count, length + 1], int64: a function of the seed alone, so that runs are paired and resumable."""
+    """Sequences, int64 [count, length + 1]: a function of the seed alone, so that runs are paired and resumable."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - length - 1, (count,), generator=generator)
     return text[starts[:, None] + torch.arange(length + 1)].long()

@@ -1,7 +1,7 @@
-"""Gates that need no run: what a fault does to bytes, to one product, and to the first gradient.
+"""Gates without training: effect of a fault on bytes, on one GEMM, and on the first gradient.
 
-    bytes     exact values, ties and draws of the contract, cast and decoded: equal or not
-    product   one product of data with outlier channels, against fp64: decibels
+    bytes     exact values, ties and stochastic rounding of the contract, cast and decoded: equal or not
+    product   one GEMM of data with outlier channels, against fp64: decibels
     gradient  of the first batch, against bf16's: cosine and ratio of norms
 
 Together they take a second on a CPU. The fourth gate, the loss after a whole run, is in `report.py`.
@@ -26,11 +26,11 @@ from .trainer import Trainer
 
 COSINE = {16: 0.998, 8: 0.998, 4: 0.98}
 NORMS = (0.9, 1.15)
-# of an untrained model, relative to bf16's: 4 bits miss a tenth of a percent by their ordinary noise
+# largest difference of an untrained model's loss, relative to bf16's: noise of 4 bits exceeds a tenth of a percent
 FIRST_LOSS = {16: 1e-3, 8: 1e-3, 4: 1e-2}
-# half a decibel below what the format is known to give on this data
+# half a decibel below the known SQNR of the format on this data
 OUTLIERS_DB = {"mxfp8_e4m3": 28.1, "fp8_1x128": 30.3, "nvfp4": 17.2, "mxfp4": 14.5}
-# values of one block, and what they are rounded to: by element width
+# values of one block and their rounded values, by element bits
 TIES = {
     8: ((448.0, 17.0, 19.0, 1.02), (448.0, 16.0, 20.0, 1.0)),
     4: ((6.0, 2.5, 3.5, 0.7), (6.0, 2.0, 4.0, 0.5)),
@@ -38,7 +38,7 @@ TIES = {
 
 
 def passes(row: dict[str, Any]) -> dict[str, bool]:
-    """Verdict of each gate on what `measure` found. A NaN passes nothing."""
+    """Whether a row of `measure` passes each gate; a NaN passes none."""
     least = OUTLIERS_DB.get(row["format"] or "")
     return {
         "bytes": row["bytes"],
@@ -48,7 +48,7 @@ def passes(row: dict[str, Any]) -> dict[str, bool]:
 
 
 def measure(name: str, size_name: str, device_name: str) -> dict[str, Any]:
-    """All figures of an arm: the row that is stored."""
+    """Gate figures of an arm as a row to store."""
     torch.set_num_threads(1)
     began, arm, device = time.perf_counter(), ARMS[name], torch.device(device_name)
     cosine, norms = first_gradient(arm, size_name, device)
@@ -84,7 +84,7 @@ def _gradient(arm: Arm, size_name: str, device: torch.device) -> Tensor:
 
 
 def outliers_db(arm: Arm, device: torch.device) -> float:
-    """The forward's product of 256x2048 and 256x2048 with 16 channels 20 to 60 times the rest, in decibels."""
+    """SQNR in dB of fprop of 256x2048 and 256x2048, with 16 channels 20 to 60 times as large as the rest."""
     assert arm.recipe is not None
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(256, 2048, generator=generator) for _ in range(2))
@@ -97,17 +97,17 @@ def outliers_db(arm: Arm, device: torch.device) -> float:
 
 
 def bytes_are_right(arm: Arm, device: torch.device) -> bool:
-    """Whether casts with the fault in place still do what the contract says."""
+    """Whether casts with the fault injected still give the bytes of the contract."""
     with arm.active():
-        return all(torch.equal(*pair) for pair in (_nearest(arm, device), _drawn(device)))
+        return all(torch.equal(*pair) for pair in (_nearest(arm, device), _stochastic(device)))
 
 
 def _nearest(arm: Arm, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ties and values between, in four blocks of scales that all differ: decoded, and what they must be."""
+    """Decoded and expected values of ties and values between, in four blocks with different scales."""
     assert arm.recipe is not None
     operand = arm.recipe.operand("dgrad_w")
     assert operand is not None
-    # a block's largest value is the element's, so that scales are exact; NVFP4's go up to 448, which is 7 * 64
+    # a block's largest value is the element's largest, so that scales are exact; NVFP4's scales reach 448 = 7 * 64
     given, expected = TIES[arm.bits]
     scales = torch.tensor([[1.0, 4.0], [16.0, 64.0]]) * (7 if operand.format.startswith("nvfp4") else 1)
     scales = scales.repeat_interleave(128, 1).repeat_interleave(128, 0)
@@ -115,8 +115,8 @@ def _nearest(arm: Arm, device: torch.device) -> tuple[Tensor, Tensor]:
     return bs.dequantize(bs.quantize(x.to(device), operand.format, scale_rule=operand.scale_rule)).cpu().float(), y
 
 
-def _drawn(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The draws that the contract works through: seed, tick, name and role are its own."""
+def _stochastic(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Decoded and expected values of the contract's worked example of stochastic rounding, with its seed and name."""
     rounding = Stochastic(rng_state(0x0123456789ABCDEF, 7, device), "model.layers.0.mlp.down_proj")
     x = torch.zeros(1, 32)
     x[0, :6], x[0, 31] = torch.tensor([2.75, 2.75, 2.75, 2.75, 0.3, -0.3]), 6.0

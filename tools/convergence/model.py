@@ -1,7 +1,7 @@
-"""A byte-level GPT in plain torch whose inner linears are what is tested, and a two-layer regression for quick tests.
+"""A byte-level GPT in plain torch with the linear layers under test, and a two-layer regression for quick tests.
 
-Tensors between layers are fp32. What enters and leaves a tested layer is rounded to bf16, forward and backward, as in
-any bf16 training, so that arms differ in their products and in nothing else.
+Tensors between layers are fp32. Inputs and outputs of a tested layer are rounded to bf16, forward and backward, as in
+any bf16 training, so that arms differ in their GEMMs only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MakeLinear = Callable[[int, int, str], nn.Module]
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how long it is trained. evaluated: bytes of each validation."""
+    """Size of a model and length of its training.  evaluated: bytes of each validation."""
 
     name: str
     layers: int
@@ -32,7 +32,7 @@ class Size:
     rate: float = 3e-3
 
 
-# what a GPU does in minutes, what two cores do in ten minutes for all arms, and what a test can wait for
+# full: minutes on a GPU; small: all arms in ten minutes on two cores; tiny: for tests
 SIZES = {
     size.name: size
     for size in (
@@ -44,8 +44,8 @@ SIZES = {
 
 
 class Edge(nn.Module):
-    """A layer between two roundings to bf16. Values are those of bf16 on a CPU too, but held in fp32 there: not every
-    CPU multiplies bf16 in less than minutes."""
+    """A layer between two roundings to bf16. On a CPU the bf16 values are held in fp32: bf16 GEMMs take minutes on some
+    CPUs."""
 
     def __init__(self, layer: nn.Module, *, rounds: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Edge(nn.Module):
         self.rounds = rounds
 
     def forward(self, x: Tensor) -> Tensor:
-        """fp32 to fp32."""
+        """fp32 [..., in] to fp32 [..., out]."""
         if not self.rounds:
             return self.layer(x)
         x = x.bfloat16()
@@ -61,7 +61,7 @@ class Edge(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm, added to the stream."""
+    """Pre-norm block: attention, then an MLP, each added to the residual stream."""
 
     def __init__(self, size: Size, linear: MakeLinear, name: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
         self.down = linear(4 * width, width, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to the same."""
+        """[B, T, D] -> [B, T, D]."""
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
@@ -100,14 +100,14 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def loss(self, text: Tensor) -> Tensor:
-        """Mean nats per byte of pieces [B, T + 1]."""
+        """Mean nats per byte of sequences [B, T + 1]."""
         return functional.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
 class Regression(nn.Module):
-    """Least squares with two layers: a student of a teacher of its own shape, whose answers are noisy.
+    """Least squares with two layers: a student fits a teacher of the same shape with noisy outputs.
 
-    The noise is the loss that nobody can get below, so relative gaps mean something.
+    The noise is the lowest possible loss, so relative gaps are meaningful.
     """
 
     WIDTH, HIDDEN, NOISE = 64, 128, 0.3
@@ -119,7 +119,7 @@ class Regression(nn.Module):
         )
 
     def loss(self, seed: int) -> Tensor:
-        """Mean squared error on 256 fresh pairs: a function of the seed, made on the CPU."""
+        """Mean squared error on 256 new pairs: a function of the seed, generated on the CPU."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(256, self.WIDTH, generator=generator)
         noise = self.NOISE * torch.randn(256, self.WIDTH, generator=generator)

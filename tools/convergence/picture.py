@@ -1,4 +1,4 @@
-"""The picture of the runs: loss over steps, the gap to bf16 with its error and its bound, and what faults do to it."""
+"""Picture of the runs: loss over steps, gap to bf16 with standard error and bound, and gap of the faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLOURS = {
 
 
 def draw(report: Report, path: Path) -> None:
-    """Three panels. The same rows give the same file."""
+    """Draw three panels; the same rows give the same file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -69,7 +69,7 @@ def _losses(axes: Axes, report: Report) -> None:
 
 
 def _gaps(axes: Axes, report: Report, names: Iterable[str]) -> None:
-    """In percent, with a band of one standard error."""
+    """Plot gaps in percent, with a band of one standard error."""
     axes.axhline(0, color="black", linewidth=0.8)
     steps = _steps(report)
     for name in names:
@@ -83,7 +83,7 @@ def _gaps(axes: Axes, report: Report, names: Iterable[str]) -> None:
 
 
 def _stretch(axes: Axes) -> None:
-    """Near zero as it is, further up by factors: a bound or a run that diverges would hide all others."""
+    """Set a symlog axis, linear near zero: bounds and diverging runs would flatten all others."""
     axes.set_yscale("symlog", linthresh=0.1)
     low, high = axes.get_ylim()
     marks = [-1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30, 100]
@@ -93,7 +93,7 @@ def _stretch(axes: Axes) -> None:
 
 
 def _bounds(axes: Axes, report: Report) -> None:
-    """Dashed, at the right edge: the largest gap that passes."""
+    """Plot the largest gap that passes as a dashed line at the right edge."""
     last = _steps(report)[-1]
     for name in ("mxfp8", "fp8_blockwise", "nvfp4", "mxfp4"):
         bound = ARMS[name].bound

@@ -1,8 +1,9 @@
-"""What the runs say: gaps to bf16 with their standard errors, and verdicts that can be against us.
+"""Report of the runs: gaps to bf16 with standard errors, and verdicts that may fail.
 
-A gap is (val - val of bf16) / val of bf16 of the same seed, averaged over seeds. Its error is the standard error over
-seeds; of a single seed, the largest spread of a recipe of as many bits. A verdict is "yes" or "NO" only where an error
-does not change it, else "open"; and no gap is judged by a harness whose null is not below a third of its bound.
+A gap is (loss - bf16's loss) / bf16's loss of the same seed on validation text, averaged over seeds. Its error is the
+standard error over seeds; for a single seed, the largest standard deviation of a recipe with as many bits. A verdict is
+"yes" or "NO" only if the error does not change it, else "open". No gap is judged unless the null run (fp32 GEMMs) is
+below a third of its bound.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ YES, NO, OPEN = "yes", "**NO**", "open"
 
 @dataclass(frozen=True)
 class Mean:
-    """Of `seeds` values; error: standard error, of a single value its expected spread."""
+    """Mean of `seeds` values.  error: standard error; for a single value its expected standard deviation."""
 
     value: float
     error: float
@@ -37,7 +38,7 @@ class Mean:
         return Mean(statistics.fmean(values), spread / len(values) ** 0.5, len(values))
 
     def is_below(self, bound: float, errors: float = 1) -> str:
-        """Whether it is, by so many standard errors."""
+        """Whether the mean is below a bound by `errors` standard errors: yes, NO or open."""
         if self.value + errors * self.error <= bound:
             return YES
         return NO if self.value - errors * self.error > bound else OPEN
@@ -48,8 +49,8 @@ class Mean:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows of one machine, one size and one text. runs: arm to seed to row.  gates: arm to row.  regression: the same
-    for the other problem, which has no gates."""
+    """Rows of one machine, one size and one text.  runs: arm to seed to row.  gates: arm to row.  regression: report of
+    the regression, which has no gates."""
 
     runs: dict[str, dict[int, dict[str, Any]]]
     gates: dict[str, dict[str, Any]]
@@ -57,7 +58,7 @@ class Report:
 
     @staticmethod
     def of(rows: Sequence[dict[str, Any]]) -> Report:
-        """Later rows replace earlier ones of the same arm and seed."""
+        """Report of stored rows; later rows replace earlier ones of the same arm and seed."""
         found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {
             kind: {name: {} for name in ARMS} for kind in ("run", "regression", "gates")
         }
@@ -67,7 +68,7 @@ class Report:
         return Report(found["run"], checked, Report(found["regression"], {}))
 
     def gaps(self, name: str, point: int = -1) -> dict[int, float]:
-        """Of all seeds that were run, at a point of the curve; a regression has but its end."""
+        """Gap of each seed at a point of the curve; a regression has only its end."""
         base = self.runs[BASELINE]
         pairs = (
             (seed, _loss(row, point), _loss(base[seed], point)) for seed, row in self.runs[name].items() if seed in base
@@ -75,7 +76,7 @@ class Report:
         return {seed: mine / theirs - 1 for seed, mine, theirs in sorted(pairs)}
 
     def gap(self, name: str, point: int = -1) -> Mean | None:
-        """The mean gap; None without runs."""
+        """Mean gap of an arm; None without runs."""
         gaps = self.gaps(name, point).values()
         if not gaps:
             return None
@@ -84,12 +85,12 @@ class Report:
         return Mean.of([*gaps], spread)
 
     def resolves(self, bound: float) -> bool:
-        """Whether the null is below a third of it, error included: else the harness cannot judge."""
+        """Whether the null run's gap plus its error is below a third of a bound; else the harness cannot judge."""
         null = self.gap(NULL)
         return null is not None and null.seeds > 1 and abs(null.value) + null.error <= bound / 3
 
     def loss_gate(self, name: str) -> str:
-        """Whether the gap is within its bound."""
+        """Whether the gap is within its bound: yes, NO or open."""
         gap, bound = self.gap(name), ARMS[name].bound
         if gap is None or bound is None or not self.resolves(bound):
             return OPEN
@@ -102,7 +103,7 @@ class Report:
         return [*early, *(["loss"] if self.loss_gate(name) == NO else [])]
 
     def first_loss_error(self, bits: int) -> float:
-        """The largest of honest arms, relative to bf16's: nothing may be wrong before training begins."""
+        """Largest relative difference of the first loss to bf16's, over arms without a fault."""
         pairs = (
             (row["first_loss"], self.runs[BASELINE][seed]["first_loss"])
             for name in HONEST
@@ -113,11 +114,11 @@ class Report:
         return max((abs(mine / theirs - 1) for mine, theirs in pairs), default=0.0)
 
     def first_losses_agree(self, bits: int) -> bool:
-        """Whether they are as near as arms of that many bits must be."""
+        """Whether the first losses of arms with that many bits are within their limit."""
         return self.first_loss_error(bits) <= gates.FIRST_LOSS[bits]
 
     def order(self) -> list[tuple[str, str, Mean, str]]:
-        """(smaller, larger, paired difference, verdict): by two standard errors."""
+        """(smaller arm, larger arm, paired difference, verdict by two standard errors) of each expected order."""
         found: list[tuple[str, str, Mean, str]] = []
         for smaller, larger in ORDER:
             mine, theirs = self.gaps(smaller), self.gaps(larger)
@@ -128,7 +129,7 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """No verdict is against us: honest arms pass, faults are found, and the order is not another one."""
+        """Whether no verdict fails: arms without a fault pass, faults are found, and no expected order is reversed."""
         honest = all(not self.found_by(name) for name in HONEST)
         faults = all(ARMS[name].fault.found_by in self.found_by(name) for name in FAULTS if name in self.gates)  # pyright: ignore[reportOptionalMemberAccess]
         start = all(self.first_losses_agree(bits) for bits in gates.FIRST_LOSS)
@@ -136,7 +137,7 @@ class Report:
         return honest and faults and start and all(verdict != NO for *_, verdict in order)
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """(title, head, rows) of everything there is to say."""
+        """(title, head, rows) of all tables."""
         return [
             self._recipes(),
             self._faults(),
@@ -197,7 +198,7 @@ class Report:
         return "Regression", ["arm", "seeds", "squared error", "gap, %"], body
 
     def show(self, console: Console) -> None:
-        """All tables, for people at a terminal."""
+        """Print all tables to a terminal."""
         for title, head, body in self.tables():
             table = Table(*head, title=title, title_justify="left")
             for row in body:
@@ -205,7 +206,7 @@ class Report:
             console.print(table)
 
     def write(self, page: Path, mark: str) -> None:
-        """The same tables as markdown, between the page's marks for this machine."""
+        """Write the tables as markdown between the page's marks for this machine."""
         begin, end = f"<!-- convergence:{mark} -->", f"<!-- /convergence:{mark} -->"
         text = page.read_text()
         if begin not in text:

@@ -1,7 +1,7 @@
-"""One run: an arm and a seed. Runs of one seed start from the same weights and see the same bytes in the same order.
+"""One run of an arm and a seed. Runs of one seed start from the same weights and see the same bytes in the same order.
 
-Everything random is a function of the seed and the step, stochastic rounding included, so a run that was stopped and
-resumed is the run that was not.
+Everything random, stochastic rounding included, is a function of the seed and the step, so a resumed run gives the same
+bits as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from .model import GPT, SIZES, Regression, Size
 
 POINTS = 12
 REGRESSION_STEPS = 80
-# of the batches that are validated on: the same for all runs
+# first seed of the validation batches, which are the same for all runs
 HELD_OUT_SEED = 1 << 40
 
 
 class Trainer:
-    """A model, its optimizer, and how far it is."""
+    """A model, its optimizer and its step."""
 
     def __init__(self, arm: Arm, seed: int, size: Size, text: Text, device: torch.device) -> None:
         self.arm, self.seed, self.size, self.text, self.device = arm, seed, size, text, device
         self.rng = rng_state(seed, device=device)
-        torch.manual_seed(seed)  # on the CPU, so that every device starts alike
+        torch.manual_seed(seed)  # weights are initialized on the CPU, so that every device starts with the same
         self.model = GPT(size, arm.make_linear(self.rng)).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         self.step = 0
 
     def batch(self) -> Tensor:
-        """What this step trains on."""
+        """Sequences of this step."""
         size = self.size
         return batch(self.text.train, size.sequences, size.context, (self.seed << 20) + self.step).to(self.device)
 
     def advance(self) -> Tensor:
-        """One step; its loss, before the step."""
+        """One step; returns its loss before the update."""
         self._set_rate()
         with self.arm.active():
             loss = self.model.loss(self.batch())
@@ -55,7 +55,7 @@ class Trainer:
         return loss.detach()
 
     def _set_rate(self) -> None:
-        """A tenth of the steps up, then a cosine down to a tenth of the rate."""
+        """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
         done = self.step / self.size.steps
         share = min(10 * (done + 1 / self.size.steps), 0.55 + 0.45 * math.cos(math.pi * done))
         for group in self.optimizer.param_groups:
@@ -63,7 +63,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Nats per byte of text that is never trained on."""
+        """Nats per byte of held-out text."""
         size, batches = self.size, max(1, self.size.evaluated // 2048)
         total = 0.0
         with self.arm.active():
@@ -73,11 +73,11 @@ class Trainer:
         return total / batches
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs."""
+        """State for a resumed run."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a state."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
@@ -85,7 +85,7 @@ class Trainer:
 
 
 def train(name: str, seed: int, size_name: str, device_name: str) -> dict[str, Any]:
-    """A whole run, in a process of its own: the row that is stored."""
+    """Run in a worker process; returns the row to store."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     text, size = standard_library(), SIZES[size_name]
@@ -111,7 +111,7 @@ def train(name: str, seed: int, size_name: str, device_name: str) -> dict[str, A
 
 
 def regress(arm: Arm, seed: int, steps: int, device: torch.device | str = "cpu") -> float:
-    """Fit the regression; its error on pairs that it was not fitted to."""
+    """Fit the regression; returns its error on held-out pairs."""
     rng = rng_state(seed, device=device)
     torch.manual_seed(seed)
     model = Regression(arm.make_linear(rng)).to(device)
@@ -128,7 +128,7 @@ def regress(arm: Arm, seed: int, steps: int, device: torch.device | str = "cpu")
 
 
 def fit(name: str, seed: int, size_name: str, device_name: str) -> dict[str, Any]:
-    """A whole regression, in a process of its own: the row that is stored."""
+    """Regression in a worker process; returns the row to store."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     return {
