@@ -1,4 +1,4 @@
-"""`blockscale bench` as a user meets it, on a CPU."""
+"""`blockscale bench` from the command line, on a CPU."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_wrong_kernel_prints_no_speed_and_fails(
     assert row.us is None
 
 
-def test_a_choice_of_nothing_is_told(capsys: pytest.CaptureFixture[str]):
+def test_an_empty_selection_is_reported(capsys: pytest.CaptureFixture[str]):
     assert bench("casts", "--device", "cpu", "--only", "nothing") != 0
     captured = capsys.readouterr()
     assert "--only 'nothing'" in captured.out + captured.err

@@ -1,4 +1,4 @@
-"""The suite of products: right ones get figures, wrong ones do not, and peers multiply what they claim to."""
+"""GEMM suite: correct GEMMs are timed, wrong ones are not, and peers multiply the operands that they claim."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_quick_run_is_short():
 
 
 @pytest.mark.parametrize("kind", [gemm.WEIGHTS, ADDED, gemm.Kind("nvfp4", "nvfp4")], ids=lambda kind: kind.label)
-def test_a_right_product_gets_figures(kind: gemm.Kind):
+def test_a_correct_gemm_is_timed(kind: gemm.Kind):
     row = run(case(kind, frozenset({"bf16", "rows"})))
     assert not row.fault
     assert row.checked.startswith("16 rows")
@@ -84,7 +84,7 @@ def one_value_is_missing(out: torch.Tensor) -> torch.Tensor:
 
 
 class Drifts:
-    """Another last bit in every run."""
+    """A result whose last bit differs in every run."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -105,7 +105,7 @@ class Drifts:
     ],
     ids=["off", "missing", "drifts"],
 )
-def test_a_wrong_product_gets_no_figure(kind: gemm.Kind, spoil, says: str):
+def test_a_wrong_gemm_is_not_timed(kind: gemm.Kind, spoil, says: str):
     good = case(kind)
     row = run(dataclasses.replace(good, run=lambda operands: spoil(good.run(operands))))
     assert says in row.problem
@@ -113,14 +113,14 @@ def test_a_wrong_product_gets_no_figure(kind: gemm.Kind, spoil, says: str):
     assert (row.us, row.tflop_s, row.percent_of_bound, row.peers) == (None, None, None, {})
 
 
-def test_a_product_that_is_not_added_is_wrong():
+def test_a_gemm_that_does_not_accumulate_is_wrong():
     def overwrites(operands: products.Operands) -> torch.Tensor:
         return operands.acc.copy_(bs.scaled_mm(operands.a, operands.b, torch.float32))
 
     assert "a second sum" in run(dataclasses.replace(case(ADDED), run=overwrites)).problem
 
 
-def test_a_kernel_that_raises_is_wrong_and_the_run_goes_on():
+def test_a_kernel_that_raises_is_wrong_and_the_run_continues():
     def fails(operands: products.Operands) -> torch.Tensor:
         raise RuntimeError("no such\ninstruction")
 
@@ -130,29 +130,29 @@ def test_a_kernel_that_raises_is_wrong_and_the_run_goes_on():
 
 
 def test_refusals_become_notes():
-    found = product_peers.table_rows(request("fp8_1x128", "fp8_128x128", product=(1, 256, 256)))
+    found = product_peers.other_kernels(request("fp8_1x128", "fp8_128x128", product=(1, 256, 256)))
     assert "multiples of 4" in str(found["row torch"])
     assert found["row torch_sm100"] == "refuses: needs sm_100 to sm_103, this is sm_90"
     assert "not run" in str(found["row reference"])
     taken = bs.registry.select(request("fp8_1x128", "fp8_128x128")).backend
-    assert f"row {taken}" not in product_peers.table_rows(request("fp8_1x128", "fp8_128x128"))
+    assert f"row {taken}" not in product_peers.other_kernels(request("fp8_1x128", "fp8_128x128"))
 
 
-def test_every_other_backend_of_the_table_is_a_peer():
-    found = product_peers.table_rows(request("mxfp4", "mxfp4"))
+def test_every_other_backend_is_a_peer():
+    found = product_peers.other_kernels(request("mxfp4", "mxfp4"))
     taken = bs.registry.select(request("mxfp4", "mxfp4")).backend
     assert set(found) == {f"row {row.backend}" for row in bs.registry.kernels("gemm")} - {f"row {taken}"}
 
 
 @pytest.mark.parametrize("name", ["fp8_1x128", "mxfp8_e4m3", "mxfp4", "nvfp4"])
-def test_judged_rows_are_those_of_the_whole(name: str):
+def test_compared_rows_equal_those_of_the_whole_gemm(name: str):
     q = bs.quantize(torch.randn(40, 256), name)
     index = torch.tensor([0, 3, 39])
     got, want = bs.gemm.exact_mm(products.take_rows(q, index), q), bs.gemm.exact_mm(q, q)[index]
-    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-12)  # the order of sums depends on the shape
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-12)  # the reduction order depends on the shape
 
 
-def test_the_last_row_is_judged():
+def test_the_last_row_is_compared():
     operands = products.make_operands((1000, 16, 128), ("fp8_1x128", "fp8_1x128"), CPU, accumulate=False)
     assert len(operands.judged) == len(operands.judged.unique()) == 256
     assert operands.judged[[0, -1]].tolist() == [0, 999]
@@ -168,7 +168,7 @@ def test_rowwise_operands_are_near_their_source():
 @pytest.mark.parametrize("weights", ["fp8_128x128", "fp8_1x128"])
 @pytest.mark.parametrize("product", [(16, 256, 256), (5, 144, 384)])
 def test_torchao_gets_scales_as_it_reads_them(weights: str, product, monkeypatch: pytest.MonkeyPatch):
-    """A stand-in with its contract: strides as it asserts them, scales read up to the end of a tile of 256."""
+    """A stand-in with torchao's contract: its stride checks, and scales read up to the end of a tile of 256."""
 
     def multiply(a, b, a_s, b_s, block, dtype):
         (m, k), n = a.shape, b.shape[1]
@@ -196,7 +196,7 @@ def test_torchao_gets_scales_as_it_reads_them(weights: str, product, monkeypatch
     assert peer.accuracy(operands) > 54
 
 
-def test_torchao_takes_part_where_it_can():
+def test_torchao_is_a_peer_where_it_can_run():
     def note(*formats: str, k: int = 256, compiling: bool = True) -> object:
         asked = request(*formats, product=(16, 256, k))
         return product_peers.peers(asked, frozenset({"torchao"}), compiling=compiling)["torchao"]
@@ -206,7 +206,7 @@ def test_torchao_takes_part_where_it_can():
     assert "compiled at other shapes" in str(note("fp8_1x128", "fp8_128x128", compiling=False))
 
 
-def test_the_bound_is_the_longer_floor():
+def test_the_bound_is_the_longer_of_compute_and_memory_time():
     large = gemm.case(gemm.WEIGHTS, shapes.SQUARE, gemm.gpu_extent(HOPPER), CEILINGS, group="")
     assert large.bound_us == pytest.approx(2 * 8192**3 / 1300e6)
     few = gemm.case(gemm.WEIGHTS, (1, 7168, 18432), gemm.gpu_extent(HOPPER), CEILINGS, group="")
@@ -223,7 +223,7 @@ def test_this_machine_has_ceilings():
     assert found.tflop_s["bf16"] > 0
 
 
-def test_no_error_is_a_number():
+def test_zero_error_has_a_finite_sqnr():
     assert products.sqnr_db(torch.ones(3), torch.ones(3)) == products.NO_ERROR_DB
     assert products.sqnr_db(torch.ones(3), torch.full((3,), torch.nan)) != products.NO_ERROR_DB
 

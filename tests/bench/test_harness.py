@@ -1,4 +1,4 @@
-"""The harness: right kernels get figures, wrong ones do not, and peers are what they claim to be."""
+"""Harness: correct kernels are timed, wrong ones are not, and peers compute what they claim."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def single(format: str = "mxfp8_e4m3", axis: int = -1) -> harness.Case:
     return casts.single(format, axis, (256, 512), EXTENT, group="one operand")
 
 
-def test_a_right_kernel_gets_figures():
+def test_a_correct_kernel_is_timed():
     row = run(single())
     assert row.wrong_bytes == 0
     assert row.checked == "every byte"
@@ -38,14 +38,14 @@ def test_a_right_kernel_gets_figures():
 
 
 class Wrong:
-    """Right when it is asked as the reference, else one byte off."""
+    """Correct with the reference backend, else one byte off."""
 
     def __init__(self, case: harness.Case) -> None:
         self.case, self.calls = case, itertools.count()
 
     def __call__(self, *args):
         result = self.case.run(*args)
-        if next(self.calls) < 2:  # the two runs that are checked; the third is the reference
+        if next(self.calls) < 2:  # the two checked runs; the third call is the reference
             result.data.view(torch.uint8)[3, 5] ^= 1
         return result
 
@@ -77,15 +77,15 @@ def test_host_time_on_a_gpu():
     assert all(row.us is not None and {"copy", "triton launch"} <= set(row.peers) for row in rows)
 
 
-def test_a_wrong_kernel_gets_none():
+def test_a_wrong_kernel_is_not_timed():
     case = single()
     row = run(dataclasses.replace(case, run=Wrong(case)))
     assert row.wrong_bytes == 1
     assert (row.us, row.gb_s, row.percent_of_copy, row.peers) == (None, None, None, {})
 
 
-def test_bytes_that_a_kernel_forgets_are_seen():
-    """It writes nothing at all: what lies in memory is the poison, not the result of an earlier run."""
+def test_unwritten_bytes_are_detected():
+    """A kernel that writes nothing: memory holds the poison, not the result of an earlier run."""
     case, kept = single(), []
 
     def forgetful(*args):
@@ -126,7 +126,7 @@ def test_a_peer_that_computes_something_else_is_labelled():
     assert row.peers["absent"] == {"note": "has none"}
 
 
-def test_a_peer_that_fails_costs_only_its_cell():
+def test_a_failing_peer_becomes_a_note():
     def fails(x):
         raise RuntimeError("no such\nthing")
 
@@ -150,8 +150,8 @@ def test_plain_decodes_are_exact(format: str):
     assert torch.equal(peers.plain_dequantize(q), dequantize(q))
 
 
-def test_other_casts_are_told_apart():
-    """The gate that `differs` rests on: the nearest other cast, another scale rule, lies below it."""
+def test_other_casts_are_below_the_gate():
+    """The most similar other cast, another scale rule, lies below the gate for the same cast."""
     x = torch.randn(256, 512, dtype=torch.bfloat16)
     for format, rule in (("mxfp8_e4m3", "floor"), ("mxfp4", "rceil")):
         ours, other = quantize(x, format), quantize(x, format, scale_rule=rule)

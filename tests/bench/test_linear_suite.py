@@ -1,4 +1,4 @@
-"""The suites of layers: right ones get figures, peers share parameters, memory is counted, and goals are judged."""
+"""Layer suites: correct layers are timed, peers share parameters, saved bytes are counted, and goals are judged."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def batch() -> layers.Batch:
     return layers.make_batch(layers.normal_linear(*LAYER, CPU), 128, LAYER, CPU)
 
 
-def way(weight_cast: Any = "forward", name: str = common.FP8) -> layers.Way:
-    return layers.our_way(layers.our_linear, common.RECIPES[name], weight_cast)
+def variant(weight_cast: Any = "forward", name: str = common.FP8) -> layers.Variant:
+    return layers.our_variant(layers.our_linear, common.RECIPES[name], weight_cast)
 
 
 def test_every_case_is_listed_once():
@@ -84,7 +84,7 @@ def test_feed_forward_layers_have_every_peer():
     assert len(list(linear.cases(linear.gpu_extent(HOPPER, quick=True), ROOFS))) < 10
 
 
-def test_a_row_tells_speed_accuracy_memory_and_roof():
+def test_a_row_has_speed_accuracy_memory_and_bound():
     row = run(case())
     assert not row.fault
     assert row.us is not None
@@ -92,7 +92,7 @@ def test_a_row_tells_speed_accuracy_memory_and_roof():
     assert row.sqnr_db >= 28.2
     assert {"bf16", "cast twice", "cast per step"} == {name for name, cell in row.peers.items() if "us" in cell}
     assert not any("note" in cell for cell in row.peers.values())
-    # a cast of x, which has a scale of 4 bytes for 128 codes, and where it waits too, one of the weight
+    # a cast of x with a 4-byte scale for 128 codes, and a cast of the weight if it is saved for backward too
     x = 128 * 128 * (1 + 4 / 128)
     assert row.details["kept_bytes cast twice"] == row.details["kept_bytes cast per step"] == x
     assert row.details["kept_bytes blockscale"] > x + 128 * 256
@@ -105,26 +105,26 @@ def test_a_row_tells_speed_accuracy_memory_and_roof():
 def test_microbatches_share_a_cast_and_times_are_of_one(monkeypatch: pytest.MonkeyPatch):
     counted: list[int] = []
     monkeypatch.setattr(layers, "refresh_weights_", lambda module: counted.append(1))
-    one, shared = batch(), way("step")
+    one, shared = batch(), variant("step")
     result = layers.step(shared, 8, one)
     assert len(counted) == 1
-    single = layers.take(way("forward"), one)
+    single = layers.take(variant("forward"), one)
     torch.testing.assert_close(result.dw[0], 8 * single.dw[0])
     assert torch.equal(result.dx, single.dx)
-    assert one.forms.of(shared).parameters[0] is one.forms.plain.weight
+    assert one.built.of(shared).parameters[0] is one.built.plain.weight
     several = case(microbatches=8, peers=frozenset())
     assert (several.parts, several.flops) == (8, 6 * 128 * 128 * 256)
     timing = harness.Timing(80.0, 80.0, 80.0, "cpu", 1)
-    assert timing.shared_by(several.parts).us == 10.0
+    assert timing.per_part(several.parts).us == 10.0
 
 
-def test_ways_differ_in_when_weights_are_cast_and_where_gradients_are_added():
-    one = common.ways_of(layers.our_linear, common.RECIPES[common.FP8], 1, twice=True)
+def test_variants_differ_in_weight_cast_and_accumulation():
+    one = common.variants_of(layers.our_linear, common.RECIPES[common.FP8], 1, twice=True)
     assert (one.main.refreshes, one.main.main_grads, one.label, one.use.microbatches) == (False, False, "", 1)
-    assert {name: way.refreshes for name, way in one.others.items()} == {"cast twice": False, "cast per step": True}
-    several = common.ways_of(layers.our_linear, common.RECIPES[common.FP8], 8)
+    assert {name: each.refreshes for name, each in one.others.items()} == {"cast twice": False, "cast per step": True}
+    several = common.variants_of(layers.our_linear, common.RECIPES[common.FP8], 8)
     assert (several.main.refreshes, several.main.main_grads) == (True, False)
-    assert [(name, way.refreshes, way.main_grads) for name, way in several.others.items()] == [
+    assert [(name, variant.refreshes, variant.main_grads) for name, variant in several.others.items()] == [
         ("fp32 main_grad", True, True)
     ]
     assert (several.label, several.use.microbatches, several.use.weight_cast) == ("8 microbatches ", 8, "step")
@@ -137,7 +137,7 @@ def test_a_wrong_layer_gets_no_figures(monkeypatch: pytest.MonkeyPatch):
     assert row.problem.startswith("dx is 28")
 
 
-def test_a_layer_that_raises_is_a_wrong_one(monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch):
     def broken(self: object, x: object) -> None:
         raise RuntimeError("no such kernel")
 
@@ -155,7 +155,7 @@ def test_a_peer_that_is_missing_is_a_note(monkeypatch: pytest.MonkeyPatch):
     assert "No module named 'torchao'" in row.peers["torchao"]["note"]
 
 
-def test_a_peer_that_computes_something_else_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_peer_that_computes_something_else_is_noted(monkeypatch: pytest.MonkeyPatch):
     class Doubled(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
@@ -179,9 +179,9 @@ def test_conversions_reach_every_layer_of_an_mlp():
     assert all(a is b for a, b in zip(built.parameters(), plain.parameters(), strict=True))
 
 
-def test_the_exact_mlp_is_itself():
+def test_the_exact_mlp_has_no_error():
     one = layers.make_batch(mlp.plain_unit((128, 256), CPU), 64, (128, 128), CPU)
-    assert min(mlp.judge(one, layers.take(layers.plain_way(), one))) > 100
+    assert min(mlp.judge(one, layers.take(layers.plain_variant(), one))) > 100
 
 
 def test_an_mlp_is_timed_beside_three_layers():
@@ -197,7 +197,7 @@ def test_an_mlp_is_timed_beside_three_layers():
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_an_mlp_with_one_wrong_gradient_is_found(index: int):
     one = layers.make_batch(mlp.plain_unit((128, 512), CPU), 384, (128, 128), CPU)
-    right = layers.take(layers.plain_way(), one)
+    right = layers.take(layers.plain_variant(), one)
     gradients = [dw * 1.1 if index == at else dw for at, dw in enumerate(right.dw)]
     *rest, worst = mlp.judge(one, right._replace(dw=gradients))
     assert min(rest) > 100

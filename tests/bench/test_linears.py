@@ -1,4 +1,4 @@
-"""Timing of linear layers, on a CPU with a layer that is made up: what is called, how often, and what is kept."""
+"""Timing of linear layers on a CPU with a fake layer: which calls, how often, and what is stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYER = (32, 16)
 
 
 class Recorded(blockscale.nn.Linear):
-    """With a list of what happened."""
+    """A fake layer that records its calls."""
 
     made: ClassVar[list[Recorded]] = []
 
@@ -58,7 +58,7 @@ def timed(use: Use) -> list[Measured]:
     return rows
 
 
-def test_both_are_timed() -> None:
+def test_bf16_and_recipe_are_timed() -> None:
     rows = timed(TRAINING)
     assert [row.recipe for row in rows] == ["bf16", "fp8_blockwise"]
     for row in rows:
@@ -70,7 +70,7 @@ def test_both_are_timed() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp8_wgrad_bf16"])
-def test_recipes_that_draw_or_keep_bf16_are_timed_too(recipe: str) -> None:
+def test_stochastic_and_partly_bf16_recipes_are_timed(recipe: str) -> None:
     (rows,) = time_layers([LAYER], 8, [recipe], CPU, TRAINING, rounds=1, seconds=1e-4)
     assert [row.recipe for row in rows] == ["bf16", recipe]
 
@@ -118,7 +118,7 @@ def test_rows_survive_a_file(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_suite_can_be_shown() -> None:
-    """The stored results of `bench linear` are marks of the picture: ours and bf16, nothing of whole steps."""
+    """Stored rows of `bench linear` give marks of the picture: ours and bf16, without whole steps."""
     rows = linears.read(RESULTS / "linear-h200.jsonl")
     times = {(row.layer, row.tokens, row.recipe): row.us for row in rows}
     assert {row.recipe for row in rows} >= {"bf16", "fp8_blockwise"}

@@ -1,4 +1,4 @@
-"""The suite of mixtures of experts: loads, grouped products and layers that are judged before they are timed, goals."""
+"""MoE suite: loads, grouped GEMMs and layers that are checked before they are timed, goals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blockscale.bench import (
     store,
     tables,
 )
-from blockscale.bench.grouped_products import Grouped, make_k_grouped, make_m_grouped, picked
+from blockscale.bench.grouped_products import Grouped, make_k_grouped, make_m_grouped, pick_groups
 from blockscale.bench.loads import LOADS, sizes
 from blockscale.bench.products import judge, sqnr_db
 from blockscale.bench.rooflines import Roofs
@@ -46,7 +46,7 @@ SIZES = (5, 0, 130, 17)
 
 @pytest.fixture(autouse=True)
 def same_values() -> None:
-    """Whatever ran before: gates are for many rows, and some values of tiny layers miss them."""
+    """Seed of the values: gates are stated for many rows, and tiny layers miss them with some seeds."""
     harness._generator.cache_clear()
 
 
@@ -64,7 +64,7 @@ def layers_extent(*peers: str) -> moe_layers.LayersExtent:
     return moe_layers.cpu_extent(Capability("cpu", 0), frozenset(peers))
 
 
-# ---- what is run -----------------------------------------------------------------------------------------------------
+# ---- cases -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_case_is_listed_once():
@@ -97,7 +97,7 @@ def test_every_case_is_listed_once():
     assert len(quick) < len(found) / 4
 
 
-def test_what_only_the_reference_serves_is_left_to_the_cpu(monkeypatch: pytest.MonkeyPatch):
+def test_gemms_of_the_reference_run_only_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     def no_rows(request: Any) -> Any:
         return SimpleNamespace(backend="reference")
 
@@ -121,7 +121,7 @@ def test_loads(load: Any, rows: int, experts: int, most: int):
 
 def test_zipf_is_skewed_and_spread_over_the_experts():
     found = sizes(32768, 256, "zipf", 4096)
-    # the first two would have more than there are tokens; the third has (10/3)^1.2 times the rows of the tenth
+    # the first two are limited by the number of tokens; the third has (10/3)^1.2 times the rows of the tenth
     ranks = sorted(found, reverse=True)
     assert ranks[:2] == [4096, 4096]
     assert ranks[2] / ranks[9] == pytest.approx((10 / 3) ** 1.2, rel=0.01)
@@ -131,7 +131,7 @@ def test_zipf_is_skewed_and_spread_over_the_experts():
 
 def test_bytes_of_products_are_counted_by_hand():
     problem = moe.Problem("x", "fprop", 4, 256, 128, 384, "worst")
-    a, b = 256 * 384 + 4 * 256 * 3, 128 * 384 + 4 * 3  # a scale of four bytes for 128 values, or for a tile
+    a, b = 256 * 384 + 4 * 256 * 3, 128 * 384 + 4 * 3  # a 4-byte scale for 128 values, or for a 128x128 block
     assert moe.moved_bytes(problem) == a + b + 2 * 256 * 128
     balanced = dataclasses.replace(problem, load="balanced")
     assert moe.moved_bytes(balanced) == a + 4 * b + 2 * 256 * 128
@@ -151,7 +151,7 @@ def operands(kind: str, dtype: torch.dtype = torch.bfloat16) -> Grouped:
 
 
 @pytest.mark.parametrize("kind", ["m", "k", "k +="])
-def test_right_products_pass_and_wrong_ones_do_not(kind: str):
+def test_correct_grouped_gemms_pass_and_wrong_ones_do_not(kind: str):
     dtype = torch.float32 if kind == "k +=" else torch.bfloat16
     one = operands(kind, dtype)
     assert judge(grouped_peers.multiply, one).problem == ""
@@ -172,7 +172,7 @@ def test_right_products_pass_and_wrong_ones_do_not(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["m", "k"])
-def test_peers_are_judged_by_their_own_operands(kind: str):
+def test_accuracy_of_peers_is_of_their_own_operands(kind: str):
     one = operands(kind)
     assert one.plain_accuracy(grouped_peers.plain) > 100
     codes_x, scale_x, codes_w, scale_w = one.rowwise
@@ -193,15 +193,15 @@ def test_peers_are_judged_by_their_own_operands(kind: str):
 def test_equal_groups_have_the_same_rows():
     for kind in ("m", "k"):
         one = operands(kind)
-        assert one.evenly.sizes == (38, 38, 38, 38)
-        assert one.evenly.offs.tolist() == [38, 76, 114, 152]
-        assert one.evenly.accuracy(grouped_peers.multiply) > 54
-        assert one.evenly.x is one.x
+        assert one.with_equal_groups.sizes == (38, 38, 38, 38)
+        assert one.with_equal_groups.offs.tolist() == [38, 76, 114, 152]
+        assert one.with_equal_groups.accuracy(grouped_peers.multiply) > 54
+        assert one.with_equal_groups.x is one.x
 
 
-def test_groups_that_are_looked_at():
-    assert picked((0, 4, 0, 2), 8) == [1, 3]
-    found = picked([*range(1, 300), 1000, 3, *range(5, 100)], 16)
+def test_compared_groups():
+    assert pick_groups((0, 4, 0, 2), 8) == [1, 3]
+    found = pick_groups([*range(1, 300), 1000, 3, *range(5, 100)], 16)
     assert len(found) == 16
     assert {0, 299} <= set(found), "the smallest and the largest"
 
@@ -210,7 +210,7 @@ def test_a_product_is_timed_beside_equal_groups_and_bf16():
     row = run(product("tiny fprop E=4 zipf 80x128x256"))
     assert not row.fault
     assert row.us is not None
-    # 40, 20, 12 and 8 rows, no more than 16 of each
+    # 40, 20, 12 and 8 rows, at most 16 compared of each
     assert row.checked.startswith("52 rows of 4 groups")
     assert {"balanced", "bf16"} == {name for name, cell in row.peers.items() if "us" in cell}
     added = run(product("equal groups wgrad fp32 += E=4 128x256x160", frozenset()))
@@ -220,15 +220,15 @@ def test_a_product_is_timed_beside_equal_groups_and_bf16():
     assert "balanced" not in product("tiny fprop E=4 balanced 80x128x256").peers
 
 
-def test_decoding_is_timed_beside_experts_with_room():
+def test_decoding_is_timed_beside_groups_with_capacity():
     row = run(product("decoding fprop E=4 balanced 16x128x256"))
     assert not row.fault
     assert {"with room", "bf16"} == {name for name, cell in row.peers.items() if "us" in cell}
     assert row.peers["with room"]["sqnr_db"] == row.sqnr_db
-    assert make_m_grouped((4, 0, 1), 8, 128, FORMATS, CPU, torch.bfloat16).placed[3].tolist() == [0, 1, 2, 3, 64]
+    assert make_m_grouped((4, 0, 1), 8, 128, FORMATS, CPU, torch.bfloat16).with_capacity[3].tolist() == [0, 1, 2, 3, 64]
 
 
-def test_groups_that_stop_a_peer_are_a_note():
+def test_unsupported_group_sizes_become_a_note():
     peers = {case.name: case.peers for case in moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS)}
     assert "multiples of 16 rows" in str(peers["equal groups wgrad E=64 8192x5120x16640"][grouped_peers.FAST])
     for name in ("equal groups wgrad E=16 8192x5120x16640", "equal groups fprop E=64 16640x8192x5120"):
@@ -262,31 +262,31 @@ JUDGED = {
 def test_layers_in_high_precision_are_exact(name: str):
     make, judge_layer, ours = JUDGED[name]
     one = make()
-    assert min(judge_layer(one, layers.take(layers.plain_way(), one))) > 100
-    found = layers.take(layers.our_way(ours, RECIPES[FP8]), one)
+    assert min(judge_layer(one, layers.take(layers.plain_variant(), one))) > 100
+    found = layers.take(layers.our_variant(ours, RECIPES[FP8]), one)
     assert all(20 < db < 35 for db in judge_layer(one, found))
-    assert [dw.shape for dw in found.dw] == [each.shape for each in one.forms.plain.parameters()]
+    assert [dw.shape for dw in found.dw] == [each.shape for each in one.built.plain.parameters()]
 
 
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("part", range(3))
-def test_layers_that_are_wrong_in_one_expert_are_seen(name: str, part: int):
+def test_an_error_in_one_expert_is_detected(name: str, part: int):
     make, judge_layer, _ = JUDGED[name]
     one = make()
-    found = layers.take(layers.plain_way(), one)
+    found = layers.take(layers.plain_variant(), one)
     wrong = (found.y[-17:], found.dx[-17:], found.dw[-1][2])[part]
     wrong.mul_(1.5)
     assert judge_layer(one, found)[part] < 20
 
 
-def test_forms_share_their_parameters():
+def test_variants_share_their_parameters():
     for make, _, ours in JUDGED.values():
         one = make()
-        form = one.forms.of(layers.our_way(ours, RECIPES[FP8]))
-        assert all(a is b for a, b in zip(form.parameters, one.forms.plain.parameters(), strict=True))
+        form = one.built.of(layers.our_variant(ours, RECIPES[FP8]))
+        assert all(a is b for a, b in zip(form.parameters, one.built.plain.parameters(), strict=True))
 
 
-def test_a_grouped_linear_tells_speed_accuracy_memory_and_roof():
+def test_a_grouped_linear_has_speed_accuracy_memory_and_bound():
     extent = layers_extent("bf16", "casts")
     row = run(moe_layers.linear_case(FP8, RECIPES[FP8], 4, extent, ROOFS))
     assert not row.fault
@@ -413,7 +413,7 @@ def test_goals_of_layers():
 
 
 def test_goals_are_about_cases_that_exist():
-    """A goal whose rows nobody measures would never be missed."""
+    """A goal without a measured row would never fail."""
     rows = [
         stored(
             case.name, case.group, format=case.format, shape=list(case.shape), tflop_s=1.0, details={"host_syncs": 0.0},
@@ -467,7 +467,7 @@ def test_rows_are_put_in_order_and_no_rows_are_no_tables():
         assert report.SECTIONS[name]([made_up()]) == tables.EMPTY
 
 
-def test_a_peer_that_leaves_values_unwritten_is_told():
+def test_a_peer_that_leaves_values_unwritten_is_noted():
     case = product("tiny fprop E=4 worst 80x128x256", frozenset())
     lazy = harness.Peer(lambda o: grouped_peers.multiply(o) * torch.nan, accuracy=lambda o: float("nan"), note="lazy")
     cell = run(dataclasses.replace(case, peers={"lazy": lazy})).peers["lazy"]

@@ -31,7 +31,7 @@ def test_a_row_replaces_the_row_of_the_same_key_in_place(tmp_path: Path):
     assert [(r.case, r.us) for r in store.read(path)] == [("a", 3.0), ("b", 2.0), ("c", 4.0), ("a", 9.0)]
 
 
-def test_no_file_is_no_rows(tmp_path: Path):
+def test_a_missing_file_has_no_rows(tmp_path: Path):
     assert store.read(tmp_path / "nothing.jsonl") == []
 
 
@@ -58,7 +58,7 @@ def test_where_tells_versions_and_commit(monkeypatch):
     assert store.where(torch.device("cpu"), "0.1.0").commit is None
 
 
-def test_rows_from_before_products_still_load():
+def test_rows_of_old_versions_still_load():
     rows = store.read(Path(__file__).parents[2] / "benchmarks" / "results" / "casts-h200.jsonl")
     assert rows
     assert all(old.tflop_s is None and old.sqnr_db is None and not old.problem for old in rows)

@@ -1,4 +1,4 @@
-"""Timing: the arithmetic, the order of calls, and that a slice really times what it runs."""
+"""Timing: medians and quartiles, the order of calls, and the time of a call of known length."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_slice_cycles_through_its_sets():
     assert len(seen) % 3 == 0
 
 
-def test_telemetry_gives_medians_and_forgets():
+def test_telemetry_gives_medians_and_resets():
     readings = iter([Reading(1000, 300, 40), Reading(1980, 700, 60), Reading(1500, 500, 50), None])
     telemetry = Telemetry(lambda: next(readings))
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The tuner without a GPU: what is tried, what wins, what is stored; and that plans which are wrong get no time."""
+"""Tuner without a GPU: which plans are tried, which one wins and is stored; wrong plans are not timed."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def timing(us: float, spread: float = 0.0) -> Timing:
     return Timing(us, us * (1 - spread), us * (1 + spread), "graph", 11)
 
 
-# ---- what is tried ---------------------------------------------------------------------------------------------------
+# ---- candidate plans -------------------------------------------------------------------------------------------------
 
 
-def test_the_products_of_a_model_each_once() -> None:
+def test_the_gemms_of_a_model_are_listed_once() -> None:
     found = tuning.problems_of(LLAMA, [1, 16, 4096], 132)
     assert len({tuned.same_plans(problem) for problem in found}) == len(found)
     assert {problem.m for problem in found if not problem.accumulate} == {16, 4096}, "1 and 16 have the same plans"
@@ -65,8 +65,8 @@ def test_the_products_of_a_model_each_once() -> None:
     assert all(problem.b_1x128 and not problem.fp32_out for problem in forward)
 
 
-def test_only_what_hoppers_kernel_writes_by_itself() -> None:
-    """Outputs whose rows start at multiples of 16 bytes; K may be any number."""
+def test_only_outputs_that_the_hopper_kernel_writes_directly() -> None:
+    """Only outputs with rows aligned to 16 bytes; K may be any number."""
     pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
     row = next(row for row in kernels("gemm") if row.backend == "hopper" and ("fp8_1x128",) * 2 in row.formats)
     assert tuning.problems_of([(20, 64)], [16], 132, training=False) == []
@@ -93,11 +93,11 @@ def test_plans_that_are_worth_trying(m: int, add: bool) -> None:
     assert len({tuning.plan_text(plan) for plan in plans}) == len(plans)
 
 
-# ---- what wins -------------------------------------------------------------------------------------------------------
+# ---- the chosen plan -------------------------------------------------------------------------------------------------
 
 
 def outcome_of(times: dict[int, Timing | str]) -> tuning.Outcome:
-    """Of PROBLEM; 0 is the model's plan, others are others."""
+    """Outcome for PROBLEM; plan 0 is the heuristic's."""
     chosen, _ = heuristics.choose(PROBLEM)
     plans = [chosen, *(plan for plan, _ in heuristics.candidates(PROBLEM) if plan != chosen)]
     given = {plans[index]: found for index, found in times.items()}
@@ -129,14 +129,14 @@ def test_a_winner_passes_margin_and_spread(times: dict[int, Timing | str], wins:
 
 
 @pytest.mark.parametrize("times", [{0: "wrong", 1: timing(10)}, {0: "wrong"}, {}])
-def test_where_the_models_plan_has_no_time_nothing_is_stored(times: dict[int, Timing | str]) -> None:
+def test_nothing_is_stored_if_the_heuristics_plan_fails(times: dict[int, Timing | str]) -> None:
     outcome = outcome_of(times)
     assert outcome.taken is None
     assert outcome.gain == 0
     assert tuning.entry_of(outcome, WHERE) is None
 
 
-def test_what_was_tuned_can_be_untuned(folder: Path) -> None:
+def test_measuring_again_can_undo_tuning(folder: Path) -> None:
     path = tuned.own_file(WHERE.gpu, 132)
     for times, stored in (
         ({0: timing(100), 1: timing(100)}, None),
@@ -152,7 +152,7 @@ def test_what_was_tuned_can_be_untuned(folder: Path) -> None:
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_a_budget_begins_no_other_product() -> None:
+def test_no_problem_starts_after_the_budget() -> None:
     clock = iter([0.0, 0.0, 6.0, 11.0])
     problems = tuning.problems_of(LLAMA, [4096], 132)
     measured: list[Problem] = []
@@ -178,12 +178,12 @@ def test_a_record_holds_every_time(tmp_path: Path) -> None:
     assert first["where"]["commit"] == "abc1234"
 
 
-# ---- how it is measured ----------------------------------------------------------------------------------------------
+# ---- measurement -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("add", [False, True])
 def test_plans_are_checked_and_then_timed(add: bool) -> None:
-    """With the reference in the place of the kernel: one plan is right, one wrong, one raises."""
+    """With the reference in place of the kernel: one plan is correct, one wrong, one raises."""
     problem = Problem(16, 64, 128, add, add, 132, add)
     plans = [plan for plan, _ in heuristics.candidates(problem)][:3]
 

@@ -1,7 +1,7 @@
-"""Plans of one product on a GPU: each held against the exact product, then all that are right timed in turns.
+"""Candidate plans of one GEMM on a GPU: each compared with the exact result, then all correct ones timed in turns.
 
-As in a suite: operands and outputs rotate through more than the second-level cache, slices are CUDA graphs, and every
-round has its own order. All plans share one set of operands and outputs, so their number costs no memory.
+As in a suite, operands and outputs rotate through more than L2, slices are CUDA graphs, and every round has its own
+order. All plans share one set of operands and outputs, so more plans need no more memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .harness import Budget
 from .products import Operands, judge, make_operands
 from .timing import Timing, input_sets, measure, prepare
 
-# a plan, operands, and where the product goes
+# launches a plan with operands and an output
 Launch = Callable[[Plan, Operands, Tensor], None]
-# products draw all the power there is, and the clock follows with a delay
+# GEMMs reach the power limit, and the clock follows with a delay: longer slices than for casts
 BUDGET = Budget(11, 0.008)
 
 
 def by_hopper(plan: Plan, operands: Operands, out: Tensor) -> None:
-    """Hopper's product by that plan."""
+    """Launch the Hopper GEMM by a plan."""
     from ..gemm import _hopper  # late: it needs Triton
 
     _hopper.launch(operands.a, operands.b, out, None, accumulate=operands.acc is not None, plan=plan)
@@ -38,10 +38,10 @@ def measure_plans(
     budget: Budget = BUDGET,
     launch: Launch = by_hopper,
 ) -> dict[Plan, Timing | str]:
-    """The time of each plan, or what is wrong with it."""
+    """Timing of each plan, or its fault as text."""
     if device.type != "cuda":
         return _measure(problem, plans, device, budget, launch)
-    torch.cuda.empty_cache()  # of the problem before, whose tensors had other sizes
+    torch.cuda.empty_cache()  # cached blocks of the previous problem have other sizes
     with torch.cuda.device(device):
         return _measure(problem, plans, device, budget, launch)
 
@@ -72,7 +72,7 @@ def _measure(
 
 
 def _output(problem: Problem, operands: Operands) -> Tensor:
-    """What a product is added to, or room for it."""
+    """The accumulator, or an empty output."""
     if operands.acc is not None:
         return operands.acc
     dtype = torch.float32 if problem.fp32_out else torch.bfloat16

@@ -1,7 +1,7 @@
-"""What this machine reaches on its own: bytes by a copy or a sum, FLOPs by the vendor's plain products.
+"""Measured ceilings of this machine: memory bandwidth by a copy or a sum, FLOP/s by the vendor's GEMMs.
 
-A product cannot take less than the longer of its two floors. Both are measured at the start of a run, not looked up:
-data sheets give clocks and power limits that no machine holds.
+A GEMM takes at least the longer of its memory time and its compute time. Both rates are measured at the start of a
+benchmark: data sheets give clocks that no machine sustains.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .timing import Slice, measure, prepare
 
 @dataclass(frozen=True)
 class Ceilings:
-    """gb_s: of memory.  tflop_s: of the matrix units, `bf16` and, where there are such units, `fp8`.  copy_gb_s: of
-    memory that is read and written in equal parts."""
+    """Measured rates.  gb_s: memory bandwidth.  tflop_s: of the tensor cores, `bf16` and, if there are FP8 tensor
+    cores, `fp8`.  copy_gb_s: bandwidth of a copy, which reads and writes equal parts."""
 
     gb_s: float
     tflop_s: Mapping[str, float]
     copy_gb_s: float | None = None
 
     def bound_us(self, flops: int, moved: int, units: str) -> float:
-        """The longer of the time for the FLOPs on those units, or bf16's where they do not exist, and for the bytes.
+        """Lower bound in µs: the longer of compute time on those units (bf16's if they do not exist) and memory time.
 
         >>> Ceilings(4000.0, {"bf16": 700.0}).bound_us(1_400_000_000, 4_000_000, "fp8")
         2.0
@@ -42,7 +42,7 @@ class Ceilings:
 
 
 def find(device: torch.device, *, rounds: int = 5, seconds: float = 0.004) -> Ceilings:
-    """Measure them, in turns; less than a second on a GPU, a formality elsewhere."""
+    """Measure the ceilings in turns; takes less than a second on a GPU. Tiny shapes on a CPU."""
     large = device.type == "cuda"
     shape, product = (MAIN, SQUARE) if large else (TINY, TINY_PRODUCT)
     source = random(shape, device)
@@ -52,10 +52,10 @@ def find(device: torch.device, *, rounds: int = 5, seconds: float = 0.004) -> Ce
     def ready(call: Callable[[], object]) -> Slice:
         return prepare([call], device, seconds=seconds)
 
-    # large enough that one set does not stay in the cache
+    # larger than L2, so that one input set is enough
     slices = {"copy": ready(lambda: target.copy_(source)), "sum": ready(lambda: source.sum(dtype=torch.float32))}
     slices["bf16"] = ready(lambda: plain(operands))
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # no such units, or no such product in this torch
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # no FP8 tensor cores, or no such GEMM in this torch
         slices["fp8"] = ready(lambda: rowwise(operands, fast=True))
     us = {name: timing.us for name, timing in measure(slices, rounds=rounds).items()}
     bytes_once = 2 * numel(shape)
@@ -66,7 +66,7 @@ def find(device: torch.device, *, rounds: int = 5, seconds: float = 0.004) -> Ce
 
 
 def measure_roof(device: torch.device) -> roofs.Ceilings:
-    """The same as the roof of a layer on this machine; an error where there is no GPU with matrix units for bf16."""
+    """Measured ceilings of this machine for the roofline model; raises without a GPU of sm_80 or newer."""
     architecture = roofs.architecture_of(capability(device).sm)
     if architecture is None:
         rule = "ceilings are measured on a GPU of sm_80 or newer"
@@ -76,8 +76,8 @@ def measure_roof(device: torch.device) -> roofs.Ceilings:
 
 
 def as_roof(found: Ceilings, gpu: str, architecture: roofs.Architecture) -> roofs.Ceilings:
-    """What `find` found, for the model. Nothing here multiplies FP4: its rate is FP8's times what the specifications
-    of the two are apart.
+    """Ceilings of `find` for the roofline model. FP4 is not measured: its rate is FP8's times the ratio of the two in
+    the specification.
 
     >>> as_roof(Ceilings(4000.0, {"bf16": 700.0, "fp8": 1400.0}), "NVIDIA H200", "hopper").fp8
     1400000000000000.0

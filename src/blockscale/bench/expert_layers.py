@@ -1,8 +1,8 @@
-"""Layers of experts that are timed: in bf16 as one writes them in torch, ours with the same parameters, torchao's, and
-how far each is from the exact layer.
+"""Timed layers of experts: bf16 as written in torch, ours with the same parameters, torchao's; and their SQNR against
+the exact layer.
 
-Groups are part of a layer here, so that it is called with rows alone, as `layers.py` expects. Experts are judged by
-some of them, each as a whole; a mixture with its router by all.
+A layer here includes the group sizes, so that it is called with rows alone, as `layers.py` expects. Accuracy is
+computed on some experts, each as a whole; for a mixture with router on all of it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..autograd.routing import combine, permute, route
 from ..formats.stochastic import rng_state
 from ..nn import GroupedExperts, GroupedLinear, MoE
 from ..nn.moe import Router
-from .grouped_products import ends_of, picked
+from .grouped_products import ends_of, pick_groups
 from .layers import Batch, Build, Results, normal
 from .peers import torchao
 from .products import spread, sqnr_db
 from .shapes import Mixture
 
-# of a layer that is judged by some of its experts: how many, and of one product how many rows of each
+# experts and rows of each for the accuracy of a grouped linear, and experts for that of SwiGLU units
 LINEARS, ROWS, UNITS = 8, 32, 4
-# what torchao's products want groups of rows to be multiples of, by their names here
+# row multiple of a group that torchao's grouped GEMMs need, by kind
 _PADDED = {"blockwise": 128, "rowwise": 16}
 
 
@@ -35,7 +35,7 @@ _PADDED = {"blockwise": 128, "rowwise": 16}
 
 
 class PlainLinear(nn.Module):
-    """Rows of expert e: x @ weight[e].mT, by torch's grouped product."""
+    """Grouped linear in bf16: rows of expert e times weight[e].mT, by torch's grouped GEMM."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class PlainLinear(nn.Module):
 
 
 class PlainExperts(nn.Module):
-    """Experts that are each down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """SwiGLU experts in bf16, down(silu(gate(x)) * up(x)) each, gate and up in one GEMM."""
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class PlainExperts(nn.Module):
 
 
 class PlainMixture(nn.Module):
-    """The experts with a router, and rows that are moved as ours are, in bf16."""
+    """bf16 experts with a router; permute and combine are ours."""
 
     def __init__(self, router: Router, experts: PlainExperts, top_k: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class PlainMixture(nn.Module):
 
 
 class InGroups(nn.Module):
-    """A layer of experts with the groups of its rows."""
+    """A layer of experts with fixed group sizes, called with rows alone."""
 
     offs: Tensor
 
@@ -119,7 +119,7 @@ def our_linear(recipe: Recipe) -> Build:
         assert isinstance(plain.layer, PlainLinear)
         weight = plain.layer.weight
         experts, n, k = weight.shape
-        state = rng_state(0, device=weight.device)  # some recipes draw, by the layer's name
+        state = rng_state(0, device=weight.device)  # for recipes with stochastic rounding
         layer = GroupedLinear(experts, k, n, False, "meta", recipe=recipe, name="bench.grouped", rng=state)
         layer.weight = weight
         return InGroups(layer, plain.sizes, plain.offs)
@@ -176,7 +176,7 @@ def _share(ours: GroupedExperts, plain: PlainExperts) -> None:
 
 
 class _Torchao(nn.Module):
-    """A grouped layer by one of torchao's products that cast on the way; groups that it does not take are padded."""
+    """A grouped linear by one of torchao's GEMMs that cast their inputs; unaligned groups are padded."""
 
     def __init__(self, weight: Parameter, product: Callable[..., Tensor], *, pads: bool) -> None:
         super().__init__()
@@ -200,12 +200,12 @@ def torchao_linear(kind: str) -> Build:
     return build
 
 
-# ---- how exact -------------------------------------------------------------------------------------------------------
+# ---- accuracy --------------------------------------------------------------------------------------------------------
 
 
 def judge_linear(batch: Batch, results: Results) -> tuple[float, float, float]:
     """SQNR of output, dX and dW against the layer in fp64, on some rows of some experts."""
-    plain = batch.forms.plain
+    plain = batch.built.plain
     assert isinstance(plain, InGroups)
     assert isinstance(plain.layer, PlainLinear)
     (found,), wanted, mine = results.dw, _Lists(3), _Lists(3)
@@ -221,8 +221,8 @@ def judge_linear(batch: Batch, results: Results) -> tuple[float, float, float]:
 
 
 def judge_forward(batch: Batch, results: Results) -> tuple[float, ...]:
-    """SQNR of the output alone."""
-    plain = batch.forms.plain
+    """SQNR of the output against the layer in fp64, on some rows of some experts."""
+    plain = batch.built.plain
     assert isinstance(plain, InGroups)
     assert isinstance(plain.layer, PlainLinear)
     wanted, mine = _Lists(1), _Lists(1)
@@ -236,7 +236,7 @@ def judge_forward(batch: Batch, results: Results) -> tuple[float, ...]:
 
 def judge_experts(batch: Batch, results: Results) -> tuple[float, float, float]:
     """SQNR of output, dX and the worse weight gradient against the experts in fp64, some of them as a whole."""
-    plain = batch.forms.plain
+    plain = batch.built.plain
     assert isinstance(plain, InGroups)
     assert isinstance(plain.layer, PlainExperts)
     weights, wanted, mine = list(plain.layer.parameters()), _Lists(4), _Lists(4)
@@ -251,7 +251,7 @@ def judge_experts(batch: Batch, results: Results) -> tuple[float, float, float]:
 
 def judge_mixture(batch: Batch, results: Results) -> tuple[float, float, float]:
     """SQNR of output, dX and the worst weight gradient against the mixture in fp64, with the router's choice."""
-    plain = batch.forms.plain
+    plain = batch.built.plain
     assert isinstance(plain, PlainMixture)
     with torch.no_grad():
         chosen = torch.topk(plain.router(batch.x), plain.top_k, dim=-1).indices
@@ -278,12 +278,14 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _groups(plain: InGroups, most: int) -> list[tuple[int, int, int]]:
-    """Some experts that have rows, and where these begin and end."""
-    return [(group, sum(plain.sizes[:group]), sum(plain.sizes[: group + 1])) for group in picked(plain.sizes, most)]
+    """(expert, first row, end row) of some experts that have rows."""
+    return [
+        (group, sum(plain.sizes[:group]), sum(plain.sizes[: group + 1])) for group in pick_groups(plain.sizes, most)
+    ]
 
 
 class _Lists:
-    """Pieces of several tensors, expert by expert."""
+    """Flattened parts of several tensors, collected expert by expert."""
 
     def __init__(self, count: int) -> None:
         self.pieces: list[list[Tensor]] = [[] for _ in range(count)]

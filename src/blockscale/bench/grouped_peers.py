@@ -1,8 +1,8 @@
-"""What else multiplies the same groups: the other rows of our table, torch's grouped products in bf16 and in FP8 with a
-scale per row, and ours with rows in equal groups, or with room for more of each.
+"""Peers of a grouped GEMM: our other kernels, torch's grouped GEMMs in bf16 and rowwise FP8, and ours with equal groups
+or with spare capacity in each group.
 
-As in `product_peers.py` each takes the form that it needs, and casts are outside of the timing. torch looks at group
-sizes on the device and stops the program at one that it does not take, so such a peer is not even started.
+As in `product_peers.py`, each peer takes the operands that it needs, and casts are not timed. torch checks group sizes
+on the device and aborts the program at an unsupported one, so such a peer is not started.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from ..grouped import scaled_grouped_mm
 from ..registry import Request
 from .grouped_products import Grouped, KGrouped, MGrouped
 from .peers import Peer
-from .product_peers import FAST, judged, table_rows
+from .product_peers import FAST, judged, other_kernels
 from .products import gate_db
 
 ALL_PEERS = frozenset({"rows", "bf16", "rowwise"})
 BALANCED, PLACED = "balanced", "with room"
-# rows of a group in a product that contracts them by FP8 units: 16 bytes
+# row multiple of a group in torch's k-grouped FP8 GEMM: 16 bytes
 _ALIGNED = 16
 
 
 def multiply(operands: Grouped) -> Tensor:
-    """Ours, by whom the registry selects."""
+    """Our grouped GEMM, by the kernel that the registry selects."""
     return scaled_grouped_mm(operands.a, operands.b, operands.offs, operands.dtype, accumulate=operands.acc)
 
 
 def peers(
     request: Request, sizes: Sequence[int], names: frozenset[str], *, even: bool, decoding: bool = False
 ) -> dict[str, Peer | str]:
-    """The named peers of a grouped product, and ours with other groups.  even: groups are equal, so that there is
-    nothing to compare them with.  decoding: also ours where every group has room for more rows."""
+    """The named peers of a grouped GEMM, and ours with other groups.  even: groups are equal already.  decoding: add
+    ours with spare capacity in every group."""
     found: dict[str, Peer | str] = {}
     gate = gate_db(request.formats[0], request.dtype)
     if "rows" in names:
-        found |= table_rows(request, multiply)
+        found |= other_kernels(request, multiply)
     if not even:
-        found[BALANCED] = judged_evenly(gate)
+        found[BALANCED] = equal_groups_peer(gate)
     if decoding:
-        found[PLACED] = judged_placed(gate)
+        found[PLACED] = capacity_peer(gate)
     if "bf16" in names:
         found["bf16"] = Peer(plain, accuracy=lambda operands: operands.plain_accuracy(plain))
     if "rowwise" in names:
@@ -54,26 +54,26 @@ def peers(
     return found
 
 
-def judged_evenly(gate: float) -> Peer:
-    """Ours with as many rows and FLOPs in equal groups."""
+def equal_groups_peer(gate: float) -> Peer:
+    """Our GEMM with the same rows and FLOPs in equal groups."""
     one = judged(multiply, gate)
     assert one.accuracy is not None
     accuracy = one.accuracy
-    return Peer(lambda o: multiply(o.evenly), gate_db=gate, accuracy=lambda o: accuracy(o.evenly))
+    return Peer(lambda o: multiply(o.with_equal_groups), gate_db=gate, accuracy=lambda o: accuracy(o.with_equal_groups))
 
 
-def judged_placed(gate: float) -> Peer:
-    """Ours with the same rows in groups that have room for more; those that count are judged."""
+def capacity_peer(gate: float) -> Peer:
+    """Our GEMM with the same rows in groups with spare capacity; accuracy is computed on the occupied rows."""
 
     def run(operands: MGrouped) -> Tensor:
-        a, starts, ends, _ = operands.placed
+        a, starts, ends, _ = operands.with_capacity
         return scaled_grouped_mm(a, operands.b, ends, operands.dtype, starts=starts)
 
-    return Peer(run, gate_db=gate, accuracy=lambda o: o.accuracy(lambda o: run(o)[o.placed[3]]))
+    return Peer(run, gate_db=gate, accuracy=lambda o: o.accuracy(lambda o: run(o)[o.with_capacity[3]]))
 
 
 def plain(operands: Grouped) -> Tensor:
-    """The product of the bf16 matrices; on a CPU of their values in fp32, as `product_peers.plain`."""
+    """Grouped GEMM of the bf16 matrices; on a CPU of their values in fp32, as `product_peers.plain`."""
     x, w = operands.x, operands.w
     if not x.is_cuda:
         x, w = x.float(), w.float()
@@ -82,7 +82,7 @@ def plain(operands: Grouped) -> Tensor:
 
 
 def rowwise(operands: Grouped) -> Tensor:
-    """FP8 with one scale per row of each group and fast accumulation."""
+    """Grouped FP8 GEMM with one scale per row of each group and fast accumulation."""
     x, scale_x, w, scale_w = operands.rowwise
     if not isinstance(operands, KGrouped):
         scale_x, scale_w = scale_x[:, 0], scale_w[:, :, 0]

@@ -1,7 +1,7 @@
-"""The operands of a grouped product in every form that a variant takes, and how far it is from the exact one.
+"""Operands of a grouped GEMM in the layouts of all variants, and the SQNR of its result.
 
-m-grouped products are judged on rows of some groups, the first, the last, the largest and the smallest among them;
-k-grouped ones on some rows of every group's result. The rest is as for dense products (`products.py`).
+m-grouped GEMMs are compared on rows of some groups, including the first, the last, the largest and the smallest;
+k-grouped ones on some rows of every group's result. The rest is as for dense GEMMs (`products.py`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .harness import random
 from .loads import sizes as sizes_of
 from .products import Operands, cast_rows, spread, sqnr_db, take, take_rows
 
-# groups that are looked at, rows of each, and rows of the result of every group where rows are contracted
+# m-grouped: number of compared groups and rows of each; k-grouped: compared rows of every group's result
 GROUPS, ROWS_OF_GROUP, ROWS_OF_RESULT = 16, 16, 16
-ROOM = 8  # times the rows of the largest group, where each has room for more
+CAPACITY = 8  # capacity of each group, as a multiple of the largest group
 MANY = 128
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Grouped(Operands):
-    """Operands whose rows belong to groups: sizes on the host, ends on the device.  dtype: of the result."""
+    """Operands with rows in groups.  sizes: on the host.  offs: group ends, on the device.  dtype: of the result."""
 
     sizes: tuple[int, ...]
     offs: Tensor
@@ -37,12 +37,12 @@ class Grouped(Operands):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each group begins and ends."""
+        """(first row, end row) of each group."""
         return list(itertools.pairwise(itertools.accumulate(self.sizes, initial=0)))
 
     @functools.cached_property
-    def evenly(self) -> Grouped:
-        """The same rows in groups of equal size."""
+    def with_equal_groups(self) -> Grouped:
+        """The same rows in equal groups."""
         raise NotImplementedError
 
 
@@ -51,9 +51,9 @@ class MGrouped(Grouped):
 
     @functools.cached_property
     def picks(self) -> list[tuple[int, Tensor]]:
-        """Groups that are looked at, and their rows."""
+        """Compared groups and the indices of their compared rows."""
         found: list[tuple[int, Tensor]] = []
-        for group in picked(self.sizes, GROUPS):
+        for group in pick_groups(self.sizes, GROUPS):
             start, end = self.spans[group]
             found.append((group, start + spread(end - start, ROWS_OF_GROUP, self.x.device)))
         return found
@@ -86,14 +86,14 @@ class MGrouped(Grouped):
         return sqnr_db(torch.cat(wanted), self.some(run(self)))
 
     @functools.cached_property
-    def evenly(self) -> Grouped:
+    def with_equal_groups(self) -> Grouped:
         sizes = sizes_of(sum(self.sizes), len(self.sizes))
         return replace(self, sizes=sizes, offs=ends_of(sizes, self.x.device))
 
     @functools.cached_property
-    def placed(self) -> tuple[BlockScaled, Tensor, Tensor, Tensor]:
-        """The same rows where every group has room for more: the operand, starts and ends, and where each row went."""
-        device, room, groups = self.x.device, ROOM * max(self.sizes), len(self.sizes)
+    def with_capacity(self) -> tuple[BlockScaled, Tensor, Tensor, Tensor]:
+        """The same rows in groups with spare capacity: operand, group starts, group ends, new index of each row."""
+        device, room, groups = self.x.device, CAPACITY * max(self.sizes), len(self.sizes)
         starts = room * torch.arange(groups, dtype=torch.int32, device=device)
         counts = torch.tensor(self.sizes, dtype=torch.int32, device=device)
         rows = torch.cat([torch.arange(size, device=device) + room * group for group, size in enumerate(self.sizes)])
@@ -103,7 +103,7 @@ class MGrouped(Grouped):
 
 
 class KGrouped(Grouped):
-    """Rows x [M, N] and w [M, K] that are contracted group by group: the result is [G, N, K]."""
+    """Rows x [M, N] and w [M, K], contracted over the rows of each group: the result is [G, N, K]."""
 
     @functools.cached_property
     def judged(self) -> Tensor:
@@ -117,7 +117,7 @@ class KGrouped(Grouped):
         return out[:, self.judged]
 
     def unchanged(self, out: Tensor) -> Tensor:
-        # sums over few rows may well be zero
+        # sums over few rows may be exactly zero
         filled = [group for group, size in enumerate(self.sizes) if size >= MANY]
         return out[filled] == 0
 
@@ -146,7 +146,7 @@ class KGrouped(Grouped):
         return sqnr_db(torch.stack(wanted), self.some(run(self)))
 
     @functools.cached_property
-    def evenly(self) -> Grouped:
+    def with_equal_groups(self) -> Grouped:
         sizes = sizes_of(sum(self.sizes), len(self.sizes))
         offs = ends_of(sizes, self.x.device)
         a, b = (_columns(x, q.format, offs) for x, q in ((self.x, self.a), (self.w, self.b)))
@@ -172,7 +172,7 @@ def make_k_grouped(
     *,
     accumulate: bool = False,
 ) -> KGrouped:
-    """Normal values [M, N] and [M, K], our casts of them, and a buffer where the result is added to one."""
+    """Normal values [M, N] and [M, K], our casts of them, and an fp32 accumulator if `accumulate`."""
     x, w = random((sum(sizes), n), device), random((sum(sizes), k), device)
     offs = ends_of(sizes, device)
     acc = torch.zeros(len(sizes), n, k, device=device) if accumulate else None
@@ -181,14 +181,14 @@ def make_k_grouped(
 
 
 def ends_of(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Group ends as products take them."""
+    """Group ends as int32 on the device."""
     return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=device)
 
 
-def picked(sizes: Sequence[int], most: int) -> list[int]:
-    """Some groups that have rows, in their order: the largest and the smallest, and others from the first to the last.
+def pick_groups(sizes: Sequence[int], most: int) -> list[int]:
+    """At most `most` groups that have rows, in order: the largest, the smallest, and others from first to last.
 
-    >>> picked((3, 0, 9, 1, 4, 4), 4)
+    >>> pick_groups((3, 0, 9, 1, 4, 4), 4)
     [0, 2, 3, 5]
     """
     filled = [group for group, size in enumerate(sizes) if size]
@@ -201,18 +201,18 @@ def picked(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _take_matrices(operand: BlockScaled, groups: Tensor) -> BlockScaled:
-    """The weights of some groups."""
+    """Weights of some groups."""
     data, scale = (take(tensor, groups) for tensor in (operand.data, operand.plain_scale()))
     return replace(operand, data=data, scale=scale, scale_layout="plain", shape=(len(groups), *operand.shape[1:]))
 
 
 def _columns(x: Tensor, format: str, offs: Tensor) -> BlockScaled:
-    """The operand of a product that contracts rows, each group starting blocks of its own."""
+    """Operand of a k-grouped GEMM; blocks do not cross group boundaries."""
     return quantize(x, format, axis=-2, offs=offs).mT
 
 
 def _cast_by_group(x: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Codes of x.mT, and scales of its rows in each group."""
+    """E4M3 codes of x.mT, and one scale for each of its rows in each group."""
     codes = torch.empty(x.shape[1], x.shape[0], dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.ones(len(spans), x.shape[1], device=x.device)
     for (start, end), scale in zip(spans, scales, strict=True):

@@ -1,6 +1,6 @@
-"""One case from start to row: check against the reference, compare peers, time all in turns.
+"""One benchmark case: check against the reference, compare peers, time all in turns, make the row.
 
-A case whose bytes are wrong is not timed. A peer whose numbers are others than ours is timed and labelled.
+A case with wrong bytes is not timed. A peer with a different result is timed and labelled.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .telemetry import Telemetry, watch
 from .timing import Slice, Timing, input_sets, measure, prepare
 
 Args = tuple[Any, ...]
-# by bits of an element: two casts of one kind differ where a value, or a scale, lies at the edge between two codes; two
-# kinds differ by their noise, about 30 and 18 dB
+# Least closeness in dB that counts as the same cast, by bits of an element. Implementations of one cast differ where a
+# value or scale lies between two codes; different casts differ by their noise, about 30 and 18 dB.
 SAME_DB = {8: 40.0, 6: 30.0, 4: 28.0}
-# the yardstick among the slices of a case; no peer has that name
+# name of the copy among the slices of a case; no peer has it
 COPY = "copy of bf16"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many bytes differ from the reference, and what was compared.
+    """Result of a check.
 
-    problem: what is wrong with a result that is not compared byte by byte.  sqnr_db: how far it is from the exact one.
-    details: other figures that were found on the way.
+    wrong_bytes: bytes that differ from the reference.  how: what was compared.  problem: fault of a result that is not
+    compared byte by byte.  sqnr_db: against the exact result.  details: further figures of the check.
     """
 
     wrong_bytes: int
@@ -52,13 +52,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed. `make` gives the arguments of one call, `run` and the peers take them.
+    """A case to time. `make` returns the arguments of one call; `run` and the peers take them.
 
-    bytes: the fewest that one call must move; None where that is not the question.  copied: shape of the bf16 tensor
-    whose copy is the yardstick.  host: time the host's share of a call instead of the device's.  flops: of one call.
-    bound_us: the least time for them on this machine.  dtype: see `Row`.  another: a further set of arguments beside
-    the first, where sets share something; else `make` is called again.  captured: False to time launches too.  parts:
-    equal parts of a call, one of which times and figures are of.  details: figures that are known beforehand.
+    bytes: least memory traffic of one call; None if it is not reported.  copied: shape of the bf16 tensor whose copy is
+    timed for comparison.  host: time the host's share of a call instead of the device's.  flops: of one call.
+    bound_us: lower bound of the time on this machine.  dtype: see `Row`.  another: makes a further set of arguments
+    from the first, if sets share tensors; else `make` is called again.  captured: False to time launches too.  parts:
+    equal parts of a call; times and figures are of one part.  details: figures that are known beforehand.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True)
 class _Remark:
-    """What is said about a peer beside its time."""
+    """Note and accuracy of a peer."""
 
     note: str
     sqnr_db: float | None = None
@@ -93,14 +93,14 @@ class _Remark:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to time: rounds of slices of that many seconds per variant."""
+    """Timing budget: number of rounds, and seconds of a slice per variant."""
 
     rounds: int = 11
     seconds: float = 0.004
 
 
 def random(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A bf16 tensor of normal values, from a generator of our own: one that a failed capture cannot leave broken."""
+    """bf16 tensor of normal values, from our own generator: a failed graph capture breaks the default one."""
     generator = _generator(device)
     return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
 
@@ -114,12 +114,12 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def check_whole(case: Case, args: Args) -> Verdict:
-    """All output bytes against the reference's."""
+    """Compare all output bytes with the reference's."""
     return Verdict(count_wrong(_on_poisoned_memory(case, args), _reference(case, args)), "every byte")
 
 
 def check_experts(case: Case, args: Args) -> Verdict:
-    """Expert by expert, since the reference needs many times the memory of its input."""
+    """Compare all bytes expert by expert, since the reference needs many times the memory of its input."""
     leaves, wrong = pytree.tree_leaves(_on_poisoned_memory(case, args)), 0
     experts = args[0].shape[0]
     for index in range(experts):
@@ -128,7 +128,7 @@ def check_experts(case: Case, args: Args) -> Verdict:
 
 
 def count_wrong(ours: object, reference: object) -> int:
-    """Bytes that differ between two outputs of the same structure."""
+    """Number of bytes that differ between two outputs of the same structure."""
     pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(reference), strict=True)
     return sum(int((_as_bytes(a) != _as_bytes(b)).sum()) for a, b in pairs)
 
@@ -143,23 +143,23 @@ def _reference(case: Case, args: Args) -> object:
 
 
 def _on_poisoned_memory(case: Case, args: Args) -> object:
-    """Run twice: the allocator hands the second run the blocks of the first, which are filled with FF by then."""
+    """Output of a second run, whose memory blocks are those of the first run, filled with 0xFF."""
     for leaf in pytree.tree_leaves(case.run(*args)):
         leaf.untyped_storage().fill_(0xFF)
     return case.run(*args)
 
 
 def closeness_db(ours: object, theirs: object) -> float:
-    """Signal to difference of two outputs in decibels, the worst over operands; of batches the first matrix counts.
+    """Signal to difference ratio of two outputs in dB, the lowest over operands; for batches of the first matrix.
 
-    A peer may lack the small extras that come last.
+    A peer may lack small trailing outputs.
     """
     pairs = zip(_values(ours), _values(theirs), strict=False)
     return min(float(20 * torch.log10(a.norm() / (a - b).norm())) for a, b in pairs)
 
 
 def _values(output: object) -> Iterator[Tensor]:
-    """Numbers of each result in fp32, scaled axis last."""
+    """Decoded fp32 values of each result, scaled axis last."""
     for leaf in pytree.tree_leaves(output, is_leaf=lambda node: isinstance(node, BlockScaled)):
         if isinstance(leaf, BlockScaled):
             operand = leaf.operand
@@ -181,13 +181,13 @@ def run_cases(cases: Iterable[Case], suite: str, device: torch.device, where: Wh
         for case in cases:
             yield run_case(case, suite, device, where, budget, telemetry)
             if "torch._dynamo" in sys.modules:
-                torch.compiler.reset()  # compiled peers share their code: torch counts them as recompilations
+                torch.compiler.reset()  # compiled peers share code, which torch would count as recompilations
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
 def run_case(case: Case, suite: str, device: torch.device, where: Where, budget: Budget, telemetry: Telemetry) -> Row:
-    """One row: wrong, or timed."""
+    """Row of a case: with a fault, or timed."""
     args = case.make(device)
     verdict = case.check(case, args)
     row = Row(
@@ -214,21 +214,21 @@ def run_case(case: Case, suite: str, device: torch.device, where: Where, budget:
     sets = [args, *(more() for _ in range(_set_count(case, device) - 1))]
     slices, remarks = _slices(case, sets, device, budget)
     found = measure(slices, rounds=budget.rounds, sample=telemetry.sample)
-    timings = {name: timing.shared_by(case.parts) for name, timing in found.items()}
+    timings = {name: timing.per_part(case.parts) for name, timing in found.items()}
     return _fill(row, case, timings, remarks, telemetry)
 
 
 def _set_count(case: Case, device: torch.device) -> int:
     if case.host or case.bytes is None:
         return 1
-    # between two uses of a set of a product all that the others move passes through the cache
+    # between two uses of an input set, the traffic of the other sets has to exceed the cache
     return input_sets(case.bytes if case.copied is None else 2 * numel(case.copied), device)
 
 
 def _slices(
     case: Case, sets: list[Args], device: torch.device, budget: Budget
 ) -> tuple[dict[str, Slice], dict[str, _Remark]]:
-    """What is timed in turns: ours, the copy, and the peers that work here, with a remark on each peer."""
+    """Slices to time in turns: ours, the copy, and the peers that run here; and a remark on each peer."""
 
     def ready(run: Callable[..., object], arguments: list[Args]) -> Slice:
         calls = [functools.partial(run, *one) for one in arguments]
@@ -245,28 +245,28 @@ def _slices(
         try:
             remarks[name] = _compare(case, ours, peer, sets[0])
             slices[name] = ready(peer.run, sets)
-        except Exception as error:  # a peer may fail in any way; that is its row's note, not our failure
+        except Exception as error:  # a failing peer becomes a note of the row
             remarks[name] = _Remark(failure(error))
     return slices, remarks
 
 
 def failure(error: Exception) -> str:
-    """An exception as a note: its kind and its first line."""
+    """An exception as a note: its type and its first line."""
     return f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
 
 
 def _copy_arguments(shape: tuple[int, ...], device: torch.device) -> Args:
-    """Destination and source; random, since zeros would draw less power."""
+    """Destination and source of a copy; random values, since zeros take less power."""
     source = random(shape, device)
     return torch.empty_like(source), source
 
 
 def _compare(case: Case, ours: object, peer: Peer, args: Args) -> _Remark:
-    """The peer's note, whether it is the same cast at all, and how exact it is where that is asked."""
+    """Remark on a peer: its note, whether its result differs, and its accuracy if it has a measure."""
     close, differs = None, ""
     if peer.accuracy is not None:
         close = peer.accuracy(*args)
-        if math.isnan(close):  # JSON knows no such number
+        if math.isnan(close):  # JSON has no NaN
             return _Remark("; ".join(text for text in ("differs: not all of its values are finite", peer.note) if text))
         if peer.gate_db is not None and not close >= peer.gate_db:
             differs = f"differs: {close:.1f} dB from the exact product"

@@ -1,8 +1,8 @@
-"""A layer that is timed: its forms, which share their parameters, the calls of one optimizer step, and what they keep.
+"""A timed layer: its variants, which share parameters, the calls of one optimizer step, and bytes saved for backward.
 
-A step clears gradients, casts the weights where they are shared by microbatches, and runs forward and backward of every
-microbatch; the optimizer itself is not part of it. Inputs rotate from call to call, parameters do not: what is compiled
-is compiled once. Of a layer whose weight fits in L2 both precisions find it there.
+A step clears gradients, casts the weights if microbatches share the casts, and runs forward and backward of every
+microbatch; the optimizer is not part of it. Inputs rotate from call to call, parameters do not, so that compiled
+variants compile once. A weight that fits in L2 stays there in both precisions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ Ours = Callable[[Recipe], Build]
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """How to train a layer.
+class Variant:
+    """A way to train a layer.
 
-    build: makes a module from the one in bf16, with the same parameters.  refreshes: weights are cast at the start of a
-    step.  main_grads: gradients of weights are added into fp32 buffers by the products themselves.  compile: what a
-    compiled form is made with, None for eager.
+    build: makes a module from the bf16 one, with the same parameters.  refreshes: weights are cast at the start of a
+    step.  main_grads: wgrad accumulates into fp32 buffers.  compile: compiles the module; None for eager.
     """
 
     build: Build
@@ -40,20 +39,22 @@ class Way:
     compile: Callable[[Module], Module] | None = None
 
 
-def plain_way() -> Way:
-    """The layer in bf16 itself."""
-    return Way(lambda plain: plain)
+def plain_variant() -> Variant:
+    """Variant of the bf16 layer itself."""
+    return Variant(lambda plain: plain)
 
 
-def our_way(ours: Ours, recipe: Recipe, weight_cast: WeightCast = "forward", *, main_grads: bool = False) -> Way:
-    """Ours by a recipe; weights that are cast once a step are cast at its start."""
+def our_variant(
+    ours: Ours, recipe: Recipe, weight_cast: WeightCast = "forward", *, main_grads: bool = False
+) -> Variant:
+    """Variant of our layer by a recipe; weights that are cast once a step are cast at its start."""
     chosen = recipe.replace(name=recipe.name, weight_cast=weight_cast)
-    return Way(ours(chosen), refreshes=weight_cast == "step", main_grads=main_grads)
+    return Variant(ours(chosen), refreshes=weight_cast == "step", main_grads=main_grads)
 
 
-class Form(NamedTuple):
-    """A module as it is called, the same before compilation, its parameters, and the fp32 buffers of their gradients
-    where it has some."""
+class BuiltLayer(NamedTuple):
+    """A layer of one variant.  call: the module, compiled or not.  module: before compilation.  main_grads: fp32
+    accumulators of the parameters' gradients, or None."""
 
     call: Callable[[Tensor], Tensor]
     module: Module
@@ -61,40 +62,42 @@ class Form(NamedTuple):
     main_grads: list[Tensor | None]
 
 
-class Forms:
-    """A layer in bf16 and what others make of it, each built when it is first asked for."""
+class BuiltLayers:
+    """A bf16 layer and its variants, each built at first use."""
 
     def __init__(self, plain: Module) -> None:
         self.plain = plain
-        self._made: dict[Way, Form] = {}
+        self._made: dict[Variant, BuiltLayer] = {}
 
-    def of(self, way: Way) -> Form:
-        """The layer as it is trained that way."""
-        if way not in self._made:
-            module = way.build(self.plain)
-            call = module if way.compile is None else way.compile(module)
+    def of(self, variant: Variant) -> BuiltLayer:
+        """The layer of a variant."""
+        if variant not in self._made:
+            module = variant.build(self.plain)
+            call = module if variant.compile is None else variant.compile(module)
             parameters = list(module.parameters())
-            buffers = [torch.zeros_like(each, dtype=torch.float32) if way.main_grads else None for each in parameters]
-            self._made[way] = Form(call, module, parameters, buffers)
-        return self._made[way]
+            buffers = [
+                torch.zeros_like(each, dtype=torch.float32) if variant.main_grads else None for each in parameters
+            ]
+            self._made[variant] = BuiltLayer(call, module, parameters, buffers)
+        return self._made[variant]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One input set: x [M, K], a leaf, and the gradient of the output dy [M, N]."""
 
-    forms: Forms
+    built: BuiltLayers
     x: Tensor
     dy: Tensor
 
     def another(self) -> Batch:
-        """Other values for the same layer."""
+        """Another input set for the same layer."""
         x, dy = (normal(tuple(tensor.shape), tensor.device) for tensor in (self.x, self.dy))
         return replace(self, x=x.requires_grad_(), dy=dy)
 
 
 class Results(NamedTuple):
-    """Of one forward and backward."""
+    """Output, dX and gradients of the weights of one forward and backward."""
 
     y: Tensor
     dx: Tensor
@@ -104,11 +107,11 @@ class Results(NamedTuple):
 def make_batch(plain: Module, tokens: int, features: tuple[int, int], device: torch.device) -> Batch:
     """A layer with its first input set of normal values."""
     x, dy = (normal((tokens, size), device) for size in features)
-    return Batch(Forms(plain), x.requires_grad_(), dy)
+    return Batch(BuiltLayers(plain), x.requires_grad_(), dy)
 
 
 def normal_linear(in_features: int, out_features: int, device: torch.device, *, bias: bool = False) -> torch.nn.Linear:
-    """A layer in bf16 with normal weights: accuracy is stated for those."""
+    """bf16 layer with normal weights, for which accuracy gates are stated."""
     layer = torch.nn.Linear(in_features, out_features, bias=bias, device="meta")
     layer.weight = Parameter(normal((out_features, in_features), device) * in_features**-0.5)
     if bias:
@@ -121,7 +124,7 @@ def our_linear(recipe: Recipe) -> Build:
 
     def build(plain: Module) -> Module:
         assert isinstance(plain, torch.nn.Linear)
-        # some recipes draw, by the layer's name
+        # name and rng are for recipes with stochastic rounding
         layer = Linear(
             plain.in_features, plain.out_features, bias=False, device="meta", recipe=recipe, name="bench.linear",
             rng=rng_state(0, device=plain.weight.device),
@@ -133,56 +136,56 @@ def our_linear(recipe: Recipe) -> Build:
 
 
 def normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """bf16; on a CPU its values in fp32, since many have no units for bf16 and take a hundred times longer."""
+    """Normal bf16 values; on a CPU held in fp32, since bf16 takes a hundred times longer on many CPUs."""
     values = random(shape, device)
     return values if values.is_cuda else values.float()
 
 
-def step(way: Way, microbatches: int, batch: Batch) -> Results:
-    """What is timed; results are of the last microbatch, but for gradients of weights, which are sums."""
-    form, x = batch.forms.of(way), batch.x
-    _clear(form)
-    cast_weights(way, batch)
+def step(variant: Variant, microbatches: int, batch: Batch) -> Results:
+    """One timed step. Results are of the last microbatch, except gradients of weights, which are sums over all."""
+    layer, x = batch.built.of(variant), batch.x
+    _clear(layer)
+    cast_weights(variant, batch)
     y = x
     for _ in range(microbatches):
         x.grad = None
-        y = form.call(x)
+        y = layer.call(x)
         y.backward(batch.dy)
-    grads = [_grad(one) if main is None else main for one, main in zip(form.parameters, form.main_grads, strict=True)]
+    grads = [_grad(one) if main is None else main for one, main in zip(layer.parameters, layer.main_grads, strict=True)]
     return Results(y.detach(), _grad(x), grads)
 
 
-def cast_weights(way: Way, batch: Batch) -> None:
-    """What a step begins with, where weights are cast once a step."""
-    if way.refreshes:
-        refresh_weights_(batch.forms.of(way).module)
+def cast_weights(variant: Variant, batch: Batch) -> None:
+    """Cast the weights if the variant casts them once a step."""
+    if variant.refreshes:
+        refresh_weights_(batch.built.of(variant).module)
 
 
-def infer(way: Way, batch: Batch) -> Tensor:
-    """A forward alone; `cast_weights` comes before the first."""
+def infer(variant: Variant, batch: Batch) -> Tensor:
+    """Forward without gradients; call `cast_weights` before the first."""
     with torch.no_grad():
-        return batch.forms.of(way).call(batch.x)
+        return batch.built.of(variant).call(batch.x)
 
 
-def infer_again(way: Way, batch: Batch) -> Results:
-    """A forward alone, with weights that are cast before; its gradients are empty."""
-    cast_weights(way, batch)
-    y = infer(way, batch)
+def infer_again(variant: Variant, batch: Batch) -> Results:
+    """Cast the weights and run a forward without gradients; dX and dW of the result are empty."""
+    cast_weights(variant, batch)
+    y = infer(variant, batch)
     return Results(y, y.new_empty(0), [])
 
 
-def _clear(form: Form) -> None:
-    """No gradients yet; the forms of a layer share parameters, but not buffers."""
-    for parameter, main_grad in zip(form.parameters, form.main_grads, strict=True):
+def _clear(layer: BuiltLayer) -> None:
+    """Clear gradients; variants share parameters, but not fp32 accumulators."""
+    for parameter, main_grad in zip(layer.parameters, layer.main_grads, strict=True):
         parameter.grad = None
         parameter.main_grad = None if main_grad is None else main_grad.zero_()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def take(way: Way, batch: Batch) -> Results:
-    """A step of one microbatch whose gradients nobody else holds."""
-    found = step(way, 1, batch)
+def take(variant: Variant, batch: Batch) -> Results:
+    """A step of one microbatch; its gradients are detached from the parameters."""
+    found = step(variant, 1, batch)
     batch.x.grad = None
-    for parameter in batch.forms.of(way).parameters:
+    for parameter in batch.built.of(variant).parameters:
         parameter.grad = None
     return found
 
@@ -192,23 +195,23 @@ def _grad(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def kept_bytes(way: Way, batch: Batch) -> int:
-    """Bytes that wait for the backward: storages that the graph holds, each once; parameters, and casts of weights that
-    all microbatches share, are there anyway."""
-    form = batch.forms.of(way)
-    cast_weights(way, batch)
-    anyway = {tensor.untyped_storage().data_ptr() for tensor in (*form.parameters, *_shared_tensors(form.module))}
-    kept: dict[int, int] = {}
+def saved_bytes(variant: Variant, batch: Batch) -> int:
+    """Bytes saved for backward: each storage that the graph holds once, without parameters and weight casts that all
+    microbatches share."""
+    layer = batch.built.of(variant)
+    cast_weights(variant, batch)
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters, *_shared_tensors(layer.module))}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in anyway:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in shared:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        form.call(batch.x)
-    return sum(kept.values())
+        layer.call(batch.x)
+    return sum(saved.values())
 
 
 def _shared_tensors(module: Module) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""How many rows each expert gets: evenly, as routers leave it before they learn to balance, or all at one expert."""
+"""Rows of each expert: balanced, by Zipf's law as from an unbalanced router, or all on one expert."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EXPONENT = 1.2
 def sizes(rows: int, experts: int, load: Load = "balanced", most: int | None = None) -> tuple[int, ...]:
     """Rows of every expert.
 
-    zipf: the expert of rank r has a share of r^-1.2, but no more than `most` rows, the number of tokens: none goes to
-    an expert twice. What is too much goes to the others by their shares; ranks are spread over the experts at random.
-    worst: one in the middle has all.
+    zipf: the expert of rank r has a share of r^-1.2, but at most `most` rows, the number of tokens, since a token goes
+    to an expert once. The excess goes to the others by their shares; ranks are assigned to experts at random.  worst:
+    the middle expert has all rows.
 
     >>> sizes(10, 4), sizes(10, 4, "worst")
     ((3, 3, 2, 2), (0, 0, 10, 0))
@@ -32,14 +32,14 @@ def sizes(rows: int, experts: int, load: Load = "balanced", most: int | None = N
 
 
 def _zipf(rows: int, experts: int, most: int) -> list[int]:
-    """By rank."""
+    """Rows by rank."""
     assert rows <= experts * most, "more rows than experts may take"
     shares = [rank**-EXPONENT for rank in range(1, experts + 1)]
     full, rest, whole = 0, rows, sum(shares)
     while full < experts and shares[full] * rest > most * whole:
         full, rest, whole = full + 1, rest - most, whole - shares[full]
     found = [most] * full + [int(share * rest / whole) for share in shares[full:]]
-    # what rounding down leaves is less than one row for each expert
+    # rounding down leaves less than one row for each expert
     for rank in range(full, full + rows - sum(found)):
         found[rank] += 1
     return found

@@ -1,7 +1,7 @@
-"""What others would run: the same casts as one writes them in torch, plain and compiled, and torchao's kernels.
+"""Peers of casts: the same casts in plain torch, eager and compiled, and torchao's kernels.
 
-A peer returns the parts of its operands, (codes, scales[, tensor scale]) each, scaled axis last; `as_operands` dresses
-them, so that they can be decoded and compared with ours. torchao is imported when it is asked for, never installed.
+A peer returns the parts of its operands, (codes, scales[, tensor scale]) each, scaled axis last; `as_operands` makes
+operands of them, so that they can be decoded and compared with ours. torchao is imported on demand, never installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..formats.tensor import BlockScaled
 from ..hardware import capability
 
 Parts = tuple[Tensor, ...]
-# midpoints between the eight magnitudes of E2M1; those that round up at a tie are moved down by one unit
+# midpoints between the eight magnitudes of E2M1; ties that round up are moved down by one ulp
 _FP4_MIDPOINTS = (0.25, 0.74999994, 1.25, 1.7499999, 2.5, 3.4999998, 5.0)
 # torchao's kernels address with 32 bits
 _TORCHAO_MOST = 2**31
@@ -31,11 +31,11 @@ NOT_COMPILED = "not run: compiled at other shapes only"
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to the same result. `view` turns its output into what ours returns, outside of the timing.
+    """Another implementation of a case. `view` converts its output to the type of ours, outside of the timing.
 
-    compared: False for a yardstick that computes something else.  gate_db: how close it must come to count as the same
-    cast; None takes what the format allows.  accuracy: of a product, called with the arguments: decibels of signal to
-    error against the exact product of the operands that the peer itself takes; below gate_db, if any, it differs.
+    compared: False if it computes something else on purpose.  gate_db: least closeness that counts as the same cast;
+    None: by the format.  accuracy: for GEMMs and layers, called with the arguments: SQNR in dB against the exact result
+    of the peer's own operands; below gate_db, if any, the peer differs.
     """
 
     run: Callable[..., Any]
@@ -62,7 +62,7 @@ def as_operands(format: str, parts: tuple[Parts, ...]) -> tuple[BlockScaled, ...
 
 
 def plain_cast(x: Tensor, format: str, axis: int, amax: Tensor | None = None) -> Parts:
-    """A cast as one writes it in torch: block maxima, scales, divide, round."""
+    """A cast in plain torch: block maxima, scales, division, rounding."""
     spec = get_format(format)
     across, along = spec.block
     blocks = (x if axis == -1 else x.mT).float().unflatten(-1, (-1, along)).unflatten(-3, (-1, across))
@@ -85,7 +85,7 @@ def plain_cast(x: Tensor, format: str, axis: int, amax: Tensor | None = None) ->
 
 @functools.cache
 def _midpoints(device: torch.device) -> Tensor:
-    """Made once: a copy from the host cannot be captured."""
+    """Midpoints on the device, cached: a copy from the host cannot be captured."""
     return torch.tensor(_FP4_MIDPOINTS, device=device)
 
 
@@ -107,16 +107,17 @@ def plain_dequantize(q: BlockScaled) -> Tensor:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile as one uses it for one shape; compiles on the first call."""
+    """torch.compile for one shape; compiles on the first call."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def casts(
     format: str, axes: tuple[int, ...], x_numel: int, names: frozenset[str], *, compiling: bool
 ) -> Mapping[str, Peer | str]:
-    """The named peers of a cast along those axes, called with x and, for NVFP4, its maximum; a string says why not.
+    """The named peers of a cast along those axes, called with x and, for NVFP4, its amax; a string is the reason why a
+    peer does not run.
 
-    compiling: whether peers that have to be compiled take part.
+    compiling: whether to include peers that have to be compiled.
     """
 
     def plain(x: Tensor, amax: Tensor | None = None) -> tuple[Parts, ...]:
@@ -169,7 +170,7 @@ def _torchao_peer(
 
 @dataclass(frozen=True)
 class _Cast:
-    """One of torchao's casts, called with x and a tensor maximum or None."""
+    """One of torchao's casts, called with x and the tensor amax or None."""
 
     name: str
     run: Callable[[Tensor, Tensor | None], Parts]
@@ -177,7 +178,7 @@ class _Cast:
 
 
 def _torchao_cast(format: str, axis: int) -> _Cast:
-    """torchao's fastest cast of that kind for this device; LookupError where it has none."""
+    """torchao's fastest cast of that kind for this device; LookupError if it has none."""
     if format == "fp8_1x128":
         return _torchao_fp8_rows(axis)
     if format == "fp8_128x128":
@@ -190,7 +191,7 @@ def _torchao_cast(format: str, axis: int) -> _Cast:
 
 
 def torchao(module: str) -> Any:
-    """A module among torchao's prototypes; ImportError where there is none."""
+    """A module of torchao.prototype; ImportError if there is none."""
     return importlib.import_module(f"torchao.prototype.{module}")
 
 
@@ -201,7 +202,7 @@ def _torchao_fp8_rows(axis: int) -> _Cast:
 
 
 def _torchao_fp8_tiles(axis: int) -> _Cast:
-    """Matrices go to the casts of the dense layer, whose results are column-major views; experts to DeepGEMM's."""
+    """Matrices use the casts of the dense layer, which return column-major views; experts use DeepGEMM's."""
     side = "_transposed_rhs" if axis == -1 else "_rhs"
     name = f"triton_fp8_blockwise_weight_quant{side}"
     cast = getattr(torchao("blockwise_fp8_training.kernels"), name)
@@ -218,7 +219,7 @@ def _torchao_fp8_tiles(axis: int) -> _Cast:
 
 
 def _torchao_mxfp8(axis: int) -> _Cast:
-    """Its Triton casts exist from sm_100 on; elsewhere its own layers compile `to_mx`."""
+    """torchao's Triton casts from sm_100 on; elsewhere compiled `to_mx`, as in torchao's own layers."""
     if torch.cuda.is_available() and capability("cuda").sm >= 100:
         name = "triton_to_mxfp8_dim0" if axis == -1 else "triton_to_mxfp8_dim1"
         cast = getattr(torchao("mx_formats.kernels"), name)

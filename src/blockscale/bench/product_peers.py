@@ -1,7 +1,7 @@
-"""What else multiplies the same matrices: the other rows of our table, plain bf16, FP8 with a scale per row, torchao.
+"""Peers of a GEMM: our other kernels, bf16, rowwise FP8 (one scale per row), torchao.
 
-Each is called with `Operands` and takes from them the form that it needs; casts are outside of the timing. A row of the
-table that refuses a product, or a peer that cannot be had, becomes a note that says why.
+Each is called with `Operands` and takes from them the layout that it needs; casts are not timed. A kernel that refuses
+a GEMM, or a peer that is not installed, becomes a note with the reason.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ROW = "row "
 
 
 def multiply(operands: Operands) -> Tensor:
-    """Ours, by whom the registry selects."""
+    """Our GEMM, by the kernel that the registry selects."""
     return scaled_mm(operands.a, operands.b, torch.bfloat16, accumulate=operands.acc)
 
 
 def peers(request: Request, names: frozenset[str], *, compiling: bool) -> Mapping[str, Peer | str]:
-    """The named peers of a product; compiling: whether torchao's, which compile for each N and K, take part."""
+    """The named peers of a GEMM.  compiling: whether to include torchao's, which compile for each N and K."""
     found: dict[str, Peer | str] = {}
     if "rows" in names:
-        found |= table_rows(request)
+        found |= other_kernels(request)
         if "accumulate" in request.options:
             found["to bf16"] = judged(lambda o: scaled_mm(o.a, o.b), gate_db(request.formats[0], torch.bfloat16))
     if "bf16" in names:
@@ -46,15 +46,15 @@ def peers(request: Request, names: frozenset[str], *, compiling: bool) -> Mappin
 
 
 def judged(run: Callable[..., Tensor], gate: float, note: str = "") -> Peer:
-    """A peer that multiplies our operands."""
+    """Peer that multiplies our operands, with its accuracy gate."""
     return Peer(run, note=note, gate_db=gate, accuracy=lambda operands: operands.accuracy(run))
 
 
-# our own table
+# our other kernels
 
 
-def table_rows(request: Request, run: Callable[..., Tensor] = multiply) -> dict[str, Peer | str]:
-    """Every backend but the one that is selected, or why it does not take part.  run: ours, by whom is selected."""
+def other_kernels(request: Request, run: Callable[..., Tensor] = multiply) -> dict[str, Peer | str]:
+    """Every backend except the selected one as a peer, or the reason why it does not run.  run: our call."""
     taken, gate = select(request).backend, gate_db(request.formats[0], request.dtype)
     found: dict[str, Peer | str] = {}
     for backend in dict.fromkeys(row.backend for row in kernels(request.op)):
@@ -71,9 +71,9 @@ def table_rows(request: Request, run: Callable[..., Tensor] = multiply) -> dict[
 
 
 def refusal(request: Request, backend: str) -> str | None:
-    """Why no row of a backend serves a request, or None; what was made for this device and these formats speaks first.
+    """Reason why no kernel of a backend serves a request, or None if one does.
 
-    A backend may have several rows, each for other formats.
+    A backend may have several kernels for different formats; the reason is that of the best matching one.
     """
     refused: list[tuple[bool, str]] = []
     for row in kernels(request.op):
@@ -86,27 +86,27 @@ def refusal(request: Request, backend: str) -> str | None:
 
 
 def by_backend(op: str, backend: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Ours, by the row that is named."""
+    """Our call with a forced backend."""
 
-    def demanded(operands: Operands) -> Tensor:
+    def forced(operands: Operands) -> Tensor:
         with use_backend(**{op: backend}):
             return run(operands)
 
-    return demanded
+    return forced
 
 
 # torch
 
 
 def plain(operands: Operands) -> Tensor:
-    """The product of the bf16 matrices: what a layer costs without any cast."""
-    if not operands.x.is_cuda:  # many CPUs have no bf16 units, and there torch takes a slow way and warns
+    """GEMM of the bf16 matrices: the cost of a layer without casts."""
+    if not operands.x.is_cuda:  # on CPUs without bf16 units torch is slow and warns
         return torch.mm(operands.x.float(), operands.w.float().mT).bfloat16()
     return torch.mm(operands.x, operands.w.mT)
 
 
 def rowwise(operands: Operands, *, fast: bool) -> Tensor:
-    """FP8 with one scale per row; fast: sums stay in the tensor core's short accumulator."""
+    """FP8 GEMM with one scale per row.  fast: sums stay in the tensor core's reduced-precision accumulator."""
     x, scale_x, w, scale_w = operands.rowwise
     return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         x, w.mT, scale_a=scale_x, scale_b=scale_w.mT, out_dtype=torch.bfloat16, use_fast_accum=fast
@@ -131,7 +131,7 @@ def _torchao_peer(request: Request, *, compiling: bool) -> Peer | str:
         return f"not importable: {error}"
 
     def run(operands: Operands) -> Tensor:
-        scale_a, scale_b = operands.roomy_scales
+        scale_a, scale_b = operands.padded_scales
         return product(operands.a.data, operands.b.data.mT, scale_a, scale_b, 128, torch.bfloat16)
 
     return judged(run, gate_db(request.formats[0], torch.bfloat16), name)

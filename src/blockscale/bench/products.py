@@ -1,7 +1,7 @@
-"""The operands of a product in every form that a variant takes, and how far a product is from the exact one.
+"""Operands of a GEMM in the layouts of all variants, and the SQNR of its result.
 
-A product is judged on 256 rows spread over its output, the last one among them: an fp64 product of all rows would take
-longer than everything that is timed. That every value is written, and the same in a second run, is seen on all of them.
+Accuracy is computed on 256 rows spread over the output, including the last: an fp64 GEMM of all rows would take longer
+than everything that is timed. That every value is written, and equal in a second run, is checked on all rows.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .harness import Args, Case, Verdict, failure, random
 from .shapes import Product
 
 ROWS = 256
-# the widest tile that such a kernel has
+# widest tile of torchao's kernels
 WIDEST = 256
-# the fp32 sums of docs/numerics.md, of FP8 units and of exact upcasts; a rounding to bf16 leaves 56 dB of any product
+# least SQNR with fp32 accumulation (docs/numerics.md), on FP8 tensor cores and by exact upcasts; bf16 output has 56 dB
 FP8_DB, EXACT_DB, BF16_DB = 77.0, 80.0, 54.0
-# what a product without any error reads as: JSON knows no infinity
+# SQNR of a result without error: JSON has no infinity
 NO_ERROR_DB = 300.0
 
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """x [M, K] and w [N, K] in bf16, their casts a and b, and the fp32 buffer that the product is added to, if any.
+    """x [M, K] and w [N, K] in bf16, their casts a and b, and the fp32 accumulator, if any.
 
-    What peers take instead is made when it is first asked for, in their warm-up and outside of the timing.
+    Layouts for peers are made at first use, in their warm-up and not timed.
     """
 
     x: Tensor
@@ -44,30 +44,30 @@ class Operands:
     acc: Tensor | None = None
 
     def fresh(self) -> Operands:
-        """The same with a buffer of zeros: timing adds to the one that is here."""
+        """The same operands with an accumulator of zeros: timing accumulates into this one."""
         return self if self.acc is None else replace(self, acc=torch.zeros_like(self.acc))
 
     @functools.cached_property
     def judged(self) -> Tensor:
-        """Indices of the rows that are compared with the exact product."""
+        """Indices of the rows that are compared with the exact result."""
         return spread(self.x.shape[0], ROWS, self.x.device)
 
     @property
     def how(self) -> str:
-        """What of a product is compared with the exact one."""
+        """What is compared with the exact result, as text."""
         return f"{len(self.judged)} rows"
 
     def some(self, out: Tensor) -> Tensor:
-        """What is compared, of a product."""
+        """The compared rows of a result."""
         return out[self.judged]
 
     def unchanged(self, out: Tensor) -> Tensor:
-        """Flags of values that are still zero, where the product was added to zeros."""
+        """Flags of values that are still zero after accumulation into zeros."""
         return out == 0
 
     @functools.cached_property
     def exact(self) -> Tensor:
-        """Those rows of the product of a and b, fp64."""
+        """The compared rows of a @ b.mT, fp64."""
         return exact_mm(take_rows(self.a, self.judged), self.b)
 
     @functools.cached_property
@@ -76,9 +76,9 @@ class Operands:
         return *cast_rows(self.x), *cast_rows(self.w)
 
     @functools.cached_property
-    def roomy_scales(self) -> tuple[Tensor, Tensor]:
+    def padded_scales(self) -> tuple[Tensor, Tensor]:
         """FP8 scales of a [M, blocks], M contiguous, and of b: [blocks, N] for 1x128, N contiguous, else [blocks, N
-        tiles], blocks contiguous. Behind them is room for kernels that read scales without a mask."""
+        tiles], blocks contiguous. They are padded for kernels that read scales without a mask."""
         a, b = self.a.plain_scale(), self.b.plain_scale()
         if self.b.spec.is_2d:
             tiles = b.new_ones(b.shape[0] + WIDEST // self.b.spec.block[0], b.shape[1])
@@ -87,17 +87,17 @@ class Operands:
         return _with_room(a), _with_room(b).mT
 
     def accuracy(self, run: Callable[[Operands], Tensor]) -> float:
-        """SQNR of a way to multiply a and b."""
+        """SQNR of a GEMM of a and b."""
         return sqnr_db(self.exact, self.some(run(self.fresh())))
 
     def rowwise_accuracy(self, run: Callable[[Operands], Tensor]) -> float:
-        """SQNR of a way to multiply the rowwise operands."""
+        """SQNR of a GEMM of the rowwise operands."""
         codes_x, scale_x, codes_w, scale_w = self.rowwise
         x = codes_x[self.judged].double() * scale_x[self.judged]
         return sqnr_db(x @ (codes_w.double() * scale_w).mT, run(self)[self.judged])
 
     def plain_accuracy(self, run: Callable[[Operands], Tensor]) -> float:
-        """SQNR of a way to multiply x and w."""
+        """SQNR of a GEMM of x and w."""
         return sqnr_db(self.x[self.judged].double() @ self.w.double().mT, run(self)[self.judged])
 
 
@@ -110,7 +110,7 @@ def make_operands(product: Product, formats: tuple[str, str], device: torch.devi
 
 
 def spread(count: int, most: int, device: torch.device) -> Tensor:
-    """Indices from the first to the last of so many.
+    """At most `most` evenly spaced indices of `count`, including the first and the last.
 
     >>> spread(9, 3, torch.device("cpu")).tolist()
     [0, 4, 8]
@@ -119,14 +119,14 @@ def spread(count: int, most: int, device: torch.device) -> Tensor:
 
 
 def _with_room(scale: Tensor) -> Tensor:
-    """The same [rows, blocks] with rows contiguous, each column as long as whole tiles."""
+    """Scales [rows, blocks] with rows contiguous, each column padded to whole tiles."""
     buffer = scale.new_ones(scale.shape[1], round_up(scale.shape[0], WIDEST))
     buffer[:, : scale.shape[0]] = scale.mT
     return buffer.mT[: scale.shape[0]]
 
 
 def take_rows(operand: BlockScaled, index: Tensor) -> BlockScaled:
-    """Some rows of an operand whose blocks lie within rows."""
+    """Some rows of an operand with 1D blocks along its rows."""
     assert not operand.spec.is_2d
     data, scale = (take(tensor, index) for tensor in (operand.data, operand.plain_scale()))
     shape = (len(index), operand.shape[1])
@@ -134,7 +134,7 @@ def take_rows(operand: BlockScaled, index: Tensor) -> BlockScaled:
 
 
 def take(tensor: Tensor, index: Tensor) -> Tensor:
-    """Some along the first axis of a tensor; as bytes where torch has no indexing for the dtype."""
+    """Entries along the first axis of a tensor; as bytes for dtypes that torch cannot index."""
     return tensor.view(torch.uint8)[index].view(tensor.dtype) if tensor.element_size() == 1 else tensor[index]
 
 
@@ -145,7 +145,7 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sqnr_db(exact: Tensor, found: Tensor) -> float:
-    """20 log10(|exact| / |exact - found|), to a tenth; NaN when something is.
+    """20 log10(|exact| / |exact - found|), rounded to 0.1 dB; NaN if a value is not finite.
 
     >>> sqnr_db(torch.full((4,), 10.0), torch.full((4,), 9.0))
     20.0
@@ -157,21 +157,21 @@ def sqnr_db(exact: Tensor, found: Tensor) -> float:
 
 
 def gate_db(format: str, dtype: torch.dtype) -> float:
-    """What a product of Gaussian operands must reach."""
+    """Least SQNR in dB of a GEMM of normal operands."""
     if dtype != torch.float32:
         return BF16_DB
     return FP8_DB if format.startswith("fp8") else EXACT_DB
 
 
 def check_product(case: Case, args: Args) -> Verdict:
-    """Whether a case multiplies its operands."""
+    """Check of a GEMM case."""
     return judge(case.run, args[0])
 
 
 def judge(run: Callable[[Operands], Tensor], operands: Operands) -> Verdict:
-    """Two runs on poisoned memory that agree in every bit, all values written, close to the exact product.
+    """Check a GEMM: two runs on poisoned memory agree in every bit, all values are written, the SQNR is high enough.
 
-    A kernel that raises is as wrong as any other, and the rest of a long run goes on.
+    An exception counts as a fault, so that the rest of a long run continues.
     """
     how = f"{operands.how} against the exact product, all values in two runs"
     try:
@@ -182,10 +182,10 @@ def judge(run: Callable[[Operands], Tensor], operands: Operands) -> Verdict:
 
 
 def _problems(run: Callable[[Operands], Tensor], operands: Operands) -> tuple[list[str], float]:
-    """What is wrong, an empty text for each test that is passed, and the SQNR."""
+    """Faults, an empty text for each passed check, and the SQNR."""
     out = run(operands.fresh())
     first = out.clone()
-    # the allocator hands this block to the second run; read as a float, FF in every byte is NaN
+    # the allocator gives this block to the second run; 0xFF in every byte is a NaN
     out.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
     del out
     second = run(operands.fresh())

@@ -1,4 +1,4 @@
-"""Rows of the roofline: for each layer and recipe the least time, the speedup under two roofs, and the measured one."""
+"""Rows of the roofline: for each layer and recipe the lower bound of the time, speedups by two rooflines, measured."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COSTS: Mapping[str, CostOf] = {"linear": linear_cost, "mlp": swiglu_cost}
 
 
 def cost_of(what: str, experts: int = 1) -> CostOf:
-    """The cost of a linear layer, of an MLP, or of so many experts, whose tokens are the rows of all of them."""
+    """Cost function of a linear layer, of an MLP, or of experts; tokens of experts are the rows of all of them."""
     return functools.partial(swiglu_cost, experts=experts) if what == "experts" else COSTS[what]
 
 
 @dataclass(frozen=True)
 class Roofs:
-    """main: what speaks; the measured one where there is one.  nominal: the specification, None if that is main or
-    not known."""
+    """Ceilings of a machine.  main: measured if available, else the specification.  nominal: the specification; None if
+    it is main or unknown."""
 
     main: Ceilings
     nominal: Ceilings | None = None
@@ -30,7 +30,8 @@ class Roofs:
 
 @dataclass(frozen=True)
 class RoofRow:
-    """cost: under the main roof.  roof, nominal: predicted speedups.  us, measured: time and speedup that were seen."""
+    """One layer and recipe.  cost: by the main ceilings.  roof, nominal: predicted speedups.  us, measured: measured
+    time and speedup."""
 
     layer: Layer
     recipe: str
@@ -42,17 +43,17 @@ class RoofRow:
 
     @property
     def share(self) -> float | None:
-        """Of the main roof's speedup."""
+        """Measured speedup as a share of the main prediction."""
         return None if self.measured is None else self.measured / self.roof
 
     @property
     def nominal_share(self) -> float | None:
-        """Of the nominal roof's speedup."""
+        """Measured speedup as a share of the nominal prediction."""
         return None if self.measured is None or self.nominal is None else self.measured / self.nominal
 
     @property
     def casting(self) -> float:
-        """The share of the time in steps that multiply nothing."""
+        """Share of the predicted time in steps without FLOPs, such as casts."""
         return sum(step.seconds for step in self.cost.steps if not step.flops) / self.cost.seconds
 
 
@@ -65,7 +66,7 @@ def rows_of(
     cost: CostOf = linear_cost,
     seen: Iterable[Measured] = (),
 ) -> list[RoofRow]:
-    """bf16 first, then the recipes, for each layer."""
+    """Rows of each layer: bf16 first, then the recipes.  seen: measured times."""
     times = {(row.layer, row.recipe): row.us for row in seen if row.fits(tokens, use)}
 
     def predicted(layer: Layer, recipe: Recipe, roof: Ceilings) -> float:
@@ -91,7 +92,7 @@ def rows_of(
 
 
 def notes_of(recipes: Iterable[Recipe], ceilings: Ceilings) -> list[str]:
-    """What the machine does with each recipe's products where that is not what one hopes for."""
+    """Notes on GEMMs of a recipe that this architecture does not run on matching tensor cores."""
     pairs = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgrad": ("wgrad_dy", "wgrad_x")}
     found: list[str] = []
     for recipe in recipes:

@@ -1,4 +1,4 @@
-"""The shapes that suites run on: tokens by features of models that people train, and the products of their layers."""
+"""Shapes of the suites: tokens by features of known models, and the GEMMs of their layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE: tuple[Shape, ...] = ((16384, 7168), MAIN, (32768, 8192))
 EXPERT: Shape = (8192, 5120)
 EXPERT_COUNTS = (1, 4, 16, 64)
 
-# tokens by the width of one half of a gated unit, as in DeepSeek-V3's dense layers
+# tokens by hidden features of a SwiGLU MLP, as in DeepSeek-V3's dense layers
 GATED: Shape = (16384, 18432)
 
 # large enough for every block, small enough for a CPU
@@ -28,7 +28,7 @@ TINY: Shape = (256, 512)
 TINY_EXPERT: Shape = (256, 128)
 TINY_PRODUCT: Product = (16, 256, 256)
 
-# products that fill a GPU: square ones, DeepSeek-V3's layers, short and long K, and one with many tokens
+# GEMMs that fill a GPU: square ones, DeepSeek-V3's layers, short and long K, and one with many tokens
 LARGE_PRODUCTS: tuple[Product, ...] = (
     (4096, 4096, 4096),
     (8192, 8192, 8192),
@@ -42,13 +42,13 @@ LARGE_PRODUCTS: tuple[Product, ...] = (
 SQUARE: Product = (8192, 8192, 8192)
 LONG: Product = (4096, 7168, 18432)
 
-# tokens of a decoding step, and (N, K) of DeepSeek-V3's weights that it reads
+# tokens of a decoding step, and (N, K) of DeepSeek-V3's weights
 FEW_ROWS = (1, 16, 64, 128)
 DECODED: tuple[tuple[int, int], ...] = (
     (7168, 18432), (18432, 7168), (7168, 16384), (24576, 1536), (7168, 2048), (2112, 7168)
 )  # fmt: skip
 
-# (K, N) of the linear layers: attention first, then the feed-forward part, where a model has one without experts
+# (K, N) of the linear layers: attention first, then the dense feed-forward part, if a model has one
 MODELS: Mapping[str, tuple[tuple[int, int], ...]] = {
     "DeepSeek-V3 671B": ((7168, 2112), (1536, 24576), (512, 32768), (16384, 7168), (7168, 18432), (18432, 7168)),
     "DeepSeek 16B": ((2048, 3072), (2048, 576), (512, 4096), (2048, 2048), (2048, 10944), (10944, 2048)),
@@ -62,7 +62,7 @@ MODEL_ROWS = (1, 16, 128, 4096, 16384)
 
 
 class Mixture(NamedTuple):
-    """A layer of experts: how many, how many for each token, and the sizes of one."""
+    """A layer of experts: their number, experts per token, and the sizes of one expert."""
 
     experts: int
     top_k: int
@@ -82,8 +82,8 @@ MIXTURES: Mapping[str, Mixture] = {
 
 
 def model_name(text: str, models: Iterable[str] = tuple(MODELS), kind: str = "model") -> str:
-    """A model as people type it, or the beginning of one if there is no other like it.  models: those that are known,
-    kind: what they are called.
+    """Full name of a model from an abbreviation or an unambiguous prefix.  models: known names.  kind: word for them in
+    the error.
 
     >>> model_name("llama3-8b"), model_name("deepseek-v3"), model_name("qwen3-30b", MIXTURES)
     ('Llama3 8B', 'DeepSeek-V3 671B', 'Qwen3 30B-A3B')
@@ -102,7 +102,7 @@ def model_name(text: str, models: Iterable[str] = tuple(MODELS), kind: str = "mo
 
 
 def mlps(layers: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(features, hidden) of the gated units among (K, N) layers: those that widen and have one that narrows back.
+    """(features, hidden) of the MLPs among (K, N) layers: those that widen and have a transposed counterpart.
 
     >>> mlps(MODELS["Llama3 8B"])
     [(4096, 14336)]
@@ -117,7 +117,7 @@ def numel(shape: Shape) -> int:
 
 
 def text(shape: Shape) -> str:
-    """A shape as people write it.
+    """A shape as text.
 
     >>> text((4, 8192, 5120))
     '4x8192x5120'

@@ -1,4 +1,4 @@
-"""Clock and power of the GPU while something is timed: through NVML where torch has it, else a child nvidia-smi."""
+"""Clock and power of the GPU during timing: through NVML if torch has its bindings, else from a child nvidia-smi."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUERY = "clocks.sm,power.draw,temperature.gpu"
 
 @dataclass(frozen=True)
 class Reading:
-    """Clock of the multiprocessors in MHz, power in watts, temperature in °C."""
+    """SM clock in MHz, power in watts, temperature in °C."""
 
     sm_clock_mhz: float
     power_w: float
@@ -25,7 +25,7 @@ class Reading:
 
 @dataclass
 class Telemetry:
-    """Collects readings until they are taken; without a source there are none."""
+    """Collects readings until `take`; none without a source."""
 
     source: Callable[[], Reading | None] | None = None
     readings: list[Reading] = field(default_factory=list[Reading])
@@ -37,7 +37,7 @@ class Telemetry:
             self.readings.append(found)
 
     def take(self) -> Reading | None:
-        """The medians of what was sampled since the last time, None when nothing was."""
+        """Medians of the readings since the last call; None if there are none."""
         taken, self.readings = self.readings, []
         if not taken:
             return None
@@ -48,7 +48,7 @@ class Telemetry:
 
 @contextlib.contextmanager
 def watch(device: torch.device) -> Generator[Telemetry]:
-    """Telemetry of a device for the time of a block."""
+    """Context with the telemetry of a device."""
     if device.type != "cuda":
         yield Telemetry()
         return
@@ -83,7 +83,7 @@ def parse(line: str) -> Reading | None:
 
 @contextlib.contextmanager
 def _child(device: torch.device) -> Generator[Callable[[], Reading | None] | None]:
-    """nvidia-smi every 50 ms, and a way to read its latest line."""
+    """Context with a running nvidia-smi (every 50 ms) that yields a reader of its latest line."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     which = ["-i", f"GPU-{uuid}"] if uuid else []
     command = ["nvidia-smi", *which, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-lms", "50"]

@@ -1,9 +1,9 @@
-"""How long a call takes.
+"""Time of a call.
 
-On a GPU a slice is a CUDA graph of many calls that cycle through input sets, replayed between two events: the host is
-out of the measurement and inputs come from memory, not from L2. Variants are timed in turns, round by round, so that a
-drifting clock hits all of them alike. Where a call cannot be captured its slice is launched between events instead; on
-a CPU torch.utils.benchmark times it.
+On a GPU a slice is a CUDA graph of many calls that cycle through input sets, replayed between two events, so that host
+time is excluded and inputs come from memory, not from L2. Variants are timed in turns, round by round, so that clock
+drift affects all of them equally. Calls that cannot be captured are launched between events; on a CPU
+torch.utils.benchmark times them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Timing:
     method: str
     rounds: int
 
-    def shared_by(self, parts: int) -> Timing:
-        """Of one of so many equal parts of a call.
+    def per_part(self, parts: int) -> Timing:
+        """Timing of one of `parts` equal parts of a call.
 
-        >>> Timing(80.0, 72.0, 88.0, "events", 5).shared_by(8)
+        >>> Timing(80.0, 72.0, 88.0, "events", 5).per_part(8)
         Timing(us=10.0, low=9.0, high=11.0, method='events', rounds=5)
         """
         return replace(self, us=self.us / parts, low=self.low / parts, high=self.high / parts)
@@ -46,7 +46,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Slice:
-    """Calls that are timed as one. `start` launches them; what it returns waits and gives microseconds per call."""
+    """Calls that are timed together. `start` launches them; its result waits for them and returns µs per call."""
 
     start: Callable[[], Callable[[], float]]
     method: str
@@ -65,9 +65,9 @@ def summarise(samples: Sequence[float], method: str) -> Timing:
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
-    """How many input sets to cycle through so that none is found in L2: four times its size, three sets at least.
+    """Number of input sets to cycle through so that none stays in L2: four times its size, at least three sets.
 
-    One set that is sixteen times as large as L2 evicts itself.
+    A set sixteen times as large as L2 evicts itself.
     """
     if device.type != "cuda":
         return 1
@@ -89,7 +89,7 @@ def measure(
 ) -> dict[str, Timing]:
     """Time all slices in turns. `sample` is called once a round, while the device is busy; round 0 is not counted.
 
-    Every round has its own order: what follows a slice that draws little power finds a higher clock.
+    Every round has its own order, since a slice after one that takes little power runs at a higher clock.
     """
     found: dict[str, list[float]] = {name: [] for name in slices}
     order, shuffle = list(slices), random.Random(0).shuffle
@@ -110,10 +110,10 @@ def prepare(
 ) -> Slice:
     """A slice of about that many seconds that cycles through `calls`, one per input set.
 
-    host: time what the host spends per call, without waiting for the device.  captured: False where launches are part
-    of what is asked: calls are launched one by one, between events.
+    host: time the host's share of a call, without waiting for the device.  captured: False to include launches: calls
+    are launched one by one, between events.
     """
-    for call in (*calls, *calls):  # compiles, tunes, fills caches
+    for call in (*calls, *calls):  # compiles, autotunes, fills caches
         call()
     if host:
         return _host_slice(calls, device)
@@ -125,15 +125,15 @@ def prepare(
 
 
 def _cycle(calls: Sequence[Call], count: int) -> None:
-    """Outputs stay alive for one turn through the sets: a kernel that writes to the same place each time finds its
-    lines in L2."""
+    """Run `count` calls. Outputs stay alive for one turn through the sets: a kernel that writes to the same memory each
+    time would hit L2."""
     alive: deque[object] = deque(maxlen=len(calls))
     for index in range(count):
         alive.append(calls[index % len(calls)]())
 
 
 def _calls_in(seconds: float, calls: Sequence[Call], device: torch.device) -> int:
-    """How many calls fill a slice: whole turns through the sets."""
+    """Number of calls that fill a slice, in whole turns through the sets."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
@@ -145,13 +145,13 @@ def _calls_in(seconds: float, calls: Sequence[Call], device: torch.device) -> in
 
 
 def _graph_slice(calls: Sequence[Call], count: int) -> Slice | None:
-    """None when the calls cannot be captured. Those that wait for the device are found before a capture is tried, since
-    a failed one leaves the default generator and the current stream in disorder."""
+    """Slice of a CUDA graph; None if the calls cannot be captured. Calls that synchronize are detected before a capture
+    is tried, since a failed one breaks the default generator and the current stream."""
     if _waits_for_device(calls):
         return None
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        # thread_local: what other threads do meanwhile, such as compiling, does not break the capture
+        # thread_local: CUDA calls of other threads, such as compilation, do not break the capture
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             _cycle(calls, count)
     except RuntimeError:
@@ -161,7 +161,7 @@ def _graph_slice(calls: Sequence[Call], count: int) -> Slice | None:
 
     def replay() -> None:
         graph.replay()
-        _ = calls  # their inputs are read by the graph and must live as long as it does
+        _ = calls  # keeps the inputs alive that the graph reads
 
     return _events_slice(replay, count, "graph")
 
@@ -169,7 +169,7 @@ def _graph_slice(calls: Sequence[Call], count: int) -> Slice | None:
 def _waits_for_device(calls: Sequence[Call]) -> bool:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         _cycle(calls, len(calls))
@@ -181,7 +181,7 @@ def _waits_for_device(calls: Sequence[Call]) -> bool:
 
 
 def host_syncs(call: Callable[[], object]) -> int:
-    """How often the host waits for the device in a call, as far as torch notices."""
+    """Number of host synchronizations in a call that torch detects."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -220,7 +220,7 @@ def _cpu_slice(calls: Sequence[Call], count: int) -> Slice:
 
 
 def _host_slice(calls: Sequence[Call], device: torch.device) -> Slice:
-    """Until the last call has returned, by the plain clock: that of torch.utils.benchmark waits for the device."""
+    """Slice of host time until the last call has returned, by perf_counter: torch.utils.benchmark synchronizes."""
 
     def start() -> Callable[[], float]:
         if device.type == "cuda":

@@ -1,10 +1,10 @@
-"""Which plans to try for a product of Hopper's, and which one to keep: `blockscale tune` without the GPU.
+"""Choice of plans to try and of the plan to store for a Hopper GEMM: `blockscale tune` without the GPU.
 
-How a plan is timed is given from outside (`candidates.measure` does it), so everything here runs on a CPU.
+The function that times plans is a parameter (`candidates.measure_plans`), so everything here runs on a CPU.
 
-A plan is kept if it beats the model's by more than `MARGIN`, and by more than the rounds differ: three quarters of its
-rounds took less time than three quarters of the model's. Where a plan is stored already, the outcome replaces it, be it
-the model's own plan: what was tuned once can be untuned by measuring again.
+A plan is stored if it beats the heuristic's by more than `MARGIN` and its upper quartile is below the lower quartile of
+the heuristic's plan. If a plan is stored already, the outcome replaces it, even by the heuristic's own plan, so that
+measuring again can undo tuning.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .store import Where
 from .timing import Timing
 
 MARGIN = 0.02
-# A plan whose predicted time is more than so many times the best is not tried: the model is not that wrong.
+# Plans with a predicted time above this multiple of the best are not tried: the cost model is not that wrong.
 WORTH_TRYING = 2.0
 
-# Times of plans for a problem; of a plan that is wrong, what is wrong with it.
+# Timing of each plan for a problem, or its fault as text.
 Measure = Callable[[Problem, Sequence[Plan]], Mapping[Plan, Timing | str]]
 
 
@@ -37,10 +37,10 @@ def problems_of(
     vector: bool = False,
     training: bool = True,
 ) -> list[Problem]:
-    """The products of linear layers with weights (N, K), as far as Hopper's kernel writes their outputs by itself:
-    fprop; with training also dgrad, and wgrad into fp32.  vector: weights have scales 1x128.
+    """GEMMs of linear layers with weights (N, K) whose outputs the Hopper kernel writes directly: fprop; with training
+    also dgrad, and wgrad into fp32.  vector: weights have 1x128 scales.
 
-    Of problems that share a plan (`tuned.same_plans`) the one with the most tokens stands for the others.
+    Of problems that share a plan (`tuned.same_plans`) only the one with the most tokens is listed.
     """
     every: list[Problem] = []
     for n, k in layers:
@@ -53,7 +53,7 @@ def problems_of(
 
 
 def plans_for(problem: Problem) -> list[tuple[Plan, float]]:
-    """What is worth trying, each with its predicted microseconds, best first; the model's choice among them."""
+    """Plans worth trying with their predicted µs, best first; includes the heuristic's choice."""
     chosen, _ = heuristics.choose(problem)
     ranked = sorted(heuristics.candidates(problem), key=lambda pair: pair[1])
     most = WORTH_TRYING * ranked[0][1]
@@ -62,7 +62,7 @@ def plans_for(problem: Problem) -> list[tuple[Plan, float]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured for a problem: the model's plan, times of plans, and what is wrong with others."""
+    """Measurements of a problem: the heuristic's plan (`model`), times of plans, and faults of wrong ones."""
 
     problem: Problem
     model: Plan
@@ -71,13 +71,12 @@ class Outcome:
 
     @property
     def best(self) -> Plan | None:
-        """The quickest; None if none is right."""
+        """The fastest correct plan; None if there is none."""
         return min(self.times, key=lambda plan: self.times[plan].us, default=None)
 
     @property
     def taken(self) -> Plan | None:
-        """The quickest if it beats the model's plan, else that; None if the model's is wrong, which is no matter of
-        tuning."""
+        """The fastest plan if it beats the heuristic's, else the heuristic's; None if the heuristic's plan is wrong."""
         if self.best is None or self.model not in self.times:
             return None
         ours, models = self.times[self.best], self.times[self.model]
@@ -86,7 +85,7 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """Of the model's time, what the plan that is taken saves."""
+        """Share of the heuristic plan's time that the chosen plan saves."""
         return 0.0 if self.taken is None else 1 - self.times[self.taken].us / self.times[self.model].us
 
 
@@ -97,7 +96,7 @@ def tune(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Outcome]:
-    """Measure problem by problem. seconds: none is begun after so many."""
+    """Measure problem by problem.  seconds: time after which no other problem is started."""
     started = clock()
     for problem in problems:
         if seconds is not None and clock() - started >= seconds:
@@ -109,7 +108,7 @@ def tune(
 
 
 def entry_of(outcome: Outcome, where: Where) -> tuned.Entry | None:
-    """What to store: a plan that beats the model's, or whichever is best where one is stored already."""
+    """Entry to store: a plan that beats the heuristic's, or the chosen plan if one is stored already; else None."""
     plan, problem = outcome.taken, outcome.problem
     if plan is None or (plan == outcome.model and tuned.choose(problem, where.gpu).entry is None):
         return None
@@ -130,14 +129,14 @@ def entry_of(outcome: Outcome, where: Where) -> tuned.Entry | None:
 
 
 def append_record(path: Path, outcome: Outcome, where: Where) -> None:
-    """Add all that was measured to a file of JSON lines."""
+    """Append the record of an outcome to a file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(record_of(outcome, where)) + "\n")
 
 
 def record_of(outcome: Outcome, where: Where) -> dict[str, Any]:
-    """All that was measured, for JSON: what a better model can be fitted to."""
+    """All measurements as JSON values, for fitting the cost model."""
     problem = outcome.problem
     predicted = dict(heuristics.candidates(problem))
     rows: list[dict[str, Any]] = []
@@ -154,7 +153,7 @@ def record_of(outcome: Outcome, where: Where) -> dict[str, Any]:
 
 
 def problem_text(problem: Problem) -> str:
-    """For people.
+    """A problem as text.
 
     >>> problem_text(Problem(16, 512, 4096, b_1x128=False, fp32_out=False, sms=132))
     '16x512x4096 1x128 @ 128x128'
@@ -165,11 +164,12 @@ def problem_text(problem: Problem) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """Short, and no two candidates of a problem have the same.
+    """A plan as short text, unique among the candidates of a problem.
 
     >>> plan_text(heuristics.choose(Problem(8192, 8192, 8192, b_1x128=False, fp32_out=False, sms=132))[0])
     '192x128'
     """
     tile = plan.tile
-    run = f" run {tile.k_unroll}" if tile.k_unroll > 1 else ""
-    return f"{tile.bm}x{tile.bn}{run}{' shared' if plan.stream_k else ''}"
+    unroll = f" run {tile.k_unroll}" if tile.k_unroll > 1 else ""
+    # "run" and "shared" (stream-K) are the words of stored records
+    return f"{tile.bm}x{tile.bn}{unroll}{' shared' if plan.stream_k else ''}"

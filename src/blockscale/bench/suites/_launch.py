@@ -1,4 +1,4 @@
-"""A Triton kernel that does nothing: what a launch costs."""
+"""An empty Triton kernel, to time a launch."""
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 
@@ -15,5 +15,5 @@ def _nothing(x_ptr, rows, columns, BLOCK: tl.constexpr):
 
 
 def launch(x: Tensor) -> None:
-    """Launch it over one tile."""
+    """Launch the empty kernel with one program."""
     _nothing[(1,)](x, x.shape[0], x.shape[1], BLOCK=128)

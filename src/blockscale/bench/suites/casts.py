@@ -1,6 +1,6 @@
-"""Casts: one operand, both at once, expert weights, FP4, back to bf16, and casts fused with what comes before them.
+"""Casts: one operand, both operands, expert weights, FP4, dequantize, and casts fused with the operation before them.
 
-The bytes of a row are the fewest that any implementation moves: the input once, codes and scales of every output once.
+The bytes of a row are the least memory traffic: the input once, codes and scales of every output once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def cases(extent: Extent) -> Iterator[Case]:
 
 
 def single(format: str, axis: int, shape: Shape, extent: Extent, *, group: str, given: bool = False) -> Case:
-    """`quantize`; given: NVFP4's tensor maximum is an argument, so that one read is enough."""
+    """Case of `quantize`.  given: NVFP4's tensor amax is an argument, so that one read is enough."""
 
     def make(device: torch.device) -> tuple[Any, ...]:
         x = random(shape, device)
@@ -83,7 +83,7 @@ def single(format: str, axis: int, shape: Shape, extent: Extent, *, group: str, 
 
 
 def both(format: str, shape: Shape, extent: Extent, *, group: str, layout: str | None = None) -> Case:
-    """`quantize_both`, for matrices and for weights of experts; layout: of the scales, where not the default."""
+    """Case of `quantize_both`, for matrices and weights of experts.  layout: of the scales, if not the default."""
     spec = CastSpec(format, scale_layout=layout)
     return Case(
         name=f"{format}{'' if layout is None else f' {layout} scales'} both {text(shape)}",
@@ -102,13 +102,13 @@ def both(format: str, shape: Shape, extent: Extent, *, group: str, layout: str |
 
 
 def _peers(format: str, axes: tuple[int, ...], shape: Shape, extent: Extent) -> Mapping[str, Peer | str]:
-    """FP4 in plain torch is no cast that one would compile and ship, so `compile` is for 8-bit formats."""
+    """Peers of a cast; `compile` only for 8-bit formats, since plain FP4 casts in torch are not used in practice."""
     names = extent.peers if format in EIGHT_BIT else extent.peers - {"compile"}
     return others.casts(format, axes, numel(shape), names, compiling=shape in extent.compiled)
 
 
 def back(format: str, shape: Shape, extent: Extent) -> Case:
-    """`dequantize` to bf16."""
+    """Case of `dequantize` to bf16."""
 
     def backend(q: BlockScaled) -> str:
         return select(dequantize_request(q, torch.bfloat16)).backend

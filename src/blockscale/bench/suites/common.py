@@ -1,4 +1,4 @@
-"""What suites of casts share: which shapes to run, random inputs, bytes of outputs, and who serves a call."""
+"""Shared parts of the cast suites: shapes to run, bytes of outputs, and the backend of a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL_PEERS = frozenset({"eager", "compile", "torchao"})
 
 @dataclass(frozen=True)
 class Extent:
-    """Which shapes to run and whom to compare with; compiling takes seconds a row, so only `compiled` shapes do it."""
+    """Shapes to run and peers to compare with; peers compile only at `compiled` shapes, since that takes seconds."""
 
     matrices: tuple[Shape, ...]
     large: tuple[Shape, ...]
@@ -31,7 +31,7 @@ class Extent:
 
 
 def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """What fits the device and the patience."""
+    """Extent for a device; quick: fewer shapes."""
     if device.type != "cuda":
         tiny, expert = shapes.TINY, (2, *shapes.TINY_EXPERT)
         return Extent((tiny,), (tiny,), (expert,), tiny, tiny, frozenset(), peers & {"eager"})
@@ -42,12 +42,12 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
 
 
 def stored_bytes(spec: str | CastSpec, shape: Shape, *axes: int) -> int:
-    """Bytes of codes and scales of casts along those axes, from casts that have no memory."""
+    """Bytes of codes and scales of casts along those axes, from casts on the meta device."""
     source = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     return sum(quantize(source, spec, axis=axis).nbytes for axis in axes)
 
 
 def cast_backend(op: str, x: Tensor, *specs: str | CastSpec, offs: Tensor | None = None) -> str:
-    """Who serves a cast."""
+    """Backend that serves a cast."""
     plans = tuple(plan_cast(x, as_cast_spec(spec), offs) for spec in specs)
     return select(cast_request(op, x, plans, offs)).backend

@@ -1,7 +1,7 @@
-"""Dispatch: what the host spends on one call, on a tensor so small that the device is never behind.
+"""Dispatch: host time of one call, on a tensor so small that the device is never the bottleneck.
 
-Next to it the same for the least one can do: allocate and copy, and launch a kernel that does nothing. On a CPU there
-is no launch, and a row is the whole call.
+Beside it the floor of a call: an allocation with a copy, and the launch of an empty kernel. On a CPU there is no
+launch, and a row is the whole call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def _cast(name: str, format: str, device: torch.device) -> Case:
-    """Specs are made once, as a layer does; NVFP4 gets its maximum, so that every row is about one launch."""
+    """Case of a cast. Specs are made once, as in a layer; NVFP4 gets its amax, so that every call is one launch."""
     amax = torch.full((), 4.0, device=device)
     spec = CastSpec(format, amax=amax) if format == "nvfp4" else CastSpec(format)
     if name == "quantize":
@@ -73,7 +73,7 @@ def _case(
 
 
 def _floor(device: torch.device) -> dict[str, Peer | str]:
-    """The least that a call can cost; these compute something else, and say so."""
+    """Floor of a call: peers that compute something else and are not compared."""
     least: dict[str, Peer | str] = {"copy": Peer(lambda x: torch.empty_like(x).copy_(x), compared=False)}
     if device.type == "cuda":
         with contextlib.suppress(ImportError):

@@ -1,8 +1,8 @@
-"""Casts fused with what comes before them. Those that this version of the library lacks are skipped, and named.
+"""Casts fused with the operation before them. Fused casts that this version of the library lacks are skipped and named.
 
-The peers are what people have today: the part before, to bf16, and then a cast of its own. `unfused` compiles that
-part, which rounds to bf16 once, as ours does: only torch's exponential and order of sums are others, and few codes
-differ. `eager` runs it kernel by kernel, and rounds after each.
+The peers run the operation to bf16 and then a separate cast. `unfused` compiles the operation, which rounds to bf16
+once, as ours does: only torch's exponential and reduction order differ, and few codes differ. `eager` runs it kernel by
+kernel and rounds after each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT = "mxfp8_e4m3"
 GATED_FORMATS = (FORMAT, "fp8_1x128")
 GROUPS = 8
 EXPERTS_PER_TOKEN = 8
-# each rounding to bf16 more moves one code in thirty to its neighbour
+# each additional rounding to bf16 moves one code in thirty to its neighbour
 _ROUNDED_AGAIN_DB = 30.0
 
 
@@ -75,7 +75,7 @@ def _case(
 def _unfused(
     extent: Extent, before: Callable[..., Tensor], then: Callable[..., object], **more: Any
 ) -> dict[str, Peer]:
-    """The part before, compiled, then the cast; `then` takes the tensor and the arguments."""
+    """Peer with the operation compiled, then the cast; `then` takes the tensor and the arguments."""
     if "compile" not in extent.peers:
         return {}
     program = compiled(before)
@@ -83,7 +83,7 @@ def _unfused(
 
 
 def _eager(extent: Extent, before: Callable[..., Tensor], then: Callable[..., object]) -> dict[str, Peer]:
-    """The part before in kernels of torch, then the cast."""
+    """Peer with the operation in eager torch, then the cast."""
     if "eager" not in extent.peers:
         return {}
     note = "rounds to bf16 after each kernel, then a cast"
@@ -135,7 +135,7 @@ def _swiglu_backward_to(format: str, function: Callable[..., Any], extent: Exten
         return torch.cat((d_gate, dy * gate * sigmoid), -1).bfloat16()
 
     def differentiate_in_steps(grad: Tensor, gate_up: Tensor) -> Tensor:
-        """The kernels that autograd runs, with silu(gate) computed anew, since ours does not keep it either."""
+        """The kernels of autograd, with silu(gate) recomputed, since ours does not save it either."""
         gate, up = gate_up.chunk(2, -1)
         return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * silu(gate)), -1)
 
@@ -152,7 +152,7 @@ def _swiglu_backward_to(format: str, function: Callable[..., Any], extent: Exten
 
 
 def _rmsnorm(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
-    """Results: the operand, and a factor per row in fp32, which the peer does not return."""
+    """Case of `rmsnorm_quantize`. It also returns an fp32 factor per row, which the peer does not."""
     shape = extent.main
 
     def normalise(x: Tensor, weight: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _rmsnorm(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
 
 
 def _permute(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
-    """Every token once, in groups of unequal sizes. Padded groups cannot be decoded side by side: not compared."""
+    """Case with every token once, in unequal groups. Padded groups cannot be decoded together: not compared."""
     shape = extent.main
 
     def make(device: torch.device) -> tuple[Any, ...]:
@@ -198,10 +198,9 @@ def _permute(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
 
 
 def _permute_once(function: Callable[..., Any], extent: Extent) -> Iterator[Case]:
-    """The tokens of a micro-batch, each to eight experts: cast once, then rows of codes and scales are copied.
+    """Case with the tokens of a microbatch to eight experts each: cast once, then rows of codes and scales are copied.
 
-    The fewest bytes: tokens once, and what the experts read once. (Codes that are stored and read again are a choice of
-    ours, and count against us.)
+    Least bytes: tokens once, and the experts' operands once. Our extra store and load of codes is not included.
     """
     shape = tokens, width = extent.matrices[0]
 

@@ -1,8 +1,8 @@
-"""Products: large ones, few rows as in decoding, the layers of real models, MX and NVFP4 without such units, and MXFP8
-by the FP8 units of Hopper.
+"""GEMMs: large ones, few rows as in decoding, the layers of real models, MX and NVFP4 without native tensor cores, and
+MXFP8 on the FP8 tensor cores of Hopper.
 
-A row of the suite is what the registry selects; the other rows of its table stand beside it as peers, so that a wrong
-choice shows. The bytes of a row are the operands once and the output once, or twice where it is added to.
+A row times the kernel that the registry selects; the other kernels are peers, so that a wrong choice shows. The bytes
+of a row are the operands once and the output once, or twice if it accumulates.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..products import BF16_DB, Operands, check_product, make_operands
 from ..shapes import Product, numel, text
 from .common import stored_bytes
 
-# a gradient of weights is added to a buffer, and its K is the number of tokens
+# least K of GEMMs that accumulate: in wgrad K is the number of tokens
 ACCUMULATED_FROM = 4096
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Formats of both operands; accumulate: the product is added to an fp32 buffer."""
+    """Formats of both operands.  accumulate: `out +=` into fp32."""
 
     a: str
     b: str
@@ -40,7 +40,7 @@ class Kind:
 
     @property
     def label(self) -> str:
-        """As people say it: the blocks tell the FP8 formats apart."""
+        """Short label; FP8 formats are named by their blocks."""
         names = (name.removeprefix("fp8_") for name in (self.a, self.b))
         return " @ ".join(names) + (" fp32 +=" if self.accumulate else "")
 
@@ -53,7 +53,7 @@ EMULATED: tuple[str, ...] = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 
 @dataclass(frozen=True)
 class Extent:
-    """Which products to run, where, and whom to compare with; peers that compile do so at `compiled` products only."""
+    """GEMMs to run, the device, and peers to compare with; peers compile only at `compiled` GEMMs."""
 
     device: Capability
     large: tuple[Product, ...]
@@ -67,7 +67,7 @@ class Extent:
 
 
 def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """What fits the device and the patience."""
+    """Extent for a device; quick: fewer GEMMs."""
     if device.type == "cuda":
         return gpu_extent(capability(device), quick=quick, peers=peers)
     tiny = (shapes.TINY_PRODUCT,)
@@ -76,7 +76,7 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
 
 
 def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """The products of a GPU; the choice itself needs none."""
+    """Extent for a GPU; can be computed without one."""
     compiled = frozenset({shapes.SQUARE, shapes.LONG})
     large = (shapes.LONG, (4096, 7168, 2048)) if quick else shapes.LARGE_PRODUCTS
     few = ((16, *shapes.DECODED[0]),) if quick else _decoding()
@@ -111,7 +111,7 @@ def cases(extent: Extent, ceilings: Ceilings) -> Iterator[Case]:
 
 
 def case(kind: Kind, product: Product, extent: Extent, ceilings: Ceilings, *, group: str, prefix: str = "") -> Case:
-    """One product; prefix: what tells its name from that of the same product in another group."""
+    """Case of one GEMM.  prefix: makes its name unique if another group has the same GEMM."""
     m, n, k = product
     dtype = torch.float32 if kind.accumulate else torch.bfloat16
     output = m * n * (2 * 4 if kind.accumulate else 2)
@@ -137,7 +137,7 @@ def case(kind: Kind, product: Product, extent: Extent, ceilings: Ceilings, *, gr
 
 
 def native_case(product: Product, extent: Extent, ceilings: Ceilings) -> Case:
-    """MXFP8 by FP8 units, beside what serves undemanded."""
+    """Case of MXFP8 with the Hopper kernel forced, beside the kernel that is selected by default."""
     usual = case(NATIVE, product, extent, ceilings, group="MXFP8 natively")
     ours = {name: peer for name, peer in usual.peers.items() if not name.startswith(ROW)}
     if "rows" in extent.peers:
@@ -152,7 +152,7 @@ def native_case(product: Product, extent: Extent, ceilings: Ceilings) -> Case:
 
 
 def units(kind: Kind, device: Capability) -> str:
-    """The matrix units that a product is for: before sm_100 those of FP8 know no scales of 32 or 16 values."""
+    """Tensor cores of a GEMM's bound: before sm_100 FP8 tensor cores have no block scales of 32 or 16 values."""
     return "fp8" if get_format(kind.a).family == "fp8" or device.sm >= 100 else "bf16"
 
 

@@ -1,7 +1,7 @@
-"""What suites of layers share: a case with its check, the memory that it keeps, and the roof over it.
+"""Shared parts of the layer suites: check of a case, bytes saved for backward, and roofline bounds.
 
-A layer is checked against the unquantised one in fp64: two runs on poisoned memory that agree in every bit, all values
-finite, output and gradients as close as the recipe allows on normal values.
+A layer is checked against the unquantized one in fp64: two runs on poisoned memory agree in every bit, all values are
+finite, and SQNR of output and gradients reaches the recipe's gates on normal values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ...roofline import BF16, NOMINAL, CostOf, Use, architecture_of, machine_of
 from .. import ceilings
 from ..harness import Args, Case, Verdict, failure
 from ..layer_peers import MAIN_GRAD, PER_STEP, TWICE, Judge
-from ..layers import Batch, Ours, Results, Way, kept_bytes, our_way, plain_way, take
+from ..layers import Batch, Ours, Results, Variant, our_variant, plain_variant, saved_bytes, take
 from ..rooflines import Roofs
 
 FP8, MXFP8, NVFP4 = "fp8_blockwise", "mxfp8", "nvfp4"
-# MXFP8 as Hopper's FP8 units multiply it
+# MXFP8 for the FP8 tensor cores of Hopper
 MXFP8_NATIVE = "mxfp8_128x128"
 RECIPES: Mapping[str, Recipe] = {
     FP8: get_recipe(FP8),
@@ -35,33 +35,33 @@ RECIPES: Mapping[str, Recipe] = {
 OUTPUTS = ("y", "dx", "dw")
 
 
-class Ways(NamedTuple):
-    """How the layer of a row is trained.
+class Variants(NamedTuple):
+    """Variants of the layer of a row.
 
-    main: what the row is about.  others: ours with weights cast at other times, or gradients added up elsewhere.  use:
-    of the layer in a step, as the roof asks.  label: in front of its sizes in a name.
+    main: the timed variant.  others: ours with weights cast at other times, or another accumulation of gradients.  use:
+    of the layer in a step, for the roofline.  label: precedes the sizes in a name.
     """
 
-    main: Way
-    others: dict[str, Way]
+    main: Variant
+    others: dict[str, Variant]
     use: Use
     label: str
 
 
-def ways_of(ours: Ours, recipe: Recipe, microbatches: int, *, twice: bool = False) -> Ways:
-    """One microbatch casts its weights in the forward; several share the casts of their step.  twice: beside one also
-    where weights are cast once more in the backward."""
+def variants_of(ours: Ours, recipe: Recipe, microbatches: int, *, twice: bool = False) -> Variants:
+    """Variants of our layer. One microbatch casts its weights in the forward; several share the casts of their step.
+    twice: with one microbatch, add a variant that casts weights again in the backward."""
     if microbatches > 1:
-        main, added = (our_way(ours, recipe, "step", main_grads=main_grads) for main_grads in (False, True))
+        main, added = (our_variant(ours, recipe, "step", main_grads=main_grads) for main_grads in (False, True))
         use = Use(microbatches=microbatches, weight_cast="step")
-        return Ways(main, {MAIN_GRAD: added}, use, f"{microbatches} microbatches ")
-    others = {TWICE: our_way(ours, recipe, "twice")} if twice else {}
-    return Ways(our_way(ours, recipe), others | {PER_STEP: our_way(ours, recipe, "step")}, Use(), "")
+        return Variants(main, {MAIN_GRAD: added}, use, f"{microbatches} microbatches ")
+    others = {TWICE: our_variant(ours, recipe, "twice")} if twice else {}
+    return Variants(our_variant(ours, recipe), others | {PER_STEP: our_variant(ours, recipe, "step")}, Use(), "")
 
 
 def find_roofs(device: torch.device) -> Roofs | None:
-    """The roof of this machine, measured now, with casts at the speed of a copy, and its specification; None without a
-    GPU that has matrix units."""
+    """Ceilings of this machine, measured now with the bandwidth of a copy, and its specification; None without a GPU
+    that has tensor cores."""
     architecture = architecture_of(capability(device).sm) if device.type == "cuda" else None
     if architecture is None:
         return None
@@ -75,7 +75,7 @@ def find_roofs(device: torch.device) -> Roofs | None:
 def roof_details(
     cost: CostOf, sizes: tuple[int, int, int], recipe: Recipe, roofs: Roofs | None, use: Use
 ) -> dict[str, float]:
-    """Least times of a layer (M, K, N) by the recipe and in bf16, under both roofs, and the ceilings of the first."""
+    """Lower bounds of a layer (M, K, N) by the recipe and in bf16, by both ceilings, and the main ceilings."""
     if roofs is None:
         return {}
     found: dict[str, float] = {}
@@ -91,7 +91,7 @@ def roof_details(
 def backends(
     recipe: Recipe, device: Capability, products: Sequence[tuple[int, int, int]], groups: int | None = None
 ) -> str:
-    """Who serves the products (M, N, K) of fprop, dgrad and wgrad.  groups: how many these are of, with experts."""
+    """Backends of fprop, dgrad and wgrad.  products: their (M, N, K).  groups: number of experts, if grouped."""
     found: dict[str, None] = {}
     for name, size in zip(PRODUCTS, products, strict=True):
         product = getattr(recipe, name)
@@ -105,23 +105,23 @@ def backends(
 
 
 def checker(
-    main: Way,
+    main: Variant,
     judge: Judge,
     gates: Sequence[float],
-    kept: Mapping[str, Way],
+    kept: Mapping[str, Variant],
     how: str,
-    take: Callable[[Way, Batch], Results] = take,
+    take: Callable[[Variant, Batch], Results] = take,
 ) -> Callable[[Case, Args], Verdict]:
-    """A check of what `main` computes; gates: of the first of `OUTPUTS`, as many as the judge tells.  kept: whose
-    memory is told."""
+    """Check of the `main` variant.  gates: SQNR gates of the first outputs, one for each value of `judge`.  kept:
+    variants whose saved bytes are reported."""
 
     def check(case: Case, args: Args) -> Verdict:
         batch: Batch = args[0]
         try:
             problems, found = _problems(main, judge, gates, batch, take)
             details = {f"{name}_db": db for name, db in zip(OUTPUTS, found, strict=False)}
-            details |= {f"kept_bytes {name}": float(kept_bytes(way, batch)) for name, way in kept.items()}
-        except Exception as error:  # a layer that raises is as wrong as any other, and the rest of a run goes on
+            details |= {f"kept_bytes {name}": float(saved_bytes(variant, batch)) for name, variant in kept.items()}
+        except Exception as error:  # an exception counts as a fault, and the suite continues
             return Verdict(0, how, failure(error))
         numbers = {name: value for name, value in details.items() if value == value}
         worst = min(found) if len(numbers) == len(details) else None
@@ -131,11 +131,11 @@ def checker(
 
 
 def _problems(
-    main: Way, judge: Judge, gates: Sequence[float], batch: Batch, take: Callable[[Way, Batch], Results]
+    main: Variant, judge: Judge, gates: Sequence[float], batch: Batch, take: Callable[[Variant, Batch], Results]
 ) -> tuple[list[str], tuple[float, ...]]:
     first = take(main, batch)
     copies = [tensor.clone() for tensor in _tensors(first)]
-    # the allocator hands these blocks to the second run; read as a float, FF in every byte is NaN
+    # the allocator gives these blocks to the second run; 0xFF in every byte is a NaN
     _poison(first)
     del first
     second = take(main, batch)
@@ -160,6 +160,6 @@ def _tensors(results: Results) -> list[Tensor]:
     return [results.y, results.dx, *results.dw]
 
 
-def memory_ways(main: Way, others: Mapping[str, Way]) -> dict[str, Way]:
-    """Whose memory a row tells: ours, with the weight cast at any time, and bf16's."""
-    return {"blockscale": main, **others, "bf16": plain_way()}
+def memory_variants(main: Variant, others: Mapping[str, Variant]) -> dict[str, Variant]:
+    """Variants whose saved bytes a row reports: ours, with every time of the weight cast, and bf16."""
+    return {"blockscale": main, **others, "bf16": plain_variant()}

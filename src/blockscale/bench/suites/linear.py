@@ -1,10 +1,9 @@
-"""Linear layers: forward and backward, over the layers of real models, beside bf16 and torchao in the same turns.
+"""Linear layers: forward and backward, over the layers of real models, timed in turns with bf16 and torchao.
 
-A row is ours in eager mode with the weight cast in every forward; the same with the weight cast twice or once a step,
-and compiled, stands beside it. A row of 8 microbatches is a whole step: one cast of the weight, 8 forwards and
-backwards whose gradients are added up in `.grad`, and its time is of one of them; beside it the same where the products
-add them into an fp32 `main_grad`. Launches are part of the time; what the host
-spends on a layer so small that the device never waits is a row of its own.
+A row is ours in eager mode with the weight cast in every forward; peers cast the weight twice or once a step, or are
+compiled. A row of 8 microbatches is a whole step: one cast of the weight, then 8 forwards and backwards with gradients
+accumulated in `.grad`; its time is of one microbatch. A peer accumulates in the epilogue of wgrad into an fp32
+`main_grad`. Launches are part of the time; host time of a very small layer is a separate row.
 """
 
 from __future__ import annotations
@@ -22,14 +21,25 @@ from ...roofline import linear_cost
 from .. import shapes
 from ..harness import Args, Case
 from ..layer_peers import ALL_PEERS, COMPILING, peers
-from ..layers import Batch, Results, make_batch, normal_linear, our_linear, plain_way, step
+from ..layers import Batch, Results, make_batch, normal_linear, our_linear, plain_variant, step
 from ..peers import Peer
 from ..products import ROWS, spread, sqnr_db
 from ..rooflines import Roofs
-from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details, ways_of
+from .layers import (
+    FP8,
+    MXFP8,
+    MXFP8_NATIVE,
+    NVFP4,
+    RECIPES,
+    backends,
+    checker,
+    memory_variants,
+    roof_details,
+    variants_of,
+)
 
 Layer = tuple[int, int]  # (K, N)
-# of output, dX and dW on normal values, against the unquantised layer
+# SQNR gates in dB of output, dX and dW on normal values, against the unquantized layer
 GATES: Mapping[str, tuple[float, float, float]] = {
     FP8: (28.2, 28.2, 28.2),
     MXFP8: (28.0, 28.0, 28.0),
@@ -45,11 +55,11 @@ GROUPS = ("layers", "8 microbatches", "host time")
 
 @dataclass(frozen=True)
 class Extent:
-    """Which layers to run, and whom to compare with.
+    """Layers to run and peers to compare with.
 
-    models: the layers of each.  wide: feed-forward layers, which torchao runs too, which are compiled and trained in
-    microbatches.  tokens: of a forward; microbatches and recipes other than FP8's have the first alone.  others: the
-    layers of those recipes.
+    models: layers of each model.  wide: feed-forward layers, which also run by torchao, compiled and in microbatches.
+    tokens: of a forward; microbatches and recipes other than FP8's use only the first.  others: layers of those
+    recipes.
     """
 
     device: Capability
@@ -61,7 +71,7 @@ class Extent:
 
 
 def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """What fits the device and the patience."""
+    """Extent for a device; quick: fewer layers."""
     if device.type == "cuda":
         return gpu_extent(capability(device), quick=quick, peers=peers)
     layer = (128, 256)
@@ -70,7 +80,7 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
 
 
 def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """The layers of a GPU; the choice itself needs none."""
+    """Extent for a GPU; can be computed without one."""
     models = {name: shapes.MODELS[name] for name in (MODELS[:2] if quick else MODELS)}
     both = {layer for layers in models.values() for k, n in shapes.mlps(layers) for layer in ((k, n), (n, k))}
     large = frozenset({(7168, 18432), (18432, 7168)})
@@ -111,9 +121,9 @@ def case(
     *,
     microbatches: int = 1,
 ) -> Case:
-    """One layer by one recipe; microbatches: of a step, which share the weight's cast if there are several."""
+    """Case of one layer by one recipe.  microbatches: of a step; several share the weight's cast."""
     k, n = layer
-    main, others, use, label = ways_of(our_linear, recipe, microbatches, twice=True)
+    main, others, use, label = variants_of(our_linear, recipe, microbatches, twice=True)
     beside = peers(
         main,
         others,
@@ -125,7 +135,7 @@ def case(
         compiling=layer in extent.wide,
     )
     details = roof_details(linear_cost, (tokens, k, n), recipe, roofs, use)
-    check = checker(main, judge, GATES[name], memory_ways(main, others), _HOW)
+    check = checker(main, judge, GATES[name], memory_variants(main, others), _HOW)
     products = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
     return Case(
         name=f"{name} {label}M={tokens} {model} {k}->{n}",
@@ -153,14 +163,14 @@ _HOW = f"{ROWS} rows of y, dX and dW against the exact layer, all values in two 
 
 
 def host_case(name: str, recipe: Recipe, extent: Extent) -> Case:
-    """What the host spends on a forward and backward, ours and torch's."""
+    """Case of host time of a forward and backward, ours and torch's."""
     (k, n), tokens = HOST_LAYER, HOST_TOKENS
-    plain, (main, others, _, _) = plain_way(), ways_of(our_linear, recipe, 1, twice=True)
-    # sixteen tokens are too few for a statement in decibels
+    plain, (main, others, _, _) = plain_variant(), variants_of(our_linear, recipe, 1, twice=True)
+    # sixteen tokens are too few for an SQNR gate
     check = checker(main, judge, (0.0, 0.0, 0.0), {}, _HOW)
     beside: dict[str, Peer | str] = {"nn.Linear": Peer(functools.partial(step, plain, 1), compared=False)}
-    for way_name, way in others.items():
-        beside[way_name] = Peer(functools.partial(step, way, 1), compared=False)
+    for variant_name, variant in others.items():
+        beside[variant_name] = Peer(functools.partial(step, variant, 1), compared=False)
     return Case(
         name=f"{name} host time M={tokens} {k}->{n}",
         group=GROUPS[2],
@@ -179,7 +189,7 @@ def host_case(name: str, recipe: Recipe, extent: Extent) -> Case:
 
 def judge(batch: Batch, results: Results) -> tuple[float, float, float]:
     """SQNR of output, dX and dW against the layer in fp64, on some rows of each."""
-    plain = batch.forms.plain
+    plain = batch.built.plain
     assert isinstance(plain, nn.Linear)
     with torch.no_grad():
         x, weight = batch.x, plain.weight.double()

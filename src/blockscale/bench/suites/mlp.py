@@ -1,8 +1,8 @@
-"""SwiGLU MLPs: forward and backward of down(silu(gate(x)) * up(x)), beside bf16 and torchao in the same turns.
+"""SwiGLU MLPs: forward and backward of down(silu(gate(x)) * up(x)), timed in turns with bf16 and torchao.
 
 Ours is one module with gate and up in one weight and the activation fused into the casts. bf16 and torchao are three
-layers with `silu(gate) * up` in between, as models are written; compiled, that part is one kernel each way. A row of 8
-microbatches is a whole step, as in `linear.py`.
+layers with `silu(gate) * up` between them; compiled, that part is one kernel in the forward and one in the backward. A
+row of 8 microbatches is a whole step, as in `linear.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,22 @@ from ..layers import Batch, Build, Results, make_batch, normal_linear, step
 from ..products import ROWS, spread, sqnr_db
 from ..rooflines import Roofs
 from . import linear
-from .layers import FP8, MXFP8, MXFP8_NATIVE, NVFP4, RECIPES, backends, checker, memory_ways, roof_details, ways_of
+from .layers import (
+    FP8,
+    MXFP8,
+    MXFP8_NATIVE,
+    NVFP4,
+    RECIPES,
+    backends,
+    checker,
+    memory_variants,
+    roof_details,
+    variants_of,
+)
 
 Unit = tuple[int, int]  # (features, hidden)
-# of output, dX and the worst dW on normal values, against the unquantised MLP: below those of one layer, to whose noise
-# the next one adds its own
+# SQNR gates in dB of output, dX and the worst dW on normal values, against the unquantized MLP; lower than those of one
+# layer, since noise of several layers adds up
 GATES: Mapping[str, tuple[float, float, float]] = {
     FP8: (23.6, 23.3, 23.2),
     MXFP8: (23.4, 23.1, 22.9),
@@ -44,9 +55,9 @@ GROUPS = ("SwiGLU MLP", "SwiGLU MLP, 8 microbatches")
 
 @dataclass(frozen=True)
 class Extent:
-    """Which MLPs to run, with how many tokens, by which recipes, and whom to compare with.
+    """MLPs, tokens and recipes to run, and peers to compare with.
 
-    tokens: of a forward; microbatches and recipes other than FP8's have the first alone.
+    tokens: of a forward; microbatches and recipes other than FP8's use only the first.
     """
 
     device: Capability
@@ -69,21 +80,21 @@ class GatedUnit(nn.Module):
 
 
 def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """What fits the device and the patience."""
+    """Extent for a device; quick: fewer MLPs."""
     if device.type != "cuda":
         return Extent(capability(device), {"tiny": (128, 256)}, (128,), (FP8,), peers - COMPILING)
     return gpu_extent(capability(device), quick=quick, peers=peers)
 
 
 def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """The MLPs of a GPU; the choice itself needs none."""
+    """Extent for a GPU; can be computed without one."""
     if quick:
         return Extent(device, dict(list(UNITS.items())[:1]), TOKENS[:1], (FP8,), peers)
     return Extent(device, UNITS, TOKENS, tuple(RECIPES), peers)
 
 
 def cases(extent: Extent, roofs: Roofs | None) -> Iterator[Case]:
-    """FP8 over all MLPs, other recipes over the first."""
+    """All cases: FP8 over all MLPs, other recipes over the first."""
     for name in extent.recipes:
         for model, unit in list(extent.units.items())[: None if name == FP8 else 1]:
             for tokens in extent.tokens if name == FP8 else extent.tokens[:1]:
@@ -102,9 +113,9 @@ def case(
     *,
     microbatches: int = 1,
 ) -> Case:
-    """One MLP by one recipe; microbatches: of a step, which share the casts of weights if there are several."""
+    """Case of one MLP by one recipe.  microbatches: of a step; several share the casts of weights."""
     features, hidden = unit
-    main, others, use, label = ways_of(ours, recipe, microbatches)
+    main, others, use, label = variants_of(ours, recipe, microbatches)
     details = roof_details(swiglu_cost, (tokens, features, hidden), recipe, roofs, use)
     up = ((tokens, 2 * hidden, features), (tokens, features, 2 * hidden), (2 * hidden, features, tokens))
     return Case(
@@ -117,8 +128,8 @@ def case(
         another=_another,
         run=functools.partial(step, main, microbatches),
         backend=lambda _: backends(recipe, extent.device, up),
-        check=checker(main, judge, GATES[name], memory_ways(main, others), _HOW),
-        # input and gradient, weights and theirs, and gates, ups and their product each way
+        check=checker(main, judge, GATES[name], memory_variants(main, others), _HOW),
+        # input and its gradient, weights and their gradients, and gate, up and silu(gate) * up in both directions
         bytes=2 * (4 * tokens * features + 6 * features * hidden + 6 * tokens * hidden),
         peers=peers(main, others, unit, extent.peers, judge, min(GATES[name]), microbatches=microbatches),
         flops=3 * 2 * tokens * 3 * features * hidden,
@@ -133,7 +144,7 @@ _HOW = f"{ROWS} rows of y and dX and {ROWS} hidden features of every dW against 
 
 
 def plain_unit(unit: Unit, device: torch.device) -> GatedUnit:
-    """The MLP in bf16 with normal weights."""
+    """bf16 MLP with normal weights."""
     features, hidden = unit
     return GatedUnit(
         normal_linear(features, hidden, device),
@@ -143,7 +154,7 @@ def plain_unit(unit: Unit, device: torch.device) -> GatedUnit:
 
 
 def ours(recipe: Recipe) -> Build:
-    """Our MLP with the values of the plain one: gates first, then ups, in one weight."""
+    """Our MLP with the values of the plain one: gate, then up, in one weight."""
 
     def build(plain: nn.Module) -> nn.Module:
         gate, up, down = plain.children()
@@ -156,12 +167,12 @@ def ours(recipe: Recipe) -> Build:
 
 
 def judge(batch: Batch, results: Results) -> tuple[float, float, float]:
-    """SQNR of output, dX and the worst dW against the MLP in fp64: some rows of the first two, and what some hidden
-    features have in each dW.
+    """SQNR of output, dX and the worst dW against the MLP in fp64, on some rows of output and dX and some hidden
+    features of each dW.
 
-    Gradients of gate, up and down lie one after the other in either form.
+    Gradients of gate, up and down are concatenated in this order in both variants.
     """
-    gate, up, down = (weight.detach().double() for weight in batch.forms.plain.parameters())
+    gate, up, down = (weight.detach().double() for weight in batch.built.plain.parameters())
     rows, some = (spread(size, ROWS, gate.device) for size in (batch.x.shape[0], gate.shape[0]))
     y, dx, _ = _exact(batch.x[rows], batch.dy[rows], (gate, up, down))
     _, _, dws = _exact(batch.x, batch.dy, (gate[some], up[some], down[:, some]))

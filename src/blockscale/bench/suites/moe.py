@@ -1,9 +1,9 @@
-"""Mixtures of experts: the rates of grouped products, then the layers that are made of them (`moe_layers.py`).
+"""Mixtures of experts: rates of grouped GEMMs, then whole layers (`moe_layers.py`).
 
-Products are those of a layer's forward and backward: fprop and dgrad (m-grouped), and wgrad (k-grouped) to bf16, to
-fp32 and added to fp32. `equal groups` are the sizes that goals are set for; the layers of models have rows that fall
-evenly on their experts, by Zipf's law, or all on one, where the same product with equal groups stands beside as a peer.
-`decoding` has 16 rows for each of 32 experts, and beside it the same rows where each has room for 128.
+GEMMs are those of a layer's forward and backward: fprop and dgrad (m-grouped), and wgrad (k-grouped) to bf16, to fp32
+and accumulating in fp32. `equal groups` are the sizes of the goals. Layers of models have rows balanced over their
+experts, by Zipf's law, or all on one expert; the same GEMM with equal groups is then a peer. `decoding` has 16 rows for
+each of 32 experts; a peer has the same rows with a capacity of 128 per expert.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ GROUP = "grouped products"
 GROUPS = (GROUP, *moe_layers.GROUPS)
 ALL_PEERS = grouped_peers.ALL_PEERS | moe_layers.ALL_PEERS
 EQUAL, DECODING = "equal groups", "decoding"
-# rows of the experts of a model: 4096 tokens with eight experts each
+# rows of a model's experts: 4096 tokens with eight experts each
 ROWS = 32768
-# experts that one of 32 or of 8 GPUs holds of DeepSeek-V3's
+# experts of DeepSeek-V3 on one of 32 or of 8 GPUs
 SHARDS = (8, 32)
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a product writes."""
+    """Output of a grouped GEMM."""
 
     label: str = ""
     dtype: torch.dtype = torch.bfloat16
@@ -55,10 +55,10 @@ BF16, FP32, ADDED = Output(), Output(" fp32", torch.float32), Output(" fp32 +=",
 
 @dataclass(frozen=True)
 class Problem:
-    """A grouped product of `rows` rows on `experts` experts.
+    """A grouped GEMM of `rows` rows on `experts` experts.
 
-    what: fprop, dgrad or wgrad.  n, k: of a matrix: its result's columns and what is contracted; of wgrad the rows and
-    columns of a result.  most: rows that one expert may get, the number of tokens; None for all.
+    what: fprop, dgrad or wgrad.  n, k: columns of the result and contracted size; for wgrad rows and columns of a
+    group's result.  most: largest number of rows of one expert, the number of tokens; None: no limit.
     """
 
     label: str
@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def product(self) -> shapes.Product:
-        """Rows x columns x contracted, as of a dense product."""
+        """(M, N, K) of the dense GEMM with the same FLOPs."""
         return (self.n, self.k, self.rows) if self.k_grouped else (self.rows, self.n, self.k)
 
     @property
@@ -93,7 +93,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Extent:
-    """Which products and layers to run, where, and whom to compare with."""
+    """GEMMs and layers to run, the device, and peers to compare with."""
 
     device: Capability
     products: tuple[Problem, ...]
@@ -102,7 +102,7 @@ class Extent:
 
 
 def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """What fits the device and the patience."""
+    """Extent for a device; quick: fewer cases."""
     here = capability(device)
     if device.type == "cuda":
         return gpu_extent(here, quick=quick, peers=peers)
@@ -113,7 +113,7 @@ def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] =
 
 
 def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """What runs on a GPU; the choice itself needs none."""
+    """Extent for a GPU; can be computed without one."""
     n, k = shapes.EXPERT
     counts = (4, 64) if quick else shapes.EXPERT_COUNTS
     products = [*equal_groups(counts, moe_layers.ROWS, n, k), *_eight_experts()]
@@ -124,7 +124,7 @@ def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str]
 
 
 def equal_groups(counts: tuple[int, ...], rows: int, n: int, k: int) -> Iterator[Problem]:
-    """All products of one layer K -> N, with rows in so many equal groups."""
+    """All GEMMs of one layer K -> N, with rows in each of `counts` equal groups."""
     for experts in counts:
         yield Problem(EQUAL, "fprop", experts, rows, n, k)
         yield Problem(EQUAL, "dgrad", experts, rows, k, n)
@@ -137,7 +137,7 @@ def _wgrads(experts: int, rows: int, n: int, k: int) -> Iterator[Problem]:
 
 
 def _eight_experts() -> Iterator[Problem]:
-    """DeepSeek-V3's gates and ups, and its downs, on eight experts."""
+    """GEMMs of DeepSeek-V3's gate-up and down on eight experts."""
     pairs = ((4096, 7168), (7168, 2048))
     for n, k in pairs:
         yield Problem(EQUAL, "fprop", 8, ROWS, n, k)
@@ -154,8 +154,8 @@ def _models() -> Iterator[Problem]:
 
 
 def _of_model(label: str, experts: int, rows: int, hidden: int, features: int, *, most: int) -> Iterator[Problem]:
-    """The products of features -> hidden; those of hidden -> features are the same in another order. Where both are
-    equal so are fprop and dgrad."""
+    """GEMMs of features -> hidden; those of hidden -> features are the same in another order. If both are equal, fprop
+    and dgrad are the same GEMM."""
     for load in LOADS:
         yield Problem(label, "fprop", experts, rows, hidden, features, load, most)
         if features != hidden:
@@ -164,7 +164,7 @@ def _of_model(label: str, experts: int, rows: int, hidden: int, features: int, *
 
 
 def other_formats(experts: int, rows: int, n: int, k: int) -> Iterator[Problem]:
-    """Formats that Hopper has no units for, by whatever serves them."""
+    """GEMMs in formats without native tensor cores on Hopper."""
     for kind, gradients in ((Kind("mxfp8_e4m3", "mxfp8_e4m3"),) * 2, (NATIVE, None), (Kind("nvfp4", "nvfp4"),) * 2):
         label = f"{EQUAL} {kind.label}"
         yield Problem(label, "fprop", experts, rows, n, k, kind=kind)
@@ -173,7 +173,7 @@ def other_formats(experts: int, rows: int, n: int, k: int) -> Iterator[Problem]:
 
 
 def cases(extent: Extent, ceilings: Ceilings, roofs: Roofs | None) -> Iterator[Case]:
-    """All rows, in the order of the tables. What a GPU has only the reference for is left out: it takes seconds."""
+    """All rows, in the order of the tables, without GEMMs that a GPU serves only by the reference, in seconds."""
     for problem in extent.products:
         if extent.device.device != "cuda" or would_serve(request(problem, extent.device)).backend != "reference":
             yield case(problem, extent, ceilings)
@@ -181,7 +181,7 @@ def cases(extent: Extent, ceilings: Ceilings, roofs: Roofs | None) -> Iterator[C
 
 
 def case(problem: Problem, extent: Extent, ceilings: Ceilings) -> Case:
-    """One grouped product."""
+    """Case of one grouped GEMM."""
     kind, output, moved = problem.kind, problem.output, moved_bytes(problem)
     flops = 2 * numel(problem.product)
     return Case(
@@ -209,7 +209,7 @@ def case(problem: Problem, extent: Extent, ceilings: Ceilings) -> Case:
 
 
 def make(problem: Problem, device: torch.device) -> Args:
-    """Operands of a product."""
+    """Operands of a grouped GEMM."""
     formats, n, k, output = (problem.kind.a, problem.kind.b), problem.n, problem.k, problem.output
     if not problem.k_grouped:
         return (make_m_grouped(problem.sizes, n, k, formats, device, output.dtype),)
@@ -218,19 +218,19 @@ def make(problem: Problem, device: torch.device) -> Args:
 
 
 def moved_bytes(problem: Problem) -> int:
-    """The fewest: operands of experts that have rows once, the result once, or twice where it is added to."""
+    """Least memory traffic: operands of experts with rows once, the result once, or twice if it accumulates."""
     kind, rows, n, k = problem.kind, problem.rows, problem.n, problem.k
     size = problem.output.dtype.itemsize * (2 if problem.output.accumulate else 1)
     busy = sum(size > 0 for size in problem.sizes)
     if problem.k_grouped:
         operands = stored_bytes(kind.a, (n, rows), -1) + stored_bytes(kind.b, (k, rows), -1)
-        # what is added to stays as it is where an expert has no rows
+        # the accumulator of an expert without rows is not touched
         return operands + (busy if problem.output.accumulate else problem.experts) * n * k * size
     return stored_bytes(kind.a, (rows, k), -1) + busy * stored_bytes(kind.b, (n, k), -1) + rows * n * size
 
 
 def request(problem: Problem, device: Capability) -> Request:
-    """What the table is asked for."""
+    """Request to the registry."""
     op, (rows, columns, depth) = "k_grouped" if problem.k_grouped else "m_grouped", problem.product
     if problem.k_grouped:
         depth = padded_length(depth, problem.experts)

@@ -1,9 +1,9 @@
-"""Layers of experts: one grouped linear, whole experts, and a mixture with its router, trained beside bf16.
+"""Layers of experts: one grouped linear, whole experts, and a mixture with its router, timed in turns with bf16.
 
-`one grouped linear` is the benchmark that torchao's MXFP8 experts were published with: rows (16640, 5120), weights
-(E, 8192, 5120), by every recipe; forward and backward with weights cast in every forward, or shared by the microbatches
-of a step, and a forward alone with weights that were cast before. `experts` are SwiGLU units, rows in their groups
-already; `mixture` is a layer with everything: router, top-k, experts and the weighted sum.
+`one grouped linear` is the published benchmark of torchao's MXFP8 experts: rows (16640, 5120), weights (E, 8192, 5120),
+by every recipe; forward and backward with weights cast in every forward or shared by the microbatches of a step, and a
+forward alone with weights cast before. `experts` are SwiGLU experts with rows already grouped; `mixture` is a whole
+layer: router, top-k, experts and weighted combine.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..expert_layers import (
 )
 from ..harness import Args, Case, Verdict
 from ..layer_peers import BF16, BF16_DB, NEAR_DB, PER_STEP, TORCHAO, peers, trained
-from ..layers import Batch, Way, infer, infer_again, make_batch, our_way, plain_way, step, take
+from ..layers import Batch, Variant, infer, infer_again, make_batch, our_variant, plain_variant, step, take
 from ..loads import Load, sizes
 from ..peers import Peer
 from ..rooflines import Roofs
 from ..shapes import Mixture
 from ..timing import host_syncs
 from . import linear, mlp
-from .layers import FP8, MXFP8, RECIPES, backends, checker, memory_ways, roof_details, ways_of
+from .layers import FP8, MXFP8, RECIPES, backends, checker, memory_variants, roof_details, variants_of
 
 ROWS = 16640
 MICROBATCHES = linear.MICROBATCHES
@@ -47,7 +47,7 @@ ALL_PEERS = frozenset({"bf16", "casts", "torchao"})
 
 @dataclass(frozen=True)
 class Unit:
-    """Experts with so many rows in all."""
+    """SwiGLU experts and the total number of their rows."""
 
     experts: int
     features: int
@@ -64,10 +64,10 @@ MIXTURE, TOKENS = "DeepSeek 16B", 4096
 
 @dataclass(frozen=True)
 class LayersExtent:
-    """Which layers to run, by which recipes, and whom to compare with.
+    """Layers and recipes to run, and peers to compare with.
 
-    rows, layer, counts: of the grouped linear (K, N) with so many experts.  loads: of the experts of a unit.  mixtures:
-    with so many tokens each.
+    rows, layer, counts: rows, (K, N) and numbers of experts of the grouped linear.  loads: of the experts of a unit.
+    mixtures: layers with a router.  tokens: of a mixture.
     """
 
     device: Capability
@@ -83,7 +83,7 @@ class LayersExtent:
 
 
 def cpu_extent(device: Capability, peers: frozenset[str]) -> LayersExtent:
-    """Sizes for a CPU."""
+    """Extent for a CPU."""
     units, mixtures = {"tiny": Unit(4, 128, 128, 160)}, {"tiny": Mixture(4, 2, 128, 128)}
     return LayersExtent(
         device, (FP8, MXFP8), 128, (128, 256), (4,), units, ("balanced", "zipf"), mixtures, 64, peers - {"torchao"}
@@ -91,7 +91,7 @@ def cpu_extent(device: Capability, peers: frozenset[str]) -> LayersExtent:
 
 
 def gpu_extent(device: Capability, peers: frozenset[str], *, quick: bool = False) -> LayersExtent:
-    """The layers of a GPU."""
+    """Extent for a GPU; quick: fewer layers."""
     n, k = shapes.EXPERT
     counts = (4, 64) if quick else shapes.EXPERT_COUNTS
     loads: tuple[Load, ...] = ("balanced",) if quick else ("balanced", "zipf")
@@ -100,8 +100,8 @@ def gpu_extent(device: Capability, peers: frozenset[str], *, quick: bool = False
 
 
 def cases(extent: LayersExtent, roofs: Roofs | None) -> Iterator[Case]:
-    """All rows, in the order of the tables. A recipe that a GPU has only the reference for is left out, since a call
-    would take seconds; units of other recipes than FP8's are the first, balanced."""
+    """All rows, in the order of the tables. Recipes that a GPU serves only by the reference are left out, since a call
+    would take seconds. Recipes other than FP8's run only the first unit, balanced."""
     recipes = {name: RECIPES[name] for name in extent.recipes if _is_served(RECIPES[name], extent)}
     for name, recipe in recipes.items():
         for experts in extent.counts:
@@ -132,9 +132,9 @@ def _backends(recipe: Recipe, extent: LayersExtent, rows: int, k: int, n: int, e
 def linear_case(
     name: str, recipe: Recipe, experts: int, extent: LayersExtent, roofs: Roofs | None, *, microbatches: int = 1
 ) -> Case:
-    """Forward and backward of one layer; microbatches: of a step, which share the cast if there are several."""
+    """Case of forward and backward of one grouped linear.  microbatches: of a step; several share the cast."""
     (k, n), rows = extent.layer, extent.rows
-    main, others, use, label = ways_of(expert_layers.our_linear, recipe, microbatches)
+    main, others, use, label = variants_of(expert_layers.our_linear, recipe, microbatches)
     gates = linear.GATES[name]
     beside = peers(
         main, others, (k, n), extent.peers - {"torchao"}, judge_linear, min(gates), microbatches=microbatches
@@ -152,7 +152,7 @@ def linear_case(
         another=_another,
         run=functools.partial(step, main, microbatches),
         backend=lambda _: _backends(recipe, extent, rows, k, n, experts),
-        check=checker(main, judge_linear, gates, memory_ways(main, others), _HOW),
+        check=checker(main, judge_linear, gates, memory_variants(main, others), _HOW),
         bytes=2 * 2 * (rows * k + rows * n + experts * n * k),
         peers=beside,
         flops=3 * 2 * rows * n * k,
@@ -167,8 +167,8 @@ _HOW = f"y, dX and dW against the exact layer, {expert_layers.ROWS} rows of some
 
 
 def _torchao_peers(gate: float) -> dict[str, Peer | str]:
-    """Blockwise, which without DeepGEMM is an emulation, and rowwise."""
-    blockwise, rowwise = (Way(torchao_linear(kind)) for kind in ("blockwise", "rowwise"))
+    """torchao's blockwise (emulated without DeepGEMM) and rowwise grouped linear."""
+    blockwise, rowwise = (Variant(torchao_linear(kind)) for kind in ("blockwise", "rowwise"))
     return {
         TORCHAO: trained(blockwise, judge_linear, gate - NEAR_DB, "blockwise FP8"),
         f"{TORCHAO} rowwise": trained(rowwise, judge_linear, None, "rowwise FP8"),
@@ -176,9 +176,9 @@ def _torchao_peers(gate: float) -> dict[str, Peer | str]:
 
 
 def forward_case(name: str, recipe: Recipe, experts: int, extent: LayersExtent, roofs: Roofs | None) -> Case:
-    """A forward alone, with weights that were cast before."""
+    """Case of a forward alone, with weights cast before."""
     (k, n), rows = extent.layer, extent.rows
-    main, plain = our_way(expert_layers.our_linear, recipe, "step"), plain_way()
+    main, plain = our_variant(expert_layers.our_linear, recipe, "step"), plain_variant()
     beside: dict[str, Peer | str] = {}
     if "bf16" in extent.peers:
 
@@ -196,7 +196,7 @@ def forward_case(name: str, recipe: Recipe, experts: int, extent: LayersExtent, 
         shape=(rows, n, k),
         make=lambda device: _linear_batch(extent, experts, device),
         another=_another,
-        # the check casts the weights, and nobody changes them
+        # the check casts the weights, and they do not change afterwards
         run=functools.partial(infer, main),
         backend=lambda _: _backends(recipe, extent, rows, k, n, experts),
         check=checker(main, judge_forward, linear.GATES[name][:1], {}, _FORWARD_HOW, infer_again),
@@ -223,16 +223,16 @@ def _linear_batch(extent: LayersExtent, experts: int, device: torch.device) -> A
 def experts_case(
     name: str, recipe: Recipe, model: str, unit: Unit, load: Load, extent: LayersExtent, roofs: Roofs | None
 ) -> Case:
-    """SwiGLU experts by one recipe, with weights cast in every forward."""
+    """Case of SwiGLU experts by one recipe, with weights cast in every forward."""
     features, hidden, rows = unit.features, unit.hidden, unit.rows
     groups = sizes(rows, unit.experts, load)
 
     def make(device: torch.device) -> Args:
         return (make_batch(plain_experts(groups, features, hidden, device), rows, (features, features), device),)
 
-    main = our_way(expert_layers.our_experts, recipe)
-    others = {PER_STEP: our_way(expert_layers.our_experts, recipe, "step")}
-    check = checker(main, judge_experts, mlp.GATES[name], memory_ways(main, others), _EXPERTS_HOW)
+    main = our_variant(expert_layers.our_experts, recipe)
+    others = {PER_STEP: our_variant(expert_layers.our_experts, recipe, "step")}
+    check = checker(main, judge_experts, mlp.GATES[name], memory_variants(main, others), _EXPERTS_HOW)
     beside = peers(main, others, (features, hidden), extent.peers - {"torchao"}, judge_experts, min(mlp.GATES[name]))
     title = f"{name} experts M={rows} {model} E={unit.experts} {load} {features}x{hidden}"
     return _unit_case(title, GROUPS[1], name, unit, extent, roofs, main, make, check, beside)
@@ -244,16 +244,16 @@ _EXPERTS_HOW = f"y, dX and every dW of {expert_layers.UNITS} experts against the
 def mixture_case(
     name: str, recipe: Recipe, model: str, mixture: Mixture, extent: LayersExtent, roofs: Roofs | None
 ) -> Case:
-    """A mixture by one recipe, with its router; the roof is that of the experts alone."""
+    """Case of a mixture by one recipe, with its router; the bound is that of the experts alone."""
     tokens, features = extent.tokens, mixture.features
     unit = Unit(mixture.experts, features, mixture.hidden, tokens * mixture.top_k)
 
     def make(device: torch.device) -> Args:
         return (make_batch(plain_mixture(mixture, device), tokens, (features, features), device),)
 
-    main = our_way(expert_layers.our_mixture, recipe)
-    others = {PER_STEP: our_way(expert_layers.our_mixture, recipe, "step")}
-    inner = checker(main, judge_mixture, mlp.GATES[name], memory_ways(main, others), _MIXTURE_HOW)
+    main = our_variant(expert_layers.our_mixture, recipe)
+    others = {PER_STEP: our_variant(expert_layers.our_mixture, recipe, "step")}
+    inner = checker(main, judge_mixture, mlp.GATES[name], memory_variants(main, others), _MIXTURE_HOW)
     beside = peers(
         main, others, (features, unit.hidden), extent.peers - {"torchao"}, judge_mixture, min(mlp.GATES[name])
     )
@@ -272,7 +272,7 @@ def _unit_case(
     unit: Unit,
     extent: LayersExtent,
     roofs: Roofs | None,
-    main: Way,
+    main: Variant,
     make: Callable[[torch.device], Args],
     check: Callable[[Case, Args], Verdict],
     beside: Mapping[str, Peer | str],
@@ -294,7 +294,7 @@ def _unit_case(
         run=functools.partial(step, main, 1),
         backend=lambda _: _backends(RECIPES[name], extent, rows, features, 2 * hidden, unit.experts),
         check=check,
-        # as of an MLP: rows and their gradients, weights and theirs, and what lies between the products
+        # as for an MLP: rows and their gradients, weights and their gradients, and tensors between the GEMMs
         bytes=2 * (4 * rows * features + 6 * weights + 6 * rows * hidden),
         peers=beside,
         flops=3 * 2 * rows * 3 * features * hidden,
@@ -304,8 +304,8 @@ def _unit_case(
     )
 
 
-def _with_syncs(main: Way, check: Callable[[Case, Args], Verdict]) -> Callable[[Case, Args], Verdict]:
-    """The check, and how often the host waits for the device in a forward and backward that ran before."""
+def _with_syncs(main: Variant, check: Callable[[Case, Args], Verdict]) -> Callable[[Case, Args], Verdict]:
+    """The check, with the number of host synchronizations of a warmed-up forward and backward."""
 
     def both(case: Case, args: Args) -> Verdict:
         verdict, batch = check(case, args), args[0]
