@@ -21,22 +21,22 @@ NOT_TIMED = "Runs shared the machine (--jobs), so their speeds are not comparabl
 
 def answer(found: Comparison) -> str:
     """One sentence that says whether each recipe converges, from its verdict."""
-    said = [(arm, verdict) for arm in found.arms if arm.is_recipe and (verdict := found.verdict(arm)) is not None]
-    if not said:
+    judged = [(arm, verdict) for arm in found.arms if arm.is_recipe and (verdict := found.verdict(arm)) is not None]
+    if not judged:
         return "Only bf16 was run: there is no recipe to compare with it."
     words = _Words(found)
     parts: list[str] = []
-    for budget in dict.fromkeys(arm.budget for arm, verdict in said if verdict.is_good):
-        good = [arm for arm, verdict in said if verdict.is_good and arm.budget == budget]
+    for budget in dict.fromkeys(arm.budget for arm, verdict in judged if verdict.is_good):
+        good = [arm for arm, verdict in judged if verdict.is_good and arm.budget == budget]
         parts.append(f"yes: {words.named(good)} stay{'s' * (len(good) == 1)} within {budget:.2%} of bf16")
-    parts += [f"no: {words.named([arm])} {_bad(found, arm, verdict)}" for arm, verdict in said if verdict.is_bad]
-    undecided = [arm for arm, verdict in said if verdict.kind == "undecided"]
+    parts += [f"no: {words.named([arm])} {_bad(found, arm, verdict)}" for arm, verdict in judged if verdict.is_bad]
+    undecided = [arm for arm, verdict in judged if verdict.kind == "undecided"]
     if undecided:
         parts.append(f"undecided: {words.named(undecided)}")
-    short = {arm.name: (arm, verdict) for arm, verdict in said if verdict.kind == "too short to tell"}
+    short = {arm.name: (arm, verdict) for arm, verdict in judged if verdict.kind == "too short to tell"}
     for why in dict.fromkeys(verdict.why for _, verdict in short.values()):
         mine = [arm for arm, verdict in short.values() if verdict.why == why]
-        about = "" if len(mine) == len(said) else f" about {words.named(mine)}"
+        about = "" if len(mine) == len(judged) else f" about {words.named(mine)}"
         parts.append(f"too short to tell{about}: {why}")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
@@ -121,10 +121,10 @@ def limits(found: Comparison) -> list[str]:
 def longer_command(found: Comparison) -> str:
     """The `blockscale compare` command that runs long enough for a verdict."""
     options = found.length(NULL).options(len(found.seeds))
-    told = str(found.runs[BASELINE][0].where.get("command", ""))
+    command = str(found.runs[BASELINE][0].where.get("command", ""))
     begins = "blockscale compare"
-    is_ours = told.startswith(begins)
-    written = with_options(told if is_ours else f"{begins} ...", options)
+    is_ours = command.startswith(begins)
+    written = with_options(command if is_ours else f"{begins} ...", options)
     # run records do not hold --out
     return written if found.out is None else f"{written} --out {shlex.quote(str(found.out))}"
 

@@ -33,8 +33,8 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
     if not finite:
         return "<p class='note'>nothing to draw</p>"
     low_x, high_x = min(x for x, _ in finite), max(x for x, _ in finite)
-    told = [y for x, y in finite if x >= low_x + late * (high_x - low_x)]
-    edges = told + ([band, -band] if band is not None and math.isfinite(band) else [])
+    late_values = [y for x, y in finite if x >= low_x + late * (high_x - low_x)]
+    edges = late_values + ([band, -band] if band is not None and math.isfinite(band) else [])
     ticks = nice(min(edges), max(edges))
     low_y, high_y = min(ticks[0], *edges), max(ticks[-1], *edges)
 
@@ -50,7 +50,7 @@ def lines(curves: Sequence[Line], y_name: str, *, unit: str = "", band: float | 
         top, floor = at(low_x, band)[1], at(low_x, -band)[1]
         parts.append(
             f"<rect class='band' x='{LEFT}' y='{top:.1f}' width='{WIDTH - LEFT - RIGHT}' "
-            f"height='{max(1.0, floor - top):.1f}'><title>the null's noise</title></rect>"
+            f"height='{max(1.0, floor - top):.1f}'><title>noise of the null run</title></rect>"
         )
     for tick in ticks:
         y = at(low_x, tick)[1]
@@ -115,15 +115,15 @@ def interval_chart(rows: Sequence[Interval], unit: str = " %") -> str:
         y, colour = place * height + 17, f"var(--c{row.place % 8})"
         ends = sorted((abs(row.value - row.error), abs(row.value + row.error)))
         first = 0.0 if abs(row.value) <= row.error else ends[0]
-        said = f"<title>{escape(row.name)}: {row.value:+.3g} ± {row.error:.2g}{unit}</title>"
+        title = f"<title>{escape(row.name)}: {row.value:+.3g} ± {row.error:.2g}{unit}</title>"
         parts.append(f"<text x='{left - 10}' y='{y + 4}' text-anchor='end'>{escape(row.name)}</text>")
         span = f"x1='{at(first):.1f}' x2='{at(ends[1]):.1f}' y1='{y}' y2='{y}'"
-        parts.append(f"<line class='reach' style='stroke:{colour}' {span}>{said}</line>")
-        parts.append(f"<circle cx='{at(abs(row.value)):.1f}' cy='{y}' r='5' style='fill:{colour}'>{said}</circle>")
+        parts.append(f"<line class='reach' style='stroke:{colour}' {span}>{title}</line>")
+        parts.append(f"<circle cx='{at(abs(row.value)):.1f}' cy='{y}' r='5' style='fill:{colour}'>{title}</circle>")
         if row.mark is not None:
             x = at(row.mark)
-            told = f"<title>{escape(row.name)}: budget {row.mark:g}{unit}</title>"
-            parts.append(f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{y - 10}' y2='{y + 10}'>{told}</line>")
+            title = f"<title>{escape(row.name)}: budget {row.mark:g}{unit}</title>"
+            parts.append(f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{y - 10}' y2='{y + 10}'>{title}</line>")
     size = f"viewBox='0 0 {WIDTH} {bottom + foot}' style='max-width:760px'"
     return f"<svg {size} role='img' aria-label='sizes of gaps'>{''.join(parts)}</svg>"
 
@@ -144,9 +144,9 @@ def bars(rows: Sequence[tuple[str, dict[str, float]]], kinds: Sequence[str]) -> 
         for at, kind in enumerate(kinds):
             share = shares.get(kind, 0.0)
             size = share * (width - left - 4)
-            said = f"<title>{escape(name)}: {kind} {share:.1%}</title>"
+            title = f"<title>{escape(name)}: {kind} {share:.1%}</title>"
             parts.append(
-                f"<rect x='{x:.1f}' y='{y}' width='{size:.1f}' height='22' style='fill:var(--k{at})'>{said}</rect>"
+                f"<rect x='{x:.1f}' y='{y}' width='{size:.1f}' height='22' style='fill:var(--k{at})'>{title}</rect>"
             )
             if share >= 0.07:
                 parts.append(

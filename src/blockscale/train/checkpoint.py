@@ -109,10 +109,10 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
 def _reason(error: BaseException) -> str:
     """Message of the error that torch wrapped with tracebacks: the innermost OSError if there is one."""
     error = _cause(error)
-    said, inner = str(error) or type(error).__name__, error.__context__
+    reason, inner = str(error) or type(error).__name__, error.__context__
     while inner is not None:
-        said, inner = str(inner) if isinstance(inner, OSError) else said, inner.__context__
-    return said
+        reason, inner = str(inner) if isinstance(inner, OSError) else reason, inner.__context__
+    return reason
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -162,11 +162,11 @@ def read_about(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise _damaged(path, f"{ABOUT}: {error}") from None
-    said = about.get("format") if isinstance(about, dict) else None  # pyright: ignore[reportUnnecessaryIsInstance]
-    if said != FORMAT:
+    version = about.get("format") if isinstance(about, dict) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if version != FORMAT:
         raise CheckpointError(
             message(
-                f"{path} has format {said!r}",
+                f"{path} has format {version!r}",
                 rule=f"this version reads format {FORMAT}",
                 fix="load it with the version that wrote it",
             )
@@ -227,9 +227,9 @@ def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -
         if about["config"].get(name) != getattr(config, name):
             differ.append(name)
     if differ:
-        said = about["config"] | theirs
+        before = about["config"] | theirs
         here = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | ours
-        each = "; ".join(f"{name} was {said.get(name)}, is {here.get(name)}" for name in differ)
+        each = "; ".join(f"{name} was {before.get(name)}, is {here.get(name)}" for name in differ)
         raise CheckpointError(
             message(
                 f"{path} belongs to another run: {each}",

@@ -33,7 +33,7 @@ def pool(fresh: Sequence[Convergence], kept: Sequence[Convergence]) -> Pooled:
     pairs = [(_partner(arms, stored), arms) for arms in _comparisons(fresh)]
     return Pooled(
         [line for first, second in pairs for line in _together(first, second)],
-        [said for first, second in pairs for said in _left_out(first, second)],
+        [reasons for first, second in pairs for reasons in _left_out(first, second)],
     )
 
 
@@ -81,16 +81,16 @@ def _left_out(first: Arms, second: Arms) -> list[str]:
     """Sentences on the arms that are not pooled, with the reason."""
     base, fresh = first[BASELINE], second[BASELINE]
     title, kept, new = f"{base.model}, {base.steps} steps", _named(base.seeds), _named(fresh.seeds)
-    said: list[str] = []
+    reasons: list[str] = []
     for name in dict.fromkeys([*first, *second]):
         if name not in second:
-            said.append(f"{title}: {name} was not run with {new}; its stored row of {kept} stays unchanged")
+            reasons.append(f"{title}: {name} was not run with {new}; its stored row of {kept} stays unchanged")
         elif name not in first:
-            said.append(f"{title}: {name} has no stored row of {kept}; its new runs, {new}, are not stored")
+            reasons.append(f"{title}: {name} has no stored row of {kept}; its new runs, {new}, are not stored")
         elif not _same(first[name], second[name]):
             differs = "other formats, another budget or another share of FLOPs"
-            said.append(f"{title}: {name} of {new} has {differs} than that of {kept}, and is not stored")
-    return said
+            reasons.append(f"{title}: {name} of {new} has {differs} than that of {kept}, and is not stored")
+    return reasons
 
 
 def _named(seeds: Sequence[int]) -> str:
@@ -104,8 +104,8 @@ def _named(seeds: Sequence[int]) -> str:
 def _joined(one: Convergence, other: Convergence) -> Convergence:
     seeds = {seed: (line, place) for line in (one, other) for place, seed in enumerate(line.seeds)}
     ordered = [seeds[seed] for seed in sorted(seeds)]
-    told = [line.where for line in (one, other)]
-    both = {key: "; ".join(dict.fromkeys(str(each.get(key)) for each in told)) for key in ("command", "commit")}
+    origins = [line.where for line in (one, other)]
+    both = {key: "; ".join(dict.fromkeys(str(each.get(key)) for each in origins)) for key in ("command", "commit")}
     memory = [line.peak_memory for line in (one, other) if line.peak_memory is not None]
     return replace(
         one,
@@ -117,7 +117,7 @@ def _joined(one: Convergence, other: Convergence) -> Convergence:
         tokens_per_second=None,
         shares={},
         peak_memory=max(memory, default=None),
-        where=max(told, key=lambda each: str(each.get("utc"))) | both,
+        where=max(origins, key=lambda each: str(each.get("utc"))) | both,
     )
 
 

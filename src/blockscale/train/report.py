@@ -57,7 +57,12 @@ def table(found: Comparison) -> list[list[str]]:
 def _row(found: Comparison, arm: Arm) -> list[str]:
     runs = found.runs[arm.name]
     loss = sum(run.loss for run in runs) / len(runs)
-    cells = [arm.name, _said(found, arm), "" if arm.name == BASELINE else str(found.gap(arm.name)), f"{loss:.4f}"]
+    cells = [
+        arm.name,
+        _verdict_cell(found, arm),
+        "" if arm.name == BASELINE else str(found.gap(arm.name)),
+        f"{loss:.4f}",
+    ]
     if _is_timed(found):
         speed, base = found.tokens_per_second(arm.name), found.tokens_per_second(BASELINE)
         cells += [f"{speed:,.0f}", f"{speed / base:.2f}x" if arm.is_recipe and base else ""]
@@ -67,7 +72,7 @@ def _row(found: Comparison, arm: Arm) -> list[str]:
     return cells
 
 
-def _said(found: Comparison, arm: Arm) -> str:
+def _verdict_cell(found: Comparison, arm: Arm) -> str:
     """Verdict with the share of converted FLOPs."""
     verdict = found.verdict(arm)
     if verdict is None:
@@ -80,36 +85,36 @@ def notes(found: Comparison) -> list[str]:
     """Sentences below the table that explain it."""
     null = next(arm for arm in found.arms if arm.name == NULL)
     many, noise = len(found.seeds), found.noise
-    said = [
+    sentences = [
         f"null: {null.says}; run-to-run noise up to {100 * noise:.2g} %.",
         "converted: share of linear FLOPs in low precision; the rest runs in bf16.",
     ]
     if found.branch_at:
-        said.append(
+        sentences.append(
             f"All runs of a seed share bf16's run up to step {found.branch_at}; the first gap of a recipe is the "
             "effect of its forward on weights that bf16 trained."
         )
     if found.since:
-        said.append(f"Recipes are in low precision from step {found.since} on, and bf16 before.")
+        sentences.append(f"Recipes are in low precision from step {found.since} on, and bf16 before.")
     if many == 1:
-        said.append(
+        sentences.append(
             "One seed: gaps have no confidence interval. Its half width is taken as three times the null run's "
             "largest gap in the second half of the run, or as the drift of the recipe's own gap there if that is "
             "larger. Two or more seeds give an interval."
         )
     else:
-        said.append(f"± is the 95 % confidence interval of the mean of {many} paired seeds (Student's t).")
+        sentences.append(f"± is the 95 % confidence interval of the mean of {many} paired seeds (Student's t).")
     tight = [arm.name for arm in found.arms if arm.is_recipe and arm.budget and not resolves(noise, arm.budget)]
     if tight:
-        said.append(f"The noise is above a third of the budget of {', '.join(tight)}: that verdict is unreliable.")
+        sentences.append(f"The noise is above a third of the budget of {', '.join(tight)}: that verdict is unreliable.")
     for arm in found.arms:
         verdict = found.verdict(arm) if arm.is_recipe else None
         if verdict is not None and verdict.kind != "too short to tell":  # `answer` explains that one
-            said.append(f"{arm.name}: {verdict.kind}; {verdict.why}.")
-        said += [f"{arm.name}, seed {seed}: {run.failed}" for seed, run in _runs(found, arm) if run.failed]
+            sentences.append(f"{arm.name}: {verdict.kind}; {verdict.why}.")
+        sentences += [f"{arm.name}, seed {seed}: {run.failed}" for seed, run in _runs(found, arm) if run.failed]
     if found.is_on_gpu and not found.is_timed:
-        said.append(NOT_TIMED)
-    return [*said, *filter(None, [control_result(found)])]
+        sentences.append(NOT_TIMED)
+    return [*sentences, *filter(None, [control_result(found)])]
 
 
 def summary(found: Comparison) -> list[str]:
@@ -170,8 +175,8 @@ def _text(sentence: str) -> str:
 
 
 def _section(title: str, body: str, note: str = "") -> str:
-    said = f"<p class='note'>{escape(note)}</p>" if note else ""
-    return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
+    shown = f"<p class='note'>{escape(note)}</p>" if note else ""
+    return f"<section><h2>{escape(title)}</h2>{shown}{body}</section>"
 
 
 def _verdicts(found: Comparison) -> str:
@@ -179,17 +184,17 @@ def _verdicts(found: Comparison) -> str:
     for arm, cells in zip(found.arms, table(found), strict=True):
         verdict = found.verdict(arm)
         kind = "" if verdict is None else verdict.tone
-        name, said, *figures = map(escape, cells)
-        row = f"<td>{name}</td><td class='left {kind}'>{said}</td>"
+        name, text, *figures = map(escape, cells)
+        row = f"<td>{name}</td><td class='left {kind}'>{text}</td>"
         rows.append(row + "".join(f"<td>{each}</td>" for each in figures))
     below = "".join(f"<li>{escape(note)}</li>" for note in notes(found))
     return f"{_table(head(found), rows, left=('verdict',))}<ul class='note'>{below}</ul>"
 
 
 def _limits(found: Comparison) -> str:
-    told = "".join(f"<li>{_text(each)}</li>" for each in limits(found))
+    items = "".join(f"<li>{_text(each)}</li>" for each in limits(found))
     command = f"<p>For an answer{duration(found)}:</p><p class='command'>{_text(longer_command(found))}</p>"
-    return _section("What this run can and cannot show", f"<ul>{told}</ul>{command}")
+    return _section("What this run can and cannot show", f"<ul>{items}</ul>{command}")
 
 
 def _sizes(found: Comparison) -> str:
@@ -277,9 +282,9 @@ def _least(layers: Sequence[dict[str, Any]]) -> str:
 def _all_layers(name: str, layers: Sequence[dict[str, Any]]) -> str:
     names = ("layer", *_DECIBELS, "clipped", "underflow")
     rows = [f"<td>{escape(each['layer'])}</td>" + "".join(_cells(each)) for each in layers]
-    said = f"<summary>{escape(name)}: operands and GEMMs of {len(rows)} layers, in dB</summary>"
+    title = f"<summary>{escape(name)}: operands and GEMMs of {len(rows)} layers, in dB</summary>"
     note = "<p class='note'>Clipped, underflow: the largest share among the layer's operands.</p>"
-    return f"<details>{said}{_table(names, rows)}{note}</details>"
+    return f"<details>{title}{_table(names, rows)}{note}</details>"
 
 
 def _cells(layer: dict[str, Any]) -> list[str]:

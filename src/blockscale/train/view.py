@@ -37,9 +37,9 @@ class View(Hooks):
         """Print model, recipe, device, text and conversion."""
         config = run.config
         self.began, self.first = time.perf_counter(), run.step
-        said = f"{config.name}: {run.parameters / 1e6:,.1f}M parameters, {config.recipe.name}, {run.device}"
-        said += f", {config.steps} steps of {config.tokens_per_step:,} tokens, text {run.symbols.hash}"
-        self.console.print(said, highlight=False)
+        text = f"{config.name}: {run.parameters / 1e6:,.1f}M parameters, {config.recipe.name}, {run.device}"
+        text += f", {config.steps} steps of {config.tokens_per_step:,} tokens, text {run.symbols.hash}"
+        self.console.print(text, highlight=False)
         converted = len(run.report.converted)
         share = f"{converted} layers with {run.flop_share:.1%} of the linear FLOPs in low precision"
         self.console.print(share if converted and run.recipe.is_quantized else "all layers in bf16", highlight=False)
@@ -70,8 +70,8 @@ class View(Hooks):
         """Store the evaluation for the table, or print a line."""
         self.evaluation = evaluation
         if self.live is None:
-            said = f"step {evaluation.step:>6}  validation loss {evaluation.loss:.4f}"
-            self.console.print(f"{said}  ({evaluation.bits_per_byte:.3f} bits per byte)", highlight=False)
+            text = f"step {evaluation.step:>6}  validation loss {evaluation.loss:.4f}"
+            self.console.print(f"{text}  ({evaluation.bits_per_byte:.3f} bits per byte)", highlight=False)
 
     def on_save(self, run: Run, path: Path) -> None:
         """Print the path of the checkpoint."""
@@ -81,11 +81,11 @@ class View(Hooks):
     def on_end(self, run: Run, result: TrainResult) -> None:
         """Print the result."""
         self.close()
-        said = [f"validation loss {result.loss:.4f}"] if result.evaluations else []
-        said.append(f"{result.tokens_per_second:,.0f} tokens/s")
+        text = [f"validation loss {result.loss:.4f}"] if result.evaluations else []
+        text.append(f"{result.tokens_per_second:,.0f} tokens/s")
         if result.peak_memory is not None:
-            said.append(f"{result.peak_memory / 2**30:.1f} GiB peak memory")
-        self.console.print(f"{result.stopped} at step {result.steps}: {', '.join(said)}", highlight=False)
+            text.append(f"{result.peak_memory / 2**30:.1f} GiB peak memory")
+        self.console.print(f"{result.stopped} at step {result.steps}: {', '.join(text)}", highlight=False)
         if run.device.type == "cpu":
             self.console.print("speed on a CPU says nothing about a GPU: low precision is emulated exactly here")
         if result.checkpoint is not None:
