@@ -18,7 +18,7 @@ os.environ["BLOCKSCALE_POISON"] = "1"
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # and start processes that import torch to compile in, more than one per worker of xdist
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# what somebody tuned on this machine is not what is tested
+# plans tuned on this machine are not under test
 os.environ["BLOCKSCALE_TUNED"] = "off"
 
 import pytest

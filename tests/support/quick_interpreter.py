@@ -31,7 +31,7 @@ def exchange_once_a_launch() -> None:
 
     def exchange_once(fn: Any) -> Any:
         if id(fn.__globals__) in done:
-            return None  # whom a launch calls asks for nothing back
+            return None  # functions that a kernel calls return nothing to restore
         done.add(id(fn.__globals__))
         return exchange(fn)
 

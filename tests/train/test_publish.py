@@ -177,9 +177,7 @@ def test_seeds_of_different_times_are_pooled(
         assert main(["collect", str(first), "--json", str(file), "--pool"]) == 0
         assert "stored 3 lines" in capsys.readouterr().out
     kept = trainings.convergences(trainings.load(tmp_path))
-    assert [row.seeds for row in kept] == 3 * [[1]] + 3 * [[0, 1]], (
-        "single seeds stay: they may have further arms"
-    )
+    assert [row.seeds for row in kept] == 3 * [[1]] + 3 * [[0, 1]], "single seeds stay: they may have further arms"
     whole = lines(folder)
     for row in kept[3:]:
         same = whole[row.arm]

@@ -35,7 +35,7 @@ class Where:
     python: str
     blockscale: str
     torchao: str | None
-    assembler: str | None
+    assembler: str | None  # codespell:ignore assembler (key of stored rows)
     commit: str | None
     dirty: bool | None
     command: str
@@ -152,7 +152,7 @@ def where(device: torch.device, version: str, commit: str | None = None) -> Wher
         python=platform.python_version(),
         blockscale=version,
         torchao=_version("torchao"),
-        assembler=_ptxas_of(device),
+        assembler=_ptxas_of(device),  # codespell:ignore assembler
         commit=found,
         dirty=dirty,
         command=command_line(sys.argv),

@@ -121,7 +121,7 @@ def entry_of(outcome: Outcome, where: Where) -> tuned.Entry | None:
         model_us=round(outcome.times[outcome.model].us, 3),
         gpu=where.gpu,
         triton=where.triton or "none",
-        ptxas=where.assembler or "unknown",
+        ptxas=where.assembler or "unknown",  # codespell:ignore assembler
         blockscale=where.blockscale,
         commit=where.commit and where.commit + (" with changes" if where.dirty else ""),
         utc=where.utc,

@@ -30,7 +30,7 @@ def run(device: str | None = None, json: bool = False, workers: int | None = Non
     processes = arguments.worker_count(workers)
     console = Console(stderr=json)
     with console.status("importing torch ..."):
-        from ..diagnostics.doctor import doctor, check_count
+        from ..diagnostics.doctor import check_count, doctor
         from ..hardware import default_device, named_device
 
         where = default_device() if device is None else named_device(device)

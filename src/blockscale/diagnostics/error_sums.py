@@ -56,7 +56,8 @@ def layer_sums(layer: Any, calls: Sequence[CapturedCall]) -> Sums:
     weight_operands = casts.both(weight, "fprop_w", "dgrad_w")
     sums = _cast_sums("w", weight, weight_operands, None)
     for call in calls:
-        more = _call_sums(casts.with_groups(None if call.offs is None else Groups(call.offs)), call, weight, weight_operands)
+        groups = None if call.offs is None else Groups(call.offs)
+        more = _call_sums(casts.with_groups(groups), call, weight, weight_operands)
         sums |= {key: sums[key] + value if key in sums else value for key, value in more.items()}
     if layer.recipe_now.fprop is None and any(call.dy is not None for call in calls):
         sums["damage"] = torch.zeros_like(sums["load"])

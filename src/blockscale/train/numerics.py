@@ -12,7 +12,6 @@ from pathlib import Path
 from ..diagnostics.call_capture import ROWS
 from ..diagnostics.layers import Sample, sample
 from ..diagnostics.store import NAME, model_line, sample_line
-from ..diagnostics.call_capture import ROWS
 from ..nn import set_step_
 from .metrics import open_for_append
 from .records import Hooks, Speed, StepRecord, TrainResult
