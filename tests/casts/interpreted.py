@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -130,20 +130,22 @@ def grouped(form: Format) -> Iterator[tuple[int, Case]]:
         yield 2 * x.numel(), both(x, plain, plain, f"groups {few}", torch.tensor(few, dtype=torch.int32))
 
 
-def main(name: str) -> int:
-    assert _triton.INTERPRETED
-    torch.manual_seed(0)
+def count_mismatches(names: list[str], cases: Callable[[str], Iterator[tuple[int, Case]]]) -> int:
+    """Prints cases, values and mismatches of all names; 1 if there are any."""
     count = values = 0
     wrong: list[str] = []
-    for size, (what, got, want) in cases(name):
-        count, values = count + 1, values + size
-        if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
-            off = [int((a != b).sum()) for a, b in zip(got, want, strict=True)]
-            wrong.append(f"{what} bytes off {off}")
+    for name in names:
+        torch.manual_seed(0)
+        for size, (what, got, want) in cases(name):
+            count, values = count + 1, values + size
+            if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+                off = [int((a != b).sum()) for a, b in zip(got, want, strict=True)]
+                wrong.append(f"{name} {what} bytes off {off}")
     print(count, values, len(wrong))
     print("\n".join(wrong[:10]))
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    assert _triton.INTERPRETED
+    raise SystemExit(count_mismatches(sys.argv[1:], cases))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import Case, compared
+from interpreted import Case, compared, count_mismatches
 
 from blockscale import rng_state
 from blockscale.casts import fused_ops as ops
@@ -179,18 +179,5 @@ def strided_inputs(text: str, has_amax: bool) -> Iterator[tuple[int, Case]]:
     yield tokens.numel(), compared("permute once indices", ops.quantize_permute, tokens, indices, text, None)
 
 
-def main(name: str) -> int:
-    torch.manual_seed(0)
-    count = values = 0
-    wrong: list[str] = []
-    for size, (what, got, want) in cases(name):
-        count, values = count + 1, values + size
-        if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
-            wrong.append(f"{what} bytes off {[int((a != b).sum()) for a, b in zip(got, want, strict=True)]}")
-    print(count, values, len(wrong))
-    print("\n".join(wrong[:10]))
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(count_mismatches(sys.argv[1:], cases))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from blockscale.casts import activation
+from support import helpers
 from support.helpers import all_bf16, bits, same_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -150,7 +151,7 @@ def test_sums_are_over_neighbours() -> None:
 def test_tile_functions_equal_torch(compared: Counter[str]) -> None:
     """Every bf16 and fp16 gate and more, in Triton's interpreter."""
     pytest.importorskip("triton", reason="needs triton, which is not installed")
-    check_tile_functions({**os.environ, "TRITON_INTERPRET": "1"}, compared)
+    check_tile_functions({**os.environ, "TRITON_INTERPRET": "1"}, compared, helpers.QUICK_INTERPRETER)
 
 
 @pytest.mark.gpu
@@ -158,8 +159,8 @@ def test_tile_functions_equal_torch_on_the_gpu(compared: Counter[str]) -> None:
     check_tile_functions(dict(os.environ), compared)
 
 
-def check_tile_functions(environment: dict[str, str], compared: Counter[str]) -> None:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+def check_tile_functions(environment: dict[str, str], compared: Counter[str], *launcher: Path) -> None:
+    command = [sys.executable, "-W", "ignore", *map(str, launcher), str(SCRIPT)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split(maxsplit=2) for line in result.stdout.splitlines()]

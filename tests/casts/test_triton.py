@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +34,37 @@ def interpreted(script: str, *arguments: str) -> tuple[int, int, int]:
 KINDS = ("mxfp8_e4m3", "nvfp4", "fp8_128x128")
 
 
+def together(names: Iterable[str], *kept: str) -> list[Any]:
+    """Kept names in one process, which takes seconds to import torch; each of the others in its own, with --all."""
+    return [kept, *(pytest.param((name,), marks=pytest.mark.sweep) for name in names if name not in kept)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", helpers.first_of(FORMATS, lambda name: name in KINDS))
-def test_interpreted_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
-    cases, values, wrong = interpreted("interpreted.py", name)
-    assert (cases >= 30, wrong) == (True, 0)
+@pytest.mark.parametrize("names", together(FORMATS, *KINDS), ids=" ".join)
+def test_interpreted_casts_equal_the_reference(names: tuple[str, ...], compared: Counter[str]) -> None:
+    cases, values, wrong = interpreted("interpreted.py", *names)
+    assert (cases >= 30 * len(names), wrong) == (True, 0)
     compared["the reference, Triton casts in the interpreter"] += values
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    helpers.first_of(
-        ["mxfp8_e4m3", "mxfp8_e4m3_128x128", "nvfp4", "fp8_1x128", "fp8_128x128"],
-        lambda name: name in ("nvfp4", "fp8_1x128"),
-    ),
+    "names",
+    together(["mxfp8_e4m3", "mxfp8_e4m3_128x128", "nvfp4", "fp8_1x128", "fp8_128x128"], "nvfp4", "fp8_1x128"),
+    ids=" ".join,
 )
-def test_interpreted_fused_casts_equal_the_reference(name: str, compared: Counter[str]) -> None:
+def test_interpreted_fused_casts_equal_the_reference(names: tuple[str, ...], compared: Counter[str]) -> None:
     """Formats with block scales alone and with a tensor scale; all fusions share their stores."""
-    cases, values, wrong = interpreted("interpreted_kernels_fused.py", name)
-    assert (cases >= (8 if FORMATS[name].is_2d else 20), wrong) == (True, 0)
+    cases, values, wrong = interpreted("interpreted_kernels_fused.py", *names)
+    assert (cases >= sum(8 if FORMATS[name].is_2d else 20 for name in names), wrong) == (True, 0)
     compared["the reference, Triton fused casts in the interpreter"] += values
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", helpers.first_of(FORMATS, lambda name: name in ("fp8_128x128", "mxfp6_e2m3")))
-def test_interpreted_dequantize_equals_the_reference(name: str, compared: Counter[str]) -> None:
-    cases, values, wrong = interpreted("interpreted_dequantize.py", name)
-    assert (cases >= 18, wrong) == (True, 0)
+@pytest.mark.parametrize("names", together(FORMATS, "fp8_128x128", "mxfp6_e2m3"), ids=" ".join)
+def test_interpreted_dequantize_equals_the_reference(names: tuple[str, ...], compared: Counter[str]) -> None:
+    cases, values, wrong = interpreted("interpreted_dequantize.py", *names)
+    assert (cases >= 18 * len(names), wrong) == (True, 0)
     compared["the reference, Triton dequantize in the interpreter"] += values
 
 

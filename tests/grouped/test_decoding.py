@@ -26,6 +26,8 @@ from support.products import FEW, HYPOTHETICAL, SENTINEL, cases, gaussian, only,
 M_FEW = [pair for pair in FEW if not bs.formats.FORMATS[pair[0]].is_2d]
 K, N = 144, 48
 STARTS = frozenset({"starts"})
+# torch's product takes packed rows alone
+PLACED = [case for case in cases("m_grouped", M_FEW) if case.values[0].backend != "torch"]
 
 
 def cast(x: Tensor, pair: tuple[str, str], amax: Tensor) -> BlockScaled:
@@ -64,12 +66,12 @@ def check_placed(kernel: Kernel, device: torch.device, pair: tuple[str, str], na
 
 @pytest.mark.parametrize("name", CAPACITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW))
+@pytest.mark.parametrize(("kernel", "device", "pair"), PLACED)
 def test_placed_rows_equal_packed_rows(kernel, device, pair, dtype, name):
     check_placed(kernel, device, pair, name, dtype)
 
 
-@pytest.mark.parametrize(("kernel", "device", "pair"), cases("m_grouped", M_FEW))
+@pytest.mark.parametrize(("kernel", "device", "pair"), PLACED)
 def test_rows_between_groups_do_not_affect_the_result(kernel, device, pair):
     """They may hold NaN, infinity or values far out of the range of a block."""
     counts, capacity = CAPACITIES["a row less than full"]

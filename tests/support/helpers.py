@@ -19,6 +19,7 @@ import oracles
 from blockscale.formats import FORMATS, BlockScaled
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+QUICK_INTERPRETER = Path(__file__).with_name("quick_interpreter.py")
 MX = [name for name, spec in FORMATS.items() if spec.family == "mx"]
 NVFP4 = ["nvfp4", "nvfp4_16x16"]
 FP8 = ["fp8_1x128", "fp8_128x128"]
@@ -188,7 +189,7 @@ def interpreted(program: Path, *arguments: str) -> tuple[int, int, int]:
             sys.executable,
             "-W",
             "ignore",
-            str(Path(__file__).with_name("quick_interpreter.py")),
+            str(QUICK_INTERPRETER),
             str(program),
             *arguments,
         ],
