@@ -177,7 +177,8 @@ def test_every_variable_that_is_read_is_declared():
         if path.name != "env.py":
             mentioned |= set(re.findall(r"BLOCKSCALE_[A-Z_]+[A-Z]", path.read_text()))
     assert mentioned <= declared
-    readers = mentioned | set(re.findall(r"BLOCKSCALE_[A-Z_]+[A-Z]", (ROOT / "tests" / "conftest.py").read_text()))
+    set_up = "".join((ROOT / "tests" / name).read_text() for name in ("conftest.py", "support/selection.py"))
+    readers = mentioned | set(re.findall(r"BLOCKSCALE_[A-Z_]+[A-Z]", set_up))
     assert declared <= readers, "declared but read nowhere"
 
 
