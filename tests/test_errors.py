@@ -271,7 +271,7 @@ GROUPED: list[Case] = [
         "starts count",
         lambda: bs.scaled_grouped_mm(q(), q(x=X3), OFFS, starts=OFFS[:2]),
         ShapeError,
-        "each of the 3 group ends",
+        "each of the 3 groups",
     ),
     (
         "starts device",

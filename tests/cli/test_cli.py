@@ -115,7 +115,7 @@ def test_explain_shows_configuration_prediction_and_bound(capsys: pytest.Capture
     pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
     assert main(["explain", "gemm", "--a", "fp8_1x128", "--m", "8192", "--n", "8192", "--device", "sm_90"]) == 0
     words = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
-    assert "192x128, 3 groups" in words["configuration"]
+    assert "192x128, 3 warpgroups" in words["configuration"]
     assert "TFLOP/s" in words["predicted"]
     assert "by FP8 units at" in words["bound"]
     assert main(["explain", "gemm", "--device", "cpu"]) == 0

@@ -37,7 +37,7 @@ def test_speed_on_a_cpu_shows_only_dry_run_times(
     said = shown("cpu", capsys)
     table, _, note = said.partition("Speed needs a GPU")
     assert note
-    assert "ms a step" in table
+    assert "ms per step" in table
     assert "8.0" in table
     assert not re.search(r"tokens/s|speedup|\dx\b|GiB|GPU busy|products|casts|attention|other|kernel|50.0 %", table)
     on_gpu = shown("cuda:0", capsys)

@@ -32,7 +32,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert first["config"]["model"]["layers"] == 1
     # again without resume: refused, and nothing is lost
     assert main(["train", "tiny", *SMALL, "--folder", folder]) == 2
-    assert "pass --resume to go on" in capsys.readouterr().err
+    assert "pass --resume to resume it" in capsys.readouterr().err
     longer = [*SMALL, "--folder", folder, "--resume"]
     longer[longer.index("2")] = "3"
     assert main(["train", "tiny", "--recipe", "mxfp8", *longer]) == 0

@@ -135,7 +135,7 @@ def test_serves_only_if_forced(name: str, op: str, where: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (request("m_grouped", ("mxfp8_e4m3", "mxfp4"), "sm_100", (9, 9, 130, 2)), "multiples of 128 where FP8 meets"),
+        (request("m_grouped", ("mxfp8_e4m3", "mxfp4"), "sm_100", (9, 9, 130, 2)), "multiples of 128 for FP8 by FP4"),
         (request("m_grouped", ("mxfp8_e4m3", "mxfp4"), "sm_120"), "does not serve mxfp8_e4m3 @ mxfp4"),
         (request("k_grouped", ("mxfp6_e2m3", "mxfp4"), "sm_100"), "does not serve mxfp6_e2m3 @ mxfp4"),
         (request("k_grouped", ("nvfp4", "nvfp4"), "sm_100", (9, 9, 131072, 1025)), "at most 1024 groups"),

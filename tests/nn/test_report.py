@@ -81,7 +81,7 @@ def llama() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("page", "recipe"),
-    [("README.md", "fp8_blockwise"), ("docs/conversion.md", "fp8_blockwise"), ("docs/conversion.md", "nvfp4")],
+    [("docs/conversion.md", "fp8_blockwise"), ("docs/conversion.md", "nvfp4")],
 )
 def test_documented_reports_are_printed_ones(page, recipe):
     text = (Path(__file__).parents[2] / page).read_text()

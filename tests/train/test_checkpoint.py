@@ -157,6 +157,7 @@ import sys, time
 from dataclasses import replace
 from pathlib import Path
 from blockscale.train import checkpoint, train
+from support.small_runs import DENSE, small
 real = checkpoint._checksums
 def slow(folder):
     # the tensors of step 2 are on disk, run.json is not
