@@ -32,7 +32,7 @@ pytestmark = [
 WITH_ALL = {
     "fp8_128x128 row bf16", "mxfp8_e4m3 row bf16", "mxfp8_e4m3 col bf16", "mxfp8_e4m3_128x128 row bf16",
     "mxfp8_e5m2 both bf16", "mxfp4 row bf16", "mxfp4 col bf16", "nvfp4_16x16 row bf16 given", "swiglu fp8_1x128",
-    "decode fp8_1x128",
+    "swiglu backward fp8_1x128", "decode fp8_1x128",
 }  # fmt: skip
 ON_BLACKWELL = {"fp8_1x128 both bf16", "nvfp4 row bf16"}
 

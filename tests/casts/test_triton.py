@@ -71,7 +71,7 @@ def test_interpreted_dequantize_equals_the_reference(names: tuple[str, ...], com
 def test_the_sanitizer_script_runs() -> None:
     """A few of its cases in the interpreter; the script checks by itself that all cases exist."""
     script = Path(__file__).parents[2] / "tools" / "sanitize.py"
-    command = [sys.executable, "-W", "ignore", str(script), "--only", "mxfp4 permute_"]
+    command = [sys.executable, "-W", "ignore", str(helpers.QUICK_INTERPRETER), str(script), "--only", "mxfp4 permute_"]
     result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ok    mxfp4 permute_both weighted" in result.stdout
