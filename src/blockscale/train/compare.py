@@ -39,7 +39,7 @@ BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
 
 @dataclass(frozen=True)
 class Arm:
-    """One row of the table.  says: description, stored in rows and compared when seeds are pooled.  budget: largest
+    """An arm of a comparison.  says: description, stored in rows and compared when seeds are pooled.  budget: largest
     accepted gap; None: the arm has no verdict."""
 
     name: str

@@ -1,4 +1,4 @@
-"""Selective activation recomputation: outputs of GEMMs and attention are saved, everything between is recomputed.
+"""Selective activation recomputation: outputs of GEMMs, attention and routing are saved, the rest is recomputed.
 
 GEMMs take most of a block's time, and casts, norms, activations and rotations most of its memory traffic, so the
 backward repeats what is cheap. Our GEMMs are operators like torch's, so the policy can name them. The routing is saved
