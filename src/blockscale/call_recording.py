@@ -1,4 +1,4 @@
-"""Recorded calls of layers: the sequence of allocations and kernel launches of a call, replayed with other addresses.
+"""Recorded calls of layers and operators: a call's allocations and kernel launches, replayed with other addresses.
 
 Two calls of a layer with tensors of the same shapes differ only in addresses. Selecting kernels, building operands and
 checking them takes several times as long as launching, so the second call is recorded and later ones are replayed:

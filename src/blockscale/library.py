@@ -1,4 +1,4 @@
-"""`define_op`: how an operation becomes a PyTorch operator, in one call.
+"""`define_op`: definition of a PyTorch operator from one typed function.
 
 Schema from the type hints, one body for every device (it selects a kernel from the registry), a fake that allocates and
 does nothing else, a FLOP formula, and a sharding rule for DTensor, which never gathers. `Library.define` + `impl` costs
@@ -61,7 +61,7 @@ def define_op(
     (see `_direct`). A body may return None for a result that was not requested; the operator returns an empty tensor.
 
     fake: the same signature; allocates the outputs and nothing else.  flops: the same signature with shapes in place of
-    tensors.  sharding: the same signature after the number of shards; yields the shardings whose bytes are those of the
+    tensors.  sharding: the same signature after the number of shards; yields shardings with the bytes or a SUM of the
     unsharded call; to replicate everything is always allowed.  mutates: names of arguments written in place.
     """
 

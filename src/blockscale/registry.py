@@ -1,4 +1,4 @@
-"""The kernel registry: one entry per (operation, backend), and the choice of a kernel as a lookup, not an `if`.
+"""The kernel registry: entries by operation and backend, and the choice of a kernel as a lookup, not an `if`.
 
 `select` takes the best kernel that accepts a request; `explain` lists every kernel with the reason it was refused.
 Selection runs inside an operator's body, so a compiled graph does not depend on the machine it was traced on. A forced
@@ -117,7 +117,7 @@ class Kernel:
 
     devices, formats, dtypes: accepted values; empty accepts all.  layouts: scale layout that the kernel reads, by
     format; a format without an entry is read in any layout.  reject: the reason to refuse a request, or None.
-    forced_only: selected only if its backend is forced, because it has hardly been run.  defer: the reason why a kernel
+    forced_only: selected only if its backend is forced: never run on a GPU, or slower.  defer: the reason why a kernel
     of lower priority is better for a request that this one accepts, or None.  forecast: predicted time of a request
     that it accepts.  precompile_key: set if a launch with operands on the meta device compiles and runs nothing
     (`hardware.compiling_for`); requests with equal keys use one compiled kernel.
@@ -161,7 +161,7 @@ class Kernel:
         return self.reject(request) if self.reject else None
 
     def deferral(self, request: Request) -> str | None:
-        """Why it serves a request that it accepts only if it is forced, or None."""
+        """Why an accepted request goes to another kernel unless this backend is forced, or None."""
         if self.forced_only:
             return "only if forced"
         return self.defer(request) if self.defer else None
@@ -243,7 +243,7 @@ def backends() -> list[str]:
 
 
 def forced_backend(op: str) -> str | None:
-    """The backend that use_backend() or BLOCKSCALE_BACKEND forces for an operation; None if it lacks the operation."""
+    """Backend that use_backend() or BLOCKSCALE_BACKEND forces; None if none is forced or it lacks the operation."""
     wanted: str | None = None
     for everywhere, per_operation in reversed(_forced):
         wanted = per_operation.get(op, everywhere)

@@ -1,6 +1,6 @@
 """`activation`: an input that several layers share (q, k and v; gate and up), cast once for all of them.
 
-Gradients of the layers add up in high precision at the source, as for a plain tensor. Layers refuse an input that was
+Gradients of the layers add up at the source in its own dtype, as for a plain tensor. Layers refuse an input that was
 changed in place after its cast, or given other data; compiled code does not check.
 """
 

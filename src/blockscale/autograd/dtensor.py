@@ -34,7 +34,7 @@ if TYPE_CHECKING or torch.distributed.is_available():
 else:  # a class for `isinstance`
 
     class DTensor:
-        """No tensor is one in a build of torch without distributed."""
+        """Stand-in for `isinstance`: a torch built without distributed has no DTensors."""
 
 
 _WEIGHT_ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w")
@@ -69,7 +69,7 @@ class Shards:
 
 
 def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, rounding: Stochastic | None) -> Shards:
-    """This rank's shards of x [..., K], weight [N, K] and bias [N]; raises if their product needs others."""
+    """This rank's shards of x [..., K], weight [N, K] and bias [N]; raises if the product needs other ranks' shards."""
     if not isinstance(x, DTensor) or not isinstance(weight, DTensor) or x.device_mesh != weight.device_mesh:
         raise ShardingError(
             message(
@@ -140,7 +140,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(x: Placement, weight: Placement, last: int) -> _Plan:
-    """The row of this file's table for two placements.  last: the axis of x that is contracted."""
+    """Placements of y, bias and gradients for those of x and weight (table above).  last: contracted axis of x."""
     whole, partial = Replicate(), Partial()
     if weight.is_replicate() and x.is_replicate():
         return _Plan(whole, whole, whole, whole, whole)

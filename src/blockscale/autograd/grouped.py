@@ -5,7 +5,7 @@ fprop and dgrad are m-grouped, and their rows are not padded. wgrad is k-grouped
 every expert at a multiple of 128. Group ends stay on the device.
 
 Rows come sorted by expert with the group ends (`offs`), or as tokens with a `Routing`. With a routing the cast gathers
-rows as it reads, and their gradient is returned by token: permuted rows are never written in high precision.
+rows as it reads, and their gradient is returned by token: permuted rows are written only as quantized operands.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ForwardResult(NamedTuple):
 
 
 class LinearPlan(NamedTuple):
-    """Casts and products of one way to call a layer.  needs: gradients that the backward computes.  dtype: of y, and in
+    """Casts and products of a layer's calls.  needs: gradients that the backward computes.  dtype: of y, and in
     the backward of dX."""
 
     casts: Casts

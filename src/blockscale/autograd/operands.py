@@ -165,7 +165,7 @@ class Casts:
 
     def scattered_gradient(self, grad: Tensor, scatter: GradScatter) -> tuple[BlockScaled, BlockScaled]:
         """dgrad's and wgrad's operands of the row gradients [M, N] that the gradient of tokens [T, N] is scattered to.
-        The rows are never written in high precision."""
+        The rows are written only as quantized operands."""
         (row, row_plan), (col, col_plan) = self.quantized_spec("dgrad_dy", grad), self.quantized_spec("wgrad_dy", grad)
         assert self.offs is not None
         return permute_cast_both(

@@ -30,7 +30,7 @@ WEIGHT_CASTS: tuple[WeightCast, ...] = ("forward", "twice", "step")
 
 @dataclass(frozen=True)
 class Operand:
-    """How one operand is cast.
+    """Cast options of one operand.
 
     format: one of the ten names.  scale_rule: None takes the format's default.  stochastic: stochastic rounding,
     which is unbiased; gradients only.  hadamard: True or a sign mask, the same for both operands of a product.

@@ -1,4 +1,4 @@
-"""Device functions of the casts, statement by statement as docs/numerics.md: scales, codes, rotation, random words.
+"""Device functions of the casts, statement by statement as docs/numerics.md: scales, rotation, random words, groups.
 
 Kernels that use them must be launched with `enable_fp_fusion=False`: a contracted multiply-add would round differently.
 Bit patterns are int32, values fp32. `FAST` selects inline PTX where plain Triton has no equivalent; the interpreter

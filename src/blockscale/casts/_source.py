@@ -123,7 +123,7 @@ class Tile(NamedTuple):
 def tile_shape(row: CastPlan | None, col: CastPlan | None, *, sm: int, source: Source, full_tiles: bool) -> Tile:
     """Tile of a cast.  sm: compute capability.  full_tiles: tiles cover the source exactly, and there are no groups.
 
-    Measured on an H200, see docs/design/casts.md; the ahead-of-time tests hold every choice to zero spills.
+    Measured on an H200 (docs/design/casts.md); ahead-of-time tests allow only the spills listed in tests/aot/cases.py.
     """
     plans = [plan for plan in (row, col) if plan is not None]
     if source.name == "rmsnorm_rows":

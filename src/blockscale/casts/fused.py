@@ -1,4 +1,4 @@
-"""Casts fused with SwiGLU, its backward, or RMSNorm: the input is read once and no bf16 intermediate is written.
+"""Casts fused with SwiGLU, its backward, or RMSNorm: no bf16 intermediate is written.
 
 Each gives exactly the bytes of the cast of a tensor that docs/numerics.md, section 16, defines: computed in fp32 and
 rounded once to the input's dtype. As with every cast, results do not require grad. `permuted.py` has the casts fused

@@ -117,7 +117,7 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     plan = _choose(problem, gpu_name(out.device)).plan
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
-    # TMA cannot store there: N is odd, or the buffer is not aligned
+    # TMA cannot store there: rows are not multiples of 16 bytes, or the buffer is not aligned
     product = empty_for_tma(out.shape, dtype, out.device)
     launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)
@@ -167,7 +167,7 @@ def _counters(device: torch.device) -> Tensor:
 
 # By device and stream: a launch leaves them at zero, and launches of one stream do not overlap.
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-MOST_COUNTERS = 1024  # m_subtiles of split tiles: four for each of fewer than two waves of tiles
+MOST_COUNTERS = 1024  # m_subtiles of split tiles: up to four for each tile of the last, incomplete wave
 
 
 @functools.lru_cache(maxsize=64)

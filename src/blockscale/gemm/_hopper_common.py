@@ -95,7 +95,7 @@ def release_stage(empty, stage):
 
 @gluon.jit
 def skip_blocks(full, empty, stage, phase, count, STAGES: gl.constexpr):
-    """Release `count` stages unread, for a consumer warpgroup whose rows all lie below the operand."""
+    """Release `count` stages unread, for a consumer warpgroup whose rows all lie past the end of operand or group."""
     for _ in range(count):
         mbarrier.wait(full.index(stage), phase)
         release_stage(empty, stage)
@@ -152,8 +152,8 @@ def publish_or_reduce_partial(acc, place, m_subtile, sizes, TILE: gl.constexpr):
     """Stream-K fix-up of one m_subtile of a split tile. The CTA that owns the tile's first K-block reduces the partials
     into its own, in K order. The other CTAs publish theirs in the workspace and increment the counter.
 
-    The first K-blocks of a tile are the last work unit of their CTA, and the later ones are the first unit of theirs.
-    So it seldom waits, and only on CTAs that never wait themselves: it cannot deadlock. The roles follow from the
+    The first K-blocks of a tile are the last work unit of their CTA, the later ones the first split unit of theirs.
+    It seldom waits, and only on CTAs that publish before they wait themselves: no deadlock. The roles follow from the
     sizes, so the warps of a warpgroup cannot disagree.
 
     Returns the sum, and whether this CTA owns the tile.

@@ -75,7 +75,7 @@ def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | 
     plan, _ = choose(Problem(a.rows, b.rows, a.length, False, fp32_out, sm_count(out.device), accumulates))
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
-    # TMA cannot store there: N is odd, or the buffer is not aligned
+    # TMA cannot store there: rows are not multiples of 16 bytes, or the buffer is not aligned
     product = empty_for_tma(out.shape, dtype, out.device)
     launch(a, b, product, bias, accumulate=False, plan=plan)
     finish(product, out, None, accumulate=accumulate)

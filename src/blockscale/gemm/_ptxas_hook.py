@@ -95,7 +95,7 @@ class _Hook:
 
 
 class _Hooked:
-    """Context in which the hook precedes an existing one. Removed afterwards: from Triton 3.7 on the cache keys of all
+    """Context in which the hook wraps an existing one. Removed afterwards: from Triton 3.7 on the cache keys of all
     kernels depend on whether there is a hook, so other kernels would be compiled again."""
 
     def __init__(self) -> None:

@@ -128,7 +128,7 @@ _BYTES_PER_US = 4.1e6  # DRAM
 _PARTIAL_BYTES_PER_US = 2.3e3  # a partial of a split tile, to L2 and back
 _ACCUMULATE_US_PER_ROW = 0.02  # row of a tile with `out +=`: load and store, measured in fp32
 _STREAM_K_MARGIN = 1.03  # stream-K must win by this: with idle SMs the others run at a higher clock
-# a guess: after so many waves power is short, and a wave without any CTA would be shorter by this fraction
+# a guess: from this many waves on, power limits the clock; a last wave on few SMs is shorter by up to this fraction
 _MANY_WAVES, _LAST_WAVE = 4, 0.25
 _MIN_BLOCKS_PER_CTA = 4  # fewer K-blocks are not worth a CTA
 # tile; cost with scales 128x128 of b, and with 1x128

@@ -44,7 +44,7 @@ def _large_request(a: str, b: str, device: torch.device) -> Request:
 
 
 def reject_fp8_of_hopper(request: Request) -> str | None:
-    """Reason why no FP8 kernel on sm_90 takes the request, or None."""
+    """Reason why neither the Gluon kernels nor F.scaled_mm take the request on sm_90, or None."""
     if 0 in request.shape:
         return "takes no empty operands"
     if "strided" in request.options:

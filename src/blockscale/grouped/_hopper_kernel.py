@@ -7,7 +7,7 @@ An operand has one TMA descriptor for all groups; a group only shifts the coordi
 group after its last row, and up to three rows of the previous group before its first: tiles start at multiples of four
 rows, because TMA loads the row scales from multiples of 16 bytes. Those rows are loaded, multiplied and dropped. An
 m_subtile (64 rows) inside its group is stored by TMA; one that crosses a group boundary is stored from registers with a
-mask; one past the end of its group is not multiplied.
+mask; a warpgroup whose rows all lie past the end of the group multiplies nothing.
 The tile list is read from device memory (`_schedule.py`), so nothing here depends on the group sizes.
 """
 

@@ -36,7 +36,7 @@ def _producer(operands, rings, bars, problem, TILE: gl.constexpr):
 
 @gluon.jit
 def _scaler(scales, rings, bars, problem, TILE: gl.constexpr):
-    """Row factors (scale of a times scale of b) in fp32; zero for the rows of the next group."""
+    """Row factors (scale of a times scale of b) in fp32; rows of the next group get scale byte 0 and are not stored."""
     sa_ptr, sb_ptr, sb_stride, sb_group = scales
     _, _, _, _, K = problem
     words = gl.cdiv(K, 128)

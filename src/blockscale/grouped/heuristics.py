@@ -38,7 +38,7 @@ class Problem:
 
     @property
     def dense_problem(self) -> dense.Problem:
-        """Dense GEMM of one group, for the functions of the dense model."""
+        """Dense problem with the same M, N and K (all groups), for the functions of the dense model."""
         return dense.Problem(self.m, self.n, self.k, self.k_grouped, self.fp32_out, self.sms, self.accumulate)
 
     @property
