@@ -90,3 +90,12 @@ def test_help_imports_no_torch():
     code += "print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_advise_measures_the_last_checkpoint_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = str(tmp_path / "run")
+    assert main(["train", "tiny", "--recipe", "mxfp8", *SMALL, "--folder", folder]) == 0
+    options = ["--device", "cpu", "--recipe", "mxfp8", *SMALL[4:8], *SMALL[10:]]
+    capsys.readouterr()
+    assert main(["advise", "tiny", *options, "--folder", folder, "--resume"]) == 0, capsys.readouterr().err
+    assert "with all quantized" in capsys.readouterr().out

@@ -133,7 +133,7 @@ def _check(wanted: AdviceOptions) -> None:
     arguments.check_writable(wanted.out, "--out")
     if isinstance(wanted, Options):
         check_run(wanted.config)
-        if wanted.resume and wanted.folder is not None and not any(wanted.folder.glob("step-*/about.json")):
+        if wanted.resume and wanted.folder is not None and not any(wanted.folder.glob("step-*/run.json")):
             rule = "with --resume the last checkpoint of a run is measured"
             fix = "name the folder of a run, or leave --resume out"
             arguments.refuse(f"no checkpoint in {wanted.folder}", rule, fix)
