@@ -147,6 +147,7 @@ def empty_fp4(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=FP4, device=device)
 
 
+View = tuple[torch.Size, tuple[int, ...]]  # sizes and strides
 _ALIGNMENT = 512  # bytes, of torch's allocator; kernels are compiled for a divisor of it
 
 
@@ -157,7 +158,8 @@ class Recording:
 
     buffers: shape and dtype of a returned buffer, or the function that finds a persistent one.  scratch_offsets: byte
     offsets of scratch buffers in their allocation of `scratch_bytes`.  results: index of each returned tensor among
-    inputs and buffers, None for a result that is None.  note: the caller's own data.
+    inputs and buffers, and its sizes and strides if it is a view; None for a result that is None.  note: the caller's
+    own data.
     """
 
     device: int
@@ -165,7 +167,7 @@ class Recording:
     scratch_offsets: tuple[int, ...]
     scratch_bytes: int
     launches: tuple[Launch, ...]
-    results: tuple[int | None, ...]
+    results: tuple[tuple[int, View | None] | None, ...]
     note: Any = None
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -191,7 +193,10 @@ class Recording:
             addresses += [start + offset for offset in self.scratch_offsets]
         for start_kernel, places, rest in self.launches:
             start_kernel(device, *[None if place is None else addresses[place] for place in places], *rest)
-        return [None if number is None else tensors[number] for number in self.results]
+        return [
+            None if one is None else tensors[one[0]] if one[1] is None else tensors[one[0]].as_strided(*one[1])
+            for one in self.results
+        ]
 
 
 def record(
@@ -200,7 +205,8 @@ def record(
     """Run a call and record it: (its result, the recording, or None if it cannot be replayed).
 
     inputs: every tensor that the call reads or writes and does not allocate.  results: maps the call's result to the
-    tensors that a replay returns, each at the start of its buffer, and a note to store with them.
+    tensors that a replay returns, each at the start of its buffer, and a note to store with them. A replay returns
+    tensors of the same sizes and strides: activation checkpointing compares them with those of the recorded call.
     """
     if env.flag("BLOCKSCALE_CHECK"):
         return call(), None  # the check of group ends runs in torch, and is no recorded launch
@@ -214,10 +220,22 @@ def record(
     numbers = tuple(None if tensor is None else found.place(tensor.data_ptr()) for tensor in wanted)
     if found.refused or found.operators != found.finished or not found.launches:
         return returned, None
-    return returned, _finish(found, inputs[0].get_device(), numbers, note)
+    views = tuple(
+        None if tensor is None or number is None else _view_of(tensor, found.tensors[number])
+        for tensor, number in zip(wanted, numbers, strict=True)
+    )
+    return returned, _finish(found, inputs[0].get_device(), numbers, views, note)
 
 
-def _finish(found: Recorder, device: int, results: tuple[int | None, ...], note: Any) -> Recording:
+def _view_of(tensor: Tensor, buffer: Tensor) -> View | None:
+    """Sizes and strides of a tensor, None if they are its buffer's."""
+    view = tensor.shape, tensor.stride()
+    return None if view == (buffer.shape, buffer.stride()) else view
+
+
+def _finish(
+    found: Recorder, device: int, results: tuple[int | None, ...], views: tuple[View | None, ...], note: Any
+) -> Recording:
     """The recording, with addresses reordered: inputs, returned and persistent buffers, scratch buffers."""
     providers = dict(found.providers)
     buffers: list[tuple[tuple[int, ...], torch.dtype] | Callable[[], Tensor]] = []
@@ -239,7 +257,9 @@ def _finish(found: Recorder, device: int, results: tuple[int | None, ...], note:
         launch._replace(places=tuple(None if number is None else place[number] for number in launch.places))
         for launch in found.launches
     )
-    returned = tuple(None if number is None else place[number] for number in results)
+    returned = tuple(
+        None if number is None else (place[number], view) for number, view in zip(results, views, strict=True)
+    )
     return Recording(device, tuple(buffers), tuple(offsets), size, launches, returned, note)
 
 

@@ -33,7 +33,8 @@ def with_recorded_calls(name: str, body: Callable[..., Any], places: Sequence[in
         recording = call_recording.find_recording(key)
         if recording is None:
             return call_recording.run_and_record(key, lambda: body(*args), inputs, _results)
-        return _as_returned(recording.replay(inputs), recording.note)
+        results = recording.replay(inputs)
+        return tuple(results) if recording.note else results[0]
 
     return run
 
@@ -47,21 +48,6 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return (*call_recording.layout(tensor), tensor.get_device())
 
 
-_View = tuple[torch.Size, tuple[int, ...]] | None
-
-
-def _results(returned: Any) -> tuple[list[Tensor | None], tuple[bool, tuple[_View, ...]]]:
-    """The tensors that the body returned; whether they were a tuple, and their sizes and strides."""
-    found: list[Tensor | None] = list(returned) if isinstance(returned, tuple) else [returned]
-    views = tuple(None if each is None else (each.shape, each.stride()) for each in found)
-    return found, (isinstance(returned, tuple), views)
-
-
-def _as_returned(buffers: Sequence[Tensor | None], note: tuple[bool, tuple[_View, ...]]) -> Any:
-    """Buffers as the views that the body returned."""
-    is_tuple, views = note
-    results = tuple(
-        buffer if buffer is None or view is None or buffer.shape == view[0] else buffer.as_strided(*view)
-        for buffer, view in zip(buffers, views, strict=True)
-    )
-    return results if is_tuple else results[0]
+def _results(returned: Any) -> tuple[list[Tensor | None], bool]:
+    """The tensors that the body returned, and whether they were a tuple."""
+    return (list(returned), True) if isinstance(returned, tuple) else ([returned], False)

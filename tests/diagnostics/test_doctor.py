@@ -55,7 +55,8 @@ def test_a_sound_machine(device):
     report = doctor(device, workers=8 if device.type == "cuda" else 1)
     assert report.ok, str(report)
     assert report.to_dict()["ok"] is True
-    assert report.seconds < 60
+    # 7 s to 45 s alone; other workers compile kernels on the same cores
+    assert report.seconds < (60 if device.type == "cpu" or "PYTEST_XDIST_WORKER" not in os.environ else 240)
 
 
 def test_worker_processes_give_the_same_report(monkeypatch):

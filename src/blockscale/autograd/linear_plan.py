@@ -3,7 +3,7 @@
 A layer of experts runs the same plan with grouped products (`groups`).
 
 On a GPU the second call with the same shapes is recorded, and later ones are replayed (`call_recording.py`), unless a
-profiler, a mode or a tracer is active. The tensors that a replayed forward saves for backward are whole buffers.
+profiler, a mode or a tracer is active.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CallState = tuple[Pair | None, Pair | None]
 
 class ForwardResult(NamedTuple):
     """Result of a forward.  y: [..., N].  x, weight: column operands saved for backward.  recording: of a replayed
-    call, whose saved tensors are whole buffers; else None."""
+    call, else None."""
 
     y: Tensor
     x: SavedOperand
@@ -72,7 +72,6 @@ class LinearPlan(NamedTuple):
         y, *parts = recording.replay(inputs)
         assert y is not None
         x_meta, w_meta = recording.note
-        y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
         return ForwardResult(
             y, (x_meta, (parts[0], parts[1], parts[2])), (w_meta, (parts[3], parts[4], parts[5])), recording
         )
@@ -114,14 +113,14 @@ class LinearPlan(NamedTuple):
         result: ForwardResult,
         groups: Groups | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        casts, needs, buffers = self.casts.with_groups(groups), self.needs, result.recording is not None
+        casts, needs = self.casts.with_groups(groups), self.needs
         row, col, total = casts.gradient(grad, needs)
         dx = dw = None
         if needs.x:
-            w_col = casts.column(result.weight, weight, "dgrad_w", buffers=buffers)
+            w_col = casts.column(result.weight, weight, "dgrad_w")
             dx = dgrad(grad, row, weight, w_col, self.dtype, groups)
         if needs.weight:
-            x_col = casts.column(result.x, x, "wgrad_x", buffers=buffers)
+            x_col = casts.column(result.x, x, "wgrad_x")
             dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad, groups)
         return dx, dw, total
 

@@ -34,7 +34,7 @@ CallState = tuple[Pair | None, Pair | None, Pair | None]
 
 class MLPForwardResult(NamedTuple):
     """Result of a forward.  y: [M, D].  gate_up: [M, 2H] if the backward needs it.  saved: column operands of x and of
-    both weights.  recording: of a replayed call, whose saved tensors are whole buffers; else None."""
+    both weights.  recording: of a replayed call, else None."""
 
     y: Tensor
     gate_up: Tensor | None
@@ -135,7 +135,7 @@ class MLPPlan(NamedTuple):
         scatter: GradScatter | None,
     ) -> Gradients:
         (gate_up_needs, down_needs), (first, second), gate_up = self.needs, self._casts(groups), result.gate_up
-        (x_saved, gate_up_saved, down_saved), buffers = result.saved, result.recording is not None
+        x_saved, gate_up_saved, down_saved = result.saved
         dx = dw_gate_up = dw_down = db_gate_up = db_down = row = col = hidden = None
         if scatter is None:
             dy_row, dy_col, db_down = second.gradient(grad, down_needs)
@@ -143,7 +143,7 @@ class MLPPlan(NamedTuple):
             dy_row, dy_col = second.scattered_gradient(grad, scatter)
         if down_needs.x:
             assert gate_up is not None
-            down_col = second.column(down_saved, weights[1], "dgrad_w", buffers=buffers)
+            down_col = second.column(down_saved, weights[1], "dgrad_w")
             dh = dgrad(grad, dy_row, weights[1], down_col, gate_up.dtype, groups)
             if gate_up_needs.x or gate_up_needs.weight:
                 wanted = second.spec("wgrad_x", gate_up) if down_needs.weight else None
@@ -156,10 +156,10 @@ class MLPPlan(NamedTuple):
             hidden = second.swiglu(gate_up, "wgrad_x", axis=-2) if hidden is None else hidden
             dw_down = wgrad(grad, dy_col, None, hidden, weights[1].dtype, main_grads[1], groups)
         if gate_up_needs.x:
-            gate_up_col = first.column(gate_up_saved, weights[0], "dgrad_w", buffers=buffers)
+            gate_up_col = first.column(gate_up_saved, weights[0], "dgrad_w")
             dx = dgrad(grad, row, weights[0], gate_up_col, self.dtype, groups)
         if gate_up_needs.weight:
-            x_col = first.column(x_saved, x, "wgrad_x", buffers=buffers)
+            x_col = first.column(x_saved, x, "wgrad_x")
             dw_gate_up = wgrad(grad, col, None, x_col, weights[0].dtype, main_grads[0], groups)
         return Gradients(dx, dw_gate_up, dw_down, db_gate_up, db_down)
 

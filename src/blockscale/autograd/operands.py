@@ -172,14 +172,12 @@ class Casts:
             grad, scatter.tokens, (row, col), (row_plan, col_plan), self.offs, scatter.gate_weights
         )
 
-    def column(
-        self, saved: SavedOperand, source: Tensor | None, role: str, *, buffers: bool = False
-    ) -> BlockScaled | None:
+    def column(self, saved: SavedOperand, source: Tensor | None, role: str) -> BlockScaled | None:
         """The column operand saved for backward, or a cast of the source if none was saved; None if the role is
-        unquantized.  buffers: the saved tensors are whole buffers."""
+        unquantized."""
         meta, parts = saved
         if meta is not None:
-            return meta.operand(parts, buffers=buffers)
+            return meta.operand(parts)
         assert source is not None, role
         if self.recipe.operand(role) is None:
             return None
@@ -240,10 +238,7 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class OperandMeta(NamedTuple):
-    """Metadata of an operand that is saved for backward; its tensors go through `save_for_backward`.
-
-    views: sizes and strides of codes and scales, since a replayed call returns whole buffers.
-    """
+    """Metadata of an operand that is saved for backward; its tensors go through `save_for_backward`."""
 
     kind: str
     shape: tuple[int, ...]
@@ -251,15 +246,12 @@ class OperandMeta(NamedTuple):
     hadamard: int | None
     group_align: int
     groups: int
-    views: tuple[tuple[torch.Size, tuple[int, ...]], ...] = ()
 
-    def operand(self, parts: Parts, *, buffers: bool) -> BlockScaled:
-        """The operand with its scaled axis last, as a product takes it.  buffers: the tensors are whole buffers."""
+    def operand(self, parts: Parts) -> BlockScaled:
+        """The operand with its scaled axis last, as a product takes it."""
         data, scale, factor = parts
         assert data is not None
         assert scale is not None
-        if buffers:
-            data, scale = (each.as_strided(*view) for each, view in zip((data, scale), self.views, strict=True))
         restored = from_parts(
             data,
             scale,
@@ -283,5 +275,4 @@ def save_operand(q: BlockScaled | None) -> SavedOperand:
     if q is None:
         return None, (None, None, None)
     data, scale, factor, kind = to_parts(q)
-    views = () if torch.compiler.is_compiling() else ((data.shape, data.stride()), (scale.shape, scale.stride()))
-    return OperandMeta(kind, q.shape, q.axis, q.hadamard, q.group_align, q.groups, views), (data, scale, factor)
+    return OperandMeta(kind, q.shape, q.axis, q.hadamard, q.group_align, q.groups), (data, scale, factor)
