@@ -99,7 +99,7 @@ def test_biases_give_ordinary_bytes(name: str):
     same(Training(BUILDS[name], bias=True), Training(BUILDS[name], bias=True))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "mxfp8"])
 @pytest.mark.parametrize("name", [*BUILDS, "linear"])
 def test_a_checkpointed_call_is_recomputed_by_a_replay(replays: list[Recording], name: str, recipe: str):
     """From the first step on: torch compares the shapes of saved tensors of a recorded call and of its replay."""
