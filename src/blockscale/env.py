@@ -28,7 +28,6 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("BLOCKSCALE_CHECK", "1: check starts and ends of groups on the GPU; a wrong one stops the program", "0"),
     Variable("BLOCKSCALE_CHECK_WEIGHTS", "1: compare shared casts of weights with the weights in every forward", "0"),
     Variable("BLOCKSCALE_LOG", "print messages of this level and above: debug, info, warning or error"),
-    Variable("BLOCKSCALE_MULTICAST", "1: Hopper's FP8 product in clusters of two (Triton 3.9; gains little)", "0"),
     Variable("BLOCKSCALE_POISON", "1: fill outputs with NaN bytes before a kernel writes them (debugging, tests)", "0"),
     Variable("BLOCKSCALE_PTXAS", "ptxas for Hopper's product: default for Triton's own, or a path"),
     Variable("BLOCKSCALE_REQUIRE_GPU", "1: GPU tests fail instead of skipping when there is no GPU", "0"),

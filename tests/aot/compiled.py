@@ -124,7 +124,6 @@ class Report:
     shared: int  # bytes per CTA
     loads: dict[int, int]  # from global memory: bits -> instructions
     stores: dict[int, int]
-    multicasts: int  # TMA loads that go to each CTA of a cluster
     opcodes: Counter[str]
     stray: tuple[str, ...]  # instructions that read the stack pointer as a value
     values: int  # per thread; 0 if the kernel's tile is not in TILES
@@ -179,7 +178,6 @@ def report(compiled: Any) -> Report:
         shared=compiled.metadata.shared,
         loads=_widths(codes, "LDG"),
         stores=_widths(codes, "STG"),
-        multicasts=sum(code.startswith("UTMALDG") and "MULTICAST" in code for code in codes),
         opcodes=opcodes,
         stray=stray_reads(text),
         values=_tile_values(compiled, name) // (32 * warps),

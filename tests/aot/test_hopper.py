@@ -3,8 +3,6 @@ memory that `heuristics` predicts."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -13,10 +11,7 @@ pytest.importorskip("triton", reason="needs triton, which is not installed")
 from aot.cases import LATER
 from aot.compiled import CAN_COMPILE, OTHER_PTXAS, Report, compiled_for, released_stages, report
 from blockscale import quantize
-from blockscale.errors import OptionError
 from blockscale.gemm import heuristics
-from blockscale.hardware import Capability
-from blockscale.registry import Request
 from support.helpers import first_of
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
@@ -73,44 +68,6 @@ def test_machine_code_by_the_other_ptxas(tile: heuristics.Tile, weight: str, mon
     check(tile, weight, _EPILOGUES[0 if tile.m_subtiles > 1 else 2])
 
 
-# for each tile the epilogue that needs the most memory and registers, and a plain 16-bit one
-_CLUSTERS = [
-    (tile, weight, _EPILOGUES[number])
-    for weight in ("fp8_128x128", "fp8_1x128")
-    for tile, number in zip(heuristics.TILES, (0, 2, 2, 0, 2, 4), strict=True)
-]
-
-
-@pytest.mark.skipif(not _hopper.HAS_MULTICAST, reason="clusters need Triton 3.9")
-@pytest.mark.parametrize(("tile", "weight", "epilogue"), _CLUSTERS, ids=str)
-def test_clusters(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same checks, and b is multicast to both CTAs after both have released the stage."""
-    monkeypatch.setenv("BLOCKSCALE_PTXAS", "default")
-    found = check(tile, weight, epilogue, clusters=True)
-    ptx = found.ptx
-    assert found.multicasts == 1
-    # the producer waits for its own consumers and for those of both CTAs, then expects the bytes
-    assert re.findall(r"try_wait|expect_tx|multicast::", ptx[: ptx.index("multicast::") + 11])[-4:] == [
-        "try_wait", "try_wait", "expect_tx", "multicast::",
-    ]  # fmt: skip
-    # bytes per CTA: 64 rows of each m_subtile, all of b, the scales of both; and the output tile for `out +=`
-    scales = 4 * (tile._replace(cluster=2).span + (tile.bn if weight == "fp8_1x128" else 0))
-    expected = {(tile.bm + tile.bn) * 128 + scales} | ({4 * 64 * tile.bn} if epilogue[2] else set())
-    assert set(map(int, re.findall(r"expect_tx\S+ _, \[%\w+\], (\d+);", ptx))) == expected
-    # consumers arrive at the first CTA and at their own, after each MMA and for skipped tiles
-    assert re.findall(r"mbarrier\.arrive\.shared::(\w+)", ptx) == ["cluster", "cta"] * tile.warpgroups * (
-        tile.k_unroll + 1
-    )
-    arrivals = re.findall(r"mbarrier\.init\S+ \[%\w+\], (\d+);", ptx)
-    stages = (len(arrivals) - tile.warpgroups) // 3  # three mbarriers per stage, and one per warpgroup for `out +=`
-    assert arrivals.count(str(2 * tile.warpgroups)) == stages, "one of them counts the consumers of both CTAs"
-    # mbarriers of both are initialized before the first use, and neither CTA exits before the last arrival
-    begin = [ptx.rindex("mbarrier.init"), ptx.index("fence.mbarrier_init"), ptx.index("barrier.cluster.wait")]
-    end = [ptx.rindex("mbarrier.arrive"), ptx.rindex("cluster.arrive.aligned"), ptx.rindex("barrier.cluster.wait")]
-    steps = [*begin, ptx.index("mbarrier.try_wait"), *end]
-    assert steps == sorted(steps)
-
-
 # an odd N is another kernel, since bias loads are narrower, and so is N = 1
 @pytest.mark.parametrize("weight", first_of(["fp8_128x128", "fp8_1x128"], lambda weight: weight == "fp8_128x128"))
 @pytest.mark.parametrize(
@@ -124,27 +81,11 @@ def test_odd_sizes(tile: heuristics.Tile, weight: str, n: int, monkeypatch: pyte
     check(tile, weight, _EPILOGUES[0], n=n, k=2047)
 
 
-def test_clusters_only_if_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request("gemm", Capability("cuda", 90), ("fp8_1x128", "fp8_128x128"), (4096, 4096, 4096), torch.bfloat16)
-    assert "on 2 SMs" not in _hopper.forecast(request).configuration
-    monkeypatch.setenv("BLOCKSCALE_MULTICAST", "1")
-    if _hopper.HAS_MULTICAST:
-        found = _hopper.forecast(request)
-        assert "on 2 SMs" in found.configuration
-        assert "the time without clusters" in found.note
-    else:
-        with pytest.raises(OptionError, match="BLOCKSCALE_MULTICAST=1"):
-            _hopper.forecast(request)
-
-
-def check(
-    tile: heuristics.Tile, weight: str, epilogue: _Epilogue, *, clusters: bool = False, n: int = 512, k: int = 2048
-) -> Report:
+def check(tile: heuristics.Tile, weight: str, epilogue: _Epilogue, *, n: int = 512, k: int = 2048) -> Report:
     dtype, has_bias, accumulate, stream_k = epilogue
     problem = heuristics.Problem(512, n, k, weight == "fp8_1x128", dtype == torch.float32, 132, accumulate)
     plan = heuristics.stream_k_plan(tile, problem) if stream_k else heuristics.data_parallel_plan(tile, problem)
     assert plan is not None
-    plan = heuristics.in_clusters(plan, problem) if clusters else plan
     a, b = quantize(torch.zeros(512, k), "fp8_1x128"), quantize(torch.zeros(n, k), weight)
     out, bias = empty_for_tma((512, n), dtype, torch.device("cpu")), torch.zeros(n) if has_bias else None
     with compiled_for(90) as kernels:

@@ -15,12 +15,10 @@ from blockscale.gemm.heuristics import (
     Problem,
     Tile,
     bound,
-    candidates,
     choose,
     choose_few_rows,
     few_rows_win,
     fitted,
-    in_clusters,
     kernel_problem,
     shared_bytes,
     stream_k_plan,
@@ -47,17 +45,6 @@ def test_every_plan_fits_in_shared_memory() -> None:
         assert plan.tile.stages >= 2
         assert shared_bytes(plan.tile, problem) <= SHARED_BYTES
         assert 1 <= plan.ctas <= problem.sms
-
-
-def test_clusters_fit_and_are_never_candidates() -> None:
-    for problem in problems():
-        for plan, _ in candidates(problem):
-            assert plan.tile.cluster == 1
-            pair = in_clusters(plan, problem)
-            assert pair == plan if problem.m <= plan.tile.bm else not pair.stream_k
-            assert pair.ctas * pair.tile.cluster <= problem.sms
-            assert pair.tile.stages >= 2
-            assert shared_bytes(pair.tile, problem) <= SHARED_BYTES
 
 
 def test_streamk_ctas_have_work_and_counters_suffice() -> None:

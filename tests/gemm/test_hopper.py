@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale import env
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm, heuristics
@@ -22,8 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 def plans(tile: heuristics.Tile, problem: heuristics.Problem) -> list[heuristics.Plan]:
     whole, split = heuristics.data_parallel_plan(tile, problem), heuristics.stream_k_plan(tile, problem)
-    clusters = [heuristics.in_clusters(whole, problem)] if env.flag(_hopper.SETTING) else []
-    return [whole, *([] if split is None else [split]), *clusters]
+    return [whole, *([] if split is None else [split])]
 
 
 @pytest.mark.parametrize("weight", ["fp8_128x128", "fp8_1x128"])

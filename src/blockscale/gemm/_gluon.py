@@ -6,8 +6,6 @@ then the modules that need it register no kernels.
 
 # pyright: basic, reportAttributeAccessIssue=false
 
-import inspect
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,12 +24,7 @@ tma_store_wait = tma.store_wait
 # barrier of the threads of one warp-specialized partition
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
-# Whether TMA multicast is usable. 3.8 has it, but does not keep a CTA from exiting while another CTA of the cluster
-# still arrives at its mbarriers. So this tests for a parameter that came with 3.9.
-HAS_MULTICAST = "from_cta" in inspect.signature(mbarrier.arrive).parameters
-
 __all__ = [
-    "HAS_MULTICAST",
     "TensorDescriptor",
     "fence_async_shared",
     "gl",

@@ -10,14 +10,13 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from .. import call_recording, env
-from ..errors import OptionError, message
+from .. import call_recording
 from ..formats.tensor import BlockScaled
 from ..hardware import DEFAULT_SM_COUNT, capability, gpu_name, sm_count
 from ..library import empty
 from ..registry import Forecast, Request, kernel
 from . import tuned
-from ._gluon import HAS_MULTICAST, gl
+from ._gluon import gl
 from ._hopper_kernel import scaled_mm_kernel
 from ._hopper_launch import (
     TmaTensor,
@@ -30,10 +29,9 @@ from ._hopper_launch import (
     unpadded,
 )
 from .epilogue import finish
-from .heuristics import SUBTILE_M, Plan, Problem, bound, in_clusters, kernel_problem
+from .heuristics import SUBTILE_M, Plan, Problem, bound, kernel_problem
 from .ops import reject_fp8_of_hopper, reject_fp8_of_vendor
 
-SETTING = "BLOCKSCALE_MULTICAST"
 PASS = ", and a pass over the output, whose rows do not start at multiples of 16 bytes"
 LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -52,25 +50,13 @@ def problem_of(request: Request) -> tuple[Problem, str]:
     return _problem(request, DEFAULT_SM_COUNT), elsewhere
 
 
-def _choose(problem: Problem, gpu: str) -> tuned.Choice:
-    """Plan to launch on a GPU of this name; in clusters if the environment variable forces them."""
-    chosen = tuned.choose(problem, gpu)
-    if not env.flag(SETTING):
-        return chosen
-    if not HAS_MULTICAST:
-        rule = "clusters need Triton 3.9 or newer"
-        raise OptionError(message(f"{SETTING}=1", rule=rule, fix="unset it, or install a newer Triton"))
-    return chosen._replace(plan=in_clusters(chosen.plan, problem))
-
-
 def forecast(request: Request) -> Forecast:
     """Plan and time of `scaled_mm`, for this GPU if it is a Hopper."""
     problem, elsewhere = problem_of(request)
     launched, pass_us = kernel_problem(problem)
-    chosen = _choose(launched, "" if elsewhere else gpu_name(torch.device("cuda")))
-    clusters = ", the time without clusters, which change it by -5 to 3 %" if chosen.plan.tile.cluster > 1 else ""
+    chosen = tuned.choose(launched, "" if elsewhere else gpu_name(torch.device("cuda")))
     flops = 2 * problem.m * problem.n * problem.k
-    note = chosen.origin + clusters + (PASS if pass_us else "") + elsewhere
+    note = chosen.origin + (PASS if pass_us else "") + elsewhere
     return Forecast(chosen.plan.label, chosen.us + pass_us, flops, *bound(problem), note)
 
 
@@ -78,7 +64,7 @@ def precompile_key(request: Request) -> Hashable:
     """Everything that the compiled kernel depends on."""
     meta = torch.device("meta")
     launched, _ = kernel_problem(_problem(request, sm_count(meta)))
-    plan = _choose(launched, gpu_name(meta)).plan
+    plan = tuned.choose(launched, gpu_name(meta)).plan
     return plan.tile, plan.stream_k, specialization_of(launched.n), request.formats, request.dtype, request.options
 
 
@@ -89,8 +75,8 @@ def _defer(request: Request) -> str | None:
     if not SUBTILE_M < rows <= most or request.options or request.dtype == torch.float16:
         return None
     problem, elsewhere = problem_of(request)
-    tile = _choose(problem, "" if elsewhere else gpu_name(torch.device("cuda"))).plan.tile
-    if tile.bm != 2 * SUBTILE_M or tile.cluster > 1 or reject_fp8_of_vendor(request) is not None:
+    tile = tuned.choose(problem, "" if elsewhere else gpu_name(torch.device("cuda"))).plan.tile
+    if tile.bm != 2 * SUBTILE_M or reject_fp8_of_vendor(request) is not None:
         return None
     return f"F.scaled_mm is 4 to 30 % quicker for {rows} rows where this takes tiles of 128x128"
 
@@ -114,7 +100,7 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
     fp32_out, accumulates = dtype == torch.float32, accumulate and direct
     problem = Problem(m, n, k, not b.spec.is_2d, fp32_out, sm_count(out.device), accumulates)
-    plan = _choose(problem, gpu_name(out.device)).plan
+    plan = tuned.choose(problem, gpu_name(out.device)).plan
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # TMA cannot store there: rows are not multiples of 16 bytes, or the buffer is not aligned
@@ -129,7 +115,7 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     tile, b_1x128 = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if b_1x128 else b.scale
-    a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype, tile.cluster)
+    a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype)
     counters, partials = workspace_for(plan, out.device) if plan.stream_k else (out, out)
     start_kernel(
         scaled_mm_kernel,
@@ -139,12 +125,11 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
             TmaTensor(unpadded(b.data, k), (tile.bn, 128), b_layout),
             TmaTensor(a_scale, (1, tile.span), scale_layout),
             TmaTensor(b_scale if b_1x128 else a_scale, (1, tile.bn), scale_layout),
-            TmaTensor(out, (SUBTILE_M * tile.cluster, tile.bn), out_layout),
+            TmaTensor(out, (SUBTILE_M, tile.bn), out_layout),
         ),
         (b_scale, None if bias is None else bias.contiguous(), counters, partials),
         (m, n, k, b_scale.stride(0), plan.waves),
         (tile, b_1x128, bias is not None, accumulate, plan.stream_k),
-        cluster=tile.cluster,
     )
 
 
@@ -171,14 +156,12 @@ MOST_COUNTERS = 1024  # m_subtiles of split tiles: up to four for each tile of t
 
 
 @functools.lru_cache(maxsize=64)
-def shared_layouts(bn: int, dtype: torch.dtype, cluster: int = 1) -> tuple[object, ...]:
+def shared_layouts(bn: int, dtype: torch.dtype) -> tuple[object, ...]:
     """Swizzled shared-memory layouts of the tiles of a, b, scales (not swizzled) and the output."""
     shared = gl.NVMMASharedLayout
-    # of two CTAs each has half of the rows (a, output), or both have all (b, scales)
-    split, same = ([[1, 0]], [[0, 0]]) if cluster == 2 else ([], [])
     return (
-        shared.get_default_for([SUBTILE_M * cluster, 128], gl.float8e4nv, cga_layout=split),
-        shared.get_default_for([bn, 128], gl.float8e4nv, cga_layout=same),
-        shared(swizzle_byte_width=0, element_bitwidth=32, rank=2, cga_layout=same),
-        shared.get_default_for([SUBTILE_M * cluster, bn], LANGUAGE[dtype], cga_layout=split),
+        shared.get_default_for([SUBTILE_M, 128], gl.float8e4nv),
+        shared.get_default_for([bn, 128], gl.float8e4nv),
+        shared(swizzle_byte_width=0, element_bitwidth=32, rank=2),
+        shared.get_default_for([SUBTILE_M, bn], LANGUAGE[dtype]),
     )

@@ -53,10 +53,9 @@ def allocate_blocks(desc, COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def allocate_barriers(COUNT: gl.constexpr, CLUSTER: gl.constexpr):
-    """COUNT mbarriers in each CTA of a cluster."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout([[1]] if CLUSTER == 2 else [])
-    return gl.allocate_shared_memory(gl.int64, [COUNT, CLUSTER], layout)
+def allocate_barriers(COUNT: gl.constexpr):
+    """COUNT mbarriers in shared memory."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
@@ -88,9 +87,8 @@ def load_rows(a_desc, a_ring, bar, row, column, stage, TILE: gl.constexpr):
 
 @gluon.jit
 def release_stage(empty, stage):
-    """Release a stage to each producer that fills it."""
-    for producer in gl.static_range(len(empty)):
-        mbarrier.arrive(empty[producer].index(stage), count=1)
+    """Release a stage to the producer."""
+    mbarrier.arrive(empty.index(stage), count=1)
 
 
 @gluon.jit
@@ -116,7 +114,7 @@ def load_out_tile(output, buffer, bar, row, column):
     c_desc, _, _ = output
     tma_store_wait(0)
     thread_barrier()  # of all threads that stored from the buffer
-    mbarrier.expect(bar, c_desc.block_type.nbytes // gl.num_ctas())
+    mbarrier.expect(bar, c_desc.block_type.nbytes)
     tma_load(c_desc, [row, column], bar, buffer)
 
 

@@ -6,9 +6,6 @@ Persistent: one CTA per SM walks over output tiles. A producer warp fills the pi
 Each consumer warpgroup owns one or two m_subtiles of 64 rows. The tensor cores sum a block of 128 with few bits, so
 their result is scaled and added to an fp32 accumulator block by block. That is the format's arithmetic, and it sets the
 speed limit (docs/design/gemm.md). TMA loads zeros outside the operands and stores nothing there: no size needs padding.
-
-With TILE.cluster == 2 a program is a cluster of two CTAs. An m_subtile then has 128 rows, 64 on each SM, and b is
-loaded once for both (multicast).
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.
@@ -41,10 +38,10 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, B_1X128: gl.cons
     a_ring, b_ring, sa_ring, sb_ring = rings
     full, empty, _ = bars
     _, _, K, _, tiles_m, tiles_n, waves = sizes
-    BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64 * TILE.cluster
+    BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64
     LOADS: gl.constexpr = TILE.a_loads
     sb_bytes: gl.constexpr = sb_desc.block_type.nbytes if B_1X128 else 0
-    a_bytes: gl.constexpr = LOADS * a_desc.block_type.nbytes // TILE.cluster + sa_desc.block_type.nbytes
+    a_bytes: gl.constexpr = LOADS * a_desc.block_type.nbytes + sa_desc.block_type.nbytes
     block_bytes: gl.constexpr = a_bytes + b_desc.block_type.nbytes + sb_bytes
     blocks = gl.cdiv(K, 128)
     stage, phase = 0, 1  # all stages start empty
@@ -55,14 +52,10 @@ def _producer(operands, rings, bars, sizes, TILE: gl.constexpr, B_1X128: gl.cons
             k = start + issued
             if TILE.k_unroll > 1:
                 k = k if k < stop else blocks  # past the operands: TMA loads zeros
-            for i in gl.static_range(len(empty)):
-                mbarrier.wait(empty[i].index(stage), phase)
+            mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, block_bytes)
-            if TILE.cluster == 1:
-                tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage))
-            else:
-                tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage), multicast=True)
+            tma_load(b_desc, [pn * TILE.bn, k * 128], bar, b_ring.index(stage))
             load_rows(a_desc, a_ring, bar, pm * BM, k * 128, stage, TILE)
             tma_load(sa_desc, [k, pm * BM], bar, sa_ring.index(stage))
             if B_1X128:
@@ -87,10 +80,9 @@ def _multiply(rings, partial, stage, m_subtile, false_at_runtime, TILE: gl.const
 
 @gluon.jit
 def _row_scales(rings, stage, m_subtile, layout: gl.constexpr, TILE: gl.constexpr):
-    """Scales of a for one m_subtile, fp32 [64 * cluster]."""
+    """Scales of a for one m_subtile, fp32 [64]."""
     _, _, sa_ring, _ = rings
-    ROWS: gl.constexpr = 64 * TILE.cluster
-    scales = sa_ring.index(stage).reshape((sa_ring.shape[2],)).slice(m_subtile * ROWS, ROWS)
+    scales = sa_ring.index(stage).reshape((sa_ring.shape[2],)).slice(m_subtile * 64, 64)
     return scales.load(gl.SliceLayout(1, layout))
 
 
@@ -126,19 +118,17 @@ def accumulate_m_subtiles(
     TMA was seen to overwrite scales that had not been read. Hence a proxy fence after the last of these loads. Row
     scales are loaded before the MMA, which hides the fence.
     """
-    c_desc, sb_ptr, _ = output
+    _, sb_ptr, _ = output
     full, empty, _ = bars
     _, _, K, sb_stride, _, _, _ = sizes
     BN: gl.constexpr = TILE.bn
     K_UNROLL: gl.constexpr = TILE.k_unroll
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32], cga_layout=c_desc.layout.cga_layout
-    )
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
     m_subtile: gl.constexpr = CONSUMER * TILE.m_subtiles
     false_at_runtime = K < 0
     sb_at = sb_ptr + (pn * BN // 128) * sb_stride
-    first = gl.zeros((64 * TILE.cluster, BN), gl.float32, mma)
-    even = gl.zeros((64 * TILE.cluster, BN), gl.float32, mma)
+    first = gl.zeros((64, BN), gl.float32, mma)
+    even = gl.zeros((64, BN), gl.float32, mma)
     second = first
     odd = even
     if TILE.m_subtiles == 2:
@@ -205,14 +195,13 @@ def _consumer(
     full, empty, c_full = bars
     M, N, K, _, tiles_m, tiles_n, waves = sizes
     m_subtiles: gl.constexpr = TILE.m_subtiles
-    ROWS: gl.constexpr = 64 * TILE.cluster
     buffers: gl.constexpr = c_tile.shape[0] // TILE.warpgroups
     blocks = gl.cdiv(K, 128)
     stage, phase, c_phase = 0, 0, 0
     for unit in range(count_work(tiles_m * tiles_n, waves, blocks, STREAM_K)):
         tile, start, stop = work_at(unit, tiles_m * tiles_n, waves, blocks, STREAM_K)
         pm, pn = tile_at(tile, tiles_m, tiles_n, TILE.group_m)
-        top, column = (pm * TILE.warpgroups + CONSUMER) * m_subtiles * ROWS, pn * TILE.bn
+        top, column = (pm * TILE.warpgroups + CONSUMER) * m_subtiles * 64, pn * TILE.bn
         if top >= M:
             stage, phase = skip_blocks(full, empty, stage, phase, ring_blocks(start, stop, TILE), TILE.stages)
         else:
@@ -236,9 +225,9 @@ def _consumer(
                             acc, (counters, partials, tile), CONSUMER * m_subtiles + i, sizes, TILE
                         )
                     if owns:
-                        store_tile(acc, output, buffer, top + i * ROWS, column, N, BIAS, ACCUMULATE)
+                        store_tile(acc, output, buffer, top + i * 64, column, N, BIAS, ACCUMULATE)
                 else:
-                    store_tile(acc, output, buffer, top + i * ROWS, column, N, BIAS, ACCUMULATE)
+                    store_tile(acc, output, buffer, top + i * 64, column, N, BIAS, ACCUMULATE)
     tma_store_wait(0)
 
 
@@ -257,30 +246,21 @@ def scaled_mm_kernel(
     after `waves` whole ones per CTA are split along K between CTAs (`_hopper_schedule`)."""
     consumers: gl.constexpr = TILE.warpgroups
     stages: gl.constexpr = TILE.stages
-    ROWS: gl.constexpr = 64 * TILE.cluster
-    BM: gl.constexpr = consumers * TILE.m_subtiles * ROWS
+    BM: gl.constexpr = consumers * TILE.m_subtiles * 64
     gl.static_assert(TILE.m_subtiles == 1 or not ACCUMULATE, "`out +=` has one buffer per consumer, of one m_subtile")
-    gl.static_assert(TILE.cluster == 1 or TILE.a_loads == BM // ROWS, "one load per m_subtile, half of it on each SM")
-    gl.static_assert(TILE.cluster == 1 or not STREAM_K, "stream-K indices count CTAs, not clusters")
     # 16-bit output tiles fit beside the stages; of 32-bit ones, one m_subtile per consumer does
     buffers: gl.constexpr = TILE.m_subtiles if c_desc.dtype.primitive_bitwidth == 16 else 1
     a_ring = allocate_blocks(a_desc, stages * TILE.a_loads, BM // TILE.a_loads)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     sa_ring = allocate_blocks(sa_desc, stages, 1)
     sb_ring = allocate_blocks(sb_desc, stages if B_1X128 else 1, 1)
-    c_tile = allocate_blocks(c_desc, consumers * buffers, ROWS)
-    full = allocate_barriers(stages, TILE.cluster)
-    empty = (allocate_barriers(stages, TILE.cluster),)
-    if TILE.cluster == 2:
-        # The first CTA multicasts b's block to both, so the consumers of both arrive at its barrier (the compiler
-        # doubles the count), and it alone waits there.
-        at_first = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout([[0]]))
-        empty = (at_first, empty[0])
-    c_full = allocate_barriers(consumers, TILE.cluster)
+    c_tile = allocate_blocks(c_desc, consumers * buffers, 64)
+    full = allocate_barriers(stages)
+    empty = allocate_barriers(stages)
+    c_full = allocate_barriers(consumers)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
-        for j in gl.static_range(len(empty)):
-            mbarrier.init(empty[j].index(i), count=consumers)
+        mbarrier.init(empty.index(i), count=consumers)
     for i in gl.static_range(consumers):
         mbarrier.init(c_full.index(i), count=1)
     operands = (a_desc, b_desc, sa_desc, sb_desc)

@@ -92,13 +92,10 @@ def start_kernel(
     pointers: tuple[Tensor | None, ...],
     numbers: tuple[int, ...],
     constants: tuple[object, ...],
-    *,
-    cluster: int = 1,
 ) -> None:
     """Launch a kernel whose arguments are descriptors, pointers, integers and constants, in that order.
 
     numbers and constants: with the dtypes and strides of the operands they determine everything but addresses.
-    cluster: CTAs per cluster, as in the constants.
     """
     addresses = [None if pointer is None else pointer.data_ptr() for pointer in pointers]
     matrices = [one.tensor for one in tensors]
@@ -118,7 +115,6 @@ def start_kernel(
     descriptors = [descriptor(*one) for one in tensors]
     compiled = _ptxas_hook.launch(functools.partial(
         start(kernel, (ctas,), matrices[0]), *descriptors, *pointers, *numbers, *constants, num_warps=4,
-        num_ctas=cluster,
         enable_fp_fusion=True,  # the contract promotes by fused multiply-add
     ))  # fmt: skip
     if direct and all(made.base is matrix for made, matrix in zip(descriptors, matrices, strict=True)):

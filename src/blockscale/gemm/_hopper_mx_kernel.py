@@ -15,7 +15,16 @@ The rest is as in `_hopper_kernel`; docs/design/mxfp8-hopper.md says why, and wh
 # pyright: reportAssignmentType=false
 
 from ._gluon import gl, gluon, mbarrier, tma_load, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from ._hopper_common import allocate_blocks, load_out_tile, load_rows, next_stage, opt_barrier, skip_blocks, store_tile
+from ._hopper_common import (
+    allocate_barriers,
+    allocate_blocks,
+    load_out_tile,
+    load_rows,
+    next_stage,
+    opt_barrier,
+    skip_blocks,
+    store_tile,
+)
 from ._hopper_schedule import tile_at
 
 SCALERS: gl.constexpr = gl.constexpr(4)  # warps: one per scheduler; with two warps, two schedulers were late
@@ -208,7 +217,7 @@ def _consumer(
         top, column = (pm * TILE.warpgroups + CONSUMER) * 64, pn * TILE.bn
         count = ring_blocks_mx(gl.cdiv(K, 128), TILE)
         if top >= M:
-            stage, phase = skip_blocks(full, (empty,), stage, phase, count, TILE.stages)
+            stage, phase = skip_blocks(full, empty, stage, phase, count, TILE.stages)
         else:
             acc, stage, phase = accumulate_k_steps(
                 output, rings, c_tile, bars, K, count, top, column, stage, phase, CONSUMER, TILE, ACCUMULATE
@@ -241,9 +250,9 @@ def scaled_mm_mx_kernel(
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 4 * BM], flat)
     c_tile = allocate_blocks(c_desc, consumers, 64)
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    c_full = gl.allocate_shared_memory(gl.int64, [consumers, 1], mbarrier.MBarrierLayout())
+    full = allocate_barriers(stages)
+    empty = allocate_barriers(stages)
+    c_full = allocate_barriers(consumers)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=2)  # the producer, with its bytes, and the scalers
         mbarrier.init(empty.index(i), count=consumers)

@@ -22,6 +22,7 @@ from ._gluon import (
     warpgroup_mma_wait,
 )
 from ._hopper_common import (
+    allocate_barriers,
     allocate_blocks,
     load_rows,
     next_stage,
@@ -155,7 +156,7 @@ def _consumer(
         row = (tile * TILE.warpgroups + CONSUMER) * 64
         if row >= N:
             count = ring_blocks(0, gl.cdiv(K, 128), TILE)
-            stage, phase = skip_blocks(full, (empty,), stage, phase, count, TILE.stages)
+            stage, phase = skip_blocks(full, empty, stage, phase, count, TILE.stages)
         else:
             acc, stage, phase = _accumulate(sw_ptr, rings, bars, sizes, row, stage, phase, CONSUMER, TILE, W_1X128)
             _store(acc, output, row, M, N, BIAS, ACCUMULATE)
@@ -176,8 +177,8 @@ def few_rows_kernel(
     x_ring = allocate_blocks(x_desc, stages, TILE.bn)
     sw_ring = allocate_blocks(sw_desc, stages if W_1X128 else 1, 1)
     sx_ring = allocate_blocks(sx_desc, stages, 1)
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    full = allocate_barriers(stages)
+    empty = allocate_barriers(stages)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=TILE.warpgroups)

@@ -20,13 +20,12 @@ BLOCK = 128  # K-block: the extent of a scale along K
 
 
 class Tile(NamedTuple):
-    """warpgroups * m_subtiles * 64 * cluster rows by bn columns, and how the kernel computes them.
+    """warpgroups * m_subtiles * 64 rows by bn columns, and how the kernel computes them.
 
     warpgroups: consumers.  m_subtiles: of 64 rows, computed one after the other by each consumer.  stages: of the
     pipeline, one K-block each.  group_m: rasterisation.  k_unroll: K-blocks per loop iteration; each MMA runs while the
     result of the one before is accumulated.  registers: per consumer thread.  a_rows: the most rows in one TMA load of
-    a.  a_loads: TMA loads per K-block of a, since a box has a power of two of rows.  cluster: CTAs that share a tile,
-    64 rows of each m_subtile on every one; a block of b is multicast to all.
+    a.  a_loads: TMA loads per K-block of a, since a box has a power of two of rows.
     """
 
     warpgroups: int
@@ -38,11 +37,10 @@ class Tile(NamedTuple):
     registers: int = 232
     a_rows: int = 256
     a_loads: int = 1
-    cluster: int = 1
 
     @property
     def bm(self) -> int:
-        return self.warpgroups * self.m_subtiles * SUBTILE_M * self.cluster
+        return self.warpgroups * self.m_subtiles * SUBTILE_M
 
     @property
     def span(self) -> int:
@@ -52,14 +50,13 @@ class Tile(NamedTuple):
     @property
     def label(self) -> str:
         """Text for users. Not `__str__`: Triton puts that into its cache key, so it must name every field."""
-        on_two = " on 2 SMs" if self.cluster == 2 else ""
-        return f"{self.bm}x{self.bn}{on_two}, {self.warpgroups} warpgroups, {self.stages} stages"
+        return f"{self.bm}x{self.bn}, {self.warpgroups} warpgroups, {self.stages} stages"
 
 
 class Plan(NamedTuple):
     """A tile and its schedule.
 
-    ctas: the grid (clusters if tile.cluster > 1).  waves: whole tiles per CTA.  stream_k: split the other tiles.
+    ctas: the grid.  waves: whole tiles per CTA.  stream_k: split the other tiles.
     """
 
     tile: Tile
@@ -114,7 +111,7 @@ class Cost:
 
 def shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory of a CTA in bytes: pipeline stages, output tiles, mbarriers."""
-    block = (tile.bm // tile.cluster + tile.bn) * 128 + tile.span * 4 + 8 * (1 + tile.cluster)
+    block = (tile.bm + tile.bn) * 128 + tile.span * 4 + 8 * 2
     scales = tile.bn * 4 * (tile.stages if problem.b_1x128 else 1)
     output = tile.warpgroups * SUBTILE_M * tile.bn * (4 if problem.fp32_out else 2 * tile.m_subtiles)
     return tile.stages * block + scales + output + 8 * tile.warpgroups + 1024
@@ -153,7 +150,7 @@ def fitted(tile: Tile, problem: Problem, size: Callable[[Tile, Problem], int] = 
 
 def data_parallel_plan(tile: Tile, problem: Problem) -> Plan:
     """Plan without split tiles."""
-    tiles, ctas = _tiles(tile, problem), problem.sms // tile.cluster
+    tiles, ctas = _tiles(tile, problem), problem.sms
     return Plan(fitted(tile, problem), min(tiles, ctas), -(-tiles // ctas), False)
 
 
@@ -167,20 +164,6 @@ def stream_k_plan(tile: Tile, problem: Problem) -> Plan | None:
     if left == 0 or most < ctas or ctas <= left:
         return None
     return Plan(fitted(tile, problem), ctas, waves, True)
-
-
-def in_clusters(plan: Plan, problem: Problem) -> Plan:
-    """The plan's tile on each CTA of a cluster of two, with b multicast. The plan itself if one tile has all rows.
-
-    >>> problem = Problem(8192, 8192, 8192, b_1x128=False, fp32_out=False, sms=132)
-    >>> in_clusters(data_parallel_plan(TILES[2], problem), problem).label
-    '256x128 on 2 SMs, 2 warpgroups, 5 stages; 66 CTAs, 32 waves'
-    """
-    tile = plan.tile
-    if problem.m <= tile.bm:
-        return plan
-    doubled = tile._replace(cluster=2, a_loads=tile.warpgroups * tile.m_subtiles, group_m=-(-tile.group_m // 2))
-    return data_parallel_plan(doubled, problem)
 
 
 def _tiles(tile: Tile, problem: Problem) -> int:

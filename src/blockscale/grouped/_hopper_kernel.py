@@ -46,7 +46,7 @@ def _producer(operands, rings, bars, problem, TILE: gl.constexpr, K_GROUPED: gl.
             k = k_start + i
             if TILE.k_unroll > 1:
                 k = k if k < k_stop else gl.cdiv(K, 128)  # out of bounds: TMA loads zeros, not the next group
-            mbarrier.wait(empty[0].index(stage), phase)
+            mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             load_codes(
                 (a_desc, a_subtile_desc, b_desc),
@@ -129,7 +129,6 @@ def grouped_mm_kernel(
     stages: gl.constexpr = TILE.stages
     consumers: gl.constexpr = TILE.warpgroups
     BM: gl.constexpr = TILE.warpgroups * TILE.m_subtiles * 64
-    gl.static_assert(TILE.cluster == 1, "no clusters: a CTA runs on one SM")
     gl.static_assert(TILE.m_subtiles == 1 or not ACCUMULATE, "each warpgroup has one buffer, of one m_subtile of c")
     # shared memory holds all m_subtiles of a 16-bit output beside the stages, but only one per warpgroup of fp32
     buffers: gl.constexpr = TILE.m_subtiles if c_desc.dtype.primitive_bitwidth == 16 else 1
@@ -138,12 +137,12 @@ def grouped_mm_kernel(
     sa_ring = allocate_blocks(sa_desc, stages, 1)
     sb_ring = allocate_blocks(sb_desc, stages if K_GROUPED else 1, 1)
     c_tile = allocate_blocks(c_desc, consumers * buffers, 64)
-    full = allocate_barriers(stages, 1)
-    empty = (allocate_barriers(stages, 1),)
-    c_full = allocate_barriers(consumers, 1)
+    full = allocate_barriers(stages)
+    empty = allocate_barriers(stages)
+    c_full = allocate_barriers(consumers)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty[0].index(i), count=consumers)
+        mbarrier.init(empty.index(i), count=consumers)
     for i in gl.static_range(consumers):
         mbarrier.init(c_full.index(i), count=1)
     operands = (a_desc, a_subtile_desc, b_desc, sa_desc, sb_desc)

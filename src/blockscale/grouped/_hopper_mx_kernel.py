@@ -66,7 +66,7 @@ def _consumer(
         if ACCUMULATE:
             idle = idle | (blocks == 0)  # an empty K range adds nothing
         if idle:
-            stage, phase = skip_blocks(full, (empty,), stage, phase, k_blocks, TILE.stages)
+            stage, phase = skip_blocks(full, empty, stage, phase, k_blocks, TILE.stages)
         else:
             group_output = (c_desc, c_ptr, bias_ptr + group * N if BIAS else bias_ptr)
             sums, stage, phase = accumulate_k_steps(
@@ -107,9 +107,9 @@ def grouped_mm_mx_kernel(
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     sa_ring = gl.allocate_shared_memory(gl.float32, [stages, 4 * BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     c_tile = allocate_blocks(c_desc, consumers, 64)
-    full = allocate_barriers(stages, 1)
-    empty = allocate_barriers(stages, 1)
-    c_full = allocate_barriers(consumers, 1)
+    full = allocate_barriers(stages)
+    empty = allocate_barriers(stages)
+    c_full = allocate_barriers(consumers)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=2)  # the producer (TMA bytes) and the scaler warps
         mbarrier.init(empty.index(i), count=consumers)

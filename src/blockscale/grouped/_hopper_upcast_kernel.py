@@ -40,7 +40,7 @@ def _producer(operands, rings, bars, problem, TILE: gl.constexpr, K_GROUPED: gl.
         b_row = column if K_GROUPED else group * N + column
         one_subtile = end - c_row <= 64 if a_ring.shape[1] > 64 else False
         for k in range(k_start * _STAGES_PER_BLOCK, k_stop * _STAGES_PER_BLOCK):
-            mbarrier.wait(empty[0].index(stage), phase)
+            mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             if one_subtile:
                 mbarrier.expect(bar, a_subtile_desc.block_type.nbytes + b_bytes)
@@ -78,13 +78,13 @@ def _mainloop(rings, bars, blocks, stage, phase, layout: gl.constexpr, WARPGROUP
             first, second = warpgroup_mma_wait(2, deps=(first, second))
         else:
             first = warpgroup_mma_wait(1, deps=(first,))
-        mbarrier.arrive(empty[0].index(_previous_stage(stage, TILE.stages)), count=1, pred=i > 0)
+        mbarrier.arrive(empty.index(_previous_stage(stage, TILE.stages)), count=1, pred=i > 0)
         stage, phase = next_stage(stage, phase, TILE.stages)
     if m_subtiles == 2:
         first, second = warpgroup_mma_wait(0, deps=(first, second))
     else:
         first = warpgroup_mma_wait(0, deps=(first,))
-    mbarrier.arrive(empty[0].index(_previous_stage(stage, TILE.stages)), count=1, pred=blocks > 0)
+    mbarrier.arrive(empty.index(_previous_stage(stage, TILE.stages)), count=1, pred=blocks > 0)
     return first, second, stage, phase
 
 
@@ -159,7 +159,6 @@ def grouped_mm_upcast_kernel(
     stages: gl.constexpr = TILE.stages
     consumers: gl.constexpr = TILE.warpgroups
     BM: gl.constexpr = consumers * TILE.m_subtiles * 64
-    gl.static_assert(TILE.cluster == 1, "no clusters: a CTA runs on one SM")
     gl.static_assert(TILE.a_loads == 1, "one TMA load of a per stage")
     gl.static_assert(TILE.m_subtiles == 1 or not ACCUMULATE, "each warpgroup has one buffer, of one m_subtile of c")
     # shared memory holds all m_subtiles of a 16-bit output beside the stages, but only one per warpgroup of fp32
@@ -167,12 +166,12 @@ def grouped_mm_upcast_kernel(
     a_ring = allocate_blocks(a_desc, stages, BM)
     b_ring = allocate_blocks(b_desc, stages, TILE.bn)
     c_tile = allocate_blocks(c_desc, consumers * buffers, 64)
-    full = allocate_barriers(stages, 1)
-    empty = (allocate_barriers(stages, 1),)
-    c_full = allocate_barriers(consumers, 1)
+    full = allocate_barriers(stages)
+    empty = allocate_barriers(stages)
+    c_full = allocate_barriers(consumers)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty[0].index(i), count=consumers)
+        mbarrier.init(empty.index(i), count=consumers)
     for i in gl.static_range(consumers):
         mbarrier.init(c_full.index(i), count=1)
     operands = (a_desc, a_subtile_desc, b_desc)
