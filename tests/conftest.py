@@ -65,19 +65,20 @@ def seed() -> None:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
-    """An empty store of recorded calls (`blockscale.call_recording`); buffers are not poisoned, as replays do not."""
-    from blockscale import call_recording, library
+    """An empty store of recorded calls (`blockscale.launch`); buffers are not poisoned, as replays do not."""
+    from blockscale import library
+    from blockscale.launch import recording
 
     known: dict[Any, Any] = {}
-    monkeypatch.setattr(call_recording, "_RECORDINGS", known)
+    monkeypatch.setattr(recording, "_RECORDINGS", known)
     monkeypatch.setattr(library, "_POISON", False)
     return known
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was replayed: recordings of `blockscale.call_recording`."""
-    from blockscale.call_recording import Recording
+    """What was replayed: recordings of `blockscale.launch`."""
+    from blockscale.launch import Recording
 
     found: list[Any] = []
     plain = Recording.replay

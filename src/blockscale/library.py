@@ -21,10 +21,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
-from . import call_recording, env
+from . import env, launch
 from .errors import BlockscaleError, ShardingError, message
 from .formats.checks import PLAIN_TYPES, check_tensor
-from .operator_recording import with_recorded_calls
+from .launch import with_recorded_calls
+from .launch.recording import BODIES
 
 NAMESPACE = "blockscale"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -81,6 +82,7 @@ def define_op(
             SHARDING[name] = sharding
             _register_sharding(packet.default, sharding)
         OPERATORS[name] = packet.default
+        BODIES[packet.default] = _shielded(body)
         # the dispatcher bumps the version of an argument that is written in place
         return packet.default if mutates else _direct(packet.default, recorded)
 
@@ -250,7 +252,8 @@ def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return op(*args)
         if _thread_needs_dispatcher():
-            return _dispatched(op, args)
+            # the mode of a recording sees what the body does
+            return _dispatched(op, args) if launch.recorder() is None else shielded(*args)
         requires_grad = False
         for at in places:
             tensor = args[at]
@@ -282,14 +285,7 @@ _POISON = env.flag("BLOCKSCALE_POISON")
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised output. With BLOCKSCALE_POISON every byte is FF, so a value that a kernel does not write is NaN."""
-    if dtype is call_recording.FP4:
-        out = call_recording.empty_fp4(shape, device)
-    elif shape:  # torch parses separate sizes in two thirds of the time of a tuple, but needs at least one
-        out = torch.empty(*shape, dtype=dtype, device=device)
-    else:
-        out = torch.empty((), dtype=dtype, device=device)
+    out = launch.empty(shape, dtype, device)
     if _POISON and not torch.compiler.is_compiling():
         out.view(-1).view(torch.uint8).fill_(0xFF)
-        call_recording.refuse("a poisoned buffer")
-    call_recording.note_allocation(out)
     return out

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from . import call_recording, env
+from . import env
 from .errors import BackendError, OptionError, check_name, message
 from .hardware import Capability
 
@@ -349,7 +349,6 @@ def _log_slower_kernel(request: Request, taken: Kernel, refused: list[tuple[Kern
 
 def select(request: Request) -> Kernel:
     """The kernel for a request, which the caller launches: the best that accepts, or the forced one."""
-    call_recording.note_operator_start()
     return would_serve(request)
 
 

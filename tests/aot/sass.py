@@ -208,7 +208,7 @@ def _blackwell_gemms() -> Iterator[tuple[str, Case]]:
         a, b = (_operand(512, 1024, name, layout="blocked") for name in pair)
         chosen = tile or _blackwell.tile_for_sm100(a, b, dtype, 8)
         out, added = torch.empty(512, 512, dtype=dtype), torch.zeros(512) if bias else None
-        return lambda: _blackwell.launch(a, b, out, added, accumulate=accumulate, tile=chosen)
+        return lambda: _blackwell.launch_gemm(a, b, out, added, accumulate=accumulate, tile=chosen)
 
     for pair in _BLACKWELL_PAIRS:
         for words, dtype, bias, accumulate in _epilogues():

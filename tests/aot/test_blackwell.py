@@ -63,7 +63,7 @@ def compiled(arch: int, pair: tuple[str, str], epilogue: _Epilogue, tile: Tile) 
     dtype, bias, accumulate = epilogue
     (a, b), out = operands(pair), torch.empty(M, N, dtype=dtype)
     with compiled_for(arch) as kernels:
-        _blackwell.launch(a, b, out, torch.zeros(N) if bias else None, accumulate=accumulate, tile=tile)
+        _blackwell.launch_gemm(a, b, out, torch.zeros(N) if bias else None, accumulate=accumulate, tile=tile)
     return report(kernels[0]), kernels[0].metadata.tmem_size
 
 
@@ -96,7 +96,7 @@ def test_sm103() -> None:
     """It compiles; cuobjdump in Triton 3.6's wheel does not know the architecture."""
     (a, b), tile = operands(("nvfp4", "nvfp4")), Tile(128, 256, 256, 8, 4)
     with compiled_for(103) as kernels:
-        _blackwell.launch(a, b, torch.empty(M, N, dtype=torch.bfloat16), None, accumulate=False, tile=tile)
+        _blackwell.launch_gemm(a, b, torch.empty(M, N, dtype=torch.bfloat16), None, accumulate=False, tile=tile)
     assert "sm_103a" in kernels[0].asm["ptx"]
     assert kinds(kernels[0].asm["ptx"]) == {"mxf4nvf4.block_scale"}
     assert kernels[0].asm["cubin"]
@@ -111,7 +111,7 @@ def test_fp4_beside_fp8_is_unpacked_by_tma() -> None:
     """The reason why K is a multiple of 128 and rows start at multiples of 32 bytes."""
     (a, b), tile = operands(("mxfp8_e4m3", "mxfp4")), Tile(128, 128, 128, 8, 3)
     with compiled_for(100) as kernels:
-        _blackwell.launch(a, b, torch.empty(M, N), None, accumulate=False, tile=tile)
+        _blackwell.launch_gemm(a, b, torch.empty(M, N), None, accumulate=False, tile=tile)
     descriptors = kernels[0].metadata.tensordesc_meta
     assert [described["fp4_padded"] for described in descriptors] == [False, True, False, False]
 
@@ -157,6 +157,6 @@ def test_m_and_k_are_not_specialized() -> None:
     cases = [operands(("mxfp8_e4m3", "mxfp8_e4m3"), rows, k) for rows in (1, 16, 17) for k in (K, 90)]
     with compiled_for(100) as kernels:
         for a, b in cases:
-            _blackwell.launch(a, b, torch.empty(a.rows, N), None, accumulate=False, tile=tile)
+            _blackwell.launch_gemm(a, b, torch.empty(a.rows, N), None, accumulate=False, tile=tile)
     assert len(kernels) == len(cases)
     assert len({kernel.hash for kernel in kernels}) == 1

@@ -12,7 +12,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale import call_recording
+from blockscale import launch
 from blockscale.autograd import activation, get_recipe, linear, linear_plan, mlp_plan, swiglu_mlp
 from blockscale.errors import DtypeError, OptionError, ShapeError, StaleActivationError
 from support.linear_reference import LOW, Calls, drawn
@@ -271,8 +271,8 @@ def test_a_recordings_key_has_the_operands_that_exist(monkeypatch):
 
     for module in (linear_plan, mlp_plan):
         monkeypatch.setattr(module, "can_be_replayed", lambda tensors: True)
-    monkeypatch.setattr(call_recording, "run_and_record", run)
-    monkeypatch.setattr(call_recording, "find_recording", lambda key: None)
+    monkeypatch.setattr(launch, "run_and_record", run)
+    monkeypatch.setattr(launch, "find_recording", lambda key: None)
     x, weight, down = torch.randn(8, 64), torch.randn(64, 64), torch.randn(32, 32)
     for call in (
         lambda: linear(activation(x, "mxfp8"), weight, recipe="mxfp8"),

@@ -46,7 +46,7 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     """Wide tiles; narrow ones for fp32, as on sm_120."""
     tile = _blackwell.tile_for_sm100(a, b, out.dtype, 1)
     assert (tile.bn == 128) == (out.dtype == torch.float32)
-    _blackwell.launch(a, b, out, bias, accumulate=accumulate, tile=tile)
+    _blackwell.launch_gemm(a, b, out, bias, accumulate=accumulate, tile=tile)
 
 
 def unaligned(q: BlockScaled) -> BlockScaled:

@@ -201,7 +201,7 @@ def blackwell() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         ) -> None:  # fmt: skip
             tile = _blackwell.tile_for_sm100(a, b, offs, out)
             tile = tile if out.dtype == torch.float32 else tile._replace(bn=256)
-            _blackwell.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile, starts=starts)
+            _blackwell.launch_gemm(a, b, offs, out, bias, accumulate=accumulate, tile=tile, starts=starts)
 
         found.append(sorted(entry.formats))
     return found[0], found[1]

@@ -66,7 +66,7 @@ def compiled(arch: int, name: str, dtype: torch.dtype, *, k_grouped: bool) -> Re
     assert tile.bn == (128 if accumulate or arch == 120 else 256)
     assert tile.bk == (128 if k_grouped or name == "mxfp8_e4m3" else 256)
     with compiled_for(arch) as kernels:
-        _blackwell.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile)
+        _blackwell.launch_gemm(a, b, offs, out, bias, accumulate=accumulate, tile=tile)
     assert getattr(kernels[-1].metadata, "tmem_size", 0) <= 512
     return report(kernels[-1])
 

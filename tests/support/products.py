@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from blockscale import quantize, registry
 from blockscale.formats import FORMATS, BlockScaled
 from blockscale.formats.spec import LEGAL_PAIRS
 from blockscale.hardware import Capability
+from blockscale.launch import record
 from blockscale.registry import Kernel, Request, use_backend
 
 Pair = tuple[str, str]
@@ -180,3 +181,15 @@ HYPOTHETICAL = {
     "sm_100": Capability("cuda", 100),
     "sm_120": Capability("cuda", 120),
 }
+
+
+def check_replay(call: Callable[[], Tensor], *operands: BlockScaled | Tensor) -> None:
+    """Check that a call consists of kernel launches, with no copy by torch before them, and that a replay of them
+    gives its bytes."""
+    inputs = [
+        part for each in operands for part in ((each.data, each.scale) if isinstance(each, BlockScaled) else (each,))
+    ]
+    call()
+    got, recording = record(call, inputs, lambda out: ([out], None))
+    assert recording is not None, "torch did some of the work"
+    assert_same_bits(recording.replay(inputs), [got])

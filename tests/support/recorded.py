@@ -1,15 +1,15 @@
-"""What tests of remembered calls share: a device of our own, whose kernels read and write memory by address."""
+"""What tests of recorded calls share: a device of our own, whose kernels read and write memory by address."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from blockscale import call_recording, library
-from blockscale.call_recording import record
+from blockscale import launch, library
+from blockscale.launch import record
 
 N = 33  # floats: no multiple of any alignment
 
@@ -35,12 +35,18 @@ def address(tensor: Tensor | None) -> int | None:
 
 def run_add(a: Tensor, b: Tensor | None, plus: float = 0.0, out: Tensor | None = None) -> Tensor:
     """An operator: one launch is all of its work."""
-    call_recording.note_operator_start()
     out = allocate() if out is None else out
     pointers = a.data_ptr(), address(b), out.data_ptr()
-    add(-1, *pointers, plus)
-    call_recording.note_launch(add, pointers, (plus,))
+    start(add, pointers, (plus,))
     return out
+
+
+def start(kernel: Callable[..., None], pointers: Sequence[int | None], rest: tuple[object, ...] = ()) -> None:
+    """Launch a kernel of this device, as `launch.launch` does with those of Triton."""
+    kernel(-1, *pointers, *rest)
+    found = launch.recorder()
+    if found is not None:
+        found.add_launch(kernel, pointers, rest)
 
 
 def floats(seed: int) -> Tensor:
@@ -52,8 +58,8 @@ def one(found: Tensor) -> tuple[list[Tensor | None], object]:
 
 
 def refusal(call: Callable[[], Tensor], *inputs: Tensor) -> bool:
-    """Whether a call is not remembered; it is done in any case."""
+    """Whether a call is not recorded; it is done in any case."""
     returned, recording = record(call, inputs, one)
     assert isinstance(returned, Tensor)
-    assert call_recording.recorder() is None
+    assert launch.recorder() is None
     return recording is None

@@ -2,7 +2,7 @@
 
 A layer of experts runs the same plan with grouped products (`groups`).
 
-On a GPU the second call with the same shapes is recorded, and later ones are replayed (`call_recording.py`), unless a
+On a GPU the second call with the same shapes is recorded, and later ones are replayed (`launch.py`), unless a
 profiler, a mode or a tracer is active.
 """
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import call_recording, registry
-from ..call_recording import Recording
+from .. import launch
 from ..formats.layout import locate
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
@@ -25,11 +24,11 @@ from ..gemm import multiply
 from ..grouped import multiply_grouped
 from ..grouped.unquantized import grouped_mm
 from ..hardware import for_products
+from ..launch import Recording
 from ..library import needs_dispatcher
 from .operands import Casts, Groups, NeedsGrad, Pair, SavedOperand, matrix, save_operand
 from .recipe import Recipe
 
-_UNQUANTIZED = "an unquantized product"
 # operands that exist before the call: of a shared activation, and of a weight whose cast a step shares
 CallState = tuple[Pair | None, Pair | None]
 
@@ -62,11 +61,11 @@ class LinearPlan(NamedTuple):
         if self.casts.rounding is not None or not can_be_replayed(inputs):
             return self._forward(x, weight, bias, call_state, groups)
         present = present_operands(call_state)
-        key = (*self[1:], self.casts.recipe, x.device, *present, *map(call_recording.layout, inputs))
+        key = launch.call_key(*self[1:], self.casts.recipe, *present, *inputs)
         inputs += operand_tensors(call_state)
-        recording = call_recording.find_recording(key)
+        recording = launch.find_recording(key)
         if recording is None:
-            return call_recording.run_and_record(
+            return launch.run_and_record(
                 key, lambda: self._forward(x, weight, bias, call_state, groups), inputs, _forward_results
             )
         y, *parts = recording.replay(inputs)
@@ -150,25 +149,17 @@ def replay_or_record_backward(
     """The backward of a replayed forward: replay its recording, or run and record it.  recording: the forward's.
     optional: tensors that it reads or accumulates into besides grad."""
     inputs = [grad, *(each for each in optional if each is not None)]
-    key = (recording, *(None if each is None else call_recording.layout(each) for each in (grad, *optional)))
-    found = call_recording.find_recording(key)
+    key = launch.call_key(recording, grad, *optional)
+    found = launch.find_recording(key)
     return (
-        call_recording.run_and_record(key, call, inputs, lambda grads: (grads, None))
-        if found is None
-        else found.replay(inputs)
+        launch.run_and_record(key, call, inputs, lambda grads: (grads, None)) if found is None else found.replay(inputs)
     )
 
 
 def can_be_replayed(tensors: Sequence[Tensor]) -> bool:
     """Whether a call may be replayed: eager, on the current GPU, no forced backend, no profiler, mode or tracer."""
     first = tensors[0]
-    return (
-        not torch.compiler.is_compiling()
-        and first.is_cuda
-        and registry.nothing_is_forced()
-        and first.get_device() == torch.cuda.current_device()
-        and not needs_dispatcher(tensors)
-    )
+    return not torch.compiler.is_compiling() and launch.may_replay(first) and not needs_dispatcher(tensors)
 
 
 # reused, since constructing a plan takes as long as an allocation
@@ -213,7 +204,6 @@ def fprop(
     if x_row is not None and w_row is not None:
         y = product(x_row, w_row, dtype, groups, bias=bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-    call_recording.refuse(_UNQUANTIZED)
     bias = None if bias is None else bias.to(dtype)
     if groups is None:
         with torch.autocast(x.device.type, enabled=False):
@@ -253,7 +243,6 @@ def dgrad(
     """dX [M, K] of grad [M, N] and weight [N, K] or [E, N, K], unquantized if an operand is None."""
     if row is not None and w_col is not None:
         return product(row, w_col.operand, dtype, groups)
-    call_recording.refuse(_UNQUANTIZED)
     wide = weight.to(grad.dtype)
     return (_mm(grad, wide) if groups is None else grouped_mm(grad, wide, groups.offs)).to(dtype)
 
@@ -272,7 +261,6 @@ def wgrad(
         dw = product(col.operand, x_col.operand, dtype, groups, accumulate=main_grad)
         return dw if main_grad is None else None
     assert x is not None, "an input without an operand is saved itself"
-    call_recording.refuse(_UNQUANTIZED)
     if groups is None:
         dw = _mm(grad.mT, matrix(x).to(grad.dtype))
     else:

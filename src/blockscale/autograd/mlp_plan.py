@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import call_recording
-from ..call_recording import Recording
+from .. import launch
 from ..formats.stochastic import Stochastic
+from ..launch import Recording
 from .linear_plan import (
     can_be_replayed,
     dgrad,
@@ -68,13 +68,11 @@ class MLPPlan(NamedTuple):
         inputs = [x, *weights, *(each for each in optional if each is not None)]
         if self.roundings != (None, None) or not can_be_replayed(inputs):
             return self._forward(x, weights, biases, call_state, groups)
-        layouts = (None if each is None else call_recording.layout(each) for each in optional)
-        present = present_operands(call_state)
-        key = (self.recipe, *self[2:], x.device, *present, *map(call_recording.layout, (x, *weights)), *layouts)
+        key = launch.call_key(self.recipe, *self[2:], *present_operands(call_state), x, *weights, *optional)
         inputs += operand_tensors(call_state)
-        recording = call_recording.find_recording(key)
+        recording = launch.find_recording(key)
         if recording is None:
-            return call_recording.run_and_record(
+            return launch.run_and_record(
                 key, lambda: self._forward(x, weights, biases, call_state, groups), inputs, _results
             )
         y, gate_up, *parts = recording.replay(inputs)
@@ -149,7 +147,6 @@ class MLPPlan(NamedTuple):
                 wanted = second.spec("wgrad_x", gate_up) if down_needs.weight else None
                 row, col, hidden = first.swiglu_gradient(dh, gate_up, wanted)
             if gate_up_needs.bias:
-                call_recording.refuse("a sum by torch")
                 db_gate_up = swiglu_bias_gradient(dh, gate_up, first.offs)
         if down_needs.weight:
             assert gate_up is not None

@@ -74,12 +74,6 @@ class Source(NamedTuple):
         x = self.matrices.stride()
         return x[0] // divisor, x[1] // divisor, x[2], y[0] // divisor, y[1] // divisor, y[2]
 
-    @property
-    def in_place(self) -> bool:
-        """Whether kernels read the tensors without a copy; leading axes that do not flatten to a view are copied."""
-        y = None if self.y is None or self.has_row_factors else self.y
-        return self.matrices.data_ptr() == self.x.data_ptr() and (y is None or self._y().data_ptr() == y.data_ptr())
-
     def _y(self) -> Tensor:
         assert self.y is not None
         return self.y if self.has_row_factors else self.y.reshape(self.y.shape[:-2].numel(), *self.y.shape[-2:])

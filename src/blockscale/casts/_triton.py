@@ -1,21 +1,19 @@
 """Triton casts, sm_80 and newer: grids and arguments for the kernels in `_kernels.py`.
 
-Everything that depends on shapes alone is computed once per shape. Later calls go through the launch cache straight to
-the compiled kernel: a cast of a few microseconds must not be bound by the host.
+Everything here follows from shapes, and a recorded call skips it: a cast of a few microseconds must not be bound by
+the host.
 """
 
 # pyright: basic, reportCallIssue=false
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from .. import call_recording
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import (
     GROUP_ALIGN,
@@ -27,10 +25,10 @@ from ..formats.layout import (
     scale_counts,
 )
 from ..hardware import capability
+from ..launch import launch
 from ..library import empty
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
-from ._launch_cache import launcher, start
 from ._source import Source, Tile, dense, plain, power_of_two, tile_shape
 from ._tiles import Even, operand_config
 
@@ -67,7 +65,7 @@ class Output(NamedTuple):
     amax: Tensor | None
 
 
-def launch(
+def launch_cast(
     source: Source,
     row: Output | None,
     col: Output | None,
@@ -79,7 +77,7 @@ def launch(
     """Fill the buffers of one operand or both, from one read unless that is slower.  hidden: column operand of
     silu(gate) * up, recomputed by SwiGLU's backward if `fuses_hidden`."""
     if row is not None and col is not None and _is_compute_bound(row.plan, col.plan):
-        _launch(source, row, None, None, offs, last=False)
+        _launch(source, row, None, None, offs)
         _launch(source, None, col, colsum, offs)
     else:
         _launch(source, row, col, colsum, offs, hidden)
@@ -116,116 +114,17 @@ def _launch(
     colsum: Tensor | None,
     offs: Tensor | None,
     hidden: Output | None = None,
-    *,
-    last: bool = True,
 ) -> None:
-    """Launch one cast kernel, from the launch cache if possible.  last: the last launch of this cast."""
+    """Launch one cast kernel, and the sum of its partial column sums."""
     row, col, offs = _dense(row), _dense(col), dense(offs)
-    x = source.x
-    address, device = x.data_ptr(), x.get_device()  # -1 for the CPU
-    inputs: tuple[Tensor | None, ...] = (source.y, source.z, source.indices, offs)
-    only_x = source.y is None and source.indices is None and offs is None
-    key = (
-        source.name, source.columns, source.eps, x.shape, x.stride(), x.dtype, device, address % 16,
-        None if only_x else tuple(map(_tensor_key, inputs)), _output_key(row), _output_key(col), _output_key(hidden),
-        colsum is None,
-    )  # fmt: skip
-    cached = _LAUNCHES.get(key)
-    if device >= 0 and device != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current device
-            return _launch(source, row, col, colsum, offs, hidden, last=last)
-    if cached is None:
-        return _compile_and_launch(source, row, col, colsum, offs, hidden, key)
-    amaxes = _amaxes(source, row, col, offs) if cached.reads_amax else (None, None)  # kept alive until the launch
-    addresses = _NO_INPUTS if only_x else map(_address, inputs)
-    partials = None if cached.colsum is None else empty(cached.colsum.shape, torch.float64, x.device)
-    pointers = (
-        address, *addresses, _address(partials), *_addresses(row, amaxes[0]), *_addresses(col, amaxes[1]),
-        *_addresses(hidden, None)[:2],
-    )  # fmt: skip
-    cached.launch(device, *pointers, *cached.static_args)
-    if not cached.reads_amax:
-        call_recording.note_launch(cached.launch, pointers, cached.static_args, last=last and colsum is None)
-    if cached.colsum is not None:
-        pointers = (_address(partials), _address(offs), _address(colsum))
-        cached.colsum.launch(device, *pointers, *cached.colsum.static_args)
-        call_recording.note_launch(cached.colsum.launch, pointers, cached.colsum.static_args)
-
-
-def _dense(out: Output | None) -> Output | None:
-    if out is None or (out.amax is None and out.state is None):
-        return out
-    return out._replace(state=dense(out.state), amax=dense(out.amax))
-
-
-class _CachedColsum(NamedTuple):
-    """Cached reduction of column sums: shape of the partial sums, and the launch of `colsum_kernel`."""
-
-    shape: tuple[int, ...]
-    launch: Callable[..., None]
-    static_args: tuple[object, ...]
-
-
-class _CachedCast(NamedTuple):
-    """Cached launch of a cast: compiled kernel on its grid, and its arguments other than tensor addresses."""
-
-    launch: Callable[..., None]
-    static_args: tuple[object, ...]
-    reads_amax: bool
-    colsum: _CachedColsum | None
-
-
-_LAUNCHES: dict[tuple[object, ...], _CachedCast] = {}
-_MAX_LAUNCHES = 4096
-
-
-def _tensor_key(x: Tensor | None) -> tuple[object, ...] | None:
-    """Properties of a tensor that a compiled kernel depends on; Triton recompiles for addresses not 16-byte aligned."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
-
-
-def _output_key(out: Output | None) -> object:
-    if out is None or (out.amax is None and out.state is None):
-        return None if out is None else out.plan
-    amax = None if out.amax is None else (out.amax.shape, out.amax.data_ptr() % 16)
-    return out.plan, amax, None if out.state is None else out.state.data_ptr() % 16
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-_NO_OPERAND, _NO_INPUTS = (None,) * 5, (None,) * 4
-
-
-def _addresses(out: Output | None, amax: Tensor | None) -> tuple[int | None, ...]:
-    """Addresses of `_pointers`, for a cached launch."""
-    if out is None:
-        return _NO_OPERAND
-    data, scale, factor = out.buffers
-    if amax is None and out.state is None:
-        return data.data_ptr(), scale.data_ptr(), None if factor is None else factor.data_ptr(), None, None
-    return data.data_ptr(), scale.data_ptr(), _address(factor), _address(amax), _address(out.state)
-
-
-def _compile_and_launch(
-    source: Source,
-    row: Output | None,
-    col: Output | None,
-    colsum: Tensor | None,
-    offs: Tensor | None,
-    hidden: Output | None,
-    key: tuple[object, ...],
-) -> None:
-    """Launch through Triton's JIT, which compiles, and store the compiled kernel in the launch cache."""
     matrices = source.matrices
     count, rows, columns = matrices.shape[0], source.rows, source.columns
     mode, reg_mode = source.mode, source.reg_mode
     sm = _sm(source)
     groups = 0 if offs is None else offs.shape[0]
-    dense = offs is None and source.indices is None
+    is_dense = offs is None and source.indices is None
     plans = [None if out is None else out.plan for out in (row, col)]
-    full_tiles = dense and rows % 256 == 0 and columns % 128 == 0
+    full_tiles = is_dense and rows % 256 == 0 and columns % 128 == 0
     tile = tile_shape(plans[0], plans[1], sm=sm, source=source, full_tiles=full_tiles)
     block_rows = tile.J * tile.MQ
     length = rows if offs is None else padded_length(rows, groups)
@@ -239,7 +138,7 @@ def _compile_and_launch(
     if hidden is not None:
         covered_m = max(covered_m, _covered(hidden.plan, source.grid_columns, stored)[1])
     even = Even(
-        dense and rows % block_rows == 0 and covered_m == rows,
+        is_dense and rows % block_rows == 0 and covered_m == rows,
         source.grid_columns % tile.BK == 0 and covered_k == columns,
     )
     has_full_body = offs is not None and sm in _LARGE_BODY_SMS and not _is_compute_bound(*plans)
@@ -251,10 +150,7 @@ def _compile_and_launch(
         tiles_k = source.grid_columns // tile.BK
     amaxes = _amaxes(source, row, col, offs)
     amax_counts = [0 if amax is None else amax.numel() for amax in amaxes]
-    partials = None
-    if colsum is not None:
-        partials = torch.empty(count, tiles_m, columns, dtype=torch.float64, device=colsum.device)
-    grid = (count * tiles_m * tiles_k, 1, 1)
+    partials = None if colsum is None else empty((count, tiles_m, columns), torch.float64, colsum.device)
     scalars = (
         rows, columns, *source.steps(),
         0 if row is None else row.buffers[0].stride(-2) * row.plan.spec.codes_per_byte // 2,
@@ -275,30 +171,25 @@ def _compile_and_launch(
         _group_bound(offs), source.indices is not None, colsum is not None, power_of_two(max(1, *amax_counts)),
         GROUP_ALIGN, sm > 0, tile.J, tile.MQ, tile.BK, tile.down, tile.narrow,
     )  # fmt: skip
-    compiled = start(cast_kernel, grid, source.x)(
+    tensors = (
         *source.arguments(), offs, partials,
         *_pointers(row, amaxes[0], transposed=False), *_pointers(col, amaxes[1], transposed=True),
         *_pointers(hidden, None, transposed=True)[:2],
-        *scalars, *constants, num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
-    cached_colsum = None
+    launch(
+        cast_kernel, (count * tiles_m * tiles_k,), tensors, (*scalars, *constants),
+        num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=False,
+    )  # fmt: skip
     if partials is not None and partials.numel():
-        colsum_grid = (ceil_div(columns, 256), groups if offs is not None else count, 1)
-        static_args = (rows, columns, tiles_m, groups, _group_bound(offs), GROUP_ALIGN, block_rows, 256)
-        compiled_colsum = start(colsum_kernel, colsum_grid, source.x)(
-            partials, offs, colsum, *static_args, num_warps=4, enable_fp_fusion=False
+        launch(
+            colsum_kernel, (ceil_div(columns, 256), groups if offs is not None else count), (partials, offs, colsum),
+            (rows, columns, tiles_m, groups, _group_bound(offs), GROUP_ALIGN, block_rows, 256),
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        if compiled_colsum is not None and not source.x.is_meta:
-            cached_colsum = _CachedColsum(tuple(partials.shape), launcher(compiled_colsum, colsum_grid), static_args)
-    if (
-        compiled is not None
-        and source.in_place
-        and not source.x.is_meta
-        and (cached_colsum is None) == (colsum is None)
-    ):
-        if len(_LAUNCHES) >= _MAX_LAUNCHES:
-            _LAUNCHES.clear()
-        _LAUNCHES[key] = _CachedCast(launcher(compiled, grid), (*scalars, *constants), any(amax_counts), cached_colsum)
+
+
+def _dense(out: Output | None) -> Output | None:
+    return None if out is None else out._replace(state=dense(out.state), amax=dense(out.amax))
 
 
 def _group_bound(offs: Tensor | None) -> int:
@@ -381,12 +272,15 @@ def _tensor_amax(source: Source, out: Output | None, offs: Tensor | None, *, tra
     tiles_m = ceil_div(rows if offs is None else rows + (GROUP_ALIGN - 1) * (groups + 1), block_rows)
     tiles_k = ceil_div(source.grid_columns, tile.BK)
     even = Even(rows % block_rows == 0 and offs is None and source.indices is None, source.grid_columns % tile.BK == 0)
-    start(amax_kernel, (count * tiles_m * tiles_k,), source.x)(
-        *source.arguments(), offs, amax, rows, columns, *source.steps(), tiles_m, tiles_k, groups,
-        PER_GROUP=out.plan.grouped_amax, SOURCE=source.name, MODE=source.mode, REG_MODE=source.reg_mode, EVEN=even,
-        FAST=not INTERPRETED, GATHER=source.indices is not None, GROUPS=_group_bound(offs), ALIGN=GROUP_ALIGN,
-        ROW=None if transposed else rotated, COL=rotated if transposed else None,
-        J=tile.J, MQ=tile.MQ, BK=tile.BK, num_warps=tile.warps, enable_fp_fusion=False,
+    constants = (
+        out.plan.grouped_amax, source.name, source.mode, source.reg_mode, even, _group_bound(offs),
+        source.indices is not None, GROUP_ALIGN, not INTERPRETED, None if transposed else rotated,
+        rotated if transposed else None, tile.J, tile.MQ, tile.BK,
+    )  # fmt: skip
+    launch(
+        amax_kernel, (count * tiles_m * tiles_k,), (*source.arguments(), offs, amax),
+        (rows, columns, *source.steps(), tiles_m, tiles_k, groups, *constants),
+        num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return amax
 
@@ -427,7 +321,7 @@ def quantize(
     output = Output(plan, out, state, amax)
     if x.stride(-1) != 1 and x.stride(-2) == 1 and state is None and offs is None:
         x, axis = x.mT, -3 - axis  # the transposed source is the contiguous one
-    launch(plain(x), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
+    launch_cast(plain(x), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
 
 
 @kernel("cast_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, precompile_key=full_request)
@@ -443,4 +337,4 @@ def quantize_both(
 ) -> None:
     """Triton: one read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(plain(x), row, col, colsum=colsum, offs=offs)
+    launch_cast(plain(x), row, col, colsum=colsum, offs=offs)

@@ -12,7 +12,6 @@ Any strides are supported, if need be byte by byte: copies of operands made else
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from ..formats.layout import GROUP_ALIGN, blocked_columns, ceil_div, padded_length, round_up
 from ..formats.tensor import BlockScaled
 from ..hardware import capability
+from ..launch import launch, refuse
 from ..registry import Request, kernel
 from ._device import locate
 from ._device_decode import (
@@ -36,7 +36,6 @@ from ._device_decode import (
     round_pair,
     scaled,
 )
-from ._launch_cache import launcher
 from ._source import dense
 
 # ---- loading and storing ---------------------------------------------------------------------------------------------
@@ -260,36 +259,7 @@ def _reject(request: Request) -> str | None:
 @kernel("dequantize", "triton", devices=_DEVICES, sm=(80, 999), priority=50, reject=_reject)
 def dequantize(q: BlockScaled, out: Tensor, *, offs: Tensor | None = None) -> None:
     """Triton: one read, one write"""
-    data, scale, device = q.data, q.scale, out.get_device()
     factor, offs = dense(q.global_scale), dense(offs)
-    if device >= 0 and device != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current device
-            return dequantize(q, out, offs=offs)
-    # everything that a compiled kernel depends on; Triton recompiles for addresses not 16-byte aligned
-    key = (
-        q.format, q.axis, q.scale_layout, q.shape, q.group_align, q.hadamard, out.dtype, device,
-        data.shape, data.stride(), data.data_ptr() % 16, scale.shape, scale.stride(), scale.data_ptr() % 16,
-        None if factor is None else (factor.shape, factor.data_ptr() % 16),
-        None if offs is None else (offs.shape, offs.data_ptr() % 16),
-    )  # fmt: skip
-    cached = _LAUNCHES.get(key)
-    if cached is None:
-        return _compile_and_launch(q, out, factor, offs, key)
-    launch, static_args = cached
-    launch(
-        device, data.data_ptr(), scale.data_ptr(), None if factor is None else factor.data_ptr(),
-        None if offs is None else offs.data_ptr(), out.data_ptr(), *static_args,
-    )  # fmt: skip
-
-
-_LAUNCHES: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
-_MAX_LAUNCHES = 4096
-
-
-def _compile_and_launch(
-    q: BlockScaled, out: Tensor, factor: Tensor | None, offs: Tensor | None, key: tuple[object, ...]
-) -> None:
-    """Launch through Triton's JIT, which compiles, and store the compiled kernel in the launch cache."""
     if out.numel() == 0:
         return
     operand, transposed = q.operand, q.axis == -2
@@ -328,16 +298,13 @@ def _compile_and_launch(
         triton.next_power_of_2(max(groups, 1)) if padded else 0,
         groups.bit_length() if S.factor == "row" else 0, GROUP_ALIGN, tile.rows, tile.length,
     )  # fmt: skip
-    grid = (count * tiles_r * tiles_l, 1, 1)
-    compiled = _dequantize_kernel[grid](
-        data.as_strided((unit,), (1,)).view(_UNITS[unit]) if by_units else data,
-        scale, factor, offs, out.view(_UNITS[word]), *scalars, *constants,
-        num_warps=tile.warps, enable_fp_fusion=False,
+    if by_units and data.shape[-1] % unit:
+        refuse("the last unit of a row, which depends on the storage behind it")
+    launch(
+        _dequantize_kernel, (count * tiles_r * tiles_l,),
+        (
+            data.as_strided((unit,), (1,)).view(_UNITS[unit]) if by_units else data,
+            scale, factor, offs, out.view(_UNITS[word]),
+        ),
+        (*scalars, *constants), num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
-    in_place = data.data_ptr() == q.data.data_ptr() and scale.data_ptr() == q.scale.data_ptr()
-    # reading the last row's end by a full unit depends on the storage behind it, which is not in the key
-    is_cacheable = not by_units or data.shape[-1] % unit == 0
-    if compiled is not None and in_place and is_cacheable:
-        if len(_LAUNCHES) >= _MAX_LAUNCHES:
-            _LAUNCHES.clear()
-        _LAUNCHES[key] = launcher(compiled, grid), (*scalars, *constants)

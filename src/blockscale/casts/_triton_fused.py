@@ -10,6 +10,7 @@ cast. The rounding code is that of the plain casts.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import CODE_ROW_BYTES, ceil_div, round_up, scale_buffer_shape
+from ..launch import launch, note_persistent_buffer
 from ..library import empty
 from ..registry import Request, kernel
 from ._device_fused import rstd as row_rstd
 from ._source import PACKED_MODES, Source, as_packed, dense, is_pair_aligned, power_of_two
 from ._tiles import Even, load_pairs, to_fp32
-from ._triton import DEVICES, Buffers, Output, fuses_hidden, launch, reject
+from ._triton import DEVICES, Buffers, Output, fuses_hidden, launch_cast, reject
 from .ops import is_far
 
 Plans = tuple[CastPlan, CastPlan]
@@ -53,7 +55,7 @@ def swiglu(
 ) -> None:
     """Triton: one read, codes and scales in place"""
     output = Output(plan, out, state, amax)
-    launch(_swiglu_source(gate_up), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
+    launch_cast(_swiglu_source(gate_up), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
 
 
 @kernel("swiglu_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
@@ -68,7 +70,7 @@ def swiglu_both(
 ) -> None:
     """Triton: one read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(_swiglu_source(gate_up), row, col, offs=offs)
+    launch_cast(_swiglu_source(gate_up), row, col, offs=offs)
 
 
 def _reject_backward(request: Request) -> str | None:
@@ -100,7 +102,7 @@ def swiglu_backward_both(
     hidden_output = None
     if hidden is not None and hidden_out is not None and fuses_hidden(source, plans, hidden):
         hidden_output = Output(hidden, hidden_out, states[2], amaxes[2])
-    launch(source, row, col, offs=offs, hidden=hidden_output)
+    launch_cast(source, row, col, offs=offs, hidden=hidden_output)
     if hidden is not None and hidden_out is not None and hidden_output is None:
         swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
 
@@ -120,7 +122,7 @@ def permute_both(
     """Triton: one gathered read, both operands"""
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
     name = "plain" if gate_weights is None else "weighted"
-    launch(Source(name, x, x.shape[-1], y=dense(gate_weights), indices=dense(indices)), row, col, offs=offs)
+    launch_cast(Source(name, x, x.shape[-1], y=dense(gate_weights), indices=dense(indices)), row, col, offs=offs)
 
 
 @kernel("permute_columns", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
@@ -136,7 +138,7 @@ def permute_columns(
 ) -> None:
     """Triton: one gathered read, codes and scales in place"""
     source = Source("plain", x, x.shape[-1], indices=dense(indices))
-    launch(source, None, Output(plan, out, state, amax), offs=offs)
+    launch_cast(source, None, Output(plan, out, state, amax), offs=offs)
 
 
 # ---- one cast, then a row gather -------------------------------------------------------------------------------------
@@ -210,8 +212,8 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
     data = empty((rows, out[0].shape[1]), spec.data_dtype, x.device)
     scale = empty(scale_buffer_shape(spec, rows, length, layout), spec.scale_dtype, x.device)
     # The row of zeros goes through the cast too, because its codes are not always 0: a NaN amax poisons it.
-    source = Source("plain", x, x.shape[1], indices=torch.arange(-1, x.shape[0], dtype=torch.int32, device=x.device))
-    launch(source, Output(replace(plan, layout=layout), (data, scale, out[2]), None, amax), None)
+    source = Source("plain", x, x.shape[1], indices=_numbers(power_of_two(rows), x.device)[:rows])
+    launch_cast(source, Output(replace(plan, layout=layout), (data, scale, out[2]), None, amax), None)
     if positions == 0:
         return
     blocks = ceil_div(length, spec.block[1])
@@ -225,12 +227,30 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
     tile_rows, scale_width = 8192 // width, min(16, power_of_two(columns))
     tiles_k, scale_tiles_k = ceil_div(words.shape[1], width), ceil_div(columns, scale_width)
     code_tiles = ceil_div(positions, tile_rows) * tiles_k
-    gather_kernel[(code_tiles + ceil_div(covered, 128) * scale_tiles_k,)](
-        dense(indices), words, scales, out_words, out_scales,
-        positions, units, columns, covered, columns, covered if plan.layout == "mn_major" else columns,
-        tiles_k, code_tiles, scale_tiles_k,
-        FROM=layout, TO=plan.layout, R=tile_rows, W=width, C=scale_width, num_warps=4,
+    launch(
+        gather_kernel, (code_tiles + ceil_div(covered, 128) * scale_tiles_k,),
+        (dense(indices), words, scales, out_words, out_scales),
+        (
+            positions, units, columns, covered, columns, covered if plan.layout == "mn_major" else columns,
+            tiles_k, code_tiles, scale_tiles_k, layout, plan.layout, tile_rows, width, scale_width,
+        ),
+        num_warps=4,
     )  # fmt: skip
+
+
+_NUMBERS: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    """-1, 0, 1, ... as int32 [count], made once for each device and size."""
+    found = _NUMBERS.get((count, device))
+    if found is None:
+        found = torch.arange(-1, count - 1, dtype=torch.int32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # its values exist after a replay only
+            return found
+        _NUMBERS[count, device] = found
+    note_persistent_buffer(found, functools.partial(_numbers, count, device))
+    return found
 
 
 # ---- RMSNorm ---------------------------------------------------------------------------------------------------------
@@ -259,9 +279,9 @@ def _launch_rstd(x: Tensor, eps: float, out: Tensor) -> None:
     mode = PACKED_MODES[x.dtype] if is_pair_aligned(x) else "any"
     steps = [step if mode == "any" else step // 2 for step in x.stride()[:2]]
     size = power_of_two(max(columns, 2))
-    _rstd_kernel[(count * rows,)](
-        as_packed(x, mode), out, rows, columns, *steps, x.stride(2), 1.0 / columns, eps,
-        MODE=mode, EVEN=Even(True, size == columns), R=1, N=size,
+    launch(
+        _rstd_kernel, (count * rows,), (as_packed(x, mode), out),
+        (rows, columns, *steps, x.stride(2), 1.0 / columns, eps, mode, Even(True, size == columns), 1, size),
         num_warps=8 if size > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -287,9 +307,9 @@ def rmsnorm(
     """Triton: one read for 1-D blocks without a tensor amax to compute, else two"""
     output = Output(plan, out, state, amax)
     if plan.spec.block[0] == 1 and (plan.spec.family != "nvfp4" or amax is not None):
-        return launch(Source("rmsnorm_rows", x, x.shape[-1], rstd, dense(weight), eps=eps), output, None)
+        return launch_cast(Source("rmsnorm_rows", x, x.shape[-1], rstd, dense(weight), eps=eps), output, None)
     _launch_rstd(_matrices(x), eps, rstd)
-    launch(Source("rmsnorm", x, x.shape[-1], rstd, dense(weight)), output, None)
+    launch_cast(Source("rmsnorm", x, x.shape[-1], rstd, dense(weight)), output, None)
 
 
 @kernel("rmsnorm_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)
@@ -308,4 +328,4 @@ def rmsnorm_both(
     """Triton: rstd in one read, both operands in a second"""
     _launch_rstd(_matrices(x), eps, rstd)
     row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
-    launch(Source("rmsnorm", x, x.shape[-1], rstd, dense(weight)), row, col, offs=offs)
+    launch_cast(Source("rmsnorm", x, x.shape[-1], rstd, dense(weight)), row, col, offs=offs)

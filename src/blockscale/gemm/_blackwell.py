@@ -23,6 +23,7 @@ from ..formats.layout import blocked_columns, ceil_div, round_up
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..hardware import sm_count
+from ..launch import launch
 from ..registry import Request, kernel
 from ._tiles import Tile, store_tile, tile_at
 
@@ -125,7 +126,7 @@ def _depth(a: BlockScaled, b: BlockScaled) -> int:
 def scaled_mm_sm100(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: block-scaled GEMM by the tensor cores of sm_100 (tcgen05), accumulator in tensor memory"""
     tile = tile_for_sm100(a, b, out.dtype, sm_count(out.device))
-    launch(a, b, out, bias, accumulate=accumulate, tile=tile)
+    launch_gemm(a, b, out, bias, accumulate=accumulate, tile=tile)
 
 
 @kernel(
@@ -140,18 +141,25 @@ def scaled_mm_sm100(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor
 )
 def scaled_mm_sm120(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: block-scaled GEMM by the tensor cores of sm_120 (mma.sync), accumulator in registers"""
-    launch(a, b, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b))
+    launch_gemm(a, b, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b))
 
 
-def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, tile: Tile) -> None:
+def launch_gemm(
+    a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, tile: Tile
+) -> None:
     """Launch the GEMM with a given tile; scales are in the blocked layout."""
     assert {a.scale_layout, b.scale_layout} == {"blocked"}
     grid = (ceil_div(a.rows, tile.bm) * ceil_div(b.rows, tile.bn),)
-    _scaled_mm_kernel[grid](
+    tensors = (
         *tma_descriptors(a, b, tile), a.global_scale, b.global_scale,
-        None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
-        *out.stride(), a.spec.element.name, b.spec.element.name, a.spec.granule,
-        a.global_scale is not None, bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.group_m, INTERPRETED,
+        None if bias is None else bias.contiguous(), out,
+    )  # fmt: skip
+    constants = (
+        a.spec.element.name, b.spec.element.name, a.spec.granule, a.global_scale is not None, bias is not None,
+        accumulate, tile.bm, tile.bn, tile.bk, tile.group_m, INTERPRETED,
+    )  # fmt: skip
+    launch(
+        _scaled_mm_kernel, grid, tensors, (a.rows, b.rows, a.length, *out.stride(), *constants),
         num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False,  # a tensor scale and a bias round separately
     )  # fmt: skip

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import launch
 from ._tiles import store_tile
 
 ROWS, COLUMNS, WARPS = 4, 1024, 8
@@ -63,9 +64,9 @@ def finish_at_once(
         return
     rows, columns = out.shape
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
-    _finish_kernel[grid](
-        product, *(scales or (None, None)), None if bias is None else bias.contiguous(), out,
-        rows, columns, *out.stride(), scales is not None, bias is not None, accumulate, INTERPRETED,
-        ROWS, COLUMNS, num_warps=WARPS,
+    constants = (scales is not None, bias is not None, accumulate, INTERPRETED, ROWS, COLUMNS)
+    launch(
+        _finish_kernel, grid, (product, *(scales or (None, None)), None if bias is None else bias.contiguous(), out),
+        (rows, columns, *out.stride(), *constants), num_warps=WARPS,
         enable_fp_fusion=False,  # scales, bias and `out +=` round separately
     )  # fmt: skip

@@ -10,9 +10,9 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from .. import call_recording
 from ..formats.tensor import BlockScaled
 from ..hardware import DEFAULT_SM_COUNT, capability, gpu_name, sm_count
+from ..launch import note_persistent_buffer
 from ..library import empty
 from ..registry import Forecast, Request, kernel
 from . import tuned
@@ -146,7 +146,7 @@ def _counters(device: torch.device) -> Tensor:
     stream = torch.cuda.current_stream(device).cuda_stream
     if (found := _COUNTERS.get((device, stream))) is None:
         _COUNTERS[device, stream] = found = torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
-    call_recording.note_persistent_buffer(found, functools.partial(_counters, device))
+    note_persistent_buffer(found, functools.partial(_counters, device))
     return found
 
 

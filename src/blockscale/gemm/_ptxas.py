@@ -150,9 +150,10 @@ def resolve(setting: str) -> Choice:
         return Choice(None, f"{' and '.join(named)} is set, and Triton obeys it")
     try:
         import triton
-        from triton.backends.nvidia.compiler import get_ptxas
 
-        own = get_ptxas(90).path
+        from ..launch.triton_internals import own_ptxas
+
+        own = own_ptxas().path
         release = re.match(r"(\d+)\.(\d+)", triton.__version__)
     except (ImportError, AttributeError) as error:
         return Choice(None, f"this Triton does not say which ptxas it uses ({error})")

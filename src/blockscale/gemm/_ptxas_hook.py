@@ -42,13 +42,14 @@ def _options(setting: str) -> dict[str, Any]:
             log.warning("the Hopper GEMM is compiled by %s", choice)
         return {}
     log.info("the Hopper GEMM is compiled by %s", choice)
-    from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas, ptx_get_version
+    from ..launch.triton_internals import own_ptxas, ptx_version
 
     marker = f"{_MARKER}{ptxas.name}"
     _by_marker[marker] = ptxas
     # The PTX stays Triton's, so that only ptxas differs; an older one may need an older PTX version.
-    version = min(ptx_get_version(get_ptxas(90).version), ptx_get_version(f"{ptxas.version[0]}.{ptxas.version[1]}"))
-    return {"ptx_version": version, "ptx_options": " ".join(filter(None, (marker, CUDAOptions.ptx_options)))}
+    own = own_ptxas()
+    version = min(own.ptx_version, ptx_version(f"{ptxas.version[0]}.{ptxas.version[1]}"))
+    return {"ptx_version": version, "ptx_options": " ".join(filter(None, (marker, own.options)))}
 
 
 def marker() -> str:

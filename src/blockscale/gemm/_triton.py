@@ -21,6 +21,7 @@ from ..formats.layout import blocked_columns, ceil_div
 from ..formats.spec import LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
 from ..hardware import capability
+from ..launch import launch
 from ..registry import Request, kernel
 from ._tiles import Tile, store_tile, tile_at
 
@@ -161,11 +162,19 @@ def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | Non
     tile = tile_shape(a.rows, is_fp8=is_fp8, sm=sm)
     tiles_m, tiles_n = ceil_div(a.rows, tile.bm), ceil_div(b.rows, tile.bn)
     scales = [scale_of(q) for q in (a, b)]
-    _scaled_mm_kernel[(tiles_m * tiles_n,)](
+    tensors = (
         *(data_of(q, dot) for q in (a, b)), *(scale for scale, _ in scales), a.global_scale, b.global_scale,
-        None if bias is None else bias.contiguous(), out, a.rows, b.rows, a.length,
-        a.data.stride(0), b.data.stride(0), *scales[0][1], *scales[1][1], *out.stride(), tiles_m, tiles_n,
+        None if bias is None else bias.contiguous(), out,
+    )  # fmt: skip
+    numbers = (
+        a.rows, b.rows, a.length, a.data.stride(0), b.data.stride(0), *scales[0][1], *scales[1][1], *out.stride(),
+        tiles_m, tiles_n,
+    )  # fmt: skip
+    constants = (
         *sides, dot, bias is not None, accumulate, a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.group_m,
+    )  # fmt: skip
+    launch(
+        _scaled_mm_kernel, (tiles_m * tiles_n,), tensors, (*numbers, *constants),
         num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=is_fp8,  # FP8 promotes by fused multiply-add; a tensor scale and a bias round separately
     )  # fmt: skip

@@ -33,7 +33,8 @@ from ..gemm._blackwell import (
     tma_descriptors,
 )
 from ..gemm._tiles import Tile
-from ..hardware import current_cuda_device, sm_count
+from ..hardware import sm_count
+from ..launch import launch
 from ..registry import Request, kernel
 from ._tiles import count_tiles, group_strides, reject, store_group, tile_coords, tile_list
 
@@ -113,7 +114,7 @@ def m_grouped_sm100(
     starts: Tensor | None = None,
 ) -> None:
     """Triton: block-scaled GEMM on sm_100's tensor cores (tcgen05), m-grouped"""
-    launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm100(a, b, offs, out), starts=starts)
+    launch_gemm(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm100(a, b, offs, out), starts=starts)
 
 
 @kernel(
@@ -130,7 +131,7 @@ def k_grouped_sm100(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
 ) -> None:
     """Triton: block-scaled GEMM on sm_100's tensor cores (tcgen05), k-grouped"""
-    launch(a, b, offs, out, None, accumulate=accumulate, tile=tile_for_sm100(a, b, offs, out))
+    launch_gemm(a, b, offs, out, None, accumulate=accumulate, tile=tile_for_sm100(a, b, offs, out))
 
 
 @kernel(
@@ -154,7 +155,7 @@ def m_grouped_sm120(
     starts: Tensor | None = None,
 ) -> None:
     """Triton: block-scaled GEMM on sm_120's tensor cores (mma.sync), m-grouped"""
-    launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b), starts=starts)
+    launch_gemm(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b), starts=starts)
 
 
 @kernel(
@@ -171,10 +172,10 @@ def k_grouped_sm120(
     a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
 ) -> None:
     """Triton: block-scaled GEMM on sm_120's tensor cores (mma.sync), k-grouped"""
-    launch(a, b, offs, out, None, accumulate=accumulate, tile=tile_for_sm120(a, b))
+    launch_gemm(a, b, offs, out, None, accumulate=accumulate, tile=tile_for_sm120(a, b))
 
 
-def launch(
+def launch_gemm(
     a: BlockScaled,
     b: BlockScaled,
     offs: Tensor,
@@ -189,14 +190,18 @@ def launch(
     assert {a.scale_layout, b.scale_layout} == {"blocked"}
     assert tile.bm == _SCALE_ROWS
     k_grouped = len(b.shape) == 2
-    with current_cuda_device(out.device):  # Triton launches on the current device
-        tiles, programs = tile_list(a, b, offs, tile, _SCALE_ROWS, starts)
-        _grouped_mm_kernel[(programs,)](
-            *tma_descriptors(a, b, tile), a.global_scale, b.global_scale,
-            None if bias is None else bias.contiguous(), out, tiles, offs.shape[0], a.rows, b.rows, a.length,
-            *group_strides(a, b, out), a.spec.element.name, b.spec.element.name, a.spec.granule, k_grouped,
-            a.global_scale is not None, bias is not None, accumulate,
-            tile.bm, tile.bn, tile.bk, tile.group_m, INTERPRETED,
-            num_warps=tile.warps, num_stages=tile.stages,
-            enable_fp_fusion=False,  # a tensor scale and a bias round separately
-        )  # fmt: skip
+    tiles, programs = tile_list(a, b, offs, tile, _SCALE_ROWS, starts)
+    tensors = (
+        *tma_descriptors(a, b, tile), a.global_scale, b.global_scale,
+        None if bias is None else bias.contiguous(), out, tiles,
+    )  # fmt: skip
+    constants = (
+        a.spec.element.name, b.spec.element.name, a.spec.granule, k_grouped, a.global_scale is not None,
+        bias is not None, accumulate, tile.bm, tile.bn, tile.bk, tile.group_m, INTERPRETED,
+    )  # fmt: skip
+    launch(
+        _grouped_mm_kernel, (programs,), tensors,
+        (offs.shape[0], a.rows, b.rows, a.length, *group_strides(a, b, out), *constants),
+        num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=False,  # a tensor scale and a bias round separately
+    )  # fmt: skip

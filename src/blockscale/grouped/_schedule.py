@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, int32
 
-from ..casts._launch_cache import CachedLaunch, launch_cached
 from ..casts._source import power_of_two
 from ..formats.layout import GROUP_ALIGN, ceil_div
+from ..launch import launch
 from ..library import empty
 
 MAX_GROUPS = 1024
@@ -139,9 +139,6 @@ def _group_spans_kernel(
     _store_entry(spans_ptr + rank * 4, own, tl.sum(one_hot * start[None, :], 1), size, own * 0, own < groups)
 
 
-_LAUNCH_CACHE: dict[tuple[object, ...], CachedLaunch] = {}
-
-
 def _launch(
     kernel: Any,
     programs: int,
@@ -154,4 +151,4 @@ def _launch(
     assert offs is not None
     groups = offs.shape[0]
     rest = (groups, *numbers, *constants, power_of_two(max(groups, 1)))
-    launch_cached(_LAUNCH_CACHE, kernel, (programs, 1, 1), tensors, rest, last=False, num_warps=4)
+    launch(kernel, (programs,), tensors, rest, num_warps=4)

@@ -21,7 +21,8 @@ from ..formats.layout import ceil_div
 from ..formats.spec import FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
 from ..gemm._triton import DEVICES, INTERPRETED, accumulate_k_blocks, data_of, dot_type, scale_of, tile_shape
-from ..hardware import capability, current_cuda_device
+from ..hardware import capability
+from ..launch import launch
 from ..registry import kernel
 from ._tiles import count_tiles, group_strides, reject, store_group, tile_coords, tile_list
 
@@ -100,14 +101,21 @@ def _launch(
     tile = tile_shape(a.rows if k_grouped else ceil_div(a.rows, offs.shape[0]), is_fp8=is_fp8, sm=sm)
     (sa, sa_strides), (sb, sb_strides) = scale_of(a), scale_of(b)
     b_group, sb_group = (0, 0) if k_grouped else (b.data.stride(0), sb.stride(0))
-    with current_cuda_device(out.device):  # Triton launches on the current device
-        tiles, programs = tile_list(a, b, offs, tile, starts=starts)
-        _grouped_mm_kernel[(programs,)](
-            data_of(a, dot), data_of(b, dot), sa, sb, a.global_scale, b.global_scale,
-            None if bias is None else bias.contiguous(), out, tiles, offs.shape[0], a.rows, b.rows, a.length,
-            a.data.stride(0), b.data.stride(-2), b_group, *sa_strides, *sb_strides, sb_group, *group_strides(a, b, out),
-            decode_config(a, sm), decode_config(b, sm), dot, k_grouped, bias is not None, accumulate,
-            a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.group_m,
-            num_warps=tile.warps, num_stages=tile.stages,
-            enable_fp_fusion=is_fp8,  # FMA of the scaled sums; off where a tensor scale and a bias round separately
-        )  # fmt: skip
+    tiles, programs = tile_list(a, b, offs, tile, starts=starts)
+    tensors = (
+        data_of(a, dot), data_of(b, dot), sa, sb, a.global_scale, b.global_scale,
+        None if bias is None else bias.contiguous(), out, tiles,
+    )  # fmt: skip
+    numbers = (
+        offs.shape[0], a.rows, b.rows, a.length, a.data.stride(0), b.data.stride(-2), b_group, *sa_strides,
+        *sb_strides, sb_group, *group_strides(a, b, out),
+    )  # fmt: skip
+    constants = (
+        decode_config(a, sm), decode_config(b, sm), dot, k_grouped, bias is not None, accumulate,
+        a.length % tile.bk == 0, tile.bm, tile.bn, tile.bk, tile.group_m,
+    )  # fmt: skip
+    launch(
+        _grouped_mm_kernel, (programs,), tensors, (*numbers, *constants),
+        num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=is_fp8,  # FMA of the scaled sums; off where a tensor scale and a bias round separately
+    )  # fmt: skip

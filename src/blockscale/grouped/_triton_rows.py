@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..casts._device import round_to_bf16
-from ..casts._launch_cache import CachedLaunch, launch_cached
 from ..casts._source import power_of_two
 from ..formats.layout import ceil_div
+from ..launch import launch
 from ..registry import Request, kernel
 
 MAX_SLOTS = 16  # slots are unrolled
@@ -108,7 +108,6 @@ def _clear_rows_kernel(out_ptr, last_ptr, M, D, out_stride, BD: tl.constexpr):
 INTERPRETED = not isinstance(_combine_rows_kernel, triton.runtime.JITFunction)
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LAUNCH_CACHE: dict[tuple[object, ...], CachedLaunch] = {}
 
 
 def _reject(request: Request) -> str | None:
@@ -133,8 +132,8 @@ def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor |
     (m, columns), slots = out.shape, rows.shape[1]
     bm, bd = _tile(columns)
     rest = (m, columns, x.stride(0), slots, gate_weights is not None, INTERPRETED, bm, bd)
-    tensors, grid = (x, tokens, rows, _fp32(gate_weights), out), (ceil_div(m, bm), ceil_div(columns, bd), 1)
-    launch_cached(_LAUNCH_CACHE, _permute_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
+    tensors, grid = (x, tokens, rows, _fp32(gate_weights), out), (ceil_div(m, bm), ceil_div(columns, bd))
+    launch(_permute_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
 
 
 @kernel("combine_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
@@ -143,9 +142,9 @@ def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None, out: Tens
     (count, columns), slots = out.shape, rows.shape[1]
     bm, bd = _tile(columns)
     rest = (count, columns, x.stride(0), slots, gate_weights is not None, INTERPRETED, bm, bd)
-    tensors, grid = (x, rows, _fp32(gate_weights), out), (ceil_div(count, bm), ceil_div(columns, bd), 1)
+    tensors, grid = (x, rows, _fp32(gate_weights), out), (ceil_div(count, bm), ceil_div(columns, bd))
     # no FMA: the weighted row is rounded before it is added
-    launch_cached(_LAUNCH_CACHE, _combine_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
+    launch(_combine_rows_kernel, grid, tensors, rest, enable_fp_fusion=False)
 
 
 @kernel("combine_dots", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
@@ -154,7 +153,7 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
     (count, slots), columns = rows.shape, x.shape[1]
     bm, bd = _tile(columns)
     rest = (count, columns, x.stride(0), grad.stride(0), slots, bm, bd)
-    launch_cached(_LAUNCH_CACHE, _combine_dots_kernel, (ceil_div(count, bm) * slots, 1, 1), (x, grad, rows, out), rest)
+    launch(_combine_dots_kernel, (ceil_div(count, bm) * slots,), (x, grad, rows, out), rest)
 
 
 @kernel("clear_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=DTYPES, priority=50, reject=_reject)
@@ -162,7 +161,7 @@ def clear_rows(x: Tensor, offs: Tensor) -> None:
     """Triton: reads the last offset; writes nothing if every row has a group"""
     rows, columns = x.shape
     rest = (rows, columns, x.stride(0), _tile(columns)[1])
-    launch_cached(_LAUNCH_CACHE, _clear_rows_kernel, (min(rows, _CLEAR_PROGRAMS), 1, 1), (x, offs[-1:]), rest)
+    launch(_clear_rows_kernel, (min(rows, _CLEAR_PROGRAMS),), (x, offs[-1:]), rest)
 
 
 def _fp32(gate_weights: Tensor | None) -> Tensor | None:

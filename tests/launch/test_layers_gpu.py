@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale import operator_recording
-from blockscale.call_recording import Recording
+from blockscale.launch import Recording, recording
 from support.products import assert_same_bits, gaussian
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -22,7 +21,7 @@ STEPS = 8
 @pytest.fixture
 def layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators are not recorded, so that only calls of layers are replayed."""
-    monkeypatch.setattr(operator_recording, "_may_replay", lambda tensor: False)
+    monkeypatch.setattr(recording, "may_replay", lambda tensor: False)
 
 
 class Training:
@@ -129,9 +128,6 @@ def test_replays_accumulate_into_main_grad(replays: list[Recording], dtype: torc
 def test_a_captured_training_step_is_an_eager_one(replays: list[Recording], weight_cast: str, trained: bool):
     """Forward, backward, optimizer and the refresh of shared casts in one CUDA graph. After steps on the default stream
     a capture fails while anything keeps their autograd graph alive: its leaves would have to wait for that stream."""
-    from blockscale.gemm import _hopper_launch
-
-    _hopper_launch._LAUNCH_CACHE.clear()  # so that these steps are the first of their shapes
     warm = 6
     one, other = (
         Training(*SIZES, bias=True, weight_cast=weight_cast),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import blockscale as bs
-from blockscale.call_recording import Recording
+from blockscale.launch import Recording
 from support.products import assert_same_bits, gaussian
 
 pytestmark = [pytest.mark.usefixtures("forgotten"), pytest.mark.gpu, pytest.mark.sm90]

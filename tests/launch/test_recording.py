@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale import call_recording, library
-from blockscale.call_recording import Recording, record
+from blockscale import launch, library
+from blockscale.launch import Recording, record
+from blockscale.launch import recording as store
 from support.products import assert_same_bits
-from support.recorded import SEEN, N, allocate, floats, one, run_add
+from support.recorded import SEEN, N, allocate, floats, one, run_add, start
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -82,9 +83,7 @@ def test_scalars_are_buffers():
 
     def call() -> Tensor:
         scalar = library.empty((), torch.float32, torch.device("cpu"))
-        call_recording.note_operator_start()
-        write(-1, scalar.data_ptr())
-        call_recording.note_launch(write, (scalar.data_ptr(),))
+        start(write, (scalar.data_ptr(),))
         return scalar
 
     _, recording = record(call, (a,), one)
@@ -133,14 +132,13 @@ def test_scratch_buffers_of_any_size_are_aligned(size: int):
 
     def call() -> Tensor:
         buffers = [allocate(size), allocate(2, size)]
-        call_recording.note_operator_start()
-        call_recording.note_launch(lambda device, *at: None, [each.data_ptr() for each in buffers])
+        start(lambda device, *at: None, [each.data_ptr() for each in buffers])
         return run_add(a, None)
 
     _, recording = record(call, (a,), one)
     assert recording is not None
-    start, second = recording.scratch_offsets
-    assert start == 0
+    first, second = recording.scratch_offsets
+    assert first == 0
     assert second % 512 == 0
     assert second >= 4 * size
     assert recording.scratch_bytes >= second + 8 * size
@@ -157,7 +155,7 @@ def test_persistent_buffers_are_looked_up_in_each_replay():
 
     def call() -> Tensor:
         for _ in range(2):  # two operators may use the same one
-            call_recording.note_persistent_buffer(workspaces[0], lookup)
+            launch.note_persistent_buffer(workspaces[0], lookup)
         return run_add(a, workspaces[0])
 
     _, recording = record(call, (a,), one)
@@ -173,7 +171,7 @@ def test_persistent_buffers_are_looked_up_in_each_replay():
 
 
 def call_once(key: str, call: Callable[[], Tensor], *inputs: Tensor) -> Tensor:
-    return call_recording.run_and_record((key,), call, inputs, one)
+    return launch.run_and_record((key,), call, inputs, one)
 
 
 def test_the_second_call_is_recorded():
@@ -181,66 +179,66 @@ def test_the_second_call_is_recorded():
     a, recorded = floats(1), []
 
     def call() -> Tensor:
-        recorded.append(call_recording.recorder() is not None)
+        recorded.append(launch.recorder() is not None)
         return run_add(a, None, 2.0)
 
     for seen in ([False], [False, True]):
-        assert call_recording.find_recording(("key",)) is None
+        assert launch.find_recording(("key",)) is None
         assert_same_bits(call_once("key", call, a), a + 2)
         assert recorded == seen
-    recording = call_recording.find_recording(("key",))
+    recording = launch.find_recording(("key",))
     assert isinstance(recording, Recording)
     assert_same_bits(recording.replay([floats(5)]), [floats(5) + 2])
-    assert call_recording.find_recording(("other",)) is None
+    assert launch.find_recording(("other",)) is None
 
 
 def test_recording_is_tried_three_times():
     a, unlisted, recorded = floats(1), floats(2), []
 
     def call() -> Tensor:
-        recorded.append(call_recording.recorder() is not None)
+        recorded.append(launch.recorder() is not None)
         return run_add(a, unlisted)
 
     for _ in range(7):
         assert_same_bits(call_once("key", call, a), a + unlisted)
     assert recorded == [False, True, True, True, False, False, False]
-    assert call_recording.find_recording(("key",)) is None
+    assert launch.find_recording(("key",)) is None
 
 
 def test_a_later_try_may_succeed():
     a, unlisted = floats(1), floats(2)
     for inputs in ((a,), (a,), (a, unlisted)):
         call_once("key", lambda: run_add(a, unlisted), *inputs)
-    assert call_recording.find_recording(("key",)) is not None
+    assert launch.find_recording(("key",)) is not None
 
 
 def test_a_recorded_call_is_not_recorded_again():
     a = floats(1)
     for _ in range(2):
         call_once("key", lambda: run_add(a, None), a)
-    recording = call_recording.find_recording(("key",))
+    recording = launch.find_recording(("key",))
     assert_same_bits(call_once("key", lambda: run_add(a, None), a), a)
-    assert call_recording.find_recording(("key",)) is recording
+    assert launch.find_recording(("key",)) is recording
 
 
 def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch, forgotten: dict[Any, Any]):
     """Calls that run only once count too: with varying token counts there are many."""
-    monkeypatch.setattr(call_recording, "_MOST_RECORDINGS", 8)
+    monkeypatch.setattr(store, "_MAX_RECORDINGS", 8)
     a = floats(1)
     for times in (1, 2):
         for number in range(50):
             for _ in range(times):
                 call_once(f"{times} {number}", lambda: run_add(a, None), a)
             assert len(forgotten) <= 8
-    assert call_recording.find_recording(("2 49",)) is not None
+    assert launch.find_recording(("2 49",)) is not None
 
 
 def test_a_layout_is_everything_but_the_address():
     x = torch.zeros(64, 64)
     same = torch.zeros(64, 64)
-    assert call_recording.layout(x) == call_recording.layout(same)
+    assert launch.call_key(x) == launch.call_key(same)
     others = [x.mT, x[1:], x[:, :32], x.bfloat16(), x[None], x.flatten()[1:-63].view(63, 64), x[:, 1:33]]
-    assert len({call_recording.layout(other) for other in (x, *others)}) == 1 + len(others)
+    assert len({launch.call_key(other) for other in (x, *others)}) == 1 + len(others)
 
 
 def test_layers_on_a_cpu_are_not_replayed(forgotten: dict[Any, Any]):
