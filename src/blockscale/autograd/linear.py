@@ -25,9 +25,9 @@ from ..grouped.routing_ops import combine_rows
 from .activation import Activation
 from .dtensor import DTensor, local_shards
 from .linear_plan import CallState, ForwardResult, LinearPlan, linear_plan_of, unquantized_linear
-from .no_double_backward import no_double_backward
 from .operands import Groups, Pair, matrix, needed_grads
 from .recipe import Recipe, get_recipe
+from .transforms import no_double_backward
 
 
 def linear(

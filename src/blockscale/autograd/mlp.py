@@ -37,11 +37,10 @@ from .linear import (
     output_dtype,
 )
 from .mlp_plan import CallState, MLPForwardResult, MLPPlan
-from .no_double_backward import no_double_backward
 from .operands import GradScatter, Groups, NeedsGrad, Pair, matrix, needed_grads
 from .recipe import Recipe, get_recipe
 from .routing import combine
-from .transforms import check_transforms
+from .transforms import check_transforms, no_double_backward
 
 
 def swiglu_mlp(
