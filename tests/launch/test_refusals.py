@@ -13,9 +13,9 @@ import blockscale as bs
 from blockscale import launch, library
 from blockscale.autograd import get_recipe, linear_plan
 from blockscale.autograd.mlp_plan import swiglu_bias_gradient
-from blockscale.autograd.operands import Casts, Groups, NeedsGrad
+from blockscale.autograd.operands import Casts, NeedsGrad
 from blockscale.formats.layout import check_group_ends
-from blockscale.grouped import sort_by_expert
+from blockscale.grouped import Routing, sort_by_expert
 from blockscale.launch import record
 from blockscale.launch.recording import Recorder
 from support.products import assert_same_bits
@@ -119,7 +119,7 @@ def test_work_by_torch_in_a_layer_refuses(product: str):
         "bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16")).gradient(grad, NeedsGrad(True, True, True)),
     }
     experts, acc, routing = torch.randn(2, 6, 8), torch.zeros(2, 6, 8), sort_by_expert(torch.tensor([[0, 1]] * 2), 2)
-    groups, tokens = Groups(routing.offs), torch.randn(2, 8)
+    groups, tokens = Routing(routing.offs), torch.randn(2, 8)
     calls |= {
         "grouped fprop": lambda: linear_plan.fprop(x, experts, None, None, None, torch.float32, groups),
         "grouped dgrad": lambda: linear_plan.dgrad(grad, None, experts, None, torch.float32, groups),
@@ -127,7 +127,7 @@ def test_work_by_torch_in_a_layer_refuses(product: str):
         "grouped bias": lambda: Casts(get_recipe("mxfp8_wgrad_bf16"), None, groups).gradient(
             grad, NeedsGrad(True, True, True)
         ),
-        "gather": lambda: Groups(routing.offs, routing.tokens, routing.rows).gathered(tokens),
+        "gather": lambda: routing.permuted(tokens),
         "sort": lambda: sort_by_expert(torch.tensor([[0, 1]] * 2), 2),
         "gate and up bias": lambda: swiglu_bias_gradient(x, torch.randn(4, 16)),
     }

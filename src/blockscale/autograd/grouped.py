@@ -4,7 +4,7 @@
 fprop and dgrad are m-grouped, and their rows are not padded. wgrad is k-grouped, and the cast of its operands starts
 every expert at a multiple of 128. Group ends stay on the device.
 
-Rows come sorted by expert with the group ends (`offs`), or as tokens with a `Routing`. With a routing the cast gathers
+Rows come sorted by expert with the group ends, or as tokens with a `Routing`. With a routing the cast gathers
 rows as it reads, and their gradient is returned by token: permuted rows are written only as quantized operands.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..casts import check_offs
 from ..errors import OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
-from ..grouped import Routing
+from ..grouped import Routing, as_routing
 from .dtensor import DTensor, refuse_experts
 from .linear import (
     LinearFunction,
@@ -29,7 +29,7 @@ from .linear import (
 )
 from .linear_plan import linear_plan_of
 from .mlp import check_pairs, fused_mlp, swiglu
-from .operands import Groups, Pair, groups_of, needed_grads
+from .operands import Pair, needed_grads
 from .recipe import Recipe, get_recipe
 from .routing import check_gate_weights, combine
 from .transforms import EXPERTS
@@ -38,7 +38,7 @@ from .transforms import EXPERTS
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
-    offs: Tensor | Routing,
+    routing: Tensor | Routing,
     bias: Tensor | None = None,
     recipe: str | Recipe = "fp8_blockwise",
     *,
@@ -47,8 +47,8 @@ def grouped_linear(
 ) -> Tensor:
     """Rows [M, N], each x @ weight[e].mT + bias[e] of its expert e; weight [E, N, K], bias [E, N].
 
-    offs: ends of the experts among the rows of x [M, K] (int32 [E], on the device), or a `Routing` of tokens x [T, K],
-    whose rows the cast gathers. The result is sorted by expert either way. Rows after the last end give zero.
+    routing: of tokens x [T, K], whose rows the cast gathers; or for rows x [M, K] that are sorted already the ends of
+    the experts (int32 [E], on the device). The result is sorted by expert. Rows after the last end give zero.
     rounding, weight_operands, dtypes and `main_grad` are as for `linear`.
 
     >>> import torch
@@ -58,10 +58,10 @@ def grouped_linear(
     >>> weight.grad.shape, weight.grad[1].abs().max().item()
     (torch.Size([3, 64, 128]), 0.0)
     """
-    chosen, groups = get_recipe(recipe), groups_of(offs)
+    chosen, routed = get_recipe(recipe), as_routing(routing)
     if type(bias) is DTensor:
         refuse_experts("the bias of experts", bias)
-    check_experts(x, weight, groups)
+    check_experts(x, weight, routed)
     if chosen.is_quantized:
         check_quantized(x, weight, bias)
         check_rounding(chosen, rounding)
@@ -72,15 +72,15 @@ def grouped_linear(
     needs = needed_grads(x, weight, bias, EXPERTS)
     plan, call_state = linear_plan_of(chosen, rounding, needs, output_dtype(x)), (None, weight_operands)
     if not any(needs):
-        return plan.forward(x, weight, bias, call_state, groups).y
-    return LinearFunction.apply(x, weight, bias, main_grad_of(weight), call_state, plan, groups)  # pyright: ignore[reportReturnType]
+        return plan.forward(x, weight, bias, call_state, routed).y
+    return LinearFunction.apply(x, weight, bias, main_grad_of(weight), call_state, plan, routed)  # pyright: ignore[reportReturnType]
 
 
 def grouped_swiglu_mlp(
     x: Tensor,
     gate_up_weight: Tensor,
     down_weight: Tensor,
-    offs: Tensor | Routing,
+    routing: Tensor | Routing,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     recipe: str | Recipe = "fp8_blockwise",
@@ -91,7 +91,7 @@ def grouped_swiglu_mlp(
 ) -> Tensor:
     """Rows [M, D], each silu(gate) * up of x @ gate_up_weight[e].mT, gates first, times down_weight[e].mT.
 
-    gate_up_weight: [E, 2H, K].  down_weight: [E, D, H].  biases: [E, 2H] and [E, D].  offs: as for `grouped_linear`;
+    gate_up_weight: [E, 2H, K].  down_weight: [E, D, H].  biases: [E, 2H] and [E, D].  routing: as for `grouped_linear`;
     the rest as for `swiglu_mlp`. A recipe with an unquantized product runs two `grouped_linear`s.
 
     gate_weights: [T, k] of a `Routing`. The result is then [T, D], bit-identical to `combine` of the rows. In the
@@ -104,32 +104,27 @@ def grouped_swiglu_mlp(
     >>> x.grad.shape
     torch.Size([5, 128])
     """
-    chosen, groups = get_recipe(recipe), groups_of(offs)
-    check_experts(x, gate_up_weight, groups)
+    chosen, routed = get_recipe(recipe), as_routing(routing)
+    check_experts(x, gate_up_weight, routed)
     check_expert_mlp(gate_up_weight, down_weight)
-    check_combined(gate_weights, offs)
+    check_combined(gate_weights, routed)
     check_pairs(roundings, weight_operands)
     if chosen.fprop is not None and chosen.dgrad is not None and chosen.wgrad is not None:
         layers, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
-        return fused_mlp(x, layers, biases, chosen, roundings, weight_operands, groups, gate_weights)
+        return fused_mlp(x, layers, biases, chosen, roundings, weight_operands, routed, gate_weights)
     (first, second), (pair, other) = roundings, weight_operands
-    gate_up = grouped_linear(x, gate_up_weight, offs, gate_up_bias, chosen, rounding=first, weight_operands=pair)
+    gate_up = grouped_linear(x, gate_up_weight, routed, gate_up_bias, chosen, rounding=first, weight_operands=pair)
     rows = grouped_linear(
-        swiglu(gate_up), down_weight, groups.offs, down_bias, chosen, rounding=second, weight_operands=other
+        swiglu(gate_up), down_weight, routed.offs, down_bias, chosen, rounding=second, weight_operands=other
     )
-    return combined(rows, offs, gate_weights)
+    return rows if gate_weights is None else combine(rows, routed, gate_weights)
 
 
-def combined(rows: Tensor, offs: Tensor | Routing, gate_weights: Tensor | None) -> Tensor:
-    """`combine` of the rows if there are gate weights, else the rows themselves."""
-    return combine(rows, offs, gate_weights) if isinstance(offs, Routing) and gate_weights is not None else rows
-
-
-def check_combined(gate_weights: Tensor | None, offs: Tensor | Routing) -> None:
+def check_combined(gate_weights: Tensor | None, routing: Routing) -> None:
     """Raise unless gate weights come with a routing whose slots they fit."""
     if gate_weights is None:
         return
-    if not isinstance(offs, Routing):
+    if routing.tokens is None:
         raise OptionError(
             message(
                 "gate weights with the ends of groups",
@@ -137,13 +132,13 @@ def check_combined(gate_weights: Tensor | None, offs: Tensor | Routing) -> None:
                 fix="pass the routing in place of its offs, with tokens in place of rows",
             )
         )
-    check_gate_weights(gate_weights, offs)
+    check_gate_weights(gate_weights, routing)
 
 
-def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
+def check_experts(x: Tensor, weight: Tensor, routing: Routing) -> None:
     """Raise unless rows, weights and groups fit."""
-    if type(weight) is DTensor or type(x) is DTensor or type(groups.offs) is DTensor:
-        refuse_experts("rows of experts", x, weight, groups.offs)
+    if type(weight) is DTensor or type(x) is DTensor or type(routing.offs) is DTensor:
+        refuse_experts("rows of experts", x, weight, routing.offs)
     try:
         fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2]
     except (AttributeError, TypeError, RuntimeError):  # no tensor; checking first would take longer
@@ -159,19 +154,19 @@ def check_experts(x: Tensor, weight: Tensor, groups: Groups) -> None:
                 fix=f"pass x with {features} features, its leading axes flattened",
             )
         )
-    check_offs(groups.offs, x.device, 2, required=True)
-    if groups.offs.shape[0] != weight.shape[0]:
+    check_offs(routing.offs, x.device, 2, required=True)
+    if routing.offs.shape[0] != weight.shape[0]:
         raise ShapeError(
             message(
-                f"{groups.offs.shape[0]} group ends for {weight.shape[0]} experts",
+                f"{routing.offs.shape[0]} group ends for {weight.shape[0]} experts",
                 rule="one group for each expert, empty ones included",
                 fix="repeat the previous end for an expert without rows",
             )
         )
-    if groups.rows is not None and groups.rows.shape[0] != x.shape[0]:
+    if routing.rows is not None and routing.rows.shape[0] != x.shape[0]:
         raise ShapeError(
             message(
-                f"x {tuple(x.shape)} for a routing of {groups.rows.shape[0]} tokens",
+                f"x {tuple(x.shape)} for a routing of {routing.rows.shape[0]} tokens",
                 rule="a routing takes tokens, not rows that were permuted",
                 fix="pass the tokens [T, K], or routing.offs with permuted rows",
             )

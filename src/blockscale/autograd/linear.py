@@ -21,11 +21,12 @@ from ..formats.checks import PLAIN_TYPES, check_tensor, in_words, overlaps
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import ACCUMULATOR_DTYPES, check_bias
+from ..grouped import Routing
 from ..grouped.routing_ops import combine_rows
 from .activation import Activation
 from .dtensor import DTensor, local_shards
-from .linear_plan import CallState, ForwardResult, LinearPlan, linear_plan_of, unquantized_linear
-from .operands import Groups, Pair, matrix, needed_grads
+from .linear_plan import CallState, LinearPlan, LinearSaved, linear_plan_of, unquantized_linear
+from .operands import Pair, matrix, needed_grads
 from .recipe import Recipe, get_recipe
 from .transforms import no_double_backward
 
@@ -93,14 +94,13 @@ class LinearFunction(torch.autograd.Function):
         main_grad: Tensor | None,
         call_state: CallState,
         plan: LinearPlan,
-        groups: Groups | None,
+        routing: Routing | None,
     ) -> Tensor:
-        y, (x_meta, x_parts), (w_meta, w_parts), recording = plan.forward(x, weight, bias, call_state, groups)
-        saves_x = plan.needs.weight and x_meta is None
-        # the weight itself is always saved: a change before the backward is an error, as for torch's own layer
-        ctx.save_for_backward(x if saves_x else None, weight, *x_parts, *w_parts, *(groups or ()))
+        y, x_col, w_col, recording = plan.forward(x, weight, bias, call_state, routing)
+        saves_x = plan.needs.weight and x_col.meta is None
+        LinearSaved(x if saves_x else None, weight, x_col, w_col, routing, recording).save(ctx)
         ctx.main_grad = main_grad  # not saved: other backward passes may accumulate into it before this one
-        ctx.plan, ctx.saved_meta, ctx.shape, ctx.dtype = plan, (x_meta, w_meta, recording), x.shape, x.dtype
+        ctx.plan, ctx.shape, ctx.dtype = plan, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         return y
@@ -110,16 +110,12 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 7
-        x, weight, *parts = ctx.saved_tensors
-        x_meta, w_meta, recording = ctx.saved_meta
-        result = ForwardResult(grad, (x_meta, tuple(parts[:3])), (w_meta, tuple(parts[3:6])), recording)
-        groups = Groups(*parts[6:]) if len(parts) > 6 else None
-        plan = ctx.plan
+        saved, plan = LinearSaved.restore(ctx), ctx.plan
         if plan.dtype != ctx.dtype:
             plan = plan._replace(dtype=ctx.dtype)
         main_grad = ctx.main_grad if ctx.main_grad is None or accumulates_grad(ctx, 1) else None
-        dx, dw, total = plan.backward(matrix(grad), x, weight, main_grad, result, groups)
-        dx = grad_of_input(dx, ctx.shape, groups)
+        dx, dw, total = plan.backward(matrix(grad), saved, main_grad)
+        dx = grad_of_input(dx, ctx.shape, saved.routing)
         return dx, dw, None if total is None else total.to(ctx.bias_dtype), None, None, None, None
 
 
@@ -138,10 +134,10 @@ def accumulates_grad(ctx: Any, place: int) -> bool:
         return False
 
 
-def grad_of_input(dx: Tensor | None, shape: torch.Size, groups: Groups | None) -> Tensor | None:
+def grad_of_input(dx: Tensor | None, shape: torch.Size, routing: Routing | None) -> Tensor | None:
     """Gradient of the input from the gradient of rows [M, K]: in its shape, the rows of a token summed."""
-    if dx is not None and groups is not None and groups.rows is not None:
-        return combine_rows(dx, groups.rows, None)
+    if dx is not None and routing is not None and routing.rows is not None:
+        return combine_rows(dx, routing.rows, None)
     return dx if dx is None or len(shape) == 2 else dx.view(shape)
 
 

@@ -1,6 +1,6 @@
 """Casts and products of a linear layer's forward and backward, without autograd's bookkeeping.
 
-A layer of experts runs the same plan with grouped products (`groups`).
+A layer of experts runs the same plan with grouped products (`routing`).
 
 On a GPU the second call with the same shapes is recorded, and later ones are replayed (`launch.py`), unless a
 profiler, a mode or a tracer is active.
@@ -21,12 +21,12 @@ from ..formats.layout import locate
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import multiply
-from ..grouped import multiply_grouped
+from ..grouped import Routing, multiply_grouped
 from ..grouped.unquantized import grouped_mm
 from ..hardware import for_products
 from ..launch import Recording
 from ..library import needs_dispatcher
-from .operands import Casts, Groups, NeedsGrad, Pair, SavedOperand, matrix, save_operand
+from .operands import Casts, NeedsGrad, Pair, SavedOperand, matrix, save_operand
 from .recipe import Recipe
 
 # operands that exist before the call: of a shared activation, and of a weight whose cast a step shares
@@ -34,13 +34,44 @@ CallState = tuple[Pair | None, Pair | None]
 
 
 class ForwardResult(NamedTuple):
-    """Result of a forward.  y: [..., N].  x, weight: column operands saved for backward.  recording: of a replayed
-    call, else None."""
+    """Result of a forward.  y: [..., N].  x_col, w_col: operands saved for backward.  recording: of a replayed call,
+    else None."""
 
     y: Tensor
-    x: SavedOperand
-    weight: SavedOperand
+    x_col: SavedOperand
+    w_col: SavedOperand
     recording: Recording | None = None
+
+
+class LinearSaved(NamedTuple):
+    """What a forward saves for its backward.  x: the input, if its operand is not saved.  weight: always saved, so that
+    a change before the backward is an error, as for torch's own layer.  recording: of a replayed forward."""
+
+    x: Tensor | None
+    weight: Tensor
+    x_col: SavedOperand
+    w_col: SavedOperand
+    routing: Routing | None
+    recording: Recording | None
+
+    def save(self, ctx: Any) -> None:
+        routing = self.routing
+        tensors = (self.x, self.weight, *self.x_col.tensors, *self.w_col.tensors)
+        ctx.save_for_backward(*tensors) if routing is None else ctx.save_for_backward(*tensors, *routing.tensors)
+        ctx.saved_meta = self.x_col.meta, self.w_col.meta, self.recording
+
+    @staticmethod
+    def restore(ctx: Any) -> LinearSaved:
+        x_meta, w_meta, recording = ctx.saved_meta
+        x, weight, x_data, x_scale, x_global, w_data, w_scale, w_global, *routing = ctx.saved_tensors
+        return LinearSaved(
+            x,
+            weight,
+            SavedOperand(x_meta, x_data, x_scale, x_global),
+            SavedOperand(w_meta, w_data, w_scale, w_global),
+            Routing(*routing) if routing else None,
+            recording,
+        )
 
 
 class LinearPlan(NamedTuple):
@@ -52,84 +83,67 @@ class LinearPlan(NamedTuple):
     dtype: torch.dtype
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, groups: Groups | None = None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, routing: Routing | None = None
     ) -> ForwardResult:
         """fprop, replayed if this call was recorded. Layouts of the operands in call_state follow from the shapes."""
         inputs = [x, weight] if bias is None else [x, weight, bias]
-        if groups is not None:
-            inputs += _tensors(groups)
+        if routing is not None:
+            inputs += [each for each in routing.tensors if each is not None]
         if self.casts.rounding is not None or not can_be_replayed(inputs):
-            return self._forward(x, weight, bias, call_state, groups)
+            return self._forward(x, weight, bias, call_state, routing)
         present = present_operands(call_state)
         key = launch.call_key(*self[1:], self.casts.recipe, *present, *inputs)
         inputs += operand_tensors(call_state)
         recording = launch.find_recording(key)
         if recording is None:
             return launch.run_and_record(
-                key, lambda: self._forward(x, weight, bias, call_state, groups), inputs, _forward_results
+                key, lambda: self._forward(x, weight, bias, call_state, routing), inputs, _forward_results
             )
         y, *parts = recording.replay(inputs)
         assert y is not None
         x_meta, w_meta = recording.note
-        return ForwardResult(
-            y, (x_meta, (parts[0], parts[1], parts[2])), (w_meta, (parts[3], parts[4], parts[5])), recording
-        )
+        return ForwardResult(y, SavedOperand(x_meta, *parts[:3]), SavedOperand(w_meta, *parts[3:]), recording)
 
     def _forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, groups: Groups | None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, routing: Routing | None
     ) -> ForwardResult:
-        casts, needs = self.casts.with_groups(groups), self.needs
+        casts, needs = self.casts.routed(routing), self.needs
         x_row, x_col = call_state[0] or casts.input(matrix(x), save=needs.weight)
         w_row, w_col = call_state[1] or casts.weight(weight, save=needs.x and casts.recipe.weight_cast != "twice")
-        y = fprop(x, weight, bias, x_row, w_row, self.dtype, groups)
+        y = fprop(x, weight, bias, x_row, w_row, self.dtype, routing)
         return ForwardResult(y, save_operand(x_col if needs.weight else None), save_operand(w_col if needs.x else None))
 
     def backward(
-        self,
-        grad: Tensor,
-        x: Tensor | None,
-        weight: Tensor,
-        main_grad: Tensor | None,
-        result: ForwardResult,
-        groups: Groups | None = None,
+        self, grad: Tensor, saved: LinearSaved, main_grad: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dX [M, K], dW and the column sums of grad [M, N]; None for those that are not needed."""
-        recording = result.recording
-        if recording is None or not can_be_replayed((grad,)):
-            return self._backward(grad, x, weight, main_grad, result, groups)
-        read = weight if result.weight[0] is None else None  # not read if its operand was saved
-        optional = (x, read, main_grad, *result.x[1], *result.weight[1], *(groups or ()))
-        call = functools.partial(self._backward, grad, x, weight, main_grad, result, groups)
-        dx, dw, total = replay_or_record_backward(recording, grad, optional, call)
+        if saved.recording is None or not can_be_replayed((grad,)):
+            return self._backward(grad, saved, main_grad)
+        weight = saved.weight if saved.w_col.meta is None else None  # not read if its operand was saved
+        routing = () if saved.routing is None else saved.routing.tensors
+        optional = (saved.x, weight, main_grad, *saved.x_col.tensors, *saved.w_col.tensors, *routing)
+        call = functools.partial(self._backward, grad, saved, main_grad)
+        dx, dw, total = replay_or_record_backward(saved.recording, grad, optional, call)
         return dx, dw, total
 
     def _backward(
-        self,
-        grad: Tensor,
-        x: Tensor | None,
-        weight: Tensor,
-        main_grad: Tensor | None,
-        result: ForwardResult,
-        groups: Groups | None,
+        self, grad: Tensor, saved: LinearSaved, main_grad: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        casts, needs = self.casts.with_groups(groups), self.needs
+        (x, weight, *_), routing, needs = saved, saved.routing, self.needs
+        casts = self.casts.routed(routing)
         row, col, total = casts.gradient(grad, needs)
         dx = dw = None
         if needs.x:
-            w_col = casts.column(result.weight, weight, "dgrad_w")
-            dx = dgrad(grad, row, weight, w_col, self.dtype, groups)
+            w_col = casts.column(saved.w_col, weight, "dgrad_w")
+            dx = dgrad(grad, row, weight, w_col, self.dtype, routing)
         if needs.weight:
-            x_col = casts.column(result.x, x, "wgrad_x")
-            dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad, groups)
+            x_col = casts.column(saved.x_col, x, "wgrad_x")
+            dw = wgrad(grad, col, x, x_col, weight.dtype, main_grad, routing)
         return dx, dw, total
 
 
-def _tensors(groups: Groups) -> list[Tensor]:
-    return [each for each in groups if each is not None]
-
-
 def _forward_results(result: ForwardResult) -> tuple[list[Tensor | None], object]:
-    return [result.y, *result.x[1], *result.weight[1]], (result.x[0], result.weight[0])
+    return [result.y, *result.x_col.tensors, *result.w_col.tensors], (result.x_col.meta, result.w_col.meta)
 
 
 def present_operands(call_state: Iterable[Pair | None]) -> tuple[tuple[bool, ...], ...]:
@@ -180,15 +194,15 @@ def product(
     a: BlockScaled,
     b: BlockScaled,
     dtype: torch.dtype,
-    groups: Groups | None = None,
+    routing: Routing | None = None,
     *,
     bias: Tensor | None = None,
     accumulate: Tensor | None = None,
 ) -> Tensor:
     """a @ b.mT of two operands, dense or grouped."""
-    if groups is None:
+    if routing is None:
         return multiply(a, b, dtype, bias, accumulate)
-    return multiply_grouped(a, b, groups.offs, dtype, bias, accumulate)
+    return multiply_grouped(a, b, routing.offs, dtype, bias, accumulate)
 
 
 def fprop(
@@ -198,18 +212,18 @@ def fprop(
     x_row: BlockScaled | None,
     w_row: BlockScaled | None,
     dtype: Any,
-    groups: Groups | None = None,
+    routing: Routing | None = None,
 ) -> Tensor:
     """y [..., N], unquantized if an operand is None."""
     if x_row is not None and w_row is not None:
-        y = product(x_row, w_row, dtype, groups, bias=bias)
+        y = product(x_row, w_row, dtype, routing, bias=bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
     bias = None if bias is None else bias.to(dtype)
-    if groups is None:
+    if routing is None:
         with torch.autocast(x.device.type, enabled=False):
             return unquantized_linear(x, weight, bias, dtype)
-    y = grouped_mm(groups.gathered(x).to(dtype), weight.to(dtype).mT, groups.offs)
-    return y if bias is None else y + _expert_rows(bias, y.shape[0], groups.offs)
+    y = grouped_mm(routing.permuted(x).to(dtype), weight.to(dtype).mT, routing.offs)
+    return y if bias is None else y + _expert_rows(bias, y.shape[0], routing.offs)
 
 
 def unquantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -238,13 +252,13 @@ def dgrad(
     weight: Tensor,
     w_col: BlockScaled | None,
     dtype: torch.dtype,
-    groups: Groups | None = None,
+    routing: Routing | None = None,
 ) -> Tensor:
     """dX [M, K] of grad [M, N] and weight [N, K] or [E, N, K], unquantized if an operand is None."""
     if row is not None and w_col is not None:
-        return product(row, w_col.operand, dtype, groups)
+        return product(row, w_col.operand, dtype, routing)
     wide = weight.to(grad.dtype)
-    return (_mm(grad, wide) if groups is None else grouped_mm(grad, wide, groups.offs)).to(dtype)
+    return (_mm(grad, wide) if routing is None else grouped_mm(grad, wide, routing.offs)).to(dtype)
 
 
 def wgrad(
@@ -254,17 +268,17 @@ def wgrad(
     x_col: BlockScaled | None,
     dtype: torch.dtype,
     main_grad: Tensor | None,
-    groups: Groups | None = None,
+    routing: Routing | None = None,
 ) -> Tensor | None:
     """dW [N, K] or [E, N, K] of grad [M, N] and x [..., K]; None if it was accumulated into main_grad."""
     if col is not None and x_col is not None:
-        dw = product(col.operand, x_col.operand, dtype, groups, accumulate=main_grad)
+        dw = product(col.operand, x_col.operand, dtype, routing, accumulate=main_grad)
         return dw if main_grad is None else None
     assert x is not None, "an input without an operand is saved itself"
-    if groups is None:
+    if routing is None:
         dw = _mm(grad.mT, matrix(x).to(grad.dtype))
     else:
-        dw = grouped_mm(grad.mT, groups.gathered(x).to(grad.dtype), groups.offs)
+        dw = grouped_mm(grad.mT, routing.permuted(x).to(grad.dtype), routing.offs)
     if main_grad is None:
         return dw.to(dtype)
     main_grad.add_(dw)

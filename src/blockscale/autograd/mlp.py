@@ -36,8 +36,8 @@ from .linear import (
     main_grad_of,
     output_dtype,
 )
-from .mlp_plan import CallState, MLPForwardResult, MLPPlan
-from .operands import GradScatter, Groups, NeedsGrad, Pair, matrix, needed_grads
+from .mlp_plan import CallState, MLPPlan, MLPSaved
+from .operands import GradScatter, NeedsGrad, Pair, matrix, needed_grads
 from .recipe import Recipe, get_recipe
 from .routing import combine
 from .transforms import check_transforms, no_double_backward
@@ -87,11 +87,11 @@ def fused_mlp(
     recipe: Recipe,
     roundings: tuple[Stochastic | None, Stochastic | None],
     weight_operands: tuple[Pair | None, Pair | None],
-    groups: Groups | None,
+    routing: Routing | None,
     gate_weights: Tensor | None = None,
 ) -> Tensor:
     """`swiglu_mlp` or the MLP of experts, for a recipe that quantizes all three products; the caller checks shapes.
-    gate_weights: [T, k] of routed groups; each token is then the weighted sum of its rows."""
+    gate_weights: [T, k] of a routing; each token is then the weighted sum of its rows."""
     source = x.source if isinstance(x, Activation) else x
     for weight, bias, rounding, pair in zip(weights, biases, roundings, weight_operands, strict=True):
         check_quantized(source, weight, bias)
@@ -105,20 +105,10 @@ def fused_mlp(
     call_state = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
     plan = MLPPlan(recipe, roundings, needs, output_dtype(source))
     if not any((*needs[0], *needs[1])):
-        y = plan.forward(source, weights, biases, call_state, groups).y
-        return (
-            _shaped(y, source) if gate_weights is None else combine(y, Routing(*_routing_tensors(groups)), gate_weights)
-        )
+        y = plan.forward(source, weights, biases, call_state, routing).y
+        return _shaped(y, source) if routing is None or gate_weights is None else combine(y, routing, gate_weights)
     main_grads = main_grad_of(weights[0]), main_grad_of(weights[1])
-    return SwiGLUFunction.apply(source, *weights, *biases, *main_grads, gate_weights, call_state, plan, groups)  # pyright: ignore[reportReturnType]
-
-
-def _routing_tensors(groups: Groups | None) -> tuple[Tensor, Tensor, Tensor]:
-    """offs, tokens and rows of groups that were made from a `Routing`."""
-    assert groups is not None
-    assert groups.tokens is not None
-    assert groups.rows is not None
-    return groups.offs, groups.tokens, groups.rows
+    return SwiGLUFunction.apply(source, *weights, *biases, *main_grads, gate_weights, call_state, plan, routing)  # pyright: ignore[reportReturnType]
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
@@ -157,58 +147,57 @@ class SwiGLUFunction(torch.autograd.Function):
         gate_weights: Tensor | None,
         call_state: CallState,
         plan: MLPPlan,
-        groups: Groups | None,
+        routing: Routing | None,
     ) -> Tensor:
         weights, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
-        y, gate_up, saved, recording = plan.forward(x, weights, biases, call_state, groups)
-        ctx.save_for_backward(
-            x if plan.needs[0].weight and saved[0][0] is None else None,
-            gate_up,
-            # always saved: a change before the backward is an error, as for torch's own layers
-            *weights,
-            *(part for _, parts in saved for part in parts),
-            y if gate_weights is not None and ctx.needs_input_grad[7] else None,
-            gate_weights,
-            *(groups or ()),
-        )
+        result = plan.forward(x, weights, biases, call_state, routing)
+        y, saves_x = result.y, plan.needs[0].weight and result.x_col.meta is None
+        MLPSaved(
+            x=x if saves_x else None,
+            gate_up=result.gate_up,
+            gate_up_weight=gate_up_weight,  # always saved: a change before the backward is an error
+            down_weight=down_weight,
+            x_col=result.x_col,
+            gate_up_col=result.gate_up_col,
+            down_col=result.down_col,
+            y=y if gate_weights is not None and ctx.needs_input_grad[7] else None,
+            gate_weights=gate_weights,
+            routing=routing,
+            recording=result.recording,
+        ).save(ctx)
         # not saved: other backward passes may accumulate into them before this one
         ctx.main_grads = gate_up_main, down_main
-        ctx.plan, ctx.saved_meta = plan, (*(meta for meta, _ in saved), recording)
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.plan, ctx.shape, ctx.dtype = plan, x.shape, x.dtype
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
-        return _shaped(y, x) if gate_weights is None else combine_rows(y, _routing_tensors(groups)[2], gate_weights)
+        if routing is None or gate_weights is None:
+            return _shaped(y, x)
+        return combine_rows(y, routing.permutation[1], gate_weights)
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 11
-        x, gate_up, gate_up_weight, down_weight, *parts = ctx.saved_tensors
-        y, gate_weights = parts[9:11]
-        groups = Groups(*parts[11:]) if len(parts) > 11 else None
-        *metas, recording = ctx.saved_meta
-        first, second, third = ((meta, tuple(parts[3 * at : 3 * at + 3])) for at, meta in enumerate(metas))
-        result = MLPForwardResult(grad, gate_up, (first, second, third), recording)
-        plan = ctx.plan
+        saved, plan = MLPSaved.restore(ctx), ctx.plan
         if plan.dtype != ctx.dtype:
             plan = plan._replace(dtype=ctx.dtype)
-        grad, dgate_weights, scatter = matrix(grad), None, None
-        if gate_weights is not None:
-            _, tokens, rows = _routing_tensors(groups)
-            dgate_weights = None if y is None else combine_dots(y, grad, rows).to(gate_weights.dtype)
+        grad, dgate_weights, scatter, gate_weights = matrix(grad), None, None, saved.gate_weights
+        if saved.routing is not None and gate_weights is not None:
+            tokens, rows = saved.routing.permutation
+            if saved.y is not None:
+                dgate_weights = combine_dots(saved.y, grad, rows).to(gate_weights.dtype)
             grad, scatter = _scatter_grad(grad, tokens, rows, gate_weights, plan.needs[1])
         gate_up_main, down_main = (
             each if each is None or accumulates_grad(ctx, place) else None
             for place, each in enumerate(ctx.main_grads, 1)
         )
-        weights, main_grads = (gate_up_weight, down_weight), (gate_up_main, down_main)
-        found = plan.backward(grad, x, weights, main_grads, result, groups, scatter)
+        found = plan.backward(grad, saved, (gate_up_main, down_main), scatter)
         biases = (found.gate_up_bias, found.down_bias)
         totals = [
             None if total is None else total.to(dtype) for total, dtype in zip(biases, ctx.bias_dtypes, strict=True)
         ]
-        dx = grad_of_input(found.x, ctx.shape, groups)
+        dx = grad_of_input(found.x, ctx.shape, saved.routing)
         return dx, found.gate_up, found.down, *totals, None, None, dgate_weights, *(None,) * 3
 
 

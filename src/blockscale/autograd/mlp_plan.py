@@ -6,13 +6,14 @@ Recorded and replayed as `linear_plan.py` does for one layer.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import launch
 from ..formats.stochastic import Stochastic
+from ..grouped import Routing
 from ..launch import Recording
 from .linear_plan import (
     can_be_replayed,
@@ -23,7 +24,7 @@ from .linear_plan import (
     replay_or_record_backward,
     wgrad,
 )
-from .operands import Casts, GradScatter, Groups, NeedsGrad, Pair, SavedOperand, column_sums, matrix, save_operand
+from .operands import Casts, GradScatter, NeedsGrad, Pair, SavedOperand, column_sums, matrix, save_operand
 from .recipe import Recipe
 
 Weights = tuple[Tensor, Tensor]
@@ -33,13 +34,65 @@ CallState = tuple[Pair | None, Pair | None, Pair | None]
 
 
 class MLPForwardResult(NamedTuple):
-    """Result of a forward.  y: [M, D].  gate_up: [M, 2H] if the backward needs it.  saved: column operands of x and of
-    both weights.  recording: of a replayed call, else None."""
+    """Result of a forward.  y: [M, D].  gate_up: [M, 2H] if the backward needs it.  x_col, gate_up_col, down_col:
+    operands of x and of both weights, saved for backward.  recording: of a replayed call, else None."""
 
     y: Tensor
     gate_up: Tensor | None
-    saved: tuple[SavedOperand, SavedOperand, SavedOperand]
+    x_col: SavedOperand
+    gate_up_col: SavedOperand
+    down_col: SavedOperand
     recording: Recording | None = None
+
+
+class MLPSaved(NamedTuple):
+    """What a forward saves for its backward.  x: the input, if its operand is not saved.  y, gate_weights: of rows that
+    are summed by token, y if the gate weights need a gradient.  recording: of a replayed forward."""
+
+    x: Tensor | None
+    gate_up: Tensor | None
+    gate_up_weight: Tensor
+    down_weight: Tensor
+    x_col: SavedOperand
+    gate_up_col: SavedOperand
+    down_col: SavedOperand
+    y: Tensor | None
+    gate_weights: Tensor | None
+    routing: Routing | None
+    recording: Recording | None
+
+    @property
+    def columns(self) -> tuple[SavedOperand, SavedOperand, SavedOperand]:
+        return self.x_col, self.gate_up_col, self.down_col
+
+    def save(self, ctx: Any) -> None:
+        parts = (part for each in self.columns for part in each.tensors)
+        routing = () if self.routing is None else self.routing.tensors
+        ctx.save_for_backward(*self[:4], *parts, self.y, self.gate_weights, *routing)
+        ctx.saved_meta = (*(each.meta for each in self.columns), self.recording)
+
+    @staticmethod
+    def restore(ctx: Any) -> MLPSaved:
+        x, gate_up, gate_up_weight, down_weight, *parts = ctx.saved_tensors
+        *metas, recording = ctx.saved_meta
+        y, gate_weights, *routing = parts[9:]
+        return MLPSaved(
+            x,
+            gate_up,
+            gate_up_weight,
+            down_weight,
+            *_columns(metas, parts),
+            y=y,
+            gate_weights=gate_weights,
+            routing=Routing(*routing) if routing else None,
+            recording=recording,
+        )
+
+
+def _columns(metas: Any, parts: Any) -> tuple[SavedOperand, SavedOperand, SavedOperand]:
+    """Operands of x and of both weights, from their metadata and three tensors each."""
+    x, gate_up, down = metas
+    return SavedOperand(x, *parts[:3]), SavedOperand(gate_up, *parts[3:6]), SavedOperand(down, *parts[6:9])
 
 
 class Gradients(NamedTuple):
@@ -61,29 +114,28 @@ class MLPPlan(NamedTuple):
     dtype: torch.dtype
 
     def forward(
-        self, x: Tensor, weights: Weights, biases: Biases, call_state: CallState, groups: Groups | None
+        self, x: Tensor, weights: Weights, biases: Biases, call_state: CallState, routing: Routing | None
     ) -> MLPForwardResult:
         """Both fprops, replayed if recorded. Layouts of the operands in call_state follow from the shapes."""
-        optional = (*biases, *(groups or ()))
+        optional = (*biases, *(() if routing is None else routing.tensors))
         inputs = [x, *weights, *(each for each in optional if each is not None)]
         if self.roundings != (None, None) or not can_be_replayed(inputs):
-            return self._forward(x, weights, biases, call_state, groups)
+            return self._forward(x, weights, biases, call_state, routing)
         key = launch.call_key(self.recipe, *self[2:], *present_operands(call_state), x, *weights, *optional)
         inputs += operand_tensors(call_state)
         recording = launch.find_recording(key)
         if recording is None:
             return launch.run_and_record(
-                key, lambda: self._forward(x, weights, biases, call_state, groups), inputs, _results
+                key, lambda: self._forward(x, weights, biases, call_state, routing), inputs, _results
             )
         y, gate_up, *parts = recording.replay(inputs)
         assert y is not None
-        first, second, third = ((meta, tuple(parts[3 * at : 3 * at + 3])) for at, meta in enumerate(recording.note))
-        return MLPForwardResult(y, gate_up, (first, second, third), recording)  # pyright: ignore[reportArgumentType]
+        return MLPForwardResult(y, gate_up, *_columns(recording.note, parts), recording=recording)
 
     def _forward(
-        self, x: Tensor, weights: Weights, biases: Biases, call_state: CallState, groups: Groups | None
+        self, x: Tensor, weights: Weights, biases: Biases, call_state: CallState, routing: Routing | None
     ) -> MLPForwardResult:
-        (gate_up_needs, down_needs), (first, second) = self.needs, self._casts(groups)
+        (gate_up_needs, down_needs), (first, second) = self.needs, self._casts(routing)
         saves_weights = self.recipe.weight_cast != "twice"
         x_row, x_col = call_state[0] or first.input(matrix(x), save=gate_up_needs.weight)
         gate_up_row, gate_up_col = call_state[1] or first.weight(weights[0], save=gate_up_needs.x and saves_weights)
@@ -91,49 +143,35 @@ class MLPPlan(NamedTuple):
         assert x_row is not None
         assert gate_up_row is not None
         assert down_row is not None
-        gate_up = product(x_row, gate_up_row, self.dtype, groups, bias=biases[0])
-        y = product(second.swiglu(gate_up, "fprop_x"), down_row, self.dtype, groups, bias=biases[1])
-        saved = (
+        gate_up = product(x_row, gate_up_row, self.dtype, routing, bias=biases[0])
+        y = product(second.swiglu(gate_up, "fprop_x"), down_row, self.dtype, routing, bias=biases[1])
+        return MLPForwardResult(
+            y,
+            gate_up if down_needs.x or down_needs.weight else None,
             save_operand(x_col if gate_up_needs.weight else None),
             save_operand(gate_up_col if gate_up_needs.x else None),
             save_operand(down_col if down_needs.x else None),
         )
-        return MLPForwardResult(y, gate_up if down_needs.x or down_needs.weight else None, saved)
 
     def backward(
-        self,
-        grad: Tensor,
-        x: Tensor | None,
-        weights: Weights,
-        main_grads: Biases,
-        result: MLPForwardResult,
-        groups: Groups | None,
-        scatter: GradScatter | None = None,
+        self, grad: Tensor, saved: MLPSaved, main_grads: Biases, scatter: GradScatter | None = None
     ) -> Gradients:
-        """Gradients from grad [M, D] of rows, or with `scatter` from grad [T, D] of tokens.  x: the input, if its
-        operand was not saved.  result.y is not read."""
-        recording = result.recording
-        if recording is None or not can_be_replayed((grad,)):
-            return self._backward(grad, x, weights, main_grads, result, groups, scatter)
+        """Gradients from grad [M, D] of rows, or with `scatter` from grad [T, D] of tokens."""
+        if saved.recording is None or not can_be_replayed((grad,)):
+            return self._backward(grad, saved, main_grads, scatter)
         # a weight whose operand was saved is not read
-        read = (weight if meta is None else None for weight, (meta, _) in zip(weights, result.saved[1:], strict=True))
-        parts = (part for _, three in result.saved for part in three)
-        optional = (x, result.gate_up, *read, *main_grads, *parts, *(groups or ()), *(scatter or ()))
-        call = functools.partial(self._backward, grad, x, weights, main_grads, result, groups, scatter)
-        return Gradients(*replay_or_record_backward(recording, grad, optional, call))
+        gate_up_weight = saved.gate_up_weight if saved.gate_up_col.meta is None else None
+        down_weight = saved.down_weight if saved.down_col.meta is None else None
+        parts = (part for each in saved.columns for part in each.tensors)
+        routing = () if saved.routing is None else saved.routing.tensors
+        read = (saved.x, saved.gate_up, gate_up_weight, down_weight)
+        optional = (*read, *main_grads, *parts, *routing, *(scatter or ()))
+        call = functools.partial(self._backward, grad, saved, main_grads, scatter)
+        return Gradients(*replay_or_record_backward(saved.recording, grad, optional, call))
 
-    def _backward(
-        self,
-        grad: Tensor,
-        x: Tensor | None,
-        weights: Weights,
-        main_grads: Biases,
-        result: MLPForwardResult,
-        groups: Groups | None,
-        scatter: GradScatter | None,
-    ) -> Gradients:
-        (gate_up_needs, down_needs), (first, second), gate_up = self.needs, self._casts(groups), result.gate_up
-        x_saved, gate_up_saved, down_saved = result.saved
+    def _backward(self, grad: Tensor, saved: MLPSaved, main_grads: Biases, scatter: GradScatter | None) -> Gradients:
+        (gate_up_needs, down_needs), (first, second) = self.needs, self._casts(saved.routing)
+        weights, gate_up, routing = (saved.gate_up_weight, saved.down_weight), saved.gate_up, saved.routing
         dx = dw_gate_up = dw_down = db_gate_up = db_down = row = col = hidden = None
         if scatter is None:
             dy_row, dy_col, db_down = second.gradient(grad, down_needs)
@@ -141,8 +179,8 @@ class MLPPlan(NamedTuple):
             dy_row, dy_col = second.scattered_gradient(grad, scatter)
         if down_needs.x:
             assert gate_up is not None
-            down_col = second.column(down_saved, weights[1], "dgrad_w")
-            dh = dgrad(grad, dy_row, weights[1], down_col, gate_up.dtype, groups)
+            down_col = second.column(saved.down_col, weights[1], "dgrad_w")
+            dh = dgrad(grad, dy_row, weights[1], down_col, gate_up.dtype, routing)
             if gate_up_needs.x or gate_up_needs.weight:
                 wanted = second.spec("wgrad_x", gate_up) if down_needs.weight else None
                 row, col, hidden = first.swiglu_gradient(dh, gate_up, wanted)
@@ -151,22 +189,23 @@ class MLPPlan(NamedTuple):
         if down_needs.weight:
             assert gate_up is not None
             hidden = second.swiglu(gate_up, "wgrad_x", axis=-2) if hidden is None else hidden
-            dw_down = wgrad(grad, dy_col, None, hidden, weights[1].dtype, main_grads[1], groups)
+            dw_down = wgrad(grad, dy_col, None, hidden, weights[1].dtype, main_grads[1], routing)
         if gate_up_needs.x:
-            gate_up_col = first.column(gate_up_saved, weights[0], "dgrad_w")
-            dx = dgrad(grad, row, weights[0], gate_up_col, self.dtype, groups)
+            gate_up_col = first.column(saved.gate_up_col, weights[0], "dgrad_w")
+            dx = dgrad(grad, row, weights[0], gate_up_col, self.dtype, routing)
         if gate_up_needs.weight:
-            x_col = first.column(x_saved, x, "wgrad_x")
-            dw_gate_up = wgrad(grad, col, None, x_col, weights[0].dtype, main_grads[0], groups)
+            x_col = first.column(saved.x_col, saved.x, "wgrad_x")
+            dw_gate_up = wgrad(grad, col, None, x_col, weights[0].dtype, main_grads[0], routing)
         return Gradients(dx, dw_gate_up, dw_down, db_gate_up, db_down)
 
-    def _casts(self, groups: Groups | None) -> tuple[Casts, Casts]:
-        return Casts(self.recipe, self.roundings[0], groups), Casts(self.recipe, self.roundings[1], groups)
+    def _casts(self, routing: Routing | None) -> tuple[Casts, Casts]:
+        return Casts(self.recipe, self.roundings[0], routing), Casts(self.recipe, self.roundings[1], routing)
 
 
 def _results(result: MLPForwardResult) -> tuple[list[Tensor | None], object]:
-    parts = [part for _, three in result.saved for part in three]
-    return [result.y, result.gate_up, *parts], tuple(meta for meta, _ in result.saved)
+    columns = result.x_col, result.gate_up_col, result.down_col
+    parts = (part for each in columns for part in each.tensors)
+    return [result.y, result.gate_up, *parts], tuple(each.meta for each in columns)
 
 
 def swiglu_bias_gradient(grad: Tensor, gate_up: Tensor, offs: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """The casts of a layer: the operands of its products, each tensor read once, and how operands are saved for backward.
 
 Nothing here is differentiable; `linear.py`, `mlp.py` and `grouped.py` put products and gradients on top. A layer of
-experts casts the same operands, with rows in `Groups`.
+experts casts the same operands, with rows in groups.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from ..formats.tensor import BlockScaled, from_parts, to_parts
 from ..gemm.ops import wanted_layouts
 from ..grouped import Routing
 from ..grouped.ops import wanted_layouts as wanted_grouped_layouts
-from ..grouped.routing_ops import permute_rows
-from .recipe import Recipe
+from .recipe import PLACES, Product, Recipe
 from .transforms import QUANTIZED, Subject, are_transforms_active, check_transforms
 
 Pair = tuple[BlockScaled | None, BlockScaled | None]
@@ -60,22 +59,6 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(-1 if x.shape[-1] else math.prod(x.shape[:-1]), x.shape[-1])
 
 
-class Groups(NamedTuple):
-    """The groups of a grouped layer: a `Routing`, or only its `offs` if the rows are already sorted by expert.
-
-    offs: int32 [E], inclusive ends of the experts.  tokens, rows: as in `Routing`, for an input [T, K] that is not
-    permuted yet; the cast gathers its rows. None for rows that are sorted.
-    """
-
-    offs: Tensor
-    tokens: Tensor | None = None
-    rows: Tensor | None = None
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """The rows sorted by expert [M, K], in the dtype of x."""
-        return x if self.tokens is None or self.rows is None else permute_rows(x, self.tokens, self.rows, None)
-
-
 class GradScatter(NamedTuple):
     """Indices and factors that scatter the gradient of tokens [T, D] to rows: drow[i] = grad[tokens[i]] *
     gate_weights[i].  tokens: int32 [M].  gate_weights: fp32 [M], one for each row."""
@@ -84,41 +67,38 @@ class GradScatter(NamedTuple):
     gate_weights: Tensor
 
 
-def groups_of(offs: Tensor | Routing) -> Groups:
-    """The groups of an argument `offs`: group ends of sorted rows, or the routing of tokens."""
-    return Groups(offs.offs, offs.tokens, offs.rows) if isinstance(offs, Routing) else Groups(offs)
-
-
 @dataclass(frozen=True, eq=False)
 class Casts:
     """The casts of one layer's call.
 
-    recipe: formats of the operands.  rounding: state and stream name of stochastic rounding.  groups: of a layer of
+    recipe: formats of the operands.  rounding: state and stream name of stochastic rounding.  routing: of a layer of
     experts.
     """
 
     recipe: Recipe
     rounding: Stochastic | None = None
-    groups: Groups | None = None
+    routing: Routing | None = None
 
-    def with_groups(self, groups: Groups | None) -> Casts:
-        """The same casts with these groups."""
-        return self if groups is None else Casts(self.recipe, self.rounding, groups)
+    def routed(self, routing: Routing | None) -> Casts:
+        """The same casts with this routing."""
+        return self if routing is None else Casts(self.recipe, self.rounding, routing)
 
     def spec(self, role: str | None, like: Tensor) -> Resolved | None:
         """The cast of a role, with the scale layout that the product on that tensor's device reads; None if the role
         is unquantized. A tensor of rank 3 is the weight of experts."""
-        operand = None if role is None else self.recipe.operand(role)
-        if role is None or operand is None:
+        if role is None:
             return None
-        product = getattr(self.recipe, role[:5])
-        formats, grouped = (product.a.format, product.b.format), self.groups is not None or like.dim() == 3
+        name, side = PLACES[role]
+        product: Product | None = getattr(self.recipe, name)
+        if product is None:
+            return None
+        formats, grouped = (product.a.format, product.b.format), self.routing is not None or like.dim() == 3
         if grouped:
-            layouts = wanted_grouped_layouts("k_grouped" if role[:5] == "wgrad" else "m_grouped", *formats, like.device)
+            layouts = wanted_grouped_layouts("k_grouped" if name == "wgrad" else "m_grouped", *formats, like.device)
         else:
             layouts = wanted_layouts(*formats, like.device)
-        layout = layouts[0] if operand is product.a else layouts[1]
-        spec = operand.spec(role, self.rounding, layout, grouped=grouped)
+        operand = product.b if side else product.a
+        spec = operand.spec(role, self.rounding, layouts[side], grouped=grouped)
         return spec, spec.plan()
 
     def quantized_spec(self, role: str, like: Tensor) -> Resolved:
@@ -129,7 +109,7 @@ class Casts:
 
     @property
     def offs(self) -> Tensor | None:
-        return None if self.groups is None else self.groups.offs
+        return None if self.routing is None else self.routing.offs
 
     def both(self, x: Tensor, row: str | None, col: str | None) -> Pair:
         """Row and column operand of a matrix (blocks along its last axis and along its first) from one read; None
@@ -141,16 +121,16 @@ class Casts:
         """Row operand of an input [M, K] for fprop, and its column operand for wgrad if `save`. An input that is not
         permuted yet is read in the order of its rows."""
         roles = "fprop_x", "wgrad_x" if save and self.recipe.saves == "operand" else None
-        groups = self.groups
-        if groups is None or groups.tokens is None:
+        routing = self.routing
+        if routing is None or routing.tokens is None:
             return self.both(x, *roles)
         row, col = (self.spec(role, x) for role in roles)
         if row is not None and col is not None:
-            return permute_cast_both(x, groups.tokens, (row[0], col[0]), (row[1], col[1]), groups.offs)
+            return permute_cast_both(x, routing.tokens, (row[0], col[0]), (row[1], col[1]), routing.offs)
         # each token is cast once and its codes are copied, unless the amax is per group
         if row is not None and col is None and not row[1].grouped_amax:
-            return cast_permute(x, groups.tokens, *row), None
-        return self.both(groups.gathered(x), *roles)
+            return cast_permute(x, routing.tokens, *row), None
+        return self.both(routing.permuted(x), *roles)
 
     def weight(self, weight: Tensor, *, save: bool) -> Pair:
         """Row operand of a weight [N, K] or [E, N, K] for fprop, and its column operand for dgrad if `save`."""
@@ -174,16 +154,15 @@ class Casts:
     def column(self, saved: SavedOperand, source: Tensor | None, role: str) -> BlockScaled | None:
         """The column operand saved for backward, or a cast of the source if none was saved; None if the role is
         unquantized."""
-        meta, parts = saved
-        if meta is not None:
-            return meta.operand(parts)
+        if saved.meta is not None:
+            return saved.operand
         assert source is not None, role
         if self.recipe.operand(role) is None:
             return None
-        groups = self.groups
-        if role == "wgrad_x" and groups is not None and groups.tokens is not None:
-            return permute_cast_columns(source, groups.tokens, *self.quantized_spec(role, source), groups.offs)
-        return self.both(matrix(source) if groups is None else source, None, role)[1]
+        routing = self.routing
+        if role == "wgrad_x" and routing is not None and routing.tokens is not None:
+            return permute_cast_columns(source, routing.tokens, *self.quantized_spec(role, source), routing.offs)
+        return self.both(matrix(source) if routing is None else source, None, role)[1]
 
     def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
         """Operand of silu(gate) * up for a role, from gate_up [M, 2H]; the activation itself is never written."""
@@ -232,11 +211,8 @@ def column_sums(x: Tensor, offs: Tensor | None) -> Tensor:
     return total.index_add(0, group, x.double())[:-1].to(torch.promote_types(x.dtype, torch.float32))
 
 
-Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
 class OperandMeta(NamedTuple):
-    """Metadata of an operand that is saved for backward; its tensors go through `save_for_backward`."""
+    """Everything about an operand but its tensors."""
 
     kind: str
     shape: tuple[int, ...]
@@ -245,32 +221,47 @@ class OperandMeta(NamedTuple):
     group_align: int
     groups: int
 
-    def operand(self, parts: Parts) -> BlockScaled:
+
+class SavedOperand(NamedTuple):
+    """A column operand that is saved for backward; all None if none is. `save_for_backward` takes its tensors."""
+
+    meta: OperandMeta | None = None
+    data: Tensor | None = None
+    scale: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self[1:]
+
+    @property
+    def operand(self) -> BlockScaled:
         """The operand with its scaled axis last, as a product takes it."""
-        data, scale, factor = parts
+        meta, data, scale, global_scale = self
+        assert meta is not None
         assert data is not None
         assert scale is not None
         restored = from_parts(
             data,
             scale,
-            factor,
-            self.kind,
-            self.shape,
-            axis=self.axis,
-            group_align=self.group_align,
-            hadamard=self.hadamard,
-            groups=self.groups,
+            global_scale,
+            meta.kind,
+            meta.shape,
+            axis=meta.axis,
+            group_align=meta.group_align,
+            hadamard=meta.hadamard,
+            groups=meta.groups,
         )
         return restored.operand
 
 
-# codes, scales and tensor scale of an operand, with its metadata; all None if nothing is saved
-SavedOperand = tuple[OperandMeta | None, Parts]
+_NOT_SAVED = SavedOperand()
 
 
 def save_operand(q: BlockScaled | None) -> SavedOperand:
-    """An operand as three tensors for `save_for_backward`, and the metadata to restore it."""
+    """An operand as `save_for_backward` takes it."""
     if q is None:
-        return None, (None, None, None)
-    data, scale, factor, kind = to_parts(q)
-    return OperandMeta(kind, q.shape, q.axis, q.hadamard, q.group_align, q.groups), (data, scale, factor)
+        return _NOT_SAVED
+    data, scale, global_scale, kind = to_parts(q)
+    meta = OperandMeta(kind, q.shape, q.axis, q.hadamard, q.group_align, q.groups)
+    return SavedOperand(meta, data, scale, global_scale)

@@ -57,6 +57,10 @@ class Operand:
         return " ".join(words)
 
 
+# role -> product and side of its operand: 0 for a, 1 for b
+PLACES = {role: (role.partition("_")[0], side % 2) for side, role in enumerate(ROLES)}
+
+
 @dataclass(frozen=True)
 class Product:
     """The two operands of a product.  a: X in fprop, dY in dgrad and wgrad.  b: W in fprop and dgrad, X in wgrad."""
@@ -126,13 +130,11 @@ class Recipe:
 
     def operand(self, role: str) -> Operand | None:
         """The operand of a role, such as "dgrad_dy"; None if its product is unquantized."""
-        check_name(role, ROLES, "role")
-        product: Product | None = getattr(self, role[:5])
-        if product is None:
-            return None
-        # b is the weight, or in wgrad the activation
-        second = role in ("fprop_w", "dgrad_w", "wgrad_x")
-        return product.b if second else product.a
+        if role not in PLACES:
+            check_name(role, ROLES, "role")
+        name, side = PLACES[role]
+        product: Product | None = getattr(self, name)
+        return None if product is None else product.b if side else product.a
 
     def formats(self) -> dict[str, str | None]:
         """The format of each role, None if unquantized.

@@ -57,11 +57,11 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
     >>> permute(torch.tensor([[1.0], [2.0]]), routing).flatten().tolist()
     [2.0, 1.0]
     """
-    _check_routing(routing)
-    _check_rows(x, routing.rows.shape[0], "tokens")
+    tokens, rows = _permutation(routing)
+    _check_rows(x, rows.shape[0], "tokens")
     if not wants_gradient(x, subject=ROUTING):
-        return permute_rows(x, routing.tokens, routing.rows, None)
-    return _Permute.apply(x, None, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
+        return permute_rows(x, tokens, rows, None)
+    return _Permute.apply(x, None, tokens, rows)  # pyright: ignore[reportReturnType]
 
 
 def combine(y: Tensor, routing: Routing, gate_weights: Tensor | None = None) -> Tensor:
@@ -73,12 +73,12 @@ def combine(y: Tensor, routing: Routing, gate_weights: Tensor | None = None) -> 
     >>> combine(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), routing, gate_weights).flatten().tolist()
     [2.5, 2.0]
     """
-    _check_routing(routing)
-    _check_rows(y, routing.tokens.shape[0], "rows")
+    tokens, rows = _permutation(routing)
+    _check_rows(y, tokens.shape[0], "rows")
     check_gate_weights(gate_weights, routing)
     if not wants_gradient(y, gate_weights, subject=ROUTING):
-        return combine_rows(y, routing.rows, gate_weights)
-    return _Combine.apply(y, gate_weights, routing.tokens, routing.rows)  # pyright: ignore[reportReturnType]
+        return combine_rows(y, rows, gate_weights)
+    return _Combine.apply(y, gate_weights, tokens, rows)  # pyright: ignore[reportReturnType]
 
 
 # The backward of each of these three functions uses the other two, so they can be differentiated any number of times.
@@ -137,15 +137,17 @@ def _requires_grad(gate_weights: Tensor | None) -> bool:
     return gate_weights is not None and gate_weights.requires_grad
 
 
-def _check_routing(routing: object) -> None:
-    if not isinstance(routing, Routing):
-        raise DtypeError(
-            message(
-                f"routing is {in_words(routing)}",
-                rule="a Routing maps tokens to the rows of experts",
-                fix="pass what route or sort_by_expert returned",
-            )
+def _permutation(routing: object) -> tuple[Tensor, Tensor]:
+    """tokens and rows of a routing. Raises for anything else, and for a routing of rows that are sorted already."""
+    if isinstance(routing, Routing) and routing.tokens is not None:
+        return routing.permutation
+    raise DtypeError(
+        message(
+            "a routing without tokens" if isinstance(routing, Routing) else f"routing is {in_words(routing)}",
+            rule="a Routing maps tokens to the rows of experts",
+            fix="pass what route or sort_by_expert returned",
         )
+    )
 
 
 def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
@@ -174,14 +176,14 @@ def check_gate_weights(gate_weights: Tensor | None, routing: Routing) -> None:
     if gate_weights is None:
         return
     try:
-        fits = gate_weights.shape == routing.rows.shape
+        fits = gate_weights.shape == routing.permutation[1].shape
     except (AttributeError, TypeError, RuntimeError):
         fits = False
     if not fits:
         check_tensor(gate_weights, "gate_weights", "routings")
         raise ShapeError(
             message(
-                f"gate_weights {tuple(gate_weights.shape)} for {tuple(routing.rows.shape)} slots",
+                f"gate_weights {tuple(gate_weights.shape)} for {tuple(routing.permutation[1].shape)} slots",
                 rule="each slot of each token has a gate weight: [T, k]",
                 fix="pass the gate_weights that route returned",
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import OptionError, message
 from ..formats.layout import locate
-from ..grouped import Routing
+from ..grouped import Routing, as_routing
 from ..nn import GroupedLinear
 from .error_sums import CapturedCall
 
@@ -103,12 +103,13 @@ def _sample_rows(x: Tensor) -> tuple[CapturedCall, Subsample]:
     return CapturedCall(some, load, weight), subsample
 
 
-def _sample_experts(x: Tensor, where: Tensor | Routing) -> tuple[CapturedCall, Subsample]:
+def _sample_experts(x: Tensor, given: Tensor | Routing) -> tuple[CapturedCall, Subsample]:
     """The same number of rows of each expert, evenly spread, or all that it has. Only the device knows the counts, so
     the sample has a fixed size; its unused rows come last and belong to no expert."""
-    offs = (where.offs if isinstance(where, Routing) else where).to(torch.int64)
+    routing = as_routing(given)
+    offs, tokens = routing.offs.to(torch.int64), routing.tokens
     load = torch.diff(offs, prepend=offs.new_zeros(1))
-    total = where.tokens.shape[0] if isinstance(where, Routing) else x.shape[0]
+    total = (x if tokens is None else tokens).shape[0]
     experts = offs.shape[0]
     most = max(EXPERT_ROWS, ROWS // experts)
     count = load.clamp(max=most)
@@ -118,7 +119,7 @@ def _sample_experts(x: Tensor, where: Tensor | Routing) -> tuple[CapturedCall, S
     start = (offs - load)[group_or_last]
     row = start + place * load[group_or_last] // count[group_or_last].clamp(min=1)
     index = torch.where(group < experts, row, 0)
-    source = where.tokens[index] if isinstance(where, Routing) else index
+    source = index if tokens is None else tokens[index]
     row_weight = load.double() / count.clamp(min=1)
     return CapturedCall(x[source], load, row_weight, ends.to(torch.int32)), lambda rows: rows[index]
 

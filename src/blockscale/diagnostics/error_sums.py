@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ..autograd.linear_plan import dgrad, fprop, wgrad
-from ..autograd.operands import Casts, Groups
+from ..autograd.operands import Casts
 from ..autograd.recipe import PRODUCTS
 from ..casts import dequantize
 from ..formats.decoding import decode_scale
 from ..formats.layout import locate, padded_ends
 from ..formats.tensor import BlockScaled
+from ..grouped import Routing
 from .quality import is_clipped
 
 # exponents of block scales with a bin; others count in the outermost bins
@@ -56,8 +57,8 @@ def layer_sums(layer: Any, calls: Sequence[CapturedCall]) -> Sums:
     weight_operands = casts.both(weight, "fprop_w", "dgrad_w")
     sums = _cast_sums("w", weight, weight_operands, None)
     for call in calls:
-        groups = None if call.offs is None else Groups(call.offs)
-        more = _call_sums(casts.with_groups(groups), call, weight, weight_operands)
+        groups = None if call.offs is None else Routing(call.offs)
+        more = _call_sums(casts.routed(groups), call, weight, weight_operands)
         sums |= {key: sums[key] + value if key in sums else value for key, value in more.items()}
     if layer.recipe_now.fprop is None and any(call.dy is not None for call in calls):
         sums["damage"] = torch.zeros_like(sums["load"])
@@ -79,7 +80,7 @@ def _call_sums(casts: Casts, call: CapturedCall, weight: Tensor, weight_operands
     if call.dy is not None:
         pairs["dy"] = casts.both(call.dy, "dgrad_dy", "wgrad_dy")
         sums |= _cast_sums("dy", call.dy, pairs["dy"], call)
-    return sums | _product_sums(casts.recipe, call, weight, pairs, casts.groups)
+    return sums | _product_sums(casts.recipe, call, weight, pairs, casts.routing)
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def _groups_of(q: BlockScaled, scale: Tensor, ends: Tensor | None) -> tuple[Tens
 
 
 def _product_sums(
-    recipe: Any, call: CapturedCall, weight: Tensor, pairs: dict[str, tuple[Any, Any]], groups: Groups | None
+    recipe: Any, call: CapturedCall, weight: Tensor, pairs: dict[str, tuple[Any, Any]], groups: Routing | None
 ) -> Sums:
     """Signal and noise of each quantized product, dgrad and wgrad only after a backward, and `damage`: the squared
     first-order effect of each row's noise on the loss."""

@@ -161,7 +161,7 @@ def _routing(samples: Samples) -> Routing:
 
 def move_choices(samples: Samples) -> list[Choice]:
     """The backends that permute and combine rows."""
-    rows = _routing(samples).rows
+    _, rows = _routing(samples).permutation
     x, y = samples.x[:46], samples.x[:138]
     found = {
         "permute_rows": explain("permute_rows", x, rows),

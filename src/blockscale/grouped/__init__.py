@@ -23,14 +23,14 @@ from . import _reference_rows as _reference_rows
 from . import _torch as _torch
 from . import ops
 from . import unquantized as unquantized
-from .routing import Routing, sort_by_expert
+from .routing import Routing, as_routing, sort_by_expert
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _blackwell as _blackwell
     from . import _triton as _triton
     from . import _triton_rows as _triton_rows
 
-__all__ = ["Routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", "sort_by_expert"]
+__all__ = ["Routing", "as_routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", "sort_by_expert"]
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _hopper as _hopper

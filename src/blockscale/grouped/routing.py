@@ -21,10 +21,11 @@ from . import routing_ops
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Permutation of tokens by expert.
+    """Groups of rows by expert, and the permutation of tokens that sorts them.
 
     offs: int32 [E], inclusive end offsets of the experts among the sorted rows.  tokens: int32 [T * k], token of each
-    sorted row.  rows: int32 [T, k], the sorted row of each slot of each token, the inverse of `tokens`.
+    sorted row.  rows: int32 [T, k], the sorted row of each slot of each token, the inverse of `tokens`. Both are None
+    for rows that are sorted already.
 
     >>> routing = sort_by_expert(torch.tensor([[2], [0], [2]]), 3)
     >>> routing.load().tolist()
@@ -32,20 +33,40 @@ class Routing:
     """
 
     offs: Tensor
-    tokens: Tensor
-    rows: Tensor
+    tokens: Tensor | None = None
+    rows: Tensor | None = None
 
     @property
     def experts(self) -> int:
         return self.offs.shape[0]
+
+    @property
+    def permutation(self) -> tuple[Tensor, Tensor]:
+        """tokens and rows of a routing that has them."""
+        assert self.tokens is not None
+        assert self.rows is not None
+        return self.tokens, self.rows
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.offs, self.tokens, self.rows
+
+    def permuted(self, x: Tensor) -> Tensor:
+        """The rows of tokens [T, K] sorted by expert [M, K]; rows that are sorted already as they are."""
+        return x if self.tokens is None else routing_ops.permute_rows(x, *self.permutation, None)
 
     def load(self) -> Tensor:
         """Rows of each expert, int32 [E]."""
         return torch.diff(self.offs, prepend=self.offs.new_zeros(1))
 
 
+def as_routing(routing: Routing | Tensor) -> Routing:
+    """A routing, also from the ends `offs` of rows that are sorted already."""
+    return routing if isinstance(routing, Routing) else Routing(routing)
+
+
 def _flatten(routing: Routing) -> tuple[list[Tensor], None]:
-    return [routing.offs, routing.tokens, routing.rows], None
+    return [routing.offs] if routing.tokens is None else [routing.offs, *routing.permutation], None
 
 
 pytree.register_pytree_node(

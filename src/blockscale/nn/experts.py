@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..autograd.grouped import check_combined, combined, grouped_linear, grouped_swiglu_mlp
+from ..autograd.grouped import check_combined, grouped_linear, grouped_swiglu_mlp
 from ..autograd.mlp import swiglu
 from ..autograd.recipe import Recipe, get_recipe
+from ..autograd.routing import combine
 from ..errors import OptionError, message
 from ..formats.checks import check_flag, check_int, check_place, check_sizes, check_text
 from ..formats.stochastic import rng_state
-from ..grouped import Routing
+from ..grouped import Routing, as_routing
 from .mlp import is_plain
 from .recipe_module import DEFAULT_SEED, RecipeModule
 
@@ -103,11 +104,11 @@ class GroupedLinear(RecipeModule):
             if parameter is not None:
                 torch.nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, input: Tensor, offs: Tensor | Routing) -> Tensor:
-        """[M, in_features] and the ends of the experts, or tokens [T, in_features] and their routing -> [M, out]."""
+    def forward(self, input: Tensor, routing: Tensor | Routing) -> Tensor:
+        """Tokens [T, in_features] and their routing, or sorted rows [M, in_features] and expert ends -> [M, out]."""
         rounding, operands = self.call_state()
         return grouped_linear(
-            input, self.weight, offs, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands
+            input, self.weight, routing, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands
         )
 
     def extra_repr(self) -> str:
@@ -157,20 +158,21 @@ class GroupedExperts(torch.nn.Module):
             layer = GroupedLinear(experts, inputs, outputs, bias, device, dtype, recipe=recipe, name=full, rng=rng)
             self.add_module(part, layer)
 
-    def forward(self, x: Tensor, offs: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
-        """[M, dim] and the ends of the experts, or tokens [T, dim] and their routing -> rows [M, dim] by expert. With
-        the gate weights [T, k] of a routing -> tokens [T, dim], each the weighted sum of its rows."""
+    def forward(self, x: Tensor, routing: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
+        """Tokens [T, dim] and their routing, or sorted rows [M, dim] and expert ends -> rows [M, dim] by expert.
+        With the gate weights [T, k] of a routing -> tokens [T, dim], each the weighted sum of its rows."""
         first, second = self.gate_up, self.down
         if not self.is_fused:
-            check_combined(gate_weights, offs)
-            ends = offs.offs if isinstance(offs, Routing) else offs
-            return combined(second(swiglu(first(x, offs)), ends), offs, gate_weights)
+            routed = as_routing(routing)
+            check_combined(gate_weights, routed)
+            rows = second(swiglu(first(x, routed)), routed.offs)
+            return rows if gate_weights is None else combine(rows, routed, gate_weights)
         (rounding, operands), (other_rounding, other_operands) = first.call_state(), second.call_state()
         return grouped_swiglu_mlp(
             x,
             first.weight,
             second.weight,
-            offs,
+            routing,
             first.bias,
             second.bias,
             first.recipe_now,
