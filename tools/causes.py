@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockscale.models.transformer import Transformer
 from blockscale.nn import quantize_
 from blockscale.train import Hooks, Run, RunConfig, TrainResult, get_preset, train
-from blockscale.train.model import Transformer
 from blockscale.train.run import recipe_of
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")

@@ -9,10 +9,10 @@ import pytest
 
 import blockscale as bs
 from blockscale.errors import OptionError, UnknownNameError
+from blockscale.models.transformer import Transformer, flops_per_token
 from blockscale.train import PRESETS, OptimizerConfig, get_preset, with_layers
 from blockscale.train.checks import check
 from blockscale.train.config import to_dict
-from blockscale.train.model import Transformer, flops_per_token
 from support.small_runs import DENSE, SPARSE, small
 
 # from papers and model cards; the first four presets have a vocabulary of bytes

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from blockscale.models.transformer import Transformer
 from blockscale.train import OptimizerConfig
-from blockscale.train.model import Transformer
 from blockscale.train.schedule import make_optimizer, norm_and_scale, rate_at
 from support.small_runs import SPARSE
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
 from ..errors import OptionError, UnknownNameError, check_name, message
-from ..train.config import ExpertsConfig, LatentConfig, RunConfig
+from ..models.config import ExpertsConfig, LatentConfig
+from ..train.config import RunConfig
 
 T = TypeVar("T")
 # short names of options for nested fields

@@ -1,15 +1,14 @@
-"""A small trainer: Llama's dense models and DeepSeek-V3's with experts, trained by a recipe.
+"""A small trainer: the transformers of `blockscale.models`, trained by a recipe.
 
     config.py      configuration of a run; checks.py  presets.py    named configurations
-    model.py       blocks and the transformer         attention.py  grouped queries, latent attention
     corpus.py      text files and their split         data.py       token files on disk, batches
     schedule.py    learning rate, AdamW, clipping     micro.py      forward and backward, compiled or captured
     run.py         one step, evaluation, resuming     loop.py       `train`: logging, evaluation, checkpoint intervals
     records.py     results, hooks                     breakdown.py  profiled shares of a step, traces for Perfetto
-    checkpoint.py  atomic checkpoints                 recompute.py  selective activation recomputation
+    checkpoint.py  atomic checkpoints
     faults.py      NaN, out of memory, file errors    metrics.py    JSON lines, TensorBoard
     numerics.py    quantization noise per layer       files.py      folder locks, synced writes
-    view.py        the terminal                       hugging_face.py  safetensors for any Llama loader
+    view.py        the terminal
     compare.py     paired runs of several recipes     statistics.py paired gaps, confidence intervals, verdicts
     stored.py      run records on disk                side_by_side.py  runs in worker processes
     report.py      table and HTML page; charts.py     throughput.py step time and memory of recipes
@@ -26,11 +25,9 @@ import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..models.config import ExpertsConfig, LatentConfig, ModelConfig
 from .config import (
     DataConfig,
-    ExpertsConfig,
-    LatentConfig,
-    ModelConfig,
     OptimizerConfig,
     RecipeConfig,
     RunConfig,
@@ -38,9 +35,7 @@ from .config import (
 from .presets import PRESETS, get_preset, with_layers
 
 if TYPE_CHECKING:
-    from .hugging_face import export as export
     from .loop import train as train
-    from .model import Transformer as Transformer
     from .records import Evaluation as Evaluation
     from .records import Hooks as Hooks
     from .records import Speed as Speed
@@ -55,8 +50,6 @@ _LAZY = {
     "Speed": "records",
     "StepRecord": "records",
     "TrainResult": "records",
-    "Transformer": "model",
-    "export": "hugging_face",
     "train": "loop",
 }
 
@@ -75,8 +68,6 @@ __all__ = [
     "Speed",
     "StepRecord",
     "TrainResult",
-    "Transformer",
-    "export",
     "get_preset",
     "replace",
     "train",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .. import env
 from ..errors import OptionError, check_name, message, option
+from ..models.config import ModelConfig
 from ..names import FORMAT_NAMES, check_recipe
-from .config import ModelConfig, OptimizerConfig, RecipeConfig, RunConfig
+from .config import OptimizerConfig, RecipeConfig, RunConfig
 from .corpus import check_source, expanded
 
 if TYPE_CHECKING:

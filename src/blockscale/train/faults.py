@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, NonFiniteError, OutOfMemoryError, message, option
+from ..models import Transformer
 from ..nn import GroupedLinear, advance_
 from . import checkpoint
 from .config import RunConfig
-from .model import Transformer
 
 _STOPPED = {
     False: "training stops before such a step changes a weight; weights are those before it",

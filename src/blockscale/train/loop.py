@@ -20,13 +20,13 @@ from torch.utils import deterministic
 
 from .. import env
 from ..errors import OptionError, message, option
+from ..models import export
 from ..nn.convert import FilterFn
 from . import faults
 from .breakdown import breakdown
 from .checks import check
 from .config import RunConfig
 from .files import folder_lock
-from .hugging_face import export
 from .numerics import NumericsLog
 from .records import Hooks, Speed, StepRecord, TrainResult
 from .run import Run

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models import Transformer
 from ..nn import GroupedLinear, Linear
 from .config import Compile
-from .model import Transformer
 
 # microbatches before a capture: allocations, autotuning and our call recordings are then over
 WARM_UP = 4

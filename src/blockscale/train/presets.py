@@ -18,7 +18,8 @@ import dataclasses
 from collections.abc import Callable
 
 from ..errors import check_name
-from .config import DataConfig, ExpertsConfig, LatentConfig, ModelConfig, OptimizerConfig, RecipeConfig, RunConfig
+from ..models.config import ExpertsConfig, LatentConfig, ModelConfig
+from .config import DataConfig, OptimizerConfig, RecipeConfig, RunConfig
 
 
 def tiny() -> RunConfig:

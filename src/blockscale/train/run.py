@@ -23,6 +23,7 @@ from ..autograd.weights import shared_weights
 from ..diagnostics.filters import load_filter
 from ..errors import CheckpointError, NonFiniteError, message, option
 from ..hardware import default_device, gpu_name, named_device
+from ..models.transformer import Block, Transformer, flops_per_token
 from ..nn import advance_, quantize_, set_step_
 from ..nn.convert import FilterFn
 from ..roofline import machine_of, nominal
@@ -31,7 +32,6 @@ from .checks import check_fits
 from .config import RecipeConfig, RunConfig, changes, to_dict
 from .data import load
 from .micro import CapturedMicrobatch, Microbatch, compile_, forget_compiled
-from .model import Block, Transformer, flops_per_token
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
 from .schedule import make_optimizer, norm_and_scale, rate_at
 

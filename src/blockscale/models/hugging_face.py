@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import OptionError, message
 from .attention import Attention
-from .model import Block, Transformer
+from .transformer import Block, Transformer
 
 
 def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:

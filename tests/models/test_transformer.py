@@ -15,8 +15,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 import blockscale as bs
-from blockscale.train.attention import Attention, LatentAttention, RMSNorm, attend, rotary_table, rotate
-from blockscale.train.model import Transformer
+from blockscale.models.attention import Attention, LatentAttention, RMSNorm, attend, rotary_table, rotate
+from blockscale.models.transformer import Transformer
 from blockscale.train.presets import get_preset
 from support.small_runs import DENSE, SPARSE
 

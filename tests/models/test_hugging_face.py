@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockscale.errors import OptionError
-from blockscale.train import ModelConfig, Transformer, export, train
+from blockscale.models import ModelConfig, Transformer, export
+from blockscale.train import train
 from support.small_runs import DENSE, SPARSE, small
 
 safetensors = pytest.importorskip("safetensors.torch")
