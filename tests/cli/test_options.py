@@ -419,7 +419,7 @@ def test_errors_of_subprocesses_name_options(tmp_path: Path) -> None:
     code = (
         "from blockscale.errors import option, write_options\n"
         "from blockscale.cli.options import as_flag\n"
-        "from blockscale.train.side_by_side import side_by_side\n"
+        "from blockscale.compare.side_by_side import side_by_side\n"
         "if __name__ == '__main__':\n"
         "    write_options(as_flag)\n"
         "    print([text for _, text in side_by_side(option, [('recipe.since', 5)], 1)])\n"

@@ -16,10 +16,11 @@ import pytest
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from blockscale.compare import stored
+from blockscale.compare.branch import StopAfter
 from blockscale.errors import CheckpointError
-from blockscale.train import DataConfig, Run, files, stored, train
+from blockscale.train import DataConfig, Run, files, train
 from blockscale.train import checkpoint as checkpoints
-from blockscale.train.branch import StopAfter
 from blockscale.train.files import folder_lock
 from support.small_runs import DENSE, small
 

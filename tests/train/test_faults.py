@@ -12,8 +12,9 @@ import torch
 from blockscale.autograd import linear_plan
 from blockscale.diagnostics import store
 from blockscale.errors import CheckpointError, NonFiniteError, OutOfMemoryError
+from blockscale.models import attention
 from blockscale.nn import Linear
-from blockscale.train import Hooks, OptimizerConfig, Run, attention, faults, get_preset, train
+from blockscale.train import Hooks, OptimizerConfig, Run, faults, get_preset, train
 from blockscale.train.checkpoint import complete
 from blockscale.train.metrics import JsonLines
 from blockscale.train.numerics import NumericsLog

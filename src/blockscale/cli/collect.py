@@ -27,8 +27,8 @@ def run(folder: Path = Path("out"), /, json: Path | None = None, pool: bool = Fa
     console = plain_console()
     with console.status("importing torch ..."):
         from ..bench.trainings import convergences, read, throughputs, write
-        from ..train.pool import pool as pool_seeds
-        from ..train.publish import publish
+        from ..compare.pool import pool as pool_seeds
+        from ..compare.publish import publish
 
     found = publish(folder)
     for each in found.left_out:

@@ -16,7 +16,7 @@ from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..train.compare import Comparison
+    from ..compare.comparison import Comparison
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def run(options: Options | None = None) -> int:
     env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console()
     with console.status("importing torch ..."):
-        from ..train.compare import compare
-        from ..train.report import write
+        from ..compare.comparison import compare
+        from ..compare.report import write
 
     began = time.perf_counter()
     total = options.seeds * (len({*recipes, "bf16", "null"}) + bool(options.branch_at) + options.control)
@@ -147,8 +147,8 @@ class _Progress:
 
     def hooks(self, arm: Any, seed: int) -> list[Any]:
         """Hooks that update the bar for the next run."""
+        from ..compare.side_by_side import Lines
         from ..train.records import Hooks
-        from ..train.side_by_side import Lines
 
         progress, self.begun = self, self.begun + 1
         place, name = self.begun, f"run {self.begun} of {self.total}: {arm.name}, seed {seed}"
@@ -170,7 +170,7 @@ def _show(console: Console, found: Comparison) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..train.report import head, summary, table
+    from ..compare.report import head, summary, table
 
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1))
     for name in head(found):

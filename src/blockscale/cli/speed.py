@@ -89,7 +89,7 @@ def run(options: Options | None = None) -> int:
     env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console(WIDTH)
     with console.status("importing torch ..."):
-        from ..train.throughput import arms_of, measure
+        from ..compare.throughput import arms_of, measure
 
     arms = arms_of(options.config, recipes, *map(_unique, (options.compiles, options.weight_casts)))
     console.print(f"{options.name}: {len(arms)} arms, {options.warm_up} + {options.timed} steps each", highlight=False)

@@ -9,12 +9,6 @@
     faults.py      NaN, out of memory, file errors    metrics.py    JSON lines, TensorBoard
     numerics.py    quantization noise per layer       files.py      folder locks, synced writes
     view.py        the terminal
-    compare.py     paired runs of several recipes     statistics.py paired gaps, confidence intervals, verdicts
-    stored.py      run records on disk                side_by_side.py  runs in worker processes
-    report.py      table and HTML page; charts.py     throughput.py step time and memory of recipes
-    answer.py      verdicts as sentences              control.py    a faulty arm that must come out as worse
-    publish.py     run folders to stored rows         pool.py       seeds of several comparisons in one
-    branch.py      runs that branch from one checkpoint
 
 Names are resolved on first use: the command line reads presets to print its help, and importing torch takes seconds.
 """

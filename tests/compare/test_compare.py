@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from blockscale.casts import _reference
+from blockscale.compare import stored as module
+from blockscale.compare.branch import StopAfter
+from blockscale.compare.comparison import BASELINE, CONTROL, NULL, Comparison, arms_of, compare, config_of, null_of
+from blockscale.compare.publish import publish
+from blockscale.compare.statistics import Length
+from blockscale.compare.stored import read
 from blockscale.errors import CheckpointError, NonFiniteError, OptionError
 from blockscale.train import DataConfig, Hooks, ModelConfig, RecipeConfig, Run, RunConfig, get_preset
 from blockscale.train import breakdown as breakdowns
-from blockscale.train import stored as module
-from blockscale.train.branch import StopAfter
 from blockscale.train.breakdown import KINDS, breakdown
-from blockscale.train.compare import BASELINE, CONTROL, NULL, Comparison, arms_of, compare, config_of, null_of
-from blockscale.train.publish import publish
-from blockscale.train.statistics import Length
-from blockscale.train.stored import read
 from support.small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)

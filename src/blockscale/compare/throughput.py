@@ -16,8 +16,8 @@ from typing import get_args
 from ..autograd import get_recipe
 from ..bench.trainings import Throughput
 from ..errors import OptionError, check_name, message, option
-from .compare import BASELINE
-from .config import Compile, RunConfig, WeightCast
+from ..train.config import Compile, RunConfig, WeightCast
+from .comparison import BASELINE
 from .side_by_side import Lines, side_by_side
 from .stored import Stored, run_or_read
 

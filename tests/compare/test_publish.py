@@ -13,15 +13,16 @@ import pytest
 from blockscale.bench import report_speed, trainings
 from blockscale.bench.trainings import Convergence, Throughput
 from blockscale.cli.main import main
+from blockscale.compare import stored
+from blockscale.compare.comparison import Comparison, compare
+from blockscale.compare.pool import pool
+from blockscale.compare.publish import MOST, publish, thin
+from blockscale.compare.side_by_side import side_by_side
+from blockscale.compare.statistics import Length, drift_of, judge, paired
+from blockscale.compare.stored import run_or_read
+from blockscale.compare.throughput import MEASURES, arms_of, measure, throughput_of
 from blockscale.errors import OptionError, OutOfMemoryError
-from blockscale.train import ModelConfig, stored
-from blockscale.train.compare import Comparison, compare
-from blockscale.train.pool import pool
-from blockscale.train.publish import MOST, publish, thin
-from blockscale.train.side_by_side import side_by_side
-from blockscale.train.statistics import Length, drift_of, judge, paired
-from blockscale.train.stored import run_or_read
-from blockscale.train.throughput import MEASURES, arms_of, measure, throughput_of
+from blockscale.train import ModelConfig
 from support.small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from blockscale.compare.side_by_side import side_by_side
+from blockscale.compare.stored import read
 from blockscale.errors import ProcessError
-from blockscale.train.side_by_side import side_by_side
-from blockscale.train.stored import read
 
 TOLD_TO_END = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from blockscale.train.compare import compare
+from blockscale.compare.comparison import compare
 from support.small_runs import small
 if __name__ == "__main__":
     try:

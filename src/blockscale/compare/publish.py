@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.trainings import Convergence, Points, Training
-from .compare import BASELINE, NULL, Arm, Comparison
+from .comparison import BASELINE, NULL, Arm, Comparison
 from .report import smooth
 from .stored import METRICS, RUNS, Stored, read
 from .throughput import MEASURES, throughput_of

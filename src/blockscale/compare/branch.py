@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from . import checkpoint
-from .config import RunConfig, fingerprint
-from .loop import train
-from .records import Hooks
-from .run import Run
+from ..train import checkpoint
+from ..train.config import RunConfig, fingerprint
+from ..train.loop import train
+from ..train.records import Hooks
+from ..train.run import Run
 from .side_by_side import Lines
 
 FOLDER, BASELINE = "trunks", "bf16"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..bench.trainings import Convergence, Points
 from ..errors import OptionError, message
-from .compare import BASELINE, NOTHING_CONVERTED, NULL
+from .comparison import BASELINE, NOTHING_CONVERTED, NULL
 from .statistics import Gap, Length, judge, noise_of, paired
 
 Arms = dict[str, Convergence]

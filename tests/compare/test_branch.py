@@ -12,13 +12,14 @@ import torch
 from rich.console import Console
 
 import blockscale as bs
+from blockscale.compare import branch, stored, throughput
+from blockscale.compare.branch import StopAfter, trunk
+from blockscale.compare.comparison import BASELINE, NULL, Comparison, compare
+from blockscale.compare.publish import publish
+from blockscale.compare.report import notes, page
 from blockscale.errors import CheckpointError, OptionError
-from blockscale.train import ModelConfig, Run, RunConfig, branch, stored, throughput, train
-from blockscale.train.branch import StopAfter, trunk
-from blockscale.train.compare import BASELINE, NULL, Comparison, compare
-from blockscale.train.publish import publish
+from blockscale.train import ModelConfig, Run, RunConfig, train
 from blockscale.train.records import StepRecord
-from blockscale.train.report import notes, page
 from blockscale.train.view import View
 from support.small_runs import small
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from .compare import BASELINE, CONTROL, NULL, Arm, Comparison
+from .comparison import BASELINE, CONTROL, NULL, Arm, Comparison
 from .statistics import LEAST_SEEDS, LEAST_STEPS, SHORT_RUN_BUDGETS, Verdict
 
 CPU_SPEED = (

@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..train.breakdown import KINDS
 from .answer import (
     CPU_SPEED,
     NOT_TIMED,
@@ -28,9 +29,8 @@ from .answer import (
     share,
     speedups,
 )
-from .breakdown import KINDS
 from .charts import Interval, Line, bars, interval_chart, lines
-from .compare import BASELINE, CONTROL, NULL, Arm, Comparison
+from .comparison import BASELINE, CONTROL, NULL, Arm, Comparison
 from .statistics import resolves
 from .stored import Stored
 

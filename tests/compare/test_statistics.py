@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from blockscale.train.statistics import (
+from blockscale.compare.statistics import (
     LEAST_EVALUATIONS,
     LEAST_EVALUATIONS_OF_FEW_SEEDS,
     LEAST_SEEDS,

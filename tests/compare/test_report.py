@@ -12,11 +12,11 @@ import pytest
 
 from blockscale.cli.compare import STATUSES, status
 from blockscale.cli.main import main
-from blockscale.train.answer import CPU_SPEED, answer, longer_command, speedups
-from blockscale.train.charts import Interval, Line, interval_chart, lines, nice
-from blockscale.train.compare import BASELINE, CONTROL, NULL, Comparison, arms_of
-from blockscale.train.report import head, notes, page, smooth, summary, table, write
-from blockscale.train.stored import Stored
+from blockscale.compare.answer import CPU_SPEED, answer, longer_command, speedups
+from blockscale.compare.charts import Interval, Line, interval_chart, lines, nice
+from blockscale.compare.comparison import BASELINE, CONTROL, NULL, Comparison, arms_of
+from blockscale.compare.report import head, notes, page, smooth, summary, table, write
+from blockscale.compare.stored import Stored
 from support.small_runs import small
 
 LAYER = {"layer": "layers.0.<mlp>", "x": 31.5, "w": None, "dy": 30.0, "fprop": 29.0, "dgrad": 28.5, "wgrad": 27.25}

@@ -19,14 +19,14 @@ from ..autograd import refresh_weights_
 from ..bench.store import where
 from ..errors import BlockscaleError, CheckpointError, NonFiniteError, message
 from ..hardware import describe
-from .breakdown import breakdown
-from .config import RunConfig, fingerprint, to_dict
-from .files import folder_lock
-from .loop import train
-from .metrics import JsonLines
-from .numerics import sample_run
-from .records import Hooks, TrainResult
-from .run import Run
+from ..train.breakdown import breakdown
+from ..train.config import RunConfig, fingerprint, to_dict
+from ..train.files import folder_lock
+from ..train.loop import train
+from ..train.metrics import JsonLines
+from ..train.numerics import sample_run
+from ..train.records import Hooks, TrainResult
+from ..train.run import Run
 
 RUNS, METRICS = "runs", "metrics.jsonl"
 # measurements after a run: quantization noise of every layer, and shares of a step's time

@@ -17,14 +17,14 @@ from typing import Any, NoReturn, TypeVar
 
 from ..autograd import Recipe
 from ..errors import OptionError, message, option
+from ..train.checkpoint import read_about
+from ..train.checks import check_apart, check_seeds
+from ..train.config import RunConfig
+from ..train.data import load
+from ..train.records import Hooks
+from ..train.run import recipe_of
 from .branch import BASELINE, trunk, trunk_of
-from .checkpoint import read_about
-from .checks import check_apart, check_seeds
-from .config import RunConfig
 from .control import CONTROL, CONTROL_RECIPE, SAYS, broken_casts
-from .data import load
-from .records import Hooks
-from .run import recipe_of
 from .side_by_side import Lines, side_by_side
 from .statistics import Gap, Length, Verdict, drift_of, judge, noise_of, paired
 from .stored import MEASUREMENTS, METRICS, Stored, folder_of, read, run_or_read

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ..errors import ProcessError, message, option, option_writer, write_options
-from .records import Evaluation, Hooks, Speed, StepRecord
-from .run import Run
+from ..train.records import Evaluation, Hooks, Speed, StepRecord
+from ..train.run import Run
 
 T = TypeVar("T")
 # in a worker process: set while it runs a task
