@@ -76,9 +76,11 @@ sanitize: ## run every Triton cast under compute-sanitizer, with PYTHON as it is
 bench: ## check and time every cast (ARGS=gemm: every product), with PYTHON as it is, without .venv
 	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)
 
-# With PYTHON as it is, without .venv; goes on where it was cut off. On a GPU: ARGS="--device cuda --workers 12".
-convergence: ## train by five recipes and with six faults, beside bf16 (ten minutes on two cores)
-	PYTHONPATH=src:tools $(PYTHON) -m convergence $(ARGS)
+# Goes on where it was cut off. On a GPU: ARGS="--device cuda --jobs 12". Long enough for a verdict, unlike the demo.
+CONVERGENCE = --recipe.keep-first 0 --recipe.keep-last 0 --recipes fp8_blockwise,mxfp8,nvfp4,mxfp4 --control \
+	--seeds 5 --steps 300 --eval-every 50 --jobs 2 --out out/convergence
+convergence: setup ## train a tiny model by four recipes and a broken one, until there is a verdict (an hour on two cores)
+	@OMP_NUM_THREADS=1 $(PY) -m blockscale compare tiny $(CONVERGENCE) $(ARGS)
 
 # Everything through $(PY): tools that come with a borrowed torch have no command in .venv/bin.
 lint: setup ## check style, types, layers and spelling
