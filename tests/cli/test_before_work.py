@@ -80,7 +80,6 @@ WRONG: list[tuple[str, str]] = [
     ("speed tiny --weight-casts nonsense", "unknown --weight-casts"),
     ("speed tiny --timed 1", "--timed 1"),
     ("speed tiny --batch 0", "--batch 0"),
-    ("collect nowhere", "no folder nowhere"),
     ("advise nowhere/at/all", "no folder nowhere/at/all"),
     ("advise tinny", "unknown preset"),
     ("advise tiny --machine h300", "unknown machine"),
@@ -147,7 +146,8 @@ FILES = {
     "tune llama3-8b --out": ".json",
     "tune llama3-8b --json": ".jsonl",
     "roofline --plot": ".svg",
-    "collect . --json": ".jsonl",
+    "compare tiny --rows": ".jsonl",
+    "speed tiny --rows": ".jsonl",
     "advise tiny --device cpu --out": ".json",
 }
 FOLDERS = ("train tiny --folder", "train tiny --export", "train tiny --data.cache", "compare tiny --out", "speed --out")

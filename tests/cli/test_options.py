@@ -35,7 +35,6 @@ MISSPELT = {
     "train": ("--step", "--steps"),
     "compare": ("--recipe", "--recipes"),
     "speed": ("--timeds", "--timed"),
-    "collect": ("--jsn", "--json"),
     "advise": ("--gradient-budge", "--gradient-budget"),
     "roofline": ("--recipe", "--recipes"),
 }
@@ -84,7 +83,7 @@ def test_a_prefix_of_an_option_is_refused_and_the_option_proposed(
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_stray_word_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    first = NEEDS.get(command) or {"bench": ["casts"], "collect": ["out"], "roofline": ["mlp"]}.get(command, [])
+    first = NEEDS.get(command) or {"bench": ["casts"], "roofline": ["mlp"]}.get(command, [])
     first = first or (["llama3-8b"] if command in ("warmup", "tune") else [])
     assert refused(capsys, command, *first, "stray").startswith("'stray' belongs to no option.")
 
@@ -170,8 +169,6 @@ def test_invalid_words_are_refused(words: list[str], what: str, fix: str, capsys
     [
         ("train tiny --since -1", "pass --since 0 to 99, or leave it out."),
         ("train tiny --since 100", "pass --since 0 to 99, or leave it out."),
-        ("collect", "blockscale compare tiny, which writes out/compare; or name the folder of its --out."),
-        ("collect nowhere", "blockscale compare tiny, which writes out/compare; or name the folder of its --out."),
         ("formats --plot .png", "--plot x.png."),
         ("formats --plot deep/.svg", "--plot deep/x.png."),
     ],
@@ -349,7 +346,7 @@ def _of_speed(preset: RunConfig) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("words", "cli", "python"),
     [
-        (["--steps", "0"], "--steps 0. Rule: it is 1 or more. Fix: pass --steps 1 or more.", "steps=0"),
+        (["--steps", "0"], "--steps 0. Rule: it is a count from 1 to 2**31 - 1. Fix: pass --steps 1 or more.", "steps=0"),
         (["--layers", "0"], "--layers 0.", "model.layers=0"),
         (["--since", "-1"], "--since -1 of 100 steps", "recipe.since=-1"),
         (["--sequence", "1"], "pass --sequence 2 or more", "data.sequence=1"),
@@ -422,7 +419,7 @@ def test_errors_of_subprocesses_name_options(tmp_path: Path) -> None:
         "from blockscale.compare.side_by_side import side_by_side\n"
         "if __name__ == '__main__':\n"
         "    write_options(as_flag)\n"
-        "    print([text for _, text in side_by_side(option, [('recipe.since', 5)], 1)])\n"
+        "    print(side_by_side(option, [('recipe.since', 5)], 1))\n"
     )
     (tmp_path / "script.py").write_text(code)
     result = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
@@ -437,7 +434,7 @@ PAGES = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*
 
 def commands_of(page: Path) -> list[list[str]]:
     """Commands on a page, in backticks or on separate lines."""
-    text = page.read_text().replace("$(DEMO)", "").replace("$(ARGS)", "")
+    text = page.read_text().replace("$(DEMO)", "").replace("$(CONVERGENCE)", "").replace("$(ARGS)", "")
     found = [words for each in re.findall(r"`(blockscale [^`]+)`", text) for words in each.split(";")]
     found += re.findall(r"^(?:\$ |\t.*-m )?(blockscale [^`\n]+)$", text, re.MULTILINE)
     split = (shlex.split(each.replace("\n", " "), comments=True)[1:] for each in found)

@@ -74,7 +74,7 @@ def test_invalid_paths_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["train", "tiny", *quick, "--export", str(tmp_path / "file")],
         ["compare", "tiny", *quick, "--out", str(tmp_path / "file")],
         ["compare", "tiny", *quick, "--seeds", "0"],
-        ["collect", str(tmp_path), "--json", str(tmp_path / "file" / "a.jsonl")],
+        ["compare", "tiny", *quick, "--rows", str(tmp_path / "file" / "a.jsonl")],
     ):
         status = main(words)
         said = capsys.readouterr()

@@ -12,14 +12,13 @@ import torch
 from rich.console import Console
 
 import blockscale as bs
-from blockscale.compare import branch, stored, throughput
-from blockscale.compare.branch import StopAfter, trunk
-from blockscale.compare.comparison import BASELINE, NULL, Comparison, compare
-from blockscale.compare.publish import publish
-from blockscale.compare.report import notes, page
+from blockscale.compare import comparison, stored, throughput
+from blockscale.compare.comparison import BASELINE, NULL, Comparison, compare, trunk
+from blockscale.compare.report import notes
+from blockscale.compare.rows import rows_of
 from blockscale.errors import CheckpointError, OptionError
 from blockscale.train import ModelConfig, Run, RunConfig, train
-from blockscale.train.records import StepRecord
+from blockscale.train.records import StepRecord, StopAfter
 from blockscale.train.view import View
 from support.small_runs import small
 
@@ -65,22 +64,17 @@ def test_the_first_gap_is_that_of_rounding(found: Comparison, folder: Path):
 def test_the_branch_step_is_reported(found: Comparison):
     assert found.branch_at == AT
     assert any("up to step 3" in note for note in notes(found))
-    assert "bf16 up to step 3" in page(found)
 
 
-def test_branched_runs_are_published_separately(found: Comparison, folder: Path):
-    whole = compare(LITTLE, ["mxfp8"], 2, out=folder)
-    assert whole.branch_at == 0
-    lines = publish(folder).lines
-    assert sorted((line.branch_at, line.arm) for line in lines) == [  # pyright: ignore[reportAttributeAccessIssue]
-        (at, arm) for at in (0, AT) for arm in ("bf16", "mxfp8", "null")
-    ]
-    assert len({line.key for line in lines}) == 6
+def test_rows_of_branched_runs_have_keys_of_their_own(found: Comparison):
+    rows = rows_of(found)
+    assert {(row.branch_at, row.arm) for row in rows} == {(AT, arm) for arm in ("bf16", "null", "mxfp8")}
+    assert {row.key for row in rows}.isdisjoint({replace(row, branch_at=0).key for row in rows})
 
 
 def test_each_step_has_a_trunk_of_its_own(tmp_path: Path):
     """A checkpoint of a later step exists; the shorter trunk is a run of its own."""
-    assert [trunk(LITTLE, step, tmp_path, []).name for step in (2, 1)] == ["step-00000002", "step-00000001"]
+    assert [trunk(LITTLE, step, tmp_path).name for step in (2, 1)] == ["step-00000002", "step-00000001"]
 
 
 def test_a_finished_comparison_needs_no_trunk(
@@ -88,7 +82,7 @@ def test_a_finished_comparison_needs_no_trunk(
 ):
     """Also if its folder was moved, and whether its path is absolute or relative."""
     shutil.copytree(folder / "runs", tmp_path / "moved" / "runs")
-    for module in (branch, stored):
+    for module in (comparison, stored):
         monkeypatch.setattr(module, "train", lambda *args, **named: pytest.fail("trained"))
     monkeypatch.chdir(tmp_path)
     for out in (Path("moved"), tmp_path / "moved"):
@@ -99,7 +93,7 @@ def test_an_interrupted_trunk_resumes(tmp_path: Path):
     config = replace(LITTLE, save_every=1)
     with pytest.raises(KeyboardInterrupt):
         trunk(config, AT, tmp_path, [StopAfter(2)])
-    made = trunk(config, AT, tmp_path, [])
+    made = trunk(config, AT, tmp_path)
     assert made.name == "step-00000003"
     again = replace(config, start=made, folder=tmp_path / "own", recipe=replace(config.recipe, name="mxfp8"))
     train(again, hooks=[StopAfter(4)])
@@ -108,7 +102,7 @@ def test_an_interrupted_trunk_resumes(tmp_path: Path):
 
 
 def test_start_from_a_given_checkpoint(tmp_path: Path):
-    made = trunk(LITTLE, AT, tmp_path, [])
+    made = trunk(LITTLE, AT, tmp_path)
     found = compare(replace(LITTLE, start=made), ["mxfp8"], out=tmp_path)
     assert found.branch_at == AT
     assert found.gap("mxfp8").is_finite
@@ -180,7 +174,7 @@ def test_a_comparison_of_recipes_that_begin_later(tmp_path: Path):
     assert found.along("mxfp8")[-1][1] != 0
     assert "from step 3 on" in found.arms[-1].says
     assert any("from step 3 on" in each for each in notes(found))
-    lines = publish(tmp_path).lines
+    lines = rows_of(found)
     assert {each.since for each in lines} == {AT}
     assert {each.key for each in lines}.isdisjoint({replace(each, since=0).key for each in lines})
 

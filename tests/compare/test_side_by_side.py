@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from blockscale.compare.side_by_side import side_by_side
-from blockscale.compare.stored import read
 from blockscale.errors import ProcessError
 
 TOLD_TO_END = """
@@ -31,8 +30,11 @@ if __name__ == "__main__":
 """
 
 
+# torch is imported within tests alone: worker processes import this module
 @pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.sweep), "SIGTERM to all", "SIGKILL"])
 def test_worker_processes_end_with_their_parent(how: str, tmp_path: Path):
+    from blockscale.compare.stored import read
+
     program = tmp_path / "program.py"
     program.write_text(TOLD_TO_END)
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
@@ -62,7 +64,18 @@ def killed(place: int) -> int:
 
 def test_a_killed_process_raises_a_message():
     with pytest.raises(ProcessError, match=r"ended without a message.*memory runs out.*__main__.*fewer jobs"):
-        list(side_by_side(killed, [(1,)], jobs=1))
+        side_by_side(killed, [(1,)], jobs=1)
+
+
+def test_nothing_begins_after_an_error(tmp_path: Path):
+    tasks = [(tmp_path / "one",), (tmp_path / "no folder" / "two",), (tmp_path / "three",)]
+    with pytest.raises(FileNotFoundError):
+        side_by_side(Path.touch, tasks, 1)
+    assert [each.name for each in tmp_path.iterdir()] == ["one"]
+
+
+def test_results_have_the_order_of_their_tasks():
+    assert side_by_side(pow, [(place, 2) for place in range(4)], 2) == [0, 1, 4, 9]
 
 
 def is_gone(group: int) -> bool:

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from blockscale.compare import stored
-from blockscale.compare.branch import StopAfter
 from blockscale.errors import CheckpointError
 from blockscale.train import DataConfig, Run, files, train
 from blockscale.train import checkpoint as checkpoints
 from blockscale.train.files import folder_lock
+from blockscale.train.records import StopAfter
 from support.small_runs import DENSE, small
 
 RUN = small("bf16", model=replace(DENSE, layers=1), steps=3)
@@ -47,7 +47,7 @@ def test_keep_limits_the_checkpoints(tmp_path: Path):
 def test_tensors_are_those_of_the_plain_model(folder: Path):
     about = checkpoints.read_about(folder / "step-00000002")
     names = [name.removeprefix("model.") for name in about["tensors"] if name.startswith("model.")]
-    from blockscale.train import Transformer
+    from blockscale.models import Transformer
 
     assert names == sorted(Transformer.build(RUN.model, 16, device="meta").state_dict())
     assert "optimizer.embedding.weight.exp_avg_sq" in about["tensors"]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from blockscale.autograd.weights import shared_weights
-from blockscale.compare.branch import StopAfter
 from blockscale.errors import CheckpointError, OptionError
 from blockscale.train import DataConfig, Hooks, OptimizerConfig, RecipeConfig, Run, TrainResult, loop, train
+from blockscale.train.records import StopAfter
 from support.small_runs import DENSE, SPARSE, small
 
 

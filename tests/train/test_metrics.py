@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from blockscale.compare import stored
-from blockscale.compare.branch import StopAfter
 from blockscale.diagnostics import store
 from blockscale.errors import OptionError
 from blockscale.train import Hooks, Run, train
 from blockscale.train.metrics import JsonLines, TensorBoard
 from blockscale.train.numerics import NumericsLog
+from blockscale.train.records import StopAfter
 from blockscale.train.view import View
 from support.small_runs import DENSE, small
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from .. import env
-from ..train.checks import check_seeds
+from ..train.checks import check_comparison, check_seeds
 from ..train.presets import get_preset
 from . import arguments
 from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..compare.comparison import Comparison
+    from ..train.records import Hooks, TrainResult
+    from ..train.run import Run
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Options(RunOptions):
     """Largest accepted gap in percent; None: 0.25 for 8 and 6 bits, 2 for 4 bits."""
     jobs: int = 1
     """Parallel runs, each in its own process: for models too small to fill a GPU. Speeds are not shown then."""
+    rows: Path | None = None
+    """File to store a row for each arm in, such as training-h200.jsonl; rows of the same key are replaced."""
     commit: str | None = None
     """Commit to record if the source is not a git checkout."""
     control: bool = False
@@ -70,19 +76,23 @@ def run(options: Options | None = None) -> int:
     env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console()
     with console.status("importing torch ..."):
+        from ..bench import trainings
         from ..compare.comparison import compare
-        from ..compare.report import write
+        from ..compare.page import write
+        from ..compare.rows import rows_of
+
+    if options.rows is not None:
+        trainings.read(options.rows)  # a file of another kind is refused before any work
 
     began = time.perf_counter()
-    total = options.seeds * (len({*recipes, "bf16", "null"}) + bool(options.branch_at) + options.control)
-    with _Progress(console, total) as shown:
+    with _progress(console) as hooks:
         found = compare(
             options.config,
             recipes,
             range(options.seed, options.seed + options.seeds),
             out=options.out,
             budget=None if budget is None else budget / 100,
-            hooks=shown.hooks,
+            hooks=hooks,
             jobs=options.jobs,
             commit=options.commit,
             branch_at=options.branch_at,
@@ -91,6 +101,9 @@ def run(options: Options | None = None) -> int:
     _show(console, found)
     page = write(found, options.out / "report.html")
     console.print(f"wrote {page} in {time.perf_counter() - began:.0f} s", highlight=False)
+    if options.rows is not None:
+        trainings.write(options.rows, rows_of(found))
+        console.print(f"stored {len(found.arms)} rows in {options.rows}", highlight=False)
     return status(found, options.require_verdict)
 
 
@@ -115,70 +128,55 @@ def _checked(options: Options) -> list[str]:
         arguments.refuse(f"--require-verdict with --recipes {' '.join(recipes)}", rule, fix)
     check_seeds(options.seed, options.seeds)
     arguments.at_least(1, options.jobs, "--jobs", "at least one run at a time")
-    arguments.at_least(1, options.eval_batches, "--eval-batches", "losses on held-out text are compared")
-    arguments.at_least(0, options.branch_at, "--branch-at", "runs branch after that step; 0: at the start")
-    if options.branch_at and options.branch_at >= options.steps:
-        rule, fix = "runs branch before the last step", f"pass --branch-at {options.steps - 1} or less"
-        arguments.refuse(f"--branch-at {options.branch_at} of {options.steps} steps", rule, fix)
+    check_comparison(options.config, range(options.seeds), options.branch_at, options.out)
     if options.budget is not None and not 0 < options.budget < 100:
         arguments.refuse(f"--budget {options.budget:g}", "it is a percentage of the loss", "pass --budget 0.25")
     arguments.check_writable(options.out, "--out", is_folder=True)
+    arguments.check_writable(options.rows, "--rows")
     return recipes
 
 
-class _Progress:
-    """One progress bar for all steps of all runs; plain lines without a terminal."""
+@contextmanager
+def _progress(console: Console) -> Generator[Callable[[str], list[Hooks]]]:
+    """Context with the factory of a run's hooks: one progress bar that shows the current run, or plain lines without a
+    terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    def __init__(self, console: Console, total: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from ..train.records import Hooks
+    from ..train.view import Lines
 
-        columns = (TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn(), TimeRemainingColumn())
-        self.console, self.total, self.begun = console, total, 0
-        self.bar = Progress(*columns, console=console, transient=True)
-        self.task: Any = None
-
-    def __enter__(self) -> _Progress:
-        self.bar.start()
-        self.task = self.bar.add_task("running", total=None)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def hooks(self, arm: Any, seed: int) -> list[Any]:
-        """Hooks that update the bar for the next run."""
-        from ..compare.side_by_side import Lines
-        from ..train.records import Hooks
-
-        progress, self.begun = self, self.begun + 1
-        place, name = self.begun, f"run {self.begun} of {self.total}: {arm.name}, seed {seed}"
+    columns = (TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
 
         class Watch(Hooks):
-            def before_step(self, run: Any) -> None:
-                steps = run.config.steps
-                done = (place - 1) * steps + run.step
-                progress.bar.update(progress.task, completed=done, total=progress.total * steps, description=name)
+            def __init__(self, title: str) -> None:
+                self.title, self.task = title, bar.add_task(title)
 
-            def on_end(self, run: Any, result: Any) -> None:
-                said = f"loss {result.loss:.4f}" if result.evaluations else f"{result.steps} steps"
-                progress.console.print(f"{name}: {said}", highlight=False)
+            def before_step(self, run: Run) -> None:
+                bar.update(self.task, completed=run.step, total=run.config.steps)
 
-        return [Watch(), *([] if self.console.is_terminal else [Lines(name)])]
+            def on_end(self, run: Run, result: TrainResult) -> None:
+                bar.remove_task(self.task)
+                console.print(f"{self.title}: loss {result.loss:.4f}", highlight=False)
+
+        yield lambda title: [Watch(title) if console.is_terminal else Lines(title)]
 
 
 def _show(console: Console, found: Comparison) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..compare.report import head, summary, table
+    from ..compare.report import summary, table
 
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for name in head(found):
+    rows = table(found)
+    for name in rows[0]:
         is_text = name in ("recipe", "verdict")
         shown.add_column(name, justify="left" if is_text else "right", no_wrap=name != "verdict")
-    for arm, (name, said, *figures) in zip(found.arms, table(found), strict=True):
+    for arm, row in zip(found.arms, rows, strict=True):
         verdict = found.verdict(arm)
-        shown.add_row(name, f"[{_COLOURS[verdict.tone]}]{said}[/]" if verdict else "", *figures)
+        colour = {"verdict": f"[{_COLOURS[verdict.tone]}]{row['verdict']}[/]"} if verdict else {}
+        shown.add_row(*(row | colour).values())
     console.print(shown)
     for line in summary(found):
         console.print(line, highlight=False)

@@ -21,7 +21,6 @@ USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help f
   train     train a model with a recipe
   compare   train with several recipes in paired runs: convergence and speed
   speed     time training steps with several recipes: tokens/s, memory, breakdown of the step time
-  collect   store the results of compare and speed as JSON lines
   advise    which layers to keep in bf16 for a loss budget, and the cost in speed
   roofline  upper bound on the speedup of a model's layers, and from how many tokens on
 """
@@ -40,7 +39,6 @@ COMMANDS = (
     "train",
     "compare",
     "speed",
-    "collect",
     "advise",
     "roofline",
 )

@@ -69,6 +69,8 @@ class Options(RunOptions):
     """Timed steps."""
     out: Path = Path("out/speed")
     """Folder of the runs; finished runs in it are not repeated."""
+    rows: Path | None = None
+    """File to store a row for each arm in, such as training-h200.jsonl; rows of the same key are replaced."""
     commit: str | None = None
     """Commit to record if the source is not a git checkout."""
 
@@ -86,15 +88,23 @@ def run(options: Options | None = None) -> int:
     arguments.at_least(2, options.timed, "--timed", "a spread needs two steps")
     check_run(options.config)
     arguments.check_writable(options.out, "--out", is_folder=True)
+    arguments.check_writable(options.rows, "--rows")
     env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console(WIDTH)
     with console.status("importing torch ..."):
+        from ..bench import trainings
         from ..compare.throughput import arms_of, measure
+
+    if options.rows is not None:
+        trainings.read(options.rows)  # a file of another kind is refused before any work
 
     arms = arms_of(options.config, recipes, *map(_unique, (options.compiles, options.weight_casts)))
     console.print(f"{options.name}: {len(arms)} arms, {options.warm_up} + {options.timed} steps each", highlight=False)
     rows = measure(arms, out=options.out, warm_up=options.warm_up, timed=options.timed, commit=options.commit)
     _show(console, rows)
+    if options.rows is not None:
+        trainings.write(options.rows, rows)
+        console.print(f"stored {len(rows)} rows in {options.rows}", highlight=False)
     return 1 if any(row.failed for row in rows) else 0
 
 

@@ -2,36 +2,37 @@
 
 All runs of a seed start from the same weights and see the same sequences in the same order; only the recipe differs.
 The null run is bf16 with another reduction order, see `null_of`. Each run has a folder with one file of JSON lines, the
-only source of tables and page. An interrupted comparison resumes with the missing runs; a repetition with more seeds or
-recipes runs only the new ones. Runs may share their first steps, see `branch`. A control arm with a known fault may run
-beside them, see `control`.
+only source of tables, page and rows. An interrupted comparison resumes with the missing runs; a repetition with more
+seeds or recipes runs only the new ones. A control arm with a known fault may run beside them, see `control`.
+
+Runs may branch from one bf16 checkpoint (`branch_at`): two runs of the same precision diverge in their first few
+hundred steps (docs/design/training.md), so runs with a shared start resolve smaller differences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ..autograd import Recipe
-from ..errors import OptionError, message, option
-from ..train.checkpoint import read_about
-from ..train.checks import check_apart, check_seeds
-from ..train.config import RunConfig
+from ..train import checkpoint
+from ..train.checks import check_comparison, check_seeds, refuse_if
+from ..train.config import RunConfig, fingerprint
 from ..train.data import load
-from ..train.records import Hooks
+from ..train.loop import train
+from ..train.records import Hooks, StopAfter
 from ..train.run import recipe_of
-from .branch import BASELINE, trunk, trunk_of
+from ..train.view import Lines
 from .control import CONTROL, CONTROL_RECIPE, SAYS, broken_casts
-from .side_by_side import Lines, side_by_side
+from .side_by_side import side_by_side
 from .statistics import Gap, Length, Verdict, drift_of, judge, noise_of, paired
 from .stored import MEASUREMENTS, METRICS, Stored, folder_of, read, run_or_read
 
 T = TypeVar("T")
-NULL = "null"
-_SINGLE_RUN_OPTIONS = ("folder", "export", "tensorboard", "numerics_every", "profile", "resume")
+BASELINE, NULL, TRUNKS = "bf16", "null", "trunks"
 NOTHING_CONVERTED = Verdict("undecided", "no layer was converted: it is bf16 (see keep_first and keep_last)")
 # accepted relative gap, by the bits of a recipe's narrowest element
 BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
@@ -39,8 +40,7 @@ BUDGETS = {8: 0.0025, 6: 0.0025, 4: 0.02}
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm of a comparison.  says: description, stored in rows and compared when seeds are pooled.  budget: largest
-    accepted gap; None: the arm has no verdict."""
+    """An arm of a comparison.  says: description, stored in rows.  budget: largest accepted gap; None: no verdict."""
 
     name: str
     says: str
@@ -54,12 +54,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs of a comparison.  runs: by arm, one for each seed, in the order of `seeds`.  out: their folder."""
+    """All runs of a comparison.  runs: by arm, one for each seed, in the order of `seeds`."""
 
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     runs: dict[str, tuple[Stored, ...]]
-    out: Path | None = None
 
     def gap(self, name: str) -> Gap:
         """Paired relative gap of an arm's final losses to the baseline's."""
@@ -104,6 +103,11 @@ class Comparison:
         """Highest speed among an arm's seeds: disturbances only slow a machine down."""
         return max(float(run.end.get("tokens_per_second", 0.0)) for run in self.runs[name])
 
+    def peak_memory(self, name: str) -> int | None:
+        """Most bytes among an arm's seeds; None on a CPU."""
+        known = [run.end["peak_memory"] for run in self.runs[name] if run.end.get("peak_memory") is not None]
+        return max(known, default=None)
+
     @property
     def branch_at(self) -> int:
         """Last step that all runs of a seed share; 0: they differ from the first step."""
@@ -127,7 +131,7 @@ class Comparison:
 def null_of(config: RunConfig) -> tuple[RunConfig, str]:
     """Config and description of the null run: bf16 with another reduction order. Each step sees the same sequences.
 
-    >>> from .presets import get_preset
+    >>> from blockscale.train import get_preset
     >>> null_of(get_preset("125m"))[1]
     'bf16 with each microbatch of 32 sequences in 2 parts of 16, whose gradients are added'
     """
@@ -139,8 +143,8 @@ def null_of(config: RunConfig) -> tuple[RunConfig, str]:
         split = {"batch": batch // parts, "accumulate": accumulate * parts, "eval_batches": config.eval_batches * parts}
         return replace(config, **split), f"bf16 with {says}"
     chunks = 2 * config.loss_chunks
-    says = f"bf16 with the loss of {config.data.sequence} symbols in {chunks} pieces, whose gradients are added"
-    return replace(config, loss_chunks=chunks), says
+    says = f"the loss of {config.data.sequence} symbols in {chunks} pieces, whose gradients are added"
+    return replace(config, loss_chunks=chunks), f"bf16 with {says}"
 
 
 def arms_of(
@@ -165,8 +169,8 @@ def config_of(name: str, config: RunConfig) -> RunConfig:
 
 
 def _bits(recipe: Recipe) -> int:
-    formats = [each for each in recipe.formats().values() if each is not None]
-    return 4 if any("fp4" in each for each in formats) else 6 if any("fp6" in each for each in formats) else 8
+    formats = str([*recipe.formats().values()])
+    return 4 if "fp4" in formats else 6 if "fp6" in formats else 8
 
 
 def compare(
@@ -176,7 +180,7 @@ def compare(
     *,
     out: Path,
     budget: float | None = None,
-    hooks: Callable[[Arm, int], Sequence[Hooks]] = lambda arm, seed: (),
+    hooks: Callable[[str], Sequence[Hooks]] = lambda title: (),
     jobs: int = 1,
     commit: str | None = None,
     branch_at: int = 0,
@@ -185,7 +189,7 @@ def compare(
     """Train the missing runs, and read all of them.
 
     recipes: names; bf16 and the null run are always included.  seeds: how many, or which.  out: folder of the runs.
-    budget: accepted relative gap, such as 0.0025.  hooks: factory of the hooks of a run; unused with several jobs.
+    budget: accepted relative gap, such as 0.0025.  hooks: hooks of a run from its title; plain lines with several jobs.
     jobs: concurrent runs, each in its own process; speeds are then not comparable.  commit: recorded if there is no
     git.  branch_at: steps of bf16 that all runs of a seed share; with `config.start` they start from that checkpoint.
     control: adds an arm with a fault that must come out as worse.
@@ -193,115 +197,54 @@ def compare(
     if isinstance(seeds, int) and seeds > 0:
         check_seeds(0, seeds)
     chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not chosen:
-        raise OptionError(
-            message(
-                option("seeds", repr(seeds)),
-                rule="a comparison has at least one seed",
-                fix=f"pass {option('seeds', 1)} or more",
-            )
-        )
-    _check_shared(config, out)
-    _check_branch(config, chosen, branch_at)
+    check_comparison(config, chosen, branch_at, out)
     arms = arms_of(config, recipes, budget, control=control)
-    starts = dict.fromkeys(chosen, config.start)
-    if branch_at:
-        starts |= {seed: trunk_of(replace(config, seed=seed), branch_at, out) for seed in chosen}
     # seed by seed, so that an interrupted comparison has complete pairs
-    pairs = [(arm, seed) for seed in chosen for arm in arms]
-    configs = [replace(config_of(arm.name, config), seed=seed, start=starts[seed]) for arm, seed in pairs]
-    kept = [read(folder_of(arm.name, each, out) / METRICS) for (arm, _), each in zip(pairs, configs, strict=True)]
-    _check_text(config, kept, out)
+    plan = [(arm, _config_of_seed(arm.name, config, seed, branch_at, out)) for seed in chosen for arm in arms]
+    runs = [read(folder_of(arm.name, its, out) / METRICS) for arm, its in plan]
+    missing = [place for place, run in enumerate(runs) if not run.is_done]
+    done = [run for run in runs if run.is_done]
+    # finished runs are compared with the text that the missing ones would read, before any training
+    _check_text(out, done, [load(config.data).hash] if done and missing else [])
     if branch_at:
-        needed = sorted({seed for (_, seed), run in zip(pairs, kept, strict=True) if not run.is_done})
-        trunks = [(replace(config, seed=seed), branch_at, out) for seed in needed]
-        shared = replace(arms[0], name=f"{BASELINE} up to step {branch_at}")
-        for _ in _each(trunk, trunks, jobs, lambda place: hooks(shared, needed[place])):
-            pass
+        seeds_left = sorted({plan[place][1].seed for place in missing})
+        trunks = {f"{BASELINE} up to step {branch_at}, seed {seed}": replace(config, seed=seed) for seed in seeds_left}
+        _all(trunk, {title: (its, branch_at, out) for title, its in trunks.items()}, jobs, hooks)
     elif config.start is not None:
-        branch_at = read_about(config.start)["step"]
+        branch_at = checkpoint.read_about(config.start)["step"]
     facts = {"jobs": jobs} | ({"branch_at": branch_at} if branch_at else {})
-    tasks = [
-        (arm, each, out, facts, MEASUREMENTS if seed == chosen[0] else (), commit)
-        for (arm, seed), each in zip(pairs, configs, strict=True)
-    ]
-    found = dict(_each(_run, tasks, jobs, lambda place: hooks(*pairs[place])))
-    runs: dict[str, list[Stored]] = {arm.name: [] for arm in arms}
-    for place, (arm, _) in enumerate(pairs):
-        runs[arm.name].append(found[place])
-    _check_same(out, [run for each in runs.values() for run in each])
-    return Comparison(arms, chosen, {name: tuple(each) for name, each in runs.items()}, out)
+    tasks: dict[str, tuple[Any, ...]] = {}
+    for count, (arm, its) in enumerate((plan[place] for place in missing), 1):
+        title = f"run {count} of {len(missing)}: {arm.name}, seed {its.seed}"
+        tasks[title] = (arm, its, out, facts, MEASUREMENTS if its.seed == chosen[0] else (), commit)
+    for place, run in zip(missing, _all(_run, tasks, jobs, hooks), strict=True):
+        runs[place] = run
+    _check_text(out, runs)
+    by_arm = {arm.name: tuple(run for (its, _), run in zip(plan, runs, strict=True) if its is arm) for arm in arms}
+    return Comparison(arms, chosen, by_arm)
 
 
-def _check_text(config: RunConfig, kept: Sequence[Stored], out: Path) -> None:
-    """Raise, before any training, if finished runs used another text than the missing runs would."""
-    done = [run for run in kept if run.is_done]
-    _check_same(out, done, [load(config.data).hash] if done and len(done) < len(kept) else [])
+def _config_of_seed(name: str, config: RunConfig, seed: int, branch_at: int, out: Path) -> RunConfig:
+    start = _trunk_of(replace(config, seed=seed), branch_at, out) if branch_at else config.start
+    return replace(config_of(name, config), seed=seed, start=start)
 
 
-def _check_same(out: Path, runs: Sequence[Stored], more: Sequence[str] = ()) -> None:
+def _check_text(out: Path, runs: Sequence[Stored], more: Sequence[str] = ()) -> None:
     texts = {*(run.about["data_hash"] for run in runs if "data_hash" in run.about), *more}
-    if len(texts) > 1:
-        raise OptionError(
-            message(
-                f"{out} has runs of different text: {', '.join(sorted(texts))}",
-                rule="runs are compared on the same text",
-                fix="name another folder, or delete this one",
-            )
-        )
+    what = f"{out} has runs of different text: {', '.join(sorted(texts))}"
+    refuse_if(len(texts) > 1, what, "runs are compared on the same text", "name another folder, or delete this one")
 
 
-def _check_shared(config: RunConfig, out: Path) -> None:
-    """Raise for options that runs of a comparison cannot share, and for missing ones that they need."""
-    check_apart(config, out)
-    for name in _SINGLE_RUN_OPTIONS:
-        if getattr(config, name):
-            raise OptionError(
-                message(
-                    f"compare with {option(name, getattr(config, name))}",
-                    rule="each run of a comparison has a folder of its own below out, with its metrics alone",
-                    fix=f"leave {option(name)} out, or pass it to train",
-                )
-            )
-    if not config.eval_batches:
-        raise OptionError(
-            message(
-                f"compare with {option('eval_batches', 0)}",
-                rule="losses on held-out text are compared",
-                fix=f"pass {option('eval_batches', 1)} or more",
-            )
-        )
-
-
-def _check_branch(config: RunConfig, seeds: Sequence[int], branch_at: int) -> None:
-    def refuse(what: str, rule: str, fix: str) -> NoReturn:
-        raise OptionError(message(what, rule=rule, fix=fix))
-
-    at, since, start = option("branch_at", branch_at), config.recipe.since, config.start
-    if branch_at and not 0 < branch_at < config.steps:
-        rule = "runs share at least one step, and differ before the last"
-        refuse(f"{at} of {config.steps} steps", rule, f"pass 1 to {config.steps - 1}, or 0")
-    if since and branch_at:
-        rule = "recipes begin where runs branch, or at a step of runs that differ from step 0"
-        refuse(f"{at} and {option('recipe.since', since)}", rule, "leave one of them out")
-    if start is not None and branch_at:
-        rule = "runs start from one checkpoint"
-        refuse(f"{at} and {option('start', start)}", rule, "leave one of them out")
-    if start is not None and len(seeds) > 1:
-        rule = "a checkpoint belongs to one seed"
-        fix = f"pass {option('branch_at')}, which makes one for each seed"
-        refuse(f"{option('start', start)} for {len(seeds)} seeds", rule, fix)
-
-
-def _each(
-    function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], jobs: int, hooks: Callable[[int], Sequence[Hooks]]
-) -> Iterator[tuple[int, T]]:
-    """(index, result) of each task: in this process with hooks, or `jobs` at a time in worker processes."""
-    if jobs > 1:
-        yield from side_by_side(function, tasks, jobs)
-    else:
-        for place, task in enumerate(tasks):
-            yield place, function(*task, hooks(place))
+def _all(
+    function: Callable[..., T],
+    tasks: Mapping[str, tuple[Any, ...]],
+    jobs: int,
+    hooks: Callable[[str], Sequence[Hooks]],
+) -> list[T]:
+    """Results of tasks by title: one by one in this process with hooks, or `jobs` at a time in worker processes."""
+    if jobs == 1:
+        return [function(*task, hooks(title)) for title, task in tasks.items()]
+    return side_by_side(function, [(*task, [Lines(title)]) for title, task in tasks.items()], jobs)
 
 
 def _run(
@@ -311,13 +254,31 @@ def _run(
     facts: dict[str, Any],
     measurements: Sequence[str],
     commit: str | None,
-    hooks: Sequence[Hooks] | None = None,
+    hooks: Sequence[Hooks],
 ) -> Stored:
-    """One run, read from its file or trained now.  hooks: None in a worker process, which prints plain lines."""
     facts = {"name": arm.name, "says": arm.says, "budget": arm.budget, **facts}
-    watching = [Lines(f"{arm.name}, seed {config.seed}")] if hooks is None else hooks
     with broken_casts() if arm.name == CONTROL else nullcontext():
-        return run_or_read(arm.name, config, out, watching, arm=facts, measurements=measurements, commit=commit)
+        return run_or_read(arm.name, config, out, hooks, arm=facts, measurements=measurements, commit=commit)
 
 
-__all__ = ["BASELINE", "CONTROL", "NULL", "Arm", "Comparison", "arms_of", "compare", "config_of", "null_of"]
+def _trunk_of(config: RunConfig, step: int, out: Path) -> Path:
+    """Path of the checkpoint that `trunk` writes."""
+    folder = out / TRUNKS / f"step{step}-seed{config.seed}-{fingerprint(_bf16(config))}"
+    return folder / checkpoint.name_of(step)
+
+
+def _bf16(config: RunConfig) -> RunConfig:
+    return replace(config, recipe=replace(config.recipe, name=BASELINE), folder=None, resume=False)
+
+
+def trunk(config: RunConfig, step: int, out: Path, hooks: Sequence[Hooks] = ()) -> Path:
+    """bf16 checkpoint of a step that the runs of every recipe start from; trained if it does not exist.
+
+    config: the whole run, whose learning-rate schedule applies.  out: folder of the comparison.
+    """
+    made = _trunk_of(config, step, out)
+    if not made.exists():
+        train(replace(_bf16(config), folder=made.parent, resume=True), hooks=[StopAfter(step), *hooks])
+        if not made.exists():
+            raise KeyboardInterrupt
+    return made

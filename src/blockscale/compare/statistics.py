@@ -76,8 +76,6 @@ def paired(losses: Sequence[float], base: Sequence[float]) -> Gap:
 
     >>> print(paired([2.02, 2.04], [2.0, 2.0]))
     +1.50 ± 6.35 %
-    >>> paired([float("inf"), 2.0], [2.0, float("inf")]).values  # a run that failed, and a baseline that failed
-    (inf, nan)
     """
     return Gap(tuple(_relative(*pair) for pair in zip(losses, base, strict=True)))
 
@@ -136,35 +134,20 @@ class Length:
         '16 steps, 4 evaluations and 3 seeds were run; a verdict needs 300 steps (--steps 300)'
         """
         after = f" after step {self.shared_steps}" if self.shared_steps else ""
+        goal = max(self.steps, self.shared_steps + LEAST_STEPS)
+        # enough evaluations for any number of seeds
+        every = f"(--eval-every {(goal - self.shared_steps) // LEAST_EVALUATIONS_OF_FEW_SEEDS})"
         needs: list[str] = []
         if self.steps - self.shared_steps < LEAST_STEPS:
-            needs.append(f"{LEAST_STEPS} steps{after} (--steps {self._goal})")
+            needs.append(f"{LEAST_STEPS} steps{after} (--steps {goal})")
         if seeds >= LEAST_SEEDS and self.evaluations < LEAST_EVALUATIONS:
-            needs.append(f"{LEAST_EVALUATIONS} evaluations{after} (--eval-every {self._every})")
+            needs.append(f"{LEAST_EVALUATIONS} evaluations{after} {every}")
         if seeds < LEAST_SEEDS and self.evaluations < LEAST_EVALUATIONS_OF_FEW_SEEDS:
-            many = f"{LEAST_EVALUATIONS_OF_FEW_SEEDS} evaluations{after} (--eval-every {self._every})"
+            many = f"{LEAST_EVALUATIONS_OF_FEW_SEEDS} evaluations{after} {every}"
             needs.append(f"{LEAST_SEEDS} seeds (--seeds {LEAST_SEEDS}) or {many}")
-        if not needs:
-            return ""
         run = (f"{_count(self.steps - self.shared_steps, 'step')}{after}", _count(self.evaluations, "evaluation"))
-        return f"{', '.join(run)} and {_count(seeds, 'seed')} were run; a verdict needs {', and '.join(needs)}"
-
-    def options(self, seeds: int) -> dict[str, int]:
-        """Options of `blockscale compare` for a comparison that is long enough for a verdict."""
-        return {
-            "--steps": self._goal,
-            "--seeds": max(seeds, LEAST_SEEDS),
-            "--eval-every": self._every,
-        }
-
-    @property
-    def _goal(self) -> int:
-        return max(self.steps, self.shared_steps + LEAST_STEPS)
-
-    @property
-    def _every(self) -> int:
-        """Steps between evaluations, so that there are enough for any number of seeds."""
-        return (self._goal - self.shared_steps) // LEAST_EVALUATIONS_OF_FEW_SEEDS
+        said = f"{', '.join(run)} and {_count(seeds, 'seed')} were run; a verdict needs {', and '.join(needs)}"
+        return said if needs else ""
 
 
 def _count(count: int, what: str) -> str:
@@ -196,12 +179,9 @@ def judge(gap: Gap, noise: float, budget: float, length: Length, drift: float = 
     """Verdict on a recipe.  noise: of the null run, see `noise_of`.  budget: largest accepted relative gap.  length: of
     the comparison.  drift: of a single seed's gap, see `drift_of`.
 
-    The 95 % interval of the gap decides. For a single seed its half width is three times the noise, or the drift if
-    that is larger. If the whole interval is below the budget, the verdict is "within noise" for a mean no larger than
-    the noise, else "within budget". If the whole interval is above budget and noise, the verdict is "worse". Any other
-    case is "undecided", also a null run that is not finite. A comparison below the minimum length is "too short to
-    tell", with two exceptions: a run that diverged, and LEAST_SEEDS seeds or more whose whole interval is above
-    SHORT_RUN_BUDGETS budgets and the noise.
+    The 95 % interval of the gap decides (docs/compare.md has the table). For a single seed its half width is three
+    times the noise, or the drift if that is larger. Below the minimum length the verdict is "too short to tell", unless
+    a run diverged, or the whole interval of LEAST_SEEDS seeds or more is above SHORT_RUN_BUDGETS budgets and the noise.
     """
     if any(map(math.isnan, gap.values)):
         return Verdict("undecided", "bf16 itself ended without a finite loss")
@@ -211,9 +191,9 @@ def judge(gap: Gap, noise: float, budget: float, length: Length, drift: float = 
         return Verdict("undecided", "the null run has no finite gap, so the noise is not known")
     error = max(_SINGLE_SEED_FACTOR * noise, drift) if gap.error is None else gap.error
     low, high = gap.mean - error, gap.mean + error
-    reach = f"from {low:+.2%} to {high:+.2%}" + (
-        " (one seed: half width three times the null run's gap, or the drift of its own)" if gap.error is None else ""
-    )
+    reach = f"from {low:+.2%} to {high:+.2%}"
+    if gap.error is None:
+        reach += " (one seed: half width three times the null run's gap, or the drift of its own)"
     shortage = length.shortage(len(gap.values))
     if shortage:
         far = SHORT_RUN_BUDGETS * budget
@@ -228,8 +208,3 @@ def judge(gap: Gap, noise: float, budget: float, length: Length, drift: float = 
     if low > max(budget, noise):
         return Verdict("worse", f"{reach}, all above the budget of {budget:.2%} and the noise of {noise:.2%}")
     return Verdict("undecided", f"{reach}, budget {budget:.2%}, noise {noise:.2%}: more seeds or steps would tell")
-
-
-def resolves(noise: float, budget: float) -> bool:
-    """Whether a comparison can resolve a budget: its noise is at most a third of the budget."""
-    return noise <= budget / 3

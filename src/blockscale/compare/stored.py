@@ -1,7 +1,7 @@
 """Run records: the file of each run of a comparison, its writer and its reader.
 
-Tables, pages and published results are made from these files alone. A finished run is read and not trained again; an
-interrupted run resumes from its last checkpoint, or starts again.
+Tables, pages and rows are made from these files alone. A finished run is read and not trained again; an interrupted run
+resumes from its last checkpoint, or starts again.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def run_or_read(
     if config.save_every:
         config = replace(config, folder=folder, resume=True)
     with folder_lock(folder):
-        log = RunLog(folder, arm, measurements=measurements, commit=commit)
+        log = RunLog(folder, arm or {}, measurements, commit)
         try:
             if train(config, hooks=[log, *hooks]).stopped == "interrupted" or log.was_stopped:
                 raise KeyboardInterrupt
         except results as error:
             if not isinstance(error, BlockscaleError):
                 traceback.print_exc()
-            RunLog(folder, arm).fail(str(error) or type(error).__name__, config)
+            RunLog(folder, arm or {}).fail(str(error) or type(error).__name__, config)
     found = read(folder / METRICS)
     if not found.is_done:
         raise CheckpointError(
@@ -125,15 +125,10 @@ class RunLog(JsonLines):
     """Writer of a run record: metrics, machine, versions, shares of time, quantization noise."""
 
     def __init__(
-        self,
-        folder: Path,
-        arm: dict[str, Any] | None = None,
-        *,
-        measurements: Sequence[str] = MEASUREMENTS,
-        commit: str | None = None,
+        self, folder: Path, arm: dict[str, Any], measurements: Sequence[str] = (), commit: str | None = None
     ) -> None:
         super().__init__(folder)
-        self.arm, self.measurements, self.commit = arm or {}, measurements, commit
+        self.arm, self.measurements, self.commit = arm, measurements, commit
         self.was_stopped = False  # Ctrl-C in the last step or later: this run is done, the comparison stops
 
     def on_start(self, run: Run) -> None:
@@ -143,29 +138,26 @@ class RunLog(JsonLines):
         self._write("where", **(describe(run.device) | asdict(where(run.device, __version__, self.commit))))
 
     def on_end(self, run: Run, result: TrainResult) -> None:
-        """Write the measurements on the trained model. `_shares` makes an extra step, whose weights are discarded."""
-        for measure in (self._layers, self._shares) if result.stopped == "done" else ():
+        """Write the measurements on the trained model; that of shares makes an extra step and discards its weights."""
+        for name in self.measurements if result.stopped == "done" else ():
             try:
-                measure(run)
+                self._measure(name, run)
             except (BlockscaleError, RuntimeError) as error:  # the run itself is done and stays valid
-                self._write("unseen", what=measure.__name__.strip("_"), why=str(error) or type(error).__name__)
+                self._write("unseen", what=name, why=str(error) or type(error).__name__)
         super().on_end(run, result)
         self.was_stopped = run.wants_stop
 
-    def _layers(self, run: Run) -> None:
-        if "layers" in self.measurements:
+    def _measure(self, name: str, run: Run) -> None:
+        if name == "layers":
             refresh_weights_(run.model)
-            self._write("layers", layers=[asdict(each) for each in sample_run(run).read().layers])
-
-    def _shares(self, run: Run) -> None:
-        if "shares" in self.measurements:
+            self._write(name, layers=[asdict(each) for each in sample_run(run).read().layers])
+        elif run.device.type == "cuda":  # on a CPU they would show the cost of exact emulation
             found = breakdown(run.advance)
-            self._write("shares", **found.shares)
+            self._write(name, **found.shares)
             self._write("kernels", longest=found.longest, ms=found.kernel_ms)
 
     def fail(self, why: str, config: RunConfig) -> None:
-        """Write a failed run, which counts as a result and is not repeated. `on_start` may not have been reached, so
-        the line has config and arm."""
+        """Write a failed run, a result that is not repeated, with config and arm: `on_start` may have failed."""
         self._write("failed", why=why, config=to_dict(config), arm=self.arm)
         self.close()
 
@@ -173,9 +165,7 @@ class RunLog(JsonLines):
 def read(path: Path) -> Stored:
     """Record of a run from its file; empty if there is none. Damaged lines are skipped."""
     found = Stored()
-    if not path.exists():
-        return found
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError, TypeError, LookupError, AttributeError):
             row = json.loads(line)
             _take(found, row.pop("kind"), row)
@@ -183,32 +173,23 @@ def read(path: Path) -> Stored:
 
 
 def _take(found: Stored, kind: str, row: dict[str, Any]) -> None:
-    match kind:
-        case "run":  # started again or resumed: later steps are repeated
-            found.about, found.end, found.failed = row, {}, ""
-            for kept in (found.losses, found.evaluations, found.seconds):
-                for step in [step for step in kept if step > row["step"]]:
-                    del kept[step]
-        case "arm":
-            found.arm = row
-        case "step":
-            found.losses[row["step"]] = row["loss"]
-            if "step_seconds" in row:
-                found.seconds[row["step"]] = row["step_seconds"]
-        case "evaluation":
-            found.evaluations[row["step"]] = float("nan") if row["loss"] is None else row["loss"]
-        case "where":
-            found.where = row
-        case "shares":
-            found.shares = row
-        case "kernels":
-            found.longest, found.kernel_ms = row["longest"], row.get("ms")
-        case "layers":
-            found.layers = row["layers"]
-        case "failed":
-            found.failed, found.arm = row["why"], row["arm"]
-            found.about.setdefault("config", row["config"])
-        case "end":
-            found.end = row
-        case _:
-            pass
+    if kind == "run":  # started again or resumed: later steps are repeated
+        found.about, found.end, found.failed = row, {}, ""
+        for kept in (found.losses, found.evaluations, found.seconds):
+            for step in [step for step in kept if step > row["step"]]:
+                del kept[step]
+    elif kind == "step":
+        found.losses[row["step"]] = row["loss"]
+        if "step_seconds" in row:
+            found.seconds[row["step"]] = row["step_seconds"]
+    elif kind == "evaluation":
+        found.evaluations[row["step"]] = float("nan") if row["loss"] is None else row["loss"]
+    elif kind == "kernels":
+        found.longest, found.kernel_ms = row["longest"], row.get("ms")
+    elif kind == "layers":
+        found.layers = row["layers"]
+    elif kind == "failed":
+        found.failed, found.arm = row["why"], row["arm"]
+        found.about.setdefault("config", row["config"])
+    elif kind in ("arm", "where", "shares", "end"):
+        setattr(found, kind, row)

@@ -8,21 +8,19 @@ the others the median and the quartiles are reported. Losses are meaningless her
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from ..autograd import get_recipe
 from ..bench.trainings import Throughput
-from ..errors import OptionError, check_name, message, option
-from ..train.config import Compile, RunConfig, WeightCast
+from ..errors import option
+from ..train.checks import refuse_if
+from ..train.config import RunConfig
+from ..train.view import Lines
 from .comparison import BASELINE
-from .side_by_side import Lines, side_by_side
+from .side_by_side import side_by_side
 from .stored import Stored, run_or_read
-
-# value of "measures" in the records of these runs
-MEASURES = "throughput"
 
 
 def arms_of(
@@ -32,9 +30,6 @@ def arms_of(
     the config's own values if none are given."""
     for name in recipes:
         get_recipe(name)
-    for names, known, what in ((compiles, Compile, "compile"), (weight_casts, WeightCast, "weight_cast")):
-        for name in names:
-            check_name(name, get_args(known), what)
     arms: list[RunConfig] = []
     for how in compiles or [config.compile]:
         for name in dict.fromkeys([BASELINE, *recipes]):
@@ -46,33 +41,17 @@ def arms_of(
 
 
 def measure(
-    arms: Sequence[RunConfig],
-    *,
-    out: Path,
-    warm_up: int = 5,
-    timed: int = 15,
-    commit: str | None = None,
-    on_row: Callable[[Throughput], None] = lambda row: None,
+    arms: Sequence[RunConfig], *, out: Path, warm_up: int = 5, timed: int = 15, commit: str | None = None
 ) -> list[Throughput]:
     """Run the missing arms, and read all of them.
 
-    warm_up, timed: steps.  out: folder of the runs.  commit: recorded if there is no git.  on_row: called with each row
-    as it finishes.
+    warm_up, timed: steps.  out: folder of the runs.  commit: recorded if there is no git.
     """
-    if warm_up < 1 or timed < 2:
-        raise OptionError(
-            message(
-                f"{option('warm_up', warm_up)}, {option('timed', timed)}",
-                rule="the first step compiles, and quartiles need two timed steps",
-                fix=f"pass {option('warm_up', 5)} and {option('timed', 15)}",
-            )
-        )
+    what = f"{option('warm_up', warm_up)}, {option('timed', timed)}"
+    rule = "the first step compiles, and quartiles need two timed steps"
+    refuse_if(warm_up < 1 or timed < 2, what, rule, f"pass {option('warm_up', 5)} and {option('timed', 15)}")
     tasks = [(_timed(config, warm_up + timed), out, warm_up, commit) for config in arms]
-    found: dict[int, Throughput] = {}
-    for place, run in side_by_side(_run, tasks, 1, fresh=True):
-        found[place] = throughput_of(run)
-        on_row(found[place])
-    return [found[place] for place in range(len(arms))]
+    return [throughput_of(run) for run in side_by_side(_run, tasks, 1, fresh=True)]
 
 
 def _timed(config: RunConfig, steps: int) -> RunConfig:
@@ -84,15 +63,10 @@ def _timed(config: RunConfig, steps: int) -> RunConfig:
 
 def _run(config: RunConfig, out: Path, warm_up: int, commit: str | None) -> Stored:
     label = f"{config.recipe.name}-{config.compile}-{config.recipe.weight_cast}"
+    facts = {"measures": "throughput", "warm_up": warm_up}
+    watching, measured = [Lines(label)], ("shares",)
     return run_or_read(
-        label,
-        config,
-        out,
-        [Lines(label, every=5)],
-        arm={"measures": MEASURES, "warm_up": warm_up},
-        measurements=("shares",),
-        commit=commit,
-        results=(Exception,),
+        label, config, out, watching, arm=facts, measurements=measured, commit=commit, results=(Exception,)
     )
 
 
@@ -111,22 +85,14 @@ def throughput_of(run: Stored) -> Throughput:
         weight_cast=config["recipe"]["weight_cast"],
         layers=config["model"]["layers"],
         sequence=config["data"]["sequence"],
-        batch=config["batch"],
-        accumulate=config["accumulate"],
-        recompute=config["recompute"],
-        parameters=run.about.get("parameters", 0),
-        converted=run.about.get("converted", 0),
-        flop_share=run.about.get("flop_share", 0.0),
         warm_up=warm_up,
         timed=len(seconds),
         step_ms=None if step is None else 1e3 * step,
         spread_ms=None if step is None else [1e3 * low, 1e3 * high],
         tokens_per_second=None if step is None else tokens / step,
         peak_memory=run.end.get("peak_memory"),
-        shares=run.shares,
-        longest=run.longest,
-        kernel_ms=run.kernel_ms,
         captured=config.get("cuda_graph", False),
-        failed=run.failed,
-        where=run.where,
+        **{name: config[name] for name in ("batch", "accumulate", "recompute")},
+        **{name: run.about.get(name, 0) for name in ("parameters", "converted", "flop_share")},
+        **{name: getattr(run, name) for name in ("shares", "longest", "kernel_ms", "failed", "where")},
     )

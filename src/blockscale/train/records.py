@@ -120,3 +120,15 @@ class Hooks:
 
     def close(self) -> None:
         """Called last, also after an error."""
+
+
+class StopAfter(Hooks):
+    """Ends a run after a step as Ctrl-C does: with a checkpoint if the run has a folder."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_step(self, run: Run) -> None:
+        """Request the stop in the last step."""
+        if run.step == self.step - 1:
+            run.wants_stop = True

@@ -1,4 +1,4 @@
-"""Display of a run as a hook: a live table in a terminal, plain lines elsewhere.
+"""Display of a run as a hook: a live table in a terminal, plain lines elsewhere; `Lines` for worker processes.
 
 The share of time in casts is measured once, after warm-up, by profiling one step. It is left out on a CPU, where it
 would only show the cost of exact emulation.
@@ -6,6 +6,7 @@ would only show the cost of exact emulation.
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -132,3 +133,26 @@ class View(Hooks):
         table = Table(*figures, title=f"{run.config.name}, {run.config.recipe.name}", title_justify="left")
         table.add_row(*figures.values())
         return table
+
+
+class Lines(Hooks):
+    """Progress as plain lines, for output without a terminal: one with each evaluation, or with every fifth step of a
+    run without evaluations; tokens/s on a GPU only."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.speed = name, 0.0
+
+    def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
+        """Print the time of a step, if nothing is evaluated."""
+        self.speed = speed.tokens_per_second
+        if not run.config.eval_batches and (run.step == 1 or run.step % 5 == 0):
+            self._say(run, f"{1e3 * speed.step_seconds:,.0f} ms a step")
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Print the loss on held-out text."""
+        self._say(run, f"loss {evaluation.loss:.4f}")
+
+    def _say(self, run: Run, what: str) -> None:
+        speed = f", {self.speed:,.0f} tokens/s" if run.device.type == "cuda" else ""
+        sys.stdout.write(f"{self.name}: step {run.step} of {run.config.steps}, {what}{speed}\n")
+        sys.stdout.flush()
