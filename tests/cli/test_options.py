@@ -346,7 +346,7 @@ def _of_speed(preset: RunConfig) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("words", "cli", "python"),
     [
-        (["--steps", "0"], "--steps 0. Rule: it is a count from 1 to 2**31 - 1. Fix: pass --steps 1 or more.", "steps=0"),
+        (["--steps", "0"], "--steps 0. Rule: it is a count from 1 to 2**31 - 1. Fix: pass --steps 1 or", "steps=0"),
         (["--layers", "0"], "--layers 0.", "model.layers=0"),
         (["--since", "-1"], "--since -1 of 100 steps", "recipe.since=-1"),
         (["--sequence", "1"], "pass --sequence 2 or more", "data.sequence=1"),

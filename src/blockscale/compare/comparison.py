@@ -90,8 +90,8 @@ class Comparison:
 
     def verdicts(self) -> dict[str, Verdict]:
         """Verdicts by recipe, without the control."""
-        found = {arm.name: self.verdict(arm) for arm in self.arms if arm.is_recipe}
-        return {name: verdict for name, verdict in found.items() if verdict is not None}
+        judged = ((arm.name, self.verdict(arm)) for arm in self.arms if arm.is_recipe)
+        return {name: verdict for name, verdict in judged if verdict is not None}
 
     def length(self, name: str) -> Length:
         """Steps and evaluations of an arm, and the steps that it shares with the baseline."""

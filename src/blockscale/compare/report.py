@@ -20,13 +20,8 @@ def answer(found: Comparison) -> str:
     verdicts = found.verdicts()
     if not verdicts:
         return "Only bf16 was run: there is no recipe to compare with it."
-    kinds = {verdict.kind for verdict in verdicts.values()}
-    if any(verdict.is_bad for verdict in verdicts.values()):
-        lead = "No"
-    elif all(verdict.is_good for verdict in verdicts.values()):
-        lead = "Yes"
-    else:
-        lead = "Too short to tell" if "too short to tell" in kinds else "Undecided"
+    leads = {"bad": "No", "short": "Too short to tell", "open": "Undecided", "good": "Yes"}
+    lead = next(says for tone, says in leads.items() if any(each.tone == tone for each in verdicts.values()))
     each = [f"{arm.name}: {_said(found, arm)}, gap {found.gap(arm.name)}" for arm in found.arms if arm.is_recipe]
     short = dict.fromkeys(verdict.why for verdict in verdicts.values() if verdict.kind == "too short to tell")
     return " ".join(f"{part}." for part in (lead, "; ".join(each), *short))
@@ -83,10 +78,9 @@ def _row(found: Comparison, arm: Arm) -> dict[str, str]:
 
 def notes(found: Comparison) -> list[str]:
     """Sentences below the table that explain it."""
-    null = next(arm for arm in found.arms if arm.name == NULL)
-    noise = found.noise
+    noise, null = found.noise, next(arm.says for arm in found.arms if arm.name == NULL)
     sentences = [
-        f"null: {null.says}; run-to-run noise up to {100 * noise:.2g} %.",
+        f"null: {null}; run-to-run noise up to {100 * noise:.2g} %.",
         "converted: share of linear FLOPs in low precision; the rest runs in bf16.",
     ]
     if found.branch_at:

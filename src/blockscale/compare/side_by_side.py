@@ -48,14 +48,11 @@ def side_by_side(
                 for each in wait(running, return_when=FIRST_COMPLETED).done:
                     found[running.pop(each)] = each.result()
         except BrokenProcessPool as error:
-            raise ProcessError(
-                message(
-                    "the process of a run ended without a message",
-                    rule="the system kills a process when memory runs out; others crash, or belong to a script that "
-                    'starts them outside of if __name__ == "__main__"',
-                    fix=f"pass fewer {option('jobs')}, or read its output; run again: finished runs are kept",
-                )
-            ) from error
+            rule = "the system kills a process when memory runs out; others crash, or belong to a script that starts "
+            rule += 'them outside of if __name__ == "__main__"'
+            fix = f"pass fewer {option('jobs')}, or read its output; run again: finished runs are kept"
+            what = "the process of a run ended without a message"
+            raise ProcessError(message(what, rule=rule, fix=fix)) from error
         finally:  # after an error or Ctrl-C running tasks finish, and no other starts
             pool.shutdown()
     return [found[place] for place in range(len(tasks))]

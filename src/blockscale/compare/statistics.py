@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["diverged", "worse", "too short to tell", "undecided", "within budget", "within noise"]
-Tone = Literal["good", "bad", "open", "short"]
 
 # Student's t, two-sided 95 %, for 1 to 30 degrees of freedom
 _STUDENT = (
@@ -55,9 +54,7 @@ class Gap:
     @property
     def error(self) -> float | None:
         count = len(self.values)
-        if count < 2:
-            return None
-        return student(count - 1) * statistics.stdev(self.values) / math.sqrt(count)
+        return student(count - 1) * statistics.stdev(self.values) / math.sqrt(count) if count > 1 else None
 
     @property
     def is_finite(self) -> bool:
@@ -170,8 +167,8 @@ class Verdict:
         return self.kind in ("worse", "diverged")
 
     @property
-    def tone(self) -> Tone:
-        """Colour class of the verdict."""
+    def tone(self) -> str:
+        """Colour class of the verdict: good, bad, open or short."""
         return "good" if self.is_good else "bad" if self.is_bad else "open" if self.kind == "undecided" else "short"
 
 
@@ -194,12 +191,11 @@ def judge(gap: Gap, noise: float, budget: float, length: Length, drift: float = 
     reach = f"from {low:+.2%} to {high:+.2%}"
     if gap.error is None:
         reach += " (one seed: half width three times the null run's gap, or the drift of its own)"
-    shortage = length.shortage(len(gap.values))
+    shortage, far = length.shortage(len(gap.values)), SHORT_RUN_BUDGETS * budget
+    if shortage and len(gap.values) >= LEAST_SEEDS and low > max(far, noise):
+        enough = f"{SHORT_RUN_BUDGETS} budgets, for which a short run is enough"
+        return Verdict("worse", f"{reach}, all above {far:.2%}, {enough}")
     if shortage:
-        far = SHORT_RUN_BUDGETS * budget
-        if len(gap.values) >= LEAST_SEEDS and low > max(far, noise):
-            enough = f"{SHORT_RUN_BUDGETS} budgets, for which a short run is enough"
-            return Verdict("worse", f"{reach}, all above {far:.2%}, {enough}")
         return Verdict("too short to tell", shortage)
     if high <= budget and abs(gap.mean) <= noise:
         return Verdict("within noise", f"{reach}; noise of the null run {noise:.2%}")

@@ -101,13 +101,10 @@ def run_or_read(
             RunLog(folder, arm or {}).fail(str(error) or type(error).__name__, config)
     found = read(folder / METRICS)
     if not found.is_done:
-        raise CheckpointError(
-            message(
-                f"{folder / METRICS} has no record of the run that has just ended",
-                rule="a comparison is made from the records of its runs",
-                fix="check whether other processes write there; delete the folder to train the run again",
-            )
-        )
+        what = f"{folder / METRICS} has no record of the run that has just ended"
+        rule = "a comparison is made from the records of its runs"
+        fix = "check whether other processes write there; delete the folder to train the run again"
+        raise CheckpointError(message(what, rule=rule, fix=fix))
     return found
 
 

@@ -63,11 +63,8 @@ def _timed(config: RunConfig, steps: int) -> RunConfig:
 
 def _run(config: RunConfig, out: Path, warm_up: int, commit: str | None) -> Stored:
     label = f"{config.recipe.name}-{config.compile}-{config.recipe.weight_cast}"
-    facts = {"measures": "throughput", "warm_up": warm_up}
-    watching, measured = [Lines(label)], ("shares",)
-    return run_or_read(
-        label, config, out, watching, arm=facts, measurements=measured, commit=commit, results=(Exception,)
-    )
+    arm, hooks, results = {"measures": "throughput", "warm_up": warm_up}, [Lines(label)], (Exception,)
+    return run_or_read(label, config, out, hooks, arm=arm, measurements=("shares",), commit=commit, results=results)
 
 
 def throughput_of(run: Stored) -> Throughput:

@@ -23,13 +23,9 @@ from .transformer import Block, Transformer
 def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write config.json and model.safetensors to a folder, each atomically."""
     if model.config.experts is not None or model.config.latent is not None:
-        raise OptionError(
-            message(
-                "export of a model with experts or latent attention",
-                rule="dense models with grouped queries have names that every Llama loader knows",
-                fix="load a checkpoint by its own names",
-            )
-        )
+        rule = "dense models with grouped queries have names that every Llama loader knows"
+        fix = "load a checkpoint by its own names"
+        raise OptionError(message("export of a model with experts or latent attention", rule=rule, fix=fix))
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file

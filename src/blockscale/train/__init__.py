@@ -20,12 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..models.config import ExpertsConfig, LatentConfig, ModelConfig
-from .config import (
-    DataConfig,
-    OptimizerConfig,
-    RecipeConfig,
-    RunConfig,
-)
+from .config import DataConfig, OptimizerConfig, RecipeConfig, RunConfig
 from .presets import PRESETS, get_preset, with_layers
 
 if TYPE_CHECKING:
@@ -37,36 +32,14 @@ if TYPE_CHECKING:
     from .records import TrainResult as TrainResult
     from .run import Run as Run
 
-_LAZY = {
-    "Evaluation": "records",
-    "Hooks": "records",
-    "Run": "run",
-    "Speed": "records",
-    "StepRecord": "records",
-    "TrainResult": "records",
-    "train": "loop",
-}
+_RECORDS = ("Evaluation", "Hooks", "Speed", "StepRecord", "TrainResult")
+_LAZY = {"Run": "run", "train": "loop"} | dict.fromkeys(_RECORDS, "records")
 
 __all__ = [
-    "PRESETS",
-    "DataConfig",
-    "Evaluation",
-    "ExpertsConfig",
-    "Hooks",
-    "LatentConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RecipeConfig",
-    "Run",
-    "RunConfig",
-    "Speed",
-    "StepRecord",
-    "TrainResult",
-    "get_preset",
-    "replace",
-    "train",
-    "with_layers",
-]
+    "DataConfig", "ExpertsConfig", "LatentConfig", "ModelConfig", "OptimizerConfig", "RecipeConfig", "RunConfig",
+    "PRESETS", "get_preset", "replace", "with_layers",
+    "Evaluation", "Hooks", "Run", "Speed", "StepRecord", "TrainResult", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

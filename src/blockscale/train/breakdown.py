@@ -1,8 +1,7 @@
 """Profiled shares of a step's time: GEMMs ("products"), casts, attention, everything else; and traces for Perfetto.
 
-On a GPU the profiler's kernels are classified by name, on a CPU its operators. Operators nest: the outermost classified
-operator takes the time of all inside it, so that a cast made of twenty small operators counts as a cast. A profiler
-slows small calls down, so these are shares, never speeds.
+The profiler's GPU kernels are classified by name. On a CPU, where shares would show the cost of exact emulation, there
+is only the trace. A profiler slows small calls down, so these are shares, never speeds.
 """
 
 from __future__ import annotations
@@ -20,11 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from ..library import NAMESPACE
 
 KINDS: tuple[str, ...] = ("products", "casts", "attention", "other")
-_OPERATORS = {
-    "casts": (f"{NAMESPACE}::.*quantize",),
-    "products": (f"{NAMESPACE}::.*mm", "aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"),
-    "attention": ("aten::_?scaled_dot_product",),
-}
 # Substrings of kernel names: torch's attentions, our kernels, cuBLAS and CUTLASS. The first match decides: some
 # attentions are CUTLASS kernels, and some GEMMs are called upcast_kernel.
 _KERNELS = {
@@ -34,7 +28,6 @@ _KERNELS = {
 }
 # inductor's kernels: their names list every fused operator
 _FUSED = ("triton_poi", "triton_red", "triton_per", "triton_for", "triton_mix")
-
 
 _NAMESPACES = re.compile(r"\bvoid |\b(?:at|c10|cuda|native|detail|cutlass|std)::|\(anonymous namespace\)::")
 # separates the name of one of our kernels from the operator that launched it
@@ -46,7 +39,7 @@ _LONGEST, _LETTERS = 16, 72  # number of kernels reported by name, and character
 class Breakdown:
     """Shares of profiled time.
 
-    shares: by kind, sum 1; empty if nothing was timed.  longest: shares of the GPU kernels that took most time, by the
+    shares: by kind, sum 1; empty without a GPU.  longest: shares of the GPU kernels that took most time, by the
     start of their names.  kernel_ms: time of all GPU kernels, which the profiler does not slow down. The rest of a step
     is time in which the GPU waits for the host.
     """
@@ -58,22 +51,20 @@ class Breakdown:
 
 def breakdown(work: Callable[[], None], path: Path | None = None) -> Breakdown:
     """Profile `work` and classify its time.  path: file for a trace, if wanted."""
-    on_gpu = torch.cuda.is_available()
-    events = _recorded(work, path, on_gpu=on_gpu)
-    kernels = _kernels(events)
-    times = _by_kind(kernels) if on_gpu else _operators(events)
-    total = sum(times.values())
-    if total <= 0:
+    kernels = _kernels(_recorded(work, path))
+    total = sum(kernels.values())
+    if not total:
         return Breakdown({}, {})
-    longest: Counter[str] = Counter()
+    kinds, longest = dict.fromkeys(KINDS, 0.0), Counter[str]()
     for name, time in kernels.items():
-        longest[short_name(name)] += time
-    shares = {name: time / total for name, time in longest.most_common(_LONGEST)}
-    return Breakdown({kind: times[kind] / total for kind in KINDS}, shares, total / 1e3 if on_gpu else None)
+        kinds[kernel_kind(name)] += time / total
+        longest[short_name(name)] += time / total
+    return Breakdown(kinds, dict(longest.most_common(_LONGEST)), total / 1e3)
 
 
-def _recorded(work: Callable[[], None], path: Path | None, *, on_gpu: bool) -> list[Any]:
+def _recorded(work: Callable[[], None], path: Path | None) -> list[Any]:
     """Profiler events of `work`."""
+    on_gpu = torch.cuda.is_available()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds, acc_events=True) as found:
         work()
@@ -103,13 +94,6 @@ def _kernels(events: list[Any]) -> Counter[str]:
     return +times
 
 
-def _by_kind(kernels: Counter[str]) -> dict[str, float]:
-    times = dict.fromkeys(KINDS, 0.0)
-    for name, time in kernels.items():
-        times[kernel_kind(name)] += time
-    return times
-
-
 def short_name(name: str) -> str:
     """The distinctive part of a kernel name: torch's templates share their first hundred characters.
 
@@ -133,37 +117,3 @@ def kernel_kind(name: str) -> str:
     if low.startswith(_FUSED):
         return "other"
     return next((kind for kind, parts in _KERNELS.items() if any(part in low for part in parts)), "other")
-
-
-def _operators(events: list[Any]) -> dict[str, float]:
-    """CPU time of the outermost operators of each kind; "other" is the rest between the first and the last event."""
-    times = dict.fromkeys(KINDS, 0.0)
-    if not events:
-        return times
-    for each in events:
-        kind = operator_kind(each.name)
-        if kind != "other" and not _is_inside(each):
-            times[kind] += each.cpu_time_total
-    whole = max(each.time_range.end for each in events) - min(each.time_range.start for each in events)
-    times["other"] = max(0.0, whole - sum(times.values()))
-    return times
-
-
-def operator_kind(name: str) -> str:
-    """Kind of an operator, from its name.
-
-    >>> operator_kind("blockscale::quantize_both"), operator_kind("blockscale::scaled_mm"), operator_kind("aten::add")
-    ('casts', 'products', 'other')
-    """
-    return next(
-        (kind for kind, starts in _OPERATORS.items() if any(re.match(start, name) for start in starts)), "other"
-    )
-
-
-def _is_inside(event: Any) -> bool:
-    parent = event.cpu_parent
-    while parent is not None:
-        if operator_kind(parent.name) != "other":
-            return True
-        parent = parent.cpu_parent
-    return False

@@ -18,7 +18,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,10 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
             raise KeyboardInterrupt from None
         last = latest(folder)
         kept = f"the last one is {last}" if last else "there is none yet"
-        raise CheckpointError(
-            message(
-                f"no checkpoint of step {step} in {folder}: {_reason(error)}",
-                rule=f"a checkpoint is written completely or not at all; {kept}",
-                fix=f"free some space or name another folder, then resume with {option('resume', True)}",
-            )
-        ) from error
+        what = f"no checkpoint of step {step} in {folder}: {_reason(error)}"
+        rule = f"a checkpoint is written completely or not at all; {kept}"
+        fix = f"free some space or name another folder, then resume with {option('resume', True)}"
+        raise CheckpointError(message(what, rule=rule, fix=fix)) from error
     for old in complete(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -136,13 +133,9 @@ def checkpoint_to_resume(folder: Path | None, *, resume: bool) -> Path | None:
     """The checkpoint that a run in this folder resumes from, or None; removes partial checkpoints of killed runs."""
     last = None if folder is None else latest(folder)
     if last is not None and not resume:
-        raise CheckpointError(
-            message(
-                f"{folder} has {last.name} already",
-                rule="a new run does not write over another",
-                fix=f"pass {option('resume', True)} to resume it, or another folder",
-            )
-        )
+        rule = "a new run does not write over another"
+        fix = f"pass {option('resume', True)} to resume it, or another folder"
+        raise CheckpointError(message(f"{folder} has {last.name} already", rule=rule, fix=fix))
     for path in folder.glob(f"{_SAVING}*") if folder is not None and resume else ():
         shutil.rmtree(path, ignore_errors=True)
     return last
@@ -153,24 +146,15 @@ def read_about(path: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((path / ABOUT).read_text())
     except OSError as error:
-        raise CheckpointError(
-            message(
-                f"{path} has no {ABOUT} that can be read ({error.strerror})",
-                rule="a checkpoint of this trainer has one",
-                fix="name one of the step-* folders in the folder of a run",
-            )
-        ) from None
+        what = f"{path} has no {ABOUT} that can be read ({error.strerror})"
+        rule, fix = "a checkpoint of this trainer has one", "name one of the step-* folders in the folder of a run"
+        raise CheckpointError(message(what, rule=rule, fix=fix)) from None
     except ValueError as error:
         raise _damaged(path, f"{ABOUT}: {error}") from None
     version = about.get("format") if isinstance(about, dict) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if version != FORMAT:
-        raise CheckpointError(
-            message(
-                f"{path} has format {version!r}",
-                rule=f"this version reads format {FORMAT}",
-                fix="load it with the version that wrote it",
-            )
-        )
+        rule, fix = f"this version reads format {FORMAT}", "load it with the version that wrote it"
+        raise CheckpointError(message(f"{path} has format {version!r}", rule=rule, fix=fix))
     missing = [name for name, kind in _PARTS_OF_ABOUT.items() if not isinstance(about.get(name), kind)]
     if missing:
         raise _damaged(path, f"{ABOUT} without {', '.join(missing)}")
@@ -211,13 +195,8 @@ def _read_checksums(path: Path) -> dict[str, int]:
     try:
         return _checksums(path)
     except OSError as error:
-        raise CheckpointError(
-            message(
-                f"{path} cannot be read: {error}",
-                rule="a resumed run reads all files of its checkpoint",
-                fix="check the permissions of its files",
-            )
-        ) from None
+        rule, fix = "a resumed run reads all files of its checkpoint", "check the permissions of its files"
+        raise CheckpointError(message(f"{path} cannot be read: {error}", rule=rule, fix=fix)) from None
 
 
 def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -> None:
@@ -230,13 +209,8 @@ def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -
         before = about["config"] | theirs
         here = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | ours
         each = "; ".join(f"{name} was {before.get(name)}, is {here.get(name)}" for name in differ)
-        raise CheckpointError(
-            message(
-                f"{path} belongs to another run: {each}",
-                rule="a run resumes with the same model, dtype and seed",
-                fix="pass the earlier values, or another folder",
-            )
-        )
+        rule, fix = "a run resumes with the same model, dtype and seed", "pass the earlier values, or another folder"
+        raise CheckpointError(message(f"{path} belongs to another run: {each}", rule=rule, fix=fix))
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
@@ -270,12 +244,7 @@ def _checksums(folder: Path) -> dict[str, int]:
 
 def _checksum(path: Path) -> int:
     value = 0
-    for part in _parts(path):
-        value = zlib.crc32(part, value)
-    return value
-
-
-def _parts(path: Path, size: int = 1 << 24) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while part := file.read(size):
-            yield part
+        while part := file.read(1 << 24):
+            value = zlib.crc32(part, value)
+    return value

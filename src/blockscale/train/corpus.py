@@ -52,13 +52,9 @@ def collect(source: str, held_out: float) -> Corpus:
         (corpus.held_out if _is_held_out(mark, held_out) else corpus.train).append(path)
     found = sorted(corpus.train + corpus.held_out)
     if not found:
-        raise DataError(
-            message(
-                f"no text in {source!r}",
-                rule="text is a readable, non-empty UTF-8 file without zero bytes",
-                fix="name a folder with text files, a text file, 'stdlib' or 'python'",
-            )
-        )
+        rule = "text is a readable, non-empty UTF-8 file without zero bytes"
+        fix = "name a folder with text files, a text file, 'stdlib' or 'python'"
+        raise DataError(message(f"no text in {source!r}", rule=rule, fix=fix))
     if not corpus.train or not corpus.held_out:
         # too few files for both parts: each file is cut instead
         corpus.train, corpus.held_out, corpus.split_at = found, found, 1 - held_out
@@ -91,13 +87,8 @@ def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
     for path in corpus.train if part == "train" else corpus.held_out:
         text = _text(path)
         if text is None or hashlib.sha256(text).digest() != corpus.marks[path]:
-            raise DataError(
-                message(
-                    f"{path} changed while it was read",
-                    rule="a corpus is read twice, with the same contents",
-                    fix="start again when no process writes there",
-                )
-            )
+            rule, fix = "a corpus is read twice, with the same contents", "start again when no process writes there"
+            raise DataError(message(f"{path} changed while it was read", rule=rule, fix=fix))
         if corpus.split_at is None:
             yield text
         else:
@@ -129,13 +120,9 @@ def _text(path: Path) -> bytes | None:
     except (OSError, UnicodeDecodeError):
         return None
     except MemoryError:
-        raise DataError(
-            message(
-                f"{path} does not fit into memory ({path.stat().st_size / 1e9:,.1f} GB)",
-                rule="text is read file by file",
-                fix="cut it into smaller files",
-            )
-        ) from None
+        what = f"{path} does not fit into memory ({path.stat().st_size / 1e9:,.1f} GB)"
+        rule, fix = "text is read file by file", "cut it into smaller files"
+        raise DataError(message(what, rule=rule, fix=fix)) from None
     return None if b"\0" in content else content
 
 
@@ -163,13 +150,9 @@ def check_source(source: str) -> None:
     """Raise unless the source exists."""
     path = expanded(source)
     if source not in PYTHONS_OWN and not (path.is_file() or (source.strip() and path.is_dir())):
-        raise DataError(
-            message(
-                f"data source {source!r}",
-                rule="it is stdlib, python, or a file or folder that exists",
-                fix="check the path, or leave it out for Python's standard library",
-            )
-        )
+        rule = "it is stdlib, python, or a file or folder that exists"
+        fix = "check the path, or leave it out for Python's standard library"
+        raise DataError(message(f"data source {source!r}", rule=rule, fix=fix))
 
 
 def _walk(folder: Path, suffix: str, without: set[Path]) -> Iterator[Path]:

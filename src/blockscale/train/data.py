@@ -81,13 +81,9 @@ def load(config: DataConfig) -> Symbols:
                 )
             )
     if not symbols.bytes_per_symbol:
-        raise DataError(
-            message(
-                "the validation text has only separators",
-                rule=f"a share of {config.held_out} of every file is for validation",
-                fix=f"pass a larger {option('data.held_out')}, such as 0.1",
-            )
-        )
+        rule = f"a share of {config.held_out} of every file is for validation"
+        fix = f"pass a larger {option('data.held_out')}, such as 0.1"
+        raise DataError(message("the validation text has only separators", rule=rule, fix=fix))
     return symbols
 
 
@@ -146,13 +142,10 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Path | None) -> None:
         fresh.rename(folder)
     except OSError as error:
         if not (folder / "about.json").exists():  # another process may have been quicker
-            raise DataError(
-                message(
-                    f"text could not be tokenized into {folder.parent}: {error}",
-                    rule="symbols are kept on disk: one byte for each byte of text, or four for each token",
-                    fix=f"free some space, or name another folder with {option('data.cache')}",
-                )
-            ) from error
+            what = f"text could not be tokenized into {folder.parent}: {error}"
+            rule = "symbols are kept on disk: one byte for each byte of text, or four for each token"
+            fix = f"free some space, or name another folder with {option('data.cache')}"
+            raise DataError(message(what, rule=rule, fix=fix)) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -179,13 +172,9 @@ def _read_tokenizer(path: Path) -> bytes:
     try:
         return expanded(path).read_bytes()
     except OSError as error:
-        raise DataError(
-            message(
-                f"tokenizer {str(path)!r}: {error.strerror}",
-                rule="it is a tokenizer.json as Hugging Face writes it",
-                fix="check the path, or leave it out to train on bytes",
-            )
-        ) from None
+        rule = "it is a tokenizer.json as Hugging Face writes it"
+        fix = "check the path, or leave it out to train on bytes"
+        raise DataError(message(f"tokenizer {str(path)!r}: {error.strerror}", rule=rule, fix=fix)) from None
 
 
 def _encoder(path: Path) -> tuple[Callable[[str], list[int]], int]:
@@ -193,23 +182,16 @@ def _encoder(path: Path) -> tuple[Callable[[str], list[int]], int]:
     try:
         from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise DataError(
-            message(
-                f"tokenizer {str(path)!r} without the package tokenizers",
-                rule="a tokenizer.json is read by Hugging Face's package",
-                fix="pip install tokenizers, or leave it out to train on bytes",
-            )
-        ) from None
+        what = f"tokenizer {str(path)!r} without the package tokenizers"
+        rule = "a tokenizer.json is read by Hugging Face's package"
+        fix = "pip install tokenizers, or leave it out to train on bytes"
+        raise DataError(message(what, rule=rule, fix=fix)) from None
     try:
         tokenizer: Any = Tokenizer.from_file(str(expanded(path)))
     except Exception as error:
-        raise DataError(
-            message(
-                f"tokenizer {str(path)!r}: {error}",
-                rule="it is a tokenizer.json as Hugging Face writes it",
-                fix="name such a file, or leave it out to train on bytes",
-            )
-        ) from None
+        rule = "it is a tokenizer.json as Hugging Face writes it"
+        fix = "name such a file, or leave it out to train on bytes"
+        raise DataError(message(f"tokenizer {str(path)!r}: {error}", rule=rule, fix=fix)) from None
     found = [tokenizer.token_to_id(name) for name in _SEPARATORS]
     end = [each for each in found if each is not None][:1]
     most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # ids may have gaps

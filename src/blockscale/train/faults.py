@@ -157,13 +157,9 @@ def not_finite(
         advice.append(f"{option('recipe.name', 'bf16')}, which shows whether low precision is the cause")
     if not config.optimizer.clip:
         advice.append(option("optimizer.clip", 1.0))
-    return NonFiniteError(
-        message(
-            f"step {step} of {config.name} by {config.recipe.name}: {what}; {where}",
-            rule=f"{_STOPPED[is_updated]}{_saved(config)}",
-            fix=f"try {', or '.join(advice)}",
-        )
-    )
+    what = f"step {step} of {config.name} by {config.recipe.name}: {what}; {where}"
+    rule, fix = f"{_STOPPED[is_updated]}{_saved(config)}", f"try {', or '.join(advice)}"
+    return NonFiniteError(message(what, rule=rule, fix=fix))
 
 
 def _saved(config: RunConfig) -> str:
@@ -196,13 +192,10 @@ def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
     advice = advice or [f"a smaller {option('model.dim')}, {option('model.hidden')} or {option('data.sequence')}"]
     first = str(error).partition("\n")[0].partition(". GPU")[0] or "not enough memory"
     first = first[max(0, first.find(_CPU_IS_FULL)) :]  # without the location in torch's source
-    return OutOfMemoryError(
-        message(
-            f"{config.name} with {config.batch} x {config.data.sequence} tokens in a microbatch: {first}",
-            rule="weights, gradients, Adam's moments and tensors saved for backward have to fit into memory together",
-            fix=f"try {'; '.join(advice)}",
-        )
-    )
+    what = f"{config.name} with {config.batch} x {config.data.sequence} tokens in a microbatch: {first}"
+    rule = "weights, gradients, Adam's moments and tensors saved for backward have to fit into memory together"
+    fix = f"try {'; '.join(advice)}"
+    return OutOfMemoryError(message(what, rule=rule, fix=fix))
 
 
 def file_error(config: RunConfig, error: OSError) -> CheckpointError:
@@ -211,10 +204,5 @@ def file_error(config: RunConfig, error: OSError) -> CheckpointError:
     last = None if config.folder is None else checkpoint.latest(config.folder)
     mend = "free some space or name another folder" if error.errno in _FULL else "check its path and permissions"
     again = f"resume from {last} with {option('resume', True)}" if last else "start again"
-    return CheckpointError(
-        message(
-            f"{config.name} stopped at a file: {error}",
-            rule="a run reads text, and writes metrics, traces and exported weights",
-            fix=f"{mend}, then {again}",
-        )
-    )
+    rule, fix = "a run reads text, and writes metrics, traces and exported weights", f"{mend}, then {again}"
+    return CheckpointError(message(f"{config.name} stopped at a file: {error}", rule=rule, fix=fix))

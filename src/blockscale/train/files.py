@@ -3,70 +3,38 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout  # torch requires it
 
 from ..errors import CheckpointError, message
 
-try:
-    import fcntl
-except ImportError:  # no fcntl on this system: folders are not locked
-    fcntl = None
-
 LOCK = ".lock"
-# (process, thread, folder) of held locks: a thread that holds a lock may take it again
-_held: set[tuple[int, int, Path]] = set()
 
 
 @contextmanager
 def folder_lock(folder: Path | None) -> Generator[None]:
-    """Context that holds the exclusive, reentrant lock of a folder and creates the folder if needed. The system
-    releases the lock when the process and its forked children have ended, however they end."""
-    if folder is None or (mine := (os.getpid(), threading.get_ident(), folder.resolve())) in _held:
+    """Context that holds the exclusive lock of a folder and creates the folder if needed. A thread that holds the lock
+    may take it again. The system releases it when the process ends, however it ends."""
+    if folder is None:
         yield
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+")
+        lock = FileLock(folder.resolve() / LOCK, timeout=0, is_singleton=True)
+        lock.acquire()
+    except Timeout:
+        rule, fix = "one run at a time writes into a folder", "wait for it, or name another folder"
+        raise CheckpointError(message(f"{folder} is in use by another run", rule=rule, fix=fix)) from None
     except OSError as error:
-        raise CheckpointError(
-            message(
-                f"{folder}: {error.strerror}",
-                rule="a run keeps checkpoints and metrics in its folder",
-                fix="name a folder that can be written to",
-            )
-        ) from None
-    with file:
-        _lock(folder, file)
-        _held.add(mine)
-        try:
-            yield
-        finally:
-            _held.discard(mine)
-
-
-def _lock(folder: Path, file: IO[str]) -> None:
-    if fcntl is None:
-        return
+        rule, fix = "a run keeps checkpoints and metrics in its folder", "name a folder that can be written to"
+        raise CheckpointError(message(f"{folder}: {error.strerror}", rule=rule, fix=fix)) from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise CheckpointError(
-            message(
-                f"{folder} is in use by process {file.read().strip() or 'unknown'}",
-                rule="one run at a time writes into a folder",
-                fix="wait for it, or name another folder",
-            )
-        ) from None
-    except OSError:  # a file system without locks
-        return
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+        yield
+    finally:
+        lock.release()
 
 
 def write_synced(path: Path, text: str) -> None:

@@ -101,13 +101,10 @@ class _Loop:
             torch.cuda.reset_peak_memory_stats(run.device)
         first = max(run.step, run.recipe.since)
         if config.profile and run.saved is None and config.steps - first <= _SETTLED:
-            raise OptionError(
-                message(
-                    f"{option('profile', config.profile)} of {config.steps - first} steps",
-                    rule=f"a trace begins after {_SETTLED} steps, when compilation and autotuning are over",
-                    fix=f"pass {option('steps', first + _SETTLED + config.profile)} or more",
-                )
-            )
+            what = f"{option('profile', config.profile)} of {config.steps - first} steps"
+            rule = f"a trace begins after {_SETTLED} steps, when compilation and autotuning are over"
+            fix = f"pass {option('steps', first + _SETTLED + config.profile)} or more"
+            raise OptionError(message(what, rule=rule, fix=fix))
         if config.export is not None:  # fails now rather than after training
             config.export.mkdir(parents=True, exist_ok=True)
         run.notify(lambda hook: hook.on_start(run))

@@ -11,15 +11,12 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from ..errors import OptionError, message
 from .config import to_dict
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
 from .run import Run
-
-# bytes read at a time, from the end of a file
-_PIECE = 1 << 16
 
 
 def open_for_append(path: Path) -> TextIO:
@@ -27,30 +24,12 @@ def open_for_append(path: Path) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
-        _drop_partial_line(file)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
     except OSError as error:
-        raise OptionError(
-            message(
-                f"{path}: {error.strerror}",
-                rule="a run writes metrics to its folder",
-                fix="name a folder that can be written to",
-            )
-        ) from None
+        rule, fix = "a run writes metrics to its folder", "name a folder that can be written to"
+        raise OptionError(message(f"{path}: {error.strerror}", rule=rule, fix=fix)) from None
     return io.TextIOWrapper(file)
-
-
-def _drop_partial_line(file: BinaryIO) -> None:
-    """Truncate a file after its last complete line."""
-    end = size = file.seek(0, io.SEEK_END)
-    while end:
-        start = max(0, end - _PIECE)
-        file.seek(start)
-        place = file.read(end - start).rfind(b"\n")
-        end = start if place < 0 else start + place + 1
-        if place >= 0:
-            break
-    if end < size:
-        file.truncate(end)
 
 
 class JsonLines(Hooks):
@@ -111,13 +90,9 @@ class TensorBoard(Hooks):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise OptionError(
-                message(
-                    "tensorboard=True without TensorBoard",
-                    rule="its files are written by the package tensorboard",
-                    fix="pip install tensorboard, or read metrics.jsonl",
-                )
-            ) from None
+            rule = "its files are written by the package tensorboard"
+            fix = "pip install tensorboard, or read metrics.jsonl"
+            raise OptionError(message("tensorboard=True without TensorBoard", rule=rule, fix=fix)) from None
         self.writer: Any = None
         self._made, self._folder = SummaryWriter, str(folder / "tensorboard")
 

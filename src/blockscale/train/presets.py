@@ -2,14 +2,6 @@
 
 `dataclasses.replace` changes fields; the command line does so for every field. `with_layers` shortens a model for one
 GPU.
-
-| preset | model | for |
-|---|---|---|
-| tiny, tiny_moe | 0.6M and 0.8M parameters, bytes | a CPU, seconds |
-| 125m | 12 layers of 768, bytes | convergence on one GPU |
-| moe-500m | 32 experts, 4 for each token, bytes | the same with experts |
-| llama3-8b | Llama 3 8B | speed; 64 GB before activations |
-| dsv3-16b | DeepSeek-V2-Lite's sizes with V3's router | speed; cut the layers |
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from .config import RunConfig, to_dict
+from .config import RunConfig
 
 if TYPE_CHECKING:
     from .run import Run
@@ -87,11 +87,6 @@ class TrainResult:
     def tokens_per_second(self) -> float:
         settled = self.speeds[1:] or self.speeds
         return statistics.median(each.tokens_per_second for each in settled) if settled else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        plain = asdict(self) | {"config": to_dict(self.config), "checkpoint": str(self.checkpoint or "")}
-        return plain | {"loss": self.loss, "tokens_per_second": self.tokens_per_second, "steps": self.steps}
 
 
 class Hooks:

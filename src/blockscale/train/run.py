@@ -240,21 +240,13 @@ class Run:
             return
         about = checkpoint.load(found, checkpoint.tensors_of(self.model, self.optimizer), self.config)
         if about["data_hash"] != self.symbols.hash:
-            raise CheckpointError(
-                message(
-                    f"{found} was trained on text {about['data_hash']}, this is {self.symbols.hash}",
-                    rule="a run resumes with the same text",
-                    fix="name the same data source and tokenizer, or another folder",
-                )
-            )
+            what = f"{found} was trained on text {about['data_hash']}, this is {self.symbols.hash}"
+            rule, fix = "a run resumes with the same text", "name the same data source and tokenizer, or another folder"
+            raise CheckpointError(message(what, rule=rule, fix=fix))
         if about["step"] > self.config.steps or (about["step"] == self.config.steps and self.saved is None):
-            raise CheckpointError(
-                message(
-                    f"{found} for a run of {self.config.steps} steps",
-                    rule="a run has steps left after the checkpoint it starts from",
-                    fix=f"pass {option('steps', about['step'] + 1)} or more, or an earlier checkpoint",
-                )
-            )
+            rule = "a run has steps left after the checkpoint it starts from"
+            fix = f"pass {option('steps', about['step'] + 1)} or more, or an earlier checkpoint"
+            raise CheckpointError(message(f"{found} for a run of {self.config.steps} steps", rule=rule, fix=fix))
         self.step, self.changed = about["step"], changes(about["config"], to_dict(self.config))
         self.history = [StepRecord(*each) for each in about["history"]]
         self.evaluations = [Evaluation(*each) for each in about["evaluations"]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
@@ -101,9 +102,7 @@ class View(Hooks):
     def _left(self, run: Run) -> str:
         done = run.step - self.first
         seconds = (time.perf_counter() - self.began) / max(1, done) * (run.config.steps - run.step)
-        minutes, rest = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{rest:02d}"
+        return str(timedelta(seconds=round(seconds)))
 
     def _figures(self, run: Run, record: StepRecord, speed: Speed) -> dict[str, str]:
         figures = {
