@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import check_name
 from ..names import MACHINES
-from ..train.config import OptimizerConfig, RecipeConfig, RunConfig
+from ..train.config import RecipeConfig, RunConfig
 from ..train.presets import PRESETS, get_preset
 from . import arguments
 from .options import parse_words
-from .train import DEFAULT, HIDDEN, RunOptions, check_run
+from .train import DEFAULT, RunOptions, check_run, hides
 
 if TYPE_CHECKING:
     from ..diagnostics.advice import Advice
@@ -45,29 +45,18 @@ class AdviceOptions:
 
 
 @dataclass(frozen=True)
+@hides("since")
 class AdvisedRecipe(RecipeConfig):
     """Precision of the linear layers, from the first step on; see docs/recipes.md."""
 
-    since: Annotated[int, HIDDEN] = field(default=0, init=False)
-
 
 @dataclass(frozen=True)
+@hides("optimizer steps log_every eval_every eval_batches save_every keep profile numerics_every tensorboard export")
 class Options(RunOptions, AdviceOptions):
     """A preset with the options of `blockscale train`, and those of the advice. One batch is measured, so options for
     steps, learning rates, reports and checkpoints are hidden."""
 
-    optimizer: Annotated[OptimizerConfig, HIDDEN] = field(default_factory=OptimizerConfig, init=False)
     recipe: AdvisedRecipe = field(default_factory=AdvisedRecipe)
-    steps: Annotated[int, HIDDEN] = field(default=100, init=False)
-    log_every: Annotated[int, HIDDEN] = field(default=10, init=False)
-    eval_every: Annotated[int, HIDDEN] = field(default=50, init=False)
-    eval_batches: Annotated[int, HIDDEN] = field(default=8, init=False)
-    save_every: Annotated[int, HIDDEN] = field(default=0, init=False)
-    keep: Annotated[int, HIDDEN] = field(default=2, init=False)
-    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
-    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
-    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
-    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
 
 
 def main(words: list[str]) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from .. import env
 from ..train.checks import check_comparison, check_seeds
 from ..train.presets import get_preset
 from . import arguments
-from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
+from .train import DEFAULT, ArmRecipe, RunOptions, check_run, hides, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,18 +24,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+@hides("folder resume profile numerics_every tensorboard export")
 class Options(RunOptions):
     """A run with the options of the comparison, which sets the recipe's name and the folders."""
 
     recipe: ArmRecipe = field(default_factory=ArmRecipe)
     seed: int = 0
     """First seed, of initial weights, data order and stochastic rounding; the others count up from it."""
-    folder: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
-    resume: Annotated[bool, HIDDEN] = field(default=False, init=False)
-    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
-    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
-    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
-    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
     recipes: tuple[str, ...] = ("fp8_blockwise", "mxfp8", "nvfp4")
     """Recipes, separated by commas or spaces; bf16 and the null run (bf16, another reduction order) are always run."""
     seeds: int = 1

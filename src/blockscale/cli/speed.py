@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from .. import env
 from ..train.config import Compile, WeightCast
 from ..train.presets import get_preset
 from . import arguments
-from .train import DEFAULT, HIDDEN, ArmRecipe, RunOptions, check_run, parse
+from .train import DEFAULT, ArmRecipe, RunOptions, check_run, hides, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,30 +33,20 @@ CPU_SPEED = (
 
 
 @dataclass(frozen=True)
+@hides("since")
 class SpeedRecipe(ArmRecipe):
     """Precision of the linear layers from the first step on, for every recipe; see docs/recipes.md."""
 
-    since: Annotated[int, HIDDEN] = field(default=0, init=False)
-
 
 @dataclass(frozen=True)
+@hides(
+    "steps log_every eval_every eval_batches folder save_every "
+    "keep resume start profile numerics_every tensorboard export"
+)
 class Options(RunOptions):
     """A run with the options of the timing, which sets steps, evaluations, reports and checkpoints."""
 
     recipe: SpeedRecipe = field(default_factory=SpeedRecipe)
-    steps: Annotated[int, HIDDEN] = field(default=100, init=False)
-    log_every: Annotated[int, HIDDEN] = field(default=10, init=False)
-    eval_every: Annotated[int, HIDDEN] = field(default=50, init=False)
-    eval_batches: Annotated[int, HIDDEN] = field(default=8, init=False)
-    folder: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
-    save_every: Annotated[int, HIDDEN] = field(default=0, init=False)
-    keep: Annotated[int, HIDDEN] = field(default=2, init=False)
-    resume: Annotated[bool, HIDDEN] = field(default=False, init=False)
-    start: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
-    profile: Annotated[int, HIDDEN] = field(default=0, init=False)
-    numerics_every: Annotated[int, HIDDEN] = field(default=0, init=False)
-    tensorboard: Annotated[bool, HIDDEN] = field(default=False, init=False)
-    export: Annotated[Path | None, HIDDEN] = field(default=None, init=False)
     recipes: tuple[str, ...] = ("fp8_blockwise",)
     """Recipes, separated by commas or spaces; bf16 is always timed."""
     compiles: tuple[Compile, ...] = ()

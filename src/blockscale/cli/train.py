@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_type_hints
 
 from ..train.checks import check
@@ -16,6 +16,7 @@ from .options import parse_words
 if TYPE_CHECKING:
     from ..train.records import Hooks
 
+C = TypeVar("C")
 O = TypeVar("O", bound=RunConfig)
 DEFAULT = "tiny"
 
@@ -29,8 +30,23 @@ def _hidden() -> object:
     return tyro.conf.Suppress
 
 
-# for fields with `init=False`, which the command sets
 HIDDEN = _hidden()
+
+
+def hides(names: str) -> Callable[[type[C]], type[C]]:
+    """Class decorator under `@dataclass`: these fields of its base, separated by spaces, are set by the command."""
+
+    def decorate(kind: type[C]) -> type[C]:
+        base: Any = kind.__mro__[1]
+        hints, known = get_type_hints(base), {each.name: each for each in fields(base)}
+        for name in names.split():
+            default: Any = known[name].default
+            made = {"default_factory": known[name].default_factory} if default is MISSING else {"default": default}
+            kind.__annotations__[name] = Annotated[hints[name], HIDDEN]
+            setattr(kind, name, field(init=False, **made))
+        return kind
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -61,10 +77,9 @@ def _values(kind: type[Any], config: Any, names: Collection[str]) -> dict[str, A
 
 
 @dataclass(frozen=True)
+@hides("name")
 class ArmRecipe(RecipeConfig):
     """Precision of the linear layers, for every recipe; see docs/recipes.md."""
-
-    name: Annotated[str, HIDDEN] = field(default="fp8_blockwise", init=False)
 
 
 def main(arguments: list[str]) -> int:
