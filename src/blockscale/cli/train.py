@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable, Collection
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_type_hints
 
 from ..train.checks import check
@@ -40,10 +41,10 @@ def hides(names: str) -> Callable[[type[C]], type[C]]:
         base: Any = kind.__mro__[1]
         hints, known = get_type_hints(base), {each.name: each for each in fields(base)}
         for name in names.split():
-            default: Any = known[name].default
-            made = {"default_factory": known[name].default_factory} if default is MISSING else {"default": default}
+            made = copy.copy(known[name])
+            made.init = False
             kind.__annotations__[name] = Annotated[hints[name], HIDDEN]
-            setattr(kind, name, field(init=False, **made))
+            setattr(kind, name, made)
         return kind
 
     return decorate

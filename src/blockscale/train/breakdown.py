@@ -58,8 +58,8 @@ def breakdown(work: Callable[[], None], path: Path | None = None) -> Breakdown:
     kinds, longest = dict.fromkeys(KINDS, 0.0), Counter[str]()
     for name, time in kernels.items():
         kinds[kernel_kind(name)] += time / total
-        longest[short_name(name)] += time / total
-    return Breakdown(kinds, dict(longest.most_common(_LONGEST)), total / 1e3)
+        longest[short_name(name)] += time
+    return Breakdown(kinds, {name: time / total for name, time in longest.most_common(_LONGEST)}, total / 1e3)
 
 
 def _recorded(work: Callable[[], None], path: Path | None) -> list[Any]:

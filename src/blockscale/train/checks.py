@@ -90,7 +90,7 @@ def check(config: RunConfig) -> None:
 def _check_values(config: RunConfig) -> None:
     """Rules on single values; those of missing latent attention or experts are skipped."""
     for group, names, is_right, rule, right in _VALUES:
-        owner = functools.reduce(getattr, group.split("."), config) if group else config
+        owner: Any = functools.reduce(getattr, group.split("."), config) if group else config
         for name in names.split() if owner is not None else ():
             path, value = f"{group}.{name}".removeprefix("."), getattr(owner, name)
             fix = f"pass {option(path, right)}" + " or more" * isinstance(right, int)
