@@ -1,6 +1,6 @@
 """Results of training runs as JSON lines: one per arm of a comparison, one per measured throughput.
 
-`compare.rows` makes them from runs. Tables and pictures are made from these lines alone. A line replaces the
+`train.publish` makes them from run folders. Tables and pictures are made from these lines alone. A line replaces the
 stored line of the same key.
 """
 
@@ -127,7 +127,7 @@ def read(path: Path) -> list[Training]:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         return [_KINDS[row["kind"]](**row) for row in rows]
     except (KeyError, TypeError, ValueError) as error:
-        rule, fix = "a file of trainings has what `--rows` of compare and speed writes", "name another file"
+        rule, fix = "a file of trainings has what `blockscale collect` writes", "name another file"
         raise OptionError(message(f"{path} has other lines ({error})", rule=rule, fix=fix)) from None
 
 
