@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from blockscale.casts import _reference
 from blockscale.compare import stored as module
 from blockscale.compare.comparison import BASELINE, CONTROL, NULL, Comparison, arms_of, compare, config_of, null_of
 from blockscale.compare.rows import rows_of
@@ -136,7 +137,7 @@ def test_a_non_finite_run_is_stored_as_diverged(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_control_is_worse_and_the_recipe_that_it_breaks_is_not(tmp_path: Path):
-    """Casts are correct again afterwards."""
+    real = _reference.encode
     config = little(weight_cast="forward", steps=8, eval_every=4, eval_batches=4)
     found = compare(config, ["mxfp8"], 3, out=tmp_path, control=True)
     recipe, control = found.verdict(found.arms[-2]), found.verdict(found.arms[-1])
@@ -147,8 +148,7 @@ def test_the_control_is_worse_and_the_recipe_that_it_breaks_is_not(tmp_path: Pat
     assert list(found.verdicts()) == ["mxfp8"]
     mine, theirs = (found.runs[name][0].layers[0] for name in (CONTROL, "mxfp8"))
     assert mine["x"] < 5 < 25 < theirs["x"]
-    later = compare(little(weight_cast="forward", steps=1), ["mxfp8"], [7], out=tmp_path / "later")
-    assert later.runs["mxfp8"][0].layers[0]["x"] > 25
+    assert _reference.encode is real, "casts are correct again"
 
 
 def test_length_excludes_shared_steps(tmp_path: Path):

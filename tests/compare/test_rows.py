@@ -11,7 +11,7 @@ import pytest
 from blockscale.bench import trainings
 from blockscale.bench.trainings import Convergence
 from blockscale.cli.main import main
-from blockscale.compare import stored
+from blockscale.compare import stored, throughput
 from blockscale.compare.comparison import CONTROL, Comparison, compare
 from blockscale.compare.rows import MOST, rows_of, thin
 from blockscale.compare.statistics import Length, drift_of, judge, paired
@@ -122,7 +122,9 @@ def test_arms_of_throughput():
     assert [each.recipe.weight_cast for each in arms_of(LITTLE, ["mxfp8"])] == ["forward", "step"]
 
 
-def test_steps_are_timed_after_the_warm_up(tmp_path: Path):
+def test_steps_are_timed_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In this process: those of test_side_by_side.py take seconds to start."""
+    monkeypatch.setattr(throughput, "side_by_side", lambda run, tasks, jobs, fresh: [run(*each) for each in tasks])
     rows = measure(arms_of(LITTLE, ["mxfp8"]), out=tmp_path, warm_up=2, timed=3, commit="abc")
     assert [row.recipe for row in rows] == ["bf16", "mxfp8"]
     for row in rows:

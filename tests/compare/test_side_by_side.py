@@ -16,41 +16,76 @@ import pytest
 from blockscale.compare.side_by_side import side_by_side
 from blockscale.errors import ProcessError
 
-TOLD_TO_END = """
+PROGRAM = """
 import sys
-from dataclasses import replace
 from pathlib import Path
-from blockscale.compare.comparison import compare
-from support.small_runs import small
+from tasks import {task}
+from blockscale.compare.side_by_side import side_by_side
 if __name__ == "__main__":
     try:
-        compare(small("bf16", steps=100_000, log_every=1), [], out=Path(sys.argv[1]), jobs=2)
+        side_by_side({task}, [(Path(sys.argv[1]) / str(place),) for place in range(3)], jobs=2)
     except KeyboardInterrupt:
         print("ended", flush=True)
 """
+# each writes its state; `work` stands for a run and needs no torch
+TASKS = """
+import time
+
+def work(folder):
+    folder.mkdir(parents=True)
+    (folder / "state").write_text("step")
+    try:
+        time.sleep(300)
+    finally:
+        (folder / "state").write_text("interrupted")
+
+def run(folder):
+    from blockscale.train import Hooks, train
+    from support.small_runs import small
+
+    class State(Hooks):
+        def on_log(self, run, records, speed):
+            (folder / "state").write_text("step")
+
+        def on_end(self, run, result):
+            (folder / "state").write_text(result.stopped)
+
+    folder.mkdir(parents=True)
+    train(small("bf16", steps=100_000, log_every=1), hooks=[State()])
+    raise KeyboardInterrupt
+"""
 
 
-# torch is imported within tests alone: worker processes import this module
-@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.sweep), "SIGTERM to all", "SIGKILL"])
-def test_worker_processes_end_with_their_parent(how: str, tmp_path: Path):
-    from blockscale.compare.stored import read
-
-    program = tmp_path / "program.py"
-    program.write_text(TOLD_TO_END)
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    command, environment = [sys.executable, str(program), str(tmp_path / "out")], {**os.environ, "PYTHONPATH": path}
+@pytest.mark.parametrize(
+    ("task", "how"),
+    [
+        ("work", "SIGTERM"),
+        ("work", "SIGKILL"),
+        ("run", "SIGTERM to all"),
+        pytest.param("run", "SIGKILL", marks=pytest.mark.sweep),
+    ],
+)
+def test_worker_processes_end_with_their_parent(task: str, how: str, tmp_path: Path):
+    (tmp_path / "program.py").write_text(PROGRAM.format(task=task))
+    (tmp_path / "tasks.py").write_text(TASKS)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1]), *sys.path])
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": path}
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
     )
+
+    def states() -> list[str]:
+        return [each.read_text() for each in tmp_path.glob("out/*/state")]
+
     try:
-        wait_for(lambda: sum('"kind": "step"' in each.read_text() for each in tmp_path.rglob("metrics.jsonl")) == 2)
-        files, number = [*tmp_path.rglob("metrics.jsonl")], getattr(signal, how.split()[0])
-        (os.killpg if how.endswith("all") else os.kill)(child.pid, number)
+        wait_for(lambda: states() == ["step", "step"])
+        (os.killpg if how.endswith("all") else os.kill)(child.pid, getattr(signal, how.split()[0]))
         said, _ = child.communicate(timeout=90)
         assert said == (b"" if how == "SIGKILL" else b"ended\n")
-        wait_for(lambda: all(read(each).end.get("stopped") == "interrupted" for each in files))
-        assert len([*tmp_path.rglob("metrics.jsonl")]) == 2, "no other began"
+        wait_for(lambda: states() == ["interrupted", "interrupted"])
         wait_for(lambda: is_gone(child.pid))
+        assert len(states()) == 2, "no other began"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

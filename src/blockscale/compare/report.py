@@ -22,8 +22,10 @@ def answer(found: Comparison) -> str:
         return "Only bf16 was run: there is no recipe to compare with it."
     leads = {"bad": "No", "short": "Too short to tell", "open": "Undecided", "good": "Yes"}
     lead = next(says for tone, says in leads.items() if any(each.tone == tone for each in verdicts.values()))
-    each = [f"{arm.name}: {_said(found, arm)}, gap {found.gap(arm.name)}" for arm in found.arms if arm.is_recipe]
     short = dict.fromkeys(verdict.why for verdict in verdicts.values() if verdict.kind == "too short to tell")
+    if all(verdict.kind == "too short to tell" for verdict in verdicts.values()):
+        return f"{lead}: {'; '.join(short)}."
+    each = [f"{arm.name}: {_said(found, arm)}, gap {found.gap(arm.name)}" for arm in found.arms if arm.is_recipe]
     return " ".join(f"{part}." for part in (lead, "; ".join(each), *short))
 
 
