@@ -1,4 +1,4 @@
-"""Display of a run as a hook: a live table in a terminal, plain lines elsewhere; `Lines` for worker processes.
+"""Display of a run as a hook: a status line in a terminal, plain lines elsewhere; `Lines` for worker processes.
 
 The share of time in casts is measured once, after warm-up, by profiling one step. It is left out on a CPU, where it
 would only show the cost of exact emulation.
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
+    from rich.status import Status
 
 # steps before the profiled one: compilation and autotuning are over
 _MEASURED_AT = 8
@@ -30,10 +29,9 @@ class View(Hooks):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.live: Live | None = None
+        self.status: Status | None = None
         self.began = 0.0
         self.first = 0
-        self.evaluation: Evaluation | None = None
 
     def on_start(self, run: Run) -> None:
         """Print model, recipe, device, text and conversion."""
@@ -50,10 +48,8 @@ class View(Hooks):
         if run.changed:
             self.console.print(f"changed options: {', '.join(run.changed)}", highlight=False)
         if self.console.is_terminal:
-            from rich.live import Live
-
-            self.live = Live(console=self.console, refresh_per_second=4, transient=True)
-            self.live.start()
+            self.status = self.console.status("first step ...")
+            self.status.start()
 
     def before_step(self, run: Run) -> None:
         """Request a profile of one step."""
@@ -63,22 +59,20 @@ class View(Hooks):
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
         """Show the newest step."""
-        if self.live is not None:
-            self.live.update(self._table(run, records[-1], speed))
+        line = self._line(run, records[-1], speed)
+        if self.status is not None:
+            self.status.update(line)
         else:
-            self.console.print(self._line(run, records[-1], speed), highlight=False)
+            self.console.print(line, highlight=False)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Store the evaluation for the table, or print a line."""
-        self.evaluation = evaluation
-        if self.live is None:
-            text = f"step {evaluation.step:>6}  validation loss {evaluation.loss:.4f}"
-            self.console.print(f"{text}  ({evaluation.bits_per_byte:.3f} bits per byte)", highlight=False)
+        """Print the loss on held-out text."""
+        text = f"step {evaluation.step:>6}  validation loss {evaluation.loss:.4f}"
+        self.console.print(f"{text}  ({evaluation.bits_per_byte:.3f} bits per byte)", highlight=False)
 
     def on_save(self, run: Run, path: Path) -> None:
         """Print the path of the checkpoint."""
-        if self.live is None:
-            self.console.print(f"step {run.step:>6}  saved {path}", highlight=False)
+        self.console.print(f"step {run.step:>6}  saved {path}", highlight=False)
 
     def on_end(self, run: Run, result: TrainResult) -> None:
         """Print the result."""
@@ -94,44 +88,22 @@ class View(Hooks):
             self.console.print(f"checkpoint {result.checkpoint}", highlight=False)
 
     def close(self) -> None:
-        """Stop the live table."""
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
-
-    def _left(self, run: Run) -> str:
-        done = run.step - self.first
-        seconds = (time.perf_counter() - self.began) / max(1, done) * (run.config.steps - run.step)
-        return str(timedelta(seconds=round(seconds)))
-
-    def _figures(self, run: Run, record: StepRecord, speed: Speed) -> dict[str, str]:
-        figures = {
-            "step": f"{record.step}/{run.config.steps}",
-            "loss": f"{record.loss:.4f}",
-            "norm": f"{record.norm:.2f}",
-            "rate": f"{record.rate:.2e}",
-            "tokens/s": f"{speed.tokens_per_second:,.0f}",
-        }
-        if speed.mfu is not None:
-            figures["MFU"] = f"{speed.mfu:.1%}"
-        if speed.casts is not None:
-            figures["in casts"] = f"{speed.casts:.1%}"
-        return figures | {"left": self._left(run)}
+        """Stop the status line."""
+        if self.status is not None:
+            self.status.stop()
+            self.status = None
 
     def _line(self, run: Run, record: StepRecord, speed: Speed) -> str:
-        figures = self._figures(run, record, speed)
-        place = figures.pop("step").partition("/")[0]
-        return "  ".join([f"step {place:>6}", *(f"{name} {value}" for name, value in figures.items())])
-
-    def _table(self, run: Run, record: StepRecord, speed: Speed) -> Table:
-        from rich.table import Table
-
-        figures = self._figures(run, record, speed)
-        if self.evaluation is not None:
-            figures["validation"] = f"{self.evaluation.loss:.4f} at {self.evaluation.step}"
-        table = Table(*figures, title=f"{run.config.name}, {run.config.recipe.name}", title_justify="left")
-        table.add_row(*figures.values())
-        return table
+        seconds = (time.perf_counter() - self.began) / max(1, run.step - self.first) * (run.config.steps - run.step)
+        figures = [
+            f"step {record.step:>6}  loss {record.loss:.4f}  norm {record.norm:.2f}  rate {record.rate:.2e}",
+            f"tokens/s {speed.tokens_per_second:,.0f}",
+        ]
+        if speed.mfu is not None:
+            figures.append(f"MFU {speed.mfu:.1%}")
+        if speed.casts is not None:
+            figures.append(f"in casts {speed.casts:.1%}")
+        return "  ".join([*figures, f"left {timedelta(seconds=round(seconds))}"])
 
 
 class Lines(Hooks):
