@@ -76,10 +76,10 @@ sanitize: ## run every Triton cast under compute-sanitizer, with PYTHON as it is
 bench: ## check and time every cast (ARGS=gemm: every product), with PYTHON as it is, without .venv
 	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)
 
-# Goes on where it was cut off. On a GPU: ARGS="--device cuda --jobs 12". Long enough for a verdict, unlike the demo.
+# 25 times the work of the demo; goes on where it was cut off. On a GPU: ARGS="--device cuda --jobs 12".
 CONVERGENCE = --recipe.keep-first 0 --recipe.keep-last 0 --recipes fp8_blockwise,mxfp8,nvfp4,mxfp4 --control \
 	--seeds 5 --steps 300 --eval-every 50 --jobs 2 --out out/convergence
-convergence: setup ## train a tiny model by four recipes and a broken one, until there is a verdict (an hour on two cores)
+convergence: setup ## train a tiny model by four recipes and a broken one, long enough for a verdict
 	@OMP_NUM_THREADS=1 $(PY) -m blockscale compare tiny $(CONVERGENCE) $(ARGS)
 
 # Everything through $(PY): tools that come with a borrowed torch have no command in .venv/bin.
