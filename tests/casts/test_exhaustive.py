@@ -20,7 +20,7 @@ import triton.language as tl
 
 import blockscale as bs
 from blockscale import CastSpec
-from blockscale.casts import _device, _device_codes, _device_fused, _tiles, _triton, activation
+from blockscale.casts import _device, _device_codes, _device_fused, _source, _triton, activation
 from blockscale.casts._source import Tile
 
 CHUNK = 1 << 27
@@ -146,7 +146,7 @@ def test_reciprocals_of_every_divisor(kernel: Callable, first: int, compared: Co
 def test_codes_of_every_bf16_value(name: str, compared: Counter[str]) -> None:
     """Inline PTX from packed words to codes against the plain encoder: all 65536 values times every power of two and
     NaN, or times 4096 factors. Small integers and their reciprocals are included, since they make ties."""
-    spec = _tiles.operand_config(CastSpec(name).plan(), torch.cuda.get_device_capability()[0] * 10, grouped=False)
+    spec = _source.operand_config(CastSpec(name).plan(), torch.cuda.get_device_capability()[0] * 10, grouped=False)
     words = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.int32)
     if spec.family == "mx":
         factors = torch.arange(1, 256, dtype=torch.int32, device="cuda") << 23  # 2^-126 and up, and Inf for NaN

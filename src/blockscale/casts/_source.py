@@ -1,4 +1,4 @@
-"""Source of a cast kernel and the choice of its tile: computed on the host, once per shape.
+"""Arguments of a cast kernel that the host computes: its source, its tile, and the config of each operand.
 
 docs/design/casts.md has the measurements behind the tiles.
 """
@@ -182,3 +182,58 @@ def power_of_two(n: int) -> int:
 def as_packed(x: Tensor, mode: str) -> Tensor:
     """x viewed as packed words, one per pair (int64 for fp32, else int32)."""
     return x if mode == "any" else x.view(torch.int64 if mode == "fp32" else torch.int32)
+
+
+class Even(NamedTuple):
+    """Whether tiles cover rows and columns exactly, so that accesses need no mask."""
+
+    rows: bool
+    columns: bool
+
+
+class OperandConfig(NamedTuple):
+    """Compile-time description of one operand."""
+
+    family: str
+    rule: str
+    layout: str
+    satfinite: bool
+    ebits: int
+    mbits: int
+    bias: int
+    emax: int
+    max_bits: int
+    nan_code: int
+    code_bits: int  # bits from one code to the next: 4 or 8
+    scale_bytes: bool
+    across: int  # rows of a block
+    along: int  # length of a block
+    repeats: int  # copies of its scale along K in the blocked layout
+    hardware: str  # element name if inline PTX encodes it, else ""
+    fast: bool  # inline PTX may be used
+    sm_89: bool  # PTX has cvt to E4M3 and max.xorsign.abs
+    hadamard: int  # size of a rotated group, or 0
+    mask: int  # sign mask of the rotation
+    stochastic: bool
+    grouped: bool  # one tensor scale per group or per matrix
+    shared_philox: bool  # four neighbours in a row share one Philox call
+
+
+def operand_config(plan: CastPlan, sm: int, *, grouped: bool, shared_philox: bool = False) -> OperandConfig:
+    """Compile-time part of a plan.  sm: compute capability, 0 for the interpreter."""
+    spec, element = plan.spec, plan.spec.element
+    short = {"e4m3": 89, "e5m2": 89, "e2m1": 80}.get(element.name, 999)
+    hardware = element.name if sm >= short and plan.stream is None else ""
+    return OperandConfig(
+        spec.family, plan.rule, plan.layout, plan.satfinite,
+        element.ebits, element.mbits, element.bias, element.emax, element.max_bits, element.nan_code,
+        8 // spec.codes_per_byte, spec.scale_dtype.itemsize == 1, *spec.block, spec.block[1] // spec.granule,
+        hardware, sm > 0, sm >= 89,
+        0 if plan.hadamard is None else spec.hadamard, _signed(plan.hadamard or 0), plan.stream is not None, grouped,
+        shared_philox and plan.stream is not None,
+    )  # fmt: skip
+
+
+def _signed(mask: int) -> int:
+    """32-bit mask as an int32 with the same bits."""
+    return mask - (1 << 32) if mask >> 31 else mask

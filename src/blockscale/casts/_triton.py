@@ -29,8 +29,7 @@ from ..launch import launch
 from ..library import empty
 from ..registry import Request, kernel
 from ._kernels import amax_kernel, cast_kernel, colsum_kernel
-from ._source import Source, Tile, dense, plain, power_of_two, tile_shape
-from ._tiles import Even, operand_config
+from ._source import Even, Source, Tile, dense, operand_config, plain, power_of_two, tile_shape
 
 Buffers = tuple[Tensor, Tensor, Tensor | None]
 

@@ -24,8 +24,8 @@ from ..launch import launch, note_persistent_buffer
 from ..library import empty
 from ..registry import Request, kernel
 from ._device_fused import rstd as row_rstd
-from ._source import PACKED_MODES, Source, as_packed, dense, is_pair_aligned, power_of_two
-from ._tiles import Even, load_pairs, to_fp32
+from ._source import PACKED_MODES, Even, Source, as_packed, dense, is_pair_aligned, power_of_two
+from ._tiles import load_pairs, to_fp32
 from ._triton import DEVICES, Buffers, Output, fuses_hidden, launch_cast, reject
 from .ops import is_far
 
