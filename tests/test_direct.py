@@ -17,10 +17,10 @@ import blockscale as bs
 from blockscale import library
 from blockscale.casts import ops as ops  # defines the operators
 from blockscale.errors import DtypeError
-from blockscale.gemm import ops as gemm_ops
+from blockscale.formats.cast_spec import as_cast
 
 OPERATOR = library.OPERATORS["quantize"]
-REST = (bs.CastSpec("mxfp8_e4m3").plan().text(), -1, None, None, None)
+REST = (as_cast("mxfp8_e4m3"), -1, None)
 
 
 class Spy:
@@ -30,7 +30,8 @@ class Spy:
         self.paths: list[str] = []
         self._schema = OPERATOR._schema
         self._body = body
-        self.function = library._direct(self, self.run)  # pyright: ignore[reportArgumentType]
+        flatten = library.PARAMETERS["quantize"].flatten
+        self.function = library._direct(self, self.run, flatten)  # pyright: ignore[reportArgumentType]
 
     def __call__(self, x: Tensor, *rest: object) -> Tensor:
         self.paths.append("operator")
@@ -171,8 +172,3 @@ def test_the_body_is_shielded_from_autocast_and_autograd() -> None:
         assert Spy(body).path(x.detach()) == "direct"
     assert Spy(body).path(x) == "direct"
     assert seen == [(torch.float32, False)] * 3
-
-
-def test_operators_that_write_in_place_keep_the_dispatcher() -> None:
-    """It bumps the version of the argument."""
-    assert gemm_ops.scaled_mm_add_ is library.OPERATORS["scaled_mm_add_"]

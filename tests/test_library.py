@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import blockscale as bs
 from blockscale import library, rng_state
-from blockscale.casts import fused_ops
+from blockscale.casts import fused, permuted
 from blockscale.casts import ops as casts_ops
 from blockscale.formats import FORMATS, CastSpec, Stochastic
-from blockscale.formats.tensor import to_parts
+from blockscale.formats.cast_spec import Cast, as_cast
 from blockscale.gemm import ops as gemm_ops
 from blockscale.grouped import ops as grouped_ops
-from blockscale.grouped import routing_ops, unquantized
+from blockscale.grouped import routing, unquantized
 from support.products import ONE_D, assert_same_bits, gaussian, offsets, partner, raw
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,27 +34,27 @@ def cast_samples(device):
     offs = offsets([3, 0, 30], device)
     for name in FORMATS:
         for axis in (-1, -2):
-            yield x, CastSpec(name).plan().text(), axis, None, None, None
+            yield x, as_cast(name), axis, None
     stochastic = CastSpec("mxfp4", rounding=Stochastic(state, "layer"), role="dgrad_dy", hadamard=True)
-    yield x, stochastic.plan().text(), -2, state, None, offs
-    yield x.float(), CastSpec("nvfp4", amax="group").plan().text(), -2, None, None, offs
-    yield x.half(), CastSpec("nvfp4").plan().text(), -1, None, torch.tensor(3.0, device=device), None
-    yield x.expand(2, 40, 48), CastSpec("fp8_128x128").plan().text(), -2, None, None, None
-    yield x[:0], CastSpec("mxfp8_e4m3").plan().text(), -1, None, None, None
+    yield x, as_cast(stochastic), -2, offs
+    yield x.float(), as_cast(CastSpec("nvfp4", amax="group")), -2, offs
+    yield x.half(), as_cast(CastSpec("nvfp4", amax=torch.tensor(3.0, device=device))), -1, None
+    yield x.expand(2, 40, 48), as_cast("fp8_128x128"), -2, None
+    yield x[:0], as_cast("mxfp8_e4m3"), -1, None
 
 
 def cast_both_samples(device):
     x = gaussian(40, 48, device=device)
     for name in FORMATS:
-        plan = CastSpec(name).plan().text()
-        yield x, plan, plan, None, None, None, None, None, name == "mxfp4"
-    plan = CastSpec("nvfp4", amax="group").plan().text()
-    yield x, plan, plan, None, None, None, None, offsets([3, 0, 30], device), True
+        cast = as_cast(name)
+        yield x, cast, cast, None, name == "mxfp4"
+    cast = as_cast(CastSpec("nvfp4", amax="group"))
+    yield x, cast, cast, offsets([3, 0, 30], device), True
 
 
 def swiglu_samples(device):
-    for x, plan, axis, state, amax, offs in cast_samples(device):
-        yield torch.cat((x, x), dim=-1), plan, axis, state, amax, offs
+    for x, *rest in cast_samples(device):
+        yield torch.cat((x, x), dim=-1), *rest
 
 
 def swiglu_both_samples(device):
@@ -61,15 +63,15 @@ def swiglu_both_samples(device):
 
 
 def swiglu_backward_samples(device):
-    for x, row, col, *_, offs, _ in cast_both_samples(device):
-        for hidden in ("", col):
-            yield x, torch.cat((x, x), dim=-1), row, col, hidden, *(None,) * 6, offs
+    for x, row, col, offs, _ in cast_both_samples(device):
+        for hidden in (None, col):
+            yield x, torch.cat((x, x), dim=-1), row, col, hidden, offs
 
 
 def rmsnorm_samples(device):
-    for x, plan, axis, state, amax, _ in cast_samples(device):
+    for x, cast, axis, _ in cast_samples(device):
         if axis == -1:
-            yield x, gaussian(48, device=device), 1e-6, plan, state, amax
+            yield x, gaussian(48, device=device), 1e-6, cast
 
 
 def rmsnorm_both_samples(device):
@@ -80,27 +82,27 @@ def rmsnorm_both_samples(device):
 def permute_samples(device):
     x, indices = gaussian(40, 48, device=device), torch.tensor([3, 3, -1, 39, 0], device=device)
     for name in ONE_D:
-        yield x, indices, CastSpec(name).plan().text(), None
-    yield x.half(), indices.int(), CastSpec("nvfp4").plan().text(), torch.tensor(3.0, device=device)
+        yield x, indices, as_cast(name)
+    yield x.half(), indices.int(), as_cast(CastSpec("nvfp4", amax=torch.tensor(3.0, device=device)))
 
 
 def permute_both_samples(device):
     offs = offsets([3, 0, 2], device)
-    for place, (x, indices, plan, amax) in enumerate(permute_samples(device)):
+    for place, (x, indices, cast) in enumerate(permute_samples(device)):
         weights = gaussian(5, device=device).float() if place % 2 else None
-        yield x, indices, weights, plan, plan, None, None, amax, amax, offs
+        yield x, indices, weights, cast, cast, offs
 
 
 def permute_columns_samples(device):
     offs = offsets([3, 0, 2], device)
-    for x, indices, plan, amax in permute_samples(device):
-        yield x, indices, plan, None, amax, offs
+    for args in permute_samples(device):
+        yield *args, offs
 
 
-def parts(q):
-    """An operand as arguments of the dispatcher: one-byte codes and scales as uint8."""
-    data, scale, factor, kind = to_parts(q)
-    return *(t.view(torch.uint8) if t.element_size() == 1 else t for t in (data, scale)), factor, kind
+def flat(name, args):
+    """Arguments of an operator's schema, one-byte codes and scales as uint8."""
+    given = library.PARAMETERS[name].flatten(*args)
+    return tuple(t.view(torch.uint8) if isinstance(t, torch.Tensor) and t.element_size() == 1 else t for t in given)
 
 
 def buffers(results):
@@ -118,39 +120,38 @@ def other(x):
 def recast_samples(device):
     x = gaussian(40, 48, device=device)
     for name in FORMATS:
-        plan = CastSpec(name).plan().text()
+        cast = as_cast(name)
         for axis in (-1, -2):
-            yield *buffers(library.OPERATORS["quantize"](x, plan, axis, None, None, None)), other(x), plan, axis
+            made = library.OPERATORS["quantize"](*flat("quantize", (x, cast, axis, None)))
+            yield *buffers(made), other(x), cast, axis
 
 
 def recast_both_samples(device):
     for x, row, col, *rest in list(cast_both_samples(device))[:-1]:
-        made = library.OPERATORS["quantize_both"](x, row, col, *rest)
+        made = library.OPERATORS["quantize_both"](*flat("quantize_both", (x, row, col, *rest)))
         yield *buffers(made[0:3]), *buffers(made[3:6]), other(x), row, col
 
 
 def dequantize_samples(device):
     x, offs = gaussian(40, 48, device=device), offsets([3, 0, 30], device)
     for name in FORMATS:
-        q = bs.quantize(x, name, axis=-2)
-        yield *parts(q), -2, 40, 0, None, None, torch.bfloat16
-    q = bs.quantize(x, "mxfp4", axis=-2, offs=offs, hadamard=True)
-    yield *parts(q), -2, 40, q.group_align, q.hadamard, offs, torch.float32
+        yield bs.quantize(x, name, axis=-2), None, torch.bfloat16
+    yield bs.quantize(x, "mxfp4", axis=-2, offs=offs, hadamard=True), offs, torch.float32
 
 
 def gemm_samples(device):
     for name in FORMATS:
         a = bs.quantize(gaussian(20, 48, device=device), name)
         b = bs.quantize(gaussian(24, 48, device=device), partner(name))
-        yield *parts(a), *parts(b), 48, gaussian(24, device=device), torch.bfloat16
-        yield *parts(a), *parts(b), 48, None, torch.float32
+        yield a, b, gaussian(24, device=device), torch.bfloat16
+        yield a, b, None, torch.float32
 
 
 def gemm_add_samples(device):
     for name in FORMATS:
         a = bs.quantize(gaussian(20, 48, device=device), name)
         b = bs.quantize(gaussian(24, 48, device=device), partner(name))
-        yield torch.ones(20, 24, device=device), *parts(a), *parts(b), 48
+        yield torch.ones(20, 24, device=device), a, b
 
 
 def grouped_operands(device):
@@ -166,18 +167,18 @@ def grouped_operands(device):
 def grouped_samples(device):
     for a, b, offs, shape in grouped_operands(device):
         bias = gaussian(3, 24, device=device) if len(shape) == 2 else None
-        yield *parts(a), *parts(b), a.length, offs, None, bias, torch.bfloat16
+        yield a, b, offs, None, bias, torch.bfloat16
         if len(shape) == 2:  # rows of no group are undefined, and would differ between calls
             starts, ends = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in ([0, 3, 3], [3, 3, 36]))
-            yield *parts(a), *parts(b), a.length, ends, starts, bias, torch.bfloat16
+            yield a, b, ends, starts, bias, torch.bfloat16
 
 
 def grouped_add_samples(device):
     for a, b, offs, shape in grouped_operands(device):
-        yield torch.ones(shape, device=device), *parts(a), *parts(b), a.length, offs, None
+        yield torch.ones(shape, device=device), a, b, offs, None
         if len(shape) == 2:
             starts = torch.tensor([0, 5, 7], dtype=torch.int32, device=device)
-            yield torch.ones(shape, device=device), *parts(a), *parts(b), a.length, starts + 2, starts
+            yield torch.ones(shape, device=device), a, b, starts + 2, starts
 
 
 def chosen_experts(device):
@@ -276,7 +277,8 @@ def test_opcheck(device, name):
     layouts."""
     op = library.OPERATORS[name]
     count, traced = 0, set()
-    for args in SAMPLES[name](device):
+    for sample in SAMPLES[name](device):
+        args = flat(name, sample)
         # test_schema compares inputs by allclose, which fp8 does not have; test_inputs below stands in for it there
         fp8 = any(tensor.dtype in FP8_DTYPES for tensor in tensors(args))
         checks = CHECKS if fp8 else ("test_schema", *CHECKS)
@@ -298,7 +300,8 @@ def test_inputs_are_unmodified_and_outputs_are_new(device, name):
         if argument.alias_info is not None and argument.alias_info.is_write
     }
     assert bool(mutated) == name.endswith("_")
-    for args in SAMPLES[name](device):
+    for sample in SAMPLES[name](device):
+        args = flat(name, sample)
         before = [[raw(tensor) for tensor in tensors((arg,))] for arg in copy.deepcopy(args)]
         results = op(*args)
         for index, (arg, kept) in enumerate(zip(args, before, strict=True)):
@@ -318,19 +321,16 @@ def test_schema_is_pt2_compliant(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cast_in_place_gives_the_bytes_of_a_cast(device, name):
-    plan, first, second = (
-        CastSpec(name).plan().text(),
-        gaussian(40, 48, device=device),
-        7 * gaussian(40, 48, device=device),
-    )
-    made = library.OPERATORS["quantize_both"](first, plan, plan, *(None,) * 5, False)
-    want = library.OPERATORS["quantize_both"](second, plan, plan, *(None,) * 5, False)
-    library.OPERATORS["requantize_both_"](*buffers(made[0:3]), *buffers(made[3:6]), second, plan, plan)
+    def run(operator, *args):
+        return library.OPERATORS[operator](*flat(operator, args))
+
+    cast, first, second = as_cast(name), gaussian(40, 48, device=device), 7 * gaussian(40, 48, device=device)
+    made, want = (run("quantize_both", x, cast, cast, None, False) for x in (first, second))
+    casts_ops.requantize_both_(*buffers(made[0:3]), *buffers(made[3:6]), second, cast, cast)
     assert all(torch.equal(raw(a), raw(b)) for a, b in zip(made[:6], want[:6], strict=True))
     for axis in (-1, -2):
-        made = library.OPERATORS["quantize"](first, plan, axis, None, None, None)
-        want = library.OPERATORS["quantize"](second, plan, axis, None, None, None)
-        library.OPERATORS["requantize_"](*buffers(made), second, plan, axis)
+        made, want = (run("quantize", x, cast, axis, None) for x in (first, second))
+        casts_ops.requantize_(*buffers(made), second, cast, axis)
         assert all(torch.equal(raw(a), raw(b)) for a, b in zip(made, want, strict=True))
 
 
@@ -397,25 +397,81 @@ def test_fakes_allocate_what_the_bodies_allocate(device):
 
 
 FUNCTIONS = {
-    name: getattr(module, name)
-    for module in (casts_ops, fused_ops, gemm_ops, grouped_ops, unquantized, routing_ops)
-    for name in library.OPERATORS
-    if name in vars(module) and not name.endswith("_")
+    "combine_dots": routing.combine_dots,
+    "combine_rows": routing.combine_rows,
+    "grouped_mm": unquantized.grouped_mm,
+    "permute_rows": routing.permute_rows,
+    "sort_by_expert": routing._sort,
+    "quantize": casts_ops.cast,
+    "quantize_both": casts_ops.cast_both,
+    "swiglu_quantize": fused.swiglu_cast,
+    "swiglu_quantize_both": fused._swiglu_cast_both,
+    "swiglu_backward_quantize_both": fused.swiglu_backward_cast,
+    "rmsnorm_quantize": fused._rmsnorm_cast,
+    "rmsnorm_quantize_both": fused._rmsnorm_cast_both,
+    "permute_quantize_both": permuted.permute_cast_both,
+    "permute_quantize_columns": permuted.permute_cast_columns,
+    "quantize_permute": permuted.cast_permute,
+    "dequantize": casts_ops.dequantize,
+    "scaled_mm": gemm_ops.scaled_mm,
+    "scaled_grouped_mm": grouped_ops.scaled_grouped_mm,
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+class Dispatched(TorchDispatchMode):
+    """Sends calls through the dispatcher, and counts our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += func.namespace == "blockscale"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [name for name in library.OPERATORS if not name.endswith("_")])
 def test_the_direct_path_gives_what_the_operator_gives(device, name):
     """The operator returns an empty tensor where the body returns None."""
     for args in itertools.islice(SAMPLES[name](device), 3):
-        direct, whole = FUNCTIONS[name](*args), library.OPERATORS[name](*args)
-        assert isinstance(direct, tuple) == isinstance(whole, tuple)
-        pairs = zip(direct, whole, strict=True) if isinstance(direct, tuple) else [(direct, whole)]
-        for got, want in pairs:
+        direct = pytree.tree_leaves(FUNCTIONS[name](*args))
+        with Dispatched() as mode:
+            whole = pytree.tree_leaves(FUNCTIONS[name](*args))
+        assert mode.operators == 1
+        for got, want in zip(direct, whole, strict=True):
             if got is None:
-                assert (want.shape, want.dtype) == ((0,), torch.float32)
+                assert want is None or (want.shape, want.dtype) == ((0,), torch.float32)
             else:
                 assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("name", sorted(library.OPERATORS))
+def test_arguments_survive_the_schema(device, name):
+    """Flattened and rebuilt, operands and casts are what they were, except for the number of padded groups."""
+    parameters = library.PARAMETERS[name]
+    for args in SAMPLES[name](device):
+        for given, rebuilt in zip(args, parameters.rebuild(*parameters.flatten(*args)), strict=True):
+            if isinstance(given, bs.BlockScaled):
+                assert vars(replace(given, groups=0)) == vars(rebuilt)
+            elif isinstance(given, Cast):
+                assert given == rebuilt
+            else:
+                assert given is rebuilt
+
+
+def test_the_body_takes_an_operand_whole():
+    """On the direct path it is neither taken apart nor rebuilt."""
+    q = bs.quantize(torch.ones(4, 32), "mxfp4")
+
+    @library.define_op(fake=lambda q: q.data.new_empty(()))
+    def whole_operand_test(q: bs.BlockScaled) -> torch.Tensor:
+        seen.append(q)
+        return q.data.new_zeros(())
+
+    seen: list[bs.BlockScaled] = []
+    whole_operand_test(q)
+    library.OPERATORS.pop("whole_operand_test")
+    assert seen[0] is q
 
 
 def test_results_do_not_require_grad_and_a_backward_raises():

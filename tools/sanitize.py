@@ -30,7 +30,7 @@ from blockscale.bench.harness import count_wrong
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS
 from blockscale.gemm import exact_mm
-from blockscale.grouped import routing_ops
+from blockscale.grouped import routing as row_moves
 from blockscale.grouped._reference import exact_grouped
 
 NAMES = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3", "mxfp8_e4m3_128x128", "mxfp4", "nvfp4")
@@ -123,18 +123,18 @@ def moves() -> Iterator[tuple[str, str, Call]]:
 
     def permuted(i: Inputs, weights: Tensor | None) -> Tensor:
         routing = bs.sort_by_expert(i.experts, 9)
-        return routing_ops.permute_rows(i.x[: ROWS // 4], routing.tokens, routing.rows, weights)
+        return row_moves.permute_rows(i.x[: ROWS // 4], routing.tokens, routing.rows, weights)
 
     def combined(i: Inputs, weights: Tensor | None) -> Tensor:
-        return routing_ops.combine_rows(i.x, bs.sort_by_expert(i.experts, 9).rows, weights)
+        return row_moves.combine_rows(i.x, bs.sort_by_expert(i.experts, 9).rows, weights)
 
     def dots(i: Inputs) -> Tensor:
-        found = routing_ops.combine_dots(i.x, i.x[: ROWS // 4], bs.sort_by_expert(i.experts, 9).rows)
+        found = row_moves.combine_dots(i.x, i.x[: ROWS // 4], bs.sort_by_expert(i.experts, 9).rows)
         return found.bfloat16()  # the reduction order is not specified
 
     def cleared(i: Inputs) -> Tensor:
         found = i.x.clone()
-        routing_ops.clear_rows(found, bs.sort_by_expert(i.experts, 9).offs // 2)
+        row_moves.clear_rows(found, bs.sort_by_expert(i.experts, 9).offs // 2)
         return found
 
     def weights(i: Inputs) -> Tensor:

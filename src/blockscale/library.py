@@ -1,9 +1,11 @@
 """`define_op`: definition of a PyTorch operator from one typed function.
 
 Schema from the type hints, one body for every device (it selects a kernel from the registry), a fake that allocates and
-does nothing else, a FLOP formula, and a sharding rule for DTensor, which never gathers. `Library.define` + `impl` costs
-about half of `torch.library.custom_op` per call and is just as opaque to torch.compile. Autograd lives above the
-operators, once. A call skips the dispatcher if nothing intercepts it: the dispatcher takes longer than a small kernel.
+does nothing else, a FLOP formula, and a sharding rule for DTensor, which never gathers. All of them take the same
+arguments: a parameter of type `BlockScaled` or `Cast` is flattened to the tensors, text and numbers of the schema and
+rebuilt behind it (`EXPANSIONS`). `Library.define` + `impl` costs about half of `torch.library.custom_op` per call and
+is just as opaque to torch.compile. Autograd lives above the operators, once. A call skips the dispatcher if nothing
+intercepts it: the dispatcher takes longer than a small kernel.
 """
 
 # pyright: reportPrivateUsage=false
@@ -14,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -23,8 +25,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import env, launch
 from .errors import BlockscaleError, ShardingError, message
+from .formats.cast_spec import Cast, cast_from_flat, flatten_cast
 from .formats.checks import PLAIN_TYPES, check_tensor
-from .launch import with_recorded_calls
+from .formats.tensor import BlockScaled, as_stored, flatten_operand, operand_from_flat
+from .launch import run_recorded
 from .launch.recording import BODIES
 
 NAMESPACE = "blockscale"
@@ -33,11 +37,79 @@ OPERATORS: dict[str, OpOverload] = {}
 SUM = "sum"
 
 
+class Expansion(NamedTuple):
+    """How a parameter of an operator crosses the schema: as several flat arguments.
+
+    arguments: suffix of the name, and type, of each.  flatten: their values.  rebuild: the inverse of `flatten`.
+    """
+
+    arguments: Mapping[str, Any]
+    flatten: Callable[[Any], tuple[Any, ...]]
+    rebuild: Callable[..., Any]
+
+
+_OPERAND = {"": Tensor, "_scale": Tensor, "_global": Tensor | None, "_kind": str, "_length": int}
+_CAST = Expansion({"": str, "_state": Tensor | None, "_amax": Tensor | None}, flatten_cast, cast_from_flat)
+EXPANSIONS: dict[Any, Expansion] = {
+    BlockScaled: Expansion(_OPERAND, flatten_operand, operand_from_flat),
+    Cast: _CAST,
+    Cast | None: _CAST,
+}
+
+
+class Parameters(NamedTuple):
+    """Parameters of an operator: flat in the schema, whole in its body.
+
+    schema: signature with flat parameters.  flatten: whole arguments -> tuple of flat ones.  rebuild: the inverse.
+    """
+
+    schema: inspect.Signature
+    flatten: Callable[..., tuple[Any, ...]]
+    rebuild: Callable[..., tuple[Any, ...]]
+
+
+PARAMETERS: dict[str, Parameters] = {}
+
+
+def _parameters(body: Callable[..., Any]) -> Parameters:
+    """Parameters of a body. Both functions are compiled from text, as namedtuple's are: a loop takes a microsecond."""
+    signature = inspect.signature(body, eval_str=True)
+    flat: list[inspect.Parameter] = []
+    flattened: list[str] = []
+    rebuilt: list[str] = []
+    scope: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        expansion = EXPANSIONS.get(parameter.annotation)
+        if expansion is None:
+            flat.append(parameter)
+            flattened.append(name)
+            rebuilt.append(name)
+            continue
+        parts = [parameter.replace(name=name + end, annotation=kind) for end, kind in expansion.arguments.items()]
+        flat += parts
+        flattened.append(f"*flatten_{name}({name})")
+        rebuilt.append(f"rebuild_{name}({', '.join(part.name for part in parts)})")
+        scope |= {f"flatten_{name}": expansion.flatten, f"rebuild_{name}": expansion.rebuild}
+    flat_names = ", ".join(parameter.name for parameter in flat)
+    return Parameters(
+        signature.replace(parameters=flat, return_annotation=_without_optional(signature.return_annotation)),
+        eval(f"lambda {', '.join(signature.parameters)}: ({', '.join(flattened)},)", scope),
+        eval(f"lambda {flat_names}: ({', '.join(rebuilt)},)", scope),
+    )
+
+
+def _without_optional(result: Any) -> Any:
+    """Result type with Tensor for every Tensor | None: schemas have no optional results."""
+    if get_origin(result) is not tuple:
+        return result
+    return tuple[*(Tensor if part == Tensor | None else part for part in get_args(result))]
+
+
 @dataclass(frozen=True)
 class Sharding:
     """One way to compute an operator in equal shards, one per rank.
 
-    inputs: the sharded dimension of an argument, by name; arguments without an entry are replicated.  outputs: the
+    inputs: the sharded dimension of a flat argument, by name; arguments without an entry are replicated.  outputs: the
     sharded dimension of each result, None for a replicated result, SUM for partial sums.
     """
 
@@ -46,45 +118,67 @@ class Sharding:
 
 
 ShardingRule = Callable[..., Iterable[Sharding]]
-SHARDING: dict[str, ShardingRule] = {}
+
+
+def replicated(parts: int, *args: object) -> Iterable[Sharding]:
+    """No sharding: every tensor is replicated."""
+    return ()
 
 
 def define_op(
+    name: str | None = None,
     *,
-    fake: Callable[..., object],
+    fake: Callable[..., object] = lambda *args: None,
+    wrap: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
-    sharding: ShardingRule | None = None,
+    sharding: ShardingRule = replicated,
     mutates: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: turn a typed function of tensors, strings and numbers into an operator that PyTorch can trace.
+    """Decorator: turn a function of tensors, operands, casts, strings and numbers into an operator that PyTorch can
+    trace.
 
     Call the result by position. It calls the operator if a mode, tracer or subclass intercepts it, else the body alone
     (see `_direct`). A body may return None for a result that was not requested; the operator returns an empty tensor.
 
-    fake: the same signature; allocates the outputs and nothing else.  flops: the same signature with shapes in place of
-    tensors.  sharding: the same signature after the number of shards; yields shardings with the bytes or a SUM of the
-    unsharded call; to replicate everything is always allowed.  mutates: names of arguments written in place.
+    name: of the operator, by default the body's.  The others take the body's arguments.  fake: allocates the outputs
+    and nothing else.  wrap: makes the result of a call from the tensors that the body returned, its first argument.
+    flops: number of FLOPs; reads only shapes.  sharding: takes the number of shards first and reads only shapes; yields
+    shardings with the bytes or a SUM of the unsharded call; to replicate everything is always allowed.  mutates: names
+    of flat arguments written in place.
     """
 
     def define(body: Callable[..., Any]) -> Callable[..., Any]:
-        name = body.__name__
-        schema = torch.library.infer_schema(_prototype(body), mutates_args=mutates)
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        recorded = with_recorded_calls(name, body, _tensor_places(packet.default))
-        _LIBRARY.impl(name, _without_none(_shielded(recorded)), "CompositeExplicitAutograd")
+        known = name or body.__name__
+        parameters = PARAMETERS[known] = _parameters(body)
+        flatten, rebuild = parameters.flatten, parameters.rebuild
+        schema = torch.library.infer_schema(_prototype(body, parameters.schema), mutates_args=mutates)
+        _LIBRARY.define(known + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        packet = getattr(getattr(torch.ops, NAMESPACE), known)
+        op = OPERATORS[known] = packet.default
+        key, places = op._schema.name, _tensor_places(op)
+
+        def flat_body(*flat: Any) -> Any:
+            return body(*[as_stored(each) if type(each) is BlockScaled else each for each in rebuild(*flat)])
+
+        def shielded(*flat: Any) -> Any:
+            with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+                return flat_body(*flat)
+
+        def run(*flat: Any) -> Any:
+            with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+                return _tensors_of(run_recorded(key, places, flat, flat_body, flat))
+
+        BODIES[op] = shielded
+        _LIBRARY.impl(known, run, "CompositeExplicitAutograd")
         # results never require grad, so a backward through a bare operator raises; torch would only warn
-        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _without_none(fake), lib=_LIBRARY)
-        if flops is not None:
-            register_flop_formula(packet)(flops)
-        if sharding is not None:
-            SHARDING[name] = sharding
-            _register_sharding(packet.default, sharding)
-        OPERATORS[name] = packet.default
-        BODIES[packet.default] = _shielded(body)
+        _LIBRARY.impl(known, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(op, lambda *flat: _tensors_of(fake(*rebuild(*flat))), lib=_LIBRARY)
+        if (count := flops) is not None:
+            register_flop_formula(packet, get_raw=True)(lambda *flat, out_val=None: count(*rebuild(*flat)))
+        _register_sharding(op, lambda shards, **flat: sharding(shards, *rebuild(**flat)))
         # the dispatcher bumps the version of an argument that is written in place
-        return packet.default if mutates else _direct(packet.default, recorded)
+        call = (lambda *args: op(*flatten(*args))) if mutates else _direct(op, body, flatten, wrap)
+        return functools.wraps(body)(call)
 
     return define
 
@@ -155,17 +249,13 @@ def _is_local(placed: Mapping[str, Any], sharding: Sharding) -> bool:
     )
 
 
-def _prototype(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body's signature with Tensor for every Tensor | None result: schemas have no optional results."""
-    signature = inspect.signature(body)
-    result = signature.return_annotation
-    if get_origin(result) is tuple:
-        result = tuple[*(Tensor if part == Tensor | None else part for part in get_args(result))]
+def _prototype(body: Callable[..., Any], schema: inspect.Signature) -> Callable[..., Any]:
+    """Function with the name of the body and this signature, for `infer_schema`."""
 
     @functools.wraps(body)
     def prototype() -> None: ...
 
-    prototype.__signature__ = signature.replace(return_annotation=result)  # pyright: ignore[reportAttributeAccessIssue]
+    prototype.__signature__ = schema  # pyright: ignore[reportAttributeAccessIssue]
     return prototype
 
 
@@ -173,30 +263,12 @@ def _tensor_places(op: OpOverload) -> list[int]:
     return [at for at, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)]
 
 
-def _without_none(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body with an empty tensor for each result that is None."""
-
-    @functools.wraps(body)
-    def run(*args: Any, **named: Any) -> Any:
-        results = body(*args, **named)
-        if not isinstance(results, tuple):
-            return results
-        device = results[0].device
-        return tuple(empty((0,), torch.float32, device) if result is None else result for result in results)
-
-    return run
-
-
-def _shielded(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body without autocast (it would lower the precision of matrix products) and without autograd (a bias or a
-    column sum would record part of a graph)."""
-
-    @functools.wraps(body)
-    def run(*args: Any, **named: Any) -> Any:
-        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
-            return body(*args, **named)
-
-    return run
+def _tensors_of(results: Any) -> Any:
+    """Results of a body with an empty tensor for each that is None."""
+    if not isinstance(results, tuple):
+        return results
+    device = results[0].device
+    return tuple(empty((0,), torch.float32, device) if result is None else result for result in results)
 
 
 # ---- the direct path -------------------------------------------------------------------------------------------------
@@ -234,45 +306,56 @@ def needs_dispatcher(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
-def _check_dense(op: OpOverload, args: Sequence[Any], places: Iterable[int]) -> None:
-    """Raise for sparse and nested tensors: no kernel reads tensors without strides."""
-    for at in places:
-        if args[at] is not None:
-            check_tensor(args[at], op._schema.arguments[at].name, "casts and products")
-
-
-def _direct(op: OpOverload, body: Callable[..., Any]) -> Callable[..., Any]:
+def _direct(
+    op: OpOverload,
+    body: Callable[..., Any],
+    flatten: Callable[..., tuple[Any, ...]],
+    wrap: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
     """The operator, or its body alone for plain CPU and CUDA tensors without a mode, transform, tracer or profiler. The
-    dispatcher and its way back into Python cost more than the whole body."""
-    shielded, places = _shielded(body), _tensor_places(op)
+    dispatcher and its way back into Python cost more than the whole body.
 
-    @functools.wraps(body)
+    The body takes operands whole. It runs without autocast (it would lower the precision of matrix products) and
+    without autograd (a bias or a column sum would record part of a graph).
+    """
+    name, places = op._schema.name, _tensor_places(op)
+
     def call(*args: Any) -> Any:
+        flat = flatten(*args)
         # first, because the checks below cannot be traced
         if torch.compiler.is_compiling():
-            return op(*args)
-        if _thread_needs_dispatcher():
+            results = op(*flat)
+        else:
             # the mode of a recording sees what the body does
-            return _dispatched(op, args) if launch.recorder() is None else shielded(*args)
-        requires_grad = False
-        for at in places:
-            tensor = args[at]
-            if tensor is not None:
-                if type(tensor) not in PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _INTERCEPTING:
-                    _check_dense(op, args, places)
-                    return _dispatched(op, args)
-                requires_grad = requires_grad or tensor.requires_grad
-        if _is_autocasting() or (requires_grad and torch.is_grad_enabled()):
-            return shielded(*args)
-        return body(*args)
+            intercepted = _thread_needs_dispatcher() and launch.recorder() is None
+            requires_grad = False
+            for at in places:
+                tensor = flat[at]
+                if tensor is not None:
+                    if type(tensor) not in PLAIN_TYPES or _tensor_keys(tensor).raw_repr() & _INTERCEPTING:
+                        intercepted = True
+                        break
+                    requires_grad = requires_grad or tensor.requires_grad
+            if intercepted:
+                results = _dispatched(op, flat, places)
+            elif _is_autocasting() or (requires_grad and torch.is_grad_enabled()):
+                with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+                    results = run_recorded(name, places, flat, body, args)
+            else:
+                results = run_recorded(name, places, flat, body, args)
+        return results if wrap is None else wrap(results, *args)
 
     return call
 
 
-def _dispatched(op: OpOverload, args: tuple[Any, ...]) -> Any:
-    """The operator's result. A BlockscaleError that DTensor wraps is raised as itself."""
+def _dispatched(op: OpOverload, flat: Sequence[Any], places: Iterable[int]) -> Any:
+    """The operator's result. Raises for sparse and nested tensors: no kernel reads tensors without strides. A
+    BlockscaleError that DTensor wraps is raised as itself."""
+    for at in places:
+        if flat[at] is not None:
+            check_tensor(flat[at], op._schema.arguments[at].name, "casts and products")
     try:
-        return op(*args)
+        return op(*flat)
     except RuntimeError as error:
         if isinstance(error.__cause__, BlockscaleError):
             raise error.__cause__ from None

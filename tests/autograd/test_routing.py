@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import blockscale as bs
 from blockscale.errors import DtypeError, OptionError, ShapeError
-from blockscale.grouped import routing_ops
+from blockscale.grouped import routing as moves
 from support.products import assert_same_bits, gaussian
 
 COUNTS = [(0, 4, 2), (1, 1, 1), (1, 8, 8), (5, 3, 1), (37, 4, 2), (37, 16, 3), (64, 5, 4), (33, 9, 5)]
@@ -164,8 +164,7 @@ def test_compiled_bits_are_eager_ones_for_any_number_of_tokens():
 def test_the_operators_read_no_value():
     """Their bodies run on meta tensors: reading a value would raise."""
     sort, permute, combine, dots = (
-        getattr(routing_ops, name).__wrapped__
-        for name in ("sort_by_expert", "permute_rows", "combine_rows", "combine_dots")
+        getattr(moves, name).__wrapped__ for name in ("_sort", "permute_rows", "combine_rows", "combine_dots")
     )
     with torch.device("meta"):
         offs, tokens, rows = sort(torch.empty(37, 3, dtype=torch.int64), 8)

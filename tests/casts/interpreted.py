@@ -20,8 +20,10 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from blockscale import rng_state, use_backend  # noqa: E402
-from blockscale.casts import _triton, ops  # noqa: E402
+from blockscale.casts import _triton  # noqa: E402
 from blockscale.formats import FORMATS, CastSpec, Format, Stochastic  # noqa: E402
+from blockscale.formats.cast_spec import as_cast  # noqa: E402
+from blockscale.library import OPERATORS, PARAMETERS  # noqa: E402
 
 Case = tuple[str, list[Tensor], list[Tensor]]
 
@@ -63,23 +65,23 @@ def stochastic_and_rotated(spec: Format) -> Iterator[CastSpec]:
         yield CastSpec(spec.name, hadamard=(1 << spec.hadamard) - 3, rounding=Stochastic(state, "l"), role="fprop_x")
 
 
-def compared(what: str, call, *args) -> Case:
+def compared(what: str, name: str, *args) -> Case:
+    """The whole buffers that an operator returns, padding included."""
     results: list[list[Tensor]] = []
     for backend in ("triton", "reference"):
         with use_backend(backend):
-            results.append([buffer.reshape(-1).view(torch.uint8) for buffer in call(*args) if buffer is not None])
+            made = OPERATORS[name](*PARAMETERS[name].flatten(*args))
+            results.append([buffer.reshape(-1).view(torch.uint8) for buffer in made])
     return what, results[0], results[1]
 
 
 def single(x: Tensor, spec: CastSpec, axis: int, title: str, offs: Tensor | None = None) -> Case:
-    text = spec.plan().text()
-    return compared(f"{text} axis={axis} {title}", ops.quantize, x, text, axis, spec.state, spec.amax_tensor, offs)
+    return compared(f"{spec.plan().text()} axis={axis} {title}", "quantize", x, as_cast(spec), axis, offs)
 
 
 def both(x: Tensor, row: CastSpec, col: CastSpec, title: str, offs: Tensor | None = None, colsum: bool = False) -> Case:
     texts = row.plan().text(), col.plan().text()
-    tensors = row.state, col.state, row.amax_tensor, col.amax_tensor, offs
-    return compared(f"both {texts} {title}", ops.quantize_both, x, *texts, *tensors, colsum)
+    return compared(f"both {texts} {title}", "quantize_both", x, as_cast(row), as_cast(col), offs, colsum)
 
 
 def cases(name: str) -> Iterator[tuple[int, Case]]:

@@ -546,7 +546,7 @@ def test_poison_shows_what_is_not_written(device: torch.device) -> None:
     """Tests run with poisoned outputs: bytes that a kernel does not write are FF, not zero."""
     assert set(bits(empty((4, 4), torch.float32, device)).reshape(-1)) == {0xFFFFFFFF}
     buffers = torch.ops.blockscale.quantize(
-        torch.zeros(3, 5, device=device), "fp8_1x128 fp32 mn_major", -1, *[None] * 3
+        torch.zeros(3, 5, device=device), "fp8_1x128 fp32 mn_major", None, None, -1, None
     )
     assert not bits(buffers[0]).any()
     assert bits(buffers[1]).tolist() == [[0x3F800000] * 3 + [0]]

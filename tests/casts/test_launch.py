@@ -7,6 +7,7 @@ import torch
 
 import blockscale as bs
 from blockscale.casts import ops
+from blockscale.formats.cast_spec import Cast
 
 triton = pytest.importorskip("triton")
 _triton = pytest.importorskip("blockscale.casts._triton")
@@ -53,7 +54,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 def cast(x: torch.Tensor, name: str, axis: int) -> ops.Buffers:
     plan = bs.CastSpec(name).plan()
-    out = ops.allocate(x, plan, axis, None, None)
+    out = ops.allocate(x, Cast(plan), axis, None)
     _triton.quantize(x, plan, axis, out)
     return out
 
@@ -105,7 +106,7 @@ def test_another_layout_is_compiled(kernel: Kernel, other) -> None:
 def test_another_epsilon_is_another_launch(kernel: Kernel) -> None:
     x, weight, plan = torch.ones(64, 128), torch.ones(128), bs.CastSpec("mxfp8_e4m3").plan()
     for eps in (1e-6, 1e-6, 1e-2):
-        _fused.rmsnorm(x, weight, eps, plan, ops.allocate(x, plan, -1, None, None), torch.empty(64))
+        _fused.rmsnorm(x, weight, eps, plan, ops.allocate(x, Cast(plan), -1, None), torch.empty(64))
     assert (len(kernel.compiled), len(kernel.raw)) == (2, 1)
     assert [
         sum(isinstance(arg, float) and arg == eps for arg in args)

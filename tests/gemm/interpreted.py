@@ -23,7 +23,7 @@ from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
 from blockscale.formats.spec import LEGAL_PAIRS  # noqa: E402
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm  # noqa: E402
 from blockscale.gemm._finish import finish_at_once  # noqa: E402
-from blockscale.gemm.epilogue import finish  # noqa: E402
+from blockscale.gemm.ops import finish  # noqa: E402
 
 # tails in every direction, an odd K, whole blocks, one row
 THOROUGH = "ALL_TESTS" in os.environ

@@ -15,8 +15,7 @@ from blockscale.errors import OptionError
 from blockscale.formats import FORMATS, BlockScaled
 from blockscale.formats.decoding import decode_blocks
 from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm
-from blockscale.gemm.ops import gemm_request
-from blockscale.gemm.upcast import exact_bf16
+from blockscale.gemm.ops import exact_bf16, gemm_request
 from support.products import (
     FEW,
     PAIRS,

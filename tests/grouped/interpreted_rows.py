@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import blockscale as bs
-from blockscale.grouped import routing_ops
+from blockscale.grouped import routing as moves
 
 SIZES = [(1, 1, 1), (5, 17, 2), (33, 264, 3), (7, 1500, 8)]
 OPERATIONS = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
@@ -34,11 +34,11 @@ def comparisons() -> Iterator[tuple[int, int]]:
             found: list[list[Tensor]] = []
             for backend in ("triton", "reference"):
                 with bs.use_backend(**dict.fromkeys(OPERATIONS, backend)):
-                    permuted = routing_ops.permute_rows(x, routing.tokens, routing.rows, gate_weights)
-                    combined = routing_ops.combine_rows(y, routing.rows, gate_weights)
+                    permuted = moves.permute_rows(x, routing.tokens, routing.rows, gate_weights)
+                    combined = moves.combine_rows(y, routing.rows, gate_weights)
                     cleared = y.clone()
-                    routing_ops.clear_rows(cleared, routing.offs // 2)
-                    found.append([permuted, combined, cleared, routing_ops.combine_dots(y, x, routing.rows)])
+                    moves.clear_rows(cleared, routing.offs // 2)
+                    found.append([permuted, combined, cleared, moves.combine_dots(y, x, routing.rows)])
             *bits, dots = zip(*found, strict=True)
             for got, want in bits:
                 words = [each.view(torch.int16 if dtype.itemsize == 2 else torch.int32) for each in (got, want)]

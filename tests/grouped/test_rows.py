@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import blockscale as bs
-from blockscale.grouped import routing_ops
-from blockscale.grouped.routing_ops import rows_request
+from blockscale.grouped import routing as moves
+from blockscale.grouped.routing import rows_request
 from blockscale.hardware import Capability
 from support import helpers
 from support.products import assert_same_bits
@@ -35,10 +35,10 @@ def test_bitwise_equal_to_the_reference(tokens: int, columns: int, k: int, dtype
     found = []
     for backend in ("triton", "triton", "reference"):
         with bs.use_backend(**dict.fromkeys(("permute_rows", "combine_rows", "combine_dots"), backend)):
-            results = [routing_ops.combine_dots(y, x, routing.rows)]
+            results = [moves.combine_dots(y, x, routing.rows)]
             for each in (None, gate_weights):
-                results.append(routing_ops.permute_rows(x, routing.tokens, routing.rows, each))
-                results.append(routing_ops.combine_rows(y, routing.rows, each))
+                results.append(moves.permute_rows(x, routing.tokens, routing.rows, each))
+                results.append(moves.combine_rows(y, routing.rows, each))
         found.append(results)
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0][1:], found[2][1:])
@@ -49,7 +49,7 @@ def test_bitwise_equal_to_the_reference(tokens: int, columns: int, k: int, dtype
 @pytest.mark.parametrize("last", [0, 1, 4095, 4096])
 def test_clear_rows_zeroes_only_rows_of_no_group(last: int) -> None:
     x = torch.full((4096, 1408), float("nan"), device="cuda", dtype=torch.bfloat16)
-    routing_ops.clear_rows(x, torch.tensor([0, last], device="cuda", dtype=torch.int32))
+    moves.clear_rows(x, torch.tensor([0, last], device="cuda", dtype=torch.int32))
     assert torch.equal(x.isnan().all(1).sum(), torch.tensor(last, device="cuda"))
     assert int((x == 0).sum()) == (4096 - last) * 1408
 

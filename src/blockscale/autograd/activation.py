@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..casts import check_source
+from ..casts.checks import check_source
 from ..errors import OptionError, ShapeError, StaleActivationError, message
 from ..formats.checks import check_tensor
 from .dtensor import DTensor, check_tensor_scales

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..casts import check_offs
+from ..casts.checks import check_offs
 from ..errors import OptionError, ShapeError, message
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing, as_routing

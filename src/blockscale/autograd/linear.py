@@ -22,7 +22,7 @@ from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..gemm import ACCUMULATOR_DTYPES, check_bias
 from ..grouped import Routing
-from ..grouped.routing_ops import combine_rows
+from ..grouped.routing import combine_rows
 from .activation import Activation
 from .dtensor import DTensor, local_shards
 from .linear_plan import CallState, LinearPlan, LinearSaved, linear_plan_of, unquantized_linear

@@ -20,8 +20,9 @@ from .. import launch
 from ..formats.layout import locate
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
-from ..gemm import multiply
-from ..grouped import Routing, multiply_grouped
+from ..gemm.ops import multiply
+from ..grouped import Routing
+from ..grouped.ops import multiply_grouped
 from ..grouped.unquantized import grouped_mm
 from ..hardware import for_products
 from ..launch import Recording

@@ -21,7 +21,7 @@ from ..errors import ShapeError, message
 from ..formats.checks import check_pair_of
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
-from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
+from ..grouped.routing import combine_dots, combine_rows, permute_rows
 from .activation import Activation
 from .dtensor import DTensor, check_not_packed
 from .linear import (

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..casts import cast, cast_both
 from ..casts.fused import swiglu_backward_cast, swiglu_cast
+from ..casts.ops import cast, cast_both
 from ..casts.permuted import cast_permute, permute_cast_both, permute_cast_columns
-from ..formats.cast_spec import CastPlan, CastSpec
+from ..formats.cast_spec import Cast, as_cast
 from ..formats.layout import locate
 from ..formats.stochastic import Stochastic
-from ..formats.tensor import BlockScaled, from_parts, to_parts
+from ..formats.tensor import BlockScaled, flatten_operand, from_parts
 from ..gemm.ops import wanted_layouts
 from ..grouped import Routing
 from ..grouped.ops import wanted_layouts as wanted_grouped_layouts
@@ -28,7 +28,6 @@ from .recipe import PLACES, Product, Recipe
 from .transforms import QUANTIZED, Subject, are_transforms_active, check_transforms
 
 Pair = tuple[BlockScaled | None, BlockScaled | None]
-Resolved = tuple[CastSpec, CastPlan]
 
 
 class NeedsGrad(NamedTuple):
@@ -83,7 +82,7 @@ class Casts:
         """The same casts with this routing."""
         return self if routing is None else Casts(self.recipe, self.rounding, routing)
 
-    def spec(self, role: str | None, like: Tensor) -> Resolved | None:
+    def spec(self, role: str | None, like: Tensor) -> Cast | None:
         """The cast of a role, with the scale layout that the product on that tensor's device reads; None if the role
         is unquantized. A tensor of rank 3 is the weight of experts."""
         if role is None:
@@ -99,9 +98,9 @@ class Casts:
             layouts = wanted_layouts(*formats, like.device)
         operand = product.b if side else product.a
         spec = operand.spec(role, self.rounding, layouts[side], grouped=grouped)
-        return spec, spec.plan()
+        return as_cast(spec)
 
-    def quantized_spec(self, role: str, like: Tensor) -> Resolved:
+    def quantized_spec(self, role: str, like: Tensor) -> Cast:
         """`spec` of a role that the recipe quantizes."""
         resolved = self.spec(role, like)
         assert resolved is not None, role
@@ -126,10 +125,10 @@ class Casts:
             return self.both(x, *roles)
         row, col = (self.spec(role, x) for role in roles)
         if row is not None and col is not None:
-            return permute_cast_both(x, routing.tokens, (row[0], col[0]), (row[1], col[1]), routing.offs)
+            return permute_cast_both(x, routing.tokens, None, row, col, routing.offs)
         # each token is cast once and its codes are copied, unless the amax is per group
-        if row is not None and col is None and not row[1].grouped_amax:
-            return cast_permute(x, routing.tokens, *row), None
+        if row is not None and col is None and not row.plan.grouped_amax:
+            return cast_permute(x, routing.tokens, row), None
         return self.both(routing.permuted(x), *roles)
 
     def weight(self, weight: Tensor, *, save: bool) -> Pair:
@@ -145,11 +144,9 @@ class Casts:
     def scattered_gradient(self, grad: Tensor, scatter: GradScatter) -> tuple[BlockScaled, BlockScaled]:
         """dgrad's and wgrad's operands of the row gradients [M, N] that the gradient of tokens [T, N] is scattered to.
         The rows are written only as quantized operands."""
-        (row, row_plan), (col, col_plan) = self.quantized_spec("dgrad_dy", grad), self.quantized_spec("wgrad_dy", grad)
+        row, col = self.quantized_spec("dgrad_dy", grad), self.quantized_spec("wgrad_dy", grad)
         assert self.offs is not None
-        return permute_cast_both(
-            grad, scatter.tokens, (row, col), (row_plan, col_plan), self.offs, scatter.gate_weights
-        )
+        return permute_cast_both(grad, scatter.tokens, scatter.gate_weights, row, col, self.offs)
 
     def column(self, saved: SavedOperand, source: Tensor | None, role: str) -> BlockScaled | None:
         """The column operand saved for backward, or a cast of the source if none was saved; None if the role is
@@ -161,29 +158,28 @@ class Casts:
             return None
         routing = self.routing
         if role == "wgrad_x" and routing is not None and routing.tokens is not None:
-            return permute_cast_columns(source, routing.tokens, *self.quantized_spec(role, source), routing.offs)
+            return permute_cast_columns(source, routing.tokens, self.quantized_spec(role, source), routing.offs)
         return self.both(matrix(source) if routing is None else source, None, role)[1]
 
     def swiglu(self, gate_up: Tensor, role: str, axis: int = -1) -> BlockScaled:
         """Operand of silu(gate) * up for a role, from gate_up [M, 2H]; the activation itself is never written."""
         resolved = self.quantized_spec(role, gate_up)
-        return swiglu_cast(gate_up, *resolved, axis, _offs_for(self.offs, resolved, axis))
+        return swiglu_cast(gate_up, resolved, axis, _offs_for(self.offs, resolved, axis))
 
     def swiglu_gradient(
-        self, grad: Tensor, gate_up: Tensor, hidden: Resolved | None
+        self, grad: Tensor, gate_up: Tensor, hidden: Cast | None
     ) -> tuple[BlockScaled, BlockScaled, BlockScaled | None]:
         """dgrad's and wgrad's operands of the gradient of gate and up [M, 2H], from one read of grad [M, H] and
         gate_up. With a cast `hidden` of the next layer also the column operand of silu(gate) * up."""
         row, col = self.quantized_spec("dgrad_dy", grad), self.quantized_spec("wgrad_dy", grad)
-        third = (None, None) if hidden is None else hidden
-        return swiglu_backward_cast(grad, gate_up, (row[0], col[0]), (row[1], col[1]), *third, self.offs)
+        return swiglu_backward_cast(grad, gate_up, row, col, hidden, self.offs)
 
 
 def _cast(
-    x: Tensor, row: Resolved | None, col: Resolved | None, offs: Tensor | None, *, colsum: bool
+    x: Tensor, row: Cast | None, col: Cast | None, offs: Tensor | None, *, colsum: bool
 ) -> tuple[*Pair, Tensor | None]:
     if row is not None and col is not None:
-        *pair, total = cast_both(x, (row[0], col[0]), (row[1], col[1]), offs, colsum=colsum)
+        *pair, total = cast_both(x, row, col, offs, colsum)
         return pair[0], pair[1], total if colsum else None
     total = None
     if colsum:
@@ -191,14 +187,14 @@ def _cast(
     return _cast_one(x, row, -1, offs), _cast_one(x, col, -2, offs), total
 
 
-def _cast_one(x: Tensor, resolved: Resolved | None, axis: int, offs: Tensor | None) -> BlockScaled | None:
-    return None if resolved is None else cast(x, *resolved, axis, _offs_for(offs, resolved, axis))
+def _cast_one(x: Tensor, resolved: Cast | None, axis: int, offs: Tensor | None) -> BlockScaled | None:
+    return None if resolved is None else cast(x, resolved, axis, _offs_for(offs, resolved, axis))
 
 
-def _offs_for(offs: Tensor | None, resolved: Resolved, axis: int) -> Tensor | None:
+def _offs_for(offs: Tensor | None, resolved: Cast, axis: int) -> Tensor | None:
     """`offs` if the cast depends on the groups, else None. Blocks inside rows do not, and a cast without groups is
     faster: it also casts rows of no group, which no product reads."""
-    return offs if axis == -2 or resolved[1].grouped_amax else None
+    return offs if axis == -2 or resolved.plan.grouped_amax else None
 
 
 def column_sums(x: Tensor, offs: Tensor | None) -> Tensor:
@@ -262,6 +258,6 @@ def save_operand(q: BlockScaled | None) -> SavedOperand:
     """An operand as `save_for_backward` takes it."""
     if q is None:
         return _NOT_SAVED
-    data, scale, global_scale, kind = to_parts(q)
+    data, scale, global_scale, kind, _ = flatten_operand(q)
     meta = OperandMeta(kind, q.shape, q.axis, q.hadamard, q.group_align, q.groups)
     return SavedOperand(meta, data, scale, global_scale)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import DtypeError, OptionError, ShapeError, message
 from ..formats.checks import check_flag, check_int, check_number, check_tensor, in_words
 from ..grouped import Routing, sort_by_expert
-from ..grouped.routing_ops import combine_dots, combine_rows, permute_rows
+from ..grouped.routing import combine_dots, combine_rows, permute_rows
 from .transforms import ROUTING, wants_gradient
 
 _NO_SUM = 1e-20  # above it 1 / total**2, a factor of gradients, is finite

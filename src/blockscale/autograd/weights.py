@@ -29,9 +29,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from .. import env
 from ..casts import ops
 from ..errors import OptionError, StaleWeightError, message
+from ..formats.cast_spec import Cast, flatten_cast
 from ..formats.checks import check_model
 from ..formats.tensor import assemble
-from .operands import Casts, Pair, Resolved
+from ..library import OPERATORS
+from .operands import Casts, Pair
 from .recipe import Recipe
 from .stamps import Stamp, stamp_of, storage_of
 
@@ -64,7 +66,7 @@ class SharedWeight:
         self.is_valid = False
         self._shape = torch.Size()
         self._recipe: Recipe | None = None
-        self._specs: tuple[Resolved | None, Resolved | None] = (None, None)
+        self._specs: tuple[Cast | None, Cast | None] = (None, None)
         self._buffers: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._pair: Pair = (None, None)
         self.casts = 0
@@ -113,22 +115,21 @@ class SharedWeight:
         self.casts += 1
         _SHARED.add(self)
 
-    def _allocate(self, weight: Tensor, specs: tuple[Resolved | None, Resolved | None]) -> None:
+    def _allocate(self, weight: Tensor, specs: tuple[Cast | None, Cast | None]) -> None:
         self._specs = specs
         buffers: list[tuple[Tensor, Tensor, Tensor | None]] = []
         row, col = specs
         if row is not None and col is not None:
-            texts, nothing = (row[1].text(), col[1].text()), (None,) * 4
-            results = ops.quantize_both(weight, *texts, *nothing, None, False)
+            results = OPERATORS["quantize_both"](weight, *flatten_cast(row), *flatten_cast(col), None, False)
             buffers = [results[0:3], results[3:6]]
         else:
             for spec, axis in ((row, -1), (col, -2)):
                 if spec is not None:
-                    buffers.append(ops.quantize(weight, spec[1].text(), axis, None, None, None))
+                    buffers.append(OPERATORS["quantize"](weight, *flatten_cast(spec), axis, None))
         self._buffers = buffers
         filled = iter(buffers)
         pair = [
-            None if spec is None else assemble(spec[1], next(filled), weight.shape, axis)
+            None if spec is None else assemble(spec.plan, next(filled), weight.shape, axis)
             for spec, axis in ((row, -1), (col, -2))
         ]
         self._pair = (pair[0], pair[1])
@@ -137,11 +138,11 @@ class SharedWeight:
         row, col = self._specs
         if row is not None and col is not None:
             first, second = self._buffers
-            ops.requantize_both_(*_writable(first), *_writable(second), weight, row[1].text(), col[1].text())
+            ops.requantize_both_(*_writable(first), *_writable(second), weight, row, col)
         elif row is not None:
-            ops.requantize_(*_writable(self._buffers[0]), weight, row[1].text(), -1)
+            ops.requantize_(*_writable(self._buffers[0]), weight, row, -1)
         elif col is not None:
-            ops.requantize_(*_writable(self._buffers[0]), weight, col[1].text(), -2)
+            ops.requantize_(*_writable(self._buffers[0]), weight, col, -2)
 
     def invalidate(self) -> None:
         """Mark the operands as stale: the next forward casts again."""

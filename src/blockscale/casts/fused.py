@@ -2,46 +2,78 @@
 
 Each gives exactly the bytes of the cast of a tensor that docs/numerics.md, section 16, defines: computed in fp32 and
 rounded once to the input's dtype. As with every cast, results do not require grad. `permuted.py` has the casts fused
-with a row gather.
+with a row gather. An operator has the name of the function that checks its arguments; its registry request has the
+shape of the tensor that is cast, not of the tensor that is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import overload
 
+import torch
 from torch import Tensor
 
-from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
-from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec
+from ..errors import DtypeError, OptionError, ShapeError, message
+from ..formats.cast_spec import Cast, CastSpec
 from ..formats.checks import check_number, check_tensor
-from ..formats.tensor import BlockScaled, assemble, check_axis
-from . import FLOAT_DTYPES, check_source, fused_ops, plan_cast
+from ..formats.layout import check_group_ends
+from ..formats.tensor import BlockScaled, check_axis
+from ..library import define_op, empty
+from ..registry import select
+from .checks import FLOAT_DTYPES, check_same_device, check_source, resolve_cast
+from .ops import (
+    Both,
+    BothAndMore,
+    Buffers,
+    Maybe,
+    Pair,
+    allocate,
+    allocate_both,
+    cast_request,
+    launch_options,
+    operand,
+    pair,
+)
 
 Spec = str | CastSpec
-Pair = tuple[BlockScaled, BlockScaled]
+
+# ---- SwiGLU --------------------------------------------------------------------------------------------------------
 
 
 def swiglu_quantize(gate_up: Tensor, spec: Spec, *, axis: int = -1, offs: Tensor | None = None) -> BlockScaled:
     """Cast silu(gate) * up, blocks along `axis`. gate_up: [..., M, 2H], gates in the first half of the last axis.
 
-    >>> import torch
     >>> q = swiglu_quantize(torch.ones(4, 128, dtype=torch.bfloat16), "mxfp8_e4m3")
     >>> q.shape
     (4, 64)
     """
     check_gate_up(gate_up)
     check_axis(axis)
-    cast = as_cast_spec(spec)
-    return swiglu_cast(gate_up, cast, plan_cast(gate_up, cast, offs), axis, offs)
+    return swiglu_cast(gate_up, resolve_cast(gate_up, spec, offs), axis, offs)
 
 
-def swiglu_cast(
-    gate_up: Tensor, spec: CastSpec, plan: CastPlan, axis: int = -1, offs: Tensor | None = None
-) -> BlockScaled:
-    """`swiglu_quantize` without checks; `plan` is the plan of `spec`."""
-    buffers = fused_ops.swiglu_quantize(gate_up, plan.text(), axis, spec.state, spec.amax_tensor, offs)
-    return assemble(plan, buffers, _hidden_shape(gate_up), axis, groups=count_groups(offs) if axis == -2 else None)
+def hidden_like(gate_up: Tensor) -> Tensor:
+    """View with the shape, dtype and device of SwiGLU's result: half of its input."""
+    return gate_up[..., : gate_up.shape[-1] // 2]
+
+
+def _hidden_shape(gate_up: Tensor) -> tuple[int, ...]:
+    return (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@define_op(
+    "swiglu_quantize",
+    fake=lambda gate_up, *rest: allocate(hidden_like(gate_up), *rest),
+    wrap=lambda made, gate_up, *rest: operand(made, _hidden_shape(gate_up), *rest),
+)
+def swiglu_cast(gate_up: Tensor, cast: Cast, axis: int, offs: Tensor | None) -> Buffers:
+    """`swiglu_quantize` without checks."""
+    like = hidden_like(gate_up)
+    check_group_ends(offs, gate_up.shape[-2])
+    out = allocate(like, cast, axis, offs)
+    kernel = select(cast_request("swiglu", like, (cast.plan,), offs))
+    kernel.launch(gate_up, cast.plan, axis, out, state=cast.state, amax=cast.amax, offs=offs)
+    return out
 
 
 def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor | None = None) -> Pair:
@@ -49,16 +81,26 @@ def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor 
 
     gate_up: [..., M, 2H], gates in the first half of the last axis.  offs: ends of groups of rows, as for `quantize`.
 
-    >>> import torch
     >>> row, col = swiglu_quantize_both(torch.randn(256, 512), "fp8_1x128", "fp8_1x128")
     >>> row.shape, row.axis, col.axis
     ((256, 256), -1, -2)
     """
     check_gate_up(gate_up)
-    specs = (as_cast_spec(row), as_cast_spec(col))
-    plans = (plan_cast(gate_up, specs[0], offs), plan_cast(gate_up, specs[1], offs))
-    results = fused_ops.swiglu_quantize_both(gate_up, *pair_arguments(plans, specs), offs)
-    return pair_of(plans, results, _hidden_shape(gate_up), offs)
+    return _swiglu_cast_both(gate_up, resolve_cast(gate_up, row, offs), resolve_cast(gate_up, col, offs), offs)
+
+
+@define_op(
+    "swiglu_quantize_both",
+    fake=lambda gate_up, *rest: allocate_both(hidden_like(gate_up), *rest),
+    wrap=lambda made, gate_up, *rest: pair(made, _hidden_shape(gate_up), *rest),
+)
+def _swiglu_cast_both(gate_up: Tensor, row: Cast, col: Cast, offs: Tensor | None) -> Both:
+    check_group_ends(offs, gate_up.shape[-2])
+    like, plans = hidden_like(gate_up), (row.plan, col.plan)
+    out = allocate_both(like, row, col, offs)
+    kernel = select(cast_request("swiglu_both", like, plans, offs))
+    kernel.launch(gate_up, plans, (out[0:3], out[3:6]), **launch_options(row, col, offs))
+    return out
 
 
 @overload
@@ -82,7 +124,6 @@ def swiglu_backward_quantize_both(
     returned as a third result: the wgrad operand of the next linear layer, recomputed from the same read instead of
     saved for backward.
 
-    >>> import torch
     >>> grad, gate_up = torch.randn(64, 32), torch.randn(64, 64)
     >>> row, col, h = swiglu_backward_quantize_both(grad, gate_up, "mxfp8_e4m3", "mxfp8_e4m3", hidden="mxfp8_e4m3")
     >>> row.shape, col.axis, h.shape, h.axis
@@ -90,46 +131,47 @@ def swiglu_backward_quantize_both(
     """
     check_gate_up(gate_up)
     check_grad(grad, gate_up)
-    specs = (as_cast_spec(row), as_cast_spec(col))
-    plans = (plan_cast(gate_up, specs[0], offs), plan_cast(gate_up, specs[1], offs))
-    third = None if hidden is None else as_cast_spec(hidden)
-    third_plan = None if third is None else plan_cast(grad, third, offs)
-    row_operand, col_operand, hidden_operand = swiglu_backward_cast(
-        grad, gate_up, specs, plans, third, third_plan, offs
-    )
-    pair = row_operand, col_operand
-    return pair if hidden_operand is None else (*pair, hidden_operand)
+    casts = resolve_cast(gate_up, row, offs), resolve_cast(gate_up, col, offs)
+    third = None if hidden is None else resolve_cast(grad, hidden, offs)
+    made = swiglu_backward_cast(grad, gate_up, *casts, third, offs)
+    return made[:2] if hidden is None else made
 
 
-def swiglu_backward_cast(
-    grad: Tensor,
-    gate_up: Tensor,
-    specs: tuple[CastSpec, CastSpec],
-    plans: tuple[CastPlan, CastPlan],
-    hidden: CastSpec | None = None,
-    hidden_plan: CastPlan | None = None,
-    offs: Tensor | None = None,
+# both operands, and the column operand of the activation, if requested
+_Three = tuple[Tensor, Tensor, Maybe, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe]
+
+
+def _allocate_swiglu_backward(
+    grad: Tensor, gate_up: Tensor, row: Cast, col: Cast, hidden: Cast | None, offs: Tensor | None
+) -> _Three:
+    both = allocate_both(gate_up, row, col, offs)
+    return (*both, None, None, None) if hidden is None else (*both, *allocate(grad, hidden, -2, offs))
+
+
+def _wrap_swiglu_backward(
+    made: _Three, grad: Tensor, gate_up: Tensor, row: Cast, col: Cast, hidden: Cast | None, offs: Tensor | None
 ) -> tuple[BlockScaled, BlockScaled, BlockScaled | None]:
-    """`swiglu_backward_quantize_both` without checks; `plans` are the plans of `specs`."""
-    row, col = specs
-    results = fused_ops.swiglu_backward_quantize_both(
-        grad,
-        gate_up,
-        plans[0].text(),
-        plans[1].text(),
-        "" if hidden_plan is None else hidden_plan.text(),
-        row.state,
-        col.state,
-        None if hidden is None else hidden.state,
-        row.amax_tensor,
-        col.amax_tensor,
-        None if hidden is None else hidden.amax_tensor,
-        offs,
-    )
-    pair = pair_of(plans, results, gate_up.shape, offs)
-    if hidden_plan is None:
-        return *pair, None
-    return *pair, assemble(hidden_plan, results[6:9], grad.shape, -2, groups=count_groups(offs))
+    third = None if hidden is None else operand(made[6:], grad.shape, hidden, -2, offs)
+    return *pair(made, gate_up.shape, row, col, offs), third
+
+
+@define_op("swiglu_backward_quantize_both", fake=_allocate_swiglu_backward, wrap=_wrap_swiglu_backward)
+def swiglu_backward_cast(
+    grad: Tensor, gate_up: Tensor, row: Cast, col: Cast, hidden: Cast | None, offs: Tensor | None
+) -> _Three:
+    """`swiglu_backward_quantize_both` without checks; the third operand is None without a cast `hidden`."""
+    check_group_ends(offs, gate_up.shape[-2])
+    out, plans = _allocate_swiglu_backward(grad, gate_up, row, col, hidden, offs), (row.plan, col.plan)
+    third = (None, None, None) if hidden is None else hidden
+    requested = plans if hidden is None else (*plans, hidden.plan)
+    kernel = select(cast_request("swiglu_backward_both", gate_up, requested, offs))
+    outs, hidden_out = (out[0:3], out[3:6]), None if hidden is None else out[6:9]
+    states, amaxes = (row.state, col.state, third[1]), (row.amax, col.amax, third[2])
+    kernel.launch(grad, gate_up, plans, outs, third[0], hidden_out, states=states, amaxes=amaxes, offs=offs)
+    return out
+
+
+# ---- RMSNorm -------------------------------------------------------------------------------------------------------
 
 
 def rmsnorm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-6) -> tuple[BlockScaled, Tensor]:
@@ -137,16 +179,28 @@ def rmsnorm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-6
 
     Also returns rstd (fp32, [..., M]), which the backward needs.
 
-    >>> import torch
     >>> q, rstd = rmsnorm_quantize(torch.full((2, 64), 3.0), torch.ones(64), "mxfp8_e4m3")
     >>> q.shape, rstd.shape
     ((2, 64), torch.Size([2]))
     """
     check_norm(x, weight, eps)
-    cast = as_cast_spec(spec)
-    plan = plan_cast(x, cast, None)
-    *buffers, rstd = fused_ops.rmsnorm_quantize(x, weight, eps, plan.text(), cast.state, cast.amax_tensor)
-    return assemble(plan, (buffers[0], buffers[1], buffers[2]), x.shape, -1), rstd
+    return _rmsnorm_cast(x, weight, eps, resolve_cast(x, spec, None))
+
+
+def _allocate_rmsnorm(x: Tensor, weight: Tensor, eps: float, cast: Cast) -> tuple[Tensor, Tensor, Maybe, Tensor]:
+    return *allocate(x, cast, -1, None), empty(x.shape[:-1], torch.float32, x.device)
+
+
+@define_op(
+    "rmsnorm_quantize",
+    fake=_allocate_rmsnorm,
+    wrap=lambda made, x, weight, eps, cast: (operand(made, x.shape, cast, -1, None), made[3]),
+)
+def _rmsnorm_cast(x: Tensor, weight: Tensor, eps: float, cast: Cast) -> tuple[Tensor, Tensor, Maybe, Tensor]:
+    out = _allocate_rmsnorm(x, weight, eps, cast)
+    kernel = select(cast_request("rmsnorm", x, (cast.plan,)))
+    kernel.launch(x, weight, eps, cast.plan, out[0:3], out[3], state=cast.state, amax=cast.amax)
+    return out
 
 
 def rmsnorm_quantize_both(
@@ -154,57 +208,43 @@ def rmsnorm_quantize_both(
 ) -> tuple[BlockScaled, BlockScaled, Tensor]:
     """Both operands of x * rstd * weight, and rstd; see `rmsnorm_quantize`.
 
-    >>> import torch
     >>> row, col, rstd = rmsnorm_quantize_both(torch.randn(64, 32), torch.ones(32), "mxfp4", "mxfp4")
     >>> row.axis, col.axis, rstd.shape
     (-1, -2, torch.Size([64]))
     """
     check_norm(x, weight, eps)
-    specs = (as_cast_spec(row), as_cast_spec(col))
-    plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
-    results = fused_ops.rmsnorm_quantize_both(x, weight, eps, *pair_arguments(plans, specs), offs)
-    return *pair_of(plans, results, x.shape, offs), results[6]
+    return _rmsnorm_cast_both(x, weight, eps, resolve_cast(x, row, offs), resolve_cast(x, col, offs), offs)
 
 
-# shared by the functions above
+def _allocate_rmsnorm_both(
+    x: Tensor, weight: Tensor, eps: float, row: Cast, col: Cast, offs: Tensor | None
+) -> BothAndMore:
+    return *allocate_both(x, row, col, offs), empty(x.shape[:-1], torch.float32, x.device)
 
 
-def pair_arguments(
-    plans: tuple[CastPlan, CastPlan], specs: tuple[CastSpec, CastSpec]
-) -> tuple[str, str, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Operator arguments of two casts: plans as text, random states, supplied amaxes."""
-    row, col = specs
-    return plans[0].text(), plans[1].text(), row.state, col.state, row.amax_tensor, col.amax_tensor
+@define_op(
+    "rmsnorm_quantize_both",
+    fake=_allocate_rmsnorm_both,
+    wrap=lambda made, x, weight, eps, *rest: (*pair(made, x.shape, *rest), made[6]),
+)
+def _rmsnorm_cast_both(x: Tensor, weight: Tensor, eps: float, row: Cast, col: Cast, offs: Tensor | None) -> BothAndMore:
+    check_group_ends(offs, x.shape[-2])
+    out, plans = _allocate_rmsnorm_both(x, weight, eps, row, col, offs), (row.plan, col.plan)
+    kernel = select(cast_request("rmsnorm_both", x, plans, offs))
+    kernel.launch(x, weight, eps, plans, (out[0:3], out[3:6]), out[6], **launch_options(row, col, offs))
+    return out
 
 
-def pair_of(
-    plans: tuple[CastPlan, CastPlan], results: Sequence[Tensor], shape: Sequence[int], offs: Tensor | None
-) -> Pair:
-    """Both operands from the buffers that an operator returned."""
-    row = assemble(plans[0], (results[0], results[1], results[2]), shape, -1)
-    return row, assemble(plans[1], (results[3], results[4], results[5]), shape, -2, groups=count_groups(offs))
-
-
-def count_groups(offs: Tensor | None) -> int | None:
-    """Number of groups of a column operand; None without groups."""
-    return None if offs is None else offs.shape[0]
-
-
-def _hidden_shape(gate_up: Tensor) -> tuple[int, ...]:
-    return (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+# ---- checks --------------------------------------------------------------------------------------------------------
 
 
 def check_gate_up(gate_up: Tensor) -> None:
     """Raise unless gate_up is a valid source with an even last axis."""
     check_source(gate_up, "gate_up")
     if gate_up.shape[-1] % 2:
-        raise ShapeError(
-            message(
-                f"gate_up has shape {tuple(gate_up.shape)}",
-                rule="its last axis holds the gates and then as many ups, so it is even",
-                fix="pass torch.cat((gate, up), dim=-1)",
-            )
-        )
+        rule = "its last axis holds the gates and then as many ups, so it is even"
+        fix = "pass torch.cat((gate, up), dim=-1)"
+        raise ShapeError(message(f"gate_up has shape {tuple(gate_up.shape)}", rule=rule, fix=fix))
 
 
 def check_grad(grad: Tensor, gate_up: Tensor) -> None:
@@ -212,21 +252,13 @@ def check_grad(grad: Tensor, gate_up: Tensor) -> None:
     check_source(grad, "grad")
     want = _hidden_shape(gate_up)
     if tuple(grad.shape) != want:
-        raise ShapeError(
-            message(
-                f"grad has shape {tuple(grad.shape)} for gate_up {tuple(gate_up.shape)}",
-                rule=f"it is the gradient of silu(gate) * up, which has shape {want}",
-                fix="pass the gradient of the hidden activation",
-            )
-        )
+        what = f"grad has shape {tuple(grad.shape)} for gate_up {tuple(gate_up.shape)}"
+        rule = f"it is the gradient of silu(gate) * up, which has shape {want}"
+        fix = "pass the gradient of the hidden activation"
+        raise ShapeError(message(what, rule=rule, fix=fix))
     if grad.dtype != gate_up.dtype:
-        raise DtypeError(
-            message(
-                f"grad is {grad.dtype}, gate_up {gate_up.dtype}",
-                rule="both have one dtype",
-                fix="pass grad.to(gate_up.dtype)",
-            )
-        )
+        rule, fix = "both have one dtype", "pass grad.to(gate_up.dtype)"
+        raise DtypeError(message(f"grad is {grad.dtype}, gate_up {gate_up.dtype}", rule=rule, fix=fix))
     check_same_device(grad, "grad", gate_up, "gate_up")
 
 
@@ -241,26 +273,9 @@ def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
         rule = "the weight of a norm is bfloat16, float16 or float32"
         raise DtypeError(message(f"weight has dtype {weight.dtype}", rule=rule, fix="pass weight.float()"))
     if tuple(weight.shape) != (x.shape[-1],):
-        raise ShapeError(
-            message(
-                f"weight has shape {tuple(weight.shape)} for x {tuple(x.shape)}",
-                rule="it has one value for each column of x",
-                fix=f"pass a weight of shape ({x.shape[-1]},)",
-            )
-        )
+        rule, fix = "it has one value for each column of x", f"pass a weight of shape ({x.shape[-1]},)"
+        raise ShapeError(message(f"weight has shape {tuple(weight.shape)} for x {tuple(x.shape)}", rule=rule, fix=fix))
     check_same_device(weight, "weight", x, "x")
     check_number(eps, "eps", "it is added to a mean of squares", "pass eps=1e-6")
     if eps < 0:
         raise OptionError(message(f"eps={eps}", rule="it is added to a mean of squares", fix="pass eps=1e-6"))
-
-
-def check_same_device(first: Tensor, first_name: str, second: Tensor, second_name: str) -> None:
-    """Raise unless two tensors are on one device."""
-    if first.device != second.device:
-        raise DeviceError(
-            message(
-                f"{first_name} is on {first.device}, {second_name} on {second.device}",
-                rule="all inputs of a cast are on one device",
-                fix=f"pass {first_name}.to({second_name}.device)",
-            )
-        )

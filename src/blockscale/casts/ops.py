@@ -1,26 +1,42 @@
-"""The cast operators (torch.ops.blockscale): they take and return tensors, and a `CastPlan` as text.
+"""The cast operators (torch.ops.blockscale): their allocations, registry requests, bodies and sharding rules.
 
-Bodies select a kernel and fill buffers; the fakes share the allocation. A cast returns the operand's contiguous buffers
-(codes, scales, tensor scale; the last is None unless NVFP4), and `formats.tensor.assemble` wraps them.
+A `Cast` describes each operand that is made. A body selects a kernel and fills buffers; the fake shares the allocation.
+The operator returns the operand's contiguous buffers (codes, scales, tensor scale; the last is None unless NVFP4), and
+a call wraps them in a `BlockScaled`. These functions check no arguments; `quantize` and its siblings do.
 """
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..formats.cast_spec import CastPlan
-from ..formats.layout import check_group_ends, code_row_bytes, padded_length, scale_buffer_shape
-from ..formats.tensor import BlockScaled, from_parts
+from ..formats.cast_spec import Cast, CastPlan
+from ..formats.layout import (
+    check_group_ends,
+    code_row_bytes,
+    cuts_evenly,
+    cuts_length,
+    cuts_rows,
+    padded_length,
+    scale_buffer_shape,
+)
+from ..formats.tensor import BlockScaled, assemble
 from ..hardware import Capability, capability
-from ..library import define_op, empty
+from ..library import Sharding, define_op, empty
 from ..registry import Request, select
-from . import sharding
 
-Buffers = tuple[Tensor, Tensor, Tensor | None]
-BothAndColsum = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+Maybe = Tensor | None
+Buffers = tuple[Tensor, Tensor, Maybe]
+Both = tuple[Tensor, Tensor, Maybe, Tensor, Tensor, Maybe]
+BothAndMore = tuple[Tensor, Tensor, Maybe, Tensor, Tensor, Maybe, Maybe]
+Pair = tuple[BlockScaled, BlockScaled]
 Shape = tuple[int, ...]
+Plans = tuple[CastPlan, ...]
+
+# ---- buffers and operands ------------------------------------------------------------------------------------------
 
 
 def _buffer_shapes(
@@ -43,12 +59,12 @@ def _buffer_shapes(
 _cached_shapes = functools.lru_cache(maxsize=8192)(_buffer_shapes)
 
 
-def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Tensor | None) -> Buffers:
-    """The buffers of one operand, for kernels and fakes alike."""
+def allocate(x: Tensor, cast: Cast, axis: int, offs: Tensor | None) -> Buffers:
+    """The buffers of one operand, for kernels and fakes alike.  x: has the shape and device of the source."""
     shapes_of = _cached_shapes if type(x) is Tensor else _buffer_shapes
-    supplied, groups = None if amax is None else amax.shape, None if offs is None else offs.shape[0]
-    codes, scales, tensor_scale = shapes_of(plan, x.shape, axis, supplied, groups)
-    spec, device = plan.spec, x.device
+    amax, groups = None if cast.amax is None else cast.amax.shape, None if offs is None else offs.shape[0]
+    codes, scales, tensor_scale = shapes_of(cast.plan, x.shape, axis, amax, groups)
+    spec, device = cast.plan.spec, x.device
     return (
         empty(codes, spec.data_dtype, device),
         empty(scales, spec.scale_dtype, device),
@@ -56,7 +72,30 @@ def allocate(x: Tensor, plan: CastPlan, axis: int, amax: Tensor | None, offs: Te
     )
 
 
-def cast_request(op: str, x: Tensor, plans: tuple[CastPlan, ...], offs: Tensor | None = None) -> Request:
+def allocate_both(x: Tensor, row: Cast, col: Cast, offs: Tensor | None) -> Both:
+    """The buffers of both operands."""
+    return *allocate(x, row, -1, offs), *allocate(x, col, -2, offs)
+
+
+def operand(made: Any, shape: Sequence[int], cast: Cast, axis: int, offs: Tensor | None) -> BlockScaled:
+    """Operand of the first three tensors that an operator returned.  shape: of the source."""
+    return assemble(cast.plan, made[:3], shape, axis, groups=None if offs is None or axis == -1 else offs.shape[0])
+
+
+def pair(made: Any, shape: Sequence[int], row: Cast, col: Cast, offs: Tensor | None) -> Pair:
+    """Row and column operand of the first six tensors that an operator returned.  shape: of the source."""
+    return operand(made, shape, row, -1, offs), operand(made[3:], shape, col, -2, offs)
+
+
+def launch_options(row: Cast, col: Cast, offs: Tensor | None) -> dict[str, object]:
+    """Keyword arguments of a kernel that makes two operands: random states, supplied amaxes, group ends."""
+    return {"states": (row.state, col.state), "amaxes": (row.amax, col.amax), "offs": offs}
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------
+
+
+def cast_request(op: str, x: Tensor, plans: Plans, offs: Tensor | None = None) -> Request:
     """Registry request of a cast."""
     groups = None if offs is None else offs.shape[0]
     return _cast_request(op, capability(x.device), x.shape, x.stride(), x.dtype, plans, groups)
@@ -67,131 +106,152 @@ def is_far(shape: Shape, strides: Shape) -> bool:
     return max(*strides[-2:], *shape[-2:]) >= 1 << 23
 
 
+def _options(**options: bool) -> frozenset[str]:
+    return frozenset(name for name, on in options.items() if on)
+
+
 @functools.lru_cache(maxsize=8192)
 def _cast_request(
-    op: str,
-    where: Capability,
-    shape: Shape,
-    strides: Shape,
-    dtype: torch.dtype,
-    plans: tuple[CastPlan, ...],
-    groups: int | None,
+    op: str, where: Capability, shape: Shape, strides: Shape, dtype: torch.dtype, plans: Plans, groups: int | None
 ) -> Request:
-    options_on = {
-        "far": is_far(shape, strides),
-        "offs": groups is not None,
-        "many_groups": groups is not None and groups > 4096,
-        "stochastic": any(plan.stream is not None for plan in plans),
-        "hadamard": any(plan.hadamard is not None for plan in plans),
-    }
+    options = _options(
+        far=is_far(shape, strides),
+        offs=groups is not None,
+        many_groups=groups is not None and groups > 4096,
+        stochastic=any(plan.stream is not None for plan in plans),
+        hadamard=any(plan.hadamard is not None for plan in plans),
+    )
     formats, layouts = tuple(plan.format for plan in plans), tuple(plan.layout for plan in plans)
-    options = frozenset(name for name, on in options_on.items() if on)
     return Request(op, where, formats, (math.prod(shape[:-1]), shape[-1]), dtype, layouts, options)
 
 
-def _fake_quantize(
-    x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
-) -> Buffers:
-    return allocate(x, CastPlan.parse(plan), axis, amax, offs)
+def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
+    """Registry request of a decode."""
+    options = _options(
+        far=is_far(q.data.shape, q.data.stride()) or max(q.shape[-2:]) >= 1 << 23,
+        offs=offs is not None,
+        many_groups=offs is not None and q.group_align > 0 and offs.shape[0] > 4096,
+        hadamard=q.hadamard is not None,
+    )
+    shape = (q.rows, q.length)
+    return Request("dequantize", capability(q.device), (q.format,), shape, dtype, (q.scale_layout,), options)
 
 
-@define_op(fake=_fake_quantize, sharding=sharding.quantize)
-def quantize(
-    x: Tensor, plan: str, axis: int, state: Tensor | None, amax: Tensor | None, offs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One operand of x, blocks along `axis`: codes, scales, tensor scale."""
-    resolved = CastPlan.parse(plan)
+# ---- sharding rules ------------------------------------------------------------------------------------------------
+# Dimensions along which the cast of a shard is the shard of the cast. Group ends count rows of the full tensor, so
+# casts with `offs` are never sharded.
+
+Dims = tuple[int, int, int | None]
+
+
+def _buffers(parts: int, x: Tensor, dim: int, cast: Cast, axis: int) -> Dims | None:
+    """Dimensions along which codes, scales and tensor scale are sharded if x is sharded along `dim`.
+
+    None if the bytes of the shards would differ."""
+    plan, amax = cast.plan, cast.amax
+    spec, rank, size = plan.spec, len(x.shape), x.shape[dim]
+    nvfp4, batch = spec.family == "nvfp4", dim < rank - 2
+    grouped = plan.grouped_amax if amax is None else len(amax.shape) == 1
+    if plan.stream is not None:
+        return None  # random words depend on the position in the full tensor; a shard would count from its own start
+    if nvfp4 and amax is None and not (grouped and batch):
+        return None  # the tensor scale needs the amax of the full tensor
+    if batch:
+        return (dim, dim, 0 if nvfp4 and grouped else None) if cuts_evenly(size, parts) else None
+    across, along = (rank - 1, rank - 2) if plan.layout == "mn_major" else (rank - 2, rank - 1)
+    if dim == rank - 3 - axis:
+        return (rank - 2, across, None) if cuts_rows(spec, size, plan.layout, parts) else None
+    # a rotated group is a block, so it is not split either
+    return (rank - 1, along, None) if cuts_length(spec, size, plan.layout, parts) else None
+
+
+def _amax_cuts(**outputs: Dims) -> dict[str, int]:
+    """Supplied amaxes per group are sharded with the tensor scales computed from them."""
+    return {f"{name}_amax": 0 for name, dims in outputs.items() if dims[2] is not None}
+
+
+def _shard_cast(parts: int, x: Tensor, cast: Cast, axis: int, offs: Tensor | None) -> Iterator[Sharding]:
+    """Every dimension whose shards split no block, pad or amax."""
+    for dim in range(len(x.shape) if offs is None else 0):
+        outputs = _buffers(parts, x, dim, cast, axis)
+        if outputs is not None:
+            yield Sharding({"x": dim} | _amax_cuts(cast=outputs), outputs)
+
+
+def _shard_both(parts: int, x: Tensor, row: Cast, col: Cast, offs: Tensor | None, colsum: bool) -> Iterator[Sharding]:
+    """Dimensions valid for both casts. Not M with `colsum`: sums are rounded once, not reduced from rounded shards."""
+    rank = len(x.shape)
+    for dim in range(rank if offs is None else 0):
+        first, second = _buffers(parts, x, dim, row, -1), _buffers(parts, x, dim, col, -2)
+        if first is None or second is None or (colsum and dim == rank - 2):
+            continue
+        total = min(dim, rank - 2) if colsum else None
+        yield Sharding({"x": dim} | _amax_cuts(row=first, col=second), (*first, *second, total))
+
+
+def _shard_dequantize(parts: int, q: BlockScaled, offs: Tensor | None, dtype: torch.dtype) -> Iterator[Sharding]:
+    """Batches and rows; not the scaled axis, whose length is an argument."""
+    if offs is not None or q.group_align:
+        return
+    rank, layout = len(q.data.shape), q.scale_layout
+    for dim in range(rank - 2):
+        if cuts_evenly(q.data.shape[dim], parts):
+            scales = {"q_global": 0} if q.global_scale is not None and len(q.global_scale.shape) else {}
+            yield Sharding({"q": dim, "q_scale": dim} | scales, (dim,))
+    rows = rank - 3 - q.axis
+    if cuts_rows(q.spec, q.rows, layout, parts):
+        yield Sharding({"q": rows, "q_scale": rank - 2 if layout == "blocked" else rows}, (rows,))
+
+
+# ---- operators -----------------------------------------------------------------------------------------------------
+
+
+@define_op(
+    "quantize",
+    fake=allocate,
+    wrap=lambda made, x, cast, axis, offs: operand(made, x.shape, cast, axis, offs),
+    sharding=_shard_cast,
+)
+def cast(x: Tensor, cast: Cast, axis: int, offs: Tensor | None) -> Buffers:
+    """`quantize` without checks."""
     check_group_ends(offs, x.shape[-2])
-    out = allocate(x, resolved, axis, amax, offs)
-    chosen = select(cast_request("cast", x, (resolved,), offs))
-    chosen.launch(x, resolved, axis, out, state=state, amax=amax, offs=offs)
+    out = allocate(x, cast, axis, offs)
+    kernel = select(cast_request("cast", x, (cast.plan,), offs))
+    kernel.launch(x, cast.plan, axis, out, state=cast.state, amax=cast.amax, offs=offs)
     return out
 
 
-def allocate_both(
-    x: Tensor, plans: tuple[CastPlan, CastPlan], amaxes: tuple[Tensor | None, Tensor | None], offs: Tensor | None
-) -> tuple[Buffers, Buffers]:
-    """The buffers of both operands."""
-    return allocate(x, plans[0], -1, amaxes[0], offs), allocate(x, plans[1], -2, amaxes[1], offs)
+def _allocate_sums(x: Tensor, row: Cast, col: Cast, offs: Tensor | None, colsum: bool) -> BothAndMore:
+    """The buffers of both operands, and of column sums if they are requested."""
+    both, lead = allocate_both(x, row, col, offs), x.shape[:-2] if offs is None else (offs.shape[0],)
+    return *both, empty((*lead, x.shape[-1]), torch.float32, x.device) if colsum else None
 
 
-def _allocate_colsum(x: Tensor, offs: Tensor | None, colsum: bool) -> Tensor | None:
-    if not colsum:
-        return None
-    lead = x.shape[:-2] if offs is None else (offs.shape[0],)
-    return empty((*lead, x.shape[-1]), torch.float32, x.device)
-
-
-def _fake_quantize_both(
-    x: Tensor,
-    row: str,
-    col: str,
-    row_state: Tensor | None,
-    col_state: Tensor | None,
-    row_amax: Tensor | None,
-    col_amax: Tensor | None,
-    offs: Tensor | None,
-    colsum: bool,
-) -> BothAndColsum:
-    plans = (CastPlan.parse(row), CastPlan.parse(col))
-    outs = allocate_both(x, plans, (row_amax, col_amax), offs)
-    return *outs[0], *outs[1], _allocate_colsum(x, offs, colsum)
-
-
-@define_op(fake=_fake_quantize_both, sharding=sharding.quantize_both)
-def quantize_both(
-    x: Tensor,
-    row: str,
-    col: str,
-    row_state: Tensor | None,
-    col_state: Tensor | None,
-    row_amax: Tensor | None,
-    col_amax: Tensor | None,
-    offs: Tensor | None,
-    colsum: bool,
-) -> BothAndColsum:
-    """Both operands of x from one read, and its column sums if `colsum`."""
-    plans = (CastPlan.parse(row), CastPlan.parse(col))
+@define_op(
+    "quantize_both",
+    fake=_allocate_sums,
+    wrap=lambda made, x, row, col, offs, colsum: (*pair(made, x.shape, row, col, offs), made[6]),
+    sharding=_shard_both,
+)
+def cast_both(x: Tensor, row: Cast, col: Cast, offs: Tensor | None, colsum: bool) -> BothAndMore:
+    """`quantize_both` without checks: both operands, and the column sums, undefined unless `colsum`."""
     check_group_ends(offs, x.shape[-2])
-    amaxes = (row_amax, col_amax)
-    outs = allocate_both(x, plans, amaxes, offs)
-    total = _allocate_colsum(x, offs, colsum)
-    chosen = select(cast_request("cast_both", x, plans, offs))
-    states = (row_state, col_state)
-    chosen.launch(x, plans, outs, total, states=states, amaxes=amaxes, offs=offs)
-    return *outs[0], *outs[1], total
+    out = _allocate_sums(x, row, col, offs, colsum)
+    plans = (row.plan, col.plan)
+    kernel = select(cast_request("cast_both", x, plans, offs))
+    kernel.launch(x, plans, (out[0:3], out[3:6]), out[6], **launch_options(row, col, offs))
+    return out
 
 
-def _fake_requantize_(data: Tensor, scale: Tensor, factor: Tensor | None, x: Tensor, plan: str, axis: int) -> None:
-    return None
-
-
-@define_op(fake=_fake_requantize_, sharding=sharding.replicated, mutates=("data", "scale", "factor"))
-def requantize_(data: Tensor, scale: Tensor, factor: Tensor | None, x: Tensor, plan: str, axis: int) -> None:
+@define_op(mutates=("data", "scale", "factor"))
+def requantize_(data: Tensor, scale: Tensor, factor: Tensor | None, x: Tensor, cast: Cast, axis: int) -> None:
     """Cast x into existing buffers, allocated by `quantize` for a tensor of the same shape and plan."""
-    resolved = CastPlan.parse(plan)
-    chosen = select(cast_request("cast", x, (resolved,), None))
-    chosen.launch(x, resolved, axis, _typed(resolved, data, scale, factor), state=None, amax=None, offs=None)
+    kernel = select(cast_request("cast", x, (cast.plan,)))
+    out = _typed(cast.plan, data, scale, factor)
+    kernel.launch(x, cast.plan, axis, out, state=cast.state, amax=cast.amax, offs=None)
 
 
-def _fake_requantize_both_(
-    row_data: Tensor,
-    row_scale: Tensor,
-    row_factor: Tensor | None,
-    col_data: Tensor,
-    col_scale: Tensor,
-    col_factor: Tensor | None,
-    x: Tensor,
-    row: str,
-    col: str,
-) -> None:
-    return None
-
-
-_WRITTEN = ("row_data", "row_scale", "row_factor", "col_data", "col_scale", "col_factor")
-
-
-@define_op(fake=_fake_requantize_both_, sharding=sharding.replicated, mutates=_WRITTEN)
+@define_op(mutates=("row_data", "row_scale", "row_factor", "col_data", "col_scale", "col_factor"))
 def requantize_both_(
     row_data: Tensor,
     row_scale: Tensor,
@@ -200,14 +260,14 @@ def requantize_both_(
     col_scale: Tensor,
     col_factor: Tensor | None,
     x: Tensor,
-    row: str,
-    col: str,
+    row: Cast,
+    col: Cast,
 ) -> None:
     """Cast x into existing buffers, allocated by `quantize_both` for a tensor of the same shape and plans."""
-    plans = (CastPlan.parse(row), CastPlan.parse(col))
+    plans = (row.plan, col.plan)
     outs = _typed(plans[0], row_data, row_scale, row_factor), _typed(plans[1], col_data, col_scale, col_factor)
-    chosen = select(cast_request("cast_both", x, plans, None))
-    chosen.launch(x, plans, outs, None, states=(None, None), amaxes=(None, None), offs=None)
+    kernel = select(cast_request("cast_both", x, plans))
+    kernel.launch(x, plans, outs, None, **launch_options(row, col, None))
 
 
 def _typed(plan: CastPlan, data: Tensor, scale: Tensor, factor: Tensor | None) -> Buffers:
@@ -215,75 +275,15 @@ def _typed(plan: CastPlan, data: Tensor, scale: Tensor, factor: Tensor | None) -
     return data.view(plan.spec.data_dtype), scale.view(plan.spec.scale_dtype), factor
 
 
-def _decoded_shape(data: Tensor, axis: int, length: int) -> tuple[int, ...]:
-    return (*data.shape[:-1], length) if axis == -1 else (*data.shape[:-2], length, data.shape[-1])
+def _allocate_values(q: BlockScaled, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return empty(q.shape, dtype, q.device)
 
 
-def _fake_dequantize(
-    data: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    kind: str,
-    axis: int,
-    length: int,
-    group_align: int,
-    hadamard: int | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return empty(_decoded_shape(data, axis, length), dtype, data.device)
-
-
-@define_op(fake=_fake_dequantize, sharding=sharding.dequantize)
-def dequantize(
-    data: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    kind: str,
-    axis: int,
-    length: int,
-    group_align: int,
-    hadamard: int | None,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Values of an operand, `length` along its scaled axis; rotated back if `hadamard` (its sign mask) is given."""
-    shape = _decoded_shape(data, axis, length)
-    source = from_parts(data, scale, global_scale, kind, shape, axis=axis, group_align=group_align, hadamard=hadamard)
+@define_op(fake=_allocate_values, sharding=_shard_dequantize)
+def dequantize(q: BlockScaled, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Values of an operand in the shape of its source; rotated back if it has a rotation."""
     # tokens run along the scaled axis of a padded operand, else along the other one
-    check_group_ends(offs, shape[axis] if group_align else shape[-3 - axis])
-    out = empty(shape, dtype, source.device)
-    select(dequantize_request(source, dtype, offs)).launch(source, out, offs=offs)
+    check_group_ends(offs, q.shape[q.axis] if q.group_align else q.rows)
+    out = _allocate_values(q, offs, dtype)
+    select(dequantize_request(q, dtype, offs)).launch(q, out, offs=offs)
     return out
-
-
-def dequantize_request(q: BlockScaled, dtype: torch.dtype, offs: Tensor | None = None) -> Request:
-    """Registry request of a decode."""
-    groups = None if offs is None else offs.shape[0]
-    layout_key = (q.data.shape, q.data.stride(), q.shape, q.axis, q.group_align, q.hadamard)
-    return _dequantize_request(capability(q.device), q.format, q.scale_layout, q.length, dtype, groups, *layout_key)
-
-
-@functools.lru_cache(maxsize=8192)
-def _dequantize_request(
-    where: Capability,
-    format: str,
-    layout: str,
-    length: int,
-    dtype: torch.dtype,
-    groups: int | None,
-    codes: Shape,
-    strides: Shape,
-    shape: Shape,
-    axis: int,
-    group_align: int,
-    hadamard: int | None,
-) -> Request:
-    options_on = {
-        "far": is_far(codes, strides) or max(shape[-2:]) >= 1 << 23,
-        "offs": groups is not None,
-        "many_groups": groups is not None and group_align > 0 and groups > 4096,
-        "hadamard": hadamard is not None,
-    }
-    options = frozenset(name for name, on in options_on.items() if on)
-    return Request("dequantize", where, (format,), (shape[-3 - axis], length), dtype, (layout,), options)

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError, message
-from ..formats.cast_spec import CastPlan, CastSpec, as_cast_spec
+from ..formats.cast_spec import Cast, CastPlan
 from ..formats.checks import check_tensor
-from ..formats.tensor import BlockScaled, assemble
-from . import check_offs, check_source, fused_ops, plan_cast
-from .fused import Pair, Spec, check_same_device, count_groups, pair_arguments, pair_of
+from ..formats.layout import check_group_ends
+from ..formats.tensor import BlockScaled
+from ..library import define_op
+from ..registry import select
+from .checks import check_offs, check_same_device, check_source, resolve_cast
+from .fused import Spec
+from .ops import Both, Buffers, Pair, allocate, allocate_both, cast_request, launch_options, operand, pair
 
 
 def permute_quantize_both(
@@ -33,22 +37,30 @@ def permute_quantize_both(
     check_permutation(x, indices)
     check_offs(offs, x.device, x.dim(), required=True)
     check_gate_weights(gate_weights, indices)
-    specs = (as_cast_spec(row), as_cast_spec(col))
-    plans = (plan_cast(x, specs[0], offs), plan_cast(x, specs[1], offs))
-    return permute_cast_both(x, indices, specs, plans, offs, gate_weights)
+    casts = resolve_cast(x, row, offs), resolve_cast(x, col, offs)
+    return permute_cast_both(x, indices, gate_weights, *casts, offs)
 
 
+def _permuted_shape(x: Tensor, indices: Tensor) -> tuple[int, int]:
+    return indices.shape[0], x.shape[1]
+
+
+@define_op(
+    "permute_quantize_both",
+    fake=lambda x, indices, gate_weights, *rest: allocate_both(permuted_like(x, indices), *rest),
+    wrap=lambda made, x, indices, gate_weights, *rest: pair(made, _permuted_shape(x, indices), *rest),
+)
 def permute_cast_both(
-    x: Tensor,
-    indices: Tensor,
-    specs: tuple[CastSpec, CastSpec],
-    plans: tuple[CastPlan, CastPlan],
-    offs: Tensor,
-    gate_weights: Tensor | None = None,
-) -> Pair:
-    """`permute_quantize_both` without checks; `plans` are the plans of `specs`."""
-    results = fused_ops.permute_quantize_both(x, indices, gate_weights, *pair_arguments(plans, specs), offs)
-    return pair_of(plans, results, (indices.shape[0], x.shape[1]), offs)
+    x: Tensor, indices: Tensor, gate_weights: Tensor | None, row: Cast, col: Cast, offs: Tensor
+) -> Both:
+    """`permute_quantize_both` without checks."""
+    check_group_ends(offs, indices.shape[0])
+    check_indices(indices, x.shape[0])
+    like, plans = permuted_like(x, indices), (row.plan, col.plan)
+    out = allocate_both(like, row, col, offs)
+    kernel = select(cast_request("permute_both", like, plans, offs))
+    kernel.launch(x, indices, gate_weights, plans, (out[0:3], out[3:6]), **launch_options(row, col, offs))
+    return out
 
 
 def permute_quantize_columns(x: Tensor, indices: Tensor, offs: Tensor, spec: Spec) -> BlockScaled:
@@ -60,14 +72,23 @@ def permute_quantize_columns(x: Tensor, indices: Tensor, offs: Tensor, spec: Spe
     """
     check_permutation(x, indices)
     check_offs(offs, x.device, x.dim(), required=True)
-    cast = as_cast_spec(spec)
-    return permute_cast_columns(x, indices, cast, plan_cast(x, cast, offs), offs)
+    return permute_cast_columns(x, indices, resolve_cast(x, spec, offs), offs)
 
 
-def permute_cast_columns(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan, offs: Tensor) -> BlockScaled:
-    """`permute_quantize_columns` without checks; `plan` is the plan of `spec`."""
-    buffers = fused_ops.permute_quantize_columns(x, indices, plan.text(), spec.state, spec.amax_tensor, offs)
-    return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -2, groups=count_groups(offs))
+@define_op(
+    "permute_quantize_columns",
+    fake=lambda x, indices, cast, offs: allocate(permuted_like(x, indices), cast, -2, offs),
+    wrap=lambda made, x, indices, cast, offs: operand(made, _permuted_shape(x, indices), cast, -2, offs),
+)
+def permute_cast_columns(x: Tensor, indices: Tensor, cast: Cast, offs: Tensor) -> Buffers:
+    """`permute_quantize_columns` without checks."""
+    like = permuted_like(x, indices)
+    check_group_ends(offs, indices.shape[0])
+    check_indices(indices, x.shape[0])
+    out = allocate(like, cast, -2, offs)
+    kernel = select(cast_request("permute_columns", like, (cast.plan,), offs))
+    kernel.launch(x, indices, cast.plan, out, state=cast.state, amax=cast.amax, offs=offs)
+    return out
 
 
 def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
@@ -80,16 +101,38 @@ def quantize_permute(x: Tensor, indices: Tensor, spec: Spec) -> BlockScaled:
     (5, 64)
     """
     check_permutation(x, indices)
-    cast = as_cast_spec(spec)
-    plan = plan_cast(x, cast, None)
-    check_copied_rows(plan)
-    return cast_permute(x, indices, cast, plan)
+    cast = resolve_cast(x, spec, None)
+    check_copied_rows(cast.plan)
+    return cast_permute(x, indices, cast)
 
 
-def cast_permute(x: Tensor, indices: Tensor, spec: CastSpec, plan: CastPlan) -> BlockScaled:
-    """`quantize_permute` without checks; `plan` is the plan of `spec`."""
-    buffers = fused_ops.quantize_permute(x, indices, plan.text(), spec.amax_tensor)
-    return assemble(plan, buffers, (indices.shape[0], x.shape[1]), -1)
+@define_op(
+    "quantize_permute",
+    fake=lambda x, indices, cast: allocate(permuted_like(x, indices), cast, -1, None),
+    wrap=lambda made, x, indices, cast: operand(made, _permuted_shape(x, indices), cast, -1, None),
+)
+def cast_permute(x: Tensor, indices: Tensor, cast: Cast) -> Buffers:
+    """`quantize_permute` without checks."""
+    check_indices(indices, x.shape[0])
+    out = allocate(permuted_like(x, indices), cast, -1, None)
+    select(cast_request("permute", x, (cast.plan,))).launch(x, indices, cast.plan, out, amax=cast.amax)
+    return out
+
+
+def permuted_like(x: Tensor, indices: Tensor) -> Tensor:
+    """Tensor with the shape, dtype and device of x[indices], without memory of its own."""
+    return x.new_empty(()).expand(indices.shape[0], x.shape[1])
+
+
+def check_indices(indices: Tensor, rows: int) -> None:
+    """Raise unless every index is a row or -1. On the CPU only: on a GPU the check would synchronize."""
+    if indices.device.type != "cpu" or indices.shape[0] == 0:
+        return
+    for index in (int(indices.min()), int(indices.max())):
+        if not -1 <= index < rows:
+            rule = "an index is a row of x, counted from 0, or -1 for a row of zeros"
+            fix = "pass the source row of every permuted position"
+            raise ShapeError(message(f"index {index} for {rows} rows", rule=rule, fix=fix))
 
 
 def check_permutation(x: Tensor, indices: Tensor) -> None:
@@ -105,13 +148,8 @@ def check_permutation(x: Tensor, indices: Tensor) -> None:
         )
     check_tensor(indices, "indices", "gathers")
     if indices.dim() != 1:
-        raise ShapeError(
-            message(
-                f"indices has shape {tuple(indices.shape)}",
-                rule="one source row for each permuted position, in a vector",
-                fix="pass indices.flatten()",
-            )
-        )
+        rule, fix = "one source row for each permuted position, in a vector", "pass indices.flatten()"
+        raise ShapeError(message(f"indices has shape {tuple(indices.shape)}", rule=rule, fix=fix))
     check_same_device(indices, "indices", x, "x")
 
 
@@ -121,31 +159,18 @@ def check_gate_weights(gate_weights: Tensor | None, indices: Tensor) -> None:
         return
     check_tensor(gate_weights, "gate_weights", "casts")
     if gate_weights.dtype != torch.float32 or gate_weights.shape != indices.shape:
-        raise ShapeError(
-            message(
-                f"gate_weights {gate_weights.dtype} {tuple(gate_weights.shape)} for {indices.shape[0]} permuted rows",
-                rule="each row has one factor, in float32",
-                fix=f"pass float32 gate_weights of shape ({indices.shape[0]},)",
-            )
-        )
+        what = f"gate_weights {gate_weights.dtype} {tuple(gate_weights.shape)} for {indices.shape[0]} permuted rows"
+        rule, fix = "each row has one factor, in float32", f"pass float32 gate_weights of shape ({indices.shape[0]},)"
+        raise ShapeError(message(what, rule=rule, fix=fix))
     check_same_device(gate_weights, "gate_weights", indices, "indices")
 
 
 def check_copied_rows(plan: CastPlan) -> None:
     """Raise unless rows of the cast can be gathered: 1-D blocks, round to nearest."""
     if plan.spec.is_2d:
-        raise OptionError(
-            message(
-                f"quantize_permute to {plan.format}",
-                rule="rows are gathered one by one, and a 2-D block belongs to several",
-                fix="use a format with 1-D blocks",
-            )
-        )
+        rule, fix = "rows are gathered one by one, and a 2-D block belongs to several", "use a format with 1-D blocks"
+        raise OptionError(message(f"quantize_permute to {plan.format}", rule=rule, fix=fix))
     if plan.stream is not None:
-        raise OptionError(
-            message(
-                "quantize_permute with stochastic rounding",
-                rule="a row is cast once, so its copies would share their random words",
-                fix="use permute_quantize_both, or quantize(x[indices], ...)",
-            )
-        )
+        rule = "a row is cast once, so its copies would share their random words"
+        fix = "use permute_quantize_both, or quantize(x[indices], ...)"
+        raise OptionError(message("quantize_permute with stochastic rounding", rule=rule, fix=fix))

@@ -9,20 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..casts import check_group_count, check_offs, check_source, plan_cast
-from ..casts.fused import check_gate_up, check_grad, check_norm
-from ..casts.fused_ops import hidden_like, permuted_like
+from ..casts.checks import check_group_count, check_offs, check_source, resolve_cast
+from ..casts.fused import check_gate_up, check_grad, check_norm, hidden_like
 from ..casts.ops import cast_request, dequantize_request
-from ..casts.permuted import check_copied_rows, check_permutation
+from ..casts.permuted import check_copied_rows, check_permutation, permuted_like
 from ..errors import OptionError, check_name, message
-from ..formats.cast_spec import CastSpec, as_cast_spec
+from ..formats.cast_spec import CastSpec
 from ..formats.checks import check_flag, check_kind
 from ..formats.tensor import BlockScaled, check_block_scaled
-from ..gemm import check_dense, check_output
-from ..gemm.ops import gemm_request
+from ..gemm.ops import check_dense, check_output, gemm_request
 from ..grouped import check_grouped
 from ..grouped.ops import grouped_request
-from ..grouped.routing_ops import rows_request
+from ..grouped.routing import rows_request
 from ..hardware import Capability
 from ..registry import Explanation, Request, explain_request
 
@@ -67,10 +65,10 @@ def explain(
     match op, operands:
         case ("cast", [Tensor() as x, str() | CastSpec() as spec]):
             check_source(x, "x")
-            request = cast_request(op, x, (plan_cast(x, as_cast_spec(spec), offs),), offs)
+            request = cast_request(op, x, (resolve_cast(x, spec, offs).plan,), offs)
         case ("cast_both", [Tensor() as x, str() | CastSpec() as row, str() | CastSpec() as col]):
             check_source(x, "x")
-            plans = (plan_cast(x, as_cast_spec(row), offs), plan_cast(x, as_cast_spec(col), offs))
+            plans = (resolve_cast(x, row, offs).plan, resolve_cast(x, col, offs).plan)
             request = cast_request(op, x, plans, offs)
         case ("dequantize", [BlockScaled() as q]):
             check_block_scaled(q, "q")
@@ -116,7 +114,7 @@ def _check_groups(op: str, offs: Tensor | None, starts: Tensor | None) -> None:
 def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> Request | None:
     """The request of a fused cast, or None for operands that are not those of the call."""
     tensors = list(itertools.takewhile(lambda operand: isinstance(operand, Tensor), operands))
-    specs = [as_cast_spec(operand) for operand in operands[len(tensors) :] if isinstance(operand, str | CastSpec)]
+    specs = [operand for operand in operands[len(tensors) :] if isinstance(operand, str | CastSpec)]
     casts = (2, 3) if op == "swiglu_backward_both" else (2,) if op.endswith("_both") else (1,)
     if len(tensors) + len(specs) != len(operands) or len(specs) not in casts:
         return None
@@ -140,7 +138,7 @@ def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> 
             source, like, offs = x, permuted_like(x, indices), ends
         case _:
             return None
-    plans = tuple(plan_cast(source, spec, offs) for spec in specs)
+    plans = tuple(resolve_cast(source, spec, offs).plan for spec in specs)
     if op == "permute":
         check_copied_rows(plans[0])
     return cast_request(op, like, plans, offs)

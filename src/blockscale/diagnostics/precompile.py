@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..casts import plan_cast, quantize
+from ..casts import quantize
+from ..casts.checks import resolve_cast
 from ..casts.ops import allocate, allocate_both, cast_request
-from ..formats.cast_spec import as_cast_spec
 from ..formats.spec import FORMATS, get_format
 from ..gemm.heuristics import Plan, Problem
 from ..gemm.ops import gemm_request
@@ -226,13 +226,14 @@ def _launch(request: Request, kernel: Kernel) -> None:
         kernel.launch(a, b, empty(m, n), bias=None, accumulate=accumulate)
         return
     x = empty(*request.shape)
-    plans = tuple(plan_cast(x, as_cast_spec(name), None) for name in request.formats)
+    casts = tuple(resolve_cast(x, name, None) for name in request.formats)
+    plans = tuple(cast.plan for cast in casts)
     assert cast_request(request.op, x, plans) == request
     if request.op == "cast":
-        kernel.launch(x, plans[0], -1, allocate(x, plans[0], -1, None, None))
+        kernel.launch(x, plans[0], -1, allocate(x, casts[0], -1, None))
     else:
-        both = (plans[0], plans[1])
-        kernel.launch(x, both, allocate_both(x, both, (None, None), None), None)
+        out = allocate_both(x, casts[0], casts[1], None)
+        kernel.launch(x, plans, (out[0:3], out[3:6]), None)
 
 
 class _StubDriver:

@@ -22,8 +22,9 @@ from ..errors import BackendError, OptionError
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm, scaled_mm
-from ..grouped import Routing, routing_ops, scaled_grouped_mm, sort_by_expert
+from ..grouped import Routing, scaled_grouped_mm, sort_by_expert
 from ..grouped._reference import exact_grouped
+from ..grouped.routing import clear_rows, combine_dots, combine_rows, permute_rows
 from ..hardware import capability
 from ..registry import Explanation, use_backend
 from .explain import explain
@@ -180,12 +181,12 @@ def move_checks(samples: Samples) -> list[Check]:
     gate_weights = samples.x[:46, :3].float()
 
     def moved() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        permuted, cleared = routing_ops.permute_rows(x, routing.tokens, routing.rows, gate_weights), y.clone()
-        routing_ops.clear_rows(cleared, routing.offs // 2)
+        permuted, cleared = permute_rows(x, routing.tokens, routing.rows, gate_weights), y.clone()
+        clear_rows(cleared, routing.offs // 2)
         return (
             permuted,
-            routing_ops.combine_rows(y, routing.rows, gate_weights),
-            routing_ops.combine_dots(y, x, routing.rows),
+            combine_rows(y, routing.rows, gate_weights),
+            combine_dots(y, x, routing.rows),
             cleared,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,10 @@ class CastSpec:
         if cached is None:
             cached = _CACHED_PLANS[key] = self._resolve()
         return cached
+
+    @functools.cached_property
+    def _cast(self) -> Cast:
+        return Cast(self.plan(), self.state, self.amax_tensor)
 
     def _resolve(self) -> CastPlan:
         spec = get_format(self.format)
@@ -234,6 +239,27 @@ class CastPlan:
         )
 
 
+class Cast(NamedTuple):
+    """A resolved cast with its tensors, as operators take it.
+
+    state: seed and tick of stochastic rounding.  amax: supplied by the caller, [] or [G].
+    """
+
+    plan: CastPlan
+    state: Tensor | None = None
+    amax: Tensor | None = None
+
+
+def flatten_cast(cast: Cast | None) -> tuple[str, Tensor | None, Tensor | None]:
+    """Operator arguments of a cast: its plan as text, empty without a cast, and its tensors."""
+    return ("", None, None) if cast is None else (cast.plan.text(), cast.state, cast.amax)
+
+
+def cast_from_flat(text: str, state: Tensor | None, amax: Tensor | None) -> Cast | None:
+    """Inverse of `flatten_cast`."""
+    return Cast(CastPlan.parse(text), state, amax) if text else None
+
+
 _DEFAULT_SPECS: dict[str, CastSpec] = {}
 
 
@@ -248,6 +274,14 @@ def as_cast_spec(spec: str | CastSpec) -> CastSpec:
     if cached is None:
         cached = _DEFAULT_SPECS[spec] = CastSpec(spec)
     return cached
+
+
+def as_cast(spec: str | CastSpec) -> Cast:
+    """The resolved cast of a spec, every option checked against the format."""
+    spec = as_cast_spec(spec)
+    if torch.compiler.is_compiling():
+        return Cast(spec.plan(), spec.state, spec.amax_tensor)
+    return spec._cast  # pyright: ignore[reportPrivateUsage]
 
 
 def check_amax(amax: Tensor | None, device: torch.device) -> None:

@@ -294,16 +294,24 @@ def _check_part(
     )
 
 
-def to_parts(q: BlockScaled) -> tuple[Tensor, Tensor, Tensor | None, str]:
-    """Operator arguments of an operand: codes, scales, tensor scale, and `format layout` as text.
+def flatten_operand(q: BlockScaled) -> tuple[Tensor, Tensor, Tensor | None, str, int]:
+    """Operator arguments of an operand: codes, scales, tensor scale, all that is constant as text (`mxfp4 plain`), and
+    the length of the scaled axis. The codes do not tell it: a byte holds two FP4 codes, and groups and rotations pad.
 
     One-byte codes and scales are passed as uint8: inductor cannot handle FP4 and E8M0 as inputs of operators that
     mutate, and not every collective supports FP8. In eager mode with plain tensors the views are skipped.
     """
     kind = f"{q.format} {q.scale_layout}"
-    if not torch.compiler.is_compiling() and type(q.data) is Tensor:
-        return q.data, q.scale, q.global_scale, kind
-    return _as_bytes(q.data), _as_bytes(q.scale), q.global_scale, kind
+    if q.axis == -2:
+        kind += " transposed"
+    if q.group_align:
+        kind += " padded"
+    if q.hadamard is not None:
+        kind += f" hadamard={q.hadamard:#x}"
+    data, scale = q.data, q.scale
+    if torch.compiler.is_compiling() or type(data) is not Tensor:
+        data, scale = _as_bytes(data), _as_bytes(scale)
+    return data, scale, q.global_scale, kind, q.shape[q.axis]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -316,24 +324,32 @@ def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def parse_kind(kind: str) -> tuple[Format, str]:
-    """Format and scale layout from the text of `to_parts`."""
-    name, layout = kind.split(" ")
-    return get_format(name), layout
+def _parse_kind(kind: str) -> tuple[Format, str, int, int, int | None]:
+    """Format, scale layout, axis, group_align and hadamard from the text of `flatten_operand`."""
+    name, layout, *words = kind.split(" ")
+    mask = next((int(word[len("hadamard=") :], 16) for word in words if word.startswith("hadamard=")), None)
+    axis, align = -2 if "transposed" in words else -1, GROUP_ALIGN if "padded" in words else 0
+    return get_format(name), layout, axis, align, mask
 
 
-def stored_length(codes: Sequence[int], kind: str, length: int) -> int:
-    """Codes along the scaled axis.  codes: shape of the codes.  length: of the full operand.
+def operand_from_flat(data: Tensor, scale: Tensor, global_scale: Tensor | None, kind: str, length: int) -> BlockScaled:
+    """Inverse of `flatten_operand`, without the number of groups; codes and scales have the dtypes they came in."""
+    spec, layout, axis, align, mask = _parse_kind(kind)
+    shape = (*data.shape[:-1], length) if axis == -1 else (*data.shape[:-2], length, data.shape[-1])
+    return BlockScaled(data, scale, global_scale, spec.name, axis, layout, shape, align, mask)
 
-    The bytes alone do not tell (a byte holds two FP4 codes), and a shard along that axis is shorter than `length`.
-    """
-    return min(length, codes[-1] * parse_kind(kind)[0].codes_per_byte)
 
-
-def operand_from_parts(data: Tensor, scale: Tensor, global_scale: Tensor | None, kind: str, length: int) -> BlockScaled:
-    """Operand of a product from its parts, scaled axis last.  length: as in `stored_length`."""
-    shape = (*data.shape[:-1], stored_length(data.shape, kind, length))
-    return from_parts(data, scale, global_scale, kind, shape)
+def as_stored(q: BlockScaled) -> BlockScaled:
+    """An operand from `operand_from_flat` as kernels take it: codes and scales, which may have come as bytes, in the
+    dtypes of the format, and the length of the codes: a shard along the scaled axis is shorter than the operand."""
+    spec, axis, shape, data, scale = q.spec, q.axis, q.shape, q.data, q.scale
+    length = data.shape[axis] * spec.codes_per_byte
+    if length >= shape[axis] and data.dtype == spec.data_dtype and scale.dtype == spec.scale_dtype:
+        return q
+    if length < shape[axis]:
+        shape = (*shape[:-1], length) if axis == -1 else (*shape[:-2], length, shape[-1])
+    data, scale = _viewed(data, spec.data_dtype), _viewed(scale, spec.scale_dtype)
+    return replace(q, data=data, scale=scale, shape=shape)
 
 
 def from_parts(
@@ -348,8 +364,8 @@ def from_parts(
     hadamard: int | None = None,
     groups: int = 0,
 ) -> BlockScaled:
-    """Inverse of `to_parts`, given the fields that it leaves out."""
-    name, layout = kind.split(" ")  # not parse_kind: tracing a backward ignores its cache
+    """Operand from its tensors and the text of `flatten_operand`, given the other fields."""
+    name, layout, *_ = kind.split(" ")
     spec = get_format(name)
     data, scale = _viewed(data, spec.data_dtype), _viewed(scale, spec.scale_dtype)
     return BlockScaled(data, scale, global_scale, spec.name, axis, layout, shape, group_align, hadamard, groups)

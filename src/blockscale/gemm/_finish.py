@@ -1,6 +1,6 @@
 """Epilogue of an fp32 product in one pass over memory: tensor scales, bias, then the rounding or `out +=`.
 
-The fused version of `epilogue.finish`, for GEMMs of cuBLAS, where every pass costs as much as a cast.
+The fused version of `ops.finish`, for GEMMs of cuBLAS, where every pass costs as much as a cast.
 """
 
 # The language of kernels is not Python: a constexpr stands for its value, and functions have no types.

@@ -28,9 +28,8 @@ from ._hopper_launch import (
     start_kernel,
     unpadded,
 )
-from .epilogue import finish
 from .heuristics import SUBTILE_M, Plan, Problem, bound, kernel_problem
-from .ops import reject_fp8_of_hopper, reject_fp8_of_vendor
+from .ops import finish, reject_fp8_of_hopper, reject_fp8_of_vendor
 
 PASS = ", and a pass over the output, whose rows do not start at multiples of 16 bytes"
 LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}

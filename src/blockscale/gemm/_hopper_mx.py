@@ -27,10 +27,9 @@ from ._hopper_launch import (
     unpadded,
 )
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
-from .epilogue import finish
 from .heuristics import SUBTILE_M, Plan, Problem, bound, kernel_problem
 from .heuristics_mx import choose
-from .ops import reject_fp8_of_hopper
+from .ops import finish, reject_fp8_of_hopper
 from .tuned import Choice
 
 CODES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..formats.decoding import decode_codes, decode_scale, spread
 from ..formats.tensor import BlockScaled
 from ..registry import kernel
-from .epilogue import apply_tensor_scales, finish
+from .ops import apply_tensor_scales, finish
 
 
 @kernel("gemm", "reference", devices=(), priority=-100)

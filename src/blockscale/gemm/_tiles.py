@@ -1,6 +1,6 @@
 """Shared by the plain Triton GEMMs: tile shape, rasterisation, epilogue.
 
-A kernel accumulates a tile [BM, BN] in fp32 and passes it to `store_tile`, which applies the epilogue of `epilogue.py`
+A kernel accumulates a tile [BM, BN] in fp32 and passes it to `store_tile`, which applies the epilogue of `ops.finish`
 to one tile, in the same order.
 """
 

@@ -19,9 +19,7 @@ from ..formats.spec import BF16_EXACT_PAIRS, FORMATS, LEGAL_PAIRS
 from ..formats.tensor import BlockScaled
 from ..library import empty
 from ..registry import Request, kernel
-from .epilogue import apply_tensor_scales, finish
-from .ops import reject_fp8_of_vendor
-from .upcast import exact_bf16
+from .ops import apply_tensor_scales, exact_bf16, finish, reject_fp8_of_vendor
 
 try:
     from ._finish import finish_at_once

@@ -1,20 +1,29 @@
-"""The GEMM operators. An operand is passed as codes, scales, tensor scale and `format layout`, scaled axis last.
+"""The GEMM operators: argument checks, registry requests, bodies and sharding rules, and what several backends share.
 
 `scaled_mm` is functional; `scaled_mm_add_` accumulates into a buffer of the caller (gradient accumulation). Both select
 a kernel, convert the scale layouts if it reads another one, and launch.
 """
 
 import functools
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..formats.tensor import BlockScaled, has_canonical_strides, operand_from_parts, stored_length
+from ..casts.checks import FLOAT_DTYPES
+from ..casts.ops import dequantize_request
+from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError, message
+from ..formats.checks import in_words, is_dense, overlaps
+from ..formats.layout import cuts_length, cuts_rows
+from ..formats.spec import check_pair
+from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, has_canonical_strides
 from ..hardware import capability, current_cuda_device
-from ..library import define_op, empty
+from ..library import SUM, Sharding, define_op, empty
 from ..registry import Request, select, would_serve
-from . import sharding
+
+ACCUMULATOR_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of `accumulate` buffers."""
 
 
 def product_options(a: BlockScaled, b: BlockScaled, *, bias: bool, accumulate: bool) -> frozenset[str]:
@@ -73,99 +82,187 @@ def _launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *,
         kernel.launch(a, b, out, bias=bias, accumulate=accumulate)
 
 
-def product_flops(
-    a: list[int],
-    a_scale: object,
-    a_global: object,
-    a_kind: str,
-    b: list[int],
-    b_scale: object,
-    b_global: object,
-    b_kind: str,
-    length: int,
-    *rest: object,
-    **named: object,
-) -> int:
-    """FLOPs, 2 M N K, from the shapes of the codes."""
-    return 2 * a[0] * b[-2] * stored_length(a, a_kind, length)
+def product_flops(a: BlockScaled, b: BlockScaled, *rest: object) -> int:
+    """FLOPs, 2 M N K. A shard along K has fewer codes than the operand's length."""
+    return 2 * a.rows * b.rows * min(a.length, a.data.shape[-1] * a.spec.codes_per_byte)
 
 
-def accumulated_flops(acc: list[int], *rest: Any, **named: Any) -> int:
-    """FLOPs of an operator whose first argument is the accumulation buffer."""
-    return product_flops(*rest, **named)
+def cut_rows(parts: int, name: str, q: BlockScaled) -> dict[str, int]:
+    """Sharded dimension of each tensor of an operand cut along its rows; empty if its scales cannot be cut there."""
+    dim = len(q.shape) - 2
+    # rows of scales are in the same dimension as rows of codes; flat scales start with the blocks of a row tile
+    return {name: dim, f"{name}_scale": dim} if cuts_rows(q.spec, q.rows, q.scale_layout, parts) else {}
 
 
-def _allocate(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return empty((a.shape[0], b.shape[0]), dtype, a.device)
+def _shard_mm(
+    parts: int, a: BlockScaled, b: BlockScaled, bias: Tensor | None, out_dtype: torch.dtype
+) -> Iterator[Sharding]:
+    """M, N, and K. Partial sums over K are rounded to the output's dtype before the reduction, as in torch."""
+    if rows := cut_rows(parts, "a", a):
+        yield Sharding(rows, (0,))
+    if columns := cut_rows(parts, "b", b):
+        yield Sharding(columns | {"bias": 0}, (1,))
+    if bias is None and all(cuts_length(q.spec, q.length, q.scale_layout, parts) for q in (a, b)):
+        yield Sharding({"a": 1, "a_scale": 1, "b": 1, "b_scale": 1}, (SUM,))
 
 
-def _fake_scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_kind: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_kind: str,
-    length: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return _allocate(a, b, out_dtype)
+def _shard_mm_add(parts: int, acc: Tensor, a: BlockScaled, b: BlockScaled) -> Iterator[Sharding]:
+    """M and N. The buffer must be sharded likewise; it is never redistributed."""
+    if rows := cut_rows(parts, "a", a):
+        yield Sharding(rows | {"acc": 0})
+    if columns := cut_rows(parts, "b", b):
+        yield Sharding(columns | {"acc": 1})
 
 
-@define_op(fake=_fake_scaled_mm, flops=product_flops, sharding=sharding.scaled_mm)
-def scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_kind: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_kind: str,
-    length: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """a [M, length] @ b [N, length].mT."""
-    out = _allocate(a, b, out_dtype)
-    left = operand_from_parts(a, a_scale, a_global, a_kind, length)
-    right = operand_from_parts(b, b_scale, b_global, b_kind, length)
-    _launch(left, right, out, bias, accumulate=False)
+def _allocate(a: BlockScaled, b: BlockScaled, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return empty((a.rows, b.rows), out_dtype, a.device)
+
+
+@define_op(fake=_allocate, flops=product_flops, sharding=_shard_mm)
+def scaled_mm(a: BlockScaled, b: BlockScaled, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """a [M, K] @ b [N, K].mT."""
+    out = _allocate(a, b, bias, out_dtype)
+    _launch(a, b, out, bias, accumulate=False)
     return out
 
 
-def _fake_scaled_mm_add_(
-    acc: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_kind: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_kind: str,
-    length: int,
-) -> None:
-    return None
-
-
-@define_op(fake=_fake_scaled_mm_add_, flops=accumulated_flops, sharding=sharding.scaled_mm_add_, mutates=("acc",))
-def scaled_mm_add_(
-    acc: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_kind: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_kind: str,
-    length: int,
-) -> None:
+@define_op(flops=lambda acc, *rest: product_flops(*rest), sharding=_shard_mm_add, mutates=("acc",))
+def scaled_mm_add_(acc: Tensor, a: BlockScaled, b: BlockScaled) -> None:
     """acc += a @ b.mT, in fp32, rounded once to acc's dtype."""
-    left = operand_from_parts(a, a_scale, a_global, a_kind, length)
-    right = operand_from_parts(b, b_scale, b_global, b_kind, length)
-    _launch(left, right, acc, None, accumulate=True)
+    _launch(a, b, acc, None, accumulate=True)
+
+
+def multiply(
+    a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None
+) -> Tensor:
+    """`scaled_mm` without argument checks."""
+    if accumulate is None:
+        return scaled_mm(a, b, bias, out_dtype)
+    scaled_mm_add_(accumulate, a, b)
+    return accumulate
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def check_dense(a: BlockScaled, b: BlockScaled) -> None:
+    """Raise unless `scaled_mm` takes these operands."""
+    check_operands(a, b, ranks=(2, 2))
+    check_contraction(a, b)
+    for name, q in (("a", a), ("b", b)):
+        if q.group_align or (q.global_scale is not None and q.global_scale.dim()):
+            rule, fix = "scaled_mm takes operands without groups", "use scaled_grouped_mm with offs"
+            raise OptionError(message(f"{name} is {q}", rule=rule, fix=fix))
+
+
+def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) -> None:
+    """Raise unless both are sound operands of these ranks, a legal pair, on one device, scaled axis last."""
+    for name, q, rank, partner in (("a", a, ranks[0], b), ("b", b, ranks[1], a)):
+        check_is_block_scaled(q, name, "a product", partner)
+        check_block_scaled(q, name)
+        if len(q.shape) != rank:
+            rule, fix = f"this operand has rank {rank}", "reshape before the cast"
+            raise ShapeError(message(f"{name} has shape {tuple(q.shape)}", rule=rule, fix=fix))
+        if q.axis != -1:
+            rule = "a product contracts the last axis of both operands, and blocks must run along it"
+            fix = f"pass {name}.mT, or cast with axis=-1"
+            raise AxisError(message(f"{name} {tuple(q.shape)} is scaled along axis {q.axis}", rule=rule, fix=fix))
+    check_pair(a.format, b.format)
+    if a.device != b.device:
+        raise DeviceError(
+            message(f"a is on {a.device}, b on {b.device}", rule="operands share a device", fix="move one of them")
+        )
+
+
+def check_contraction(a: BlockScaled, b: BlockScaled) -> None:
+    """Raise unless K and the rotations agree."""
+    if a.shape[-1] != b.shape[-1]:
+        what = f"a {tuple(a.shape)} and b {tuple(b.shape)} have K = {a.shape[-1]} and {b.shape[-1]}"
+        rule = "both operands have K as their last axis: a [M, K], b [N, K]"
+        fix = "transpose before the cast, or pass .mT of an operand cast with axis=-2"
+        raise ShapeError(message(what, rule=rule, fix=fix))
+    if a.hadamard != b.hadamard:
+        rule = "a rotation cancels only when both operands have the same one"
+        fix = "cast both with the same hadamard option"
+        raise OptionError(message(f"a has Hadamard mask {a.hadamard}, b {b.hadamard}", rule=rule, fix=fix))
+
+
+def check_output(dtype: torch.dtype) -> None:
+    """Raise unless this is a legal output dtype."""
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
+        rule, fix = "products come out as bfloat16, float16 or float32", "use one of them"
+        raise DtypeError(message(f"out_dtype={in_words(dtype)}", rule=rule, fix=fix))
+
+
+def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless `accumulate` is a legal buffer for a product of this shape, without a bias."""
+    if not isinstance(acc, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        fix = "pass accumulate=torch.zeros(shape)"
+        raise DtypeError(message(f"accumulate is {in_words(acc)}", rule="it is an fp32 or bf16 buffer", fix=fix))
+    if acc.requires_grad and torch.is_grad_enabled():
+        rule = "a product is added to the buffer in place, and autograd does not see it"
+        fix = "pass accumulate.detach(), or call under torch.no_grad()"
+        raise OptionError(message(f"accumulate requires grad: {acc.dtype} {tuple(acc.shape)}", rule=rule, fix=fix))
+    if bias is not None:
+        fix = "add the bias yourself"
+        raise OptionError(message("bias and accumulate together", rule="an accumulated product has no bias", fix=fix))
+    sound = is_dense(acc) and acc.dtype in ACCUMULATOR_DTYPES and tuple(acc.shape) == shape
+    if not sound or acc.device != device:
+        rule, fix = f"the buffer is float32 or bfloat16 {shape} on {device}", "allocate it with torch.zeros"
+        raise ShapeError(message(f"accumulate is {in_words(acc)} on {acc.device}", rule=rule, fix=fix))
+    if overlaps(acc):
+        what = f"accumulate {tuple(acc.shape)} has strides {acc.stride()}: elements share memory"
+        rule = "every element of a product is added to memory of its own"
+        fix = "pass accumulate.contiguous(), or allocate it with torch.zeros"
+        raise OptionError(message(what, rule=rule, fix=fix))
+
+
+def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless the bias fits."""
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DtypeError(message(f"bias is {in_words(bias)}", rule="a bias is a tensor", fix="torch.tensor(bias)"))
+    sound = is_dense(bias) and bias.dtype in FLOAT_DTYPES and tuple(bias.shape) == shape
+    if not sound or bias.device != device:
+        rule = f"a bias is bfloat16, float16 or float32 of shape {shape} on {device}"
+        fix = "pass one value per output column"
+        raise ShapeError(message(f"bias is {in_words(bias)} on {bias.device}", rule=rule, fix=fix))
+
+
+# ---- shared by backends --------------------------------------------------------------------------------------------
+
+
+def apply_tensor_scales(product: Tensor, a: BlockScaled, b: BlockScaled) -> Tensor:
+    """Multiply by NVFP4's tensor scales, one after the other: the product of the two underflows for small operands."""
+    for operand in (a, b):
+        if operand.global_scale is not None:
+            product = product * operand.global_scale
+    return product
+
+
+def finish(product: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool) -> None:
+    """Epilogue of an fp32 product, for backends without a fused one: write product + bias to `out` with one rounding,
+    or `out += product` in fp32, rounded once if `out` is bf16."""
+    if bias is not None:
+        product = product + bias.float()
+    if accumulate:
+        out.add_(product)  # torch promotes both to fp32
+    else:
+        out.copy_(product)
+
+
+def exact_bf16(operand: BlockScaled) -> Tensor:
+    """Decoded operand, bf16 [..., rows, length]: the values of `decode_blocks`, by the best `dequantize` kernel.
+
+    bf16 represents a code times its block scale for MX and NVFP4 (docs/numerics.md). For formats without tensor-core
+    support on the device. Costs one read of the operand and one write of twice to four times its bytes.
+    """
+    # tensor scales are applied to the fp32 product, and the rotations of both operands cancel in it
+    one = None if operand.global_scale is None else torch.ones((), device=operand.device)
+    # rotation pads K, and grouping pads tokens: use the stored length
+    shape = (*operand.shape[:-2], operand.rows, operand.length)
+    bare = replace(operand, global_scale=one, hadamard=None, shape=shape, group_align=0, groups=0)
+    out = empty(shape, torch.bfloat16, operand.device)
+    select(dequantize_request(bare, torch.bfloat16)).launch(bare, out, offs=None)
+    return out

@@ -12,30 +12,28 @@ import contextlib
 import torch
 from torch import Tensor
 
-from ..casts import check_group_count, check_offs
+from ..casts.checks import check_group_count, check_offs
 from ..errors import DtypeError, OptionError, ShapeError, message
 from ..formats.checks import in_words, is_dense
 from ..formats.spec import partners_of
-from ..formats.tensor import BlockScaled, to_parts
-from ..gemm import check_accumulator, check_bias, check_contraction, check_operands, check_output
+from ..formats.tensor import BlockScaled
+from ..gemm.ops import check_accumulator, check_bias, check_contraction, check_operands, check_output
 from . import _reference as _reference  # registers its kernels
 from . import _reference_rows as _reference_rows
 from . import _torch as _torch
-from . import ops
 from . import unquantized as unquantized
+from .ops import multiply_grouped
 from .routing import Routing, as_routing, sort_by_expert
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _blackwell as _blackwell
-    from . import _triton as _triton
-    from . import _triton_rows as _triton_rows
-
-__all__ = ["Routing", "as_routing", "check_grouped", "multiply_grouped", "scaled_grouped_mm", "sort_by_expert"]
-
-with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _hopper as _hopper
     from . import _hopper_mx as _hopper_mx
     from . import _hopper_upcast as _hopper_upcast
+    from . import _triton as _triton
+    from . import _triton_rows as _triton_rows
+
+__all__ = ["Routing", "as_routing", "check_grouped", "scaled_grouped_mm", "sort_by_expert"]
 
 
 def scaled_grouped_mm(
@@ -86,59 +84,30 @@ def scaled_grouped_mm(
     return multiply_grouped(a, b, offs, out_dtype, bias, None, starts)
 
 
-def multiply_grouped(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    accumulate: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> Tensor:
-    """`scaled_grouped_mm` without its checks."""
-    if accumulate is None:
-        return ops.scaled_grouped_mm(*to_parts(a), *to_parts(b), a.length, offs, starts, bias, out_dtype)
-    ops.scaled_grouped_mm_add_(accumulate, *to_parts(a), *to_parts(b), a.length, offs, starts)
-    return accumulate
-
-
 def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None = None) -> tuple[int, ...]:
     """Shape of the result; raises unless `scaled_grouped_mm` takes these operands."""
     if isinstance(b, BlockScaled) and len(b.shape) == 3:  # pyright: ignore[reportUnnecessaryIsInstance]
         return _check_m_grouped(a, b, offs, starts)
     shape = _check_k_grouped(a, b, offs)
     if starts is not None:
-        raise OptionError(
-            message(
-                "starts in a k-grouped product",
-                rule="the cast of the operands sets where the tokens of a group start",
-                fix="leave it out",
-            )
-        )
+        rule, fix = "the cast of the operands sets where the tokens of a group start", "leave it out"
+        raise OptionError(message("starts in a k-grouped product", rule=rule, fix=fix))
     return shape
 
 
 def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None) -> tuple[int, ...]:
     # before the formats are compared: their advice would ignore that rows are grouped
     if isinstance(a, BlockScaled) and a.spec.is_2d:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(
-            message(
-                f"a is {a}",
-                rule="a 2-D block of rows would span groups",
-                fix=f"cast a with 1-D blocks: {' or '.join(partners_of(b.format))}",
-            )
-        )
+        rule = "a 2-D block of rows would span groups"
+        fix = f"cast a with 1-D blocks: {' or '.join(partners_of(b.format))}"
+        raise OptionError(message(f"a is {a}", rule=rule, fix=fix))
     check_operands(a, b, ranks=(2, 3))
     check_contraction(a, b)
     check_offs(offs, a.device, 2, required=True)
     if offs.shape[0] != b.shape[0]:
-        raise ShapeError(
-            message(
-                f"{offs.shape[0]} group ends for {b.shape[0]} matrices",
-                rule="one group per matrix of b, empty groups included",
-                fix="repeat the previous end for a group without rows",
-            )
-        )
+        rule = "one group per matrix of b, empty groups included"
+        fix = "repeat the previous end for a group without rows"
+        raise ShapeError(message(f"{offs.shape[0]} group ends for {b.shape[0]} matrices", rule=rule, fix=fix))
     _check_starts(starts, offs)
     for name, q in (("a", a), ("b", b)):
         check_group_count(q, offs, name)
@@ -157,13 +126,9 @@ def _check_starts(starts: Tensor | None, offs: Tensor) -> None:
         raise DtypeError(message(f"starts is a {type(starts).__name__}", rule="starts are an int32 tensor", fix=fix))
     sound = is_dense(starts) and starts.dtype == torch.int32 and starts.shape == offs.shape
     if not sound or starts.device != offs.device:
-        raise ShapeError(
-            message(
-                f"starts is {in_words(starts)} on {starts.device}",
-                rule=f"starts are an int32 vector on {offs.device}, one for each of the {offs.shape[0]} groups",
-                fix="pass capacity * torch.arange(groups, dtype=torch.int32, device=offs.device)",
-            )
-        )
+        rule = f"starts are an int32 vector on {offs.device}, one for each of the {offs.shape[0]} groups"
+        fix = "pass capacity * torch.arange(groups, dtype=torch.int32, device=offs.device)"
+        raise ShapeError(message(f"starts is {in_words(starts)} on {starts.device}", rule=rule, fix=fix))
 
 
 def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:
@@ -172,13 +137,9 @@ def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
     check_offs(offs, a.device, 2, required=True)
     for name, q in (("a", a), ("b", b)):
         if not q.group_align:
-            raise OptionError(
-                message(
-                    f"{name} is {q}",
-                    rule=f"each of the {offs.shape[0]} groups of a k-grouped operand starts a block of its own",
-                    fix=f"cast it with blockscale.quantize(x, {q.format!r}, axis=-2, offs=offs) and pass .mT",
-                )
-            )
+            rule = f"each of the {offs.shape[0]} groups of a k-grouped operand starts a block of its own"
+            fix = f"cast it with blockscale.quantize(x, {q.format!r}, axis=-2, offs=offs) and pass .mT"
+            raise OptionError(message(f"{name} is {q}", rule=rule, fix=fix))
     for name, q in (("a", a), ("b", b)):
         check_group_count(q, offs, name)
     return (offs.shape[0], a.rows, b.rows)

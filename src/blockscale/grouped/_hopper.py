@@ -21,8 +21,8 @@ from ..gemm._hopper_launch import (
     start_kernel,
     unpadded,
 )
-from ..gemm.epilogue import finish
 from ..gemm.heuristics import SUBTILE_M
+from ..gemm.ops import finish
 from ..hardware import DEFAULT_SM_COUNT, capability, current_cuda_device, sm_count
 from ..registry import Forecast, Request, kernel
 from . import heuristics

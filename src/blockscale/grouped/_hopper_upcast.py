@@ -19,7 +19,7 @@ from ..gemm._hopper import LANGUAGE
 from ..gemm._hopper_launch import TmaTensor, is_tma_addressable, start_kernel
 from ..gemm._hopper_mx import shared_layout
 from ..gemm.heuristics import SUBTILE_M
-from ..gemm.upcast import exact_bf16
+from ..gemm.ops import exact_bf16
 from ..hardware import sm_count
 from ..registry import Request, kernel
 from . import _hopper

@@ -1,4 +1,4 @@
-"""Grouped bf16 GEMM for Hopper, for operands that `gemm/upcast.py` decoded from formats without tensor-core support.
+"""Grouped bf16 GEMM for Hopper, for operands that `exact_bf16` decoded from formats without tensor-core support.
 
     m-grouped  c[rows of g, N] = a[rows of g, K] @ b[g, N, K].mT
     k-grouped  c[g, M, N] = a[M, tokens of g] @ b[N, tokens of g].mT

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..formats.layout import padded_ends
 from ..formats.tensor import BlockScaled
 from ..gemm._reference import block_product, exact_product
-from ..gemm.epilogue import finish
+from ..gemm.ops import finish
 from ..registry import kernel
 
 

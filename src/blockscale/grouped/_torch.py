@@ -14,8 +14,7 @@ from ..formats.decoding import decode_blocks
 from ..formats.layout import locate, padded_ends
 from ..formats.spec import BF16_EXACT_PAIRS, FORMATS
 from ..formats.tensor import BlockScaled
-from ..gemm.epilogue import finish
-from ..gemm.upcast import exact_bf16
+from ..gemm.ops import exact_bf16, finish
 from ..registry import Request, kernel
 
 

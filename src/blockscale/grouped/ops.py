@@ -1,20 +1,21 @@
 """Operators of the grouped GEMMs. Group offsets stay on the device; output sizes never depend on their values.
 
-FLOPs count every row and all padding, because the host does not know the group sizes.
+FLOPs count every row and all padding, because the host does not know the group sizes. Only the rows of the second
+operand may be sharded: `starts` and `offs` count the tokens of the whole operand.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..formats.layout import check_group_ends
-from ..formats.tensor import BlockScaled, operand_from_parts
-from ..gemm.ops import accumulated_flops, product_flops, product_options
+from ..formats.tensor import BlockScaled
+from ..gemm.ops import cut_rows, product_flops, product_options
 from ..hardware import capability
-from ..library import define_op, empty
+from ..library import Sharding, define_op, empty
 from ..registry import Request, select, would_serve
-from . import sharding
 
 
 def grouped_request(
@@ -70,92 +71,58 @@ def _launch(
     kernel.launch(a, b, offs, out, bias=bias, accumulate=accumulate, **options)
 
 
-def _allocate(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[0])
-    return empty(shape, dtype, a.device)
-
-
-def _fake_scaled_grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_kind: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_kind: str,
-    length: int,
-    offs: Tensor,
-    starts: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+def _allocate(
+    a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    return _allocate(a, b, offs, out_dtype)
+    shape = (a.rows, b.rows) if len(b.shape) == 3 else (offs.shape[0], a.rows, b.rows)
+    return empty(shape, out_dtype, a.device)
 
 
-@define_op(fake=_fake_scaled_grouped_mm, flops=product_flops, sharding=sharding.scaled_grouped_mm)
+def _columns(b: BlockScaled) -> int:
+    """Dimension of the result, [M, N] or [G, N, K], that the rows of b become."""
+    return 1 if len(b.shape) == 3 else 2
+
+
+def _shard_mm(parts: int, a: BlockScaled, b: BlockScaled, *rest: object) -> Iterator[Sharding]:
+    """The rows of b, with the columns of the bias."""
+    if columns := cut_rows(parts, "b", b):
+        yield Sharding(columns | {"bias": 1}, (_columns(b),))
+
+
+def _shard_mm_add(parts: int, acc: Tensor, a: BlockScaled, b: BlockScaled, *rest: object) -> Iterator[Sharding]:
+    """The rows of b, with the columns of the accumulator."""
+    if columns := cut_rows(parts, "b", b):
+        yield Sharding(columns | {"acc": _columns(b)})
+
+
+@define_op(fake=_allocate, flops=product_flops, sharding=_shard_mm)
 def scaled_grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_kind: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_kind: str,
-    length: int,
-    offs: Tensor,
-    starts: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """m-grouped if b has rank 3, else k-grouped.  offs: unpadded end offsets in both cases.  starts: first row of each
     group, if groups are not contiguous."""
-    out = _allocate(a, b, offs, out_dtype)
-    left = operand_from_parts(a, a_scale, a_global, a_kind, length)
-    right = operand_from_parts(b, b_scale, b_global, b_kind, length)
-    _launch(left, right, offs, starts, out, bias, accumulate=False)
+    out = _allocate(a, b, offs, starts, bias, out_dtype)
+    _launch(a, b, offs, starts, out, bias, accumulate=False)
     return out
 
 
-def _fake_scaled_grouped_mm_add_(
-    acc: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_kind: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_kind: str,
-    length: int,
-    offs: Tensor,
-    starts: Tensor | None,
-) -> None:
-    return None
-
-
-@define_op(
-    fake=_fake_scaled_grouped_mm_add_,
-    flops=accumulated_flops,
-    sharding=sharding.scaled_grouped_mm_add_,
-    mutates=("acc",),
-)
-def scaled_grouped_mm_add_(
-    acc: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_global: Tensor | None,
-    a_kind: str,
-    b: Tensor,
-    b_scale: Tensor,
-    b_global: Tensor | None,
-    b_kind: str,
-    length: int,
-    offs: Tensor,
-    starts: Tensor | None,
-) -> None:
+@define_op(flops=lambda acc, *rest: product_flops(*rest), sharding=_shard_mm_add, mutates=("acc",))
+def scaled_grouped_mm_add_(acc: Tensor, a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None) -> None:
     """acc += the grouped product, in fp32, rounded once to acc's dtype; rows of no group are unchanged."""
-    left = operand_from_parts(a, a_scale, a_global, a_kind, length)
-    right = operand_from_parts(b, b_scale, b_global, b_kind, length)
-    _launch(left, right, offs, starts, acc, None, accumulate=True)
+    _launch(a, b, offs, starts, acc, None, accumulate=True)
+
+
+def multiply_grouped(
+    a: BlockScaled,
+    b: BlockScaled,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    accumulate: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """`scaled_grouped_mm` without its checks."""
+    if accumulate is None:
+        return scaled_grouped_mm(a, b, offs, starts, bias, out_dtype)
+    scaled_grouped_mm_add_(accumulate, a, b, offs, starts)
+    return accumulate

@@ -1,13 +1,15 @@
 """Token routing of MoE layers: indices of the permutation by expert and of its inverse, without gradients.
 
 Tokens [T, D] become T * k rows, one for each expert that a token was sent to, sorted by expert. The sort is stable, so
-an expert's rows are in the order of their tokens, and results are bitwise reproducible. No host sync, and no shape
-depends on a value. There is no capacity factor: no token is dropped and none is padded. The differentiable functions
-are in `autograd/routing.py`.
+an expert's rows are in the order of their tokens, and results are bitwise reproducible. No atomics, no
+host sync, and no shape depends on a value. There is no capacity factor: no token is dropped and none is padded. Sums
+are in fp32 (fp64 for fp64), slot by slot: the weighted row is rounded, then added. Results are rounded once. The
+differentiable functions are in `autograd/routing.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,10 @@ from torch.utils import _pytree as pytree
 
 from ..errors import DtypeError, ShapeError, message
 from ..formats.checks import check_int, check_tensor
-from . import routing_ops
+from ..formats.layout import cuts_evenly
+from ..hardware import capability, current_cuda_device
+from ..library import Sharding, define_op, empty
+from ..registry import Request, select
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +58,7 @@ class Routing:
 
     def permuted(self, x: Tensor) -> Tensor:
         """The rows of tokens [T, K] sorted by expert [M, K]; rows that are sorted already as they are."""
-        return x if self.tokens is None else routing_ops.permute_rows(x, *self.permutation, None)
+        return x if self.tokens is None else permute_rows(x, *self.permutation, None)
 
     def load(self) -> Tensor:
         """Rows of each expert, int32 [E]."""
@@ -89,7 +94,7 @@ def sort_by_expert(experts: Tensor, count: int) -> Routing:
     [[3, 0], [4, 2], [1, 5]]
     """
     _check_experts(experts, count)
-    return Routing(*routing_ops.sort_by_expert(experts, count))
+    return _sort(experts, count)
 
 
 def _check_experts(experts: Tensor, count: int) -> None:
@@ -99,12 +104,104 @@ def _check_experts(experts: Tensor, count: int) -> None:
         raise DtypeError(message(f"experts is {what}", rule=rule, fix="pass scores.topk(k).indices"))
     check_tensor(experts, "experts", "routings")
     if experts.dim() != 2 or experts.shape[1] == 0:
-        raise ShapeError(
-            message(
-                f"experts has shape {tuple(experts.shape)}",
-                rule="it is [T, k]: k experts for each of T tokens, k of 1 or more",
-                fix="pass experts.view(-1, k)",
-            )
-        )
+        rule, fix = "it is [T, k]: k experts for each of T tokens, k of 1 or more", "pass experts.view(-1, k)"
+        raise ShapeError(message(f"experts has shape {tuple(experts.shape)}", rule=rule, fix=fix))
     rule = "count is the size of the router's output: at least one expert, and no more than 32767"
     check_int(count, "count", rule, least=1, most=(1 << 15) - 1)
+
+
+def _allocate_sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    made = experts.new_empty((experts.numel(),), dtype=torch.int32)
+    return experts.new_empty((count,), dtype=torch.int32), made, torch.empty_like(experts, dtype=torch.int32)
+
+
+@define_op("sort_by_expert", fake=_allocate_sorted, wrap=lambda made, *args: Routing(*made))
+def _sort(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """End offsets of the experts [count], token of each sorted row [T * k], sorted row of each slot [T, k]."""
+    _check_range(experts, count)
+    slots = experts.shape[1]
+    # a radix sort takes a pass for each byte of its keys
+    keys, order = torch.sort(experts.reshape(-1).to(torch.int16), stable=True)
+    known = torch.arange(count, dtype=torch.int16, device=experts.device)
+    offs = torch.searchsorted(keys, known, right=True, out_int32=True)
+    position = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
+    rows = torch.empty_like(position).scatter_(0, order, position)
+    return offs, (order // slots).to(torch.int32), rows.view(experts.shape)
+
+
+def _check_range(experts: Tensor, count: int) -> None:
+    """Raise if an expert is out of range. Only on the CPU: on a GPU it would sync with the host."""
+    if experts.device.type != "cpu" or experts.numel() == 0:
+        return
+    low, high = int(experts.min()), int(experts.max())
+    if low < 0 or high > count:
+        rule, fix = f"experts are counted from 0, and {count} means none", "pass scores.topk(k).indices"
+        raise ShapeError(message(f"experts from {low} to {high} for {count} of them", rule=rule, fix=fix))
+
+
+# ---- permute and combine ---------------------------------------------------------------------------------------------
+
+
+def rows_request(op: str, x: Tensor, rows: Tensor | None, *others: Tensor) -> Request:
+    """Registry request of a row permutation: shape and dtype of its input.  rows: [T, k]."""
+    flags = {
+        "strided": any(each.stride(1) != 1 for each in (x, *others)),
+        "many_slots": rows is not None and rows.shape[1] > 16,
+    }
+    options = frozenset(name for name, on in flags.items() if on)
+    return Request(op, capability(x.device), (), (x.shape[0], x.shape[1]), x.dtype, (), options)
+
+
+def _columns(parts: int, x: Tensor, *rest: object) -> Iterator[Sharding]:
+    """Shardings along the columns: rows are moved as a whole."""
+    if cuts_evenly(x.shape[1], parts):
+        yield Sharding({"x": 1}, (1,))
+
+
+def _allocate_permuted(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
+    return empty((tokens.shape[0], x.shape[1]), x.dtype, x.device)
+
+
+@define_op(fake=_allocate_permuted, sharding=_columns)
+def permute_rows(x: Tensor, tokens: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
+    """Row x[tokens[i]] for each sorted row i, times its gate weight if there are gate_weights [T, k]."""
+    out = _allocate_permuted(x, tokens, rows, gate_weights)
+    kernel = select(rows_request("permute_rows", x, rows))
+    with current_cuda_device(x.device):
+        kernel.launch(x, tokens.contiguous(), rows.contiguous(), gate_weights, out)
+    return out
+
+
+def _allocate_combined(x: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
+    return empty((rows.shape[0], x.shape[1]), x.dtype, x.device)
+
+
+@define_op(fake=_allocate_combined, sharding=_columns)
+def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor:
+    """Sum over j of x[rows[:, j]], times gate_weights[:, j] if there are gate_weights, slot after slot."""
+    out = _allocate_combined(x, rows, gate_weights)
+    kernel = select(rows_request("combine_rows", x, rows))
+    with current_cuda_device(x.device):
+        kernel.launch(x, rows.contiguous(), gate_weights, out)
+    return out
+
+
+def _allocate_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
+    return empty(rows.shape, torch.promote_types(grad.dtype, torch.float32), x.device)
+
+
+@define_op(fake=_allocate_dots)
+def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
+    """Gradient of the gate_weights of `combine_rows`: x[rows[t, j]] . grad[t], [T, k]."""
+    out = _allocate_dots(x, grad, rows)
+    kernel = select(rows_request("combine_dots", x, rows, grad))
+    with current_cuda_device(x.device):
+        kernel.launch(x, grad, rows.contiguous(), out)
+    return out
+
+
+def clear_rows(x: Tensor, offs: Tensor) -> None:
+    """Zero the rows of no group in place: those from offs[-1] on, which stays on the device."""
+    kernel = select(rows_request("clear_rows", x, None))
+    with current_cuda_device(x.device):
+        kernel.launch(x, offs)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..casts.sharding import replicated
 from ..formats.layout import check_group_ends
 from ..hardware import for_products
 from ..library import define_op
-from .routing_ops import clear_rows
+from .routing import clear_rows
 
 _ALIGN_BYTES = 16
 
@@ -21,15 +20,10 @@ def _result_shape(a: Tensor, b: Tensor, offs: Tensor) -> tuple[int, ...]:
     return (a.shape[0], b.shape[2]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[1])
 
 
-def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    return a.new_empty(_result_shape(a, b, offs))
-
-
-def _flops(a: list[int], b: list[int], offs: list[int], *rest: object, **named: object) -> int:
-    return 2 * a[0] * a[1] * b[-1]
-
-
-@define_op(fake=_fake_grouped_mm, flops=_flops, sharding=replicated)
+@define_op(
+    fake=lambda a, b, offs: a.new_empty(_result_shape(a, b, offs)),
+    flops=lambda a, b, offs: 2 * a.shape[0] * a.shape[1] * b.shape[-1],
+)
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """m-grouped: a [M, K] @ b [E, K, N] -> [M, N]; k-grouped: a [N, M] @ b [M, K] -> [G, N, K].
 

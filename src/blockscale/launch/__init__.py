@@ -12,7 +12,7 @@ from .recording import (
     recorder,
     refuse,
     run_and_record,
-    with_recorded_calls,
+    run_recorded,
 )
 
 __all__ = [
@@ -27,5 +27,5 @@ __all__ = [
     "recorder",
     "refuse",
     "run_and_record",
-    "with_recorded_calls",
+    "run_recorded",
 ]

@@ -351,29 +351,27 @@ def may_replay(tensor: Tensor) -> bool:
     return tensor.is_cuda and nothing_is_forced() and tensor.get_device() == torch.cuda.current_device()
 
 
-def with_recorded_calls(name: str, body: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """The body of an operator, replayed if a recording exists.
+def run_recorded(
+    name: str, places: Sequence[int], flat: Sequence[Any], body: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    """body(*args) of an operator, replayed if a recording exists.
 
     Layers are replayed in eager mode only. Operators are replayed from every caller: a layer without a recording,
-    compiled code, a profiler or a dispatch mode.  places: indices of the tensor arguments; the first is never None.
+    compiled code, a profiler or a dispatch mode.  flat: arguments of the operator's schema.  places: indices of the
+    tensors among them; the first is never None.
     """
-
-    @functools.wraps(body)
-    def run(*args: Any, **named: Any) -> Any:
-        # the recording of a layer needs every launch
-        if named or recorder() is not None or not may_replay(args[places[0]]):
-            return body(*args, **named)
-        inputs = [args[at] for at in places if args[at] is not None]
-        if not _PLAIN.issuperset(map(type, inputs)):
-            return body(*args)
-        key = call_key(name, *args)
-        recording = find_recording(key)
-        if recording is None:
-            return run_and_record(key, lambda: body(*args), inputs, _operator_results)
-        results = recording.replay(inputs)
-        return tuple(results) if recording.note else results[0]
-
-    return run
+    # the recording of a layer needs every launch
+    if recorder() is not None or not may_replay(flat[places[0]]):
+        return body(*args)
+    inputs = [flat[at] for at in places if flat[at] is not None]
+    if not _PLAIN.issuperset(map(type, inputs)):
+        return body(*args)
+    key = call_key(name, *flat)
+    recording = find_recording(key)
+    if recording is None:
+        return run_and_record(key, lambda: body(*args), inputs, _operator_results)
+    results = recording.replay(inputs)
+    return tuple(results) if recording.note else results[0]
 
 
 def _operator_results(returned: Any) -> tuple[list[Tensor | None], bool]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...casts import plan_cast, quantize
+from ...casts import quantize
+from ...casts.checks import resolve_cast
 from ...casts.ops import cast_request
-from ...formats.cast_spec import CastSpec, as_cast_spec
+from ...formats.cast_spec import CastSpec
 from ...registry import select
 from .. import shapes
 from ..shapes import Shape
@@ -49,5 +50,5 @@ def stored_bytes(spec: str | CastSpec, shape: Shape, *axes: int) -> int:
 
 def cast_backend(op: str, x: Tensor, *specs: str | CastSpec, offs: Tensor | None = None) -> str:
     """Backend that serves a cast."""
-    plans = tuple(plan_cast(x, as_cast_spec(spec), offs) for spec in specs)
+    plans = tuple(resolve_cast(x, spec, offs).plan for spec in specs)
     return select(cast_request(op, x, plans, offs)).backend
