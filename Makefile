@@ -27,7 +27,7 @@ help: ## list the commands
 setup: ## make .venv, or bring it up to date
 	@$(PYTHON) tools/setup_venv.py
 
-# Under four minutes with the set-up; runs that are in out/compare already are read. `blockscale demo` shows what each
+# Under four minutes with the set-up; runs that are in out/compare already are read. `blockscale formats --errors` shows what each
 # format does. All blocks are converted, since NVFP4 would keep these two in bf16; `broken` must come out as worse.
 # One thread: layers are so small that others would only wait, and sums are taken in one order on every machine.
 DEMO = --layers 2 --recipe.keep-first 0 --recipe.keep-last 0 --recipes fp8_blockwise,mxfp8,nvfp4 --control \

@@ -87,7 +87,7 @@ def test_the_public_api_is_as_recorded():
 
 
 def test_public_names():
-    assert set(blockscale._PUBLIC) | {"__version__"} == set(blockscale.__all__)
+    assert set(blockscale._MODULE) | {"__version__"} == set(blockscale.__all__)
     assert set(blockscale.__all__) | set(blockscale._SUBMODULES) <= set(dir(blockscale))
     for name in blockscale.__all__:
         assert getattr(blockscale, name) is not None

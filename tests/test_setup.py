@@ -1,10 +1,8 @@
-"""The decisions of tools/setup_venv.py: which torch, what is said before a large download, and the pins."""
+"""The decisions of tools/setup_venv.py: which torch, the pins, and what goes on without network."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -25,33 +23,6 @@ def tool() -> ModuleType:
     return module
 
 
-def report(*names: str) -> str:
-    return json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
-
-
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (("torch", "sympy"), "CPU build, without CUDA packages"),
-        (("torch", "nvidia-cublas-cu13"), "CUDA build: about 3 GB"),
-        (("torch", "cuda-toolkit", "sympy"), "CUDA build: about 3 GB"),
-    ],
-)
-def test_the_build_of_torch_is_announced(
-    tool: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    names: tuple[str, ...],
-    says: str,
-) -> None:
-    answer = subprocess.CompletedProcess([], 0, stdout=report(*names), stderr="")
-    monkeypatch.setattr(tool.subprocess, "run", lambda *args, **named: answer)
-    tool.announce_torch(["torch==2.13.0"])
-    text = capsys.readouterr().out
-    assert says in text
-    assert ("TORCH_INDEX" in text) == ("CUDA build:" in text)
-
-
 @pytest.mark.parametrize(
     ("option", "torch", "taken"),
     [
@@ -67,6 +38,7 @@ def test_which_torch_is_borrowed(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, option: str, torch: dict[str, str], taken: str | None
 ) -> None:
     monkeypatch.setattr(tool, "ask_torch", lambda python: torch)
+    monkeypatch.setattr(tool, "installed_version", lambda package: torch.get("version", "2.13.0"))
     assert tool.find_system_torch(option) == taken
 
 
@@ -93,13 +65,30 @@ def test_every_tool_that_is_installed_is_pinned(tool: ModuleType) -> None:
 
 def test_torchtitan_comes_without_wandb(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(tool, "pip", lambda task, *arguments: asked.append(arguments))
+    monkeypatch.setattr(tool, "pip", lambda task, *arguments: asked.append(arguments) or True)
     requires = ["torchdata>=0.8.0", "datasets<4.8.0,>=3.6.0", "wandb", "spmd_types==0.2.3", 'pytest; extra == "dev"']
-    monkeypatch.setattr(tool, "list_packages", lambda: {"torchtitan": requires})
+    monkeypatch.setattr(tool, "requirements", lambda package: requires)
     pins = tool.read_pins()
-    tool.install_torchtitan(pins)
+    assert tool.install_torchtitan(pins)
     assert asked[0] == ("--no-deps", pins["torchtitan"])
     assert asked[1][2:] == ("torchdata>=0.8.0", "datasets<4.8.0,>=3.6.0", "spmd_types==0.2.3")
+
+
+def test_without_network_the_packages_of_the_machine_serve(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """No pin of torch, triton or numpy reaches pip, and a path file takes the place of the installation."""
+    monkeypatch.setattr(tool, "VENV", tmp_path)
+    monkeypatch.setattr(tool, "pip", lambda task, *arguments: False)
+    monkeypatch.setattr(tool, "installed_version", lambda name: None if name == "tyro" else "1")
+    written: dict[str, str] = {}
+    monkeypatch.setattr(tool, "add_path_file", lambda name, lines: written.update({name: lines}))
+    tool.install_beside()
+    pins = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert pins
+    assert not {tool.package_name(line) for line in pins} & tool.STACK
+    assert written == {"blockscale": f"{ROOT / 'src'}\n"}
+    assert "not here: tyro (what needs them will say so)" in capsys.readouterr().out
 
 
 def test_the_package_needs_torch_alone() -> None:

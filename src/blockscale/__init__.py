@@ -10,45 +10,25 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# public name -> where it lives
+# public names by the module they live in
 _PUBLIC = {
-    "quantize": "casts",
-    "quantize_both": "casts",
-    "dequantize": "casts",
-    "swiglu_quantize": "casts.fused",
-    "swiglu_quantize_both": "casts.fused",
-    "swiglu_backward_quantize_both": "casts.fused",
-    "rmsnorm_quantize": "casts.fused",
-    "rmsnorm_quantize_both": "casts.fused",
-    "permute_quantize_both": "casts.permuted",
-    "permute_quantize_columns": "casts.permuted",
-    "quantize_permute": "casts.permuted",
-    "scaled_mm": "gemm",
-    "Routing": "grouped",
-    "scaled_grouped_mm": "grouped",
-    "sort_by_expert": "grouped",
-    "Recipe": "autograd",
-    "activation": "autograd",
-    "attach": "autograd",
-    "combine": "autograd",
-    "get_recipe": "autograd",
-    "invalidate": "autograd",
-    "permute": "autograd",
-    "refresh_weights_": "autograd",
-    "route": "autograd",
-    "ConversionReport": "nn",
-    "advance_": "nn",
-    "quantize_": "nn",
-    "set_step_": "nn",
-    "unquantize_": "nn",
-    "BlockScaled": "formats",
-    "CastSpec": "formats",
-    "Stochastic": "formats",
-    "rng_state": "formats",
-    "use_backend": "registry",
-    "explain": "diagnostics",
-    "doctor": "diagnostics",
-}
+    "casts": ("dequantize", "quantize", "quantize_both"),
+    "casts.fused": (
+        "rmsnorm_quantize", "rmsnorm_quantize_both", "swiglu_backward_quantize_both", "swiglu_quantize",
+        "swiglu_quantize_both",
+    ),
+    "casts.permuted": ("permute_quantize_both", "permute_quantize_columns", "quantize_permute"),
+    "gemm": ("scaled_mm",),
+    "grouped": ("Routing", "scaled_grouped_mm", "sort_by_expert"),
+    "autograd": (
+        "Recipe", "activation", "attach", "combine", "get_recipe", "invalidate", "permute", "refresh_weights_", "route",
+    ),
+    "nn": ("ConversionReport", "advance_", "quantize_", "set_step_", "unquantize_"),
+    "formats": ("BlockScaled", "CastSpec", "Stochastic", "rng_state"),
+    "registry": ("use_backend",),
+    "diagnostics": ("doctor", "explain"),
+}  # fmt: skip
+_MODULE = {name: module for module, names in _PUBLIC.items() for name in names}
 _KERNEL_PACKAGES = ("casts", "gemm", "grouped")
 _SUBMODULES = (
     "autograd", "casts", "diagnostics", "errors", "formats", "gemm", "grouped", "hardware", "nn", "registry",
@@ -56,91 +36,40 @@ _SUBMODULES = (
 )  # fmt: skip
 
 __all__ = [
-    "__version__",
-    "BlockScaled",
-    "CastSpec",
-    "ConversionReport",
-    "Recipe",
-    "Routing",
-    "Stochastic",
-    "activation",
-    "advance_",
-    "attach",
-    "combine",
-    "dequantize",
-    "doctor",
-    "explain",
-    "get_recipe",
-    "invalidate",
-    "permute",
-    "permute_quantize_both",
-    "permute_quantize_columns",
-    "quantize",
-    "quantize_",
-    "quantize_both",
-    "quantize_permute",
-    "refresh_weights_",
-    "rmsnorm_quantize",
-    "rmsnorm_quantize_both",
-    "rng_state",
-    "route",
-    "scaled_grouped_mm",
-    "scaled_mm",
-    "set_step_",
-    "sort_by_expert",
-    "swiglu_backward_quantize_both",
-    "swiglu_quantize",
-    "swiglu_quantize_both",
-    "unquantize_",
-    "use_backend",
-]
+    "__version__", "BlockScaled", "CastSpec", "ConversionReport", "Recipe", "Routing", "Stochastic", "activation",
+    "advance_", "attach", "combine", "dequantize", "doctor", "explain", "get_recipe", "invalidate", "permute",
+    "permute_quantize_both", "permute_quantize_columns", "quantize", "quantize_", "quantize_both", "quantize_permute",
+    "refresh_weights_", "rmsnorm_quantize", "rmsnorm_quantize_both", "rng_state", "route", "scaled_grouped_mm",
+    "scaled_mm", "set_step_", "sort_by_expert", "swiglu_backward_quantize_both", "swiglu_quantize",
+    "swiglu_quantize_both", "unquantize_", "use_backend",
+]  # fmt: skip
 
 if TYPE_CHECKING:
-    from .autograd import Recipe as Recipe
-    from .autograd import activation as activation
-    from .autograd import attach as attach
-    from .autograd import combine as combine
-    from .autograd import get_recipe as get_recipe
-    from .autograd import invalidate as invalidate
-    from .autograd import permute as permute
-    from .autograd import refresh_weights_ as refresh_weights_
-    from .autograd import route as route
-    from .casts import dequantize as dequantize
-    from .casts import quantize as quantize
-    from .casts import quantize_both as quantize_both
-    from .casts.fused import rmsnorm_quantize as rmsnorm_quantize
-    from .casts.fused import rmsnorm_quantize_both as rmsnorm_quantize_both
-    from .casts.fused import swiglu_backward_quantize_both as swiglu_backward_quantize_both
-    from .casts.fused import swiglu_quantize as swiglu_quantize
-    from .casts.fused import swiglu_quantize_both as swiglu_quantize_both
-    from .casts.permuted import permute_quantize_both as permute_quantize_both
-    from .casts.permuted import permute_quantize_columns as permute_quantize_columns
-    from .casts.permuted import quantize_permute as quantize_permute
-    from .diagnostics import doctor as doctor
-    from .diagnostics import explain as explain
-    from .formats import BlockScaled as BlockScaled
-    from .formats import CastSpec as CastSpec
-    from .formats import Stochastic as Stochastic
-    from .formats import rng_state as rng_state
-    from .gemm import scaled_mm as scaled_mm
-    from .grouped import Routing as Routing
-    from .grouped import scaled_grouped_mm as scaled_grouped_mm
-    from .grouped import sort_by_expert as sort_by_expert
-    from .nn import ConversionReport as ConversionReport
-    from .nn import advance_ as advance_
-    from .nn import quantize_ as quantize_
-    from .nn import set_step_ as set_step_
-    from .nn import unquantize_ as unquantize_
-    from .registry import use_backend as use_backend
+    from .autograd import Recipe, activation, attach, combine, get_recipe, invalidate, permute, refresh_weights_, route
+    from .casts import dequantize, quantize, quantize_both
+    from .casts.fused import (
+        rmsnorm_quantize,
+        rmsnorm_quantize_both,
+        swiglu_backward_quantize_both,
+        swiglu_quantize,
+        swiglu_quantize_both,
+    )
+    from .casts.permuted import permute_quantize_both, permute_quantize_columns, quantize_permute
+    from .diagnostics import doctor, explain
+    from .formats import BlockScaled, CastSpec, Stochastic, rng_state
+    from .gemm import scaled_mm
+    from .grouped import Routing, scaled_grouped_mm, sort_by_expert
+    from .nn import ConversionReport, advance_, quantize_, set_step_, unquantize_
+    from .registry import use_backend
 
 
 def __getattr__(name: str) -> object:
-    if name in _PUBLIC or name == "registry":
+    if name in _MODULE or name == "registry":
         # kernels register when their package is imported, and a caller may force a backend of any of them
         for package in _KERNEL_PACKAGES:
             importlib.import_module(f".{package}", __name__)
-    if name in _PUBLIC:
-        value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    if name in _MODULE:
+        value = getattr(importlib.import_module(f".{_MODULE[name]}", __name__), name)
         globals()[name] = value  # cached: this lookup takes longer than a kernel launch
         return value
     if name in _SUBMODULES:
@@ -149,4 +78,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC, *_SUBMODULES])
+    return sorted([*globals(), *_MODULE, *_SUBMODULES])

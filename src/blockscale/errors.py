@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from typing import NoReturn
 
 
 class BlockscaleError(Exception):
@@ -78,6 +79,11 @@ class ShardingError(BlockscaleError, ValueError):
 
 class OptionError(BlockscaleError, ValueError):
     """An option that exists but makes no sense for this format."""
+
+
+def refuse(what: str, rule: str, fix: str) -> NoReturn:
+    """Raise an OptionError with the three parts of its message."""
+    raise OptionError(message(what, rule=rule, fix=fix))
 
 
 class DeviceError(BlockscaleError, ValueError):

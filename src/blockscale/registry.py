@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
 from . import env
-from .errors import BackendError, OptionError, check_name, message
+from .errors import BackendError, check_name, message, refuse
 from .hardware import Capability
 
 log = logging.getLogger("blockscale")
@@ -111,33 +111,52 @@ class Forecast:
         return f"{self.configuration}; predicted {self.predicted}; bound {self.bound}{note}"
 
 
+def _unregistered(*_: object) -> None:
+    raise AssertionError("a kernel is launched by the function that it decorates")
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of the registry.
+    """An entry of the registry, and the decorator that registers a launcher.
 
     devices, formats, dtypes: accepted values; empty accepts all.  layouts: scale layout that the kernel reads, by
     format; a format without an entry is read in any layout.  reject: the reason to refuse a request, or None.
     forced_only: selected only if its backend is forced: never run on a GPU, or slower.  defer: the reason why a kernel
     of lower priority is better for a request that this one accepts, or None.  forecast: predicted time of a request
     that it accepts.  precompile_key: set if a launch with operands on the meta device compiles and runs nothing
-    (`hardware.compiling_for`); requests with equal keys use one compiled kernel.
+    (`hardware.compiling_for`); requests with equal keys use one compiled kernel.  summary: the first line of the
+    launcher's docstring, which `explain` shows.
     """
 
     op: str
     backend: str
-    launch: Callable[..., object]
-    devices: frozenset[str] = frozenset()
+    _: KW_ONLY
+    devices: Collection[str] = ("cuda",)
     sm: tuple[int, int] = (0, 999)
-    formats: frozenset[Formats] = frozenset()
-    dtypes: frozenset[torch.dtype] = frozenset()
-    layouts: dict[str, str] = field(default_factory=dict, hash=False)
+    formats: Collection[Formats] = ()
+    dtypes: Collection[torch.dtype] = ()
+    layouts: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     priority: int = 0
     reject: Callable[[Request], str | None] | None = None
-    summary: str = ""
     forced_only: bool = False
     forecast: Callable[[Request], Forecast] | None = None
     precompile_key: Callable[[Request], Hashable] | None = None
     defer: Callable[[Request], str | None] | None = None
+    launch: Callable[..., object] = _unregistered
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "formats", "dtypes"):
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
+
+    def __call__(self, launch: F) -> F:
+        """Register the launcher below this decorator."""
+        summary = (launch.__doc__ or "").strip().partition("\n")[0]
+        entries = _REGISTRY.setdefault(self.op, [])
+        entries.append(replace(self, launch=launch, summary=summary))
+        entries.sort(key=lambda entry: -entry.priority)
+        _select.cache_clear()
+        return launch
 
     def misfit(self, request: Request) -> str | None:
         """Why this kernel is not for the device or the formats of the request, or None."""
@@ -175,55 +194,10 @@ class Kernel:
         )
 
 
+kernel = Kernel  # as a decorator
 _REGISTRY: dict[str, list[Kernel]] = {}
 # process-wide: on CUDA the backward runs on autograd's own threads, which do not inherit context variables
 _forced: list[tuple[str | None, dict[str, str]]] = []
-
-
-def kernel(
-    op: str,
-    backend: str,
-    *,
-    devices: Sequence[str] = ("cuda",),
-    sm: tuple[int, int] = (0, 999),
-    formats: Sequence[Formats] = (),
-    dtypes: Sequence[torch.dtype] = (),
-    layouts: dict[str, str] | None = None,
-    priority: int = 0,
-    reject: Callable[[Request], str | None] | None = None,
-    forced_only: bool = False,
-    forecast: Callable[[Request], Forecast] | None = None,
-    precompile_key: Callable[[Request], Hashable] | None = None,
-    defer: Callable[[Request], str | None] | None = None,
-) -> Callable[[F], F]:
-    """Decorator: register the launcher below it. `explain` shows the first line of its docstring."""
-
-    def register(launch: F) -> F:
-        summary = (launch.__doc__ or "").strip().splitlines()[0] if launch.__doc__ else ""
-        entry = Kernel(
-            op,
-            backend,
-            launch,
-            frozenset(devices),
-            sm,
-            frozenset(formats),
-            frozenset(dtypes),
-            layouts or {},
-            priority,
-            reject,
-            summary,
-            forced_only,
-            forecast,
-            precompile_key,
-            defer,
-        )
-        entries = _REGISTRY.setdefault(op, [])
-        entries.append(entry)
-        entries.sort(key=lambda item: -item.priority)
-        _select.cache_clear()
-        return launch
-
-    return register
 
 
 def operations() -> list[str]:
@@ -270,12 +244,10 @@ def use_backend(backend: str | None = None, **per_operation: str) -> Generator[N
     ...     q = bs.quantize(torch.randn(4, 64), "mxfp8_e4m3")
     """
     if torch.compiler.is_compiling():
-        raise OptionError(
-            message(
-                "use_backend inside a compiled function",
-                rule="kernels are chosen when a graph runs, not when it is traced",
-                fix="put use_backend around the call of the compiled function",
-            )
+        refuse(
+            "use_backend inside a compiled function",
+            "kernels are chosen when a graph runs, not when it is traced",
+            "put use_backend around the call of the compiled function",
         )
     for op, name in per_operation.items():
         check_name(op, _REGISTRY, "operation")

@@ -171,12 +171,15 @@ def test_formats_lists_all_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_shows_every_format_and_writes_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_formats_measures_the_error_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed")
-    picture = tmp_path / "demo.png"
-    assert main(["demo", "--out", str(picture), "--steps", "3"]) == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in FORMATS)
+    picture = tmp_path / "errors.png"
+    assert main(["formats", "--errors", "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out.partition("SQNR")[2]
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip().startswith(tuple(FORMATS))}
+    assert {*rows} == {*FORMATS}
+    weight = {name: float(row[0]) for name, row in rows.items()}
+    assert weight["fp8_1x128"] > weight["mxfp8_e5m2"] > weight["nvfp4"] + 4 > weight["mxfp4"] + 4 > 20, "dB"
     used = bs.explain("cast", torch.ones(2, 64, device=default_device()), "mxfp4").taken
     assert used is not None
     assert f"backend {used.backend}: {used.summary}" in " ".join(text.split())

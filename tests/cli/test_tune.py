@@ -52,7 +52,7 @@ def test_without_a_gpu_nothing_is_tuned(words: list[str], capsys: pytest.Capture
     said = capsys.readouterr().err
     assert "nothing was tuned: torch finds no GPU" in said
     assert "Rule: " in said
-    assert "Fix: run it there, or list the plans with --dry-run" in said
+    assert "Fix: run it there, or list what it would do with --dry-run" in said
 
 
 def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

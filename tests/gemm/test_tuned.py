@@ -311,7 +311,7 @@ def test_a_launch_takes_the_plan_only_on_that_gpu(folder: Path, launched: list[P
         kernel = _hopper.precompile_key(gemm_request(a, b, torch.bfloat16, bias=False, accumulate=False))
     want = entry().plan if name == GPU else heuristics.choose(PROBLEM)[0]
     assert launched == [want]
-    assert kernel[:2] == (want.tile, want.stream_k), "warmup compiles this plan"
+    assert kernel[:2] == (want.tile, want.stream_k), "precompile compiles this plan"
 
 
 def test_explain_shows_the_origin_of_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,15 @@ import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
+
+from ..errors import check_name, message, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
+    from rich.table import Table
 
 Layer = tuple[int, int]  # (N, K) of a weight
 
@@ -41,20 +44,12 @@ def layers(model: str | None, shapes: Sequence[str], command: str) -> list[Layer
         refuse(given, "exactly one of them names the layers", fix)
     if model is not None:
         return [(n, k) for k, n in MODELS[model_name(model)]]
-    return [_pair(shape, shapes) for shape in shapes]
-
-
-def _pair(shape: str, shapes: Sequence[str]) -> Layer:
-    """(N, K) of one shape. The error shows all shapes corrected, if possible."""
-    found = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", shape)
-    n, k = map(int, found.groups()) if found else (0, 0)
-    if 0 < n <= MAX_SIZE and 0 < k <= MAX_SIZE:
-        return n, k
-    meant = [[size for size in re.findall(r"\d+", each) if 0 < int(size) <= MAX_SIZE] for each in shapes]
-    if "-" in shape or any(len(sizes) != 2 for sizes in meant):
-        meant = [["4096", "14336"]]
-    rule = "each weight is N,K, out and in features, two positive integers up to 2**28"
-    refuse(f"--shapes {_quoted(shapes)}", rule, f"--shapes {_quoted([','.join(sizes) for sizes in meant])}")
+    found = [re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", shape) for shape in shapes]
+    sizes = [(int(each[1]), int(each[2])) for each in found if each]
+    if len(sizes) < len(found) or not all(0 < size <= MAX_SIZE for pair in sizes for size in pair):
+        rule = "each weight is N,K, out and in features, two positive integers up to 2**28"
+        refuse(f"--shapes {_quoted(shapes)}", rule, "--shapes 4096,14336, for instance")
+    return sizes
 
 
 def _quoted(words: Iterable[str]) -> str:
@@ -80,7 +75,6 @@ def at_least(minimum: int, value: int, flag: str, rule: str) -> None:
 
 def format_pair(formats: str) -> tuple[str, str]:
     """Formats of activations and weights, given as a@b; raises if no GEMM takes the pair."""
-    from ..errors import check_name
     from ..names import FORMAT_NAMES, check_pair
 
     names = [name.strip() for name in formats.split("@")]
@@ -146,9 +140,7 @@ def check_picture(path: Path | None, flag: str) -> None:
         return
     known = (".png", ".svg", ".pdf")
     if path.suffix not in known:
-        is_ending = path.name in known  # a hidden file of that name
-        has_stem = path.stem.strip(".") and path.stem != path.suffix
-        named = path.with_name("x.png") if is_ending else path.with_suffix(".png") if has_stem else path / "x.png"
+        named = path.with_name("x.png" if path.name.startswith(".") else f"{path.stem}.png")
         fix = f"{flag} {shlex.quote(str(named))}"
         refuse(f"{flag} {shlex.quote(str(path))}", f"pictures end in {', '.join(known)}", fix)
     check_writable(path, flag)
@@ -162,11 +154,7 @@ def worker_count(workers: int | None) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return min(cores, MAX_WORKERS)
     if workers < 1:
-        refuse(
-            f"--workers {workers}",
-            "at least one process compiles",
-            "leave it out, or pass --workers 1 or more",
-        )
+        refuse(f"--workers {workers}", "at least one process compiles", "leave it out, or pass --workers 1 or more")
     return workers
 
 
@@ -189,6 +177,17 @@ def wide_console(width: int = FILE_WIDTH) -> Console:
     return console
 
 
+def table(title: str, headings: Sequence[str], right: Sequence[str] = (), padding: int = 1) -> Table:
+    """Table without lines between rows.  right: headings of the right-aligned columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, padding))
+    for heading in headings:
+        made.add_column(heading, no_wrap=True, justify="right" if heading in right else "left")
+    return made
+
+
 @contextmanager
 def progress(console: Console, total: int, first: str) -> Generator[Callable[[str], None]]:
     """Progress bar: yields a function that advances it by one and sets the text.  first: text at the start."""
@@ -202,14 +201,5 @@ def progress(console: Console, total: int, first: str) -> Generator[Callable[[st
 
 def nothing_done(done: str, what: str, rule: str, fix: str) -> int:
     """Print why nothing was compiled or tuned; returns the exit status."""
-    from ..errors import message
-
     print(f"blockscale: nothing was {done}: {message(what, rule=rule, fix=fix)}", file=sys.stderr)
     return 1
-
-
-def refuse(what: str, rule: str, fix: str) -> NoReturn:
-    """Raise an OptionError, which `main` prints."""
-    from ..errors import OptionError, message
-
-    raise OptionError(message(what, rule=rule, fix=fix))

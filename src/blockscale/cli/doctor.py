@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json as json_module
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from . import arguments
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from ..diagnostics import DoctorReport
@@ -45,18 +48,17 @@ def run(device: str | None = None, json: bool = False, workers: int | None = Non
     return 0 if report.ok else 1
 
 
-def _show(console: object, report: DoctorReport) -> None:
-    from rich.console import Console
-
-    assert isinstance(console, Console)
-    console.print(_facts("versions", report.versions))
-    console.print(_facts("device", report.device))
-    if report.settings or report.unknown_settings:
-        unknown = dict.fromkeys(report.unknown_settings, "[red]not a setting of this library: a typo?[/]")
-        console.print(_facts("settings", report.settings | unknown))
-    for table in _matrices(report):
+def _show(console: Console, report: DoctorReport) -> None:
+    unknown = dict.fromkeys(report.unknown_settings, "[red]not a setting of this library: a typo?[/]")
+    facts = {"versions": report.versions, "device": report.device, "settings": report.settings | unknown}
+    reasons = dict.fromkeys(choice.reason for choice in report.choices)
+    numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
+    for title, rows in facts.items():
+        if rows:
+            console.print(_pairs(title, rows))
+    for table in _matrices(report, numbers):
         console.print(table)
-    console.print(_reasons(report))
+    console.print(_pairs("reasons", {f"[dim]{number}[/]": reason for reason, number in numbers.items()}))
     failed = [check for check in report.checks if not check.passed]
     for check in failed:
         console.print(f"[red]FAIL[/] {check.name}: {check.detail}")
@@ -64,65 +66,39 @@ def _show(console: object, report: DoctorReport) -> None:
     console.print(f"self-check: {len(report.checks)} checks, {verdict}, {report.seconds:.1f} s")
 
 
-def _facts(title: str, facts: dict[str, str]) -> Table:
+def _pairs(title: str, rows: dict[str, str]) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
-    for name, fact in facts.items():
-        table.add_row(name, fact)
+    for name, text in rows.items():
+        table.add_row(name, text)
     return table
 
 
-def _matrices(report: DoctorReport) -> list[Table]:
-    """Tables of operation x format -> backend with the number of the reason; each fits 80 columns."""
-    operations = list(dict.fromkeys(choice.operation for choice in report.choices))
-    swiglu = [name for name in operations if name.startswith("swiglu")]
-    routing = [name for name in operations if name.endswith("_rows") or name.startswith("combine")]
-    norms = [name for name in operations if name.startswith("rmsnorm")]
-    permuted = [name for name in operations if name.startswith("permute") and name not in routing]
-    products = [name for name in operations if name.startswith("gemm") or name.endswith("grouped")]
-    casts = [name for name in operations if name not in swiglu + norms + permuted + products + routing]
-    return [
-        _matrix(report, "backends of the casts (numbers: reasons)", casts),
-        _matrix(report, "GEMMs", products),
-        _matrix(report, "casts fused with SwiGLU", swiglu),
-        _matrix(report, "casts fused with RMSNorm", norms),
-        _matrix(report, "casts fused with a permutation", permuted),
-        _matrix(report, "permute and combine of tokens", routing),
-    ]
+# titles, and a pattern of the operations below them; each table fits 80 columns
+TABLES = {
+    "backends of the casts (numbers: reasons)": "cast|dequantize",
+    "GEMMs": "gemm|.*grouped",
+    "casts fused with SwiGLU": "swiglu",
+    "casts fused with RMSNorm": "rmsnorm",
+    "casts fused with a permutation": "permute(?!_rows)",
+    "permute and combine of tokens": "combine|.*_rows",
+}
 
 
-def _matrix(report: DoctorReport, title: str, operations: list[str]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    numbers = _numbered(report)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
-    table.add_column("format", no_wrap=True)
-    for operation in operations:
-        table.add_column(operation, no_wrap=True)
+def _matrices(report: DoctorReport, numbers: dict[str, int]) -> Iterator[Table]:
+    """Tables of operation x format -> backend with the number of the reason in superscript."""
     cells = {(choice.format, choice.operation): choice for choice in report.choices}
-    for name in dict.fromkeys(choice.format for choice in report.choices):
-        row = [cells.get((name, operation)) for operation in operations]
-        if any(row):
-            table.add_row(name, *(f"{c.backend}{_superscript(numbers[c.reason])}" if c else "-" for c in row))
-    return table
-
-
-def _reasons(report: DoctorReport) -> Table:
-    from rich.table import Table
-
-    table = Table(title="reasons", title_justify="left", show_header=False, box=None, padding=(0, 2))
-    for reason, number in _numbered(report).items():
-        table.add_row(f"[dim]{number}[/]", reason)
-    return table
+    every, formats = (dict.fromkeys(keys) for keys in zip(*((op, name) for name, op in cells), strict=True))
+    for title, pattern in TABLES.items():
+        operations = [name for name in every if re.match(pattern, name)]
+        table = arguments.table(title, ("format", *operations), padding=0)
+        for name in formats:
+            row = [cells.get((name, operation)) for operation in operations]
+            if any(row):
+                table.add_row(name, *(f"{c.backend}{_superscript(numbers[c.reason])}" if c else "-" for c in row))
+        yield table
 
 
 def _superscript(number: int) -> str:
-    """A number in superscript, one column per digit."""
-    return "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(number))
-
-
-def _numbered(report: DoctorReport) -> dict[str, int]:
-    reasons = dict.fromkeys(choice.reason for choice in report.choices)
-    return {reason: number for number, reason in enumerate(reasons, start=1)}
+    return str(number).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))

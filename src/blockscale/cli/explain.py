@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from ..errors import check_name
+from ..names import FORMAT_NAMES, check_pair
+from . import arguments
 
-    from ..formats import BlockScaled
+if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..hardware import Capability
     from ..registry import Explanation
 
@@ -58,97 +59,37 @@ def run(
         bias: Add a bias.
         accumulate: Accumulate into a buffer of that dtype.
     """
-    from .arguments import at_least, check_device, plain_console, refuse
-
-    check_device(device, is_architecture=True)
+    arguments.check_device(device, is_architecture=True)
     for flag, size in (("--m", m), ("--n", n), ("--k", k), ("--groups", groups)):
-        at_least(0, size, flag, "sizes are not negative")
+        arguments.at_least(0, size, flag, "sizes are not negative")
     if max(m, n, 1) * max(k, 1) * max(groups, 1) >= 2**59:
         rule = "the size of all groups must fit in 64 bits"
-        refuse(f"--m {m} --n {n} --k {k} --groups {groups}", rule, "pass smaller sizes")
+        arguments.refuse(f"--m {m} --n {n} --k {k} --groups {groups}", rule, "pass smaller sizes")
     given = {"--a": a != DEFAULT, "--b": b is not None, "--bias": bias, "--accumulate": accumulate}
     _check_used(operation, {flag for flag, is_given in given.items() if is_given})
-    _check_formats(operation, a, b)
+    for name in (a, b or a):
+        check_name(name, FORMAT_NAMES, "format")
+    if b is not None and operation in PRODUCTS:
+        check_pair(a, b)
     import torch
 
-    from .. import explain
+    from ..diagnostics.explain import explain_sizes
 
-    operands = _operands(operation, a, b, (m, n, k, groups), getattr(torch, dtype))
-    name = "grouped" if operation in ("m_grouped", "k_grouped") else operation
-    on = _capability(device)
-    explanation = explain(name, *operands, out_dtype=getattr(torch, dtype), bias=bias, accumulate=accumulate, on=on)
-    _show(plain_console(), explanation)
+    explanation = explain_sizes(
+        operation, (m, n, k, groups), a, b,
+        dtype=getattr(torch, dtype), bias=bias, accumulate=accumulate, on=_capability(device),
+    )  # fmt: skip
+    _show(arguments.plain_console(), explanation)
     return 0 if explanation.taken else 1
 
 
 def _check_used(operation: Operation, given: set[str]) -> None:
     """Raise for options that the operation does not take."""
-    from .arguments import refuse
-
     unused = {"--a": operation in ROUTING, "--b": operation not in PRODUCTS and not operation.endswith("_both")}
     unused |= dict.fromkeys(("--bias", "--accumulate"), operation not in PRODUCTS)
-    for flag in sorted(given):
-        if unused[flag]:
-            rule = "only GEMMs have it" if flag in ("--bias", "--accumulate") else "it has no such operand"
-            refuse(f"{flag} with {operation}", rule, f"leave {flag} out")
-
-
-def _check_formats(operation: Operation, a: str, b: str | None) -> None:
-    """Raise for unknown formats, and for pairs without a GEMM."""
-    from ..errors import check_name
-    from ..names import FORMAT_NAMES, check_pair
-
-    for name in (a, *([] if b is None else [b])):
-        check_name(name, FORMAT_NAMES, "format")
-    if b is not None and operation in PRODUCTS:
-        check_pair(a, b)
-
-
-def _operands(
-    operation: Operation, a: str, b: str | None, size: tuple[int, int, int, int], dtype: torch.dtype
-) -> Sequence[Tensor | BlockScaled | str]:
-    """Operands on the meta device, so that they pass the checks of a real call without memory."""
-    import torch
-
-    from .. import quantize
-    from ..diagnostics.selfcheck import partner
-
-    m, n, k, groups = size
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    offs, slots = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((groups,), (m, groups)))
-    formats = [a, b or a] if operation.endswith("_both") else [a]
-    match operation.removesuffix("_both"):
-        case "cast":
-            return [empty(m, k), *formats]
-        case "swiglu":
-            return [empty(m, 2 * k), *formats]
-        case "swiglu_backward":
-            return [empty(m, k), empty(m, 2 * k), *formats]
-        case "rmsnorm":
-            return [empty(m, k), empty(k), *formats]
-        case "permute" | "permute_columns":
-            indices = torch.empty(n, dtype=torch.int32, device="meta")
-            return [empty(m, k), indices, *([] if operation == "permute" else [offs]), *formats]
-        case "permute_rows":
-            return [empty(m, k), slots]
-        case "combine_rows":
-            return [empty(m * groups, k), slots]
-        case "clear_rows":
-            return [empty(m, k)]
-        case "combine_dots":
-            return [empty(m * groups, k), empty(m, k), slots]
-        case "dequantize":
-            return [quantize(empty(m, k), a)]
-        case "gemm":
-            return [quantize(empty(m, k), a), quantize(empty(n, k), b or partner(a))]
-        case "m_grouped":
-            return [quantize(empty(m, k), a), quantize(empty(groups, n, k), b or partner(a)), offs]
-        case _:
-            tokens = [(m, a), (n, b or a)]
-            return [quantize(empty(k, rows), name, axis=-2, offs=offs).mT for rows, name in tokens] + [offs]
+    for flag in [flag for flag in sorted(given) if unused[flag]]:
+        rule = "only GEMMs have it" if flag in ("--bias", "--accumulate") else "it has no such operand"
+        arguments.refuse(f"{flag} with {operation}", rule, f"leave {flag} out")
 
 
 def _capability(device: str | None) -> Capability:
@@ -161,11 +102,9 @@ def _capability(device: str | None) -> Capability:
     return capability(named_device(device))
 
 
-def _show(console: object, explanation: Explanation) -> None:
-    from rich.console import Console
+def _show(console: Console, explanation: Explanation) -> None:
     from rich.table import Table
 
-    assert isinstance(console, Console)
     table = Table(title=str(explanation.request), title_justify="left")
     for heading in ("", "backend", "kernel", "verdict"):
         table.add_column(heading)

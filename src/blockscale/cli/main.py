@@ -9,38 +9,22 @@ import os
 import sys
 from collections.abc import Sequence
 
-USAGE = """usage: blockscale COMMAND [options]      (blockscale COMMAND --help for its options)
-
-  doctor    versions, device, which backend serves what and why, and a self-check
-  explain   every kernel for one call, and why it is taken or not
-  formats   the ten formats: grids, blocks, scale rules; --plot draws them
-  demo      quantization error of every format on real tensors
-  bench     check and time casts, GEMMs and layers; bench report rewrites the tables of the documentation
-  warmup    precompile the kernels of a model's linear layers
-  tune      autotune the GEMMs of a model on this GPU, and store the plans that win
-  train     train a model with a recipe
-  compare   train with several recipes in paired runs: convergence and speed
-  speed     time training steps with several recipes: tokens/s, memory, breakdown of the step time
-  advise    which layers to keep in bf16 for a loss budget, and the cost in speed
-  roofline  upper bound on the speedup of a model's layers, and from how many tokens on
-"""
+COMMANDS = {
+    "doctor": "versions, device, which backend serves what and why, and a self-check",
+    "explain": "every kernel for one call, and why it is taken or not",
+    "formats": "the ten formats: grids, blocks, scale rules; --errors measures them, --plot draws them",
+    "bench": "check and time casts, GEMMs and layers; bench report rewrites the tables of the documentation",
+    "tune": "autotune the GEMMs of a model on this GPU; --compile-only precompiles its kernels",
+    "train": "train a model with a recipe",
+    "compare": "train with several recipes in paired runs: convergence and speed",
+    "speed": "time training steps with several recipes: tokens/s, memory, breakdown of the step time",
+    "advise": "which layers to keep in bf16 for a loss budget, and the cost in speed",
+    "roofline": "upper bound on the speedup of a model's layers, and from how many tokens on",
+}
+USAGE = "usage: blockscale COMMAND [options]      (blockscale COMMAND --help for its options)\n"
 MISSING = (
     "the command line needs {}. Fix: pip install rich tyro "
     "(the library itself works without: python -c 'import blockscale; print(blockscale.doctor())')"
-)
-COMMANDS = (
-    "doctor",
-    "explain",
-    "formats",
-    "demo",
-    "bench",
-    "warmup",
-    "tune",
-    "train",
-    "compare",
-    "speed",
-    "advise",
-    "roofline",
 )
 
 
@@ -86,7 +70,7 @@ def _about(words: Sequence[str]) -> int:
 
         print(__version__)
     else:
-        print(USAGE, end="")
+        print(USAGE, *(f"  {name:<9} {text}" for name, text in COMMANDS.items()), sep="\n")
     return 0
 
 

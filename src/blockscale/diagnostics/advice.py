@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..errors import OptionError, message, option
+from ..errors import option, refuse
 from ..nn import ConversionReport
 from ..nn.convert import FilterFn
 from ..nn.report import MACHINE, TOKENS, Skipped
@@ -209,34 +209,28 @@ def _check(
 ) -> None:
     for name, value in (("budget", budget), ("gradient_budget", gradient_budget)):
         if not 0 < value < math.inf:
-            raise OptionError(message(f"{name}={value}", rule="it is a share above zero", fix=f"pass {name}=0.01"))
+            refuse(f"{name}={value}", "it is a share above zero", f"pass {name}=0.01")
     if tokens < 1:
-        raise OptionError(message(f"tokens={tokens}", rule="speed is that of one token at least", fix="pass 4096"))
+        refuse(f"tokens={tokens}", "speed is that of one token at least", "pass 4096")
     if not samples or not samples[-1].layers:
-        raise OptionError(
-            message(
-                "no measured layer",
-                rule="advice is about quantized layers, and all of these stay unquantized",
-                fix="take a recipe other than bf16, and values that leave it some blocks of "
-                f"{option('keep_first')} and {option('keep_last')}",
-            )
+        refuse(
+            "no measured layer",
+            "advice is about quantized layers, and all of these stay unquantized",
+            "take a recipe other than bf16, and values that leave it some blocks of "
+            f"{option('keep_first')} and {option('keep_last')}",
         )
     known = {each.name for each in (*report.converted, *report.skipped)}
     foreign = next((each.layer for each in samples[-1].layers if each.layer not in known), None)
     if foreign is not None:
-        raise OptionError(
-            message(
-                f"a sample of {foreign}, which the report does not have",
-                rule="report and samples are of one model",
-                fix="pass what quantize_ returned for the model that was sampled",
-            )
+        refuse(
+            f"a sample of {foreign}, which the report does not have",
+            "report and samples are of one model",
+            "pass what quantize_ returned for the model that was sampled",
         )
     loss = next((each.loss for each in _counting(samples) if not 0 < each.loss < math.inf), None)
     if loss is not None:
-        raise OptionError(
-            message(
-                f"a sample with a loss of {loss}",
-                rule="a budget is a share of the loss, which is above zero and finite",
-                fix="take samples of a loss such as the cross entropy",
-            )
+        refuse(
+            f"a sample with a loss of {loss}",
+            "a budget is a share of the loss, which is above zero and finite",
+            "take samples of a loss such as the cross entropy",
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..formats.layout import locate
 from ..grouped import Routing, as_routing
 from ..nn import GroupedLinear
@@ -78,12 +78,10 @@ def _capture_hook(name: str, calls: Calls, rows: list[int]) -> Callable[..., Non
 
 def _check_not_sharded(name: str, x: Tensor) -> None:
     if hasattr(x, "full_tensor"):
-        raise OptionError(
-            message(
-                f"{name}: its input is a {type(x).__name__}",
-                rule="a rank measures rows that it has by itself; weights may be sharded, activations not",
-                fix="take the sample without tensor parallelism",
-            )
+        refuse(
+            f"{name}: its input is a {type(x).__name__}",
+            "a rank measures rows that it has by itself; weights may be sharded, activations not",
+            "take the sample without tensor parallelism",
         )
 
 
@@ -127,70 +125,53 @@ def _sample_experts(x: Tensor, given: Tensor | Routing) -> tuple[CapturedCall, S
 # ---- restoring the model's state -------------------------------------------------------------------------------------
 
 
-class RestoredState:
-    """Context that restores what a forward and backward change: gradients, buffers and random generators."""
+@contextmanager
+def restored_state(model: torch.nn.Module) -> Generator[Callable[[Tensor], None]]:
+    """Context that restores what a forward and backward change: gradients, buffers and random generators.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self._gradients: dict[int, tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = {}
-        self._buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-        self._values: list[tuple[Tensor, Tensor, int]] = []
-        self._stack = ExitStack()
+    Yields a function to call with the loss before its backward. It sets aside gradients of tensors outside the model
+    too, such as inputs, prompts or a separate head.
+    """
+    gradients: dict[int, tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = {}
+    live = [module._buffers for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
+    buffers = [(each, {**each}) for each in live]
+    values = [(each, each.clone(), _version(each)) for each in model.buffers()]
 
-    def __enter__(self) -> RestoredState:
-        self._check_no_steps(self.model.named_parameters())
-        gpus = {each.device for each in self.model.parameters() if each.is_cuda}
-        for module in self.model.modules():
-            live = module._buffers  # pyright: ignore[reportPrivateUsage]
-            self._buffers.append((live, {**live}))
-        self._values = [(each, each.clone(), _version(each)) for each in self.model.buffers()]
-        self._stack.enter_context(torch.random.fork_rng(gpus))
-        self.set_aside(self.model.parameters())  # last: if an earlier step fails, nothing has changed
-        return self
-
-    def before_backward(self, loss: Tensor) -> None:
-        """Set aside gradients of tensors outside the model too, such as inputs, prompts or a separate head."""
-        leaves = _leaves(loss)
-        self._check_no_steps((f"input {tuple(each.shape)}", each) for each in leaves)
-        self.set_aside(leaves)
-
-    def set_aside(self, tensors: Iterable[Tensor]) -> None:
+    def set_aside(named: Iterable[tuple[str, Tensor]]) -> None:
         """Detach gradients of tensors. A gradient that is a view (of a DDP bucket) is copied: it may be overwritten."""
-        for each in tensors:
-            if id(each) in self._gradients:
-                continue
-            gradient, buffer = each.grad, getattr(each, "main_grad", None)
+        fresh = {id(each): (name, each) for name, each in named if id(each) not in gradients}
+        for name, each in fresh.values():
+            if getattr(each, "_post_accumulate_grad_hooks", None):
+                refuse(
+                    f"a sample of a model whose {name} has a hook behind its gradient",
+                    "a sample leaves the model as it was, and such a hook may be an optimizer's step",
+                    "take the sample before hooks are registered, or remove them meanwhile",
+                )
+        for key, (_, each) in fresh.items():
+            gradient, main = each.grad, getattr(each, "main_grad", None)
             copy = None if gradient is None or not gradient._is_view() else gradient.clone()
-            self._gradients[id(each)] = each, gradient, copy, buffer
+            gradients[key] = each, gradient, copy, main
             each.grad = None
-            if buffer is not None:
+            if main is not None:
                 each.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        with torch.no_grad():
-            for each, gradient, copy, buffer in self._gradients.values():
-                each.grad = gradient if gradient is None or copy is None else gradient.copy_(copy)
-                if buffer is not None:
-                    each.main_grad = buffer  # pyright: ignore[reportAttributeAccessIssue]
-            for live, before in self._buffers:
-                live.clear()
-                live.update(before)
-            for each, before, version in self._values:
-                if _version(each) != version:  # a write bumps the version, which would break a pending backward
-                    each.copy_(before)
-
-    def _check_no_steps(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise for post-accumulate-gradient hooks: they may run an optimizer step in the backward."""
-        for name, each in named:
-            if id(each) not in self._gradients and getattr(each, "_post_accumulate_grad_hooks", None):
-                raise OptionError(
-                    message(
-                        f"a sample of a model whose {name} has a hook behind its gradient",
-                        rule="a sample leaves the model as it was, and such a hook may be an optimizer's step",
-                        fix="take the sample before hooks are registered, or remove them meanwhile",
-                    )
-                )
+    gpus = {each.device for each in model.parameters() if each.is_cuda}
+    with torch.random.fork_rng(gpus):
+        set_aside(model.named_parameters())
+        try:
+            yield lambda loss: set_aside((f"input {tuple(each.shape)}", each) for each in _leaves(loss))
+        finally:
+            with torch.no_grad():
+                for each, gradient, copy, main in gradients.values():
+                    each.grad = gradient if gradient is None or copy is None else gradient.copy_(copy)
+                    if main is not None:
+                        each.main_grad = main  # pyright: ignore[reportAttributeAccessIssue]
+                for each, before in buffers:
+                    each.clear()
+                    each.update(before)
+                for each, before, version in values:
+                    if _version(each) != version:  # a write bumps the version, which would break a pending backward
+                        each.copy_(before)
 
 
 def _version(tensor: Tensor) -> int:

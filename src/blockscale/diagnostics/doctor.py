@@ -20,7 +20,7 @@ from multiprocessing import get_context
 import torch
 
 from .. import __version__, env
-from ..errors import OptionError, message
+from ..errors import OptionError, refuse
 from ..formats.checks import check_int, in_words
 from ..formats.spec import FORMATS
 from ..gemm import _ptxas
@@ -30,6 +30,7 @@ from .selfcheck import PARTS, Check, Choice, Samples, compiles_a_cast, known_byt
 
 # longest time of a check with compiled kernels: on an H200 all checks took 1.5 s, and 33 s with an empty cache
 _COMPILING_SECONDS = 2.5
+Task = tuple[str, str]  # a check in a format: key of `PARTS`, and the format's name
 PACKAGES = ("torch", "triton", "numpy", "rich", "tyro", "matplotlib", "safetensors")
 
 
@@ -78,15 +79,15 @@ def doctor(
     check_int(workers, "workers", "it is a number of processes", least=1)
     if on_check is not None and not callable(on_check):
         rule, fix = "it is called with the name of each finished check", "pass a function of one text, such as print"
-        raise OptionError(message(f"on_check is {in_words(on_check)}", rule=rule, fix=fix))
+        refuse(f"on_check is {in_words(on_check)}", rule, fix)
     where = default_device() if device is None else named_device(device)
     started = time.perf_counter()
-    found = dict[_Task, Sequence[Choice | Check]]()
-    tasks = [_Task(part, name) for name in FORMATS for part in PARTS]
+    found = dict[Task, Sequence[Choice | Check]]()
+    tasks = [(part, name) for name in FORMATS for part in PARTS]
     for task, results in _run(tasks, where, workers):
         found[task] = results
         if on_check is not None:
-            on_check(str(task))
+            on_check(" of ".join(task))
     results = [result for task in tasks for result in found[task]]
     samples = Samples(where)
     choices = [result for result in results if isinstance(result, Choice)] + move_choices(samples)
@@ -102,40 +103,27 @@ def doctor(
     return DoctorReport(_versions(), facts, env.current(), env.undeclared(), choices, checks, seconds)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One check in one format: a key of `PARTS`, and the format's name."""
-
-    part: str
-    format: str
-
-    def __str__(self) -> str:
-        return f"{self.part} of {self.format}"
-
-
 def check_count() -> int:
     """Number of times that `doctor` calls `on_check`."""
     return len(FORMATS) * len(PARTS)
 
 
-def _run(
-    tasks: Sequence[_Task], device: torch.device, workers: int
-) -> Iterator[tuple[_Task, Sequence[Choice | Check]]]:
+def _run(tasks: Sequence[Task], device: torch.device, workers: int) -> Iterator[tuple[Task, Sequence[Choice | Check]]]:
     """Each task with its results, as they finish: in this process, or in workers if kernels have to be compiled."""
     samples, waiting = Samples(device), list(tasks)
     slow = workers > 1 and compiles_a_cast(samples)
     while waiting and not (slow and workers > 1):
         task = waiting.pop(0)
         started = time.perf_counter()
-        yield task, PARTS[task.part](task.format, samples)
+        yield task, PARTS[task[0]](task[1], samples)
         slow = time.perf_counter() - started > _COMPILING_SECONDS
     if waiting:
         yield from _run_in_workers(waiting, device, workers)
 
 
 def _run_in_workers(
-    tasks: Sequence[_Task], device: torch.device, workers: int
-) -> Iterator[tuple[_Task, Sequence[Choice | Check]]]:
+    tasks: Sequence[Task], device: torch.device, workers: int
+) -> Iterator[tuple[Task, Sequence[Choice | Check]]]:
     # not forked: a fork would break a CUDA context and torch's threads
     context, forced = get_context("spawn"), forced_backends()
     with ProcessPoolExecutor(min(workers, len(tasks)), context, force_backends, (forced,)) as pool:
@@ -145,11 +133,11 @@ def _run_in_workers(
             try:
                 yield task, done.result()
             except BrokenProcessPool as error:
-                yield task, [Check(str(task), False, f"the process died before it answered: {error}")]
+                yield task, [Check(" of ".join(task), False, f"the process died before it answered: {error}")]
 
 
-def _run_one(task: _Task, device: str) -> Sequence[Choice | Check]:
-    return PARTS[task.part](task.format, Samples(torch.device(device)))
+def _run_one(task: Task, device: str) -> Sequence[Choice | Check]:
+    return PARTS[task[0]](task[1], Samples(torch.device(device)))
 
 
 def _versions() -> dict[str, str]:

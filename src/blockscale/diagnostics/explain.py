@@ -9,11 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..casts import quantize
 from ..casts.checks import check_group_count, check_offs, check_source, resolve_cast
 from ..casts.fused import check_gate_up, check_grad, check_norm, hidden_like
 from ..casts.ops import cast_request, dequantize_request
 from ..casts.permuted import check_copied_rows, check_permutation, permuted_like
-from ..errors import OptionError, check_name, message
+from ..errors import check_name, refuse
 from ..formats.cast_spec import CastSpec
 from ..formats.checks import check_flag, check_kind
 from ..formats.tensor import BlockScaled, check_block_scaled
@@ -30,6 +31,10 @@ FUSED = (
 )  # fmt: skip
 MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
 OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED, *MOVES)
+
+
+# operations that take no 2D formats
+GROUPED = ("m_grouped", "k_grouped", "permute", "permute_both", "permute_columns")
 
 
 def explain(
@@ -92,12 +97,10 @@ def explain(
             request = fused
         case _:
             given = ", ".join(type(operand).__name__ for operand in operands)
-            raise OptionError(
-                message(
-                    f"explain({op!r}) with operands ({given})",
-                    rule="operands are those of the call itself",
-                    fix="for example explain('gemm', a, b) with two results of quantize",
-                )
+            refuse(
+                f"explain({op!r}) with operands ({given})",
+                "operands are those of the call itself",
+                "for example explain('gemm', a, b) with two results of quantize",
             )
     return explain_request(request if on is None else replace(request, capability=on))
 
@@ -108,7 +111,7 @@ def _check_groups(op: str, offs: Tensor | None, starts: Tensor | None) -> None:
     for name, given in (("offs", offs), ("starts", starts)):
         if given is not None and op not in takers[name]:
             fix = "pass the ends as an operand: explain('grouped', a, b, offs)" if op == "grouped" else "leave it out"
-            raise OptionError(message(f"{name} for explain({op!r})", rule=f"this call takes no {name}", fix=fix))
+            refuse(f"{name} for explain({op!r})", f"this call takes no {name}", fix)
 
 
 def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> Request | None:
@@ -142,3 +145,63 @@ def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> 
     if op == "permute":
         check_copied_rows(plans[0])
     return cast_request(op, like, plans, offs)
+
+
+def partner(name: str) -> str:
+    """The format of a layer's weights if its activations have the format `name`."""
+    beside = {"fp8_1x128": "fp8_128x128", "fp8_128x128": "fp8_1x128", "mxfp8_e4m3_128x128": "mxfp8_e4m3"}
+    return beside.get(name, name)
+
+
+def explain_sizes(
+    op: str, size: tuple[int, int, int, int], a: str, b: str | None = None, *, dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False, accumulate: bool = False, on: Capability,
+) -> Explanation:  # fmt: skip
+    """`explain` of a call with operands of these sizes, without memory.
+
+    op: an operation of the registry.  size: M, N, K, groups.  a, b: formats; b is the usual partner of a by default.
+    dtype: of the source of a cast, of the output of everything else.
+    """
+    m, n, k, groups = size
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def indices(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device="meta")
+
+    offs, rows = indices(groups), indices(m, groups)
+    operands: list[Tensor | BlockScaled]
+    match op.removesuffix("_both"):
+        case "cast":
+            operands = [empty(m, k)]
+        case "swiglu":
+            operands = [empty(m, 2 * k)]
+        case "swiglu_backward":
+            operands = [empty(m, k), empty(m, 2 * k)]
+        case "rmsnorm":
+            operands = [empty(m, k), empty(k)]
+        case "permute" | "permute_columns":
+            operands = [empty(m, k), indices(n), *([] if op == "permute" else [offs])]
+        case "permute_rows":
+            operands = [empty(m, k), rows]
+        case "combine_rows":
+            operands = [empty(m * groups, k), rows]
+        case "clear_rows":
+            operands = [empty(m, k)]
+        case "combine_dots":
+            operands = [empty(m * groups, k), empty(m, k), rows]
+        case "dequantize":
+            operands = [quantize(empty(m, k), a)]
+        case "gemm":
+            operands = [quantize(empty(m, k), a), quantize(empty(n, k), b or partner(a))]
+        case "m_grouped":
+            operands = [quantize(empty(m, k), a), quantize(empty(groups, n, k), b or partner(a)), offs]
+        case _:
+            tokens = [(m, a), (n, b or a)]
+            operands = [quantize(empty(k, rows), name, axis=-2, offs=offs).mT for rows, name in tokens]
+            operands.append(offs)
+    is_cast = op in ("cast", "cast_both", *FUSED)
+    formats = [a, b or a][: 2 if op.endswith("_both") else 1] if is_cast else []
+    name = "grouped" if op in ("m_grouped", "k_grouped") else op
+    return explain(name, *operands, *formats, out_dtype=dtype, bias=bias, accumulate=accumulate, on=on)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..autograd import Recipe
-from ..errors import OptionError, message
+from ..errors import OptionError, message, refuse
 from ..formats.stochastic import module_name
 from ..nn.convert import ROOT, FilterFn
 from ..nn.policy import sizes_of
@@ -87,4 +87,4 @@ def _check_names(path: Path, names: list[str], others: list[str] | None, model: 
             else f"does not list {new[0]}, and {len(new) - 1} more that this model has"
         )
         rule = "advice is for the model that was measured"
-        raise OptionError(message(f"{path} {what}", rule=rule, fix="blockscale advise for this one"))
+        refuse(f"{path} {what}", rule, "blockscale advise for this one")

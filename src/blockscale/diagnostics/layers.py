@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..formats.stochastic import module_name
 from ..nn import GroupedLinear
 from ..nn.convert import ROOT
 from ..nn.recipe_module import RecipeModule
-from .call_capture import RestoredState, calls_with_gradient, capture_calls, clear_gradients
+from .call_capture import calls_with_gradient, capture_calls, clear_gradients, restored_state
 from .error_sums import BINS, LOWEST, Sums, layer_sums
 
 # stands for exact results, and negated for NaN and infinity: JSON has neither
@@ -137,11 +137,11 @@ def sample(model: torch.nn.Module, loss: Callable[[], Tensor], *, tokens: int | 
     """
     layers = _layers_of(model)
     _check(layers, loss, tokens)
-    with RestoredState(model) as state:
+    with restored_state(model) as before_backward:
         with capture_calls(layers) as (calls, rows), torch.compiler.set_stance("force_eager"), torch.enable_grad():
             value = loss()
             _check_loss(value)
-            state.before_backward(value)
+            before_backward(value)
             clear_gradients(calls)
             value.backward()
         with torch.no_grad():
@@ -165,12 +165,10 @@ def _layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     layers = {name: each for name, each in low.items() if isinstance(each, torch.nn.Linear | GroupedLinear)}
     if low and not layers:
         name, layer = next(iter(low.items()))
-        raise OptionError(
-            message(
-                f"{name} is a {type(layer).__name__}, and no other layer is quantized",
-                rule="layers with one weight can be measured, not experts in a module of another library",
-                fix="compare losses instead: blockscale compare",
-            )
+        refuse(
+            f"{name} is a {type(layer).__name__}, and no other layer is quantized",
+            "layers with one weight can be measured, not experts in a module of another library",
+            "compare losses instead: blockscale compare",
         )
     return layers
 
@@ -178,19 +176,15 @@ def _layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _check(layers: dict[str, torch.nn.Module], loss: object, tokens: int | None) -> None:
     if not callable(loss):
         rule = "loss is a function that runs a batch, so that hooks see its layers"
-        raise OptionError(message(f"loss={type(loss).__name__}", rule=rule, fix="pass lambda: loss_of(model(batch))"))
+        refuse(f"loss={type(loss).__name__}", rule, "pass lambda: loss_of(model(batch))")
     if tokens is not None and tokens < 1:
-        raise OptionError(
-            message(f"tokens={tokens}", rule="a loss is the mean of one term at least", fix="leave it out")
-        )
+        refuse(f"tokens={tokens}", "a loss is the mean of one term at least", "leave it out")
     bare = next((name for name, each in layers.items() if any(p.is_meta for p in each.parameters())), None)
     if bare is not None:
-        raise OptionError(
-            message(
-                f"{bare} is on the meta device",
-                rule="a sample runs the model",
-                fix="move it to a device with to_empty and load its weights first",
-            )
+        refuse(
+            f"{bare} is on the meta device",
+            "a sample runs the model",
+            "move it to a device with to_empty and load its weights first",
         )
 
 
@@ -201,7 +195,7 @@ def _check_loss(value: object) -> None:
     if isinstance(value, Tensor):
         what = f"{tuple(value.shape)}, {'with' if value.requires_grad else 'without'} a gradient"
     rule = "it is a scalar that requires grad: the mean loss over tokens"
-    raise OptionError(message(f"loss() returned {what}", rule=rule, fix="return the loss itself, not detached"))
+    refuse(f"loss() returned {what}", rule, "return the loss itself, not detached")
 
 
 # ---- sums to numbers -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which kernels a model's linear layers need, and their compilation before the first step: `blockscale warmup`.
+"""Which kernels a model's linear layers need, and their compilation before the first step.
 
 A call is described by its `Request`; the registry selects its kernel. Kernels with a `precompile_key` are launched with
 meta tensors: the compiler needs only sizes and dtypes. So no GPU is needed, several processes compile in parallel, and

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..casts import dequantize
-from ..errors import OptionError, ShapeError, message
+from ..errors import ShapeError, message, refuse
 from ..formats.decoding import decode_scale
 from ..formats.elements import decode
 from ..formats.spec import Element
@@ -47,12 +47,10 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
             message(f"x has shape {tuple(x.shape)}, q {tuple(q.shape)}", rule="q is the cast of x", fix="pass both")
         )
     if q.group_align or q.hadamard is not None:
-        raise OptionError(
-            message(
-                f"q is {q}",
-                rule="values are compared in place, so groups must not be padded nor values rotated",
-                fix="measure a cast without offs and hadamard, or dequantize it and use sqnr_db",
-            )
+        refuse(
+            f"q is {q}",
+            "values are compared in place, so groups must not be padded nor values rotated",
+            "measure a cast without offs and hadamard, or dequantize it and use sqnr_db",
         )
     decoded = dequantize(q, torch.float32).double()
     source = x.double()

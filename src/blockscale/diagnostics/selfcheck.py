@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ from ..grouped import Routing, scaled_grouped_mm, sort_by_expert
 from ..grouped._reference import exact_grouped
 from ..grouped.routing import clear_rows, combine_dots, combine_rows, permute_rows
 from ..hardware import capability
-from ..registry import Explanation, use_backend
-from .explain import explain
+from ..registry import Explanation, operations, use_backend
+from .explain import GROUPED, MOVES, explain_sizes, partner
 from .quality import sqnr_db
 
 # against the exact product rounded to the output dtype, Gaussian operands; sm_90's FP8 tensor cores accumulate with
@@ -88,12 +89,6 @@ def compiles_a_cast(samples: Samples) -> bool:
     return any(missing)
 
 
-def partner(name: str) -> str:
-    """The format of a layer's weights if its activations have the format `name`."""
-    beside = {"fp8_1x128": "fp8_128x128", "fp8_128x128": "fp8_1x128", "mxfp8_e4m3_128x128": "mxfp8_e4m3"}
-    return beside.get(name, name)
-
-
 def _reason(explanation: Explanation) -> str:
     """Why the selected kernel is selected: its summary, and why better kernels for this device and format refused."""
     taken = explanation.taken
@@ -105,33 +100,19 @@ def _reason(explanation: Explanation) -> str:
 
 
 def _choices(name: str, samples: Samples) -> list[Choice]:
-    q = quantize(samples.x, name)
-    other = quantize(samples.w, partner(name))
-    found = {
-        "cast": explain("cast", samples.x, name),
-        "cast_both": explain("cast_both", samples.x, name, name),
-        "dequantize": explain("dequantize", q),
-        "gemm": explain("gemm", q, other),
-    }
-    fused = {
-        "swiglu": explain("swiglu", samples.gate_up, name),
-        "swiglu_both": explain("swiglu_both", samples.gate_up, name, name),
-        "swiglu_backward_both": explain("swiglu_backward_both", samples.grad, samples.gate_up, name, name),
-        "rmsnorm": explain("rmsnorm", samples.x, samples.weight, name),
-        "rmsnorm_both": explain("rmsnorm_both", samples.x, samples.weight, name, name),
-    }
-    if not q.spec.is_2d:
-        tokens = quantize(samples.x, name, axis=-2, offs=samples.offs).mT
-        found["m_grouped"] = explain("grouped", q, quantize(samples.experts, partner(name)), samples.offs)
-        found["k_grouped"] = explain("grouped", tokens, tokens, samples.offs)
-        fused["permute"] = explain("permute", samples.x, samples.indices, name)
-        fused["permute_both"] = explain("permute_both", samples.x, samples.indices, samples.offs, name, name)
-        fused["permute_columns"] = explain("permute_columns", samples.x, samples.indices, samples.offs, name)
-    choices: list[Choice] = []
-    for operation, explanation in (found | fused).items():
-        backend = explanation.taken.backend if explanation.taken else "none"
-        choices.append(Choice(operation, name, backend, _reason(explanation)))
-    return choices
+    without = {*MOVES, *(GROUPED if get_format(name).is_2d else ())}
+    return [_choice(operation, name, samples) for operation in operations() if operation not in without]
+
+
+def move_choices(samples: Samples) -> list[Choice]:
+    """The backends that permute and combine rows."""
+    return [_choice(operation, ANY, samples) for operation in MOVES]
+
+
+def _choice(operation: str, name: str, samples: Samples) -> Choice:
+    (m, k), n, groups = samples.x.shape, samples.w.shape[0], samples.offs.shape[0]
+    found = explain_sizes(operation, (m, n, k, groups), name, on=capability(samples.x.device))
+    return Choice(operation, name, found.taken.backend if found.taken else "none", _reason(found))
 
 
 def known_bytes(device: torch.device) -> list[Check]:
@@ -160,46 +141,51 @@ def _routing(samples: Samples) -> Routing:
     return sort_by_expert(experts, 5)
 
 
-def move_choices(samples: Samples) -> list[Choice]:
-    """The backends that permute and combine rows."""
-    _, rows = _routing(samples).permutation
-    x, y = samples.x[:46], samples.x[:138]
-    found = {
-        "permute_rows": explain("permute_rows", x, rows),
-        "combine_rows": explain("combine_rows", y, rows),
-        "combine_dots": explain("combine_dots", y, x, rows),
-        "clear_rows": explain("clear_rows", y),
-    }
-    return [
-        Choice(name, ANY, each.taken.backend if each.taken else "none", _reason(each)) for name, each in found.items()
-    ]
-
-
 def move_checks(samples: Samples) -> list[Check]:
     """Moves of rows against the reference: bytes, and SQNR of dot products, whose summation order is free."""
     routing, x, y = _routing(samples), samples.x[:46], samples.x[:138]
     gate_weights = samples.x[:46, :3].float()
 
-    def moved() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        permuted, cleared = permute_rows(x, routing.tokens, routing.rows, gate_weights), y.clone()
-        clear_rows(cleared, routing.offs // 2)
-        return (
-            permuted,
-            combine_rows(y, routing.rows, gate_weights),
-            combine_dots(y, x, routing.rows),
-            cleared,
-        )
+    def cleared() -> Tensor:
+        clear_rows(rows := y.clone(), routing.offs // 2)
+        return rows
 
-    got = moved()
+    tokens, rows = routing.permutation
+
     with use_backend("reference"):
-        want = moved()
-    figure = sqnr_db(want[2], got[2]).item()
+        dots = combine_dots(y, x, rows)
     return [
-        _equality("permute_rows", ANY, torch.equal(_raw(got[0]), _raw(want[0]))),
-        _equality("combine_rows", ANY, torch.equal(_raw(got[1]), _raw(want[1]))),
-        _equality("clear_rows", ANY, torch.equal(_raw(got[3]), _raw(want[3]))),
-        Check(f"combine_dots, {ANY}", figure >= _GATE_DB, f"{figure:.1f} dB of at least {_GATE_DB:.0f}"),
+        _same_as_reference("permute_rows", ANY, lambda: [permute_rows(x, tokens, rows, gate_weights)]),
+        _same_as_reference("combine_rows", ANY, lambda: [combine_rows(y, rows, gate_weights)]),
+        _same_as_reference("clear_rows", ANY, lambda: [cleared()]),
+        _close(f"combine_dots, {ANY}", dots, lambda: combine_dots(y, x, rows), _GATE_DB),
     ]
+
+
+def _same_as_reference(operation: str, name: str, call: Callable[[], Sequence[BlockScaled | Tensor]]) -> Check:
+    """Check that a call gives the bytes that the reference gives."""
+    got = call()
+    with use_backend("reference"):
+        want = call()
+    same = all(
+        x is y or (x is not None and y is not None and torch.equal(_raw(x), _raw(y)))
+        for a, b in zip(got, want, strict=True)
+        for x, y in zip(_tensors(a), _tensors(b), strict=True)
+    )
+    return Check(f"{operation}, {name}", same, f"bytes {'equal' if same else 'differ from'} the reference")
+
+
+def _tensors(result: BlockScaled | Tensor) -> tuple[Tensor | None, ...]:
+    return (result,) if isinstance(result, Tensor) else (result.data, result.scale, result.global_scale)
+
+
+def _close(title: str, exact: Tensor, call: Callable[[], Tensor], gate: float) -> Check:
+    """Check the SQNR of a call against its exact result."""
+    try:
+        figure = sqnr_db(exact, call()).item()
+    except (BackendError, OptionError) as error:  # a forced backend or ptxas that cannot run it
+        return Check(title, False, str(error))
+    return Check(title, figure >= gate, f"{figure:.1f} dB of at least {gate:.0f}")
 
 
 def _raw(tensor: Tensor) -> Tensor:
@@ -214,50 +200,32 @@ def _hex(tensor: Tensor) -> str:
 
 def _cast_checks(name: str, samples: Samples) -> list[Check]:
     """Selected casts against the reference, byte for byte."""
-    row, col = quantize_both(samples.x, name, name)[:2]
-    with use_backend("reference"):
-        want_row, want_col = quantize(samples.x, name), quantize(samples.x, name, axis=-2)
-        want_values = dequantize(want_row, torch.float32)
-    same = _same_bytes(row, want_row) and _same_bytes(col, want_col)
-    same = same and _same_bytes(quantize(samples.x, name), want_row)
-    same = same and torch.equal(dequantize(row, torch.float32), want_values)
-    return [_equality("cast", name, same)]
 
+    def call() -> tuple[BlockScaled | Tensor, ...]:
+        q = quantize(samples.x, name)
+        return q, *quantize_both(samples.x, name, name)[:2], dequantize(q, torch.float32)
 
-def _fused_checks(name: str, samples: Samples) -> list[Check]:
-    """Selected fused casts against the reference, byte for byte."""
-    checks: list[Check] = []
-    for operation, call in _fused_casts(name, samples).items() if name in FUSED_FORMATS else ():
-        got = call()
-        with use_backend("reference"):
-            want = call()
-        same = all(_same_result(a, b) for a, b in zip(got, want, strict=True))
-        checks.append(_equality(operation, name, same))
-    return checks
-
-
-def _product_checks(name: str, samples: Samples) -> list[Check]:
-    """Selected products against exact ones."""
-    row = quantize(samples.x, name)
-    checks: list[Check] = []
-    for operation, (call, exact) in _products(name, row, samples).items():
-        for dtype in (torch.float32, torch.bfloat16):
-            title, gate = f"{operation} {str(dtype)[6:]}, {name}", _gate(row, dtype)
-            try:
-                figure = sqnr_db(exact.to(dtype), call(dtype)).item()
-            except (BackendError, OptionError) as error:  # a forced backend or ptxas that cannot run it
-                checks.append(Check(title, False, str(error)))
-                continue
-            checks.append(Check(title, figure >= gate, f"{figure:.1f} dB of at least {gate:.0f}"))
-    return checks
+    return [_same_as_reference("cast", name, call)]
 
 
 # Fused casts share code, and each takes seconds to compile: one format of every family is checked.
 FUSED_FORMATS = ("fp8_1x128", "mxfp8_e4m3", "nvfp4")
 
 
-def _equality(operation: str, name: str, same: bool) -> Check:
-    return Check(f"{operation}, {name}", same, f"bytes {'equal' if same else 'differ from'} the reference")
+def _fused_checks(name: str, samples: Samples) -> list[Check]:
+    """Selected fused casts against the reference, byte for byte."""
+    calls = _fused_casts(name, samples) if name in FUSED_FORMATS else {}
+    return [_same_as_reference(operation, name, call) for operation, call in calls.items()]
+
+
+def _product_checks(name: str, samples: Samples) -> list[Check]:
+    """Selected products against exact ones."""
+    row = quantize(samples.x, name)
+    return [
+        _close(f"{operation} {str(dtype)[6:]}, {name}", exact.to(dtype), partial(call, dtype), _gate(row, dtype))
+        for operation, (call, exact) in _products(name, row, samples).items()
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
 
 
 def _fused_casts(name: str, samples: Samples) -> dict[str, Callable[[], tuple[BlockScaled | Tensor, ...]]]:
@@ -303,17 +271,6 @@ def _gate(operand: BlockScaled, dtype: torch.dtype) -> float:
     if operand.spec.family != "fp8" or capability(operand.device).device != "cuda":
         return _GATE_DB
     return _GATE_FP8_CUDA_DB[dtype]
-
-
-def _same_result(a: BlockScaled | Tensor, b: BlockScaled | Tensor) -> bool:
-    if isinstance(a, BlockScaled) and isinstance(b, BlockScaled):
-        return _same_bytes(a, b)
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(_raw(a), _raw(b))
-
-
-def _same_bytes(a: BlockScaled, b: BlockScaled) -> bool:
-    pairs = ((a.data, b.data), (a.scale, b.scale), (a.global_scale, b.global_scale))
-    return all(x is y or (x is not None and y is not None and torch.equal(_raw(x), _raw(y))) for x, y in pairs)
 
 
 PARTS: dict[str, Callable[[str, Samples], Sequence[Choice | Check]]] = {

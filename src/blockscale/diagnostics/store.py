@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..autograd.recipe import PRODUCTS, Operand, Product, Recipe
-from ..errors import OptionError, message
+from ..errors import OptionError, message, refuse
 from ..nn import ConversionReport
 from ..nn.report import Converted, Skipped
 from .layers import ExpertNumerics, LayerNumerics, Numerics, OperandNumerics
@@ -62,12 +62,10 @@ def read(path: Path) -> Stored:
     """Read a file, or the file in a run's folder."""
     place = path / NAME if path.is_dir() else path
     if not place.is_file():
-        raise OptionError(
-            message(
-                f"{path} without {NAME}",
-                rule="a run writes its numerics with --numerics-every",
-                fix="train with --folder and --numerics-every 1000, or name a preset",
-            )
+        refuse(
+            f"{path} without {NAME}",
+            "a run writes its numerics with --numerics-every",
+            "train with --folder and --numerics-every 1000, or name a preset",
         )
     report: ConversionReport | None = None
     samples: dict[int, Numerics] = {}
@@ -88,12 +86,10 @@ def read(path: Path) -> Stored:
             )
         ) from error
     if report is None or not samples:
-        raise OptionError(
-            message(
-                f"{place} with {len(samples)} samples{'' if report else ' and no model'}",
-                rule="advice needs the model's line and one sample",
-                fix="let the run log once after its first sample",
-            )
+        refuse(
+            f"{place} with {len(samples)} samples{'' if report else ' and no model'}",
+            "advice needs the model's line and one sample",
+            "let the run log once after its first sample",
         )
     return Stored(report, samples)
 

@@ -1,4 +1,4 @@
-"""`blockscale warmup`, also without a GPU."""
+"""`blockscale tune --compile-only`, also without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("rich", reason="the command line needs rich, which is not in
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 
 from aot.compiled import CAN_COMPILE
-from blockscale.cli import warmup
+from blockscale.cli import tune
 from blockscale.cli.main import main
 from blockscale.diagnostics import precompile
 from blockscale.hardware import Capability
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler
 
 
 def test_dry_run_lists_the_kernels_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warmup", "llama3-8b", "--dry-run", "--device", "sm_90"]) == 0
+    assert main(["tune", "llama3-8b", "--compile-only", "--dry-run", "--device", "sm_90"]) == 0
     lines = capsys.readouterr().out.splitlines()
     products, casts = [[line for line in lines if f"{name}_kernel" in line] for name in ("scaled_mm", "cast")]
     assert lines[-1] == f"{len(products) + len(casts)} kernels for llama3-8b on cuda sm_90; none was compiled"
@@ -31,18 +31,18 @@ def test_dry_run_lists_the_kernels_of_a_model(capsys: pytest.CaptureFixture[str]
 
 def test_dry_run_of_given_layers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--shapes", "512,256; 256,512", "--m", "1,16", "--device", "sm_90", "--dry-run"]
-    assert main(["warmup", *words, "--inference"]) == 0
+    assert main(["tune", "--compile-only", *words, "--inference"]) == 0
     text = capsys.readouterr().out
     assert "cast_both" not in text
     assert "1x512x256" in text
-    assert main(["warmup", *words, "--formats", "mxfp8_e4m3@mxfp8_e4m3"]) == 0
+    assert main(["tune", "--compile-only", *words, "--formats", "mxfp8_e4m3@mxfp8_e4m3"]) == 0
     assert "gemm mxfp8_e4m3 @ mxfp8_e4m3 by torch: nothing to precompile" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 @pytest.mark.parametrize("words", [[], ["--device", "sm_90"], ["--device", "cuda"], ["--device", "cpu"]], ids=str)
 def test_without_a_gpu_nothing_is_compiled(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warmup", "llama3-8b", *words]) == 1
+    assert main(["tune", "llama3-8b", "--compile-only", *words]) == 1
     said = capsys.readouterr().err
     assert "nothing was compiled" in said
     assert "GPU" in said
@@ -54,7 +54,8 @@ def test_compiled_and_cached_kernels_are_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a fake GPU and a fake compiler."""
-    monkeypatch.setattr(warmup, "_target", lambda device, dry_run: precompile.Target(Capability("cuda", 90)))
+    here = (precompile.Target(Capability("cuda", 90)), torch.device("cpu"))
+    monkeypatch.setattr(tune, "_gpu", lambda device: here)
     asked: list[int] = []
 
     def compile_all(requests, target, workers):
@@ -62,7 +63,7 @@ def test_compiled_and_cached_kernels_are_counted(
         return iter([precompile.Compiled(request, 0.1, 1, number % 2) for number, request in enumerate(requests)])
 
     monkeypatch.setattr(precompile, "compile_all", compile_all)
-    assert main(["warmup", "--shapes", "512,256", "--m", "16", "--workers", "3"]) == 0
+    assert main(["tune", "--compile-only", "--shapes", "512,256", "--m", "16", "--workers", "3"]) == 0
     text = capsys.readouterr().out
     assert "7 kernels for 1 layers on cuda sm_90: 4 compiled, 3 were cached" in text
     assert "with 3 processes" in text
@@ -85,10 +86,11 @@ def test_compiled_and_cached_kernels_are_counted(
         (["llama3-8b", "--formats", "fp8_1x128@fp8"], "unknown format 'fp8'"),
         (["llama3-8b", "--device", "sm_x", "--dry-run"], "pass sm_90 for an H100"),
         (["llama3-8b", "--workers", "0"], "at least one process"),
+        (["llama3-8b", "--budget", "5"], "--budget with --compile-only"),
     ],
 )
 def test_errors_name_the_reason(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warmup", *words]) == 2
+    assert main(["tune", "--compile-only", *words]) == 2
     said = capsys.readouterr().err
     assert says in said
     assert "Fix: " in said
