@@ -16,7 +16,7 @@ NEXT := .venv-next/bin/python
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-next demo doctor test test-all test-next test-gpu sanitize aot sass bench convergence lint format clean
+.PHONY: help setup setup-next demo doctor test test-all test-next test-gpu sanitize aot sass bench report convergence lint format clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' Makefile
@@ -76,6 +76,9 @@ sanitize: ## run every Triton cast under compute-sanitizer, with PYTHON as it is
 bench: ## check and time every cast (ARGS=gemm: every product), with PYTHON as it is, without .venv
 	PYTHONPATH=src $(PYTHON) -m blockscale bench $(ARGS)
 
+report: setup ## rewrite the tables and pictures of this repository from benchmarks/results
+	$(PY) -m benchmarks.report
+
 # 25 times the work of the demo; goes on where it was cut off. On a GPU: ARGS="--device cuda --jobs 12".
 CONVERGENCE = --recipe.keep-first 0 --recipe.keep-last 0 --recipes fp8_blockwise,mxfp8,nvfp4,mxfp4 --control \
 	--seeds 5 --steps 300 --eval-every 50 --jobs 2 --out out/convergence
@@ -96,4 +99,4 @@ format: setup ## rewrite the code in the house style
 
 clean: ## remove caches, builds and outputs; .venv and .venv-next stay (remove them by hand to start over)
 	rm -rf build dist out .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src benchmarks tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

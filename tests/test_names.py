@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 from blockscale import names
@@ -20,14 +18,6 @@ def test_names_are_those_of_the_tables() -> None:
         name: spec.family for name, spec in FORMATS.items()
     }
     assert tuple(NOMINAL) == names.MACHINES
-
-
-def test_peers_of_a_suite_are_those_it_knows() -> None:
-    from blockscale.cli.bench import PEERS
-
-    places = {"casts": "suites.common", "gemm": "product_peers", "linear": "layer_peers", "mlp": "layer_peers"}
-    for suite, place in (places | {"moe": "suites.moe"}).items():
-        assert {*PEERS[suite]} == importlib.import_module(f"blockscale.bench.{place}").ALL_PEERS, suite
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from support.bench_rows import suite
-
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
 from blockscale.bench import store
-from blockscale.bench.suites import fused
 from blockscale.cli.main import main
 
 
@@ -27,7 +24,6 @@ def test_casts_on_a_cpu_say_what_they_are_and_store(tmp_path: Path, capsys: pyte
     assert bench("casts", "--device", "cpu", "--only", "fp8_1x128 axis", "--json", str(path)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "times the reference on a CPU" in text
-    assert "swiglu_quantize_both does not exist yet" in text or not fused.missing()
     assert [row.case for row in store.read(path)] == ["fp8_1x128 axis -1 256x512", "fp8_1x128 axis -2 256x512"]
 
 
@@ -88,7 +84,7 @@ def test_mixtures_on_a_cpu_are_checked_and_stored(tmp_path: Path, capsys: pytest
 
 
 def test_a_wrong_product_prints_no_speed_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("blockscale.bench.products.BF16_DB", 60.0)
+    monkeypatch.setattr("blockscale.bench.gemms.BF16_DB", 60.0)
     assert bench("gemm", "--device", "cpu", "--only", "mxfp4", "--peers", "none") == 1
     text = capsys.readouterr().out
     assert "WRONG mxfp4 @ mxfp4 16x256x256: the product is 5" in text
@@ -139,20 +135,6 @@ def test_dispatch_runs_without_tyro(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "quantize_both mxfp8_e4m3" in capsys.readouterr().out
     assert bench("casts", "--quick") == 2
     assert "needs tyro" in capsys.readouterr().err
-
-
-def test_report_rewrites_pages_and_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed")
-    monkeypatch.chdir(tmp_path)
-    assert bench("report") == 1
-    assert "no results" in capsys.readouterr().out
-    store.write(tmp_path / "benchmarks" / "results" / "casts-h200.jsonl", suite())
-    (tmp_path / "README.md").write_text("<!-- bench:casts-summary -->\n<!-- /bench:casts-summary -->\n")
-    assert bench("report") == 0
-    assert "| fp8_1x128 axis -1 |" in (tmp_path / "README.md").read_text()
-    assert (tmp_path / "docs" / "images" / "casts.svg").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,25 +9,27 @@ import pytest
 import torch
 
 import blockscale as bs
-from blockscale.bench import ceilings, harness, product_peers, products, report_gemm, shapes, store, telemetry
+from benchmarks.report import gemm as report
+from blockscale.bench import PEERS, gemms, harness, rooflines, shapes, store, timing
 from blockscale.bench.suites import gemm
-from blockscale.hardware import Capability
+from blockscale.hardware import Capability, capability
 from blockscale.registry import Request
+from blockscale.roofline import Ceilings
 
 CPU = torch.device("cpu")
 HOPPER = Capability("cuda", 90)
-CEILINGS = ceilings.Ceilings(4000.0, {"bf16": 700.0, "fp8": 1300.0})
+CEILINGS = Ceilings("", "hopper", 4e12, 7e14, 1.3e15, None, "")
 WHERE = store.where(CPU, "0.1.0", "test")
 ADDED = gemm.Kind("fp8_1x128", "fp8_1x128", accumulate=True)
 
 
 def case(kind: gemm.Kind = gemm.WEIGHTS, peers: frozenset[str] = frozenset()) -> harness.Case:
-    return gemm.case(kind, shapes.TINY_PRODUCT, gemm.extent(CPU, peers=peers), CEILINGS, group="large")
+    return gemm.case(kind, shapes.TINY_PRODUCT, capability(CPU), CEILINGS, peers, group="large")
 
 
 def run(case: harness.Case, device: torch.device = CPU) -> store.Row:
     budget = harness.Budget(rounds=1, seconds=1e-4)
-    return harness.run_case(case, "gemm", device, WHERE, budget, telemetry.Telemetry())
+    return harness.run_case(case, "gemm", device, WHERE, budget, timing.Telemetry())
 
 
 def request(*formats: str, product: tuple[int, int, int] = (16, 256, 256), sm: int = 90) -> Request:
@@ -35,10 +37,10 @@ def request(*formats: str, product: tuple[int, int, int] = (16, 256, 256), sm: i
 
 
 def test_every_case_is_listed_once():
-    found = list(gemm.cases(gemm.gpu_extent(HOPPER), CEILINGS))
+    found = list(gemm.cases(HOPPER, CEILINGS))
     names = [case.name for case in found]
     assert len(names) == len(set(names)) == 16 + 12 + 24 + 150 + 3 + 8
-    assert list(dict.fromkeys(case.group for case in found)) == list(report_gemm.GROUPS)
+    assert list(dict.fromkeys(case.group for case in found)) == list(report.GROUPS)
     for name in (
         "1x128 @ 128x128 4096x7168x18432",
         "1x128 @ 1x128 fp32 += 8192x8192x8192",
@@ -51,7 +53,7 @@ def test_every_case_is_listed_once():
 
 
 def test_a_quick_run_is_short():
-    quick = list(gemm.cases(gemm.gpu_extent(HOPPER, quick=True), CEILINGS))
+    quick = list(gemm.cases(HOPPER, CEILINGS, quick=True))
     assert len({case.group for case in quick}) == 5
     assert len(quick) < 15
 
@@ -114,14 +116,14 @@ def test_a_wrong_gemm_is_not_timed(kind: gemm.Kind, spoil, says: str):
 
 
 def test_a_gemm_that_does_not_accumulate_is_wrong():
-    def overwrites(operands: products.Operands) -> torch.Tensor:
+    def overwrites(operands: gemms.Operands) -> torch.Tensor:
         return operands.acc.copy_(bs.scaled_mm(operands.a, operands.b, torch.float32))
 
     assert "a second sum" in run(dataclasses.replace(case(ADDED), run=overwrites)).problem
 
 
 def test_a_kernel_that_raises_is_wrong_and_the_run_continues():
-    def fails(operands: products.Operands) -> torch.Tensor:
+    def fails(operands: gemms.Operands) -> torch.Tensor:
         raise RuntimeError("no such\ninstruction")
 
     row = run(dataclasses.replace(case(), run=fails))
@@ -130,16 +132,16 @@ def test_a_kernel_that_raises_is_wrong_and_the_run_continues():
 
 
 def test_refusals_become_notes():
-    found = product_peers.other_kernels(request("fp8_1x128", "fp8_128x128", product=(1, 256, 256)))
+    found = gemms.other_kernels(request("fp8_1x128", "fp8_128x128", product=(1, 256, 256)))
     assert "multiples of 4" in str(found["row torch"])
     assert found["row torch_sm100"] == "refuses: needs sm_100 to sm_103, this is sm_90"
     assert "not run" in str(found["row reference"])
     taken = bs.registry.select(request("fp8_1x128", "fp8_128x128")).backend
-    assert f"row {taken}" not in product_peers.other_kernels(request("fp8_1x128", "fp8_128x128"))
+    assert f"row {taken}" not in gemms.other_kernels(request("fp8_1x128", "fp8_128x128"))
 
 
 def test_every_other_backend_is_a_peer():
-    found = product_peers.other_kernels(request("mxfp4", "mxfp4"))
+    found = gemms.other_kernels(request("mxfp4", "mxfp4"))
     taken = bs.registry.select(request("mxfp4", "mxfp4")).backend
     assert set(found) == {f"row {row.backend}" for row in bs.registry.kernels("gemm")} - {f"row {taken}"}
 
@@ -148,20 +150,20 @@ def test_every_other_backend_is_a_peer():
 def test_compared_rows_equal_those_of_the_whole_gemm(name: str):
     q = bs.quantize(torch.randn(40, 256), name)
     index = torch.tensor([0, 3, 39])
-    got, want = bs.gemm.exact_mm(products.take_rows(q, index), q), bs.gemm.exact_mm(q, q)[index]
+    got, want = bs.gemm.exact_mm(gemms.take_rows(q, index), q), bs.gemm.exact_mm(q, q)[index]
     torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-12)  # the reduction order depends on the shape
 
 
 def test_the_last_row_is_compared():
-    operands = products.make_operands((1000, 16, 128), ("fp8_1x128", "fp8_1x128"), CPU, accumulate=False)
+    operands = gemms.make_operands((1000, 16, 128), ("fp8_1x128", "fp8_1x128"), CPU, accumulate=False)
     assert len(operands.judged) == len(operands.judged.unique()) == 256
     assert operands.judged[[0, -1]].tolist() == [0, 999]
 
 
 def test_rowwise_operands_are_near_their_source():
-    operands = products.make_operands(shapes.TINY_PRODUCT, ("fp8_1x128", "fp8_128x128"), CPU, accumulate=False)
+    operands = gemms.make_operands(shapes.TINY_PRODUCT, ("fp8_1x128", "fp8_128x128"), CPU, accumulate=False)
     codes, scale, _, _ = operands.rowwise
-    assert products.sqnr_db(operands.x, codes.float() * scale) > 28
+    assert gemms.sqnr_db(operands.x, codes.float() * scale) > 28
     assert operands.rowwise_accuracy(lambda o: o.x.float() @ o.w.float().mT) < 40  # of its own operands, not of x and w
 
 
@@ -186,12 +188,12 @@ def test_torchao_gets_scales_as_it_reads_them(weights: str, product, monkeypatch
         return out.to(dtype)
 
     names = ("triton_fp8_gemm_1x128_128x1", "triton_fp8_gemm_1x128_128x128")
-    monkeypatch.setattr(product_peers, "torchao", lambda name: SimpleNamespace(**dict.fromkeys(names, multiply)))
+    monkeypatch.setattr(gemms, "torchao", lambda name: SimpleNamespace(**dict.fromkeys(names, multiply)))
     asked = request("fp8_1x128", weights, product=product)
-    peer = product_peers.peers(asked, frozenset({"torchao"}), compiling=True)["torchao"]
-    assert isinstance(peer, product_peers.Peer)
+    peer = gemms.peers(asked, frozenset({"torchao"}), compiling=True)["torchao"]
+    assert isinstance(peer, harness.Peer)
     assert peer.note == names[weights == "fp8_128x128"]
-    operands = products.make_operands(product, ("fp8_1x128", weights), CPU, accumulate=False)
+    operands = gemms.make_operands(product, ("fp8_1x128", weights), CPU, accumulate=False)
     assert peer.accuracy is not None
     assert peer.accuracy(operands) > 54
 
@@ -199,7 +201,7 @@ def test_torchao_gets_scales_as_it_reads_them(weights: str, product, monkeypatch
 def test_torchao_is_a_peer_where_it_can_run():
     def note(*formats: str, k: int = 256, compiling: bool = True) -> object:
         asked = request(*formats, product=(16, 256, k))
-        return product_peers.peers(asked, frozenset({"torchao"}), compiling=compiling)["torchao"]
+        return gemms.peers(asked, frozenset({"torchao"}), compiling=compiling)["torchao"]
 
     assert "has none" in str(note("mxfp4", "mxfp4"))
     assert "multiples of 128" in str(note("fp8_1x128", "fp8_128x128", k=2880))
@@ -207,34 +209,35 @@ def test_torchao_is_a_peer_where_it_can_run():
 
 
 def test_the_bound_is_the_longer_of_compute_and_memory_time():
-    large = gemm.case(gemm.WEIGHTS, shapes.SQUARE, gemm.gpu_extent(HOPPER), CEILINGS, group="")
+    large = gemm.case(gemm.WEIGHTS, shapes.SQUARE, HOPPER, CEILINGS, frozenset(), group="")
     assert large.bound_us == pytest.approx(2 * 8192**3 / 1300e6)
-    few = gemm.case(gemm.WEIGHTS, (1, 7168, 18432), gemm.gpu_extent(HOPPER), CEILINGS, group="")
+    few = gemm.case(gemm.WEIGHTS, (1, 7168, 18432), HOPPER, CEILINGS, frozenset(), group="")
     assert few.bytes == 18432 + 144 * 4 + 7168 * 18432 + 56 * 144 * 4 + 7168 * 2
     assert few.bound_us == pytest.approx(few.bytes / 4e6)
-    assert gemm.units(gemm.Kind("mxfp4", "mxfp4"), HOPPER) == "bf16"
-    added = gemm.case(ADDED, (4096, 4096, 4096), gemm.gpu_extent(HOPPER), CEILINGS, group="")
+    upcast = gemm.case(gemm.Kind("mxfp4", "mxfp4"), shapes.SQUARE, HOPPER, CEILINGS, frozenset(), group="")
+    assert upcast.bound_us == pytest.approx(2 * 8192**3 / 700e6), "no units for it: the rate of bf16"
+    added = gemm.case(ADDED, (4096, 4096, 4096), HOPPER, CEILINGS, frozenset(), group="")
     assert added.bytes == 2 * (4096 * 4096 + 4096 * 32 * 4) + 2 * 4096 * 4096 * 4
 
 
 def test_this_machine_has_ceilings():
-    found = ceilings.find(CPU, rounds=1, seconds=1e-4)
-    assert found.gb_s > 0
-    assert found.tflop_s["bf16"] > 0
+    found = rooflines.measure_ceilings(CPU, rounds=1, seconds=1e-4)
+    assert found.bandwidth > 0
+    assert found.bf16 > 0
 
 
 def test_zero_error_has_a_finite_sqnr():
-    assert products.sqnr_db(torch.ones(3), torch.ones(3)) == products.NO_ERROR_DB
-    assert products.sqnr_db(torch.ones(3), torch.full((3,), torch.nan)) != products.NO_ERROR_DB
+    assert gemms.sqnr_db(torch.ones(3), torch.ones(3)) == gemms.NO_ERROR_DB
+    assert gemms.sqnr_db(torch.ones(3), torch.full((3,), torch.nan)) != gemms.NO_ERROR_DB
 
 
 @pytest.mark.gpu
 @pytest.mark.sm90
 def test_rows_on_hopper():
     device = torch.device("cuda")
-    extent = gemm.gpu_extent(HOPPER, peers=product_peers.ALL_PEERS - {"torchao"})
+    names = PEERS["gemm"] - {"torchao"}
     for kind in (gemm.WEIGHTS, ADDED):
-        row = run(gemm.case(kind, (512, 1024, 2048), extent, CEILINGS, group="large"), device)
+        row = run(gemm.case(kind, (512, 1024, 2048), HOPPER, CEILINGS, names, group="large"), device)
         assert not row.fault
         assert row.method == "graph"
         assert {"rowwise fast", "rowwise", "bf16"} <= {name for name, cell in row.peers.items() if "us" in cell}

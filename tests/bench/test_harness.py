@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from blockscale import dequantize, quantize
-from blockscale.bench import harness, peers, store, telemetry
-from blockscale.bench.suites import casts, common, dispatch
+from blockscale.bench import harness, peers, store, timing
+from blockscale.bench.suites import casts
 from blockscale.hardware import has_cpp_compiler
 
 CPU = torch.device("cpu")
-EXTENT = common.extent(CPU)
+EXTENT = casts.extent(CPU)
 BUDGET = harness.Budget(rounds=1, seconds=1e-4)
 WHERE = store.where(CPU, "0.1.0", "test")
 
 
 def run(case: harness.Case) -> store.Row:
-    return harness.run_case(case, "casts", CPU, WHERE, BUDGET, telemetry.Telemetry())
+    return harness.run_case(case, "casts", CPU, WHERE, BUDGET, timing.Telemetry())
 
 
 def single(format: str = "mxfp8_e4m3", axis: int = -1) -> harness.Case:
@@ -54,7 +54,7 @@ class Wrong:
 @pytest.mark.parametrize("kind", ["one", "both", "experts"])
 def test_a_row_on_a_gpu(kind: str):
     device = torch.device("cuda")
-    extent = common.extent(device, peers=frozenset({"eager"}))
+    extent = casts.extent(device, peers=frozenset({"eager"}))
     case = {
         "one": lambda: casts.single("fp8_1x128", -2, (1024, 2048), extent, group=""),
         "both": lambda: casts.both("mxfp8_e4m3", (1024, 2048), extent, group=""),
@@ -71,7 +71,7 @@ def test_a_row_on_a_gpu(kind: str):
 @pytest.mark.gpu
 def test_host_time_on_a_gpu():
     rows = list(
-        harness.run_cases(dispatch.cases(torch.device("cuda")), "dispatch", torch.device("cuda"), WHERE, BUDGET)
+        harness.run_cases(casts.dispatch_cases(torch.device("cuda")), "dispatch", torch.device("cuda"), WHERE, BUDGET)
     )
     assert {row.method for row in rows} == {"host"}
     assert all(row.us is not None and {"copy", "triton launch"} <= set(row.peers) for row in rows)
@@ -120,7 +120,7 @@ def test_a_peer_that_computes_something_else_is_labelled():
     def other(x):
         return (peers.plain_cast(x / 3, "mxfp8_e4m3", -1),)
 
-    peer = peers.Peer(other, lambda parts: peers.as_operands("mxfp8_e4m3", parts))
+    peer = harness.Peer(other, lambda parts: peers.as_operands("mxfp8_e4m3", parts))
     row = run(dataclasses.replace(single(), peers={"other": peer, "absent": "has none"}))
     assert "differs" in row.peers["other"]["note"]
     assert row.peers["absent"] == {"note": "has none"}
@@ -130,7 +130,7 @@ def test_a_failing_peer_becomes_a_note():
     def fails(x):
         raise RuntimeError("no such\nthing")
 
-    row = run(dataclasses.replace(single(), peers={"bad": peers.Peer(fails)}))
+    row = run(dataclasses.replace(single(), peers={"bad": harness.Peer(fails)}))
     assert row.us is not None
     assert row.peers == {"bad": {"note": "fails: RuntimeError: no such"}}
 
@@ -163,7 +163,7 @@ def test_other_casts_are_below_the_gate():
 def test_the_plain_cast_compiles_in_one_piece():
     x = torch.randn(256, 512, dtype=torch.bfloat16)
     found = peers.casts("mxfp8_e4m3", (-1, -2), x.numel(), frozenset({"compile"}), compiling=True)["compile"]
-    assert isinstance(found, peers.Peer)
+    assert isinstance(found, harness.Peer)
     row, col = found.view(found.run(x))
     assert harness.closeness_db(quantize(x, "mxfp8_e4m3"), row) > 40
     assert harness.closeness_db(quantize(x, "mxfp8_e4m3", axis=-2), col) > 40
@@ -172,7 +172,7 @@ def test_the_plain_cast_compiles_in_one_piece():
 def test_the_suite_lists_each_case_once():
     names = [case.name for case in casts.cases(EXTENT)]
     assert len(names) == len(set(names)) > 20
-    assert len(list(dispatch.cases(CPU))) == 9
+    assert len(list(casts.dispatch_cases(CPU))) == 9
 
 
 def test_the_fewest_bytes_of_nvfp4():

@@ -1,8 +1,7 @@
-"""Layer suites: correct layers are timed, peers share parameters, saved bytes are counted, and goals are judged."""
+"""Layer suites: correct layers are timed, peers share parameters, and saved bytes are counted."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 from torch import nn
 
 import blockscale.nn
-from blockscale.bench import harness, layer_peers, layers, report, report_layers, store, tables, telemetry
+from benchmarks.report.layers import roof_speedup
+from blockscale.bench import harness, layers, store, timing
 from blockscale.bench.rooflines import Roofs
-from blockscale.bench.suites import layers as common
-from blockscale.bench.suites import linear, mlp
-from blockscale.hardware import Capability
+from blockscale.bench.suites import layers as suite
+from blockscale.hardware import Capability, capability
 from blockscale.roofline import MEASURED, NOMINAL
-from support.bench_rows import row as made_up
 
 CPU = torch.device("cpu")
 HOPPER = Capability("cuda", 90)
@@ -27,33 +25,28 @@ LAYER = (128, 256)
 SOME = frozenset({"bf16", "casts"})
 
 
-def extent(peers: frozenset[str] = SOME) -> linear.Extent:
-    tiny = linear.extent(CPU, peers=peers)
-    return dataclasses.replace(tiny, models={"tiny": (LAYER,)}, wide=frozenset({LAYER}), tokens=(128,), peers=peers)
+def case(name: str = layers.FP8, peers: frozenset[str] = SOME, **named: Any) -> harness.Case:
+    return suite.linear_case(name, "tiny", LAYER, 128, suite.Setup(capability(CPU), ROOFS, peers), **named)
 
 
-def case(name: str = common.FP8, peers: frozenset[str] = SOME, **named: Any) -> harness.Case:
-    return linear.case(name, common.RECIPES[name], "tiny", LAYER, 128, extent(peers), ROOFS, **named)
-
-
-def run(case: harness.Case, suite: str = "linear") -> store.Row:
+def run(case: harness.Case, name: str = "linear") -> store.Row:
     budget = harness.Budget(rounds=1, seconds=1e-4)
-    return harness.run_case(case, suite, CPU, WHERE, budget, telemetry.Telemetry())
+    return harness.run_case(case, name, CPU, WHERE, budget, timing.Telemetry())
 
 
 def batch() -> layers.Batch:
     return layers.make_batch(layers.normal_linear(*LAYER, CPU), 128, LAYER, CPU)
 
 
-def variant(weight_cast: Any = "forward", name: str = common.FP8) -> layers.Variant:
-    return layers.our_variant(layers.our_linear, common.RECIPES[name], weight_cast)
+def variant(weight_cast: Any = "forward", name: str = layers.FP8) -> layers.Variant:
+    return layers.our_variant(layers.our_linear, layers.RECIPES[name], weight_cast)
 
 
 def test_every_case_is_listed_once():
-    found = list(linear.cases(linear.gpu_extent(HOPPER), ROOFS))
+    found = list(suite.linear_cases(HOPPER, ROOFS))
     names = [case.name for case in found]
     assert len(names) == len(set(names))
-    assert list(dict.fromkeys(case.group for case in found)) == list(linear.GROUPS)
+    assert list(dict.fromkeys(case.group for case in found)) == list(suite.LINEAR_GROUPS)
     assert sum(name.startswith("fp8_blockwise M=4096") for name in names) == 28
     assert sum(name.startswith("fp8_blockwise M=16384") for name in names) == 28
     for name in (
@@ -66,22 +59,22 @@ def test_every_case_is_listed_once():
 
 
 def test_feed_forward_layers_have_every_peer():
-    found = {case.name: case for case in linear.cases(linear.gpu_extent(HOPPER), ROOFS)}
+    found = {case.name: case for case in suite.linear_cases(HOPPER, ROOFS)}
     for start in ("M=4096", "M=16384", "8 microbatches M=4096"):
         for layer in ("DeepSeek-V3 671B 7168->18432", "Llama3 70B 28672->8192", "Qwen3 32B 5120->25600"):
             beside = found[f"fp8_blockwise {start} {layer}"].peers
             assert {"bf16 compiled", "compiled", "torchao", "torchao compiled", "rowwise compiled"} <= set(beside)
             assert not any(isinstance(peer, str) for peer in beside.values())
     small = found["fp8_blockwise M=4096 Llama3 8B 4096->6144"]
-    assert small.peers["torchao"] == small.peers["rowwise compiled"] == layer_peers.NOT_COMPILED
+    assert small.peers["torchao"] == small.peers["rowwise compiled"] == harness.NOT_COMPILED
     odd = found["fp8_blockwise M=4096 DeepSeek 16B 2048->10944"]
     assert "multiples of 128" in str(odd.peers["torchao"])
     assert odd.peers["torchao"] == odd.peers["torchao compiled"]
-    alone = linear.gpu_extent(HOPPER, peers=frozenset({"torchao compiled"}))
-    assert {name for case in linear.cases(alone, ROOFS) for name in case.peers} - {"nn.Linear", "cast twice"} == {
+    alone = suite.linear_cases(HOPPER, ROOFS, frozenset({"torchao compiled"}))
+    assert {name for case in alone for name in case.peers} - {"nn.Linear", "cast twice"} == {
         "torchao compiled", "cast per step"
     }  # fmt: skip
-    assert len(list(linear.cases(linear.gpu_extent(HOPPER, quick=True), ROOFS))) < 10
+    assert len(list(suite.linear_cases(HOPPER, ROOFS, quick=True))) < 10
 
 
 def test_a_row_has_speed_accuracy_memory_and_bound():
@@ -99,7 +92,7 @@ def test_a_row_has_speed_accuracy_memory_and_bound():
     assert row.details["kept_bytes bf16"] == 128 * 128 * 4  # fp32 here
     assert row.details["bf16_bound_us"] > 0
     assert row.bound_us is not None
-    assert report_layers.roof_speedup(row) == pytest.approx(row.details["bf16_bound_us"] / row.bound_us)
+    assert roof_speedup(row) == pytest.approx(row.details["bf16_bound_us"] / row.bound_us)
 
 
 def test_microbatches_share_a_cast_and_times_are_of_one(monkeypatch: pytest.MonkeyPatch):
@@ -114,24 +107,29 @@ def test_microbatches_share_a_cast_and_times_are_of_one(monkeypatch: pytest.Monk
     assert one.built.of(shared).parameters[0] is one.built.plain.weight
     several = case(microbatches=8, peers=frozenset())
     assert (several.parts, several.flops) == (8, 6 * 128 * 128 * 256)
-    timing = harness.Timing(80.0, 80.0, 80.0, "cpu", 1)
-    assert timing.per_part(several.parts).us == 10.0
+    whole = timing.Timing(80.0, 80.0, 80.0, "cpu", 1)
+    assert whole.per_part(several.parts).us == 10.0
 
 
 def test_variants_differ_in_weight_cast_and_accumulation():
-    one = common.variants_of(layers.our_linear, common.RECIPES[common.FP8], 1, twice=True)
-    assert (one.main.refreshes, one.main.main_grads, one.label, one.use.microbatches) == (False, False, "", 1)
-    assert {name: each.refreshes for name, each in one.others.items()} == {"cast twice": False, "cast per step": True}
-    several = common.variants_of(layers.our_linear, common.RECIPES[common.FP8], 8)
-    assert (several.main.refreshes, several.main.main_grads) == (True, False)
-    assert [(name, variant.refreshes, variant.main_grads) for name, variant in several.others.items()] == [
+    main, others = layers.variants_of(layers.our_linear, layers.RECIPES[layers.FP8], 1, twice=True)
+    assert (main.refreshes, main.main_grads) == (False, False)
+    assert {name: each.refreshes for name, each in others.items()} == {"cast twice": False, "cast per step": True}
+    main, others = layers.variants_of(layers.our_linear, layers.RECIPES[layers.FP8], 8)
+    assert (main.refreshes, main.main_grads) == (True, False)
+    assert [(name, variant.refreshes, variant.main_grads) for name, variant in others.items()] == [
         ("fp32 main_grad", True, True)
     ]
-    assert (several.label, several.use.microbatches, several.use.weight_cast) == ("8 microbatches ", 8, "step")
+    several = case(microbatches=8, peers=frozenset())
+    assert several.name == "fp8_blockwise 8 microbatches M=128 tiny 128->256"
+    one = case(peers=frozenset())
+    assert one.bound_us is not None
+    assert several.bound_us is not None
+    assert several.bound_us < one.bound_us, "the roofline shares the cast too"
 
 
 def test_a_wrong_layer_gets_no_figures(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(linear.GATES, common.FP8, (28.2, 60.0, 28.2))
+    monkeypatch.setitem(layers.LINEAR_GATES, layers.FP8, (28.2, 60.0, 28.2))
     row = run(case(peers=frozenset()))
     assert row.us is None
     assert row.problem.startswith("dx is 28")
@@ -149,7 +147,7 @@ def test_a_peer_that_is_missing_is_a_note(monkeypatch: pytest.MonkeyPatch):
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'torchao'")
 
-    monkeypatch.setattr(layer_peers, "torchao", missing)
+    monkeypatch.setattr(layers, "torchao", missing)
     row = run(case(peers=frozenset({"bf16", "torchao"})))
     assert row.us is not None
     assert "No module named 'torchao'" in row.peers["torchao"]["note"]
@@ -165,27 +163,27 @@ def test_a_peer_that_computes_something_else_is_noted(monkeypatch: pytest.Monkey
         layer.weight = plain.weight
         return layer
 
-    monkeypatch.setattr(layer_peers, "_blockwise", doubled)
+    monkeypatch.setattr(layers, "_blockwise", doubled)
     note = run(case(peers=frozenset({"torchao"}))).peers["torchao"]["note"]
     assert re.search(r"differs: -?0\.0 dB", note), note
 
 
 def test_conversions_reach_every_layer_of_an_mlp():
-    plain = mlp.plain_unit((128, 256), CPU)
+    plain = suite.plain_unit((128, 256), CPU)
     seen: list[nn.Linear] = []
-    built = layer_peers.each(lambda layer: seen.append(layer) or layer)(plain)
-    assert isinstance(built, mlp.GatedUnit)
+    built = layers.each(lambda layer: seen.append(layer) or layer)(plain)
+    assert isinstance(built, suite.GatedUnit)
     assert seen == list(plain.children())
     assert all(a is b for a, b in zip(built.parameters(), plain.parameters(), strict=True))
 
 
 def test_the_exact_mlp_has_no_error():
-    one = layers.make_batch(mlp.plain_unit((128, 256), CPU), 64, (128, 128), CPU)
-    assert min(mlp.judge(one, layers.take(layers.plain_variant(), one))) > 100
+    one = layers.make_batch(suite.plain_unit((128, 256), CPU), 64, (128, 128), CPU)
+    assert min(suite.judge_mlp(one, layers.take(layers.plain_variant(), one))) > 100
 
 
 def test_an_mlp_is_timed_beside_three_layers():
-    one, several = (run(case, "mlp") for case in mlp.cases(mlp.extent(CPU, peers=SOME), ROOFS))
+    one, several = (run(case, "mlp") for case in suite.mlp_cases(capability(CPU), ROOFS, SOME))
     assert not one.fault
     assert {"bf16", "cast per step"} == {name for name, cell in one.peers.items() if "us" in cell}
     assert one.details["kept_bytes cast per step"] < one.details["kept_bytes bf16"]
@@ -196,93 +194,22 @@ def test_an_mlp_is_timed_beside_three_layers():
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_an_mlp_with_one_wrong_gradient_is_found(index: int):
-    one = layers.make_batch(mlp.plain_unit((128, 512), CPU), 384, (128, 128), CPU)
+    one = layers.make_batch(suite.plain_unit((128, 512), CPU), 384, (128, 128), CPU)
     right = layers.take(layers.plain_variant(), one)
     gradients = [dw * 1.1 if index == at else dw for at, dw in enumerate(right.dw)]
-    *rest, worst = mlp.judge(one, right._replace(dw=gradients))
+    *rest, worst = suite.judge_mlp(one, right._replace(dw=gradients))
     assert min(rest) > 100
     assert 19 < worst < 21
-    wrong_rows = mlp.judge(one, right._replace(y=right.y * 1.1, dx=right.dx * 1.1))
+    wrong_rows = suite.judge_mlp(one, right._replace(y=right.y * 1.1, dx=right.dx * 1.1))
     assert max(wrong_rows[:2]) < 21
 
 
 def test_every_mlp_is_listed_once():
-    assert list(mlp.UNITS) == ["DeepSeek-V3 671B", "DeepSeek 16B", "Llama3 8B", "Llama3 70B", "Qwen3 32B"]
-    assert mlp.UNITS["Llama3 70B"] == (8192, 28672)
-    names = [case.name for case in mlp.cases(mlp.gpu_extent(HOPPER), ROOFS)]
+    assert list(suite.UNITS) == ["DeepSeek-V3 671B", "DeepSeek 16B", "Llama3 8B", "Llama3 70B", "Qwen3 32B"]
+    assert suite.UNITS["Llama3 70B"] == (8192, 28672)
+    names = [case.name for case in suite.mlp_cases(HOPPER, ROOFS)]
     assert len(names) == len(set(names))
     fp8 = [name for name in names if name.startswith("fp8_blockwise MLP")]
     for start, count in (("M=4096", 5), ("M=16384", 5), ("8 microbatches M=4096", 5)):
         assert sum(name.startswith(f"fp8_blockwise MLP {start}") for name in fp8) == count
-    assert len(list(mlp.cases(mlp.gpu_extent(HOPPER, quick=True), ROOFS))) == 2
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def stored(case: str, **fields: Any) -> store.Row:
-    details = {"bf16_bound_us": 4000.0, "nominal_bound_us": 1500.0, "nominal_bf16_bound_us": 3000.0}
-    details |= {"y_db": 28.6, "dx_db": 28.6, "dw_db": 28.6}
-    details |= {"kept_bytes bf16": 100.0, "kept_bytes blockscale": 260.0, "kept_bytes cast per step": 52.0}
-    peers = {"bf16": {"us": 4500.0, "ratio": 1.5}, "torchao": {"us": 3200.0, "ratio": 1.067}}
-    given = {
-        "suite": "linear", "group": "layers", "format": "fp8_blockwise", "shape": [4096, 18432, 7168], "us": 3000.0,
-        "bound_us": 2000.0, "details": details, "peers": peers,
-    }  # fmt: skip
-    return made_up(case, **given | fields)
-
-
-LARGE = "fp8_blockwise M=4096 DeepSeek-V3 671B 7168->18432"
-
-
-def goals(*rows: store.Row) -> dict[str, list[str]]:
-    lines = [line.strip("| ").split(" | ") for line in report_layers.goals_table(rows).splitlines()[2:]]
-    return {cells[0]: cells[1:] for cells in lines}
-
-
-def test_tables_tell_speedup_and_share():
-    text = report_layers.summary_table([stored(LARGE)])
-    assert "| DeepSeek-V3 671B 7168->18432 | 4096 | 4.500 | 3.000 | 1.50x | 2.00x | 75 % | 1.41x |" in text
-    long = report_layers.long_table([stored(LARGE)])
-    assert "| 75 % |" in long
-    assert "2.60x, 0.52x per step" in long
-    wrong = report_layers.summary_table([stored(LARGE, us=None, problem="dw is 3.0 dB")])
-    assert "WRONG: dw is 3.0 dB" in wrong
-    widths = {line.count("|") for line in (text + "\n" + wrong).splitlines() if line.startswith("|")}
-    assert len(widths) == 1
-
-
-def test_goals_are_judged_by_their_rows():
-    found = goals(stored(LARGE))
-    assert [cells[0:2] for cells in found.values()] == [
-        ["1.50x", "yes"], ["75 %", "no"], ["0.52x", "yes"]
-    ]  # fmt: skip
-    slow = stored("fp8_blockwise M=4096 DeepSeek-V3 671B 18432->7168", peers={"bf16": {"us": 1.0, "ratio": 1.4}})
-    assert next(iter(goals(stored(LARGE), slow).values()))[0:2] == ["1.40 to 1.50x", "no"]
-    host = stored(
-        "fp8_blockwise host time M=16 256->256", group="host time", peers={"nn.Linear": {"us": 50.0, "ratio": 0.5}}
-    )
-    ((text, *_),) = goals(host).values()
-    assert text == "2.00x"
-    peers = {"bf16": {"us": 1.0, "ratio": 1.5}, "torchao compiled": {"us": 1.0, "ratio": 0.9}}
-    unit = stored(
-        "fp8_blockwise MLP M=4096 x",
-        suite="mlp",
-        group="SwiGLU MLP",
-        shape=[4096, 7168, 18432],
-        peers=peers,
-        details={},
-    )
-    assert [cells[1] for cells in goals(unit).values()] == ["yes", "no"]
-    assert not goals(dataclasses.replace(unit, group="SwiGLU MLP, 8 microbatches")), "a step is another goal"
-
-
-def test_no_rows_are_no_tables():
-    for section in (report_layers.summary_table, report_layers.long_table, report_layers.goals_table):
-        assert section([]) == tables.EMPTY
-
-
-def test_rows_are_put_in_order():
-    names = ("fp8_blockwise M=4096 Llama3 8B 4096->14336", LARGE)
-    found = report.in_order([stored(names[0]), stored(names[1])])
-    assert [row.case for row in found] == [names[1], names[0]]
+    assert len(list(suite.mlp_cases(HOPPER, ROOFS, quick=True))) == 2

@@ -1,4 +1,4 @@
-"""MoE suite: loads, grouped GEMMs and layers that are checked before they are timed, goals."""
+"""MoE suite: loads, grouped GEMMs and layers that are checked before they are timed."""
 
 from __future__ import annotations
 
@@ -12,34 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockscale.bench import (
-    ceilings,
-    expert_layers,
-    grouped_peers,
-    harness,
-    layers,
-    report,
-    report_moe,
-    shapes,
-    store,
-    tables,
-)
-from blockscale.bench.grouped_products import Grouped, make_k_grouped, make_m_grouped, pick_groups
-from blockscale.bench.loads import LOADS, sizes
-from blockscale.bench.products import judge, sqnr_db
+from benchmarks.report.moe import GROUPS
+from blockscale.bench import expert_layers, gemms, grouped, harness, layers, shapes, store
+from blockscale.bench.gemms import judge, sqnr_db
+from blockscale.bench.grouped import Grouped, make_k_grouped, make_m_grouped, pick_groups
+from blockscale.bench.layers import FP8, RECIPES
 from blockscale.bench.rooflines import Roofs
-from blockscale.bench.suites import moe, moe_layers
-from blockscale.bench.suites.layers import FP8, RECIPES
-from blockscale.bench.telemetry import Telemetry
+from blockscale.bench.shapes import LOADS, group_sizes
+from blockscale.bench.suites import moe
+from blockscale.bench.suites.layers import Setup
+from blockscale.bench.timing import Telemetry
 from blockscale.hardware import Capability
-from blockscale.roofline import MEASURED, NOMINAL
-from support.bench_rows import row as made_up
+from blockscale.roofline import MEASURED, NOMINAL, Ceilings
 
 CPU = torch.device("cpu")
 HOPPER = Capability("cuda", 90)
 WHERE = store.where(CPU, "0.1.0", "test")
 ROOFS = Roofs(MEASURED["h200"], NOMINAL["h200"])
-CEILINGS = ceilings.Ceilings(4000.0, {"bf16": 700.0, "fp8": 1400.0})
+CEILINGS = Ceilings("", "hopper", 4e12, 7e14, 1.4e15, None, "")
+HERE = Capability("cpu", 0)
 FORMATS = ("fp8_1x128", "fp8_128x128")
 SIZES = (5, 0, 130, 17)
 
@@ -55,23 +46,22 @@ def run(case: harness.Case) -> store.Row:
 
 
 def product(name: str, peers: frozenset[str] = frozenset({"rows", "bf16"})) -> harness.Case:
-    extent = moe.extent(CPU, peers=peers)
-    (problem,) = [problem for problem in extent.products if problem.name == name]
-    return moe.case(problem, extent, CEILINGS)
+    (problem,) = [problem for problem in moe.problems(HERE) if problem.name == name]
+    return moe.case(problem, HERE, CEILINGS, peers)
 
 
-def layers_extent(*peers: str) -> moe_layers.LayersExtent:
-    return moe_layers.cpu_extent(Capability("cpu", 0), frozenset(peers))
+def linear_case(*peers: str, **named: Any) -> harness.Case:
+    return moe.linear_case(FP8, 4, 128, (128, 256), Setup(HERE, ROOFS, frozenset(peers)), **named)
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_case_is_listed_once():
-    found = list(moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS))
+    found = list(moe.cases(HOPPER, CEILINGS, ROOFS))
     names = [case.name for case in found]
     assert len(names) == len(set(names))
-    assert list(dict.fromkeys(case.group for case in found)) == list(moe.GROUPS) == list(report_moe.GROUPS)
+    assert list(dict.fromkeys(case.group for case in found)) == list(moe.GROUPS) == list(GROUPS)
     for name in (
         "equal groups fprop E=64 16640x8192x5120",
         "equal groups dgrad E=1 16640x5120x8192",
@@ -92,7 +82,7 @@ def test_every_case_is_listed_once():
         if case.group == moe.GROUP:
             assert case.name.endswith(shapes.text(case.shape))
             assert case.flops == 2 * shapes.numel(case.shape)
-    quick = list(moe.cases(moe.gpu_extent(HOPPER, quick=True), CEILINGS, ROOFS))
+    quick = list(moe.cases(HOPPER, CEILINGS, ROOFS, quick=True))
     assert {case.group for case in quick} == set(moe.GROUPS)
     assert len(quick) < len(found) / 4
 
@@ -102,15 +92,15 @@ def test_gemms_of_the_reference_run_only_on_a_cpu(monkeypatch: pytest.MonkeyPatc
         return SimpleNamespace(backend="reference")
 
     monkeypatch.setattr(moe, "would_serve", no_rows)
-    monkeypatch.setattr(moe_layers, "backends", lambda *facts: "hopper, reference")
-    assert not list(moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS))
-    assert list(moe.cases(moe.extent(CPU), CEILINGS, ROOFS))
+    monkeypatch.setattr(moe, "backends", lambda *facts: "hopper, reference")
+    assert not list(moe.cases(HOPPER, CEILINGS, ROOFS))
+    assert list(moe.cases(HERE, CEILINGS, ROOFS))
 
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("rows", "experts", "most"), [(32768, 256, 4096), (7, 3, 3), (100, 1, 100), (64, 64, 1)])
 def test_loads(load: Any, rows: int, experts: int, most: int):
-    found = sizes(rows, experts, load, most)
+    found = group_sizes(rows, experts, load, most)
     assert (len(found), sum(found)) == (experts, rows)
     assert min(found) >= 0
     if load != "worst":
@@ -120,13 +110,13 @@ def test_loads(load: Any, rows: int, experts: int, most: int):
 
 
 def test_zipf_is_skewed_and_spread_over_the_experts():
-    found = sizes(32768, 256, "zipf", 4096)
+    found = group_sizes(32768, 256, "zipf", 4096)
     # the first two are limited by the number of tokens; the third has (10/3)^1.2 times the rows of the tenth
     ranks = sorted(found, reverse=True)
     assert ranks[:2] == [4096, 4096]
     assert ranks[2] / ranks[9] == pytest.approx((10 / 3) ** 1.2, rel=0.01)
     assert list(found) != ranks
-    assert found == sizes(32768, 256, "zipf", 4096), "the same in every run"
+    assert found == group_sizes(32768, 256, "zipf", 4096), "the same in every run"
 
 
 def test_bytes_of_products_are_counted_by_hand():
@@ -154,11 +144,11 @@ def operands(kind: str, dtype: torch.dtype = torch.bfloat16) -> Grouped:
 def test_correct_grouped_gemms_pass_and_wrong_ones_do_not(kind: str):
     dtype = torch.float32 if kind == "k +=" else torch.bfloat16
     one = operands(kind, dtype)
-    assert judge(grouped_peers.multiply, one).problem == ""
+    assert judge(grouped.multiply, one).problem == ""
 
     def broken(change: Callable[[Tensor], object]) -> str:
         def multiply(made: Grouped) -> Tensor:
-            out = grouped_peers.multiply(made)
+            out = grouped.multiply(made)
             change(out)
             return out
 
@@ -174,7 +164,7 @@ def test_correct_grouped_gemms_pass_and_wrong_ones_do_not(kind: str):
 @pytest.mark.parametrize("kind", ["m", "k"])
 def test_accuracy_of_peers_is_of_their_own_operands(kind: str):
     one = operands(kind)
-    assert one.plain_accuracy(grouped_peers.plain) > 100
+    assert one.plain_accuracy(grouped.plain) > 100
     codes_x, scale_x, codes_w, scale_w = one.rowwise
     whole = []
     for group, (start, end) in enumerate(one.spans):
@@ -186,7 +176,7 @@ def test_accuracy_of_peers_is_of_their_own_operands(kind: str):
             whole.append((codes_x[:, start:end].double() * by_x) @ (codes_w[:, start:end].double() * by_w).mT)
     exact = torch.cat(whole) if kind == "m" else torch.stack(whole)
     assert one.rowwise_accuracy(lambda _: exact) > 200
-    plain = grouped_peers.plain(one)
+    plain = grouped.plain(one)
     assert 28 < sqnr_db(plain, exact) < 40, "rowwise codes are near the values that they stand for"
 
 
@@ -195,7 +185,7 @@ def test_equal_groups_have_the_same_rows():
         one = operands(kind)
         assert one.with_equal_groups.sizes == (38, 38, 38, 38)
         assert one.with_equal_groups.offs.tolist() == [38, 76, 114, 152]
-        assert one.with_equal_groups.accuracy(grouped_peers.multiply) > 54
+        assert one.with_equal_groups.accuracy(grouped.multiply) > 54
         assert one.with_equal_groups.x is one.x
 
 
@@ -229,10 +219,10 @@ def test_decoding_is_timed_beside_groups_with_capacity():
 
 
 def test_unsupported_group_sizes_become_a_note():
-    peers = {case.name: case.peers for case in moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS)}
-    assert "multiples of 16 rows" in str(peers["equal groups wgrad E=64 8192x5120x16640"][grouped_peers.FAST])
+    peers = {case.name: case.peers for case in moe.cases(HOPPER, CEILINGS, ROOFS)}
+    assert "multiples of 16 rows" in str(peers["equal groups wgrad E=64 8192x5120x16640"][gemms.FAST])
     for name in ("equal groups wgrad E=16 8192x5120x16640", "equal groups fprop E=64 16640x8192x5120"):
-        assert not isinstance(peers[name][grouped_peers.FAST], str)
+        assert not isinstance(peers[name][gemms.FAST], str)
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -287,8 +277,7 @@ def test_variants_share_their_parameters():
 
 
 def test_a_grouped_linear_has_speed_accuracy_memory_and_bound():
-    extent = layers_extent("bf16", "casts")
-    row = run(moe_layers.linear_case(FP8, RECIPES[FP8], 4, extent, ROOFS))
+    row = run(linear_case("bf16", "casts"))
     assert not row.fault
     assert row.us is not None
     assert {"bf16", "cast per step"} == {name for name, cell in row.peers.items() if "us" in cell}
@@ -296,14 +285,14 @@ def test_a_grouped_linear_has_speed_accuracy_memory_and_bound():
     assert row.details["dw_db"] > 28.2
     assert row.details["kept_bytes cast per step"] < row.details["kept_bytes blockscale"]
     assert row.bound_us is not None
-    several = moe_layers.linear_case(FP8, RECIPES[FP8], 4, extent, ROOFS, microbatches=8)
+    several = linear_case(microbatches=8)
     assert (several.parts, several.flops) == (8, 6 * 128 * 128 * 256)
     assert several.bound_us is not None
     assert several.bound_us < row.bound_us, "a cast that is shared"
 
 
 def test_a_forward_alone_reads_weights_that_were_cast_before(monkeypatch: pytest.MonkeyPatch):
-    case = moe_layers.forward_case(FP8, RECIPES[FP8], 4, layers_extent("bf16"), ROOFS)
+    case = linear_case("bf16", forward=True)
     counted: list[int] = []
     real = layers.refresh_weights_
     monkeypatch.setattr(layers, "refresh_weights_", lambda module: counted.append(1) or real(module))
@@ -315,11 +304,8 @@ def test_a_forward_alone_reads_weights_that_were_cast_before(monkeypatch: pytest
 
 
 def test_a_wrong_layer_gets_no_figures(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(moe_layers.linear.GATES, FP8, (60.0, 28.2, 28.2))
-    for case in (
-        moe_layers.linear_case(FP8, RECIPES[FP8], 4, layers_extent(), ROOFS),
-        moe_layers.forward_case(FP8, RECIPES[FP8], 4, layers_extent(), ROOFS),
-    ):
+    monkeypatch.setitem(layers.LINEAR_GATES, FP8, (60.0, 28.2, 28.2))
+    for case in (linear_case(), linear_case(forward=True)):
         row = run(case)
         assert row.us is None
         assert row.problem.startswith("y is 28")
@@ -328,7 +314,7 @@ def test_a_wrong_layer_gets_no_figures(monkeypatch: pytest.MonkeyPatch):
 def test_a_mixture_is_timed_with_its_router():
     (case,) = [
         case
-        for case in moe_layers.cases(layers_extent("bf16"), ROOFS)
+        for case in moe.layer_cases(HERE, ROOFS, frozenset({"bf16"}))
         if case.name == "fp8_blockwise mixture M=64 tiny E=4 top-2 128x128"
     ]
     row = run(case)
@@ -353,123 +339,9 @@ def test_torchao_pads_only_where_it_must(monkeypatch: pytest.MonkeyPatch):
     assert asked == [True, False]
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def stored(case: str, group: str = "one grouped linear", **fields: Any) -> store.Row:
-    peers = {"bf16": {"us": 7000.0, "ratio": 1.4}}
-    given = {"suite": "moe", "format": "fp8_blockwise", "shape": [16640, 8192, 5120], "us": 5000.0, "peers": peers}
-    return made_up(case, group=group, **given | fields)
-
-
-def rate(case: str, tflop_s: float, shape: list[int], **peers: float) -> store.Row:
-    beside = {name.replace("_", " "): {"us": 1.0, "ratio": ratio} for name, ratio in peers.items()}
-    return stored(case, "grouped products", tflop_s=tflop_s, shape=shape, peers=beside)
-
-
-def goals(*rows: store.Row) -> dict[str, list[str]]:
-    lines = [line.strip("| ").split(" | ") for line in report_moe.goals_table(rows).splitlines()[2:]]
-    return {cells[0]: cells[1:] for cells in lines}
-
-
-def test_goals_of_products():
-    fprop = rate("equal groups fprop E=64 16640x8192x5120", 950.0, [16640, 8192, 5120], rowwise_fast=1.5)
-    dgrad = rate("equal groups dgrad E=64 16640x5120x8192", 890.0, [16640, 5120, 8192], rowwise_fast=0.9)
-    found = goals(fprop)
-    assert [cells[:2] for cells in found.values()] == [["950 TFLOP/s", "yes"], ["1.50x", "yes"]]
-    assert next(iter(found)) == "fprop and dgrad, 16640x8192x5120, 64 equal groups: 900 TFLOP/s"
-    found = goals(fprop, dgrad)
-    assert [cells[:2] for cells in found.values()] == [["890 to 950 TFLOP/s", "no"], ["0.90 to 1.50x", "no"]]
-    eight = rate("equal groups fprop E=8 32768x7168x2048", 1001.0, [32768, 7168, 2048])
-    assert list(goals(eight)) == ["fprop, 32768x7168x2048, 8 equal groups: 1000 TFLOP/s"]
-    added = rate("equal groups wgrad fp32 += E=8 2048x7168x32768", 849.0, [2048, 7168, 32768])
-    ((text, (figure, met, *_)),) = goals(added).items()
-    assert text.startswith("wgrad accumulated into fp32")
-    assert (figure, met) == ("849 TFLOP/s", "no")
-    zipf = "DeepSeek-V3 671B fprop E=256 zipf 32768x2048x7168"
-    assert next(iter(goals(rate(zipf, 900.0, [1, 1, 1], balanced=0.9)).values()))[:2] == ["11 %", "yes"]
-    assert next(iter(goals(rate(zipf, 900.0, [1, 1, 1], balanced=0.8)).values()))[:2] == ["25 %", "no"]
-
-
-def test_goals_of_layers():
-    one = stored("fp8_blockwise M=16640 E=64 5120->8192")
-    assert [cells[:2] for cells in goals(one).values()] == [["1.40x", "yes"]]
-    few = stored("fp8_blockwise M=16640 E=4 5120->8192")
-    assert [cells[:2] for cells in goals(few).values()] == [["1.40x", "no"]]
-    peers = {"bf16": {"us": 7000.0, "ratio": 1.4}, "fp32 main_grad": {"us": 4000.0, "ratio": 0.8}}
-    shared = stored("fp8_blockwise 8 microbatches M=16640 E=4 5120->8192", peers=peers)
-    assert [cells[:2] for cells in goals(shared).values()] == [["1.40x", "no"], ["1.75x", "yes"]]
-    forward = stored("fp8_blockwise forward M=16640 E=4 5120->8192")
-    assert [cells[:2] for cells in goals(forward).values()] == [["1.40x", "yes"]]
-    emulated = stored("mxfp8 M=16640 E=4 5120->8192", format="mxfp8", peers={"bf16": {"us": 1.0, "ratio": 0.7}})
-    assert [cells[:2] for cells in goals(emulated).values()] == [["0.70x", "no"]]
-    native = stored("mxfp8_128x128 8 microbatches M=16640 E=4 5120->8192", format="mxfp8_128x128")
-    assert [cells[:2] for cells in goals(native).values()] == [["1.40x", "yes"]]
-    mixture = "fp8_blockwise mixture M=4096 DeepSeek 16B E=64 top-6 2048x1408"
-    for syncs, met in ((0.0, "yes"), (2.0, "no")):
-        found = goals(stored(mixture, "mixture", details={"host_syncs": syncs}))
-        assert [cells[:2] for cells in found.values()] == [[f"{syncs:.0f}", met]]
-    assert goals(stored("fp8_blockwise M=16640 E=64 5120->8192", us=None, problem="dw is 3.0 dB")) == {}
-
-
-def test_goals_are_about_cases_that_exist():
-    """A goal without a measured row would never fail."""
-    rows = [
-        stored(
-            case.name, case.group, format=case.format, shape=list(case.shape), tflop_s=1.0, details={"host_syncs": 0.0},
-            peers={name: {"us": 1.0, "ratio": 1.0} for name in case.peers},
-        )
-        for case in moe.cases(moe.gpu_extent(HOPPER), CEILINGS, ROOFS)
-    ]  # fmt: skip
-    assert len(goals(*rows)) == len(report_moe.GOALS)
-    for goal in report_moe.GOALS:
-        only = goal.command.partition("--only ")[2].strip("'")
-        assert any(only in row.case or only in row.group for row in rows if goal.about(row)), goal.what
-
-
-def test_the_table_of_the_grouped_linear():
-    rows = [
-        stored("fp8_blockwise M=16640 E=16 5120->8192"),
-        stored("fp8_blockwise M=16640 E=4 5120->8192"),
-        stored("fp8_blockwise 8 microbatches M=16640 E=4 5120->8192", peers={"bf16": {"us": 6000.0, "ratio": 1.5}}),
-        stored("fp8_blockwise forward M=16640 E=4 5120->8192", us=1500.0, peers={"bf16": {"us": 2400.0, "ratio": 1.6}}),
-        stored("mxfp8 M=16640 E=4 5120->8192", format="mxfp8", us=None, problem="3 values differ"),
-    ]
-    lines = report_moe.linear_table(rows).splitlines()[2:]
-    assert lines[0].startswith("| recipe | E | bf16_e2e_us | scaled_e2e_us | speedup | bf16_fwd_us | scaled_fwd_us |")
-    assert lines[2:] == [
-        "| fp8_blockwise | 4 | 7,000 | 5,000 | 1.40x | 2,400 | 1,500 | 1.60x | 1.50x |",
-        "| fp8_blockwise | 16 | 7,000 | 5,000 | 1.40x | - | - | - | - |",
-        "| mxfp8 | 4 | - | WRONG: 3 values differ | - | - | - | - | - |",
-    ]
-
-
-def test_the_long_table_has_every_row():
-    rows = [
-        rate("equal groups fprop E=64 16640x8192x5120", 950.0, [16640, 8192, 5120]),
-        stored("fp8_blockwise M=16640 E=4 5120->8192"),
-        stored("fp8_blockwise experts M=32768 DeepSeek 16B E=64 zipf 2048x1408", "experts", shape=[32768, 2048, 1408]),
-    ]
-    text = report_moe.long_table(rows)
-    for start in (
-        "| equal groups fprop E=64 | 16640x8192x5120 |",
-        "| E=4 5120->8192 | 16640 | 7.000 | 5.000 | 1.40x |",
-    ):
-        assert any(line.startswith(start) for line in text.splitlines())
-    assert "| DeepSeek 16B E=64 zipf 2048x1408 | 32768 |" in text
-    assert "**experts, fp8_blockwise**" in text
-
-
-def test_rows_are_put_in_order_and_no_rows_are_no_tables():
-    names = ("fp8_blockwise M=16640 E=16 5120->8192", "fp8_blockwise M=16640 E=4 5120->8192")
-    assert [row.case for row in report.in_order([stored(name) for name in names])] == list(reversed(names))
-    for name in ("moe", "moe-linear", "moe-goals"):
-        assert report.SECTIONS[name]([made_up()]) == tables.EMPTY
-
-
 def test_a_peer_that_leaves_values_unwritten_is_noted():
     case = product("tiny fprop E=4 worst 80x128x256", frozenset())
-    lazy = harness.Peer(lambda o: grouped_peers.multiply(o) * torch.nan, accuracy=lambda o: float("nan"), note="lazy")
+    lazy = harness.Peer(lambda o: grouped.multiply(o) * torch.nan, accuracy=lambda o: float("nan"), note="lazy")
     cell = run(dataclasses.replace(case, peers={"lazy": lazy})).peers["lazy"]
     assert cell["note"] == "differs: not all of its values are finite; lazy"
     assert "sqnr_db" not in cell

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockscale.bench import candidates, tuning
+from blockscale.bench import tuning
+from blockscale.bench.gemms import Operands
 from blockscale.bench.harness import Budget
-from blockscale.bench.products import Operands
 from blockscale.bench.shapes import MODELS
 from blockscale.bench.store import Where
 from blockscale.bench.timing import Timing
@@ -194,7 +194,7 @@ def test_plans_are_checked_and_then_timed(add: bool) -> None:
         out.copy_(product + out if add else product)
 
     cpu = torch.device("cpu")
-    found = candidates.measure_plans(problem, plans, device=cpu, budget=Budget(3, 1e-4), launch=launch)
+    found = tuning.measure_plans(problem, plans, device=cpu, budget=Budget(3, 1e-4), launch=launch)
     assert list(found) == plans
     right, wrong, raised = found.values()
     assert isinstance(right, Timing)

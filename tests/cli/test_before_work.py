@@ -36,7 +36,6 @@ WRONG: list[tuple[str, str]] = [
     ("bench dispatch --peers torchao", "--peers with dispatch"),
     ("bench casts --device gpu", "--device gpu"),
     ("bench casts --compare nowhere.jsonl", "--compare nowhere.jsonl"),
-    ("bench report --quick", "--quick with report"),
     ("tune --compile-only", "neither a model"),
     ("tune --compile-only llama9", "unknown model"),
     ("tune --compile-only --shapes 512x512", "--shapes 512x512"),
@@ -89,7 +88,6 @@ WRONG: list[tuple[str, str]] = [
     ("roofline --machine h300", "unknown machine"),
     ("roofline --model llama9", "unknown model"),
     ("roofline --tokens 0", "--tokens 0"),
-    ("roofline --plot x.gif", "--plot x.gif"),
     ("roofline --json nowhere.jsonl", "--json nowhere.jsonl"),
     ("roofline mlp --measure", "--measure of mlp"),
     ("roofline --inference --weight-cast step", "--weight-cast with --inference"),
@@ -142,7 +140,6 @@ FILES = {
     "bench casts --device cpu --json": ".jsonl",
     "tune llama3-8b --out": ".json",
     "tune llama3-8b --json": ".jsonl",
-    "roofline --plot": ".svg",
     "compare tiny --rows": ".jsonl",
     "speed tiny --rows": ".jsonl",
     "advise tiny --device cpu --out": ".json",
@@ -171,7 +168,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize("ending", ["x.gif", "x", "x.PNGG", "x.jpeg"])
-@pytest.mark.parametrize("words", ["formats --plot", "roofline --plot"])
+@pytest.mark.parametrize("words", ["formats --plot"])
 def test_an_unknown_picture_type_is_refused_before_any_output(
     words: str, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +182,7 @@ def test_an_unknown_picture_type_is_refused_before_any_output(
 @pytest.mark.parametrize("content", ["{nonsense\n", '{"kind": "other"}\n', "7\n"])
 @pytest.mark.parametrize(
     "words",
-    ["bench casts --device cpu --compare", "bench casts --device cpu --json", "bench report --json", "roofline --json"],
+    ["bench casts --device cpu --compare", "bench casts --device cpu --json", "roofline --json"],
 )
 def test_a_file_of_another_kind_is_refused_before_any_work(
     words: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

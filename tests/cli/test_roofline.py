@@ -12,13 +12,12 @@ pytest.importorskip("tyro", reason="the command line needs tyro, which is not in
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
 from blockscale.autograd.recipe import get_recipe
-from blockscale.bench import ceilings as bench_ceilings
-from blockscale.bench import linears
-from blockscale.bench.linears import Measured
+from blockscale.bench import rooflines, store
 from blockscale.bench.shapes import MODELS
 from blockscale.cli import roofline as command
 from blockscale.cli.main import main
-from blockscale.roofline import MEASURED, Use, advise, ceilings, nominal, swiglu_cost
+from blockscale.roofline import MEASURED, advise, ceilings, nominal, swiglu_cost
+from support.bench_rows import row
 
 
 @pytest.fixture(autouse=True)
@@ -107,10 +106,13 @@ def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
         (["experts", "--model", "llama3-8b"], "unknown model with experts 'llama3-8b'", "llama-4-scout"),
         (["experts", "--shapes", "2048,7168"], "shapes of experts without their number", "--experts 8"),
         (["experts", "--experts", "0"], "--experts 0", "pass --experts 1 or more"),
+        (
+            ["--json", "rows.jsonl", "--microbatches", "8"],
+            "--json rows.jsonl for another use",
+            "leave the other options",
+        ),
+        (["mlp", "--json", "rows.jsonl"], "--json rows.jsonl for another use", "leave the other options out"),
         (["mlp", "--experts", "8"], "--experts with mlp", "blockscale roofline experts"),
-        (["experts", "--plot", "picture.png"], "--plot of experts", "roofline linear"),
-        (["--plot", "picture.gif"], "--plot picture.gif", "--plot picture.png"),
-        (["mlp", "--plot", "picture.png"], "--plot of mlp", "roofline linear"),
     ],
 )
 def test_errors_name_value_and_fix(words: list[str], what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,65 +132,41 @@ def test_measuring_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_measured_times_are_shown_with_both_roofs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a fake GPU: measured times are stored, shown, and read again."""
-    roof = bench_ceilings.as_roof(
-        bench_ceilings.Ceilings(4000.0, {"bf16": 700.0, "fp8": 1400.0}), "NVIDIA H200", "hopper"
-    )
+    """With a fake GPU: ceilings are stored, and times shown."""
+    roof = rooflines.as_ceilings("NVIDIA H200", "hopper", 4e12, {"bf16": 7e14, "fp8": 1.4e15})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("blockscale.hardware.gpu_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(bench_ceilings, "measure_roof", lambda device: roof)
-    monkeypatch.setattr("blockscale.bench.store.where", lambda *facts: Use())  # any dataclass
+    monkeypatch.setattr(rooflines, "measure_roof", lambda device: roof)
 
-    def fake(layers, tokens, names, device, use, *, where):
+    def fake(layers, tokens, names, device, use):
         assert device == torch.device("cuda", 0)
         for layer in layers:
-            yield [
-                Measured(layer, tokens, name, use.training, use.microbatches, use.weight_cast, us, (us, us), "graph")
-                for name, us in zip(("bf16", *names), (5000.0, 3125.0), strict=True)
-            ]
+            yield {(layer, tokens, name): us for name, us in zip(("bf16", *names), (5000.0, 3125.0), strict=True)}
 
-    monkeypatch.setattr(linears, "time_layers", fake)
-    rows = tmp_path / "rows.jsonl"
-    words = ("--shapes", "18432,7168", "--recipes", "fp8_blockwise", "--json", str(rows))
-    text = said(capsys, *words, "--measure")
+    monkeypatch.setattr(rooflines, "time_layers", fake)
+    words = ("--shapes", "18432,7168", "--recipes", "fp8_blockwise", "--measure")
+    text = said(capsys, *words)
     assert "NVIDIA H200 measured: 4 TB/s, bf16 700 TFLOP/s, fp8 1,400 TFLOP/s" in text
     (line,) = [line for line in text.splitlines() if " fp8_blockwise " in line]
     # 4,638.6 µs of FLOPs in bf16; 2,319.3 in FP8 and 954,530,816 bytes of casts at 4 TB/s
     figures = "fp8_blockwise 2,558 1.81x 1.78x 9% 3,125 1.60x 88% 90% fprop 30%, fp8"
     assert " ".join(line.split()).endswith(figures)
     assert ceilings.measured("h200") == roof
-    assert len(rows.read_text().splitlines()) == 2
-    again = said(capsys, *words, "--machine", "h200")
-    assert "1.60x" in again
-    assert "1.60x" not in said(capsys, *words, "--machine", "h200", "--tokens", "8192"), "those are other tokens"
-    assert main(["roofline", *words, "--measure", "--machine", "b200"]) == 2
+    assert main(["roofline", *words, "--machine", "b200"]) == 2
     assert "only this GPU can be measured" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which is not installed")
+def test_stored_times_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
-    marks = [
-        Measured((256, 512), 4096, name, True, 1, "forward", us, (us, us), "graph")
-        for name, us in (("bf16", 30.0), ("mxfp8", 20.0))
-    ]
-    linears.write(rows, marks)
-    path = tmp_path / "deep" / f"speedup.{suffix}"
-    words = ("--shapes", "512,256;256,512", "--machine", "h200", "--json", str(rows), "--plot", str(path))
-    said(capsys, *words)
-    both = (path, path.with_stem("speedup-steps"))
-    contents = [each.read_bytes() for each in both]
-    assert all(len(content) > 5000 for content in contents)
-    if suffix == "svg":
-        assert [b"<!-- 256 \xe2\x86\x92 512 -->" in content for content in contents] == [True, False]
-        assert b"<!-- measured -->" in contents[0]
-        assert b"<!-- bf16 units, 682 TFLOP/s -->" in contents[1]
-        said(capsys, *words)
-        assert [each.read_bytes() for each in both] == contents, "the same figures give the same file"
+    peers = {"bf16": {"us": 5000.0, "ratio": 1.6}}
+    fields = {"suite": "linear", "group": "layers", "format": "fp8_blockwise", "shape": [4096, 18432, 7168]}
+    store.write(rows, [row("fp8_blockwise M=4096", us=3125.0, spread_us=[3125.0, 3125.0], peers=peers, **fields)])
+    words = ("--shapes", "18432,7168", "--recipes", "fp8_blockwise", "--json", str(rows), "--machine", "h200")
+    assert "1.60x" in said(capsys, *words)
+    assert "1.60x" not in said(capsys, *words, "--tokens", "8192"), "those are other tokens"
 
 
 def test_the_command_needs_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:

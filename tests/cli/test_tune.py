@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
-from blockscale.bench import candidates
+from blockscale.bench import tuning
 from blockscale.bench.timing import Timing
 from blockscale.cli import tune
 from blockscale.cli.main import main
@@ -84,7 +84,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tup
         return {plan: Timing(us := 90.0 if quick(plan) else 100.0, us, us, "graph", 11) for plan in plans}
 
     monkeypatch.setattr(precompile, "compile_all", compile_all)
-    monkeypatch.setattr(candidates, "measure_plans", measure_plans)
+    monkeypatch.setattr(tuning, "measure_plans", measure_plans)
     tuned.forget()
     yield compiled
     tuned.forget()
@@ -145,7 +145,7 @@ def test_a_wrong_plan_is_reported_and_fails(
         chosen, _ = heuristics.choose(problem)
         return {plan: "7 values differ" if plan == chosen else Timing(9, 9, 9, "graph", 3) for plan in plans}
 
-    monkeypatch.setattr(candidates, "measure_plans", measure_plans)
+    monkeypatch.setattr(tuning, "measure_plans", measure_plans)
     assert main(["tune", "--shapes", "4096,7168", "-m", "4096", "--inference"]) == 1
     text = capsys.readouterr().out
     assert "WRONG 4096x4096x7168 1x128 @ 128x128 by" in text

@@ -340,7 +340,7 @@ def test_explain_shows_the_origin_of_the_plan(folder: Path, monkeypatch: pytest.
 @pytest.mark.sm90
 def test_a_plan_tuned_on_the_gpu_is_launched(folder: Path, launched: list[Plan]) -> None:
     """Every plan of a small GEMM is correct and timed; the next call launches the stored one."""
-    from blockscale.bench import candidates, tuning
+    from blockscale.bench import tuning
     from blockscale.bench.harness import Budget
     from blockscale.bench.store import where
     from blockscale.diagnostics.quality import sqnr_db
@@ -349,7 +349,7 @@ def test_a_plan_tuned_on_the_gpu_is_launched(folder: Path, launched: list[Plan])
     problem = Problem(200, 1024, 2048, False, False, sm_count(gpu))
 
     def measure(problem: Problem, plans: list[Plan]) -> dict[Plan, object]:
-        return candidates.measure_plans(problem, plans, device=gpu, budget=Budget(3, 0.002))
+        return tuning.measure_plans(problem, plans, device=gpu, budget=Budget(3, 0.002))
 
     (outcome,) = tuning.tune([problem], measure)  # type: ignore[arg-type]
     assert outcome.faults == {}

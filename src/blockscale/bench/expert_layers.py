@@ -7,8 +7,9 @@ computed on some experts, each as a whole; for a mixture with router on all of i
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,10 @@ from ..autograd.routing import combine, permute, route
 from ..formats.stochastic import rng_state
 from ..nn import GroupedExperts, GroupedLinear, MoE
 from ..nn.moe import Router
-from .grouped_products import ends_of, pick_groups
+from .gemms import spread, sqnr_db
+from .grouped import ends_of, pick_groups
 from .layers import Batch, Build, Results, normal
 from .peers import torchao
-from .products import spread, sqnr_db
 from .shapes import Mixture
 
 # experts and rows of each for the accuracy of a grouped linear, and experts for that of SwiGLU units
@@ -114,9 +115,7 @@ def _weights(experts: int, n: int, k: int, device: torch.device) -> Tensor:
 def our_linear(recipe: Recipe) -> Build:
     """Our grouped layer with the parameters of the plain one."""
 
-    def build(plain: nn.Module) -> nn.Module:
-        assert isinstance(plain, InGroups)
-        assert isinstance(plain.layer, PlainLinear)
+    def build(plain: Any) -> nn.Module:
         weight = plain.layer.weight
         experts, n, k = weight.shape
         state = rng_state(0, device=weight.device)  # for recipes with stochastic rounding
@@ -130,15 +129,8 @@ def our_linear(recipe: Recipe) -> Build:
 def our_experts(recipe: Recipe) -> Build:
     """Our experts with the parameters of the plain ones."""
 
-    def build(plain: nn.Module) -> nn.Module:
-        assert isinstance(plain, InGroups)
-        assert isinstance(plain.layer, PlainExperts)
-        experts, features, hidden = plain.layer.down.weight.shape
-        state = rng_state(0, device=plain.offs.device)
-        layer = GroupedExperts(
-            experts=experts, dim=features, hidden=hidden, device="meta", recipe=recipe, name="bench", rng=state
-        )
-        _share(layer, plain.layer)
+    def build(plain: Any) -> nn.Module:
+        layer = _share(GroupedExperts(**_sizes(plain.layer, recipe)), plain.layer)
         return InGroups(layer, plain.sizes, plain.offs)
 
     return build
@@ -147,20 +139,8 @@ def our_experts(recipe: Recipe) -> Build:
 def our_mixture(recipe: Recipe) -> Build:
     """Our mixture with the parameters of the plain one."""
 
-    def build(plain: nn.Module) -> nn.Module:
-        assert isinstance(plain, PlainMixture)
-        experts, features, hidden = plain.experts.down.weight.shape
-        state = rng_state(0, device=plain.router.weight.device)
-        moe = MoE(
-            dim=features,
-            hidden=hidden,
-            experts=experts,
-            top_k=plain.top_k,
-            device="meta",
-            recipe=recipe,
-            name="bench",
-            rng=state,
-        )
+    def build(plain: Any) -> nn.Module:
+        moe = MoE(**_sizes(plain.experts, recipe), top_k=plain.top_k)
         moe.router.weight = plain.router.weight
         _share(moe.experts, plain.experts)
         return moe
@@ -168,8 +148,17 @@ def our_mixture(recipe: Recipe) -> Build:
     return build
 
 
-def _share(ours: GroupedExperts, plain: PlainExperts) -> None:
+def _sizes(plain: PlainExperts, recipe: Recipe) -> dict[str, Any]:
+    weight = plain.down.weight
+    experts, dim, hidden = weight.shape
+    state = rng_state(0, device=weight.device)
+    sizes = {"experts": experts, "dim": dim, "hidden": hidden}
+    return {**sizes, "device": "meta", "recipe": recipe, "name": "bench", "rng": state}
+
+
+def _share(ours: GroupedExperts, plain: PlainExperts) -> GroupedExperts:
     ours.gate_up.weight, ours.down.weight = plain.gate_up.weight, plain.down.weight
+    return ours
 
 
 # ---- torchao ---------------------------------------------------------------------------------------------------------
@@ -190,9 +179,7 @@ def torchao_linear(kind: str) -> Build:
     """torchao's grouped layer, `blockwise` or `rowwise`."""
     file = {"blockwise": "blockwise_fp8.grouped_mm", "rowwise": "fp8_grouped_mm"}[kind]
 
-    def build(plain: nn.Module) -> nn.Module:
-        assert isinstance(plain, InGroups)
-        assert isinstance(plain.layer, PlainLinear)
+    def build(plain: Any) -> nn.Module:
         product = getattr(torchao(f"moe_training.{file}"), f"_to_fp8_{kind}_then_scaled_grouped_mm")
         pads = any(size % _PADDED[kind] for size in plain.sizes)
         return InGroups(_Torchao(plain.layer.weight, product, pads=pads), plain.sizes, plain.offs)
@@ -203,49 +190,37 @@ def torchao_linear(kind: str) -> Build:
 # ---- accuracy --------------------------------------------------------------------------------------------------------
 
 
-def judge_linear(batch: Batch, results: Results) -> tuple[float, float, float]:
-    """SQNR of output, dX and dW against the layer in fp64, on some rows of some experts."""
-    plain = batch.built.plain
-    assert isinstance(plain, InGroups)
-    assert isinstance(plain.layer, PlainLinear)
-    (found,), wanted, mine = results.dw, _Lists(3), _Lists(3)
-    with torch.no_grad():
-        for group, start, end in _groups(plain, LINEARS):
-            weight, x, dy = plain.layer.weight[group].double(), batch.x[start:end], batch.dy[start:end]
-            rows, features = (spread(count, ROWS, x.device) for count in (end - start, weight.shape[0]))
-            dw = dy[:, features].double().mT @ x.double()
-            wanted.add(x[rows].double() @ weight.mT, dy[rows].double() @ weight, dw)
-            mine.add(results.y[start + rows], results.dx[start + rows], found[group, features])
-    y_db, dx_db, dw_db = _decibels(wanted, mine)
-    return y_db, dx_db, dw_db
+def judge_linear(batch: Batch, results: Results) -> tuple[float, ...]:
+    """SQNR of output, dX and dW against the layer in fp64, on some rows of some experts; of the output alone after a
+    forward."""
+    plain: Any = batch.built.plain
 
+    def of(group: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        weight, x, dy = plain.layer.weight[group].double(), batch.x[start:end], batch.dy[start:end]
+        rows, features = (spread(count, ROWS, x.device) for count in (end - start, weight.shape[0]))
+        y = (x[rows].double() @ weight.mT, results.y[start + rows])
+        if not results.dw:
+            return [y]
+        dx = (dy[rows].double() @ weight, results.dx[start + rows])
+        return [y, dx, (dy[:, features].double().mT @ x.double(), results.dw[0][group, features])]
 
-def judge_forward(batch: Batch, results: Results) -> tuple[float, ...]:
-    """SQNR of the output against the layer in fp64, on some rows of some experts."""
-    plain = batch.built.plain
-    assert isinstance(plain, InGroups)
-    assert isinstance(plain.layer, PlainLinear)
-    wanted, mine = _Lists(1), _Lists(1)
     with torch.no_grad():
-        for group, start, end in _groups(plain, LINEARS):
-            rows = start + spread(end - start, ROWS, batch.x.device)
-            wanted.add(batch.x[rows].double() @ plain.layer.weight[group].double().mT)
-            mine.add(results.y[rows])
-    return _decibels(wanted, mine)
+        return _decibels([of(*span) for span in _spans(plain, LINEARS)])
 
 
 def judge_experts(batch: Batch, results: Results) -> tuple[float, float, float]:
     """SQNR of output, dX and the worse weight gradient against the experts in fp64, some of them as a whole."""
-    plain = batch.built.plain
-    assert isinstance(plain, InGroups)
-    assert isinstance(plain.layer, PlainExperts)
-    weights, wanted, mine = list(plain.layer.parameters()), _Lists(4), _Lists(4)
-    for group, start, end in _groups(plain, UNITS):
-        x, gate_up, down = (_leaf(each) for each in (batch.x[start:end], weights[0][group], weights[1][group]))
-        y = _exact_unit(x, gate_up, down)
-        wanted.add(y.detach(), *torch.autograd.grad(y, (x, gate_up, down), batch.dy[start:end].double()))
-        mine.add(results.y[start:end], results.dx[start:end], *(dw[group] for dw in results.dw))
-    y_db, dx_db, *dw_db = _decibels(wanted, mine)
+    plain: Any = batch.built.plain
+    weights = list(plain.layer.parameters())
+
+    def of(group: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        leaves = [_leaf(each) for each in (batch.x[start:end], weights[0][group], weights[1][group])]
+        y = _exact_unit(*leaves)
+        exact = y.detach(), *torch.autograd.grad(y, leaves, batch.dy[start:end].double())
+        found = results.y[start:end], results.dx[start:end], *(dw[group] for dw in results.dw)
+        return list(zip(exact, found, strict=True))
+
+    y_db, dx_db, *dw_db = _decibels([of(*span) for span in _spans(plain, UNITS)])
     return y_db, dx_db, min(dw_db)
 
 
@@ -277,24 +252,15 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().double().requires_grad_()
 
 
-def _groups(plain: InGroups, most: int) -> list[tuple[int, int, int]]:
+def _spans(plain: InGroups, most: int) -> list[tuple[int, int, int]]:
     """(expert, first row, end row) of some experts that have rows."""
-    return [
-        (group, sum(plain.sizes[:group]), sum(plain.sizes[: group + 1])) for group in pick_groups(plain.sizes, most)
-    ]
+    ends = list(itertools.accumulate(plain.sizes))
+    return [(group, ends[group] - plain.sizes[group], ends[group]) for group in pick_groups(plain.sizes, most)]
 
 
-class _Lists:
-    """Flattened parts of several tensors, collected expert by expert."""
-
-    def __init__(self, count: int) -> None:
-        self.pieces: list[list[Tensor]] = [[] for _ in range(count)]
-
-    def add(self, *pieces: Tensor) -> None:
-        for known, piece in zip(self.pieces, pieces, strict=True):
-            known.append(piece.flatten())
-
-
-def _decibels(wanted: _Lists, mine: _Lists) -> tuple[float, ...]:
-    pairs: Sequence[tuple[list[Tensor], list[Tensor]]] = list(zip(wanted.pieces, mine.pieces, strict=True))
-    return tuple(sqnr_db(torch.cat(a), torch.cat(b)) if a else math.nan for a, b in pairs)
+def _decibels(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> tuple[float, ...]:
+    """SQNR of each output over all experts.  pairs: (exact, found) of each output, expert by expert."""
+    return tuple(
+        sqnr_db(*(torch.cat([pair[side].flatten() for pair in output]) for side in (0, 1)))
+        for output in zip(*pairs, strict=True)
+    )

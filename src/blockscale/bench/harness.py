@@ -21,11 +21,9 @@ from ..casts import dequantize
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..registry import use_backend
-from .peers import Peer
 from .shapes import numel
 from .store import Row, Where
-from .telemetry import Telemetry, watch
-from .timing import Slice, Timing, input_sets, measure, prepare
+from .timing import Reading, Slice, Telemetry, Timing, input_sets, measure, prepare, watch
 
 Args = tuple[Any, ...]
 # Least closeness in dB that counts as the same cast, by bits of an element. Implementations of one cast differ where a
@@ -33,6 +31,7 @@ Args = tuple[Any, ...]
 SAME_DB = {8: 40.0, 6: 30.0, 4: 28.0}
 # name of the copy among the slices of a case; no peer has it
 COPY = "copy of bf16"
+NOT_COMPILED = "not run: compiled at other shapes only"
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,23 @@ class Verdict:
     problem: str = ""
     sqnr_db: float | None = None
     details: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation of a case. `view` converts its output to the type of ours, outside of the timing.
+
+    compared: False if it computes something else on purpose.  gate_db: least closeness that counts as the same cast;
+    None: by the format.  accuracy: for GEMMs and layers, called with the arguments: SQNR in dB against the exact result
+    of the peer's own operands; below gate_db, if any, the peer differs.
+    """
+
+    run: Callable[..., Any]
+    view: Callable[[Any], object] = lambda output: output
+    note: str = ""
+    compared: bool = True
+    gate_db: float | None = None
+    accuracy: Callable[..., float] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,14 +97,6 @@ class Case:
     captured: bool = True
     parts: int = 1
     details: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True)
-class _Remark:
-    """Note and accuracy of a peer."""
-
-    note: str
-    sqnr_db: float | None = None
 
 
 @dataclass(frozen=True)
@@ -177,13 +185,13 @@ def _values(output: object) -> Iterator[Tensor]:
 
 def run_cases(cases: Iterable[Case], suite: str, device: torch.device, where: Where, budget: Budget) -> Iterator[Row]:
     """Check and time cases one by one."""
-    with watch(device) as telemetry:
-        for case in cases:
-            yield run_case(case, suite, device, where, budget, telemetry)
-            if "torch._dynamo" in sys.modules:
-                torch.compiler.reset()  # compiled peers share code, which torch would count as recompilations
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    telemetry = watch(device)
+    for case in cases:
+        yield run_case(case, suite, device, where, budget, telemetry)
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # compiled peers share code, which torch would count as recompilations
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def run_case(case: Case, suite: str, device: torch.device, where: Where, budget: Budget, telemetry: Telemetry) -> Row:
@@ -215,7 +223,7 @@ def run_case(case: Case, suite: str, device: torch.device, where: Where, budget:
     slices, remarks = _slices(case, sets, device, budget)
     found = measure(slices, rounds=budget.rounds, sample=telemetry.sample)
     timings = {name: timing.per_part(case.parts) for name, timing in found.items()}
-    return _fill(row, case, timings, remarks, telemetry)
+    return _fill(row, case, timings, remarks, telemetry.take())
 
 
 def _set_count(case: Case, device: torch.device) -> int:
@@ -227,8 +235,8 @@ def _set_count(case: Case, device: torch.device) -> int:
 
 def _slices(
     case: Case, sets: list[Args], device: torch.device, budget: Budget
-) -> tuple[dict[str, Slice], dict[str, _Remark]]:
-    """Slices to time in turns: ours, the copy, and the peers that run here; and a remark on each peer."""
+) -> tuple[dict[str, Slice], dict[str, dict[str, Any]]]:
+    """Slices to time in turns: ours, the copy, and the peers that run here; and note and accuracy of each peer."""
 
     def ready(run: Callable[..., object], arguments: list[Args]) -> Slice:
         calls = [functools.partial(run, *one) for one in arguments]
@@ -236,17 +244,19 @@ def _slices(
 
     slices = {"blockscale": ready(case.run, sets)}
     if case.copied is not None:
-        slices[COPY] = ready(Tensor.copy_, [_copy_arguments(case.copied, device) for _ in sets])
-    ours, remarks = case.run(*sets[0]), dict[str, _Remark]()
+        # random values, since zeros take less power
+        sources = [random(case.copied, device) for _ in sets]
+        slices[COPY] = ready(Tensor.copy_, [(torch.empty_like(source), source) for source in sources])
+    ours, remarks = case.run(*sets[0]), dict[str, dict[str, Any]]()
     for name, peer in case.peers.items():
         if isinstance(peer, str):
-            remarks[name] = _Remark(peer)
+            remarks[name] = {"note": peer}
             continue
         try:
             remarks[name] = _compare(case, ours, peer, sets[0])
             slices[name] = ready(peer.run, sets)
         except Exception as error:  # a failing peer becomes a note of the row
-            remarks[name] = _Remark(failure(error))
+            remarks[name] = {"note": failure(error)}
     return slices, remarks
 
 
@@ -255,59 +265,55 @@ def failure(error: Exception) -> str:
     return f"fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
 
 
-def _copy_arguments(shape: tuple[int, ...], device: torch.device) -> Args:
-    """Destination and source of a copy; random values, since zeros take less power."""
-    source = random(shape, device)
-    return torch.empty_like(source), source
-
-
-def _compare(case: Case, ours: object, peer: Peer, args: Args) -> _Remark:
-    """Remark on a peer: its note, whether its result differs, and its accuracy if it has a measure."""
-    close, differs = None, ""
+def _compare(case: Case, ours: object, peer: Peer, args: Args) -> dict[str, Any]:
+    """Remark on a peer: its accuracy if it has a measure, and its note with a remark if its result differs."""
+    cell, differs = dict[str, Any](), ""
     if peer.accuracy is not None:
         close = peer.accuracy(*args)
         if math.isnan(close):  # JSON has no NaN
-            return _Remark("; ".join(text for text in ("differs: not all of its values are finite", peer.note) if text))
-        if peer.gate_db is not None and not close >= peer.gate_db:
-            differs = f"differs: {close:.1f} dB from the exact product"
+            differs = "differs: not all of its values are finite"
+        else:
+            cell["sqnr_db"] = close
+            if peer.gate_db is not None and close < peer.gate_db:
+                differs = f"differs: {close:.1f} dB from the exact product"
     elif peer.compared:
         distance = closeness_db(ours, peer.view(peer.run(*args)))
         gate = SAME_DB[get_format(case.format).element.bits] if peer.gate_db is None else peer.gate_db
         differs = "" if distance >= gate else f"differs: {distance:.1f} dB from ours"
-    return _Remark("; ".join(text for text in (differs, peer.note) if text), close)
+    note = "; ".join(text for text in (differs, peer.note) if text)
+    return cell | ({"note": note} if note else {})
 
 
-def _fill(row: Row, case: Case, timings: dict[str, Timing], remarks: dict[str, _Remark], telemetry: Telemetry) -> Row:
-    mine, copy, reading = timings["blockscale"], timings.get(COPY), telemetry.take()
+def _fill(
+    row: Row, case: Case, timings: dict[str, Timing], remarks: dict[str, dict[str, Any]], reading: Reading | None
+) -> Row:
+    mine, copy = timings["blockscale"], timings.get(COPY)
     gb_s = None if case.bytes is None else case.bytes / mine.us / 1e3
     copy_gb_s = None if copy is None or case.copied is None else 4 * numel(case.copied) / copy.us / 1e3
     return dataclasses.replace(
         row,
         us=round(mine.us, 3),
         spread_us=[round(mine.low, 3), round(mine.high, 3)],
-        gb_s=None if gb_s is None else round(gb_s, 1),
-        copy_gb_s=None if copy_gb_s is None else round(copy_gb_s, 1),
-        percent_of_copy=None if gb_s is None or copy_gb_s is None else round(100 * gb_s / copy_gb_s, 1),
-        peers={name: _peer_cell(case, timings.get(name), mine, remark) for name, remark in remarks.items()},
+        gb_s=_rounded(gb_s),
+        copy_gb_s=_rounded(copy_gb_s),
+        percent_of_copy=_rounded(None if gb_s is None or copy_gb_s is None else 100 * gb_s / copy_gb_s),
+        peers={name: _figures(case, timings.get(name), mine) | remark for name, remark in remarks.items()},
         method=mine.method,
         rounds=mine.rounds,
         sm_clock_mhz=None if reading is None else reading.sm_clock_mhz,
         power_w=None if reading is None else reading.power_w,
-        tflop_s=_tflop_s(case, mine),
-        percent_of_bound=None if case.bound_us is None else round(100 * case.bound_us / mine.us, 1),
+        tflop_s=_rounded(None if case.flops is None else case.flops / mine.us / 1e6),
+        percent_of_bound=_rounded(None if case.bound_us is None else 100 * case.bound_us / mine.us),
     )
 
 
-def _tflop_s(case: Case, timing: Timing) -> float | None:
-    return None if case.flops is None else round(case.flops / timing.us / 1e6, 1)
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
 
 
-def _peer_cell(case: Case, theirs: Timing | None, mine: Timing, remark: _Remark) -> dict[str, Any]:
-    cell: dict[str, Any] = {}
-    if theirs is not None:
-        cell = {"us": round(theirs.us, 3), "ratio": round(theirs.us / mine.us, 3), "method": theirs.method}
-        if case.flops is not None:
-            cell["tflop_s"] = _tflop_s(case, theirs)
-        if remark.sqnr_db is not None:
-            cell["sqnr_db"] = remark.sqnr_db
-    return cell | ({"note": remark.note} if remark.note else {})
+def _figures(case: Case, theirs: Timing | None, mine: Timing) -> dict[str, Any]:
+    """Figures of a peer; none if it was not timed."""
+    if theirs is None:
+        return {}
+    cell = {"us": round(theirs.us, 3), "ratio": round(theirs.us / mine.us, 3), "method": theirs.method}
+    return cell if case.flops is None else cell | {"tflop_s": round(case.flops / theirs.us / 1e6, 1)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..hardware import capability
+from .harness import NOT_COMPILED, Peer
 
 Parts = tuple[Tensor, ...]
 # midpoints between the eight magnitudes of E2M1; ties that round up are moved down by one ulp
@@ -26,24 +26,6 @@ _FP4_MIDPOINTS = (0.25, 0.74999994, 1.25, 1.7499999, 2.5, 3.4999998, 5.0)
 _TORCHAO_MOST = 2**31
 # plain torch keeps several fp32 copies of its input
 _EAGER_MOST = 2**29
-NOT_COMPILED = "not run: compiled at other shapes only"
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another implementation of a case. `view` converts its output to the type of ours, outside of the timing.
-
-    compared: False if it computes something else on purpose.  gate_db: least closeness that counts as the same cast;
-    None: by the format.  accuracy: for GEMMs and layers, called with the arguments: SQNR in dB against the exact result
-    of the peer's own operands; below gate_db, if any, the peer differs.
-    """
-
-    run: Callable[..., Any]
-    view: Callable[[Any], object] = lambda output: output
-    note: str = ""
-    compared: bool = True
-    gate_db: float | None = None
-    accuracy: Callable[..., float] | None = None
 
 
 def as_operands(format: str, parts: tuple[Parts, ...]) -> tuple[BlockScaled, ...]:
@@ -149,56 +131,36 @@ def decodes(names: frozenset[str], *, compiling: bool) -> Mapping[str, Peer | st
 # torchao
 
 
-def _torchao_peer(
-    format: str, axes: tuple[int, ...], x_numel: int, view: Callable[[Any], object], *, compiling: bool
-) -> Peer | str:
-    if x_numel >= _TORCHAO_MOST:
-        return "not run: its offsets are 32-bit"
-    try:
-        found = [_torchao_cast(format, axis) for axis in axes]
-    except ImportError as error:
-        return f"not importable: {error}"
-    except LookupError as error:
-        return str(error.args[0])
-    names = ", ".join(dict.fromkeys(cast.name for cast in found))
-    if any(cast.compiled for cast in found):
-        if not compiling:
-            return NOT_COMPILED
-        names += ", compiled"
-    return Peer(lambda x, amax=None: tuple(cast.run(x, amax) for cast in found), view, names)
-
-
-@dataclass(frozen=True)
-class _Cast:
-    """One of torchao's casts, called with x and the tensor amax or None."""
-
-    name: str
-    run: Callable[[Tensor, Tensor | None], Parts]
-    compiled: bool = False
-
-
-def _torchao_cast(format: str, axis: int) -> _Cast:
-    """torchao's fastest cast of that kind for this device; LookupError if it has none."""
-    if format == "fp8_1x128":
-        return _torchao_fp8_rows(axis)
-    if format == "fp8_128x128":
-        return _torchao_fp8_tiles(axis)
-    if format == "mxfp8_e4m3":
-        return _torchao_mxfp8(axis)
-    if format == "nvfp4" and axis == -1:
-        return _torchao_nvfp4()
-    raise LookupError("has none")
-
-
 def torchao(module: str) -> Any:
     """A module of torchao.prototype; ImportError if there is none."""
     return importlib.import_module(f"torchao.prototype.{module}")
 
 
+def _torchao_peer(
+    format: str, axes: tuple[int, ...], x_numel: int, view: Callable[[Any], object], *, compiling: bool
+) -> Peer | str:
+    if x_numel >= _TORCHAO_MOST:
+        return "not run: its offsets are 32-bit"
+    if format not in _TORCHAO or (format == "nvfp4" and axes != (-1,)):
+        return "has none"
+    try:
+        names, runs = zip(*(_TORCHAO[format](axis) for axis in axes), strict=True)
+    except ImportError as error:
+        return f"not importable: {error}"
+    note = ", ".join(dict.fromkeys(names))
+    if "compiled" in note and not compiling:
+        return NOT_COMPILED
+    return Peer(lambda x, amax=None: tuple(run(x, amax) for run in runs), view, note)
+
+
+# name of one of torchao's casts, and the cast, called with x and the tensor amax or None
+_Cast = tuple[str, Callable[[Tensor, Tensor | None], Parts]]
+
+
 def _torchao_fp8_rows(axis: int) -> _Cast:
     name = "triton_fp8_blockwise_act_quant" + ("_lhs" if axis == -1 else "_transposed_lhs")
     cast = getattr(torchao("blockwise_fp8_training.kernels"), name)
-    return _Cast(name, lambda x, amax: cast(x))
+    return name, lambda x, amax: cast(x)
 
 
 def _torchao_fp8_tiles(axis: int) -> _Cast:
@@ -215,7 +177,7 @@ def _torchao_fp8_tiles(axis: int) -> _Cast:
         codes, scale = cast(x)
         return codes.mT, scale.mT
 
-    return _Cast(f"{name} (experts: grouped, deepgemm)", run)
+    return f"{name} (experts: grouped, deepgemm)", run
 
 
 def _torchao_mxfp8(axis: int) -> _Cast:
@@ -228,7 +190,7 @@ def _torchao_mxfp8(axis: int) -> _Cast:
             codes, scale = cast(x)
             return (codes, scale) if axis == -1 else (codes.mT, scale)
 
-        return _Cast(name, run)
+        return name, run
     to_mx = torchao("mx_formats.mx_tensor").to_mx
     rule = torchao("mx_formats.config").ScaleCalculationMode.RCEIL
 
@@ -237,10 +199,10 @@ def _torchao_mxfp8(axis: int) -> _Cast:
         return codes, scale
 
     program = compiled(convert)
-    return _Cast("to_mx", lambda x, amax: program(x), compiled=True)
+    return "to_mx, compiled", lambda x, amax: program(x)
 
 
-def _torchao_nvfp4() -> _Cast:
+def _torchao_nvfp4(axis: int) -> _Cast:
     quantize = torchao("mx_formats.nvfp4_tensor").nvfp4_quantize
 
     def convert(x: Tensor, amax: Tensor | None = None) -> Parts:
@@ -248,4 +210,12 @@ def _torchao_nvfp4() -> _Cast:
         scale, codes = quantize(x, 16, top)
         return codes, scale, top
 
-    return _Cast("nvfp4_quantize", compiled(convert), compiled=True)
+    return "nvfp4_quantize, compiled", compiled(convert)
+
+
+_TORCHAO: Mapping[str, Callable[[int], _Cast]] = {
+    "fp8_1x128": _torchao_fp8_rows,
+    "fp8_128x128": _torchao_fp8_tiles,
+    "mxfp8_e4m3": _torchao_mxfp8,
+    "nvfp4": _torchao_nvfp4,
+}

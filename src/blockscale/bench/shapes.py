@@ -1,10 +1,11 @@
-"""Shapes of the suites: tokens by features of known models, and the GEMMs of their layers."""
+"""Shapes of the suites: tokens by features of known models, the GEMMs of their layers, and rows of each expert."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import check_name
 
@@ -80,6 +81,11 @@ MIXTURES: Mapping[str, Mixture] = {
     "gpt-oss 120B": Mixture(128, 4, 2880, 2880),
 }
 
+# rows of each expert: equal, by Zipf's law as from an unbalanced router, or all on one
+Load = Literal["balanced", "zipf", "worst"]
+LOADS: tuple[Load, ...] = ("balanced", "zipf", "worst")
+EXPONENT = 1.2
+
 
 def model_name(text: str, models: Iterable[str] = tuple(MODELS), kind: str = "model") -> str:
     """Full name of a model from an abbreviation or an unambiguous prefix.  models: known names.  kind: word for them in
@@ -123,3 +129,38 @@ def text(shape: Shape) -> str:
     '4x8192x5120'
     """
     return "x".join(str(size) for size in shape)
+
+
+def group_sizes(rows: int, experts: int, load: Load = "balanced", most: int | None = None) -> tuple[int, ...]:
+    """Rows of every expert.
+
+    zipf: the expert of rank r has a share of r^-1.2, but at most `most` rows, the number of tokens, since a token goes
+    to an expert once. The excess goes to the others by their shares; ranks are assigned to experts at random.  worst:
+    the middle expert has all rows.
+
+    >>> group_sizes(10, 4), group_sizes(10, 4, "worst")
+    ((3, 3, 2, 2), (0, 0, 10, 0))
+    >>> sorted(group_sizes(100, 4, "zipf")), sorted(group_sizes(100, 4, "zipf", most=40))
+    ([10, 14, 23, 53], [12, 18, 30, 40])
+    """
+    if load == "worst":
+        return tuple(rows if index == experts // 2 else 0 for index in range(experts))
+    if load == "balanced":
+        return tuple(rows // experts + (index < rows % experts) for index in range(experts))
+    found = _zipf(rows, experts, rows if most is None else most)
+    random.Random(0).shuffle(found)
+    return tuple(found)
+
+
+def _zipf(rows: int, experts: int, most: int) -> list[int]:
+    """Rows by rank."""
+    assert rows <= experts * most, "more rows than experts may take"
+    shares = [rank**-EXPONENT for rank in range(1, experts + 1)]
+    full, rest, whole = 0, rows, sum(shares)
+    while full < experts and shares[full] * rest > most * whole:
+        full, rest, whole = full + 1, rest - most, whole - shares[full]
+    found = [most] * full + [int(share * rest / whole) for share in shares[full:]]
+    # rounding down leaves less than one row for each expert
+    for rank in range(full, full + rows - sum(found)):
+        found[rank] += 1
+    return found

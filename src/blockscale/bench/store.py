@@ -10,10 +10,10 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,10 @@ from ..gemm import _ptxas
 from ..hardware import describe
 
 REGRESSION = 0.03
+# start of the names of peers that are other backends of the registry
+ROW = "row "
+# least SQNR of a product that is rounded to bf16, which has 56 dB
+BF16_DB = 54.0
 _ROOT = Path(__file__).parents[3]
 
 
@@ -93,8 +97,7 @@ class Row:
         return self.suite, self.case, str(self.where.get("gpu"))
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """Time of a row beside the same row of an older run."""
 
     case: str
@@ -110,36 +113,42 @@ class Change:
         return self.ratio > 1 + REGRESSION
 
 
+T = TypeVar("T")
+
+
 def read(path: Path) -> list[Row]:
     """Rows of a file, in its order; empty if the file does not exist."""
-    if not path.exists():
-        return []
-    try:
-        return [Row(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
-    except (TypeError, ValueError) as error:
-        rule, fix = "a file of results has a row of the benchmarks in each line", "name another file"
-        raise OptionError(message(f"{path} has other lines ({error})", rule=rule, fix=fix)) from None
+    return read_lines(path, lambda fields: Row(**fields), "a file of results has a row of the benchmarks in each line")
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Store rows: a row replaces the row of the same key, others are appended. The file is replaced atomically."""
-    merged = {row.key: row for row in read(path)}
-    merged |= {row.key: row for row in rows}
+    """Store rows: a row replaces the row of the same key, others are appended."""
+    write_lines(path, [*read(path), *rows])
+
+
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], rule: str) -> list[T]:
+    """Parsed JSON lines of a file.  rule: what such a file has, for the error."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    try:
+        return [parse(json.loads(line)) for line in lines if line.strip()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise OptionError(message(f"{path} has other lines ({error})", rule=rule, fix="name another file")) from None
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Write dataclasses that have a `key` as JSON lines, the last of each key. The file is replaced atomically."""
+    kept = {row.key: row for row in rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in merged.values()))
+    fresh.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in kept.values()))
     os.replace(fresh, path)
 
 
 def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
     """Rows that both runs timed, in the order of the new run."""
     before = {(row.suite, row.case): row.us for row in old}
-    changes: list[Change] = []
-    for row in new:
-        past = before.get((row.suite, row.case))
-        if past and row.us:
-            changes.append(Change(row.case, past, row.us))
-    return changes
+    pairs = ((row, before.get((row.suite, row.case))) for row in new)
+    return [Change(row.case, past, row.us) for row, past in pairs if past and row.us]
 
 
 def where(device: torch.device, version: str, commit: str | None = None) -> Where:
@@ -192,14 +201,60 @@ def _version(package: str) -> str | None:
 def _git_state() -> tuple[str | None, bool | None]:
     """Commit of the source and whether it has local changes; (None, None) without git, or if the source is no checkout
     of its own."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
     if not (_ROOT / ".git").exists():
         return None, None
     try:
-        head, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
+        return git("rev-parse", "--short", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.CalledProcessError):
         return None, None
-    return head.strip(), bool(changed.strip())
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
+# ---- cells of tables -------------------------------------------------------------------------------------------------
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """The value with thousands separators, or a dash for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def peer(row: Row, name: str) -> str:
+    """Time of the peer over ours, with a star if its result differs from ours."""
+    cell = row.peers.get(name, {})
+    if "ratio" not in cell:
+        return "-"
+    return f"{cell['ratio']:.2f}x" + ("*" if "differs" in cell.get("note", "") else "")
+
+
+def beside(row: Row, name: str) -> str:
+    """Time of a peer over ours, and its SQNR where that is below the SQNR of rounding to bf16."""
+    accuracy = row.peers.get(name, {}).get("sqnr_db")
+    worse = accuracy is not None and not accuracy >= BF16_DB
+    return peer(row, name) + (f", {accuracy:.0f} dB" if worse else "")
+
+
+def best_other(row: Row) -> tuple[str, float] | None:
+    """Fastest other backend of the registry with a correct result, and its time over ours."""
+    able = {
+        name.removeprefix(ROW): float(cell["ratio"])
+        for name, cell in row.peers.items()
+        if name.startswith(ROW) and "ratio" in cell and "differs" not in cell.get("note", "")
+    }
+    return min(able.items(), key=lambda item: item[1]) if able else None
+
+
+def misplaced(row: Row) -> str:
+    """Backend that is faster than the selected one by more than `REGRESSION`, or "".
+
+    Always "" on a CPU, where backends are not selected by speed.
+    """
+    other = best_other(row)
+    return other[0] if other is not None and other[1] < 1 - REGRESSION and row.method != "cpu" else ""
+
+
+def shown_peers(rows: Sequence[Row]) -> list[str]:
+    """Peers that were timed in at least one row, in the order of the rows."""
+    return list(dict.fromkeys(name for row in rows for name, cell in row.peers.items() if "us" in cell))

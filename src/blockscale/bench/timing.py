@@ -1,24 +1,24 @@
-"""Time of a call.
+"""Time of a call, and clock and power of the GPU meanwhile.
 
 On a GPU a slice is a CUDA graph of many calls that cycle through input sets, replayed between two events, so that host
 time is excluded and inputs come from memory, not from L2. Variants are timed in turns, round by round, so that clock
-drift affects all of them equally. Calls that cannot be captured are launched between events; on a CPU
-torch.utils.benchmark times them.
+drift affects all of them equally. Calls that cannot be captured are launched between events.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
-from torch.utils.benchmark import Timer
 
 Call = Callable[[], object]
 MOST_CALLS = 200
@@ -65,18 +65,14 @@ def summarise(samples: Sequence[float], method: str) -> Timing:
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
-    """Number of input sets to cycle through so that none stays in L2: four times its size, at least three sets.
-
-    A set sixteen times as large as L2 evicts itself.
-    """
+    """Number of input sets to cycle through so that none stays in L2."""
     if device.type != "cuda":
         return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return sets_for(bytes_per_set, cache)
+    return sets_for(bytes_per_set, torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def sets_for(bytes_per_set: int, cache: int) -> int:
-    """The arithmetic of `input_sets`.
+    """Sets of four times the cache in all, at least three; one that is sixteen times as large evicts itself.
 
     >>> [sets_for(mb << 20, 50 << 20) for mb in (1, 56, 256, 1024)]
     [200, 4, 3, 1]
@@ -115,11 +111,9 @@ def prepare(
     """
     for call in (*calls, *calls):  # compiles, autotunes, fills caches
         call()
-    if host:
-        return _host_slice(calls, device)
-    count = _calls_in(seconds, calls, device)
-    if device.type != "cuda":
-        return _cpu_slice(calls, count)
+    count = HOST_CALLS if host else _calls_in(seconds, calls, device)
+    if host or device.type != "cuda":
+        return _host_slice(calls, count, device)
     graph = _graph_slice(calls, count) if captured else None
     return graph or _events_slice(lambda: _cycle(calls, count), count, "events")
 
@@ -167,30 +161,32 @@ def _graph_slice(calls: Sequence[Call], count: int) -> Slice | None:
 
 
 def _waits_for_device(calls: Sequence[Call]) -> bool:
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
     try:
-        _cycle(calls, len(calls))
+        with _sync_debug_mode("error"):
+            _cycle(calls, len(calls))
     except RuntimeError:
         return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     return False
 
 
-def host_syncs(call: Callable[[], object]) -> int:
+def host_syncs(call: Call) -> int:
     """Number of host synchronizations in a call that torch detects."""
+    with _sync_debug_mode("warn") as seen:
+        call()
+    return sum("called a synchronizing" in str(warning.message) for warning in seen)
+
+
+@contextlib.contextmanager
+def _sync_debug_mode(mode: str) -> Generator[list[warnings.WarningMessage]]:
+    """Context where a synchronization raises or warns; yields the warnings."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        warnings.simplefilter("always")  # also torch's warning that the mode is a prototype
+        torch.cuda.set_sync_debug_mode(mode)
         try:
-            call()
+            yield seen
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return sum("called a synchronizing" in str(warning.message) for warning in seen)
 
 
 def _events_slice(run: Callable[[], None], count: int, method: str) -> Slice:
@@ -209,25 +205,56 @@ def _events_slice(run: Callable[[], None], count: int, method: str) -> Slice:
     return Slice(start, method)
 
 
-def _cpu_slice(calls: Sequence[Call], count: int) -> Slice:
-    timer = Timer("cycle(calls, count)", globals={"cycle": _cycle, "calls": calls, "count": count})
-
-    def start() -> Callable[[], float]:
-        us = timer.timeit(1).median * 1e6 / count
-        return lambda: us
-
-    return Slice(start, "cpu")
-
-
-def _host_slice(calls: Sequence[Call], device: torch.device) -> Slice:
-    """Slice of host time until the last call has returned, by perf_counter: torch.utils.benchmark synchronizes."""
+def _host_slice(calls: Sequence[Call], count: int, device: torch.device) -> Slice:
+    """Slice of host time until the last call has returned; on a CPU that is all of it."""
 
     def start() -> Callable[[], float]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()
-        _cycle(calls, HOST_CALLS)
-        us = (time.perf_counter() - started) * 1e6 / HOST_CALLS
+        _cycle(calls, count)
+        us = (time.perf_counter() - started) * 1e6 / count
         return lambda: us
 
     return Slice(start, "host" if device.type == "cuda" else "cpu")
+
+
+# ---- clock and power -------------------------------------------------------------------------------------------------
+
+
+class Reading(NamedTuple):
+    """SM clock in MHz, power in watts."""
+
+    sm_clock_mhz: float
+    power_w: float
+
+
+@dataclass
+class Telemetry:
+    """Collects readings until `take`; none without a source."""
+
+    source: Callable[[], Reading | None] = lambda: None
+    readings: list[Reading] = field(default_factory=list[Reading])
+
+    def sample(self) -> None:
+        """Read once."""
+        if (found := self.source()) is not None:
+            self.readings.append(found)
+
+    def take(self) -> Reading | None:
+        """Medians of the readings since the last call; None if there are none."""
+        taken, self.readings = self.readings, []
+        return Reading(*(round(statistics.median(each), 1) for each in zip(*taken, strict=True))) if taken else None
+
+
+def watch(device: torch.device) -> Telemetry:
+    """Telemetry of a device through torch's bindings of NVML; without them (nvidia-ml-py) it has no readings."""
+
+    def read() -> Reading:
+        return Reading(torch.cuda.clock_rate(device), torch.cuda.power_draw(device) / 1e3)
+
+    try:
+        read()
+    except Exception:  # no GPU, no bindings, no permission, no such query: each raises something else
+        return Telemetry()
+    return Telemetry(read)

@@ -1,20 +1,19 @@
 """Results of training runs as JSON lines: one per arm of a comparison, one per measured throughput.
 
-`train.publish` makes them from run folders. Tables and pictures are made from these lines alone. A line replaces the
+`compare.rows` makes them from run folders. Tables and pictures are made from these lines alone. A line replaces the
 stored line of the same key.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, message
+from .store import read_lines, write_lines
 
+BASELINE = "bf16"
 Points = list[list[float]]
 
 
@@ -121,23 +120,13 @@ _KINDS: dict[str, type[Training]] = {"convergence": Convergence, "throughput": T
 
 def read(path: Path) -> list[Training]:
     """Lines of a file, in its order; empty if the file does not exist."""
-    if not path.exists():
-        return []
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        return [_KINDS[row["kind"]](**row) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        rule, fix = "a file of trainings has what `blockscale collect` writes", "name another file"
-        raise OptionError(message(f"{path} has other lines ({error})", rule=rule, fix=fix)) from None
+    rule = "a file of trainings has what `--rows` of compare and speed writes"
+    return read_lines(path, lambda fields: _KINDS[fields["kind"]](**fields), rule)
 
 
 def write(path: Path, rows: Iterable[Training]) -> None:
-    """Store lines: a line replaces the line of the same key, others are appended. The file is replaced atomically."""
-    merged = {row.key: row for row in [*read(path), *rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text("".join(json.dumps(asdict(row)) + "\n" for row in merged.values()))
-    os.replace(fresh, path)
+    """Store lines: a line replaces the line of the same key, others are appended."""
+    write_lines(path, [*read(path), *rows])
 
 
 def load(folder: Path) -> list[Training]:
@@ -153,3 +142,50 @@ def convergences(rows: Sequence[Training]) -> list[Convergence]:
 def throughputs(rows: Sequence[Training]) -> list[Throughput]:
     """Lines of throughput."""
     return [row for row in rows if isinstance(row, Throughput)]
+
+
+# ---- table of throughput ---------------------------------------------------------------------------------------------
+
+HEAD = (
+    "recipe", "compile", "weights cast", "ms per step", "spread", "tokens/s", "speedup", "peak memory", "over bf16",
+    "GPU busy", "products", "casts", "attention", "other",
+)  # fmt: skip
+
+
+def baseline(row: Throughput, rows: Sequence[Throughput]) -> Throughput | None:
+    """bf16 in the same setting; None if it did not run."""
+    alike = (other for other in rows if other.recipe == BASELINE and other.setting == row.setting)
+    return next((other for other in alike if not other.failed), None)
+
+
+def speedup(row: Throughput, rows: Sequence[Throughput]) -> float | None:
+    """Tokens per second over those of bf16."""
+    base = baseline(row, rows)
+    mine, theirs = row.tokens_per_second, base and base.tokens_per_second
+    return mine / theirs if mine and theirs else None
+
+
+def memory_ratio(row: Throughput, rows: Sequence[Throughput]) -> float | None:
+    """Peak memory over that of bf16."""
+    base = baseline(row, rows)
+    mine, theirs = row.peak_memory, base and base.peak_memory
+    return mine / theirs if mine and theirs else None
+
+
+def cells(row: Throughput, rows: Sequence[Throughput]) -> list[str]:
+    """Cells of a table line, as in `HEAD`."""
+    cast = "-" if row.recipe == BASELINE else row.weight_cast
+    names = [row.recipe, f"{row.compile}, captured" if row.captured else row.compile, cast]
+    if row.step_ms is None or row.spread_ms is None or row.tokens_per_second is None:
+        return [*names, "failed", *["-"] * (len(HEAD) - 4)]
+    spread = f"{100 * (row.spread_ms[1] - row.spread_ms[0]) / row.step_ms:.1f} %"
+    won, memory = speedup(row, rows), memory_ratio(row, rows)
+    figures = [f"{row.step_ms:,.1f}", spread, f"{row.tokens_per_second:,.0f}", "-" if won is None else f"{won:.2f}x"]
+    shares = [f"{100 * row.shares[kind]:.1f} %" if kind in row.shares else "-" for kind in HEAD[-4:]]
+    busy = "-" if row.kernel_ms is None else f"{min(100.0, 100 * row.kernel_ms / row.step_ms):.0f} %"
+    return [*names, *figures, gib(row.peak_memory), "-" if memory is None else f"{memory:.2f}x", busy, *shares]
+
+
+def gib(value: int | None) -> str:
+    """Bytes in GiB."""
+    return "-" if value is None else f"{value / 2**30:.1f} GiB"

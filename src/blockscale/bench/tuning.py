@@ -1,6 +1,6 @@
-"""Choice of plans to try and of the plan to store for a Hopper GEMM: `blockscale tune` without the GPU.
+"""Plans of a Hopper GEMM for `blockscale tune`: which are tried, their times, and the one that is stored.
 
-The function that times plans is a parameter (`candidates.measure_plans`), so everything here runs on a CPU.
+The function that times plans on a GPU (`measure_plans`) is a parameter of the others, so those run on a CPU.
 
 A plan is stored if it beats the heuristic's by more than `MARGIN` and its upper quartile is below the lower quartile of
 the heuristic's plan. If a plan is stored already, the outcome replaces it, even by the heuristic's own plan, so that
@@ -9,6 +9,8 @@ measuring again can undo tuning.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +18,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..gemm import heuristics, tuned
-from ..gemm.heuristics import Plan, Problem
+from ..gemm.heuristics import Plan, Problem, moved_bytes
+from . import timing
+from .gemms import Operands, judge, make_operands
+from .harness import Budget
 from .store import Where
-from .timing import Timing
+from .timing import Call, Timing, input_sets, prepare
 
 MARGIN = 0.02
 # Plans with a predicted time above this multiple of the best are not tried: the cost model is not that wrong.
@@ -27,6 +35,10 @@ WORTH_TRYING = 2.0
 
 # Timing of each plan for a problem, or its fault as text.
 Measure = Callable[[Problem, Sequence[Plan]], Mapping[Plan, Timing | str]]
+# launches a plan with operands and an output
+Launch = Callable[[Plan, Operands, Tensor], None]
+# GEMMs reach the power limit, and the clock follows with a delay: longer slices than for casts
+BUDGET = Budget(11, 0.008)
 
 
 def problems_of(
@@ -112,12 +124,12 @@ def entry_of(outcome: Outcome, where: Where) -> tuned.Entry | None:
     plan, problem = outcome.taken, outcome.problem
     if plan is None or (plan == outcome.model and tuned.choose(problem, where.gpu).entry is None):
         return None
-    timing = outcome.times[plan]
+    best = outcome.times[plan]
     return tuned.Entry(
         problem=problem,
         plan=plan,
-        us=round(timing.us, 3),
-        spread_us=(round(timing.low, 3), round(timing.high, 3)),
+        us=round(best.us, 3),
+        spread_us=(round(best.low, 3), round(best.high, 3)),
         model_us=round(outcome.times[outcome.model].us, 3),
         gpu=where.gpu,
         triton=where.triton or "none",
@@ -141,12 +153,12 @@ def record_of(outcome: Outcome, where: Where) -> dict[str, Any]:
     predicted = dict(heuristics.candidates(problem))
     rows: list[dict[str, Any]] = []
     for plan in (*outcome.times, *outcome.faults):
-        timing = outcome.times.get(plan)
+        found = outcome.times.get(plan)
         row: dict[str, Any] = {"plan": plan_text(plan), "predicted_us": round(predicted[plan], 3)}
-        if timing is None:
+        if found is None:
             row["fault"] = outcome.faults[plan]
         else:
-            row |= {"us": round(timing.us, 3), "spread_us": [round(timing.low, 3), round(timing.high, 3)]}
+            row |= {"us": round(found.us, 3), "spread_us": [round(found.low, 3), round(found.high, 3)]}
         rows.append(row)
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "vector": problem.b_1x128, "add": problem.accumulate}
     return {**sizes, "model": plan_text(outcome.model), "plans": rows, "where": asdict(where)}
@@ -173,3 +185,64 @@ def plan_text(plan: Plan) -> str:
     unroll = f" run {tile.k_unroll}" if tile.k_unroll > 1 else ""
     # "run" and "shared" (stream-K) are the words of stored records
     return f"{tile.bm}x{tile.bn}{unroll}{' shared' if plan.stream_k else ''}"
+
+
+# ---- measurement -----------------------------------------------------------------------------------------------------
+
+
+def by_hopper(plan: Plan, operands: Operands, out: Tensor) -> None:
+    """Launch the Hopper GEMM by a plan."""
+    from ..gemm import _hopper  # late: it needs Triton
+
+    _hopper.launch(operands.a, operands.b, out, None, accumulate=operands.acc is not None, plan=plan)
+
+
+def measure_plans(
+    problem: Problem,
+    plans: Sequence[Plan],
+    *,
+    device: torch.device,
+    budget: Budget = BUDGET,
+    launch: Launch = by_hopper,
+) -> dict[Plan, Timing | str]:
+    """Timing of each plan, or its fault as text.
+
+    Each plan is compared with the exact result, then all correct ones are timed in turns. As in a suite, operands and
+    outputs rotate through more than L2, slices are CUDA graphs, and every round has its own order. All plans share one
+    set of operands and outputs, so more plans need no more memory.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # cached blocks of the previous problem have other sizes
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        formats = ("fp8_1x128", "fp8_1x128" if problem.b_1x128 else "fp8_128x128")
+        product = (problem.m, problem.n, problem.k)
+        make = functools.partial(make_operands, product, formats, device, accumulate=problem.accumulate)
+        operands = make()
+
+        def multiplied(plan: Plan, given: Operands) -> Tensor:
+            out = _output(problem, given)
+            launch(plan, given, out)
+            return out
+
+        faults = {plan: judge(functools.partial(multiplied, plan), operands).problem for plan in plans}
+        sets = [operands, *(make() for _ in range(input_sets(moved_bytes(problem), device) - 1))]
+        written = [(given, _output(problem, given)) for given in sets]
+
+        def calls(plan: Plan) -> list[Call]:
+            return [functools.partial(launch, plan, *one) for one in written]
+
+        slices = {
+            str(number): prepare(calls(plan), device, seconds=budget.seconds)
+            for number, plan in enumerate(plans)
+            if not faults[plan]
+        }
+        timings = timing.measure(slices, rounds=budget.rounds)
+        return {plan: faults[plan] or timings[str(number)] for number, plan in enumerate(plans)}
+
+
+def _output(problem: Problem, operands: Operands) -> Tensor:
+    """The accumulator, or an empty output."""
+    if operands.acc is not None:
+        return operands.acc
+    dtype = torch.float32 if problem.fp32_out else torch.bfloat16
+    return torch.empty(problem.m, problem.n, dtype=dtype, device=operands.x.device)

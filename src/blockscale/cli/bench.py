@@ -1,12 +1,12 @@
-"""`blockscale bench`: check and time casts, GEMMs, layers and host overhead; rewrite the tables of the docs."""
+"""`blockscale bench`: check and time casts, GEMMs, layers and host overhead."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ..bench import PEERS, SUITES
 from ..errors import check_name
 from . import arguments
 
@@ -18,18 +18,9 @@ if TYPE_CHECKING:
     from ..bench.harness import Case
     from ..bench.store import Row
 
-Suite = Literal["casts", "gemm", "linear", "mlp", "moe", "dispatch", "report"]
-SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch", "report")
-LAYERS = ("linear", "mlp")
+Suite = Literal["casts", "gemm", "linear", "mlp", "moe", "dispatch"]
 # suites whose rows have TFLOP/s and SQNR
-PRODUCTS = ("gemm", *LAYERS, "moe")
-# baselines of each suite
-PEERS: dict[str, tuple[str, ...]] = {
-    "casts": ("eager", "compile", "torchao"),
-    "gemm": ("rows", "bf16", "rowwise", "torchao"),
-    **dict.fromkeys(LAYERS, ("bf16", "casts", "torchao", "torchao compiled", "rowwise", "compile")),
-    "moe": ("rows", "bf16", "rowwise", "casts", "torchao"),
-}
+PRODUCTS = ("gemm", "linear", "mlp", "moe")
 # console width for files and pipes, which have no terminal width
 FILE_WIDTH = 200
 
@@ -50,10 +41,8 @@ def run(
 
     Args:
         suite: casts: bandwidth of every cast. gemm: speed and accuracy of GEMMs. linear, mlp: forward and backward of
-            layers. moe: grouped GEMMs, experts and MoE layers. dispatch: host time per call. report: rewrite the
-            tables and pictures of the documentation from stored results.
-        json: Store the rows in this file, replacing rows of the same case and GPU (report: read this file instead of
-            benchmarks/results).
+            layers. moe: grouped GEMMs, experts and MoE layers. dispatch: host time per call.
+        json: Store the rows in this file, replacing rows of the same case and GPU.
         compare: Rows of an older run; shows new time over old and flags regressions of more than 3 %.
         quick: Fewer shapes and rounds.
         only: Only cases whose name or group contains this text, or one of several separated by |
@@ -67,14 +56,8 @@ def run(
     arguments.check_device(device)
     chosen_peers = _peers(suite, peers)
     arguments.check_readable(compare, "--compare")
-    if suite == "report":
-        arguments.check_readable(json, "--json")
-    else:
-        arguments.check_writable(json, "--json")
-    _check_used(suite, {"--compare": compare, "--quick": quick, "--only": only, "--device": device, "--commit": commit})
+    arguments.check_writable(json, "--json")
     console = arguments.wide_console(FILE_WIDTH)
-    if suite == "report":
-        return _report(console, json)
     with console.status("importing torch ..."):
         from ..bench.store import read, write
         from ..hardware import default_device, named_device
@@ -104,52 +87,32 @@ def run(
     return 1 if wrong else 0
 
 
-def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, peers: frozenset[str]) -> list[Case]:
-    from ..bench import ceilings
-    from ..bench.suites import casts, common, dispatch, fused, gemm
+def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, names: frozenset[str]) -> list[Case]:
+    from ..bench import rooflines
+    from ..bench.suites import casts, fused, gemm, layers, moe
+    from ..hardware import capability
 
     if device.type != "cuda":
         console.print("no GPU: this times the reference on a CPU with tiny tensors; the times are no measure of speed")
     if suite == "dispatch":
-        return list(dispatch.cases(device))
-    if suite in LAYERS:
-        return _layer_cases(console, suite, device, quick, peers)
-    if suite == "moe":
-        return _expert_cases(console, device, quick, peers)
-    if suite == "gemm":
-        with console.status("measuring the ceilings of this machine ..."):
-            found = ceilings.find(device)
-        return list(gemm.cases(gemm.extent(device, quick=quick, peers=peers), found))
-    for name in fused.missing():
-        console.print(f"[dim]skipped: {name} does not exist yet[/]")
-    return list(casts.cases(common.extent(device, quick=quick, peers=peers)))
-
-
-def _layer_cases(
-    console: Console, suite: Suite, device: torch.device, quick: bool, peers: frozenset[str]
-) -> list[Case]:
-    from ..bench.suites import layers, linear, mlp
-
+        return list(casts.dispatch_cases(device))
+    if suite == "casts":
+        extent = casts.extent(device, quick=quick, peers=names)
+        return [*casts.cases(extent), *fused.cases(extent)]
+    here = capability(device)
     with console.status("measuring the ceilings of this machine ..."):
-        roofs = layers.find_roofs(device)
-    if suite == "mlp":
-        return list(mlp.cases(mlp.extent(device, quick=quick, peers=peers), roofs))
-    return list(linear.cases(linear.extent(device, quick=quick, peers=peers), roofs))
-
-
-def _expert_cases(console: Console, device: torch.device, quick: bool, peers: frozenset[str]) -> list[Case]:
-    from ..bench import ceilings
-    from ..bench.suites import layers, moe
-
-    extent = moe.extent(device, quick=quick, peers=peers)
-    with console.status("measuring the ceilings of this machine ..."):
-        found, roofs = ceilings.find(device), layers.find_roofs(device)
-    return list(moe.cases(extent, found, roofs))
+        if suite == "gemm":
+            return list(gemm.cases(here, rooflines.measure_ceilings(device), names, quick=quick))
+        roofs = rooflines.find_roofs(device)
+        if suite == "moe":
+            return list(moe.cases(here, rooflines.measure_ceilings(device), roofs, names, quick=quick))
+    cases = layers.linear_cases if suite == "linear" else layers.mlp_cases
+    return list(cases(here, roofs, names, quick=quick))
 
 
 def _peers(suite: Suite, names: Sequence[str]) -> frozenset[str]:
     """Peers (baselines) of a suite; raises for unknown ones."""
-    known = PEERS.get(suite, ())
+    known = sorted(PEERS.get(suite, ()))
     if names and not known:
         arguments.refuse(f"--peers with {suite}", "that suite has no peers", "leave --peers out")
     if tuple(names) == ("none",):
@@ -159,20 +122,10 @@ def _peers(suite: Suite, names: Sequence[str]) -> frozenset[str]:
     return frozenset(names or known)
 
 
-def _check_used(suite: Suite, given: dict[str, object]) -> None:
-    """Raise for options that the suite ignores."""
-    for flag, value in given.items():
-        if suite == "report" and value:
-            rule = "report only rewrites tables from stored results"
-            arguments.refuse(f"{flag} with report", rule, f"leave {flag} out, or name another suite")
-
-
 def _timed(
     console: Console, cases: Sequence[Case], suite: Suite, device: torch.device, quick: bool, commit: str | None
 ) -> Iterator[Row]:
     """Yield the rows as they are measured, with a progress bar that names the current case."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from .. import __version__
     from ..bench.harness import Budget, run_cases
     from ..bench.store import where
@@ -183,21 +136,18 @@ def _timed(
         # layers are launched call by call, and the first call finds the device idle
         seconds = {"gemm": 0.008, "linear": 0.02, "mlp": 0.04, "moe": 0.02}.get(suite, seconds)
     budget = Budget(5 if quick or device.type != "cuda" else 11, seconds)
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(cases))
-        names = iter(case.name for case in cases)
-        progress.update(task, description=next(names, ""))
+    names = iter([*(case.name for case in cases[1:]), ""])
+    with arguments.progress(console, len(cases), cases[0].name) as advance:
         for row in run_cases(cases, suite, device, where(device, __version__, commit), budget):
             yield row
-            progress.update(task, advance=1, description=next(names, ""))
+            advance(next(names))
 
 
 def _table(rows: Sequence[Row]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..bench.report_gemm import shown_peers
+    from ..bench.store import shown_peers
 
     peers = shown_peers(rows)
     suite = rows[0].suite
@@ -214,7 +164,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _cells(row: Row, peers: Sequence[str]) -> list[str]:
-    from ..bench.tables import number
+    from ..bench.store import number
 
     products = row.suite in PRODUCTS
     if row.us is None or row.spread_us is None:
@@ -227,15 +177,14 @@ def _cells(row: Row, peers: Sequence[str]) -> list[str]:
 
 
 def _peer_cell(row: Row, name: str) -> str:
-    from ..bench.report_gemm import beside
-    from ..bench.tables import number
+    from ..bench.store import beside, number
 
     return number(row.peers.get(name, {}).get("us")) if row.suite == "dispatch" else beside(row, name)
 
 
 def _show_notes(console: Console, rows: Sequence[Row]) -> None:
     """Print each note once with its cases, then SM clocks, and cases where another backend was faster."""
-    from ..bench.report_gemm import best_other, misplaced
+    from ..bench.store import best_other, misplaced
 
     notes: dict[str, list[str]] = {}
     for row in rows:
@@ -247,6 +196,8 @@ def _show_notes(console: Console, rows: Sequence[Row]) -> None:
     clocks = [row.sm_clock_mhz for row in rows if row.sm_clock_mhz is not None]
     if clocks:
         console.print(f"[dim]SM clock: {min(clocks):.0f} to {max(clocks):.0f} MHz[/]")
+    elif any(row.method not in (None, "cpu") for row in rows):
+        console.print("[dim]no SM clock and no power: torch reads them through pip install nvidia-ml-py[/]")
     for row in rows:
         other = best_other(row)
         if other is not None and misplaced(row):
@@ -262,22 +213,3 @@ def _show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -
         console.print(f"{change.case}: {change.old_us:.1f} -> {change.new_us:.1f} µs, {change.ratio:.3f}x{flag}")
     slower = sum(change.regressed for change in changes)
     console.print(f"{slower} of {len(changes)} rows became slower by more than 3 %")
-
-
-def _report(console: Console, source: Path | None) -> int:
-    from ..bench import pictures, report, trainings
-    from ..bench.store import read
-
-    found = trainings.load(report.RESULTS)
-    rows = report.load(report.RESULTS) if source is None else read(source)
-    if not rows:
-        console.print(
-            f"no results in {source or report.RESULTS}: run blockscale bench casts --json FILE on a GPU first"
-        )
-        return 1
-    if importlib.util.find_spec("matplotlib") is None:
-        console.print("the picture needs matplotlib. Fix: pip install matplotlib")
-        return 1
-    for path in (*pictures.draw_all(Path.cwd(), rows, found), *report.update(Path.cwd(), rows, found)):
-        console.print(f"wrote {path}")
-    return 0

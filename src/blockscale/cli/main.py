@@ -13,7 +13,7 @@ COMMANDS = {
     "doctor": "versions, device, which backend serves what and why, and a self-check",
     "explain": "every kernel for one call, and why it is taken or not",
     "formats": "the ten formats: grids, blocks, scale rules; --errors measures them, --plot draws them",
-    "bench": "check and time casts, GEMMs and layers; bench report rewrites the tables of the documentation",
+    "bench": "check and time casts, GEMMs and layers",
     "tune": "autotune the GEMMs of a model on this GPU; --compile-only precompiles its kernels",
     "train": "train a model with a recipe",
     "compare": "train with several recipes in paired runs: convergence and speed",

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..autograd.recipe import Recipe
-    from ..bench.linears import Layer, Measured
-    from ..bench.rooflines import RoofRow, Roofs
+    from ..bench.rooflines import Layer, RoofRow, Roofs, Times
     from ..roofline import Use
 
 What = Literal["linear", "mlp", "experts"]
@@ -42,9 +41,7 @@ def run(
     accumulate: bool = False,
     measure: bool = False,
     advise: bool = False,
-    plot: Path | None = None,
     json: Path | None = None,
-    commit: str | None = None,
 ) -> int:
     """Show the roofline time of each layer of a model in bf16 and by recipe: bytes and FLOPs of every cast and GEMM at
     the ceilings of the machine, the speedup that follows, and the step that takes longest.
@@ -65,17 +62,14 @@ def run(
         accumulate: Accumulate weight gradients in fp32 buffers.
         measure: Also measure the ceilings of this GPU, which are stored, and every layer; needs a GPU.
         advise: Also show from how many tokens on each layer is worth converting.
-        plot: Draw speedups over tokens to this file (.png, .svg or .pdf), and the classic roofline to a second one.
-        json: Append the measured times to this file; without --measure, show the times in it.
-        commit: Commit to record if the source is not a git checkout.
+        json: Show the times in this file of blockscale bench linear.
     """
     names = [name for name in arguments.recipes(recipes) if name != "bf16"]
     arguments.at_least(1, tokens, "--tokens", "a forward has at least one")
     arguments.at_least(1, microbatches, "--microbatches", "a step has at least one")
-    if inference and (weight_cast is not None or microbatches > 1 or accumulate):
+    given = {"--weight-cast": weight_cast, "--microbatches": microbatches > 1, "--accumulate": accumulate}
+    for flag in (flag for flag, is_given in given.items() if inference and is_given):
         rule = "inference casts no weights and has no gradients"
-        given = {"--weight-cast": weight_cast, "--microbatches": microbatches > 1, "--accumulate": accumulate}
-        flag = next(flag for flag, is_given in given.items() if is_given)
         arguments.refuse(f"{flag} with --inference", rule, f"leave {flag} or --inference out")
     if advise and not names:
         arguments.refuse("--advise with bf16 alone", "it advises on other recipes", "--recipes fp8_blockwise --advise")
@@ -87,26 +81,28 @@ def run(
         subject = _layers(what, model, shapes, tokens)
     else:
         arguments.refuse(f"--experts with {what}", "only a mixture has experts", "blockscale roofline experts")
-    layers = subject.layers
-    _check_files(what, plot, json, measure=measure)
+    if measure and what != "linear":
+        arguments.refuse(f"--measure of {what}", "only linear layers can be measured", "blockscale roofline linear")
+    usual = not (inference or microbatches > 1 or accumulate) and weight_cast in (None, "forward")
+    if json is not None and (what != "linear" or measure or not usual):
+        rule = "its rows are linear layers, forward and backward of one microbatch, weights cast in every forward"
+        arguments.refuse(f"--json {json} for another use, or with --measure", rule, "leave the other options out")
+    arguments.check_readable(json, "--json")
     console = arguments.wide_console()
     with console.status("importing torch ..."):
         from ..autograd.recipe import get_recipe
-        from ..bench import linears, rooflines
+        from ..bench import rooflines
         from ..roofline import Use
 
     chosen = [get_recipe(name) for name in names]
     cast = weight_cast or ("step" if microbatches > 1 else "forward")
     use = Use(not inference, microbatches, cast, bias, accumulate=accumulate)
     roofs, device = _roofs(console, machine, measure=measure)
-    seen: list[Measured] = []
-    if measure:
-        assert device is not None
-        seen = _timed(console, layers, tokens, chosen, device, use, json, commit)
-    elif json is not None:
-        seen = linears.read(json)
+    times = {} if json is None else rooflines.stored_times(json)
+    if device is not None:
+        times = _timed(console, subject.layers, tokens, names, device, use)
     cost = rooflines.cost_of(what, subject.experts)
-    rows = rooflines.rows_of(layers, subject.rows, chosen, roofs, use, cost, seen)
+    rows = rooflines.rows_of(subject.layers, subject.rows, chosen, roofs, use, cost, times)
     console.print(f"{subject.name}, {tokens:,} tokens, {_use_text(use)}")
     for roof in filter(None, (roofs.main, roofs.nominal)):
         console.print(f"[dim]{roof} ({roof.source})[/]", soft_wrap=True)
@@ -114,9 +110,7 @@ def run(
     for note in rooflines.notes_of(chosen, roofs.main):
         console.print(f"[dim]{note}[/]")
     if advise:
-        console.print(_advice(layers, chosen, roofs, use, what))
-    if plot is not None:
-        _draw(console, plot, layers, tokens, chosen, roofs, use, seen)
+        console.print(_advice(subject.layers, chosen, roofs, use, what))
     return 0
 
 
@@ -179,7 +173,7 @@ def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roo
     """Ceilings of the machine, and the GPU to measure on (None without --measure)."""
     import torch
 
-    from ..bench.rooflines import Roofs
+    from ..bench.rooflines import Roofs, measure_roof
     from ..hardware import gpu_name
     from ..roofline import ceilings
 
@@ -195,8 +189,6 @@ def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roo
     if machine not in (None, here):
         fix = f"leave --machine out, or leave --measure out for {machine}"
         arguments.refuse(f"--measure with --machine {machine}", f"only this GPU can be measured: {here}", fix)
-    from ..bench.ceilings import measure_roof
-
     with console.status("measuring the ceilings of this machine ..."):
         found = measure_roof(device)
     if here is not None:
@@ -205,31 +197,18 @@ def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roo
 
 
 def _timed(
-    console: Console,
-    layers: Sequence[Layer],
-    tokens: int,
-    recipes: Sequence[Recipe],
-    device: torch.device,
-    use: Use,
-    json: Path | None,
-    commit: str | None,
-) -> list[Measured]:
-    """Measure every layer in bf16 and with every recipe, and store each at once."""
-    import dataclasses
+    console: Console, layers: Sequence[Layer], tokens: int, recipes: Sequence[str], device: torch.device, use: Use
+) -> Times:
+    """Measure every layer in bf16 and by every recipe."""
+    from ..bench import rooflines
 
-    from .. import __version__
-    from ..bench import linears
-    from ..bench.store import where
-
-    facts, found = dataclasses.asdict(where(device, __version__, commit)), list[linears.Measured]()
-    names = [recipe.name for recipe in recipes]
-    with arguments.progress(console, len(layers), f"{layers[0][0]} -> {layers[0][1]}") as advance:
-        for rows in linears.time_layers(layers, tokens, names, device, use, where=facts):
-            found += rows
-            if json is not None:
-                linears.write(json, rows)  # at once, so that an interrupted run keeps its rows
-            k, n = layers[min(len(found) // len(rows), len(layers) - 1)]
-            advance(f"{k} -> {n}")
+    found: Times = {}
+    texts = [*(f"{k} -> {n}" for k, n in layers), ""]
+    with arguments.progress(console, len(layers), texts[0]) as advance:
+        timed = rooflines.time_layers(layers, tokens, recipes, device, use)
+        for text, times in zip(texts[1:], timed, strict=True):
+            found |= times
+            advance(text)
     return found
 
 
@@ -239,13 +218,10 @@ def _table(rows: Sequence[RoofRow]) -> Table:
 
     seen, two = any(row.us is not None for row in rows), any(row.nominal is not None for row in rows)
     table = Table(box=SIMPLE_HEAD, padding=(0, 0))
-    table.add_column("layer", no_wrap=True)
-    table.add_column("recipe", no_wrap=True)
     headings = ["bound µs", "speedup", *(["nominal"] if two else []), "casts"]
     headings += ["measured µs", "speedup", "of roof", *(["of nominal"] if two else [])] if seen else []
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("longest step, bound by", no_wrap=True)
+    for heading in ("layer", "recipe", *headings, "longest step, bound by"):
+        table.add_column(heading, justify="right" if heading in headings else "left", no_wrap=True)
     before = None
     for row in rows:
         if before not in (None, row.layer):
@@ -260,15 +236,14 @@ def _cells(row: RoofRow, *, seen: bool, two: bool) -> list[str]:
     def times(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}x"
 
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{value:.0%}"
+    def share(speedup: float | None) -> str:
+        return "-" if row.measured is None or speedup is None else f"{row.measured / speedup:.0%}"
 
-    cells = [row.recipe, f"{row.cost.seconds * 1e6:,.0f}", times(row.roof)]
-    cells += [times(row.nominal)] if two else []
-    cells.append(percent(row.casting))
+    cells = [row.recipe, f"{row.cost.seconds * 1e6:,.0f}", times(row.roof), *([times(row.nominal)] if two else [])]
+    cells.append(f"{row.casting:.0%}")
     if seen:
-        cells += ["-" if row.us is None else f"{row.us:,.0f}", times(row.measured), percent(row.share)]
-        cells += [percent(row.nominal_share)] if two else []
+        cells += ["-" if row.us is None else f"{row.us:,.0f}", times(row.measured), share(row.roof)]
+        cells += [share(row.nominal)] if two else []
     most = row.cost.largest
     return [*cells, f"{most.name} {most.seconds / row.cost.seconds:.0%}, {most.bound}"]
 
@@ -283,48 +258,15 @@ def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, us
     # all costs of experts are proportional to their number
     per, cost = " per expert" if what == "experts" else "", cost_of(what)
     title = f"worth converting from this many tokens{per} (in parentheses: for a speedup above {MARGIN - 1:.0%})"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for heading in ("layer", *(recipe.name for recipe in recipes)):
-        table.add_column(heading, no_wrap=True)
+    table = Table("layer", title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+
+    def cell(layer: Layer, recipe: Recipe) -> str:
+        found = [advise(*layer, recipe.formats(), roofs.main, use, margin=each, cost=cost) for each in (1.0, MARGIN)]
+        first, second = ("never" if count is None else f"{count:,}" for count in found)
+        return first if found[0] is None else f"{first} ({second})"
+
+    for recipe in recipes:
+        table.add_column(recipe.name, no_wrap=True)
     for layer in layers:
-        cells: list[str] = []
-        for recipe in recipes:
-            found = [
-                advise(*layer, recipe.formats(), roofs.main, use, margin=margin, cost=cost) for margin in (1.0, MARGIN)
-            ]
-            first, second = ("never" if count is None else f"{count:,}" for count in found)
-            cells.append(first if found[0] is None else f"{first} ({second})")
-        table.add_row(f"{layer[0]} -> {layer[1]}", *cells)
+        table.add_row(f"{layer[0]} -> {layer[1]}", *(cell(layer, recipe) for recipe in recipes))
     return table
-
-
-def _check_files(what: What, plot: Path | None, json: Path | None, *, measure: bool) -> None:
-    """Raise for kinds that cannot be measured or drawn, and for unusable files."""
-    if measure and what != "linear":
-        arguments.refuse(f"--measure of {what}", "only linear layers can be measured", "blockscale roofline linear")
-    if plot is not None and what != "linear":
-        arguments.refuse(f"--plot of {what}", "only linear layers are drawn", "blockscale roofline linear --plot FILE")
-    arguments.check_picture(plot, "--plot")
-    if measure:
-        arguments.check_writable(json, "--json")
-    else:
-        arguments.check_readable(json, "--json")
-
-
-def _draw(
-    console: Console,
-    path: Path,
-    layers: Sequence[Layer],
-    tokens: int,
-    recipes: Sequence[Recipe],
-    roofs: Roofs,
-    use: Use,
-    seen: Sequence[Measured],
-) -> None:
-    from ..bench import roofline_picture
-
-    roofline_picture.draw_speedups(layers, recipes, roofs, use, path, seen)
-    largest = max(layers, key=lambda layer: layer[0] * layer[1])
-    steps = path.with_stem(f"{path.stem}-steps")
-    roofline_picture.draw_steps(largest, tokens, recipes, roofs.main, use, steps)
-    console.print(f"wrote {path} and {steps}", soft_wrap=True)

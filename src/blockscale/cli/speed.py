@@ -106,7 +106,7 @@ def _show(console: Console, rows: Sequence[Throughput]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..bench.report_speed import HEAD, cells
+    from ..bench.trainings import HEAD, cells
 
     is_on_gpu = str(rows[0].where.get("device", "")).startswith("cuda")
     shown = len(HEAD) if is_on_gpu else _CPU_COLUMNS

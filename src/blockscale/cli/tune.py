@@ -240,10 +240,10 @@ def _compile_plans(console: Console, problems: Sequence[Problem], target: Target
 
 def _timed(console: Console, problems: Sequence[Problem], gpu: torch.device, budget: float | None) -> Iterator[Outcome]:
     """Yield outcomes as they are measured, with a progress bar that names the current GEMM."""
-    from ..bench import candidates, tuning
+    from ..bench import tuning
 
     texts = [tuning.problem_text(problem) for problem in problems]
-    measure = functools.partial(candidates.measure_plans, device=gpu)
+    measure = functools.partial(tuning.measure_plans, device=gpu)
     with arguments.progress(console, len(problems), texts[0]) as advance:
         for number, outcome in enumerate(tuning.tune(problems, measure, seconds=budget), 1):
             yield outcome

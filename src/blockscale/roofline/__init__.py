@@ -8,34 +8,26 @@ ceilings of machines; `advise` gives the number of tokens from which on a layer 
 '2.83'
 """
 
-from .advice import CostOf, advise, predicted_speedup
-from .ceilings import MEASURED, NOMINAL, Ceilings, architecture_of, machine_of, measured, nominal
-from .engines import Engine, engine_for
-from .mlp import swiglu_cost
-from .model import BF16, INFERENCE, ROLES, TRAINING, LinearCost, Step, Use, linear_cost, speedup, stored_bytes
+from .ceilings import MEASURED, NOMINAL, Ceilings, Engine, architecture_of, engine_for, machine_of, measured, nominal
+from .model import (
+    BF16,
+    INFERENCE,
+    ROLES,
+    TRAINING,
+    CostOf,
+    LinearCost,
+    Step,
+    Use,
+    advise,
+    linear_cost,
+    predicted_speedup,
+    speedup,
+    stored_bytes,
+    swiglu_cost,
+)
 
 __all__ = [
-    "BF16",
-    "INFERENCE",
-    "MEASURED",
-    "NOMINAL",
-    "ROLES",
-    "TRAINING",
-    "Ceilings",
-    "CostOf",
-    "LinearCost",
-    "Engine",
-    "Step",
-    "Use",
-    "advise",
-    "architecture_of",
-    "engine_for",
-    "linear_cost",
-    "machine_of",
-    "measured",
-    "nominal",
-    "predicted_speedup",
-    "speedup",
-    "stored_bytes",
-    "swiglu_cost",
-]
+    "BF16", "INFERENCE", "MEASURED", "NOMINAL", "ROLES", "TRAINING", "Ceilings", "CostOf", "LinearCost", "Engine",
+    "Step", "Use", "advise", "architecture_of", "engine_for", "linear_cost", "machine_of", "measured", "nominal",
+    "predicted_speedup", "speedup", "stored_bytes", "swiglu_cost",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Roofline time of a linear layer's casts and products: bytes over bandwidth or FLOPs over rate, whichever is longer.
+"""Roofline time of the casts and products of a layer: bytes over bandwidth or FLOPs over rate, whichever is longer.
 
     fprop  Y  = X  @ W.mT   [M, K] @ [K, N]
     dgrad  dX = dY @ W      [M, N] @ [N, K]
@@ -7,18 +7,22 @@
 A recipe is given as the format of each operand's role, None for bf16 (`Recipe.formats()`). Bytes are the fewest: a cast
 reads its input once and writes the operands of products, a product reads its operands and writes its result once. Steps
 run one after the other, so their times add. Launches, clocks and caches are not modelled: this is a lower bound.
+
+A SwiGLU MLP is y = (silu(x G.mT) * (x U.mT)) D.mT, with gate and up in one product. Quantized, the activation is fused
+into the casts. Forward: reads gate_up [M, 2H] once and writes the operand [M, H] of the next product. Backward: reads
+the gradient [M, H] and gate_up once, writes both operands of the gradient, and recomputes the wgrad operand of the down
+projection. In bf16 forward and backward are one kernel each with the fewest bytes, which eager torch does not reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import OptionError, check_name, message
 from ..formats.spec import get_format
-from .ceilings import Ceilings, Units
-from .engines import engine_for
+from .ceilings import Ceilings, Units, engine_for
 
 Formats = Mapping[str, str | None]
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
@@ -26,6 +30,7 @@ BF16: Formats = dict.fromkeys(ROLES)
 WEIGHT_CASTS = ("forward", "twice", "step")
 # decoded operands are bf16, whatever the source is
 _DECODED = 2
+MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class Use:
 
 
 TRAINING, INFERENCE = Use(), Use(training=False)
+CostOf = Callable[[int, int, int, Formats, Ceilings, Use], LinearCost]
 
 
 def speedup(low: LinearCost, high: LinearCost) -> float:
@@ -270,3 +276,112 @@ class Layer:
     def _multiplied(self, name: str, count: float, flops: int, units: Units) -> Step:
         memory, compute = count / self.ceilings.bandwidth, flops / self.ceilings.rate(units)
         return Step(self.name + name, count, flops, max(memory, compute), units if compute > memory else "memory")
+
+
+# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
+
+
+def swiglu_cost(
+    tokens: int,
+    features: int,
+    hidden: int,
+    formats: Formats,
+    ceilings: Ceilings,
+    use: Use = TRAINING,
+    *,
+    experts: int = 1,
+) -> LinearCost:
+    """Casts, products and activations of features -> 2 * hidden -> features.
+
+    experts: as for `linear_cost`; without routing and without the sum over a token's experts.
+
+    >>> from blockscale.roofline import MEASURED
+    >>> [step.name for step in swiglu_cost(4096, 7168, 18432, BF16, MEASURED["h200"], INFERENCE).steps]
+    ['up fprop', 'swiglu', 'down fprop']
+    """
+    check_formats(formats)
+    up = Layer("up ", tokens, features, 2 * hidden, formats, ceilings, use, experts)
+    down = Layer("down ", tokens, hidden, features, formats, ceilings, use, experts)
+    steps = [*up.cast_input(), *up.forward(), _activation(up), *down.forward()]
+    if use.training:
+        steps += [*down.cast_gradient(), *down.backward(), _gradient(up), *up.backward()]
+    return LinearCost(tuple(steps))
+
+
+def _activation(up: Layer) -> Step:
+    """[M, 2H] to the fprop operand of the down projection; the backward recomputes its wgrad operand."""
+    half, source = up.m * up.n // 2, up.use.source_bytes
+    format = up.formats["fprop_x"]
+    written = _written(half, (format,), source)
+    if up.use.training and up.formats["wgrad_x"] is None and format is not None:
+        written += half * source  # saved in bf16: the backward does not recompute it
+    return replace(up, name="").moved("swiglu", up.reads((format,)) * 2 * half * source + written)
+
+
+def _gradient(up: Layer) -> Step:
+    """[M, H] and [M, 2H] to both operands of [M, 2H], and the wgrad operand of the down projection."""
+    half, source = up.m * up.n // 2, up.use.source_bytes
+    gradients, again = (up.formats["dgrad_dy"], up.formats["wgrad_dy"]), up.formats["wgrad_x"]
+    read = up.reads((*gradients, again)) * 3 * half * source
+    written = _written(2 * half, gradients, source) + (0 if again is None else stored_bytes(half, again))
+    return replace(up, name="").moved("swiglu backward", read + written)
+
+
+def _written(values: int, formats: Sequence[str | None], source: int) -> float:
+    """Bytes written: each quantized operand, and one bf16 copy however many products read it."""
+    low = sum(stored_bytes(values, format) for format in formats if format is not None)
+    return low + (values * source if None in formats else 0)
+
+
+# ---- speedups --------------------------------------------------------------------------------------------------------
+
+
+def predicted_speedup(
+    tokens: int, in_features: int, out_features: int, formats: Formats, ceilings: Ceilings, use: Use = TRAINING
+) -> float:
+    """Predicted speedup of a linear layer over bf16.
+
+    >>> from blockscale.roofline import MEASURED
+    >>> predicted_speedup(4096, 7168, 18432, BF16, MEASURED["h200"])
+    1.0
+    """
+    low, high = (linear_cost(tokens, in_features, out_features, each, ceilings, use) for each in (formats, BF16))
+    return speedup(low, high)
+
+
+def advise(
+    in_features: int,
+    out_features: int,
+    formats: Formats,
+    ceilings: Ceilings,
+    use: Use = TRAINING,
+    *,
+    margin: float = 1.0,
+    most: int = MOST_TOKENS,
+    cost: CostOf = linear_cost,
+) -> int | None:
+    """The fewest tokens from which on, up to `most`, the layer is more than `margin` times faster; None if never.
+
+    cost: the layer's cost function: `linear_cost` or `swiglu_cost`.
+
+    >>> from blockscale.roofline import MEASURED
+    >>> fp8 = dict.fromkeys(ROLES, "fp8_1x128") | {"fprop_w": "fp8_128x128", "dgrad_w": "fp8_128x128"}
+    >>> advise(7168, 18432, fp8, MEASURED["h200"]), advise(7168, 18432, BF16, MEASURED["h200"])
+    (251, None)
+    """
+
+    def pays(tokens: int) -> bool:
+        low, high = (cost(tokens, in_features, out_features, each, ceilings, use) for each in (formats, BF16))
+        return speedup(low, high) > margin
+
+    if not pays(most):
+        return None
+    # halve down to the first count that does not pay, then bisect: a speedup may also fall with more tokens
+    enough = most
+    while enough > 1 and pays(enough // 2):
+        enough //= 2
+    too_few = enough // 2
+    while enough - too_few > 1:
+        middle = (enough + too_few) // 2
+        enough, too_few = (middle, too_few) if pays(middle) else (enough, middle)
+    return enough

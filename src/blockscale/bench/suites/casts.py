@@ -1,30 +1,91 @@
-"""Casts: one operand, both operands, expert weights, FP4, dequantize, and casts fused with the operation before them.
+"""Casts: one operand, both operands, expert weights, FP4 and dequantize (`fused.py`: casts fused with the operation
+before them); and host time of a call.
 
-The bytes of a row are the least memory traffic: the input once, codes and scales of every output once.
+The bytes of a row are the least memory traffic: the input once, codes and scales of every output once. Host time is
+that of one call on a tensor so small that the device is never the bottleneck, beside the floor of a call: an allocation
+with a copy, and the launch of an empty kernel. On a CPU there is no launch, and a row is the whole call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...casts import dequantize, quantize, quantize_both
-from ...casts.ops import dequantize_request
+from ...casts.checks import resolve_cast
+from ...casts.ops import cast_request, dequantize_request
 from ...formats.cast_spec import CastSpec
 from ...formats.spec import get_format
 from ...formats.tensor import BlockScaled
 from ...registry import select
+from .. import PEERS, shapes
 from .. import peers as others
-from ..harness import Case, check_experts, check_whole, random
-from ..peers import Peer
+from ..harness import Args, Case, Peer, check_experts, check_whole, random
 from ..shapes import Shape, numel, text
-from . import fused
-from .common import Extent, cast_backend, stored_bytes
 
 EIGHT_BIT = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3")
+HOST_SHAPE = (128, 128)
+HOST_FORMATS = ("fp8_1x128", "mxfp8_e4m3", "nvfp4")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Shapes to run and peers to compare with; peers compile only at `compiled` shapes, since that takes seconds."""
+
+    matrices: tuple[Shape, ...]
+    large: tuple[Shape, ...]
+    experts: tuple[Shape, ...]
+    main: Shape
+    gated: Shape
+    compiled: frozenset[Shape]
+    peers: frozenset[str]
+
+
+def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = PEERS["casts"]) -> Extent:
+    """Extent for a device; quick: fewer shapes."""
+    if device.type != "cuda":
+        tiny, expert = shapes.TINY, (2, *shapes.TINY_EXPERT)
+        return Extent((tiny,), (tiny,), (expert,), tiny, tiny, frozenset(), peers & {"eager"})
+    large = (shapes.MAIN,) if quick else shapes.LARGE
+    experts = tuple((count, *shapes.EXPERT) for count in ((4,) if quick else shapes.EXPERT_COUNTS))
+    compiled = frozenset({shapes.MAIN, shapes.SMALL, (4, *shapes.EXPERT)})
+    return Extent((shapes.SMALL, *large), large, experts, shapes.MAIN, shapes.GATED, compiled, peers)
+
+
+def stored_bytes(spec: str | CastSpec, shape: Shape, *axes: int) -> int:
+    """Bytes of codes and scales of casts along those axes, from casts on the meta device."""
+    source = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    return sum(quantize(source, spec, axis=axis).nbytes for axis in axes)
+
+
+def cast_backend(op: str, x: Tensor, *specs: str | CastSpec, offs: Tensor | None = None) -> str:
+    """Backend that serves a cast."""
+    plans = tuple(resolve_cast(x, spec, offs).plan for spec in specs)
+    return select(cast_request(op, x, plans, offs)).backend
+
+
+def cast_case(
+    name: str,
+    group: str,
+    format: str,
+    axis: str,
+    shape: Shape,
+    make: Callable[[torch.device], Args],
+    run: Callable[..., Any],
+    backend: Callable[..., str],
+    moved: int,
+    peers: Mapping[str, Peer | str],
+) -> Case:
+    """Case of a cast, beside a copy of its input.  name: without the shape."""
+    check = check_experts if len(shape) == 3 else check_whole
+    return Case(
+        f"{name} {text(shape)}", group, format, axis, shape, make, run, backend, check, moved, copied=shape, peers=peers
+    )
 
 
 def cases(extent: Extent) -> Iterator[Case]:
@@ -49,7 +110,6 @@ def cases(extent: Extent) -> Iterator[Case]:
         yield single("nvfp4", -1, shape, extent, group="NVFP4, own amax")
     for format in (*EIGHT_BIT, "mxfp4", "nvfp4"):
         yield back(format, extent.main, extent)
-    yield from fused.cases(extent)
 
 
 def single(format: str, axis: int, shape: Shape, extent: Extent, *, group: str, given: bool = False) -> Case:
@@ -66,39 +126,22 @@ def single(format: str, axis: int, shape: Shape, extent: Extent, *, group: str, 
         return quantize(x, spec(amax), axis=axis)
 
     reads = 2 if get_format(format).family == "nvfp4" and not given else 1
-    return Case(
-        name=f"{format} axis {axis}{' own amax' if reads == 2 else ''} {text(shape)}",
-        group=group,
-        format=format,
-        axis=str(axis),
-        shape=shape,
-        make=make,
-        run=run,
-        backend=lambda x, amax=None: cast_backend("cast", x, spec(amax)),
-        check=check_whole,
-        bytes=reads * 2 * numel(shape) + stored_bytes(format, shape, axis),
-        copied=shape,
-        peers=_peers(format, (axis,), shape, extent),
-    )
+    moved = reads * 2 * numel(shape) + stored_bytes(format, shape, axis)
+    return cast_case(
+        f"{format} axis {axis}{' own amax' if reads == 2 else ''}", group, format, str(axis), shape, make, run,
+        lambda x, amax=None: cast_backend("cast", x, spec(amax)), moved, _peers(format, (axis,), shape, extent),
+    )  # fmt: skip
 
 
 def both(format: str, shape: Shape, extent: Extent, *, group: str, layout: str | None = None) -> Case:
     """Case of `quantize_both`, for matrices and weights of experts.  layout: of the scales, if not the default."""
     spec = CastSpec(format, scale_layout=layout)
-    return Case(
-        name=f"{format}{'' if layout is None else f' {layout} scales'} both {text(shape)}",
-        group=group,
-        format=format,
-        axis="both",
-        shape=shape,
-        make=lambda device: (random(shape, device),),
-        run=lambda x: quantize_both(x, spec, spec),
-        backend=lambda x: cast_backend("cast_both", x, spec, spec),
-        check=check_experts if len(shape) == 3 else check_whole,
-        bytes=2 * numel(shape) + stored_bytes(spec, shape, -1, -2),
-        copied=shape,
-        peers=_peers(format, (-1, -2), shape, extent),
-    )
+    name, moved = f"{format}{'' if layout is None else f' {layout} scales'} both", stored_bytes(spec, shape, -1, -2)
+    return cast_case(
+        name, group, format, "both", shape, lambda device: (random(shape, device),),
+        lambda x: quantize_both(x, spec, spec), lambda x: cast_backend("cast_both", x, spec, spec),
+        2 * numel(shape) + moved, _peers(format, (-1, -2), shape, extent),
+    )  # fmt: skip
 
 
 def _peers(format: str, axes: tuple[int, ...], shape: Shape, extent: Extent) -> Mapping[str, Peer | str]:
@@ -113,17 +156,63 @@ def back(format: str, shape: Shape, extent: Extent) -> Case:
     def backend(q: BlockScaled) -> str:
         return select(dequantize_request(q, torch.bfloat16)).backend
 
+    peers = others.decodes(extent.peers, compiling=shape in extent.compiled) if format in EIGHT_BIT else {}
+    return cast_case(
+        f"{format} dequantize", "dequantize", format, "-1", shape,
+        lambda device: (quantize(random(shape, device), format),), dequantize, backend,
+        2 * numel(shape) + stored_bytes(format, shape, -1), peers,
+    )  # fmt: skip
+
+
+# ---- host time -------------------------------------------------------------------------------------------------------
+
+
+def dispatch_cases(device: torch.device) -> Iterator[Case]:
+    """Every public cast in three formats."""
+    for format in HOST_FORMATS:
+        yield _host_cast("quantize", format, device)
+    for format in HOST_FORMATS:
+        yield _host_cast("quantize_both", format, device)
+    for format in HOST_FORMATS:
+        yield _host_dequantize(format, device)
+
+
+def _host_cast(name: str, format: str, device: torch.device) -> Case:
+    """Case of a cast. Specs are made once, as in a layer; NVFP4 gets its amax, so that every call is one launch."""
+    amax = torch.full((), 4.0, device=device)
+    spec = CastSpec(format, amax=amax) if format == "nvfp4" else CastSpec(format)
+    if name == "quantize":
+        return _host_case(name, format, lambda x: quantize(x, spec), lambda x: cast_backend("cast", x, spec), device)
+    backend = lambda x: cast_backend("cast_both", x, spec, spec)  # noqa: E731
+    return _host_case(name, format, lambda x: quantize_both(x, spec, spec), backend, device)
+
+
+def _host_dequantize(format: str, device: torch.device) -> Case:
+    q = quantize(random(HOST_SHAPE, device), format)
+
+    def backend(x: Tensor) -> str:
+        return select(dequantize_request(q, torch.bfloat16)).backend
+
+    return _host_case("dequantize", format, lambda x: dequantize(q), backend, device)
+
+
+def _host_case(
+    name: str, format: str, run: Callable[[Tensor], Any], backend: Callable[[Tensor], str], device: torch.device
+) -> Case:
+    group = "host time of a call" if device.type == "cuda" else "whole call on a CPU"
+    axis = "both" if name == "quantize_both" else "-1"
     return Case(
-        name=f"{format} dequantize {text(shape)}",
-        group="dequantize",
-        format=format,
-        axis="-1",
-        shape=shape,
-        make=lambda device: (quantize(random(shape, device), format),),
-        run=dequantize,
-        backend=backend,
-        check=check_whole,
-        bytes=2 * numel(shape) + stored_bytes(format, shape, -1),
-        copied=shape,
-        peers=others.decodes(extent.peers, compiling=shape in extent.compiled) if format in EIGHT_BIT else {},
-    )
+        f"{name} {format}", group, format, axis, HOST_SHAPE, lambda device: (random(HOST_SHAPE, device),), run, backend,
+        check_whole, peers=_host_floor(device), host=True,
+    )  # fmt: skip
+
+
+def _host_floor(device: torch.device) -> dict[str, Peer | str]:
+    """Floor of a call: peers that compute something else and are not compared."""
+    least: dict[str, Peer | str] = {"copy": Peer(lambda x: torch.empty_like(x).copy_(x), compared=False)}
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            from ._launch import launch
+
+            least["triton launch"] = Peer(launch, compared=False)
+    return least

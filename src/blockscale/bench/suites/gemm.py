@@ -7,25 +7,29 @@ of a row are the operands once and the output once, or twice if it accumulates.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ...formats.spec import get_format
 from ...gemm.ops import gemm_request
-from ...hardware import Capability, capability
+from ...hardware import Capability
 from ...registry import Request, select
-from .. import shapes
-from ..ceilings import Ceilings
-from ..harness import Case
-from ..peers import Peer
-from ..product_peers import ALL_PEERS, ROW, by_backend, multiply, peers
-from ..products import BF16_DB, Operands, check_product, make_operands
-from ..shapes import Product, numel, text
-from .common import stored_bytes
+from ...roofline import Ceilings
+from .. import PEERS, shapes
+from ..gemms import Operands, by_backend, check_product, judged, make_operands, multiply, peers
+from ..harness import Args, Case, Peer
+from ..rooflines import bound_us
+from ..shapes import LONG, SQUARE, TINY_PRODUCT, Product, numel, text
+from ..store import BF16_DB, ROW
+from .casts import stored_bytes
 
+# peers that compile for each N and K run only at these
+COMPILED = (SQUARE, LONG, TINY_PRODUCT)
 # least K of GEMMs that accumulate: in wgrad K is the number of tokens
 ACCUMULATED_FROM = 4096
 
@@ -51,97 +55,98 @@ NATIVE = Kind("mxfp8_e4m3", "mxfp8_e4m3_128x128")
 EMULATED: tuple[str, ...] = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 
 
-@dataclass(frozen=True)
-class Extent:
-    """GEMMs to run, the device, and peers to compare with; peers compile only at `compiled` GEMMs."""
+def cases(
+    device: Capability, ceilings: Ceilings, names: frozenset[str] = PEERS["gemm"], *, quick: bool = False
+) -> Iterator[Case]:
+    """All rows, in the order of the tables.  names: of peers.  quick: fewer GEMMs."""
+    large, few, models, emulated = _gpu_products(quick=quick)
+    if device.device != "cuda":
+        large = few = (TINY_PRODUCT,)
+        models, emulated = {"tiny": large}, dict.fromkeys(EMULATED, TINY_PRODUCT)
+    make = functools.partial(case, device=device, ceilings=ceilings, names=names)
+    for kind in (WEIGHTS, VECTORS):
+        for product in large:
+            yield make(kind, product, group="large")
+        for product in large:
+            if product[2] >= ACCUMULATED_FROM or product == TINY_PRODUCT:
+                yield make(replace(kind, accumulate=True), product, group="large")
+    for product in few:
+        yield make(WEIGHTS, product, group="few rows", prefix="few rows ")
+    for name, products in models.items():
+        for product in products:
+            yield make(WEIGHTS, product, group="models", prefix=f"{name} ")
+    for format, product in emulated.items():
+        yield make(Kind(format, format), product, group="MX and NVFP4")
+    if device.sm == 90 and importlib.util.find_spec("triton") is not None:
+        for product in large:
+            yield native_case(product, device, ceilings, names)
 
-    device: Capability
-    large: tuple[Product, ...]
-    accumulated: tuple[Product, ...]
-    few_rows: tuple[Product, ...]
-    models: Mapping[str, tuple[Product, ...]]
-    emulated: Mapping[str, Product]
-    native: tuple[Product, ...]
-    compiled: frozenset[Product]
-    peers: frozenset[str]
 
-
-def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """Extent for a device; quick: fewer GEMMs."""
-    if device.type == "cuda":
-        return gpu_extent(capability(device), quick=quick, peers=peers)
-    tiny = (shapes.TINY_PRODUCT,)
-    emulated = dict.fromkeys(EMULATED, shapes.TINY_PRODUCT)
-    return Extent(capability(device), tiny, tiny, tiny, {"tiny": tiny}, emulated, (), frozenset(tiny), peers)
-
-
-def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """Extent for a GPU; can be computed without one."""
-    compiled = frozenset({shapes.SQUARE, shapes.LONG})
-    large = (shapes.LONG, (4096, 7168, 2048)) if quick else shapes.LARGE_PRODUCTS
-    few = ((16, *shapes.DECODED[0]),) if quick else _decoding()
+def _gpu_products(
+    *, quick: bool
+) -> tuple[tuple[Product, ...], tuple[Product, ...], dict[str, tuple[Product, ...]], dict[str, Product]]:
+    """Large GEMMs, those of few rows, of models, and of formats without native tensor cores."""
+    large = (LONG, (4096, 7168, 2048)) if quick else shapes.LARGE_PRODUCTS
+    few = tuple((m, n, k) for n, k in shapes.DECODED for m in shapes.FEW_ROWS)
     names, counts = (("Llama3 8B",), (4096,)) if quick else (tuple(shapes.MODELS), shapes.MODEL_ROWS)
     models = {name: tuple((m, n, k) for k, n in shapes.MODELS[name] for m in counts) for name in names}
-    emulated = dict.fromkeys(EMULATED[:1] if quick else EMULATED, shapes.SQUARE)
-    accumulated = tuple(product for product in large if product[2] >= ACCUMULATED_FROM)
-    native = large if device.sm == 90 and importlib.util.find_spec("triton") is not None else ()
-    return Extent(device, large, accumulated, few, models, emulated, native, compiled, peers)
+    emulated = dict.fromkeys(EMULATED[:1] if quick else EMULATED, SQUARE)
+    return large, ((16, *shapes.DECODED[0]),) if quick else few, models, emulated
 
 
-def _decoding() -> tuple[Product, ...]:
-    return tuple((m, n, k) for n, k in shapes.DECODED for m in shapes.FEW_ROWS)
-
-
-def cases(extent: Extent, ceilings: Ceilings) -> Iterator[Case]:
-    """All rows, in the order of the tables."""
-    for kind in (WEIGHTS, VECTORS):
-        for product in extent.large:
-            yield case(kind, product, extent, ceilings, group="large")
-        for product in extent.accumulated:
-            yield case(Kind(kind.a, kind.b, accumulate=True), product, extent, ceilings, group="large")
-    for product in extent.few_rows:
-        yield case(WEIGHTS, product, extent, ceilings, group="few rows", prefix="few rows ")
-    for name, products in extent.models.items():
-        for product in products:
-            yield case(WEIGHTS, product, extent, ceilings, group="models", prefix=f"{name} ")
-    for format, product in extent.emulated.items():
-        yield case(Kind(format, format), product, extent, ceilings, group="MX and NVFP4")
-    for product in extent.native:
-        yield native_case(product, extent, ceilings)
-
-
-def case(kind: Kind, product: Product, extent: Extent, ceilings: Ceilings, *, group: str, prefix: str = "") -> Case:
-    """Case of one GEMM.  prefix: makes its name unique if another group has the same GEMM."""
+def case(
+    kind: Kind,
+    product: Product,
+    device: Capability,
+    ceilings: Ceilings,
+    names: frozenset[str],
+    *,
+    group: str,
+    prefix: str = "",
+) -> Case:
+    """Case of one GEMM.  names: of peers.  prefix: makes its name unique if another group has the same GEMM."""
     m, n, k = product
     dtype = torch.float32 if kind.accumulate else torch.bfloat16
     output = m * n * (2 * 4 if kind.accumulate else 2)
     moved = stored_bytes(kind.a, (m, k), -1) + stored_bytes(kind.b, (n, k), -1) + output
     options = frozenset({"accumulate"} if kind.accumulate else ())
-    request = Request("gemm", extent.device, (kind.a, kind.b), product, dtype, options=options)
+    request = Request("gemm", device, (kind.a, kind.b), product, dtype, options=options)
+    return product_case(
+        f"{prefix}{kind.label} {text(product)}", group, kind, product, moved, request, ceilings,
+        lambda device: (make_operands(product, (kind.a, kind.b), device, accumulate=kind.accumulate),),
+        multiply, _backend, peers(request, names, compiling=product in COMPILED),
+    )  # fmt: skip
+
+
+def product_case(
+    name: str,
+    group: str,
+    kind: Kind,
+    product: Product,
+    moved: int,
+    request: Request,
+    ceilings: Ceilings,
+    make: Callable[[torch.device], Args],
+    run: Callable[..., Any],
+    backend: Callable[..., str],
+    peers: Mapping[str, Peer | str],
+) -> Case:
+    """Case of a GEMM, dense or grouped.  product: (M, N, K) with the same FLOPs."""
+    flops, family = 2 * numel(product), get_format(kind.a).family
+    # before sm_100 FP8 tensor cores have no block scales of 32 or 16 values
+    units = "fp8" if family == "fp8" or request.capability.sm >= 100 else "bf16"
     return Case(
-        name=f"{prefix}{kind.label} {text(product)}",
-        group=group,
-        format=f"{kind.a} @ {kind.b}",
-        axis="-1",
-        shape=product,
-        make=lambda device: (make_operands(product, (kind.a, kind.b), device, accumulate=kind.accumulate),),
-        run=multiply,
-        backend=_backend,
-        check=check_product,
-        bytes=moved,
-        peers=peers(request, extent.peers, compiling=product in extent.compiled),
-        flops=2 * numel(product),
-        bound_us=ceilings.bound_us(2 * numel(product), moved, units(kind, extent.device)),
-        dtype=str(dtype)[6:],
-    )
+        name, group, f"{kind.a} @ {kind.b}", "-1", product, make, run, backend, check_product, moved, flops=flops,
+        bound_us=bound_us(ceilings, flops, moved, units), dtype=str(request.dtype)[6:], peers=peers,
+    )  # fmt: skip
 
 
-def native_case(product: Product, extent: Extent, ceilings: Ceilings) -> Case:
+def native_case(product: Product, device: Capability, ceilings: Ceilings, names: frozenset[str]) -> Case:
     """Case of MXFP8 with the Hopper kernel forced, beside the kernel that is selected by default."""
-    usual = case(NATIVE, product, extent, ceilings, group="MXFP8 natively")
+    usual = case(NATIVE, product, device, ceilings, names, group="MXFP8 natively")
     ours = {name: peer for name, peer in usual.peers.items() if not name.startswith(ROW)}
-    if "rows" in extent.peers:
-        ours = {"upcast": Peer(multiply, gate_db=BF16_DB, accuracy=lambda o: o.accuracy(multiply)), **ours}
+    if "rows" in names:
+        ours = {"upcast": judged(multiply, BF16_DB), **ours}
     return replace(
         usual,
         name=f"natively {NATIVE.label} {text(product)}",
@@ -149,11 +154,6 @@ def native_case(product: Product, extent: Extent, ceilings: Ceilings) -> Case:
         backend=lambda _: "hopper",
         peers=ours,
     )
-
-
-def units(kind: Kind, device: Capability) -> str:
-    """Tensor cores of a GEMM's bound: before sm_100 FP8 tensor cores have no block scales of 32 or 16 values."""
-    return "fp8" if get_format(kind.a).family == "fp8" or device.sm >= 100 else "bf16"
 
 
 def _backend(operands: Operands) -> str:

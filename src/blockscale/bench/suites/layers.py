@@ -1,74 +1,150 @@
-"""Shared parts of the layer suites: check of a case, bytes saved for backward, and roofline bounds.
+"""Linear layers and SwiGLU MLPs: forward and backward, over the layers of real models, in turns with bf16 and torchao.
 
-A layer is checked against the unquantized one in fp64: two runs on poisoned memory agree in every bit, all values are
-finite, and SQNR of output and gradients reaches the recipe's gates on normal values.
+A row is ours in eager mode with the weight cast in every forward; peers cast the weight twice or once a step, or are
+compiled. A row of 8 microbatches is a whole step: one cast of the weight, then 8 forwards and backwards with gradients
+accumulated in `.grad`; its time is of one microbatch. A peer accumulates in the epilogue of wgrad into an fp32
+`main_grad`. Launches are part of the time; host time of a very small layer is a separate row.
+
+Our MLP is one module with gate and up in one weight and the activation fused into the casts. bf16 and torchao are three
+layers with `silu(gate) * up` between them; compiled, that part is one kernel in the forward and one in the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Module, functional
 
-from ...autograd.recipe import PRODUCTS, Recipe, get_recipe
-from ...hardware import Capability, capability, gpu_name
+from ...autograd.recipe import PRODUCTS, Recipe
+from ...hardware import Capability
+from ...nn import SwiGLU
 from ...registry import Request, would_serve
-from ...roofline import BF16, NOMINAL, CostOf, Use, architecture_of, machine_of
-from .. import ceilings
-from ..harness import Args, Case, Verdict, failure
-from ..layer_peers import MAIN_GRAD, PER_STEP, TWICE, Judge
-from ..layers import Batch, Ours, Results, Variant, our_variant, plain_variant, saved_bytes, take
-from ..rooflines import Roofs
+from ...roofline import BF16, CostOf, Use, linear_cost, swiglu_cost
+from .. import COMPILING, PEERS, layers, shapes
+from ..gemms import ROWS, spread, sqnr_db
+from ..harness import Case, Peer
+from ..layers import (
+    FP8,
+    LINEAR_GATES,
+    MICROBATCHES,
+    RECIPES,
+    SWIGLU_GATES,
+    Batch,
+    Build,
+    Judge,
+    Ours,
+    Results,
+    normal_linear,
+    our_linear,
+    plain_variant,
+    step,
+    variants_of,
+)
+from ..rooflines import Layer, Roofs
 
-FP8, MXFP8, NVFP4 = "fp8_blockwise", "mxfp8", "nvfp4"
-# MXFP8 for the FP8 tensor cores of Hopper
-MXFP8_NATIVE = "mxfp8_128x128"
-RECIPES: Mapping[str, Recipe] = {
-    FP8: get_recipe(FP8),
-    MXFP8: get_recipe(MXFP8),
-    MXFP8_NATIVE: get_recipe(MXFP8_NATIVE),
-    NVFP4: get_recipe(NVFP4),
-}
-OUTPUTS = ("y", "dx", "dw")
+MODELS = ("DeepSeek-V3 671B", "DeepSeek 16B", "Llama3 8B", "Llama3 70B", "Qwen3", "Qwen3 32B")
+TOKENS = (4096, 16384)
+TINY: Layer = (128, 256)
+# layers of recipes other than FP8's
+LARGE: frozenset[Layer] = frozenset({(7168, 18432), (18432, 7168), (4096, 14336)})
+HOST_TOKENS, HOST_LAYER = 16, (256, 256)
+LINEAR_GROUPS = ("layers", "8 microbatches", "host time")
+Unit = tuple[int, int]  # (features, hidden)
+UNITS: Mapping[str, Unit] = {name: unit for name in MODELS for unit in shapes.mlps(shapes.MODELS[name])}
+MLP_GROUPS = ("SwiGLU MLP", "SwiGLU MLP, 8 microbatches")
 
 
-class Variants(NamedTuple):
-    """Variants of the layer of a row.
+class Setup(NamedTuple):
+    """Device, its ceilings if it has tensor cores, and the names of peers."""
 
-    main: the timed variant.  others: ours with weights cast at other times, or another accumulation of gradients.  use:
-    of the layer in a step, for the roofline.  label: precedes the sizes in a name.
+    device: Capability
+    roofs: Roofs | None
+    peers: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer: ours, SQNR of a result, and what that compares.  gated: a SwiGLU MLP, else a linear layer."""
+
+    ours: Ours
+    judge: Judge
+    how: str
+    gated: bool = False
+
+
+def label_of(microbatches: int) -> str:
+    """Text before the sizes in the name of a case."""
+    return f"{microbatches} microbatches " if microbatches > 1 else ""
+
+
+def layer_case(
+    name: str,
+    group: str,
+    recipe: str,
+    kind: Kind,
+    sizes: tuple[int, int, int],
+    plain: Callable[[torch.device], Module],
+    setup: Setup,
+    *,
+    experts: int | None = None,
+    tokens: int | None = None,
+    microbatches: int = 1,
+    twice: bool = False,
+    compiling: bool = True,
+    forward: bool = False,
+) -> Case:
+    """Case of a layer by a recipe, forward and backward.
+
+    sizes: rows, K and N of a linear layer, or rows, features and hidden units of an MLP.  plain: the bf16 layer.
+    experts: their number; rows are those of all of them.  tokens: if a token has several rows.  microbatches: of a
+    step; several share the casts of weights, and times are of one.  forward: a forward alone, with weights cast before.
     """
-
-    main: Variant
-    others: dict[str, Variant]
-    use: Use
-    label: str
-
-
-def variants_of(ours: Ours, recipe: Recipe, microbatches: int, *, twice: bool = False) -> Variants:
-    """Variants of our layer. One microbatch casts its weights in the forward; several share the casts of their step.
-    twice: with one microbatch, add a variant that casts weights again in the backward."""
-    if microbatches > 1:
-        main, added = (our_variant(ours, recipe, "step", main_grads=main_grads) for main_grads in (False, True))
-        use = Use(microbatches=microbatches, weight_cast="step")
-        return Variants(main, {MAIN_GRAD: added}, use, f"{microbatches} microbatches ")
-    others = {TWICE: our_variant(ours, recipe, "twice")} if twice else {}
-    return Variants(our_variant(ours, recipe), others | {PER_STEP: our_variant(ours, recipe, "step")}, Use(), "")
-
-
-def find_roofs(device: torch.device) -> Roofs | None:
-    """Ceilings of this machine, measured now with the bandwidth of a copy, and its specification; None without a GPU
-    that has tensor cores."""
-    architecture = architecture_of(capability(device).sm) if device.type == "cuda" else None
-    if architecture is None:
-        return None
-    found = ceilings.find(device, rounds=11, seconds=0.02)
-    found = replace(found, gb_s=found.copy_gb_s or found.gb_s)
-    return Roofs(
-        ceilings.as_roof(found, gpu_name(device), architecture), NOMINAL.get(machine_of(gpu_name(device)) or "")
+    (rows, k, n), device = sizes, setup.device
+    tokens, features, count = tokens or rows, (k, k) if kind.gated else (k, n), experts or 1
+    gates = (SWIGLU_GATES if kind.gated else LINEAR_GATES)[recipe]
+    use = Use(microbatches=microbatches, weight_cast="step") if microbatches > 1 else Use(training=not forward)
+    if forward:
+        main = layers.our_variant(kind.ours, RECIPES[recipe], "step")
+        check = layers.checker(main, kind.judge, gates[:1], {}, kind.how, layers.infer_again)
+        bf16: Peer | str = layers.trained(plain_variant(), kind.judge, layers.BF16_DB, forward=True)
+        beside = {layers.BF16: bf16} if layers.BF16 in setup.peers else {}
+    else:
+        main, others = variants_of(kind.ours, RECIPES[recipe], microbatches, twice=twice)
+        kept = {"blockscale": main, **others, "bf16": plain_variant()}
+        check = layers.checker(main, kind.judge, gates, kept, kind.how)
+        beside = layers.peers(
+            main, others, (k, n), setup.peers, kind.judge, min(gates), microbatches=microbatches, compiling=compiling
+        )
+    cost = functools.partial(swiglu_cost if kind.gated else linear_cost, experts=count)
+    details = roof_details(cost, sizes, RECIPES[recipe], setup.roofs, use)
+    # rows and their gradients, weights and their gradients; in an MLP also gate, up and silu(gate) * up, both ways
+    moved = 4 * (rows * (k + n) + count * n * k)
+    if kind.gated:
+        moved = 2 * (4 * rows * k + 6 * count * k * n + 6 * rows * n)
+    return Case(
+        name=name,
+        group=group,
+        format=recipe,
+        axis="",
+        shape=(tokens, k, n) if kind.gated else (tokens, n, k),
+        make=lambda device: (layers.make_batch(plain(device), tokens, features, device),),
+        another=lambda batch: (batch.another(),),
+        # the check of a forward casts the weights, and they do not change afterwards
+        run=functools.partial(layers.infer, main) if forward else functools.partial(layers.step, main, microbatches),
+        backend=lambda _: backends(recipe, device, rows, 2 * n if kind.gated else n, k, experts),
+        check=check,
+        bytes=2 * rows * (k + n) + count * n * k if forward else moved,
+        peers=beside,
+        flops=(1 if forward else 3) * 2 * rows * n * k * (3 if kind.gated else 1),
+        bound_us=details.pop("bound_us", None),
+        captured=False,
+        parts=microbatches,
+        details=details,
     )
 
 
@@ -88,78 +164,190 @@ def roof_details(
     return found | {f"ceiling_{units}_tflop_s": round(main.rate(units) / 1e12, 1) for units in main.units}
 
 
-def backends(
-    recipe: Recipe, device: Capability, products: Sequence[tuple[int, int, int]], groups: int | None = None
-) -> str:
-    """Backends of fprop, dgrad and wgrad.  products: their (M, N, K).  groups: number of experts, if grouped."""
+def backends(recipe: str, device: Capability, m: int, n: int, k: int, experts: int | None = None) -> str:
+    """Backends of fprop, dgrad and wgrad of a layer K -> N.  experts: their number, if grouped."""
     found: dict[str, None] = {}
-    for name, size in zip(PRODUCTS, products, strict=True):
-        product = getattr(recipe, name)
+    for name, size in zip(PRODUCTS, ((m, n, k), (m, k, n), (n, k, m)), strict=True):
+        product = getattr(RECIPES[recipe], name)
         if product is not None:
             op, shape = "gemm", size
-            if groups is not None:
-                op, shape = "k_grouped" if name == "wgrad" else "m_grouped", (*size, groups)
+            if experts is not None:
+                op, shape = "k_grouped" if name == "wgrad" else "m_grouped", (*size, experts)
             request = Request(op, device, (product.a.format, product.b.format), shape, torch.bfloat16)
             found[would_serve(request).backend] = None
     return ", ".join(found)
 
 
-def checker(
-    main: Variant,
-    judge: Judge,
-    gates: Sequence[float],
-    kept: Mapping[str, Variant],
-    how: str,
-    take: Callable[[Variant, Batch], Results] = take,
-) -> Callable[[Case, Args], Verdict]:
-    """Check of the `main` variant.  gates: SQNR gates of the first outputs, one for each value of `judge`.  kept:
-    variants whose saved bytes are reported."""
-
-    def check(case: Case, args: Args) -> Verdict:
-        batch: Batch = args[0]
-        try:
-            problems, found = _problems(main, judge, gates, batch, take)
-            details = {f"{name}_db": db for name, db in zip(OUTPUTS, found, strict=False)}
-            details |= {f"kept_bytes {name}": float(saved_bytes(variant, batch)) for name, variant in kept.items()}
-        except Exception as error:  # an exception counts as a fault, and the suite continues
-            return Verdict(0, how, failure(error))
-        numbers = {name: value for name, value in details.items() if value == value}
-        worst = min(found) if len(numbers) == len(details) else None
-        return Verdict(0, how, "; ".join(text for text in problems if text), worst, numbers)
-
-    return check
+# ---- linear layers ---------------------------------------------------------------------------------------------------
 
 
-def _problems(
-    main: Variant, judge: Judge, gates: Sequence[float], batch: Batch, take: Callable[[Variant, Batch], Results]
-) -> tuple[list[str], tuple[float, ...]]:
-    first = take(main, batch)
-    copies = [tensor.clone() for tensor in _tensors(first)]
-    # the allocator gives these blocks to the second run; 0xFF in every byte is a NaN
-    _poison(first)
-    del first
-    second = take(main, batch)
-    differing = sum(int((a != b).sum()) for a, b in zip(copies, _tensors(second), strict=True))
-    unset = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors(second))
-    found = judge(batch, second)
-    problems = [
-        f"{differing} values differ between two runs" if differing else "",
-        f"{unset} values are not finite, or were not written" if unset else "",
+def linear_cases(
+    device: Capability, roofs: Roofs | None, names: frozenset[str] = PEERS["linear"], *, quick: bool = False
+) -> Iterator[Case]:
+    """All rows, in the order of the tables. Feed-forward layers also run by torchao, compiled and in microbatches;
+    microbatches and recipes other than FP8's have only the fewest tokens."""
+    models, tokens, others = {name: shapes.MODELS[name] for name in (MODELS[:2] if quick else MODELS)}, TOKENS, LARGE
+    wide = {layer for each in models.values() for k, n in shapes.mlps(each) for layer in ((k, n), (n, k))}
+    if quick:
+        models = {name: tuple(layer for layer in each if layer in wide) for name, each in models.items()}
+        tokens, others = TOKENS[:1], frozenset[Layer]()
+    if device.device != "cuda":
+        models, wide, tokens, others, names = {"tiny": (TINY,)}, {TINY}, (128,), frozenset({TINY}), names - COMPILING
+    setup = Setup(device, roofs, names)
+    chosen = [
+        (recipe, model, layer)
+        for recipe in RECIPES
+        for model in models
+        for layer in models[model]
+        if recipe == FP8 or layer in others
     ]
-    for name, (db, gate) in zip(OUTPUTS, zip(found, gates, strict=True), strict=False):
-        problems.append("" if db >= gate else f"{name} is {db:.1f} dB from the exact one, less than {gate:.1f}")
-    return problems, found
+    for recipe, model, layer in chosen:
+        for count in tokens if recipe == FP8 else tokens[:1]:
+            yield linear_case(recipe, model, layer, count, setup, compiling=layer in wide)
+    for recipe, model, layer in chosen:
+        if layer in wide:
+            yield linear_case(recipe, model, layer, tokens[0], setup, microbatches=MICROBATCHES)
+    yield host_case(FP8, device)
 
 
-def _poison(results: Results) -> None:
-    for tensor in _tensors(results):
-        tensor.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
+def linear_case(
+    recipe: str, model: str, layer: Layer, tokens: int, setup: Setup, *, microbatches: int = 1, compiling: bool = True
+) -> Case:
+    """Case of one layer by one recipe.  microbatches, compiling: see `layer_case` and `layers.peers`."""
+    k, n = layer
+    return layer_case(
+        f"{recipe} {label_of(microbatches)}M={tokens} {model} {k}->{n}", LINEAR_GROUPS[microbatches > 1], recipe,
+        LINEAR, (tokens, k, n), lambda device: normal_linear(k, n, device), setup, microbatches=microbatches,
+        twice=True, compiling=compiling,
+    )  # fmt: skip
 
 
-def _tensors(results: Results) -> list[Tensor]:
-    return [results.y, results.dx, *results.dw]
+def host_case(recipe: str, device: Capability) -> Case:
+    """Case of host time of a forward and backward, ours and torch's. Sixteen tokens are too few for an SQNR gate."""
+    (k, n), tokens = HOST_LAYER, HOST_TOKENS
+    main, others = variants_of(our_linear, RECIPES[recipe], 1, twice=True)
+    beside = {"nn.Linear": plain_variant(), **others}
+    return replace(
+        linear_case(recipe, "", HOST_LAYER, tokens, Setup(device, None, frozenset())),
+        name=f"{recipe} host time M={tokens} {k}->{n}",
+        group=LINEAR_GROUPS[2],
+        run=functools.partial(step, main, 1),
+        check=layers.checker(main, judge_linear, (0.0, 0.0, 0.0), {}, LINEAR.how),
+        bytes=None,
+        flops=None,
+        peers={name: Peer(functools.partial(step, each, 1), compared=False) for name, each in beside.items()},
+        captured=True,
+        host=device.device == "cuda",
+    )
 
 
-def memory_variants(main: Variant, others: Mapping[str, Variant]) -> dict[str, Variant]:
-    """Variants whose saved bytes a row reports: ours, with every time of the weight cast, and bf16."""
-    return {"blockscale": main, **others, "bf16": plain_variant()}
+def judge_linear(batch: Batch, results: Results) -> tuple[float, float, float]:
+    """SQNR of output, dX and dW against the layer in fp64, on some rows of each."""
+    plain = batch.built.plain
+    assert isinstance(plain, nn.Linear)
+    with torch.no_grad():
+        x, weight = batch.x, plain.weight.double()
+        some, features = (spread(tensor.shape[0], ROWS, tensor.device) for tensor in (x, weight))
+        y, dx = x[some].double() @ weight.mT, batch.dy[some].double() @ weight
+        dw = batch.dy[:, features].double().mT @ x.double()
+        (found,) = results.dw
+        return sqnr_db(y, results.y[some]), sqnr_db(dx, results.dx[some]), sqnr_db(dw, found[features])
+
+
+LINEAR = Kind(our_linear, judge_linear, f"{ROWS} rows of y, dX and dW against the exact layer, all values in two runs")
+
+
+# ---- MLPs ------------------------------------------------------------------------------------------------------------
+
+
+def mlp_cases(
+    device: Capability, roofs: Roofs | None, names: frozenset[str] = PEERS["mlp"], *, quick: bool = False
+) -> Iterator[Case]:
+    """All cases: FP8 over all MLPs; other recipes over the first, with the fewest tokens."""
+    units, tokens, recipes = dict(list(UNITS.items())[: 1 if quick else None]), TOKENS, list(RECIPES)
+    if quick:
+        tokens, recipes = TOKENS[:1], [FP8]
+    if device.device != "cuda":
+        units, tokens, recipes, names = {"tiny": (128, 256)}, (128,), [FP8], names - COMPILING
+    setup = Setup(device, roofs, names)
+    for recipe in recipes:
+        for model, unit in list(units.items())[: None if recipe == FP8 else 1]:
+            for count in tokens if recipe == FP8 else tokens[:1]:
+                yield mlp_case(recipe, model, unit, count, setup)
+            yield mlp_case(recipe, model, unit, tokens[0], setup, microbatches=MICROBATCHES)
+
+
+def mlp_case(recipe: str, model: str, unit: Unit, tokens: int, setup: Setup, *, microbatches: int = 1) -> Case:
+    """Case of one MLP by one recipe.  microbatches: of a step; several share the casts of weights."""
+    name = f"{recipe} MLP {label_of(microbatches)}M={tokens} {model} {shapes.text(unit)}"
+    plain = functools.partial(plain_unit, unit)
+    group = MLP_GROUPS[microbatches > 1]
+    return layer_case(name, group, recipe, SWIGLU, (tokens, *unit), plain, setup, microbatches=microbatches)
+
+
+class GatedUnit(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, features] -> [M, features]."""
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+def plain_unit(unit: Unit, device: torch.device) -> GatedUnit:
+    """bf16 MLP with normal weights."""
+    features, hidden = unit
+    return GatedUnit(
+        normal_linear(features, hidden, device),
+        normal_linear(features, hidden, device),
+        normal_linear(hidden, features, device),
+    )
+
+
+def our_mlp(recipe: Recipe) -> Build:
+    """Our MLP with the values of the plain one: gate, then up, in one weight."""
+
+    def build(plain: nn.Module) -> nn.Module:
+        gate, up, down = plain.children()
+        assert isinstance(gate, nn.Linear)
+        assert isinstance(up, nn.Linear)
+        assert isinstance(down, nn.Linear)
+        return SwiGLU.from_linears(gate, up, down, recipe, name="bench.mlp")
+
+    return build
+
+
+def judge_mlp(batch: Batch, results: Results) -> tuple[float, float, float]:
+    """SQNR of output, dX and the worst dW against the MLP in fp64, on some rows of output and dX and some hidden
+    features of each dW.
+
+    Gradients of gate, up and down are concatenated in this order in both variants.
+    """
+    gate, up, down = (weight.detach().double() for weight in batch.built.plain.parameters())
+    rows, some = (spread(size, ROWS, gate.device) for size in (batch.x.shape[0], gate.shape[0]))
+    y, dx, _ = _exact(batch.x[rows], batch.dy[rows], (gate, up, down))
+    _, _, dws = _exact(batch.x, batch.dy, (gate[some], up[some], down[:, some]))
+    flat = torch.cat([tensor.flatten() for tensor in results.dw]).split([gate.numel()] * 3)
+    mine = (flat[0].view_as(gate)[some], flat[1].view_as(up)[some], flat[2].view_as(down)[:, some])
+    worst = min(sqnr_db(dw, found) for dw, found in zip(dws, mine, strict=True))
+    return sqnr_db(y, results.y[rows]), sqnr_db(dx, results.dx[rows]), worst
+
+
+def _exact(x: Tensor, dy: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """y, dX and the dWs of an MLP in fp64."""
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *weights)]
+    rows, gate, up, down = leaves
+    y = functional.linear(functional.silu(functional.linear(rows, gate)) * functional.linear(rows, up), down)
+    dx, *dws = torch.autograd.grad(y, leaves, dy.double())
+    return y.detach(), dx, tuple(dws)
+
+
+SWIGLU = Kind(
+    our_mlp,
+    judge_mlp,
+    f"{ROWS} rows of y and dX and {ROWS} hidden features of every dW against the exact MLP, all values in two runs",
+    gated=True,
+)

@@ -1,56 +1,69 @@
-"""Mixtures of experts: rates of grouped GEMMs, then whole layers (`moe_layers.py`).
+"""Mixtures of experts: rates of grouped GEMMs, and whole layers.
 
 GEMMs are those of a layer's forward and backward: fprop and dgrad (m-grouped), and wgrad (k-grouped) to bf16, to fp32
 and accumulating in fp32. `equal groups` are the sizes of the goals. Layers of models have rows balanced over their
 experts, by Zipf's law, or all on one expert; the same GEMM with equal groups is then a peer. `decoding` has 16 rows for
 each of 32 experts; a peer has the same rows with a capacity of 128 per expert.
+
+`one grouped linear` is the published benchmark of torchao's MXFP8 experts: rows (16640, 5120), weights (E, 8192, 5120),
+by every recipe; forward and backward with weights cast in every forward or shared by the microbatches of a step, and a
+forward alone with weights cast before. `experts` are SwiGLU experts with rows already grouped; `mixture` is a whole
+layer: router, top-k, experts and weighted combine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from ...formats.layout import padded_length
 from ...grouped.ops import grouped_request
-from ...hardware import Capability, capability
+from ...hardware import Capability
 from ...registry import Request, select, would_serve
-from .. import grouped_peers, shapes
-from ..ceilings import Ceilings
-from ..grouped_peers import multiply, peers
-from ..grouped_products import Grouped, make_k_grouped, make_m_grouped
-from ..harness import Args, Case
-from ..loads import LOADS, Load, sizes
-from ..products import check_product
-from ..rooflines import Roofs
-from ..shapes import numel, text
-from . import moe_layers
-from .common import stored_bytes
-from .gemm import NATIVE, VECTORS, WEIGHTS, Kind, units
-from .moe_layers import LayersExtent
+from ...roofline import Ceilings
+from .. import PEERS, expert_layers, shapes
+from ..expert_layers import judge_experts, judge_linear, judge_mixture, plain_experts, plain_linear, plain_mixture
+from ..grouped import Grouped, make_k_grouped, make_m_grouped, multiply, peers
+from ..harness import Args, Case, Verdict
+from ..layers import FP8, LINEAR_GATES, MICROBATCHES, MXFP8, NEAR_DB, RECIPES, TORCHAO, Variant, trained
+from ..rooflines import Layer, Roofs
+from ..shapes import LOADS, Load, Mixture, group_sizes, text
+from ..timing import host_syncs
+from .casts import stored_bytes
+from .gemm import NATIVE, VECTORS, WEIGHTS, product_case
+from .gemm import Kind as Formats
+from .layers import Kind, Setup, backends, label_of, layer_case
 
 GROUP = "grouped products"
-GROUPS = (GROUP, *moe_layers.GROUPS)
-ALL_PEERS = grouped_peers.ALL_PEERS | moe_layers.ALL_PEERS
 EQUAL, DECODING = "equal groups", "decoding"
 # rows of a model's experts: 4096 tokens with eight experts each
 ROWS = 32768
 # experts of DeepSeek-V3 on one of 32 or of 8 GPUs
 SHARDS = (8, 32)
+# outputs, as in the name of a case: to bf16, to fp32, accumulated into fp32
+BF16, FP32, ADDED = "", " fp32", " fp32 +="
+LINEAR_ROWS = 16640
+LINEAR, EXPERTS, MIXTURE = "one grouped linear", "experts", "mixture"
+GROUPS = (GROUP, LINEAR, EXPERTS, MIXTURE)
 
 
-@dataclass(frozen=True)
-class Output:
-    """Output of a grouped GEMM."""
+class Unit(NamedTuple):
+    """SwiGLU experts and the total number of their rows."""
 
-    label: str = ""
-    dtype: torch.dtype = torch.bfloat16
-    accumulate: bool = False
+    experts: int
+    features: int
+    hidden: int
+    rows: int
 
 
-BF16, FP32, ADDED = Output(), Output(" fp32", torch.float32), Output(" fp32 +=", torch.float32, accumulate=True)
+UNITS: Mapping[str, Unit] = {
+    "DeepSeek-V3 671B shard": Unit(32, 7168, 2048, 32768),
+    "DeepSeek 16B": Unit(64, 2048, 1408, 32768),
+}
+MIXED, TOKENS = "DeepSeek 16B", 4096
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,16 @@ class Problem:
     k: int
     load: Load = "balanced"
     most: int | None = None
-    kind: Kind = WEIGHTS
-    output: Output = BF16
+    kind: Formats = WEIGHTS
+    output: str = BF16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.output == BF16 else torch.float32
+
+    @property
+    def accumulate(self) -> bool:
+        return self.output == ADDED
 
     @property
     def k_grouped(self) -> bool:
@@ -83,44 +104,23 @@ class Problem:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return sizes(self.rows, self.experts, self.load, self.most)
+        return group_sizes(self.rows, self.experts, self.load, self.most)
 
     @property
     def name(self) -> str:
         load = "" if self.label.startswith(EQUAL) else f" {self.load}"
-        return f"{self.label} {self.what}{self.output.label} E={self.experts}{load} {text(self.product)}"
+        return f"{self.label} {self.what}{self.output} E={self.experts}{load} {text(self.product)}"
 
 
-@dataclass(frozen=True)
-class Extent:
-    """GEMMs and layers to run, the device, and peers to compare with."""
-
-    device: Capability
-    products: tuple[Problem, ...]
-    layers: LayersExtent
-    peers: frozenset[str]
-
-
-def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """Extent for a device; quick: fewer cases."""
-    here = capability(device)
-    if device.type == "cuda":
-        return gpu_extent(here, quick=quick, peers=peers)
-    tiny = ("tiny", 4, 80, 128, 256)
-    products = [*equal_groups((4,), 160, 128, 256), *_of_model(*tiny, most=40), *other_formats(4, 160, 128, 256)]
-    products.append(Problem(DECODING, "fprop", 4, 16, 128, 256))
-    return Extent(here, tuple(products), moe_layers.cpu_extent(here, peers), peers)
-
-
-def gpu_extent(device: Capability, *, quick: bool = False, peers: frozenset[str] = ALL_PEERS) -> Extent:
-    """Extent for a GPU; can be computed without one."""
+def problems(device: Capability, *, quick: bool = False) -> list[Problem]:
+    """Grouped GEMMs to run; quick: fewer."""
+    if device.device != "cuda":
+        tiny = [*equal_groups((4,), 160, 128, 256), *_of_model("tiny", 4, 80, 128, 256, most=40)]
+        return [*tiny, *other_formats(4, 160, 128, 256), Problem(DECODING, "fprop", 4, 16, 128, 256)]
     n, k = shapes.EXPERT
-    counts = (4, 64) if quick else shapes.EXPERT_COUNTS
-    products = [*equal_groups(counts, moe_layers.ROWS, n, k), *_eight_experts()]
-    products += [Problem(DECODING, "fprop", 32, 32 * 16, *matrix) for matrix in ((4096, 7168), (7168, 2048))]
-    if not quick:
-        products += [*other_formats(4, moe_layers.ROWS, n, k), *_models()]
-    return Extent(device, tuple(products), moe_layers.gpu_extent(device, peers, quick=quick), peers)
+    found = [*equal_groups((4, 64) if quick else shapes.EXPERT_COUNTS, LINEAR_ROWS, n, k), *_eight_experts()]
+    found += [Problem(DECODING, "fprop", 32, 32 * 16, *matrix) for matrix in ((4096, 7168), (7168, 2048))]
+    return found if quick else [*found, *other_formats(4, LINEAR_ROWS, n, k), *_models()]
 
 
 def equal_groups(counts: tuple[int, ...], rows: int, n: int, k: int) -> Iterator[Problem]:
@@ -165,67 +165,54 @@ def _of_model(label: str, experts: int, rows: int, hidden: int, features: int, *
 
 def other_formats(experts: int, rows: int, n: int, k: int) -> Iterator[Problem]:
     """GEMMs in formats without native tensor cores on Hopper."""
-    for kind, gradients in ((Kind("mxfp8_e4m3", "mxfp8_e4m3"),) * 2, (NATIVE, None), (Kind("nvfp4", "nvfp4"),) * 2):
+    for kind in (Formats("mxfp8_e4m3", "mxfp8_e4m3"), NATIVE, Formats("nvfp4", "nvfp4")):
         label = f"{EQUAL} {kind.label}"
         yield Problem(label, "fprop", experts, rows, n, k, kind=kind)
-        if gradients is not None:
-            yield Problem(label, "wgrad", experts, rows, n, k, kind=gradients)
+        if kind != NATIVE:
+            yield Problem(label, "wgrad", experts, rows, n, k, kind=kind)
 
 
-def cases(extent: Extent, ceilings: Ceilings, roofs: Roofs | None) -> Iterator[Case]:
+def cases(
+    device: Capability,
+    ceilings: Ceilings,
+    roofs: Roofs | None,
+    names: frozenset[str] = PEERS["moe"],
+    *,
+    quick: bool = False,
+) -> Iterator[Case]:
     """All rows, in the order of the tables, without GEMMs that a GPU serves only by the reference, in seconds."""
-    for problem in extent.products:
-        if extent.device.device != "cuda" or would_serve(request(problem, extent.device)).backend != "reference":
-            yield case(problem, extent, ceilings)
-    yield from moe_layers.cases(extent.layers, roofs)
+    for problem in problems(device, quick=quick):
+        if device.device != "cuda" or would_serve(request(problem, device)).backend != "reference":
+            yield case(problem, device, ceilings, names)
+    yield from layer_cases(device, roofs, names, quick=quick)
 
 
-def case(problem: Problem, extent: Extent, ceilings: Ceilings) -> Case:
+def case(problem: Problem, device: Capability, ceilings: Ceilings, names: frozenset[str]) -> Case:
     """Case of one grouped GEMM."""
-    kind, output, moved = problem.kind, problem.output, moved_bytes(problem)
-    flops = 2 * numel(problem.product)
-    return Case(
-        name=problem.name,
-        group=GROUP,
-        format=f"{kind.a} @ {kind.b}",
-        axis="-1",
-        shape=problem.product,
-        make=lambda device: make(problem, device),
-        run=multiply,
-        backend=_backend,
-        check=check_product,
-        bytes=moved,
-        peers=peers(
-            request(problem, extent.device),
-            problem.sizes,
-            extent.peers,
-            even=problem.load == "balanced",
-            decoding=problem.label == DECODING,
-        ),
-        flops=flops,
-        bound_us=ceilings.bound_us(flops, moved, units(kind, extent.device)),
-        dtype=str(output.dtype)[6:],
-    )
+    asked = request(problem, device)
+    even, decoding = problem.load == "balanced", problem.label == DECODING
+    return product_case(
+        problem.name, GROUP, problem.kind, problem.product, moved_bytes(problem), asked, ceilings,
+        lambda device: make(problem, device), multiply, _backend,
+        peers(asked, problem.sizes, names, even=even, decoding=decoding),
+    )  # fmt: skip
 
 
 def make(problem: Problem, device: torch.device) -> Args:
     """Operands of a grouped GEMM."""
-    formats, n, k, output = (problem.kind.a, problem.kind.b), problem.n, problem.k, problem.output
-    if not problem.k_grouped:
-        return (make_m_grouped(problem.sizes, n, k, formats, device, output.dtype),)
-    made = make_k_grouped(problem.sizes, n, k, formats, device, output.dtype, accumulate=output.accumulate)
-    return (made,)
+    given = (problem.sizes, problem.n, problem.k, (problem.kind.a, problem.kind.b), device, problem.dtype)
+    return (make_k_grouped(*given, accumulate=problem.accumulate) if problem.k_grouped else make_m_grouped(*given),)
 
 
 def moved_bytes(problem: Problem) -> int:
     """Least memory traffic: operands of experts with rows once, the result once, or twice if it accumulates."""
     kind, rows, n, k = problem.kind, problem.rows, problem.n, problem.k
-    size = problem.output.dtype.itemsize * (2 if problem.output.accumulate else 1)
+    size = problem.dtype.itemsize * (2 if problem.accumulate else 1)
     busy = sum(size > 0 for size in problem.sizes)
     if problem.k_grouped:
         operands = stored_bytes(kind.a, (n, rows), -1) + stored_bytes(kind.b, (k, rows), -1)
         # the accumulator of an expert without rows is not touched
-        return operands + (busy if problem.output.accumulate else problem.experts) * n * k * size
+        return operands + (busy if problem.accumulate else problem.experts) * n * k * size
     return stored_bytes(kind.a, (rows, k), -1) + busy * stored_bytes(kind.b, (n, k), -1) + rows * n * size
 
 
@@ -234,12 +221,110 @@ def request(problem: Problem, device: Capability) -> Request:
     op, (rows, columns, depth) = "k_grouped" if problem.k_grouped else "m_grouped", problem.product
     if problem.k_grouped:
         depth = padded_length(depth, problem.experts)
-    options = frozenset({"accumulate"} if problem.output.accumulate else ())
+    options = frozenset({"accumulate"} if problem.accumulate else ())
     shape, formats = (rows, columns, depth, problem.experts), (problem.kind.a, problem.kind.b)
-    return Request(op, device, formats, shape, problem.output.dtype, options=options)
+    return Request(op, device, formats, shape, problem.dtype, options=options)
 
 
 def _backend(operands: Grouped) -> str:
     added = operands.acc is not None
     asked = grouped_request(operands.a, operands.b, len(operands.sizes), operands.dtype, bias=False, accumulate=added)
     return select(asked).backend
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def layer_cases(
+    device: Capability, roofs: Roofs | None, names: frozenset[str] = PEERS["moe"], *, quick: bool = False
+) -> Iterator[Case]:
+    """All rows, in the order of the tables. Recipes that a GPU serves only by the reference are left out, since a call
+    would take seconds. Recipes other than FP8's run only the first unit, balanced."""
+    n, k = shapes.EXPERT
+    recipes, rows, layer, counts = list(RECIPES), LINEAR_ROWS, (k, n), shapes.EXPERT_COUNTS
+    units, mixtures, tokens, loads = UNITS, {MIXED: shapes.MIXTURES[MIXED]}, TOKENS, LOADS[:2]
+    if quick:
+        recipes, counts, loads = [FP8], (4, 64), LOADS[:1]
+    if device.device != "cuda":
+        recipes, rows, layer, counts, loads = [FP8, MXFP8], 128, (128, 256), (4,), LOADS[:2]
+        units, mixtures, tokens = {"tiny": Unit(4, 128, 128, 160)}, {"tiny": Mixture(4, 2, 128, 128)}, 64
+        names -= {"torchao"}
+    setup = Setup(device, roofs, names)
+    if device.device == "cuda":
+        recipes = [name for name in recipes if "reference" not in backends(name, device, rows, layer[1], layer[0], 4)]
+    for recipe in recipes:
+        for experts in counts:
+            yield linear_case(recipe, experts, rows, layer, setup)
+            yield linear_case(recipe, experts, rows, layer, setup, microbatches=MICROBATCHES)
+            yield linear_case(recipe, experts, rows, layer, setup, forward=True)
+    for recipe in recipes:
+        for model, unit in list(units.items())[: None if recipe == FP8 else 1]:
+            for load in loads if recipe == FP8 else loads[:1]:
+                yield experts_case(recipe, model, unit, load, setup)
+    for recipe in recipes:
+        for model, mixture in mixtures.items():
+            yield mixture_case(recipe, model, mixture, tokens, setup)
+
+
+def linear_case(
+    recipe: str, experts: int, rows: int, layer: Layer, setup: Setup, *, microbatches: int = 1, forward: bool = False
+) -> Case:
+    """Case of one grouped linear.  microbatches, forward: see `layer_case`."""
+    (k, n), peers = layer, setup.peers
+    outputs = "y against" if forward else "y, dX and dW against"
+    how = f"{outputs} the exact layer, {expert_layers.ROWS} rows of some experts, all values in two runs"
+    found = layer_case(
+        f"{recipe} {'forward ' if forward else label_of(microbatches)}M={rows} E={experts} {k}->{n}", LINEAR, recipe,
+        Kind(expert_layers.our_linear, judge_linear, how), (rows, k, n),
+        lambda device: plain_linear(group_sizes(rows, experts), k, n, device),
+        setup._replace(peers=peers - {"torchao"}), experts=experts, microbatches=microbatches, forward=forward,
+    )  # fmt: skip
+    if "torchao" not in peers or recipe != FP8 or microbatches > 1 or forward:
+        return found
+    # torchao's blockwise is emulated without DeepGEMM
+    blockwise, rowwise = (Variant(expert_layers.torchao_linear(kind)) for kind in ("blockwise", "rowwise"))
+    near = min(LINEAR_GATES[recipe]) - NEAR_DB
+    theirs = {
+        TORCHAO: trained(blockwise, judge_linear, near, "blockwise FP8"),
+        f"{TORCHAO} rowwise": trained(rowwise, judge_linear, None, "rowwise FP8"),
+    }
+    return replace(found, peers={**found.peers, **theirs})
+
+
+def experts_case(recipe: str, model: str, unit: Unit, load: Load, setup: Setup) -> Case:
+    """Case of SwiGLU experts by one recipe, with weights cast in every forward."""
+    experts, features, hidden, rows = unit
+    groups = group_sizes(rows, experts, load)
+    how = f"y, dX and every dW of {expert_layers.UNITS} experts against the exact ones, all values in two runs"
+    return layer_case(
+        f"{recipe} experts M={rows} {model} E={experts} {load} {features}x{hidden}", EXPERTS, recipe,
+        Kind(expert_layers.our_experts, judge_experts, how, gated=True), (rows, features, hidden),
+        lambda device: plain_experts(groups, features, hidden, device),
+        setup._replace(peers=setup.peers - {"torchao"}), experts=experts,
+    )  # fmt: skip
+
+
+def mixture_case(recipe: str, model: str, mixture: Mixture, tokens: int, setup: Setup) -> Case:
+    """Case of a mixture by one recipe, with its router; the bound is that of the experts alone."""
+    experts, top_k, features, hidden = mixture
+    how = "y, dX and every dW against the exact mixture, all values in two runs"
+    found = layer_case(
+        f"{recipe} mixture M={tokens} {model} E={experts} top-{top_k} {features}x{hidden}", MIXTURE, recipe,
+        Kind(expert_layers.our_mixture, judge_mixture, how, gated=True), (tokens * top_k, features, hidden),
+        lambda device: plain_mixture(mixture, device), setup._replace(peers=setup.peers - {"torchao"}),
+        experts=experts, tokens=tokens,
+    )  # fmt: skip
+    return replace(found, check=_with_syncs(found.check))
+
+
+def _with_syncs(check: Callable[[Case, Args], Verdict]) -> Callable[[Case, Args], Verdict]:
+    """The check, with the number of host synchronizations of a warmed-up forward and backward."""
+
+    def both(case: Case, args: Args) -> Verdict:
+        verdict = check(case, args)
+        if verdict.problem or not args[0].x.is_cuda:
+            return verdict
+        syncs = {"host_syncs": float(host_syncs(lambda: case.run(*args)))}
+        return replace(verdict, details={**verdict.details, **syncs})
+
+    return both
