@@ -285,3 +285,24 @@ def test_a_recordings_key_has_the_operands_that_exist(monkeypatch):
         (first, some), (second, fewer) = keys
         assert (first == second) == (some == fewer)
         assert some != fewer
+
+
+def test_a_recordings_key_has_the_layouts_of_operands(monkeypatch):
+    """Operands of a weight that were cast elsewhere may have other scale layouts, formats or alignments: a replay would
+    read them as the recorded ones."""
+    keys: list[object] = []
+    monkeypatch.setattr(linear_plan, "can_be_replayed", lambda tensors: True)
+    monkeypatch.setattr(launch, "run_and_record", lambda key, call, inputs, results: (keys.append(key), call())[1])
+    monkeypatch.setattr(launch, "find_recording", lambda key: None)
+    x, weight = torch.randn(8, 128), torch.randn(128, 128)
+    row, col = bs.quantize_both(weight, "mxfp8_e4m3", "mxfp8_e4m3")
+    pairs = [
+        (row, col),
+        (row.with_layout("blocked"), col.with_layout("blocked")),
+        bs.quantize_both(weight, "mxfp8_e5m2", "mxfp8_e5m2"),
+        (row, col),
+    ]
+    for pair in pairs:
+        linear(x, weight, recipe="mxfp8", weight_operands=pair)
+    assert keys[0] == keys[3]
+    assert len(set(keys)) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,13 @@ def test_zeroed_buffers_are_zero_in_each_replay():
         assert_same_bits(recording.replay([floats(2)]), [floats(2)])
 
 
+def test_an_address_inside_several_tensors_refuses():
+    """Columns of one matrix: which of them a view belongs to cannot be told."""
+    wide = torch.randn(4, N + 12)
+    left, right = wide[:, :4], wide[:, 4:]
+    assert refusal(lambda: run_add(right[0, 4:], None), left, right)
+
+
 def reason(call: Callable[[], object], *inputs: Tensor) -> str:
     """Why a call is not recorded, or an empty string."""
     with Recorder(inputs) as found:
@@ -99,9 +107,11 @@ def test_allocations_and_views_do_not_refuse():
         lambda a: a.copy_(a * 2),
     ],
 )
-def test_any_other_work_by_torch_refuses(call: Callable[[Tensor], object]):
-    a = torch.randn(4, 8)
-    assert "by torch" in reason(lambda: call(a), a)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_any_other_work_by_torch_refuses(call: Callable[[Tensor], object], mode: Callable[[], Any]):
+    with mode():
+        a = torch.randn(4, 8)
+        assert "by torch" in reason(lambda: call(a), a)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A layer of experts runs the same plan with grouped products (`routing`).
 
-On a GPU the second call with the same shapes is recorded, and later ones are replayed (`launch.py`), unless a
+On a GPU the second call with the same shapes is recorded, and later ones are replayed (`launch/recording.py`), unless a
 profiler, a mode or a tracer is active.
 """
 
@@ -86,14 +86,13 @@ class LinearPlan(NamedTuple):
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, routing: Routing | None = None
     ) -> ForwardResult:
-        """fprop, replayed if this call was recorded. Layouts of the operands in call_state follow from the shapes."""
+        """fprop, replayed if this call was recorded."""
         inputs = [x, weight] if bias is None else [x, weight, bias]
         if routing is not None:
             inputs += [each for each in routing.tensors if each is not None]
         if self.casts.rounding is not None or not can_be_replayed(inputs):
             return self._forward(x, weight, bias, call_state, routing)
-        present = present_operands(call_state)
-        key = launch.call_key(*self[1:], self.casts.recipe, *present, *inputs)
+        key = launch.call_key(*self[1:], self.casts.recipe, *operand_keys(call_state), *inputs)
         inputs += operand_tensors(call_state)
         recording = launch.find_recording(key)
         if recording is None:
@@ -118,13 +117,15 @@ class LinearPlan(NamedTuple):
         self, grad: Tensor, saved: LinearSaved, main_grad: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dX [M, K], dW and the column sums of grad [M, N]; None for those that are not needed."""
-        if saved.recording is None or not can_be_replayed((grad,)):
+        if saved.recording is None or not can_be_replayed((grad,) if main_grad is None else (grad, main_grad)):
             return self._backward(grad, saved, main_grad)
         weight = saved.weight if saved.w_col.meta is None else None  # not read if its operand was saved
         routing = () if saved.routing is None else saved.routing.tensors
         optional = (saved.x, weight, main_grad, *saved.x_col.tensors, *saved.w_col.tensors, *routing)
         call = functools.partial(self._backward, grad, saved, main_grad)
         dx, dw, total = replay_or_record_backward(saved.recording, grad, optional, call)
+        if main_grad is not None:  # the operator bumps its version, a replay of its launch does not
+            torch.autograd.graph.increment_version(main_grad)
         return dx, dw, total
 
     def _backward(
@@ -147,15 +148,24 @@ def _forward_results(result: ForwardResult) -> tuple[list[Tensor | None], object
     return [result.y, *result.x_col.tensors, *result.w_col.tensors], (result.x_col.meta, result.w_col.meta)
 
 
-def present_operands(call_state: Iterable[Pair | None]) -> tuple[tuple[bool, ...], ...]:
-    """Which operands exist, as part of a recording's key: an activation without a backward has no column operand."""
-    return tuple(tuple(operand is not None for operand in pair or ()) for pair in call_state)
+def operand_keys(call_state: Iterable[Pair | None]) -> tuple[object, ...]:
+    """The operands that exist before a call, as part of its recording's key: everything that launches and saved
+    metadata depend on. An activation without a backward has no column operand."""
+    return tuple([None if pair is None else tuple(map(_operand_key, pair)) for pair in call_state])
+
+
+def _operand_key(q: BlockScaled | None) -> tuple[object, ...] | None:
+    if q is None:
+        return None
+    layouts = launch.call_key(q.data, q.scale, q.global_scale)
+    return (*layouts, q.format, q.axis, q.scale_layout, q.shape, q.group_align, q.hadamard, q.groups)
 
 
 def operand_tensors(call_state: Iterable[Pair | None]) -> list[Tensor]:
-    """Codes and scales of the operands that exist before the call."""
+    """Codes, scales and tensor scales of the operands that exist before the call."""
     operands = (operand for pair in call_state for operand in pair or () if operand is not None)
-    return [part for operand in operands for part in (operand.data, operand.scale)]
+    parts = (part for each in operands for part in (each.data, each.scale, each.global_scale))
+    return [part for part in parts if part is not None]
 
 
 def replay_or_record_backward(

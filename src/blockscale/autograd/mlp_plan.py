@@ -18,8 +18,8 @@ from ..launch import Recording
 from .linear_plan import (
     can_be_replayed,
     dgrad,
+    operand_keys,
     operand_tensors,
-    present_operands,
     product,
     replay_or_record_backward,
     wgrad,
@@ -116,12 +116,12 @@ class MLPPlan(NamedTuple):
     def forward(
         self, x: Tensor, weights: Weights, biases: Biases, call_state: CallState, routing: Routing | None
     ) -> MLPForwardResult:
-        """Both fprops, replayed if recorded. Layouts of the operands in call_state follow from the shapes."""
+        """Both fprops, replayed if this call was recorded."""
         optional = (*biases, *(() if routing is None else routing.tensors))
         inputs = [x, *weights, *(each for each in optional if each is not None)]
         if self.roundings != (None, None) or not can_be_replayed(inputs):
             return self._forward(x, weights, biases, call_state, routing)
-        key = launch.call_key(self.recipe, *self[2:], *present_operands(call_state), x, *weights, *optional)
+        key = launch.call_key(self.recipe, *self[2:], *operand_keys(call_state), x, *weights, *optional)
         inputs += operand_tensors(call_state)
         recording = launch.find_recording(key)
         if recording is None:
@@ -157,7 +157,8 @@ class MLPPlan(NamedTuple):
         self, grad: Tensor, saved: MLPSaved, main_grads: Biases, scatter: GradScatter | None = None
     ) -> Gradients:
         """Gradients from grad [M, D] of rows, or with `scatter` from grad [T, D] of tokens."""
-        if saved.recording is None or not can_be_replayed((grad,)):
+        accumulated = [each for each in main_grads if each is not None]
+        if saved.recording is None or not can_be_replayed((grad, *accumulated)):
             return self._backward(grad, saved, main_grads, scatter)
         # a weight whose operand was saved is not read
         gate_up_weight = saved.gate_up_weight if saved.gate_up_col.meta is None else None
@@ -167,7 +168,10 @@ class MLPPlan(NamedTuple):
         read = (saved.x, saved.gate_up, gate_up_weight, down_weight)
         optional = (*read, *main_grads, *parts, *routing, *(scatter or ()))
         call = functools.partial(self._backward, grad, saved, main_grads, scatter)
-        return Gradients(*replay_or_record_backward(saved.recording, grad, optional, call))
+        gradients = Gradients(*replay_or_record_backward(saved.recording, grad, optional, call))
+        for each in accumulated:  # the operator bumps their versions, a replay of its launch does not
+            torch.autograd.graph.increment_version(each)
+        return gradients
 
     def _backward(self, grad: Tensor, saved: MLPSaved, main_grads: Biases, scatter: GradScatter | None) -> Gradients:
         (gate_up_needs, down_needs), (first, second) = self.needs, self._casts(saved.routing)

@@ -238,17 +238,18 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
     )  # fmt: skip
 
 
-_NUMBERS: dict[tuple[int, torch.device], Tensor] = {}
+_NUMBERS: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def _numbers(count: int, device: torch.device) -> Tensor:
-    """-1, 0, 1, ... as int32 [count], made once for each device and size."""
-    found = _NUMBERS.get((count, device))
+    """-1, 0, 1, ... as int32 [count], made once for each size and stream: another stream would not wait for it."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _NUMBERS.get((count, device, stream))
     if found is None:
         found = torch.arange(-1, count - 1, dtype=torch.int32, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # its values exist after a replay only
             return found
-        _NUMBERS[count, device] = found
+        _NUMBERS[count, device, stream] = found
     note_persistent_buffer(found, functools.partial(_numbers, count, device))
     return found
 

@@ -52,11 +52,6 @@ def _options(setting: str) -> dict[str, Any]:
     return {"ptx_version": version, "ptx_options": " ".join(filter(None, (marker, own.options)))}
 
 
-def marker() -> str:
-    """Marker of the chosen ptxas in `ptx_options`, for cache keys; empty for Triton's own."""
-    return options().get("ptx_options", "")
-
-
 def launch(run: Callable[..., Any]) -> Any:
     """Call `run` with the options of the chosen ptxas; if that fails, log it, and from then on use Triton's own.
 

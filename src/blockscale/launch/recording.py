@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY or func in _ZEROS:
             self.add_buffer(result, zeroed=func in _ZEROS)
-        elif not _is_view(func):
+        elif not (_is_view(func) and _shares_memory(result, args)):
             self.refuse(f"{func._schema.name} by torch")
         return result
 
@@ -138,13 +138,13 @@ class Recorder(TorchDispatchMode):
         number = self._numbers.get(address)
         if number is not None:
             return number
-        for number, tensor in enumerate(self.tensors):
-            offset = address - tensor.data_ptr()
-            if 0 < offset < _extent(tensor):
-                self.interior.append((number, offset))
-                return -len(self.interior)
-        self.refuse("an address of no recorded tensor")
-        return None
+        offsets = [(number, address - tensor.data_ptr()) for number, tensor in enumerate(self.tensors)]
+        inside = [(number, offset) for number, offset in offsets if 0 < offset < _extent(self.tensors[number])]
+        if len(inside) != 1:
+            self.refuse("an address of no recorded tensor, or of several")
+            return None
+        self.interior += inside
+        return -len(self.interior)
 
 
 def _extent(tensor: Tensor) -> int:
@@ -153,6 +153,14 @@ def _extent(tensor: Tensor) -> int:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * step for size, step in steps)) * tensor.element_size()
+
+
+def _shares_memory(result: Any, args: Any) -> bool:
+    """Whether a result is a view of an argument. In inference mode composite operators come here whole, and the schema
+    of `contiguous` or `to` is that of a view also where they copy."""
+    given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+    results = result if isinstance(result, tuple | list) else (result,)
+    return all(each.untyped_storage().data_ptr() in given for each in results)
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def ptx_version(cuda: str) -> int:
 
 
 _expand_descriptor: Any = getattr(_driver, "make_tensordesc_arg", None)
-_MAX_TENSOR_MAPS = 4096
+_MAX_TENSOR_MAPS = 256  # of one recorded launch
 
 
 def launcher(compiled: Any, grid: Grid) -> Callable[..., None]:
