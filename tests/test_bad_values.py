@@ -147,20 +147,21 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     ),
     "grouped_linear": (
         grouped_linear,
-        {"x": X, "weight": WEIGHTS, "offs": OFFS, "bias": None, "recipe": "mxfp8", "rounding": None,
+        {"x": X, "weight": WEIGHTS, "routing": OFFS, "bias": None, "recipe": "mxfp8", "rounding": None,
          "weight_operands": None},
     ),
     "grouped_linear in bf16": (
-        grouped_linear, {"x": X, "weight": WEIGHTS, "offs": OFFS, "bias": None, "recipe": "bf16"},
+        grouped_linear, {"x": X, "weight": WEIGHTS, "routing": OFFS, "bias": None, "recipe": "bf16"},
     ),
     "grouped_swiglu_mlp": (
         grouped_swiglu_mlp,
-        {"x": X, "gate_up_weight": GATES_UPS, "down_weight": DOWNS, "offs": ROUTING, "gate_up_bias": None,
+        {"x": X, "gate_up_weight": GATES_UPS, "down_weight": DOWNS, "routing": ROUTING, "gate_up_bias": None,
          "down_bias": None, "recipe": "mxfp8", "roundings": NONE, "weight_operands": NONE, "gate_weights": X[:, :1]},
     ),
     "grouped_swiglu_mlp in bf16": (
         grouped_swiglu_mlp,
-        {"x": X, "gate_up_weight": GATES_UPS, "down_weight": DOWNS, "offs": OFFS, "down_bias": None, "recipe": "bf16"},
+        {"x": X, "gate_up_weight": GATES_UPS, "down_weight": DOWNS, "routing": OFFS, "down_bias": None,
+         "recipe": "bf16"},
     ),
     "nn.Linear": (nn.Linear, {"in_features": 64, "out_features": 32, "bias": False, **LAYER}),
     "nn.SwiGLU": (nn.SwiGLU, {"dim": 64, "hidden": 32, "bias": False, **LAYER}),
@@ -182,8 +183,8 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "MoE.update_balance_": (nn.MoE(**EXPERTS, top_k=1, balance=True).update_balance_, {"rate": 1e-3}),
     "a Linear": (nn.Linear(64, 32, recipe="mxfp8"), {"input": X}),
     "a SwiGLU": (nn.SwiGLU(64, 32, recipe="mxfp8"), {"x": X}),
-    "a GroupedLinear": (nn.GroupedLinear(3, 64, 32, recipe="mxfp8"), {"input": X, "offs": OFFS}),
-    "a GroupedExperts": (nn.GroupedExperts(**EXPERTS, recipe="mxfp8"), {"x": X, "offs": OFFS, "gate_weights": None}),
+    "a GroupedLinear": (nn.GroupedLinear(3, 64, 32, recipe="mxfp8"), {"input": X, "routing": OFFS}),
+    "a GroupedExperts": (nn.GroupedExperts(**EXPERTS, recipe="mxfp8"), {"x": X, "routing": OFFS, "gate_weights": None}),
     "a MoE": (nn.MoE(**EXPERTS, top_k=1, recipe="mxfp8"), {"x": X}),
 }  # fmt: skip
 BAD: dict[str, Any] = {

@@ -1,11 +1,14 @@
-"""Launch cache of casts: arguments of cached launches as the driver receives them, with a fake driver."""
+"""Recorded launches of casts: arguments of replays as the driver receives them, with a fake driver."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 import blockscale as bs
+from blockscale import launch
 from blockscale.casts import ops
 from blockscale.formats.cast_spec import Cast
 
@@ -13,7 +16,10 @@ triton = pytest.importorskip("triton")
 _triton = pytest.importorskip("blockscale.casts._triton")
 _dequantize = pytest.importorskip("blockscale.casts._triton_dequantize")
 _fused = pytest.importorskip("blockscale.casts._triton_fused")
-pytestmark = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compiles nothing")
+pytestmark = [
+    pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compiles nothing"),
+    pytest.mark.usefixtures("forgotten"),  # poisoned buffers are not recorded
+]
 
 
 class Driver:
@@ -47,8 +53,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(_triton, "cast_kernel", kernel)
     monkeypatch.setattr(_dequantize, "_dequantize_kernel", kernel)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    monkeypatch.setattr(_triton, "_LAUNCHES", {})
-    monkeypatch.setattr(_dequantize, "_LAUNCHES", {})
     return kernel
 
 
@@ -59,26 +63,33 @@ def cast(x: torch.Tensor, name: str, axis: int) -> ops.Buffers:
     return out
 
 
+def recorded(call: Callable[[], Sequence[torch.Tensor | None]], *inputs: torch.Tensor) -> launch.Recording | None:
+    return launch.record(call, inputs, lambda out: (list(out), None))[1]
+
+
 def as_addresses(args: tuple[object, ...]) -> list[object]:
-    """Arguments of a JIT launch, with tensors as addresses: the arguments that a cached launch must have."""
+    """Arguments of a JIT launch, with tensors as addresses: the arguments that a replayed launch must have."""
     return [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "mxfp4"])
-def test_cached_cast_passes_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
-    cast(torch.ones(64, 128), name, axis)
+def test_a_replayed_cast_passes_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
+    first = torch.ones(64, 128)
+    recording = recorded(lambda: cast(first, name, axis), first)
+    assert recording is not None
     assert (len(kernel.compiled), kernel.raw) == (1, [])
     x = torch.ones(64, 128)
-    data, scale, factor = cast(x, name, axis)
+    data, scale, factor = recording.replay([x])
+    assert data is not None
+    assert scale is not None
     assert factor is None
     (args,) = kernel.raw
-    assert len(kernel.compiled) == 1
     assert args[3:9] == (999, 77, (4, 1, 0), None, None, None)
     before, after = as_addresses(kernel.compiled[0]), list(args[9:])
-    first = 6 if axis == -1 else 11  # x, y, z, index, offs, partials, then five per operand
+    place = 6 if axis == -1 else 11  # x, y, z, index, offs, partials, then five per operand
     assert after[0] == x.data_ptr()
-    assert after[first : first + 2] == [data.data_ptr(), scale.data_ptr()]
+    assert after[place : place + 2] == [data.data_ptr(), scale.data_ptr()]
     assert after[16:] == before[16:]
     assert [i for i in range(16) if bool(before[i]) != bool(after[i])] == []
 
@@ -94,20 +105,17 @@ def test_cached_cast_passes_its_own_addresses(kernel: Kernel, name: str, axis: i
     ],
     ids=["shape", "stride", "dtype", "alignment", "rank"],
 )
-def test_another_layout_is_compiled(kernel: Kernel, other) -> None:
-    cast(torch.ones(64, 128), "mxfp8_e4m3", -1)
-    cast(other(), "mxfp8_e4m3", -1)
-    assert (len(kernel.compiled), len(kernel.raw)) == (2, 0)
-    for name, axis in (("mxfp8_e4m3", -2), ("mxfp8_e5m2", -1)):
-        cast(torch.ones(64, 128), name, axis)
-    assert (len(kernel.compiled), len(kernel.raw)) == (4, 0)
+def test_another_layout_is_another_call(other: Callable[[], torch.Tensor]) -> None:
+    key = launch.call_key("cast", torch.ones(64, 128), "mxfp8_e4m3", -1)
+    assert key == launch.call_key("cast", torch.ones(64, 128), "mxfp8_e4m3", -1)
+    assert key != launch.call_key("cast", other(), "mxfp8_e4m3", -1)
+    assert key != launch.call_key("cast", torch.ones(64, 128), "mxfp8_e4m3", -2)
 
 
-def test_another_epsilon_is_another_launch(kernel: Kernel) -> None:
+def test_epsilon_is_an_argument_of_the_launch(kernel: Kernel) -> None:
     x, weight, plan = torch.ones(64, 128), torch.ones(128), bs.CastSpec("mxfp8_e4m3").plan()
-    for eps in (1e-6, 1e-6, 1e-2):
+    for eps in (1e-6, 1e-2):
         _fused.rmsnorm(x, weight, eps, plan, ops.allocate(x, Cast(plan), -1, None), torch.empty(64))
-    assert (len(kernel.compiled), len(kernel.raw)) == (2, 1)
     assert [
         sum(isinstance(arg, float) and arg == eps for arg in args)
         for args, eps in zip(kernel.compiled, (1e-6, 1e-2), strict=True)
@@ -115,35 +123,42 @@ def test_another_epsilon_is_another_launch(kernel: Kernel) -> None:
 
 
 def test_triton_launch_hooks_are_called(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    cast(torch.ones(64, 128), "mxfp8_e4m3", -1)
+    x = torch.ones(64, 128)
+    recording = recorded(lambda: cast(x, "mxfp8_e4m3", -1), x)
+    assert recording is not None
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    cast(torch.ones(64, 128), "mxfp8_e4m3", -1)
+    recording.replay([x])
     assert (len(kernel.compiled), len(kernel.hooked), len(kernel.raw)) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_1x128", "nvfp4"])
-def test_cached_decode_passes_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
-    for _ in range(2):
-        q, out = bs.quantize(torch.ones(64, 128), name, axis=axis), torch.empty(64, 128)
-        _dequantize.dequantize(q, out)
-    assert (len(kernel.compiled), len(kernel.raw)) == (1, 1)
+def test_a_replayed_decode_passes_its_own_addresses(kernel: Kernel, name: str, axis: int) -> None:
+    def parts(q: bs.BlockScaled) -> list[torch.Tensor]:
+        return [each for each in (q.data, q.scale, q.global_scale) if each is not None]
+
+    def decoded() -> tuple[torch.Tensor]:
+        out = torch.empty(64, 128)
+        _dequantize.dequantize(first, out)
+        return (out,)
+
+    first, second = (bs.quantize(torch.ones(64, 128), name, axis=axis) for _ in range(2))
+    recording = recorded(decoded, *parts(first))
+    assert recording is not None
+    (out,) = recording.replay(parts(second))
+    assert out is not None
     before, after = as_addresses(kernel.compiled[0]), list(kernel.raw[0][9:])
-    factor = None if q.global_scale is None else q.global_scale.data_ptr()
-    assert after[:5] == [q.data.data_ptr(), q.scale.data_ptr(), factor, None, out.data_ptr()]
+    factor = None if second.global_scale is None else second.global_scale.data_ptr()
+    assert after[:5] == [second.data.data_ptr(), second.scale.data_ptr(), factor, None, out.data_ptr()]
     assert after[5:] == before[5:]
-    _dequantize.dequantize(q, torch.empty(64, 128, dtype=torch.bfloat16))
-    assert len(kernel.compiled) == 2
 
 
-def test_decode_of_a_copy_is_not_cached(kernel: Kernel) -> None:
+def test_decode_of_a_copy_is_not_recorded(kernel: Kernel) -> None:
     q = bs.quantize(torch.ones(2, 64, 256), "mxfp8_e4m3", scale_layout="blocked")
     apart = torch.zeros(2, 2 * q.scale.shape[1], dtype=torch.uint8).view(q.scale.dtype)[:, ::2]
-    for _ in range(2):
-        _dequantize.dequantize(
-            bs.BlockScaled(q.data, apart, None, q.format, -1, "blocked", q.shape), torch.empty(q.shape)
-        )
-    assert (len(kernel.compiled), len(kernel.raw)) == (2, 0)
+    copied = bs.BlockScaled(q.data, apart, None, q.format, -1, "blocked", q.shape)
+    out = torch.empty(q.shape)
+    assert recorded(lambda: (_dequantize.dequantize(copied, out),), q.data, apart, out) is None
 
 
 def test_ptx_text_is_part_of_the_compile_key() -> None:

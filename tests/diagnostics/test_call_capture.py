@@ -161,7 +161,7 @@ def test_a_users_hook_runs_after_the_capture():
 
 def test_experts_may_be_called_with_keywords_in_any_order():
     layer, offs, x = experts("mxfp8"), torch.tensor([4, 8, 9, 16], dtype=torch.int32), torch.randn(16, 64)
-    assert layer_numerics(layer, lambda: layer(offs=offs, input=x).mean()) == layer_numerics(
+    assert layer_numerics(layer, lambda: layer(routing=offs, input=x).mean()) == layer_numerics(
         layer, lambda: layer(x, offs).mean()
     )
 

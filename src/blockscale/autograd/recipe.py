@@ -130,7 +130,7 @@ class Recipe:
 
     def operand(self, role: str) -> Operand | None:
         """The operand of a role, such as "dgrad_dy"; None if its product is unquantized."""
-        if role not in PLACES:
+        if not isinstance(role, str) or role not in PLACES:  # pyright: ignore[reportUnnecessaryIsInstance]
             check_name(role, ROLES, "role")
         name, side = PLACES[role]
         product: Product | None = getattr(self, name)
