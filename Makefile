@@ -52,7 +52,7 @@ setup-next: # make .venv-next: the same torch, the newest triton
 # One of each: casts, products, grouped ones, the interpreter, not what another ptxas makes of them. All that it could change:
 # make test-next NEXT_TESTS=tests/aot
 INTERPRETED = tests/casts/test_triton.py::test_interpreted_casts_equal_the_reference
-NEXT_TESTS = tests/aot/test_aot.py tests/aot/test_hopper_mx.py tests/aot/test_hopper_grouped.py tests/aot/test_blackwell.py \
+NEXT_TESTS = tests/launch tests/aot/test_aot.py tests/aot/test_hopper_mx.py tests/aot/test_hopper_grouped.py tests/aot/test_blackwell.py \
 	"$(INTERPRETED)[mxfp8_e4m3 nvfp4 fp8_128x128]"
 test-next: setup-next ## compile and interpret the kernels with the newest triton
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(NEXT) -m pytest -n auto --dist worksteal -k "not other_ptxas" $(NEXT_TESTS) $(ARGS)

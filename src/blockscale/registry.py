@@ -320,12 +320,7 @@ def _log_slower_kernel(request: Request, taken: Kernel, refused: list[tuple[Kern
 
 
 def select(request: Request) -> Kernel:
-    """The kernel for a request, which the caller launches: the best that accepts, or the forced one."""
-    return would_serve(request)
-
-
-def would_serve(request: Request) -> Kernel:
-    """The kernel that `select` would take; the caller does not launch it."""
+    """The kernel for a request: the best that accepts, or the forced one."""
     return _select(request, forced_backend(request.op))
 
 

@@ -91,7 +91,7 @@ def test_gemms_of_the_reference_run_only_on_a_cpu(monkeypatch: pytest.MonkeyPatc
     def no_rows(request: Any) -> Any:
         return SimpleNamespace(backend="reference")
 
-    monkeypatch.setattr(moe, "would_serve", no_rows)
+    monkeypatch.setattr(moe, "select", no_rows)
     monkeypatch.setattr(moe, "backends", lambda *facts: "hopper, reference")
     assert not list(moe.cases(HOPPER, CEILINGS, ROOFS))
     assert list(moe.cases(HERE, CEILINGS, ROOFS))

@@ -20,7 +20,7 @@ from ..formats.spec import check_pair
 from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, has_canonical_strides
 from ..hardware import capability, current_cuda_device
 from ..library import SUM, Sharding, define_op, empty
-from ..registry import Request, select, would_serve
+from ..registry import Request, select
 
 ACCUMULATOR_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of `accumulate` buffers."""
@@ -43,7 +43,7 @@ def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bo
 def wanted_layouts(a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
     """Scale layouts that the kernel for large GEMMs of these formats reads on this device; None: any. A cast that
     writes them saves a conversion."""
-    layouts = would_serve(_large_request(a, b, device)).layouts
+    layouts = select(_large_request(a, b, device)).layouts
     return layouts.get(a), layouts.get(b)
 
 

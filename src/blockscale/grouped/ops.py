@@ -15,7 +15,7 @@ from ..formats.tensor import BlockScaled
 from ..gemm.ops import cut_rows, product_flops, product_options
 from ..hardware import capability
 from ..library import Sharding, define_op, empty
-from ..registry import Request, select, would_serve
+from ..registry import Request, select
 
 
 def grouped_request(
@@ -41,7 +41,7 @@ def wanted_layouts(op: str, a: str, b: str, device: torch.device) -> tuple[str |
     """Scale layouts of a and b that the kernel for large grouped GEMMs of these formats reads on this device.
 
     As `gemm.ops.wanted_layouts` for dense GEMMs. op: "m_grouped" or "k_grouped"."""
-    layouts = would_serve(_large_request(op, a, b, device)).layouts
+    layouts = select(_large_request(op, a, b, device)).layouts
     return layouts.get(a), layouts.get(b)
 
 

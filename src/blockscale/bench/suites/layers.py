@@ -23,7 +23,7 @@ from torch.nn import Module, functional
 from ...autograd.recipe import PRODUCTS, Recipe
 from ...hardware import Capability
 from ...nn import SwiGLU
-from ...registry import Request, would_serve
+from ...registry import Request, select
 from ...roofline import BF16, CostOf, Use, linear_cost, swiglu_cost
 from .. import COMPILING, PEERS, layers, shapes
 from ..gemms import ROWS, spread, sqnr_db
@@ -174,7 +174,7 @@ def backends(recipe: str, device: Capability, m: int, n: int, k: int, experts: i
             if experts is not None:
                 op, shape = "k_grouped" if name == "wgrad" else "m_grouped", (*size, experts)
             request = Request(op, device, (product.a.format, product.b.format), shape, torch.bfloat16)
-            found[would_serve(request).backend] = None
+            found[select(request).backend] = None
     return ", ".join(found)
 
 

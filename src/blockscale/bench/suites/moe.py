@@ -22,7 +22,7 @@ import torch
 from ...formats.layout import padded_length
 from ...grouped.ops import grouped_request
 from ...hardware import Capability
-from ...registry import Request, select, would_serve
+from ...registry import Request, select
 from ...roofline import Ceilings
 from .. import PEERS, expert_layers, shapes
 from ..expert_layers import judge_experts, judge_linear, judge_mixture, plain_experts, plain_linear, plain_mixture
@@ -182,7 +182,7 @@ def cases(
 ) -> Iterator[Case]:
     """All rows, in the order of the tables, without GEMMs that a GPU serves only by the reference, in seconds."""
     for problem in problems(device, quick=quick):
-        if device.device != "cuda" or would_serve(request(problem, device)).backend != "reference":
+        if device.device != "cuda" or select(request(problem, device)).backend != "reference":
             yield case(problem, device, ceilings, names)
     yield from layer_cases(device, roofs, names, quick=quick)
 
