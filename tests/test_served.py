@@ -85,3 +85,15 @@ def test_experts(selected: dict[str, set[str]], name: str, sizes: tuple[int, int
     moe = bs.nn.MoE(**named, dtype=torch.bfloat16, recipe=RECIPES[name], name="moe")
     train(moe, torch.randn(TOKENS, sizes[0], dtype=torch.bfloat16))
     assert_served(selected, {"m_grouped", "k_grouped", "swiglu_backward_both", "combine_rows"})
+
+
+def test_wanted_layouts_follow_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts are remembered by capability, not by device: "cuda" may be another GPU at the next call."""
+    from blockscale.gemm import ops
+
+    cpu = torch.device("cpu")
+    before = ops.wanted_layouts("fp8_1x128", "fp8_128x128", cpu)
+    monkeypatch.setattr(ops, "capability", lambda device: Capability("cuda", 90))
+    assert ops.wanted_layouts("fp8_1x128", "fp8_128x128", cpu) != before
+    monkeypatch.undo()
+    assert ops.wanted_layouts("fp8_1x128", "fp8_128x128", cpu) == before

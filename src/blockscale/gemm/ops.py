@@ -18,7 +18,7 @@ from ..formats.checks import in_words, is_dense, overlaps
 from ..formats.layout import cuts_length, cuts_rows
 from ..formats.spec import check_pair
 from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, has_canonical_strides
-from ..hardware import capability, current_cuda_device
+from ..hardware import Capability, capability, current_cuda_device
 from ..library import SUM, Sharding, define_op, empty
 from ..registry import Request, select
 
@@ -43,13 +43,13 @@ def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bo
 def wanted_layouts(a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
     """Scale layouts that the kernel for large GEMMs of these formats reads on this device; None: any. A cast that
     writes them saves a conversion."""
-    layouts = select(_large_request(a, b, device)).layouts
+    layouts = select(_large_request(a, b, capability(device))).layouts
     return layouts.get(a), layouts.get(b)
 
 
 @functools.lru_cache(maxsize=1024)
-def _large_request(a: str, b: str, device: torch.device) -> Request:
-    return Request("gemm", capability(device), (a, b), (4096, 4096, 4096), torch.bfloat16)
+def _large_request(a: str, b: str, where: Capability) -> Request:
+    return Request("gemm", where, (a, b), (4096, 4096, 4096), torch.bfloat16)
 
 
 def reject_fp8_of_hopper(request: Request) -> str | None:

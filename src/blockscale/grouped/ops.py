@@ -13,7 +13,7 @@ from torch import Tensor
 from ..formats.layout import check_group_ends
 from ..formats.tensor import BlockScaled
 from ..gemm.ops import cut_rows, product_flops, product_options
-from ..hardware import capability
+from ..hardware import Capability, capability
 from ..library import Sharding, define_op, empty
 from ..registry import Request, select
 
@@ -41,13 +41,13 @@ def wanted_layouts(op: str, a: str, b: str, device: torch.device) -> tuple[str |
     """Scale layouts of a and b that the kernel for large grouped GEMMs of these formats reads on this device.
 
     As `gemm.ops.wanted_layouts` for dense GEMMs. op: "m_grouped" or "k_grouped"."""
-    layouts = select(_large_request(op, a, b, device)).layouts
+    layouts = select(_large_request(op, a, b, capability(device))).layouts
     return layouts.get(a), layouts.get(b)
 
 
 @functools.lru_cache(maxsize=1024)
-def _large_request(op: str, a: str, b: str, device: torch.device) -> Request:
-    return Request(op, capability(device), (a, b), (16384, 4096, 4096, 8), torch.bfloat16)
+def _large_request(op: str, a: str, b: str, where: Capability) -> Request:
+    return Request(op, where, (a, b), (16384, 4096, 4096, 8), torch.bfloat16)
 
 
 def _launch(
