@@ -15,7 +15,7 @@ call or in a persistent buffer with a function that finds it again; an unknown a
 from __future__ import annotations
 
 import functools
-import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,10 +48,9 @@ class Launch(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A buffer that a replay allocates, or with `lookup` finds: one that outlives the call, as a workspace does."""
+    """A buffer of a recorded call.  lookup: of one that outlives the call, as a workspace does; else None."""
 
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.uint8
+    tensor: Tensor
     zeroed: bool = False
     lookup: Callable[[], Tensor] | None = None
 
@@ -114,12 +113,12 @@ class Recorder(TorchDispatchMode):
     def add_buffer(self, tensor: Tensor, *, zeroed: bool = False) -> None:
         if not tensor.is_contiguous():
             self.refuse("a buffer that is not contiguous")
-        self.buffers.append(Buffer(tuple(tensor.shape), tensor.dtype, zeroed))
+        self.buffers.append(Buffer(tensor, zeroed))
         self._add(tensor)
 
     def add_persistent_buffer(self, tensor: Tensor, lookup: Callable[[], Tensor]) -> None:
         # several operators may use one persistent buffer, and each adds it
-        self.buffers.append(Buffer(lookup=lookup))
+        self.buffers.append(Buffer(tensor, lookup=lookup))
         self._numbers[tensor.data_ptr()] = len(self.tensors)
         self.tensors.append(tensor)
 
@@ -201,51 +200,44 @@ View = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A call that can be replayed. Its list of addresses holds inputs, returned, zeroed and persistent buffers, then
-    scratch buffers, which share one allocation, then addresses inside of those.
+    scratch buffers, which share one allocation, then addresses inside of those, and None for null pointers.
 
-    scratch_offsets: byte offsets of scratch buffers in their allocation of `scratch_bytes`.  interior: (index, offset)
-    of addresses inside a tensor.  results: index of each returned tensor among inputs and buffers, and its dtype, sizes
-    and strides if it is a view; None for a result that is None.  note: the caller's own data.
+    buffers: functions that allocate or find buffers.  scratch: allocates all scratch buffers, at `scratch_offsets` in
+    bytes.  interior: (index, offset) of addresses inside a tensor.  launches: (start, function that picks the launch's
+    addresses, other arguments).  results: index of each returned tensor among inputs and buffers, -1 for None.  views:
+    (place among the results, view) of results that have another layout than their buffer.  note: the caller's own data.
     """
 
     device: int
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Callable[[], Tensor], ...]
+    scratch: Callable[[], Tensor]
     scratch_offsets: tuple[int, ...]
-    scratch_bytes: int
     interior: tuple[tuple[int, int], ...]
-    launches: tuple[Launch, ...]
-    results: tuple[tuple[int, View | None] | None, ...]
+    launches: tuple[tuple[Callable[..., None], Callable[..., Any], tuple[object, ...]], ...]
+    results: tuple[int, ...]
+    views: tuple[tuple[int, View], ...]
     note: Any = None
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Run the call with other inputs of the same layouts; returns its results, with the layouts of the recorded
         call's: activation checkpointing compares both."""
-        tensors, device, where = list(inputs), self.device, inputs[0].device
-        for shape, dtype, zeroed, lookup in self.buffers:
-            if lookup is not None:
-                tensors.append(lookup())
-            elif zeroed:
-                tensors.append(torch.zeros(shape, dtype=dtype, device=where))
-            else:
-                tensors.append(empty(shape, dtype, where))
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        device = self.device
+        tensors: list[Any] = [*inputs, *[allocate() for allocate in self.buffers]]
+        addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
         if self.scratch_offsets:
-            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=where)
+            scratch = self.scratch()
             start = scratch.data_ptr()
             addresses += [start + offset for offset in self.scratch_offsets]
-        if self.interior:
-            addresses += [addresses[index] + offset for index, offset in self.interior]
-        for start_kernel, places, rest in self.launches:
-            start_kernel(device, *[None if place is None else addresses[place] for place in places], *rest)
-        return [
-            None if one is None else tensors[one[0]] if one[1] is None else _as_view(tensors[one[0]], one[1])
-            for one in self.results
-        ]
-
-
-def _as_view(tensor: Tensor, view: View) -> Tensor:
-    dtype, size, stride = view
-    return (tensor if tensor.dtype is dtype else tensor.view(dtype)).as_strided(size, stride)
+        for index, offset in self.interior:
+            addresses.append((addresses[index] or 0) + offset)
+        addresses.append(None)
+        for start_kernel, pick, rest in self.launches:
+            start_kernel(device, *pick(addresses), *rest)
+        tensors.append(None)
+        results = [tensors[at] for at in self.results]
+        for at, (dtype, size, stride) in self.views:
+            results[at] = results[at].view(dtype).as_strided(size, stride)
+        return results
 
 
 def record(
@@ -268,45 +260,75 @@ def record(
     unknown = any(number is None and tensor is not None for number, tensor in zip(numbers, wanted, strict=True))
     if found.refused or unknown or not found.launches:
         return returned, None
-    return returned, _finish(found, inputs[0].get_device(), numbers, wanted, note)
+    return returned, _finish(found, inputs[0], numbers, wanted, note)
 
 
 def _finish(
-    found: Recorder, device: int, numbers: Sequence[int | None], wanted: Sequence[Tensor | None], note: Any
+    found: Recorder, first: Tensor, numbers: Sequence[int | None], wanted: Sequence[Tensor | None], note: Any
 ) -> Recording:
     """The recording, with addresses reordered: inputs, allocated and persistent buffers, scratch buffers, interior."""
-    buffers: list[Buffer] = []
-    offsets: list[int] = []
+    views = [None if tensor is None else _view_of(tensor) for tensor in wanted]
+    made = {number: _view_of(found.tensors[number]) for number in range(found.inputs)}
+    place = {number: number for number in made}
+    buffers: list[Callable[[], Tensor]] = []
     scratch: list[int] = []
-    size, place = 0, {number: number for number in range(found.inputs)}
+    offsets, size = [], 0
     for number, buffer in enumerate(found.buffers, found.inputs):
         if buffer.lookup is not None or buffer.zeroed or number in numbers:
             place[number] = found.inputs + len(buffers)
-            buffers.append(buffer)
+            returned = {view for view, each in zip(views, numbers, strict=True) if each == number}
+            allocate, made[number] = _allocator(buffer, returned)
+            buffers.append(allocate)
         else:
             scratch.append(number)
             offsets.append(size)
-            size += -(-math.prod(buffer.shape) * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    for at, number in enumerate(scratch):
+            size += -(-_extent(buffer.tensor) // _ALIGNMENT) * _ALIGNMENT
+    for at, number in enumerate([*scratch, *range(-1, -1 - len(found.interior), -1)]):
         place[number] = found.inputs + len(buffers) + at
-    interior = tuple((place[number], offset) for number, offset in found.interior)
-    for at in range(len(interior)):
-        place[-1 - at] = len(found.tensors) + at
-    launches = tuple(
-        launch._replace(places=tuple(None if number is None else place[number] for number in launch.places))
-        for launch in found.launches
+    return Recording(
+        first.get_device(),
+        tuple(buffers),
+        functools.partial(torch.empty, size, dtype=torch.uint8, device=first.device),
+        tuple(offsets),
+        tuple((place[number], offset) for number, offset in found.interior),
+        tuple(
+            (start, _picker([-1 if at is None else place[at] for at in places]), rest)
+            for start, places, rest in found.launches
+        ),
+        tuple(-1 if number is None else place[number] for number in numbers),
+        tuple((at, view) for at, view in enumerate(views) if view is not None and made[numbers[at]] != view),
+        note,
     )
-    results = tuple(
-        None if number is None or tensor is None else (place[number], _view_of(tensor, found.tensors[number]))
-        for number, tensor in zip(numbers, wanted, strict=True)
-    )
-    return Recording(device, tuple(buffers), tuple(offsets), size, interior, launches, results, note)
 
 
-def _view_of(tensor: Tensor, buffer: Tensor) -> View | None:
-    """Dtype, sizes and strides of a tensor; None if they are its buffer's."""
-    view = tensor.dtype, tensor.shape, tensor.stride()
-    return None if view == (buffer.dtype, buffer.shape, buffer.stride()) else view
+def _view_of(tensor: Tensor) -> View:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _allocator(buffer: Buffer, returned: set[View | None]) -> tuple[Callable[[], Tensor], View]:
+    """The function that allocates or finds a buffer, and the layout of its result: if it can, that of the only view of
+    the buffer that the call returns."""
+    tensor, zeroed, lookup = buffer
+    view = _view_of(tensor)
+    options = {"dtype": tensor.dtype, "device": tensor.device}
+    if lookup is not None:
+        return lookup, view
+    if zeroed:
+        return functools.partial(torch.zeros, tensor.shape, **options), view
+    wanted = next(iter(returned)) if len(returned) == 1 else None
+    if tensor.dtype is FP4:
+        return functools.partial(empty, tensor.shape, **options), view
+    if wanted is not None and wanted[0] == tensor.dtype and _extent(tensor) == _extent(tensor.as_strided(*wanted[1:])):
+        return functools.partial(torch.empty_strided, *wanted[1:], **options), wanted
+    # torch parses separate sizes in two thirds of the time of a tuple, but needs at least one
+    return functools.partial(torch.empty, *(tensor.shape or ((),)), **options), view
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """The function that picks the addresses of a launch."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return operator.itemgetter(slice(places[0], places[0] + 1 or None))
 
 
 # ---- the store of recordings -----------------------------------------------------------------------------------------
