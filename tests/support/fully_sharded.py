@@ -58,25 +58,27 @@ class Calls(TorchDispatchMode):
 class Block(nn.Module):
     """A residual MLP of two layers with biases, a SwiGLU, or a mixture of experts."""
 
-    def __init__(self, recipe: bs.Recipe, gated: bool | str) -> None:
+    def __init__(self, recipe: bs.Recipe, gated: bool | str, hidden: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(DIM)
         if gated == "experts":
-            self.mlp: nn.Module = MoE(dim=DIM, hidden=HIDDEN, experts=EXPERTS, top_k=2, bias=True, recipe=recipe)
+            self.mlp: nn.Module = MoE(dim=DIM, hidden=hidden, experts=EXPERTS, top_k=2, bias=True, recipe=recipe)
         elif gated:
-            self.mlp = SwiGLU(DIM, HIDDEN, recipe=recipe)
+            self.mlp = SwiGLU(DIM, hidden, recipe=recipe)
         else:
-            self.mlp = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM))
+            self.mlp = nn.Sequential(nn.Linear(DIM, hidden), nn.ReLU(), nn.Linear(hidden, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
 
 
-def build(weight_cast: str = "forward", *, gated: bool | str = False, name: str = "fp8_blockwise") -> nn.Module:
+def build(
+    weight_cast: str = "forward", *, gated: bool | str = False, name: str = "fp8_blockwise", hidden: int = HIDDEN
+) -> nn.Module:
     """The same model on every rank and for every case."""
     torch.manual_seed(0)
     recipe = bs.get_recipe(name).replace(weight_cast=weight_cast)
-    model = nn.Sequential(*(Block(recipe, gated) for _ in range(BLOCKS)))
+    model = nn.Sequential(*(Block(recipe, gated, hidden) for _ in range(BLOCKS)))
     assert len(bs.quantize_(model, recipe, lambda module, name: True).converted) == 2 * BLOCKS
     return model
 
@@ -122,10 +124,15 @@ def adamw(model: nn.Module) -> Optimizer:
 
 @functools.cache
 def in_one_process(
-    optimize: Callable[[nn.Module], Optimizer], steps: int, microbatches: int, gated: bool, name: str = "fp8_blockwise"
+    optimize: Callable[[nn.Module], Optimizer],
+    steps: int,
+    microbatches: int,
+    gated: bool | str,
+    name: str = "fp8_blockwise",
+    hidden: int = HIDDEN,
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Gradients of every step and the weights after the last: what many cases are compared with, made once."""
-    model = build("forward", gated=gated, name=name)
+    model = build("forward", gated=gated, name=name, hidden=hidden)
     optimizer, found = optimize(model), list[dict[str, Tensor]]()
     for step in range(steps):
         alone(model, microbatches, step)

@@ -58,6 +58,19 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(-1 if x.shape[-1] else math.prod(x.shape[:-1]), x.shape[-1])
 
 
+class QuantizedWeight(Tensor):
+    """Base of weights [N, K] or [E, N, K] that come quantized: their operands take the place of casts. Codes and scales
+    may be replaced between a forward and its backward, as FSDP does; so operands are made where they are used."""
+
+    def row_operand(self) -> BlockScaled:
+        """The operand for fprop."""
+        raise NotImplementedError
+
+    def column_operand(self) -> BlockScaled:
+        """The operand for dgrad (axis=-2)."""
+        raise NotImplementedError
+
+
 class GradScatter(NamedTuple):
     """Indices and factors that scatter the gradient of tokens [T, D] to rows: drow[i] = grad[tokens[i]] *
     gate_weights[i].  tokens: int32 [M].  gate_weights: fp32 [M], one for each row."""
@@ -133,6 +146,8 @@ class Casts:
 
     def weight(self, weight: Tensor, *, save: bool) -> Pair:
         """Row operand of a weight [N, K] or [E, N, K] for fprop, and its column operand for dgrad if `save`."""
+        if isinstance(weight, QuantizedWeight):
+            return _in_layout_of(weight.row_operand(), self.quantized_spec("fprop_w", weight)), None
         return self.both(weight, "fprop_w", "dgrad_w" if save else None)
 
     def gradient(self, grad: Tensor, needs: NeedsGrad) -> tuple[BlockScaled | None, BlockScaled | None, Tensor | None]:
@@ -156,6 +171,8 @@ class Casts:
         assert source is not None, role
         if self.recipe.operand(role) is None:
             return None
+        if isinstance(source, QuantizedWeight):
+            return _in_layout_of(source.column_operand(), self.quantized_spec(role, source))
         routing = self.routing
         if role == "wgrad_x" and routing is not None and routing.tokens is not None:
             return permute_cast_columns(source, routing.tokens, self.quantized_spec(role, source), routing.offs)
@@ -173,6 +190,12 @@ class Casts:
         gate_up. With a cast `hidden` of the next layer also the column operand of silu(gate) * up."""
         row, col = self.quantized_spec("dgrad_dy", grad), self.quantized_spec("wgrad_dy", grad)
         return swiglu_backward_cast(grad, gate_up, row, col, hidden, self.offs)
+
+
+def _in_layout_of(q: BlockScaled, cast: Cast) -> BlockScaled:
+    """An operand with its scales in the layout of a cast."""
+    assert q.format == cast.plan.format, (q.format, cast.plan.format)
+    return q.with_layout(cast.plan.layout)
 
 
 def _cast(

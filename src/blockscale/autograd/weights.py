@@ -20,7 +20,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,9 @@ class SharedWeight:
     is_valid: whether they are casts of the present values. Not part of a module's state: copies and pickles are not
     open.
     """
+
+    # whether the weight may be a shard, which is cast before it is gathered
+    takes_shards: ClassVar[bool] = False
 
     def __init__(self, *, transposed: bool = False) -> None:
         self._transposed = transposed
@@ -204,7 +207,8 @@ def _refuse(weight: Tensor) -> None:
         message(
             f"a shared cast of a sharded weight {tuple(weight.shape)}",
             rule="between steps a rank has only its shard, and the gathered weight is freed after each forward",
-            fix="use weight_cast='twice' under FSDP: it saves no operand of the gathered weight",
+            fix="call blockscale.distributed.gather_low_(model) before fully_shard, which quantizes shards, or use "
+            "weight_cast='twice': it saves no operand of the gathered weight",
         )
     )
 
@@ -217,8 +221,9 @@ def _check_not_gathered(model: Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel):
-            for _, layer, name, _ in shared_weights(module):
-                _refuse(getattr(layer, name))
+            for _, layer, name, shared in shared_weights(module):
+                if not shared.takes_shards:
+                    _refuse(getattr(layer, name))
 
 
 # ---- refreshing weights ----------------------------------------------------------------------------------------------

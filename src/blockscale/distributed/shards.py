@@ -1,0 +1,96 @@
+"""Where the shard of a weight lies in the whole, and which blocks it shares with other ranks: arithmetic alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from ..casts.shards import Rows
+from ..errors import ShardingError, message
+from ..formats.layout import ceil_div
+
+
+class Place(NamedTuple):
+    """Where the shard of a weight [N, K] or [E, N, K] lies.  shape: of the whole.  dim: that is sharded.  rank, ranks:
+    of the group that shards it.  group: its process group."""
+
+    shape: tuple[int, ...]
+    dim: int
+    rank: int
+    ranks: int
+    group: dist.ProcessGroup
+
+    @property
+    def chunk(self) -> int:
+        """Size of the first shard along the sharded dimension; later ones may be smaller."""
+        return ceil_div(self.shape[self.dim], self.ranks)
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First index and size of a rank's shard along the sharded dimension."""
+        size = self.shape[self.dim]
+        first = min(rank * self.chunk, size)
+        return first, min(self.chunk, size - first)
+
+    def rows(self, rank: int | None = None) -> Rows:
+        """Rows of each matrix that a rank has, by default this one."""
+        total = self.shape[-2]
+        if self.dim != len(self.shape) - 2:
+            return Rows(0, total, total)
+        return Rows(*self.span(self.rank if rank is None else rank), total)
+
+    @property
+    def is_plane(self) -> bool:
+        """Whether FSDP takes one tensor of the shard's padded shape and no other: not where shards differ in size, or
+        are not sharded along the first dimension."""
+        return self.dim != 0 or self.shape[0] % self.ranks != 0
+
+
+def place_of(param: DTensor) -> Place:
+    """Where the shard of an FSDP parameter lies; raises if it is sharded over several dimensions."""
+    mesh, placements = param.device_mesh, param.placements
+    dims = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
+    (dim,) = dims if len(dims) == 1 else (-1,)
+    placement = placements[dim] if dims else None
+    if not isinstance(placement, Shard) or placement.dim == param.dim() - 1:
+        raise ShardingError(
+            message(
+                f"a weight {tuple(param.shape)} placed {placements}",
+                rule="codes are gathered of weights that FSDP2 shards along one dimension of rows or of experts",
+                fix="call gather_low_ without this layer, or shard it along dimension 0",
+            )
+        )
+    return Place(tuple(param.shape), placement.dim, mesh.get_local_rank(dim), mesh.size(dim), mesh.get_group(dim))
+
+
+def exchanged_tiles(place: Place, tile: int) -> tuple[int, ...]:
+    """Row tiles whose maxima are exchanged: those that straddle shards, or all where scales are not gathered."""
+    total = place.shape[-2]
+    if place.is_plane:
+        return tuple(range(ceil_div(total, tile)))
+    if place.dim != len(place.shape) - 2:
+        return ()
+    starts = (place.span(rank)[0] for rank in range(1, place.ranks))
+    return tuple(sorted({start // tile for start in starts if start % tile and start < total}))
+
+
+def edges(rows: Rows, tile: int, *, whole: bool) -> list[Rows]:
+    """Runs of rows in tiles that straddle shards; all rows with `whole`."""
+    if whole:
+        return [rows]
+    head = min(-rows.first % tile, rows.size)
+    tail = 0 if rows.end == rows.total else min(rows.end % tile, rows.size - head)
+    runs = (Rows(rows.first, head, rows.total), Rows(rows.end - tail, tail, rows.total))
+    return [each for each in runs if each.size]
+
+
+def order_of_scales(place: Place, tile: int) -> list[int]:
+    """Index of each row tile's scales among those that all ranks send: a rank sends the tiles that it touches."""
+    spans = [place.span(rank) for rank in range(place.ranks)]
+    touched = [range(first // tile, ceil_div(first + size, tile)) for first, size in spans]
+    most, order = max(map(len, touched)), list[int]()
+    for index in range(ceil_div(place.shape[-2], tile)):
+        rank = next(rank for rank, tiles in enumerate(touched) if index in tiles)
+        order.append(rank * most + index - touched[rank].start)
+    return order

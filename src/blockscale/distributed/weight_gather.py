@@ -1,0 +1,310 @@
+"""How one weight is gathered as codes, and the exchange of maxima that all weights of a model share."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.functional import pad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ..autograd.operands import Casts
+from ..autograd.recipe import Recipe
+from ..autograd.weights import SharedWeight
+from ..casts.shards import block_amax, cast_rows
+from ..errors import OptionError, ShardingError, StaleWeightError, message
+from ..formats.cast_spec import Cast, CastPlan
+from ..formats.layout import ceil_div
+from ..formats.scales import magnitude_bits
+from ..nn.recipe_module import RecipeModule
+from .shards import Place, edges, exchanged_tiles, place_of
+from .tensors import Payload, ShardedWeight
+
+_EXCHANGES: weakref.WeakSet[AmaxExchange] = weakref.WeakSet()
+
+
+class AmaxExchange:
+    """Maxima of blocks that straddle shards, for all weights of a model in one MAX all-reduce per process group.
+
+    It runs at the first gather after a step of any optimizer or the start of the model's forward. Every rank takes the
+    same decision, since it depends on calls alone, never on values or version counters.  count: of all-reduces.
+    """
+
+    def __init__(self, model: Module, gathers: Sequence[WeightGather]) -> None:
+        self.gathers = gathers
+        for gather in gathers:
+            gather.use(self)
+        self.is_stale = True
+        self.count = 0
+        self._model = weakref.ref(model)
+        self._before_forward: Any = torch.compiler.disable(self._mark_stale)
+        self._hook = model.register_forward_pre_hook(self._before_forward)
+        self._is_first = False
+        _EXCHANGES.add(self)
+
+    def _mark_stale(self, model: Module, args: Any) -> None:
+        if not all(gather.is_shared for gather in self.gathers):
+            self.is_stale = True
+
+    def after_step(self) -> None:
+        """A step of an optimizer: casts and maxima are stale."""
+        self.is_stale = True
+        for gather in self.gathers:
+            if gather.shared is not None:
+                gather.shared.invalidate()
+
+    def refresh(self) -> None:
+        """Exchange maxima if they are stale. Called by every gather."""
+        if not self._is_first:
+            # FSDP's own hook, which gathers the root's weights, was put before this one
+            self._hook.remove()
+            model = self._model()
+            assert model is not None
+            self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._is_first = True
+        if self.is_stale:
+            self.run()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Exchange the maxima of all weights that are sharded now; a weight that is whole keeps its own."""
+        self.is_stale = False
+        groups: dict[dist.ProcessGroup, list[tuple[WeightGather, list[Tensor]]]] = {}
+        for gather in self.gathers:
+            found = gather.sharded()
+            if found is None:
+                continue
+            slots = gather.own_maxima(found)
+            if slots:
+                groups.setdefault(found.place.group, []).append((gather, slots))
+        for group, found in groups.items():
+            flat = torch.cat([slot.flatten() for _, slots in found for slot in slots])
+            dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+            self.count += 1
+            parts = iter(flat.split([slot.numel() for _, slots in found for slot in slots]))
+            for gather, slots in found:
+                gather.take_maxima([next(parts).view_as(slot) for slot in slots])
+
+
+def _tensor_amax(x: Tensor) -> Tensor:
+    """amax of a tensor as an int32 bit pattern [1]; 0 without elements."""
+    if not x.numel():
+        return torch.zeros(1, dtype=torch.int32, device=x.device)
+    low, high = torch.aminmax(x)
+    return magnitude_bits(torch.stack((low, high)).float()).amax().view(1)
+
+
+Stamp = tuple[int, ...]
+
+
+class ShardNow(NamedTuple):
+    """The shard of a weight.  place: in the whole.  tensor: in high precision.  stamp: its versions and its address."""
+
+    place: Place
+    tensor: Tensor
+    stamp: Stamp
+
+
+class WeightGather:
+    """How one weight is gathered.
+
+    name: in the model.  parameter: name in its layer.  exchange: of the model.  shared: cast that a step shares, None
+    without weight_cast="step".  plan: cast of the first gather, in plain layout.  tiles: row tiles whose maxima are
+    exchanged.  maxima: of their blocks, int32 patterns [.., tiles, blocks].  amax: NVFP4's of the tensor, int32 pattern
+    [1].  stamp: of the shard when they were exchanged.  cached: payload that the gathers of a step share.
+    """
+
+    exchange: AmaxExchange
+
+    def __init__(self, name: str, module: RecipeModule, parameter: str) -> None:
+        self.name, self.parameter = name, parameter
+        self._module = weakref.ref(module)
+        self.shared: ShardedCast | None = None
+        self.plan: CastPlan | None = None
+        self.tiles: tuple[int, ...] = ()
+        self.maxima: Tensor | None = None
+        self.amax: Tensor | None = None
+        self.stamp: Stamp = ()
+        self.cached: tuple[Stamp, tuple[Tensor, ...]] | None = None
+
+    def use(self, exchange: AmaxExchange) -> None:
+        """Take maxima from this exchange."""
+        self.exchange = exchange
+        module = self._module()
+        if module is not None and module.recipe.weight_cast == "step":
+            self.shared = module.shared_weight = ShardedCast(exchange)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether later gathers of this step take this step's cast."""
+        return self.shared is not None and self.shared.is_open and self.shared.is_valid
+
+    def sharded(self) -> ShardNow | None:
+        """The weight's shard as it is now; None while it is whole, or if FSDP does not shard it."""
+        module = self._module()
+        param = None if module is None else module._parameters.get(self.parameter)
+        if not isinstance(param, DTensor):
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            local = param.to_local()
+        if not isinstance(local, ShardedWeight):
+            return None
+        # writes below autograd bump the version of the outermost tensor alone
+        versions = [0 if each.is_inference() else each._version for each in (param, local)]
+        return ShardNow(place_of(param), local.tensor, (*versions, local.tensor.data_ptr()))
+
+    def cast_plan(self) -> CastPlan:
+        """The cast of the weight by its layer's present recipe; the same at every gather."""
+        module = self._module()
+        assert module is not None
+        found = plan_of(module.recipe_now, getattr(module, self.parameter))
+        if isinstance(found, str) or (self.plan is not None and found != self.plan):
+            raise OptionError(
+                message(
+                    f"the recipe of {self.name} has changed to {module.recipe_now}",
+                    rule="FSDP allocates its buffers at the first gather, so the cast of the weight never changes",
+                    fix="set the recipe before gather_low_ and fully_shard, or leave this layer out of gather_low_",
+                )
+            )
+        self.plan = found
+        return found
+
+    def own_maxima(self, shard: ShardNow) -> list[Tensor]:
+        """This rank's part of what is exchanged; the same shapes on every rank."""
+        plan = self.plan or self.cast_plan()
+        (place, local, self.stamp), spec = shard, plan.spec
+        slots: list[Tensor] = []
+        self.tiles = exchanged_tiles(place, spec.block[0])
+        if self.tiles:
+            blocks, rows = ceil_div(place.shape[-1], spec.block[1]), place.rows()
+            slot = local.new_zeros((*place.shape[:-2], len(self.tiles), blocks), dtype=torch.int32)
+            first, size = place.span(place.rank)
+            mine = slot[first : first + size] if place.dim == 0 and len(place.shape) == 3 else slot
+            if mine.numel() and rows.size:
+                for part in edges(rows, spec.block[0], whole=place.is_plane):
+                    found = block_amax(local[..., part.first - rows.first : part.end - rows.first, :], spec, part)
+                    at = [self.tiles.index(tile) for tile in part.tiles(spec)]
+                    mine[..., at, :] = found
+            slots.append(slot)
+        if spec.family == "nvfp4" and not plan.grouped_amax:
+            slots.append(_tensor_amax(local))
+        return slots
+
+    def take_maxima(self, slots: list[Tensor]) -> None:
+        """Store the exchanged maxima."""
+        self.maxima = slots.pop(0) if self.tiles else None
+        self.amax = slots.pop(0) if slots else None
+
+    def payload(self, local: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Payload]:
+        """Code bytes of this rank's shard, with scales and tensor scale where FSDP takes several tensors."""
+        found = self.sharded()
+        assert found is not None, "FSDP gathers sharded parameters"
+        place, plan = found.place, self.cast_plan()
+        self.exchange.refresh()
+        amax = None if self.maxima is None else _rounded(self.maxima, dtype)
+        if place.is_plane and plan.spec.family == "nvfp4":
+            raise ShardingError(
+                message(
+                    f"{self.name} {place.shape} in {place.ranks} shards along dimension {place.dim}",
+                    rule=f"codes of {plan.format} are gathered in equal shards of dimension 0, since FSDP takes no "
+                    "other payload than a tensor of the shard's shape",
+                    fix="shard dimension 0 over a number of ranks that divides it, or call gather_low_ without it",
+                )
+            )
+        self._check_unchanged(found.stamp)
+        if self.is_shared and self.cached is not None and self.cached[0] == found.stamp:
+            return self.cached[1], Payload(place, plan, amax)
+        parts = self._cast(local.to(dtype), place, plan, amax)
+        if self.shared is not None and self.shared.is_open:
+            self.shared.is_valid, self.cached = True, (found.stamp, parts)
+            self.shared.casts += 1
+        return parts, Payload(place, plan, amax)
+
+    def _check_unchanged(self, stamp: Stamp) -> None:
+        """Raise if the shard was written after its maxima were exchanged, in a way that version counters show."""
+        if (self.maxima is None and self.amax is None) or stamp == self.stamp:
+            return
+        raise StaleWeightError(
+            message(
+                f"{self.name} was written after the ranks exchanged the maxima of its blocks",
+                rule="they are exchanged after a step of an optimizer, and before a forward of the model if no step "
+                "shares its casts",
+                fix="call the model whose weights gather_low_ was given, not a part of it, and with weight_cast='step' "
+                "blockscale.refresh_weights_(model) after the write; on every rank",
+            )
+        )
+
+    def _cast(self, local: Tensor, place: Place, plan: CastPlan, amax: Tensor | None) -> tuple[Tensor, ...]:
+        spec, rows = plan.spec, place.rows()
+        tensor_amax = None if self.amax is None else _rounded(self.amax, local.dtype).view(torch.float32)[0]
+        touched = None
+        if amax is not None and rows.size:
+            first, size = place.span(place.rank)
+            mine = amax[first : first + size] if place.dim == 0 and len(place.shape) == 3 else amax
+            known = {tile: at for at, tile in enumerate(self.tiles)}
+            touched = mine[..., [known.get(tile, 0) for tile in rows.tiles(spec)], :]
+        codes, scales, factor = cast_rows(local, Cast(plan, None, tensor_amax), rows, touched)
+        if place.is_plane:
+            codes = codes[..., : place.shape[-1]]
+            lacking = [place.chunk - codes.shape[0]] if place.dim == 0 else [0]
+            return (pad(codes, (0, 0) * (codes.dim() - 1) + (0, *lacking)).contiguous(),)
+        if place.dim == len(place.shape) - 2:
+            most = max(len(place.rows(rank).tiles(spec)) for rank in range(place.ranks))
+            scales = pad(scales, (0, 0, 0, most - scales.shape[0]))
+        return codes, scales, *(() if factor is None else (factor.view(-1).view(torch.uint8),))
+
+
+def _rounded(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bit patterns of maxima of values that are rounded to a dtype: rounding keeps their order."""
+    return magnitude_bits(bits.view(torch.float32).to(dtype).float())
+
+
+class ShardedCast(SharedWeight):
+    """Cast of a shard that is shared by the gathers of a step: marks what is stale, and the next gather casts again."""
+
+    takes_shards = True
+
+    def __init__(self, exchange: AmaxExchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    def operands(self, weight: Tensor, recipe: Recipe) -> None:
+        """None: the gathered weight has its operands with it."""
+
+    def refresh(self, weight: Tensor, recipe: Recipe) -> None:
+        self._weight = weight
+        self.is_open, self.is_valid, self._exchange.is_stale = True, False, True
+
+
+def plan_of(recipe: Recipe, weight: Tensor) -> CastPlan | str:
+    """The cast that serves fprop and dgrad of a weight, in plain layout, or the reason why none does."""
+    if recipe.since or recipe.until:
+        return "its recipe changes with the step, and FSDP's buffers do not"
+    if recipe.fprop is None or recipe.dgrad is None:
+        return "fprop or dgrad multiplies it unquantized"
+    casts = Casts(recipe)
+    fprop, dgrad = casts.quantized_spec("fprop_w", weight).plan, casts.quantized_spec("dgrad_w", weight).plan
+    if not fprop.spec.is_2d:
+        return f"{fprop.format} has 1-D blocks: forward and backward would gather different codes"
+    plain = replace(fprop, layout="plain")
+    if plain != replace(dgrad, layout="plain"):
+        return f"fprop and dgrad cast it differently: {fprop.text()} and {dgrad.text()}"
+    return plain
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Step hook of every optimizer."""
+    for exchange in _EXCHANGES:
+        exchange.after_step()
+
+
+register_optimizer_step_post_hook(_after_step)
