@@ -57,9 +57,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def cast(x: torch.Tensor, name: str, axis: int) -> ops.Buffers:
-    plan = bs.CastSpec(name).plan()
-    out = ops.allocate(x, Cast(plan), axis, None)
-    _triton.quantize(x, plan, axis, out)
+    cast = Cast(bs.CastSpec(name).plan())
+    out = ops.allocate(x, cast, axis, None)
+    _triton.quantize(x, cast, axis, out, None)
     return out
 
 
@@ -113,9 +113,9 @@ def test_another_layout_is_another_call(other: Callable[[], torch.Tensor]) -> No
 
 
 def test_epsilon_is_an_argument_of_the_launch(kernel: Kernel) -> None:
-    x, weight, plan = torch.ones(64, 128), torch.ones(128), bs.CastSpec("mxfp8_e4m3").plan()
+    x, weight, cast = torch.ones(64, 128), torch.ones(128), Cast(bs.CastSpec("mxfp8_e4m3").plan())
     for eps in (1e-6, 1e-2):
-        _fused.rmsnorm(x, weight, eps, plan, ops.allocate(x, Cast(plan), -1, None), torch.empty(64))
+        _fused.rmsnorm(x, weight, eps, cast, ops.allocate(x, cast, -1, None), torch.empty(64))
     assert [
         sum(isinstance(arg, float) and arg == eps for arg in args)
         for args, eps in zip(kernel.compiled, (1e-6, 1e-2), strict=True)

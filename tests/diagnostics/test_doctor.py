@@ -212,8 +212,8 @@ def test_a_k_grouped_product_that_swaps_groups(device, broken):
 
 
 def test_a_cast_with_one_wrong_code(device, broken):
-    def launch(x, plan, axis, out, **rest):
-        casts_reference.quantize(x, plan, axis, out, **rest)
+    def launch(x, cast, axis, out, offs):
+        casts_reference.quantize(x, cast, axis, out, offs)
         out[0].view(torch.uint8).view(-1)[0] = 0
 
     broken("cast", launch)
@@ -221,8 +221,8 @@ def test_a_cast_with_one_wrong_code(device, broken):
 
 
 def test_a_double_cast_that_is_one_bit_off(device, broken):
-    def launch(x, plans, outs, colsum, **rest):
-        casts_reference.quantize_both(x, plans, outs, colsum, **rest)
+    def launch(x, casts, outs, colsum, offs):
+        casts_reference.quantize_both(x, casts, outs, colsum, offs)
         outs[1][1].view(torch.uint8).view(-1)[0] ^= 8
 
     broken("cast_both", launch)
@@ -255,8 +255,8 @@ FUSED = {
 def test_a_fused_cast_with_one_wrong_code(op, device, broken):
     check, where = FUSED[op]
 
-    def launch(*args, **rest):
-        getattr(fused_reference, op)(*args, **rest)
+    def launch(*args):
+        getattr(fused_reference, op)(*args)
         out = args[where][0] if op.endswith("_both") else args[where]
         codes = out[0].view(torch.uint8).view(-1)
         codes[0] = codes[0] ^ 1
@@ -266,8 +266,8 @@ def test_a_fused_cast_with_one_wrong_code(op, device, broken):
 
 
 def test_an_rstd_that_is_one_bit_off(device, broken):
-    def launch(x, weight, eps, plan, out, rstd, **rest):
-        fused_reference.rmsnorm(x, weight, eps, plan, out, rstd, **rest)
+    def launch(x, weight, eps, cast, out, rstd):
+        fused_reference.rmsnorm(x, weight, eps, cast, out, rstd)
         rstd.view(torch.int32)[3] += 1
 
     broken("rmsnorm", launch)

@@ -6,13 +6,14 @@ stochastic rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..formats.cast_spec import CastPlan
+from ..formats.cast_spec import Cast, CastPlan
 from ..formats.decoding import decode_operand, group_values
 from ..formats.elements import encode
 from ..formats.hadamard import rotate, rotate_back
@@ -59,17 +60,9 @@ def _pad_groups(x: Tensor, offs: Tensor, length: int) -> tuple[Tensor, _Rows]:
 
 
 @kernel("cast", "reference", devices=(), priority=-100)
-def quantize(
-    x: Tensor,
-    plan: CastPlan,
-    axis: int,
-    out: Buffers,
-    *,
-    state: Tensor | None = None,
-    amax: Tensor | None = None,
-    offs: Tensor | None = None,
-) -> None:
+def quantize(x: Tensor, cast: Cast, axis: int, out: Buffers, offs: Tensor | None) -> None:
     """exact torch reference, any device"""
+    plan, state, amax = cast
     spec = plan.spec
     source = x.float()
     if offs is not None and axis == -2:
@@ -93,18 +86,11 @@ def quantize(
 
 @kernel("cast_both", "reference", devices=(), priority=-100)
 def quantize_both(
-    x: Tensor,
-    plans: tuple[CastPlan, CastPlan],
-    outs: tuple[Buffers, Buffers],
-    colsum: Tensor | None,
-    *,
-    states: tuple[Tensor | None, Tensor | None] = (None, None),
-    amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
-    offs: Tensor | None = None,
+    x: Tensor, casts: Sequence[Cast], outs: Sequence[Buffers], colsum: Tensor | None, offs: Tensor | None
 ) -> None:
     """exact torch reference, any device"""
-    for axis, plan, out, state, amax in zip((-1, -2), plans, outs, states, amaxes, strict=True):
-        quantize(x, plan, axis, out, state=state, amax=amax, offs=offs)
+    for axis, cast, out in zip((-1, -2), casts, outs, strict=True):
+        quantize(x, cast, axis, out, offs)
     if colsum is not None:
         _column_sums(x, offs, colsum)
 

@@ -5,151 +5,85 @@ They are not faster than the unfused pair. They define the bytes for kernels tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..formats.cast_spec import CastPlan
+from ..formats.cast_spec import Cast
 from ..formats.layout import pack_scale, scale_buffer_shape
 from ..library import empty
 from ..registry import kernel
 from . import activation
 from ._reference import Buffers, quantize, quantize_both
 
-Plans = tuple[CastPlan, CastPlan]
-Outs = tuple[Buffers, Buffers]
-Optionals = tuple[Tensor | None, Tensor | None]
+Casts = Sequence[Cast]
+Outs = Sequence[Buffers]
 
 
 @kernel("swiglu", "reference", devices=(), priority=-100)
-def swiglu(
-    gate_up: Tensor,
-    plan: CastPlan,
-    axis: int,
-    out: Buffers,
-    *,
-    state: Tensor | None = None,
-    amax: Tensor | None = None,
-    offs: Tensor | None = None,
-) -> None:
+def swiglu(gate_up: Tensor, cast: Cast, axis: int, out: Buffers, offs: Tensor | None) -> None:
     """exact torch reference, any device"""
-    quantize(activation.swiglu(gate_up), plan, axis, out, state=state, amax=amax, offs=offs)
+    quantize(activation.swiglu(gate_up), cast, axis, out, offs)
 
 
 @kernel("swiglu_both", "reference", devices=(), priority=-100)
-def swiglu_both(
-    gate_up: Tensor,
-    plans: Plans,
-    outs: Outs,
-    *,
-    states: Optionals = (None, None),
-    amaxes: Optionals = (None, None),
-    offs: Tensor | None = None,
-) -> None:
+def swiglu_both(gate_up: Tensor, casts: Casts, outs: Outs, offs: Tensor | None) -> None:
     """exact torch reference, any device"""
-    quantize_both(activation.swiglu(gate_up), plans, outs, None, states=states, amaxes=amaxes, offs=offs)
+    quantize_both(activation.swiglu(gate_up), casts, outs, None, offs)
 
 
 @kernel("swiglu_backward_both", "reference", devices=(), priority=-100)
-def swiglu_backward_both(
-    grad: Tensor,
-    gate_up: Tensor,
-    plans: Plans,
-    outs: Outs,
-    hidden: CastPlan | None,
-    hidden_out: Buffers | None,
-    *,
-    states: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    amaxes: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    offs: Tensor | None = None,
-) -> None:
+def swiglu_backward_both(grad: Tensor, gate_up: Tensor, casts: Casts, outs: Outs, offs: Tensor | None) -> None:
     """exact torch reference, any device"""
-    both = activation.swiglu_backward(grad, gate_up)
-    quantize_both(both, plans, outs, None, states=states[:2], amaxes=amaxes[:2], offs=offs)
-    if hidden is not None and hidden_out is not None:
-        swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
+    quantize_both(activation.swiglu_backward(grad, gate_up), casts[:2], outs[:2], None, offs)
+    for cast, out in zip(casts[2:], outs[2:], strict=True):
+        swiglu(gate_up, cast, -2, out, offs)
 
 
 @kernel("rmsnorm", "reference", devices=(), priority=-100)
-def rmsnorm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    plan: CastPlan,
-    out: Buffers,
-    rstd: Tensor,
-    *,
-    state: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> None:
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, cast: Cast, out: Buffers, rstd: Tensor) -> None:
     """exact torch reference, any device"""
     y, factor = activation.rmsnorm(x, weight, eps)
     rstd.copy_(factor)
-    quantize(y, plan, -1, out, state=state, amax=amax)
+    quantize(y, cast, -1, out, None)
 
 
 @kernel("rmsnorm_both", "reference", devices=(), priority=-100)
 def rmsnorm_both(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    plans: Plans,
-    outs: Outs,
-    rstd: Tensor,
-    *,
-    states: Optionals = (None, None),
-    amaxes: Optionals = (None, None),
-    offs: Tensor | None = None,
+    x: Tensor, weight: Tensor, eps: float, casts: Casts, outs: Outs, rstd: Tensor, offs: Tensor | None
 ) -> None:
     """exact torch reference, any device"""
     y, factor = activation.rmsnorm(x, weight, eps)
     rstd.copy_(factor)
-    quantize_both(y, plans, outs, None, states=states, amaxes=amaxes, offs=offs)
+    quantize_both(y, casts, outs, None, offs)
 
 
 @kernel("permute_both", "reference", devices=(), priority=-100)
 def permute_both(
-    x: Tensor,
-    indices: Tensor,
-    gate_weights: Tensor | None,
-    plans: Plans,
-    outs: Outs,
-    *,
-    states: Optionals = (None, None),
-    amaxes: Optionals = (None, None),
-    offs: Tensor,
+    x: Tensor, indices: Tensor, gate_weights: Tensor | None, casts: Casts, outs: Outs, offs: Tensor
 ) -> None:
     """exact torch reference, any device"""
-    rows = activation.gather_rows(x, indices, gate_weights)
-    quantize_both(rows, plans, outs, None, states=states, amaxes=amaxes, offs=offs)
+    quantize_both(activation.gather_rows(x, indices, gate_weights), casts, outs, None, offs)
 
 
 @kernel("permute_columns", "reference", devices=(), priority=-100)
-def permute_columns(
-    x: Tensor,
-    indices: Tensor,
-    plan: CastPlan,
-    out: Buffers,
-    *,
-    state: Tensor | None = None,
-    amax: Tensor | None = None,
-    offs: Tensor,
-) -> None:
+def permute_columns(x: Tensor, indices: Tensor, cast: Cast, out: Buffers, offs: Tensor) -> None:
     """exact torch reference, any device"""
-    quantize(activation.gather_rows(x, indices), plan, -2, out, state=state, amax=amax, offs=offs)
+    quantize(activation.gather_rows(x, indices), cast, -2, out, offs)
 
 
 @kernel("permute", "reference", devices=(), priority=-100)
-def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: Tensor | None = None) -> None:
+def permute(x: Tensor, indices: Tensor, cast: Cast, out: Buffers) -> None:
     """exact torch reference, any device"""
-    spec, plain = plan.spec, replace(plan, layout="plain")
+    plan, spec = cast.plan, cast.plan.spec
     source = activation.with_zero_row(x)  # a row of zeros does not change the amax
     length = plan.stored_length(x.shape[1])
     data = empty((source.shape[0], out[0].shape[1]), spec.data_dtype, x.device)
     shape = scale_buffer_shape(spec, source.shape[0], length, "plain")
     scale = empty(shape, spec.scale_dtype, x.device)
-    quantize(source, plain, -1, (data, scale, out[2]), amax=amax)
+    quantize(source, cast._replace(plan=replace(plan, layout="plain")), -1, (data, scale, out[2]), None)
     rows = activation.zero_row_for_padding(indices, x.shape[0])
     out[0].copy_(_take(data, rows))
     out[1].copy_(pack_scale(spec, _take(scale, rows), indices.shape[0], length, plan.layout))

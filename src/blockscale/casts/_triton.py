@@ -8,13 +8,14 @@ the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ..formats.cast_spec import CastPlan
+from ..formats.cast_spec import Cast, CastPlan
 from ..formats.layout import (
     GROUP_ALIGN,
     blocked_columns,
@@ -56,12 +57,12 @@ def _covered(plan: CastPlan, rows: int, length: int) -> tuple[int, int]:
 
 
 class Output(NamedTuple):
-    """One operand to write: plan, buffers (codes, scales, tensor scale), random state, supplied amax."""
+    """One operand to write: the fields of its `Cast`, and buffers (codes, scales, tensor scale)."""
 
     plan: CastPlan
-    buffers: Buffers
     state: Tensor | None
     amax: Tensor | None
+    buffers: Buffers
 
 
 def launch_cast(
@@ -306,34 +307,18 @@ def full_request(request: Request) -> Request:
 
 
 @kernel("cast", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, precompile_key=full_request)
-def quantize(
-    x: Tensor,
-    plan: CastPlan,
-    axis: int,
-    out: Buffers,
-    *,
-    state: Tensor | None = None,
-    amax: Tensor | None = None,
-    offs: Tensor | None = None,
-) -> None:
+def quantize(x: Tensor, cast: Cast, axis: int, out: Buffers, offs: Tensor | None) -> None:
     """Triton: one read, codes and scales in place"""
-    output = Output(plan, out, state, amax)
-    if x.stride(-1) != 1 and x.stride(-2) == 1 and state is None and offs is None:
+    output = Output(*cast, out)
+    if x.stride(-1) != 1 and x.stride(-2) == 1 and cast.state is None and offs is None:
         x, axis = x.mT, -3 - axis  # the transposed source is the contiguous one
     launch_cast(plain(x), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
 
 
 @kernel("cast_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject, precompile_key=full_request)
 def quantize_both(
-    x: Tensor,
-    plans: tuple[CastPlan, CastPlan],
-    outs: tuple[Buffers, Buffers],
-    colsum: Tensor | None,
-    *,
-    states: tuple[Tensor | None, Tensor | None] = (None, None),
-    amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
-    offs: Tensor | None = None,
+    x: Tensor, casts: Sequence[Cast], outs: Sequence[Buffers], colsum: Tensor | None, offs: Tensor | None
 ) -> None:
     """Triton: one read, both operands"""
-    row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
+    row, col = (Output(*cast, out) for cast, out in zip(casts, outs, strict=True))
     launch_cast(plain(x), row, col, colsum=colsum, offs=offs)

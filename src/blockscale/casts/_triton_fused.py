@@ -11,6 +11,7 @@ cast. The rounding code is that of the plain casts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats.cast_spec import CastPlan
+from ..formats.cast_spec import Cast
 from ..formats.layout import CODE_ROW_BYTES, ceil_div, round_up, scale_buffer_shape
 from ..launch import launch, note_persistent_buffer
 from ..library import empty
@@ -29,9 +30,8 @@ from ._tiles import load_pairs, to_fp32
 from ._triton import DEVICES, Buffers, Output, fuses_hidden, launch_cast, reject
 from .ops import is_far
 
-Plans = tuple[CastPlan, CastPlan]
-Outs = tuple[Buffers, Buffers]
-Optionals = tuple[Tensor | None, Tensor | None]
+Casts = Sequence[Cast]
+Outs = Sequence[Buffers]
 
 
 def _matrices(x: Tensor) -> Tensor:
@@ -43,33 +43,16 @@ def _swiglu_source(gate_up: Tensor) -> Source:
 
 
 @kernel("swiglu", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
-def swiglu(
-    gate_up: Tensor,
-    plan: CastPlan,
-    axis: int,
-    out: Buffers,
-    *,
-    state: Tensor | None = None,
-    amax: Tensor | None = None,
-    offs: Tensor | None = None,
-) -> None:
+def swiglu(gate_up: Tensor, cast: Cast, axis: int, out: Buffers, offs: Tensor | None) -> None:
     """Triton: one read, codes and scales in place"""
-    output = Output(plan, out, state, amax)
+    output = Output(*cast, out)
     launch_cast(_swiglu_source(gate_up), output if axis == -1 else None, output if axis == -2 else None, offs=offs)
 
 
 @kernel("swiglu_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
-def swiglu_both(
-    gate_up: Tensor,
-    plans: Plans,
-    outs: Outs,
-    *,
-    states: Optionals = (None, None),
-    amaxes: Optionals = (None, None),
-    offs: Tensor | None = None,
-) -> None:
+def swiglu_both(gate_up: Tensor, casts: Casts, outs: Outs, offs: Tensor | None) -> None:
     """Triton: one read, both operands"""
-    row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
+    row, col = (Output(*cast, out) for cast, out in zip(casts, outs, strict=True))
     launch_cast(_swiglu_source(gate_up), row, col, offs=offs)
 
 
@@ -80,65 +63,36 @@ def _reject_backward(request: Request) -> str | None:
 
 
 @kernel("swiglu_backward_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_backward)
-def swiglu_backward_both(
-    grad: Tensor,
-    gate_up: Tensor,
-    plans: Plans,
-    outs: Outs,
-    hidden: CastPlan | None,
-    hidden_out: Buffers | None,
-    *,
-    states: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    amaxes: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    offs: Tensor | None = None,
-) -> None:
+def swiglu_backward_both(grad: Tensor, gate_up: Tensor, casts: Casts, outs: Outs, offs: Tensor | None) -> None:
     """Triton: one read, both operands of both gradients, and the activation's if it has the same format"""
-    row, col = (Output(*parts) for parts in zip(plans, outs, states[:2], amaxes[:2], strict=True))
+    row, col, *rest = (Output(*cast, out) for cast, out in zip(casts, outs, strict=True))
+    hidden = rest[0] if rest else None
     if is_far(grad.shape, grad.stride()):  # the registry has only checked gate_up
         grad = grad.contiguous()
     # if a tile would span gates and ups, each tile is computed on its own and inputs are read twice
     name = "swiglu_backward_any" if gate_up.shape[-1] % 256 else "swiglu_backward"
     source = Source(name, gate_up, gate_up.shape[-1], grad)
-    hidden_output = None
-    if hidden is not None and hidden_out is not None and fuses_hidden(source, plans, hidden):
-        hidden_output = Output(hidden, hidden_out, states[2], amaxes[2])
-    launch_cast(source, row, col, offs=offs, hidden=hidden_output)
-    if hidden is not None and hidden_out is not None and hidden_output is None:
-        swiglu(gate_up, hidden, -2, hidden_out, state=states[2], amax=amaxes[2], offs=offs)
+    fused = hidden is not None and fuses_hidden(source, (row.plan, col.plan), hidden.plan)
+    launch_cast(source, row, col, offs=offs, hidden=hidden if fused else None)
+    if hidden is not None and not fused:
+        launch_cast(_swiglu_source(gate_up), None, hidden, offs=offs)
 
 
 @kernel("permute_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
 def permute_both(
-    x: Tensor,
-    indices: Tensor,
-    gate_weights: Tensor | None,
-    plans: Plans,
-    outs: Outs,
-    *,
-    states: Optionals = (None, None),
-    amaxes: Optionals = (None, None),
-    offs: Tensor,
+    x: Tensor, indices: Tensor, gate_weights: Tensor | None, casts: Casts, outs: Outs, offs: Tensor
 ) -> None:
     """Triton: one gathered read, both operands"""
-    row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
+    row, col = (Output(*cast, out) for cast, out in zip(casts, outs, strict=True))
     name = "plain" if gate_weights is None else "weighted"
     launch_cast(Source(name, x, x.shape[-1], y=dense(gate_weights), indices=dense(indices)), row, col, offs=offs)
 
 
 @kernel("permute_columns", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
-def permute_columns(
-    x: Tensor,
-    indices: Tensor,
-    plan: CastPlan,
-    out: Buffers,
-    *,
-    state: Tensor | None = None,
-    amax: Tensor | None = None,
-    offs: Tensor,
-) -> None:
+def permute_columns(x: Tensor, indices: Tensor, cast: Cast, out: Buffers, offs: Tensor) -> None:
     """Triton: one gathered read, codes and scales in place"""
     source = Source("plain", x, x.shape[-1], indices=dense(indices))
-    launch_cast(source, None, Output(plan, out, state, amax), offs=offs)
+    launch_cast(source, None, Output(*cast, out), offs=offs)
 
 
 # ---- one cast, then a row gather -------------------------------------------------------------------------------------
@@ -203,9 +157,9 @@ def gather_kernel(
 
 
 @kernel("permute", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=reject)
-def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: Tensor | None = None) -> None:
+def permute(x: Tensor, indices: Tensor, cast: Cast, out: Buffers) -> None:
     """Triton: one cast, then a row gather"""
-    spec, rows, positions = plan.spec, x.shape[0] + 1, indices.shape[0]
+    plan, spec, rows, positions = cast.plan, cast.plan.spec, x.shape[0] + 1, indices.shape[0]
     # the blocked layout stores four scales in a word, and so does its source; else scales are gathered from "plain"
     layout = "blocked" if plan.layout == "blocked" else "plain"
     length = plan.stored_length(x.shape[1])
@@ -213,7 +167,7 @@ def permute(x: Tensor, indices: Tensor, plan: CastPlan, out: Buffers, *, amax: T
     scale = empty(scale_buffer_shape(spec, rows, length, layout), spec.scale_dtype, x.device)
     # The row of zeros goes through the cast too, because its codes are not always 0: a NaN amax poisons it.
     source = Source("plain", x, x.shape[1], indices=_numbers(power_of_two(rows), x.device)[:rows])
-    launch_cast(source, Output(replace(plan, layout=layout), (data, scale, out[2]), None, amax), None)
+    launch_cast(source, Output(replace(plan, layout=layout), None, cast.amax, (data, scale, out[2])), None)
     if positions == 0:
         return
     blocks = ceil_div(length, spec.block[1])
@@ -294,20 +248,10 @@ def _reject_rmsnorm(request: Request) -> str | None:
 
 
 @kernel("rmsnorm", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)
-def rmsnorm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    plan: CastPlan,
-    out: Buffers,
-    rstd: Tensor,
-    *,
-    state: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> None:
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, cast: Cast, out: Buffers, rstd: Tensor) -> None:
     """Triton: one read for 1-D blocks without a tensor amax to compute, else two"""
-    output = Output(plan, out, state, amax)
-    if plan.spec.block[0] == 1 and (plan.spec.family != "nvfp4" or amax is not None):
+    output, spec = Output(*cast, out), cast.plan.spec
+    if spec.block[0] == 1 and (spec.family != "nvfp4" or cast.amax is not None):
         return launch_cast(Source("rmsnorm_rows", x, x.shape[-1], rstd, dense(weight), eps=eps), output, None)
     _launch_rstd(_matrices(x), eps, rstd)
     launch_cast(Source("rmsnorm", x, x.shape[-1], rstd, dense(weight)), output, None)
@@ -315,18 +259,9 @@ def rmsnorm(
 
 @kernel("rmsnorm_both", "triton", devices=DEVICES, sm=(80, 999), priority=50, reject=_reject_rmsnorm)
 def rmsnorm_both(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    plans: Plans,
-    outs: Outs,
-    rstd: Tensor,
-    *,
-    states: Optionals = (None, None),
-    amaxes: Optionals = (None, None),
-    offs: Tensor | None = None,
+    x: Tensor, weight: Tensor, eps: float, casts: Casts, outs: Outs, rstd: Tensor, offs: Tensor | None
 ) -> None:
     """Triton: rstd in one read, both operands in a second"""
     _launch_rstd(_matrices(x), eps, rstd)
-    row, col = (Output(*parts) for parts in zip(plans, outs, states, amaxes, strict=True))
+    row, col = (Output(*cast, out) for cast, out in zip(casts, outs, strict=True))
     launch_cast(Source("rmsnorm", x, x.shape[-1], rstd, dense(weight)), row, col, offs=offs)

@@ -30,7 +30,6 @@ from .ops import (
     allocate,
     allocate_both,
     cast_request,
-    launch_options,
     operand,
     pair,
 )
@@ -72,7 +71,7 @@ def swiglu_cast(gate_up: Tensor, cast: Cast, axis: int, offs: Tensor | None) -> 
     check_group_ends(offs, gate_up.shape[-2])
     out = allocate(like, cast, axis, offs)
     kernel = select(cast_request("swiglu", like, (cast.plan,), offs))
-    kernel.launch(gate_up, cast.plan, axis, out, state=cast.state, amax=cast.amax, offs=offs)
+    kernel.launch(gate_up, cast, axis, out, offs)
     return out
 
 
@@ -96,10 +95,10 @@ def swiglu_quantize_both(gate_up: Tensor, row: Spec, col: Spec, *, offs: Tensor 
 )
 def _swiglu_cast_both(gate_up: Tensor, row: Cast, col: Cast, offs: Tensor | None) -> Both:
     check_group_ends(offs, gate_up.shape[-2])
-    like, plans = hidden_like(gate_up), (row.plan, col.plan)
+    like = hidden_like(gate_up)
     out = allocate_both(like, row, col, offs)
-    kernel = select(cast_request("swiglu_both", like, plans, offs))
-    kernel.launch(gate_up, plans, (out[0:3], out[3:6]), **launch_options(row, col, offs))
+    kernel = select(cast_request("swiglu_both", like, (row.plan, col.plan), offs))
+    kernel.launch(gate_up, (row, col), (out[0:3], out[3:6]), offs)
     return out
 
 
@@ -161,13 +160,12 @@ def swiglu_backward_cast(
 ) -> _Three:
     """`swiglu_backward_quantize_both` without checks; the third operand is None without a cast `hidden`."""
     check_group_ends(offs, gate_up.shape[-2])
-    out, plans = _allocate_swiglu_backward(grad, gate_up, row, col, hidden, offs), (row.plan, col.plan)
-    third = (None, None, None) if hidden is None else hidden
-    requested = plans if hidden is None else (*plans, hidden.plan)
-    kernel = select(cast_request("swiglu_backward_both", gate_up, requested, offs))
-    outs, hidden_out = (out[0:3], out[3:6]), None if hidden is None else out[6:9]
-    states, amaxes = (row.state, col.state, third[1]), (row.amax, col.amax, third[2])
-    kernel.launch(grad, gate_up, plans, outs, third[0], hidden_out, states=states, amaxes=amaxes, offs=offs)
+    out = _allocate_swiglu_backward(grad, gate_up, row, col, hidden, offs)
+    casts, outs = (row, col), (out[0:3], out[3:6])
+    if hidden is not None:
+        casts, outs = (*casts, hidden), (*outs, out[6:9])
+    kernel = select(cast_request("swiglu_backward_both", gate_up, tuple(cast.plan for cast in casts), offs))
+    kernel.launch(grad, gate_up, casts, outs, offs)
     return out
 
 
@@ -199,7 +197,7 @@ def _allocate_rmsnorm(x: Tensor, weight: Tensor, eps: float, cast: Cast) -> tupl
 def _rmsnorm_cast(x: Tensor, weight: Tensor, eps: float, cast: Cast) -> tuple[Tensor, Tensor, Maybe, Tensor]:
     out = _allocate_rmsnorm(x, weight, eps, cast)
     kernel = select(cast_request("rmsnorm", x, (cast.plan,)))
-    kernel.launch(x, weight, eps, cast.plan, out[0:3], out[3], state=cast.state, amax=cast.amax)
+    kernel.launch(x, weight, eps, cast, out[0:3], out[3])
     return out
 
 
@@ -229,9 +227,9 @@ def _allocate_rmsnorm_both(
 )
 def _rmsnorm_cast_both(x: Tensor, weight: Tensor, eps: float, row: Cast, col: Cast, offs: Tensor | None) -> BothAndMore:
     check_group_ends(offs, x.shape[-2])
-    out, plans = _allocate_rmsnorm_both(x, weight, eps, row, col, offs), (row.plan, col.plan)
-    kernel = select(cast_request("rmsnorm_both", x, plans, offs))
-    kernel.launch(x, weight, eps, plans, (out[0:3], out[3:6]), out[6], **launch_options(row, col, offs))
+    out = _allocate_rmsnorm_both(x, weight, eps, row, col, offs)
+    kernel = select(cast_request("rmsnorm_both", x, (row.plan, col.plan), offs))
+    kernel.launch(x, weight, eps, (row, col), (out[0:3], out[3:6]), out[6], offs)
     return out
 
 

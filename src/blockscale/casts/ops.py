@@ -87,11 +87,6 @@ def pair(made: Any, shape: Sequence[int], row: Cast, col: Cast, offs: Tensor | N
     return operand(made, shape, row, -1, offs), operand(made[3:], shape, col, -2, offs)
 
 
-def launch_options(row: Cast, col: Cast, offs: Tensor | None) -> dict[str, object]:
-    """Keyword arguments of a kernel that makes two operands: random states, supplied amaxes, group ends."""
-    return {"states": (row.state, col.state), "amaxes": (row.amax, col.amax), "offs": offs}
-
-
 # ---- requests ------------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +212,7 @@ def cast(x: Tensor, cast: Cast, axis: int, offs: Tensor | None) -> Buffers:
     check_group_ends(offs, x.shape[-2])
     out = allocate(x, cast, axis, offs)
     kernel = select(cast_request("cast", x, (cast.plan,), offs))
-    kernel.launch(x, cast.plan, axis, out, state=cast.state, amax=cast.amax, offs=offs)
+    kernel.launch(x, cast, axis, out, offs)
     return out
 
 
@@ -237,9 +232,8 @@ def cast_both(x: Tensor, row: Cast, col: Cast, offs: Tensor | None, colsum: bool
     """`quantize_both` without checks: both operands, and the column sums, undefined unless `colsum`."""
     check_group_ends(offs, x.shape[-2])
     out = _allocate_sums(x, row, col, offs, colsum)
-    plans = (row.plan, col.plan)
-    kernel = select(cast_request("cast_both", x, plans, offs))
-    kernel.launch(x, plans, (out[0:3], out[3:6]), out[6], **launch_options(row, col, offs))
+    kernel = select(cast_request("cast_both", x, (row.plan, col.plan), offs))
+    kernel.launch(x, (row, col), (out[0:3], out[3:6]), out[6], offs)
     return out
 
 
@@ -247,8 +241,7 @@ def cast_both(x: Tensor, row: Cast, col: Cast, offs: Tensor | None, colsum: bool
 def requantize_(data: Tensor, scale: Tensor, factor: Tensor | None, x: Tensor, cast: Cast, axis: int) -> None:
     """Cast x into existing buffers, allocated by `quantize` for a tensor of the same shape and plan."""
     kernel = select(cast_request("cast", x, (cast.plan,)))
-    out = _typed(cast.plan, data, scale, factor)
-    kernel.launch(x, cast.plan, axis, out, state=cast.state, amax=cast.amax, offs=None)
+    kernel.launch(x, cast, axis, _typed(cast.plan, data, scale, factor), None)
 
 
 @define_op(mutates=("row_data", "row_scale", "row_factor", "col_data", "col_scale", "col_factor"))
@@ -264,10 +257,9 @@ def requantize_both_(
     col: Cast,
 ) -> None:
     """Cast x into existing buffers, allocated by `quantize_both` for a tensor of the same shape and plans."""
-    plans = (row.plan, col.plan)
-    outs = _typed(plans[0], row_data, row_scale, row_factor), _typed(plans[1], col_data, col_scale, col_factor)
-    kernel = select(cast_request("cast_both", x, plans))
-    kernel.launch(x, plans, outs, None, **launch_options(row, col, None))
+    outs = _typed(row.plan, row_data, row_scale, row_factor), _typed(col.plan, col_data, col_scale, col_factor)
+    kernel = select(cast_request("cast_both", x, (row.plan, col.plan)))
+    kernel.launch(x, (row, col), outs, None, None)
 
 
 def _typed(plan: CastPlan, data: Tensor, scale: Tensor, factor: Tensor | None) -> Buffers:

@@ -17,7 +17,7 @@ from ..library import define_op
 from ..registry import select
 from .checks import check_offs, check_same_device, check_source, resolve_cast
 from .fused import Spec
-from .ops import Both, Buffers, Pair, allocate, allocate_both, cast_request, launch_options, operand, pair
+from .ops import Both, Buffers, Pair, allocate, allocate_both, cast_request, operand, pair
 
 
 def permute_quantize_both(
@@ -56,10 +56,10 @@ def permute_cast_both(
     """`permute_quantize_both` without checks."""
     check_group_ends(offs, indices.shape[0])
     check_indices(indices, x.shape[0])
-    like, plans = permuted_like(x, indices), (row.plan, col.plan)
+    like = permuted_like(x, indices)
     out = allocate_both(like, row, col, offs)
-    kernel = select(cast_request("permute_both", like, plans, offs))
-    kernel.launch(x, indices, gate_weights, plans, (out[0:3], out[3:6]), **launch_options(row, col, offs))
+    kernel = select(cast_request("permute_both", like, (row.plan, col.plan), offs))
+    kernel.launch(x, indices, gate_weights, (row, col), (out[0:3], out[3:6]), offs)
     return out
 
 
@@ -87,7 +87,7 @@ def permute_cast_columns(x: Tensor, indices: Tensor, cast: Cast, offs: Tensor) -
     check_indices(indices, x.shape[0])
     out = allocate(like, cast, -2, offs)
     kernel = select(cast_request("permute_columns", like, (cast.plan,), offs))
-    kernel.launch(x, indices, cast.plan, out, state=cast.state, amax=cast.amax, offs=offs)
+    kernel.launch(x, indices, cast, out, offs)
     return out
 
 
@@ -115,7 +115,7 @@ def cast_permute(x: Tensor, indices: Tensor, cast: Cast) -> Buffers:
     """`quantize_permute` without checks."""
     check_indices(indices, x.shape[0])
     out = allocate(permuted_like(x, indices), cast, -1, None)
-    select(cast_request("permute", x, (cast.plan,))).launch(x, indices, cast.plan, out, amax=cast.amax)
+    select(cast_request("permute", x, (cast.plan,))).launch(x, indices, cast, out)
     return out
 
 

@@ -227,13 +227,12 @@ def _launch(request: Request, kernel: Kernel) -> None:
         return
     x = empty(*request.shape)
     casts = tuple(resolve_cast(x, name, None) for name in request.formats)
-    plans = tuple(cast.plan for cast in casts)
-    assert cast_request(request.op, x, plans) == request
+    assert cast_request(request.op, x, tuple(cast.plan for cast in casts)) == request
     if request.op == "cast":
-        kernel.launch(x, plans[0], -1, allocate(x, casts[0], -1, None))
+        kernel.launch(x, casts[0], -1, allocate(x, casts[0], -1, None), None)
     else:
         out = allocate_both(x, casts[0], casts[1], None)
-        kernel.launch(x, plans, (out[0:3], out[3:6]), None)
+        kernel.launch(x, casts, (out[0:3], out[3:6]), None, None)
 
 
 class _StubDriver:
