@@ -49,6 +49,7 @@ from blockscale.grouped import _hopper_upcast, _triton_rows, heuristics_upcast
 from blockscale.grouped import _triton as grouped_triton
 from blockscale.grouped import heuristics as grouped_heuristics
 from blockscale.grouped import heuristics_mx as grouped_heuristics_mx
+from blockscale.grouped.ops import Inputs
 from support.products import offsets
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "sass.txt"
@@ -242,7 +243,7 @@ def _grouped(
         out = _output(3 * a.rows if k_grouped else a.rows, n, dtype)
         added = torch.zeros(3, n) if bias else None
         chosen = fitted(tiles[tile], problem)
-        return lambda: launch(a, b, _OFFS, out, added, accumulate=accumulate, tile=chosen)
+        return lambda: launch(Inputs(a, b, _OFFS, bias=added), out, chosen, accumulate=accumulate)
 
     for pair, tile, n in itertools.product(pairs, range(len(tiles)), sizes):
         if n != sizes[0] and tile != 1:
@@ -256,7 +257,7 @@ def _grouped(
 
 
 def _grouped_by_pair(
-    title: str, launch_m: Callable[..., object], launch_k: Callable[..., object], layout: str, formats: set[str]
+    title: str, launch: Callable[..., object], layout: str, formats: set[str]
 ) -> Iterator[tuple[str, Case]]:
     """Grouped GEMMs of plain Triton: every format by itself."""
 
@@ -264,10 +265,10 @@ def _grouped_by_pair(
         if k_grouped:
             a, b = (_k_grouped_operand(size, name, layout) for size in (384, 512))
             out = torch.empty(3, 384, 512, dtype=dtype)
-            return lambda: launch_k(a, b, _OFFS, out, accumulate=accumulate)
+            return lambda: launch(Inputs(a, b, _OFFS), out, accumulate=accumulate)
         a, b = _operand(512, 1024, name, layout=layout), _operand(512, 1024, name, groups=3, layout=layout)
         out, added = torch.empty(512, 512, dtype=dtype), torch.zeros(3, 512) if bias else None
-        return lambda: launch_m(a, b, _OFFS, out, bias=added, accumulate=accumulate)
+        return lambda: launch(Inputs(a, b, _OFFS, bias=added), out, accumulate=accumulate)
 
     for name, k_grouped in itertools.product(sorted(formats), (False, True)):
         for words, dtype, bias, accumulate in _epilogues():
@@ -343,10 +344,9 @@ def cases() -> dict[str, tuple[tuple[int, ...], Case]]:
     )
     add((100,), _blackwell_gemms())
     blackwell = one_d & {name for pair in _BLACKWELL_PAIRS for name in pair}
-    grouped = grouped_blackwell.m_grouped_sm100, grouped_blackwell.k_grouped_sm100
-    add((100,), _grouped_by_pair("blackwell", *grouped, "blocked", blackwell))
+    add((100,), _grouped_by_pair("blackwell", grouped_blackwell.scaled_grouped_mm_sm100, "blocked", blackwell))
     add(ARCHES, _triton_gemms())
-    add(ARCHES, _grouped_by_pair("triton", grouped_triton.m_grouped, grouped_triton.k_grouped, "", one_d))
+    add(ARCHES, _grouped_by_pair("triton", grouped_triton.scaled_grouped_mm, "", one_d))
     add(ARCHES, _others())
     add(ARCHES, ((f"cast {name}", functools.partial(_cast, case.call)) for name, case in matrix(product=False).items()))
     return found

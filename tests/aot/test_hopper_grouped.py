@@ -15,7 +15,7 @@ from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, released_stages
 from blockscale import quantize
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
 from blockscale.grouped import heuristics
-from blockscale.grouped.ops import grouped_request
+from blockscale.grouped.ops import Inputs, grouped_request
 from blockscale.hardware import Capability
 from blockscale.registry import kernels
 from support.helpers import first_of
@@ -102,7 +102,7 @@ def check(case: Case, *, spilled: int = 0) -> None:
     out = empty_for_tma((3 * a.rows if case.k_grouped else a.rows, n), case.dtype, torch.device("cpu"))
     with compiled_for(90) as kernels:
         bias = torch.zeros(3, n) if case.bias else None
-        _hopper.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)
+        _hopper.launch(Inputs(a, b, offs, bias=bias), out, tile, accumulate=case.accumulate)
     found = report(kernels[-1])
     # a later Triton spills some values of a tile; consumers load them once per tile, not per K-block
     assert found.spilled <= (24 if LATER and case.k_grouped and tile.k_unroll == 2 else spilled)
@@ -145,13 +145,14 @@ def test_precompile_key_identifies_the_kernel(kind: str) -> None:
             offs = meta(groups, dtype=torch.int32)
             if kind == "k":
                 a, b = (quantize(meta(tokens, size), "fp8_1x128", axis=-2, offs=offs).mT for size in (512, 1024))
-                out, serve = meta(groups, 512, 1024), _hopper.k_grouped
+                out, serve = meta(groups, 512, 1024), _hopper.scaled_grouped_mm
             else:
                 left, right = ("mxfp8_e4m3", "mxfp8_e4m3_128x128") if kind == "mx" else ("fp8_1x128", "fp8_128x128")
                 a, b = quantize(meta(tokens, 1024), left), quantize(meta(groups, 512, 1024), right)
-                out, serve = meta(tokens, 512), _hopper_mx.m_grouped_mx if kind == "mx" else _hopper.m_grouped
+                out = meta(tokens, 512)
+                serve = _hopper_mx.scaled_grouped_mm_mx if kind == "mx" else _hopper.scaled_grouped_mm
             asked.clear()
-            serve(a, b, offs, out, bias=None, accumulate=False)
+            serve(Inputs(a, b, offs), out, accumulate=False)
             request = grouped_request(a, b, groups, torch.bfloat16, bias=False, accumulate=False)
             entry = next(entry for entry in kernels(request.op) if entry.launch is serve)
             assert entry.precompile_key is not None

@@ -15,6 +15,7 @@ from blockscale import quantize
 from blockscale.formats import get_format
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
 from blockscale.grouped import heuristics, heuristics_mx
+from blockscale.grouped.ops import Inputs
 from support.helpers import first_of
 from support.products import offsets
 
@@ -74,7 +75,8 @@ def check(case: Case) -> None:
     tile = heuristics_mx.fitted(case.tile, problem)
     out, bias = empty_for_tma((512, n), case.dtype, torch.device("cpu")), torch.zeros(3, n) if case.bias else None
     with compiled_for(90) as kernels:
-        _hopper_mx.launch(a, b, offsets([100, 200, 212]), out, bias, accumulate=case.accumulate, tile=tile)
+        inputs = Inputs(a, b, offsets([100, 200, 212]), bias=bias)
+        _hopper_mx.launch(inputs, out, tile, accumulate=case.accumulate)
     found = report(kernels[-1])
     # two registers of the 128x128 tile with a bias, with the ptxas of a later Triton
     assert found.spilled <= (8 if LATER and case.bias else 0)

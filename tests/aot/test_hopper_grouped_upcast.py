@@ -13,6 +13,7 @@ from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
 from blockscale import quantize
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
 from blockscale.grouped import heuristics, heuristics_upcast
+from blockscale.grouped.ops import Inputs
 from support.products import offsets
 
 _hopper_upcast = pytest.importorskip("blockscale.grouped._hopper_upcast", reason="this Triton has no Gluon for Hopper")
@@ -60,7 +61,7 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     out = empty_for_tma((a.rows * (3 if case.k_grouped else 1), n), case.dtype, torch.device("cpu"))
     with compiled_for(90) as kernels:
         bias = torch.zeros(3, n) if case.bias else None
-        _hopper_upcast.launch(a, b, offs, out, bias, accumulate=case.accumulate, tile=tile)
+        _hopper_upcast.launch(Inputs(a, b, offs, bias=bias), out, tile, accumulate=case.accumulate)
     found = report(kernels[-1])
     assert found.spilled == 0
     assert found.opcodes["HGMMA"] == tile.warpgroups * tile.m_subtiles * 4, "one MMA per 16 of K in a stage"

@@ -193,18 +193,20 @@ def test_a_product_that_does_not_write(device, broken):
 
 
 def test_a_grouped_product_that_mistakes_its_group(device, broken):
-    def launch(a, b, offs, out, *, bias, accumulate):
+    def launch(inputs, out, *, accumulate):
         # FP4 cannot be indexed, bytes can
-        rolled = b.data.view(torch.uint8).roll(1, 0).view(b.data.dtype)
-        grouped_reference.m_grouped(a, replace(b, data=rolled), offs, out, bias=bias, accumulate=accumulate)
+        codes = inputs.b.data
+        rolled = codes.view(torch.uint8).roll(1, 0).view(codes.dtype)
+        mistaken = inputs._replace(b=replace(inputs.b, data=rolled))
+        grouped_reference.m_grouped(mistaken, out, accumulate=accumulate)
 
     broken("m_grouped", launch)
     assert failed(doctor(device)) == {"m_grouped"}
 
 
 def test_a_k_grouped_product_that_swaps_groups(device, broken):
-    def launch(a, b, offs, out, *, bias=None, accumulate):
-        grouped_reference.k_grouped(a, b, offs, out, bias=bias, accumulate=accumulate)
+    def launch(inputs, out, *, accumulate):
+        grouped_reference.k_grouped(inputs, out, accumulate=accumulate)
         out.copy_(out.flip(0))
 
     broken("k_grouped", launch)

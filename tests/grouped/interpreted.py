@@ -31,6 +31,7 @@ from blockscale.formats import FORMATS, BlockScaled  # noqa: E402
 from blockscale.gemm import ACCUMULATOR_DTYPES  # noqa: E402
 from blockscale.grouped import _blackwell, _schedule, _triton  # noqa: E402
 from blockscale.grouped._reference import exact_grouped  # noqa: E402
+from blockscale.grouped.ops import Inputs  # noqa: E402
 from blockscale.registry import kernel, kernels  # noqa: E402
 from support import interpreter  # noqa: E402
 from support.grouped_kernels import room  # noqa: E402
@@ -191,17 +192,14 @@ def blackwell() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Register the sm_100 kernels for the CPU, with BN = 256 except for fp32; returns the pairs they serve."""
     interpreter.install()
     found = []
-    for op, launcher in (("m_grouped", _blackwell.m_grouped_sm100), ("k_grouped", _blackwell.k_grouped_sm100)):
-        entry = next(entry for entry in kernels(op) if entry.launch is launcher)
+    for op in ("m_grouped", "k_grouped"):
+        entry = next(entry for entry in kernels(op) if entry.launch is _blackwell.scaled_grouped_mm_sm100)
 
         @kernel(op, "interpreted", devices=("cpu",), formats=entry.formats, layouts=entry.layouts, reject=entry.reject)
-        def product(
-            a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool,
-            starts: Tensor | None = None,
-        ) -> None:  # fmt: skip
-            tile = _blackwell.tile_for_sm100(a, b, offs, out)
+        def product(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
+            tile = _blackwell.tile_for_sm100(inputs, out)
             tile = tile if out.dtype == torch.float32 else tile._replace(bn=256)
-            _blackwell.launch_gemm(a, b, offs, out, bias, accumulate=accumulate, tile=tile, starts=starts)
+            _blackwell.launch_gemm(inputs, out, tile, accumulate=accumulate)
 
         found.append(sorted(entry.formats))
     return found[0], found[1]

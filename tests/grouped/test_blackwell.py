@@ -21,6 +21,7 @@ from blockscale import quantize, use_backend
 from blockscale.errors import BackendError
 from blockscale.formats import BlockScaled
 from blockscale.grouped import _blackwell
+from blockscale.grouped.ops import Inputs
 from blockscale.registry import Request, explain_request, select
 from support import helpers
 from support.products import HYPOTHETICAL, offsets
@@ -62,11 +63,12 @@ def compiled(arch: int, name: str, dtype: torch.dtype, *, k_grouped: bool) -> Re
     out = torch.empty((2, a.rows, b.rows) if k_grouped else (a.rows, b.rows), dtype=dtype)
     accumulate = dtype == torch.float32
     bias = None if k_grouped or accumulate else torch.zeros(2, b.rows)
-    tile = _blackwell.tile_for_sm100(a, b, offs, out) if arch == 100 else _blackwell.tile_for_sm120(a, b)
+    inputs = Inputs(a, b, offs, bias=bias)
+    tile = _blackwell.tile_for_sm100(inputs, out) if arch == 100 else _blackwell.tile_for_sm120(a, b)
     assert tile.bn == (128 if accumulate or arch == 120 else 256)
     assert tile.bk == (128 if k_grouped or name == "mxfp8_e4m3" else 256)
     with compiled_for(arch) as kernels:
-        _blackwell.launch_gemm(a, b, offs, out, bias, accumulate=accumulate, tile=tile)
+        _blackwell.launch_gemm(inputs, out, tile, accumulate=accumulate)
     assert getattr(kernels[-1].metadata, "tmem_size", 0) <= 512
     return report(kernels[-1])
 

@@ -18,7 +18,7 @@ from blockscale.formats.layout import check_group_ends
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics, heuristics_mx, heuristics_upcast
 from blockscale.grouped._reference import exact_grouped
-from blockscale.grouped.ops import grouped_request
+from blockscale.grouped.ops import Inputs, grouped_request
 from blockscale.registry import Kernel, Request
 from support.grouped_kernels import CAPACITIES, Room, room, twice
 from support.products import FEW, HYPOTHETICAL, SENTINEL, cases, gaussian, only, raw, skip_refused
@@ -159,7 +159,7 @@ def test_launches_one_tile_list_and_one_gemm(kernel: Kernel, pair: tuple[str, st
         bs.quantize(made.placed, pair[0]), experts(made, pair, 64),
     ))  # fmt: skip
     out = torch.empty(512, 64, dtype=torch.bfloat16)
-    names = launched(lambda: kernel.launch(a, b, made.ends, out, bias=None, accumulate=False, starts=made.starts), arch)
+    names = launched(lambda: kernel.launch(Inputs(a, b, made.ends, made.starts), out, accumulate=False), arch)
     assert "_row_tiles_kernel" in names
     assert sum("grouped_mm" in name for name in names) == 1
 
@@ -180,7 +180,7 @@ def launch_tile(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | N
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
     fitted = MODELS[name].fitted(tile, heuristics.Problem(*sizes, False, False, 132))
     return twice(
-        lambda out: module.launch(a, b, offs, out, None, accumulate=False, tile=fitted, starts=starts),
+        lambda out: module.launch(Inputs(a, b, offs, starts), out, fitted, accumulate=False),
         a.rows, b.rows, torch.bfloat16, None,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from blockscale.grouped.heuristics import (
     kernel_part,
     shared_bytes,
 )
+from blockscale.grouped.ops import Inputs
 from blockscale.hardware import Capability
 from blockscale.registry import Request, explain_request, select
 
@@ -200,8 +201,8 @@ def test_outputs_that_tma_cannot_store(kind: str, n: int, monkeypatch: pytest.Mo
         a, b = (bs.quantize(source, left, axis=-2, offs=offs).mT for source in (x, y))
     product, added = _reference.exact_grouped(a, b, offs).float(), []
 
-    def launch(a, b, offs, out, bias, *, accumulate, tile, starts) -> None:
-        assert starts is None
+    def launch(inputs, out, tile, *, accumulate) -> None:
+        assert inputs.starts is None
         assert launches.is_tma_addressable(out)
         assert out.dim() == 2
         assert tile.m_subtiles == 1 or not accumulate
@@ -213,22 +214,23 @@ def test_outputs_that_tma_cannot_store(kind: str, n: int, monkeypatch: pytest.Mo
         out.as_strided((len(out), width), out.stride(), out.storage_offset())[:, n:] = torch.nan
 
     monkeypatch.setattr(module, "launch", launch)
-    run = module.m_grouped_mx if kind == "mx" else getattr(module, op)
+    run = module.scaled_grouped_mm_mx if kind == "mx" else module.scaled_grouped_mm
+    inputs = Inputs(a, b, offs)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.full(product.shape, torch.nan, dtype=dtype)
-        run(a, b, offs, out, bias=None, accumulate=False)
+        run(inputs, out, accumulate=False)
         assert torch.equal(out, product.to(dtype))
     room = [*product.shape[:-1]]
     for dtype in ACCUMULATOR_DTYPES:
         want, pad = (1 + product).to(dtype), -n % (16 // dtype.itemsize)
         for width in (n, n + pad, n + 8 + pad):
             frame = torch.ones(*room, width, dtype=dtype)
-            run(a, b, offs, frame[..., :n], bias=None, accumulate=True)
+            run(inputs, frame[..., :n], accumulate=True)
             assert torch.equal(frame[..., :n], want)
             assert bool((frame[..., n:] == 1).all()), "written out of bounds"
         # matrices, or rows, that are not contiguous
         apart = torch.ones(room[0] * 2, *room[1:], n, dtype=dtype)[::2]
-        run(a, b, offs, apart, bias=None, accumulate=True)
+        run(inputs, apart, accumulate=True)
         assert torch.equal(apart, want)
         assert added[-1] == (op == "m_grouped" and n == 24)
 

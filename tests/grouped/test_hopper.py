@@ -13,6 +13,7 @@ from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics
 from blockscale.grouped._reference import exact_grouped
+from blockscale.grouped.ops import Inputs
 from support.grouped_kernels import GROUPS, is_right, twice, with_bias
 from support.products import HOPPER_DB, check_replay, offsets
 
@@ -65,7 +66,11 @@ def launched(
     tile = fitted(tile, a, b, offs, dtype, accumulate=before is not None)
     accumulate = before is not None
     return twice(
-        lambda out: _hopper.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile), rows, b.rows, dtype, before
+        lambda out: _hopper.launch(Inputs(a, b, offs, bias=bias), out, tile, accumulate=accumulate),
+        rows,
+        b.rows,
+        dtype,
+        before,
     )
 
 
@@ -207,7 +212,7 @@ def test_large_sums_are_repeatable(tile: Tile) -> None:
         want, tall = exact_grouped(a, b, offs).flatten(0, -2), fitted(tile, a, b, offs, torch.float32, accumulate=True)
         for _ in range(3):
             out = torch.full(want.shape, 1000.0, device="cuda")
-            _hopper.launch(a, b, offs, out, None, accumulate=True, tile=tall)
+            _hopper.launch(Inputs(a, b, offs), out, tall, accumulate=True)
             # one wrong scale in one of 32 blocks shifts sums by more than 1
             assert float((out - 1000.0 - want).abs().max()) < 0.25
 

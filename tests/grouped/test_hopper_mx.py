@@ -17,6 +17,7 @@ from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics, heuristics_mx
 from blockscale.grouped._reference import exact_grouped
+from blockscale.grouped.ops import Inputs
 from support.grouped_kernels import GROUPS, is_right, twice, with_bias
 from support.products import HOPPER_DB, check_replay, offsets
 
@@ -48,7 +49,7 @@ def launched(
     accumulate, sizes = before is not None, (a.rows, b.rows, a.length, offs.shape[0])
     tile = heuristics_mx.fitted(tile, heuristics.Problem(*sizes, False, dtype == torch.float32, 132, accumulate))
     return twice(
-        lambda out: _hopper_mx.launch(a, b, offs, out, bias, accumulate=accumulate, tile=tile),
+        lambda out: _hopper_mx.launch(Inputs(a, b, offs, bias=bias), out, tile, accumulate=accumulate),
         a.rows,
         b.rows,
         dtype,

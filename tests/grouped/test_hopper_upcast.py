@@ -15,6 +15,7 @@ from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
 from blockscale.grouped import heuristics, heuristics_upcast
 from blockscale.grouped._reference import exact_grouped
+from blockscale.grouped.ops import Inputs
 from support.grouped_kernels import GROUPS, is_right, twice, with_bias
 from support.products import HOPPER_DB, offsets
 
@@ -64,7 +65,7 @@ def launched(
     fitted = heuristics_upcast.fitted(tile, problem)
     rows = a.rows * (groups if k_grouped else 1)
     out = twice(
-        lambda out: _hopper_upcast.launch(a, b, offs, out, bias, accumulate=accumulate, tile=fitted),
+        lambda out: _hopper_upcast.launch(Inputs(a, b, offs, bias=bias), out, fitted, accumulate=accumulate),
         rows, b.rows, dtype, None if before is None else before.view(rows, b.rows),
     )  # fmt: skip
     return out.view(groups, a.rows, b.rows) if k_grouped else out

@@ -21,6 +21,7 @@ from blockscale.errors import BackendError
 from blockscale.formats import BlockScaled
 from blockscale.grouped import _triton
 from blockscale.grouped._reference import exact_grouped
+from blockscale.grouped.ops import Inputs
 from blockscale.registry import Request, select
 from support import helpers
 from support.products import HYPOTHETICAL, SENTINEL, offsets
@@ -79,9 +80,9 @@ _CODES = [
 def compiled(arch: int, code: Code, dtype: torch.dtype, *, bias: bool, accumulate: bool) -> Report:
     a, b, offs = operands(code.pair, [code.rows] * 3, 512, 1024, k_grouped=code.k_grouped)
     out = torch.empty((3, a.rows, b.rows) if code.k_grouped else (a.rows, b.rows), dtype=dtype)
-    launch = _triton.k_grouped if code.k_grouped else _triton.m_grouped
+    inputs = Inputs(a, b, offs, bias=torch.zeros(3, 512) if bias else None)
     with compiled_for(arch) as kernels:
-        launch(a, b, offs, out, bias=torch.zeros(3, 512) if bias else None, accumulate=accumulate)
+        _triton.scaled_grouped_mm(inputs, out, accumulate=accumulate)
     return report(kernels[-1])
 
 

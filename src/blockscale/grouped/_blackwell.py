@@ -14,6 +14,8 @@ Compiled for sm_100 and sm_120 and run in the interpreter; never run on a GPU (d
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,6 +39,7 @@ from ..hardware import sm_count
 from ..launch import launch
 from ..registry import Request, kernel
 from ._tiles import count_tiles, group_strides, reject, store_group, tile_coords, tile_list
+from .ops import Inputs
 
 _SCALE_ROWS = 128
 
@@ -70,15 +73,15 @@ def _grouped_mm_kernel(
 
 M_PAIRS = [pair for pair in PAIRS if not get_format(pair[0]).is_2d]
 K_PAIRS = [pair for pair in M_PAIRS if not get_format(pair[1]).is_2d]
-LAYOUTS = dict.fromkeys((*MX, *NVFP4), "blocked")
 
 
 def _reject(request: Request) -> str | None:
     return reject(request) or reject_mixed(request)
 
 
-def tile_for_sm100(a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor) -> Tile:
+def tile_for_sm100(inputs: Inputs, out: Tensor) -> Tile:
     """Tile of the dense GEMM; for k-grouped, the one for a single group on its share of the SMs."""
+    a, b, offs, _, _ = inputs
     groups = offs.shape[0] if len(b.shape) == 2 else 1
     return _with_group_bk(dense.tile_for_sm100(a, b, out.dtype, ceil_div(sm_count(out.device), groups)), b)
 
@@ -93,104 +96,38 @@ def _with_group_bk(tile: Tile, b: BlockScaled) -> Tile:
     return tile._replace(bk=128) if len(b.shape) == 2 else tile
 
 
-@kernel(
-    "m_grouped",
-    "blackwell",
-    sm=(100, 103),
-    formats=M_PAIRS,
-    layouts=LAYOUTS,
+_entry = functools.partial(
+    kernel,
+    backend="blackwell",
+    layouts=dict.fromkeys((*MX, *NVFP4), "blocked"),
     priority=4,
     reject=_reject,
     forced_only=True,  # never run on a GPU
 )
-def m_grouped_sm100(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None,
-    accumulate: bool,
-    starts: Tensor | None = None,
-) -> None:
-    """Triton: block-scaled GEMM on sm_100's tensor cores (tcgen05), m-grouped"""
-    launch_gemm(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm100(a, b, offs, out), starts=starts)
 
 
-@kernel(
-    "k_grouped",
-    "blackwell",
-    sm=(100, 103),
-    formats=K_PAIRS,
-    layouts=LAYOUTS,
-    priority=4,
-    reject=_reject,
-    forced_only=True,  # never run on a GPU
-)
-def k_grouped_sm100(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
-) -> None:
-    """Triton: block-scaled GEMM on sm_100's tensor cores (tcgen05), k-grouped"""
-    launch_gemm(a, b, offs, out, None, accumulate=accumulate, tile=tile_for_sm100(a, b, offs, out))
+@_entry("m_grouped", sm=(100, 103), formats=M_PAIRS)
+@_entry("k_grouped", sm=(100, 103), formats=K_PAIRS)
+def scaled_grouped_mm_sm100(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
+    """Triton: block-scaled GEMM on sm_100's tensor cores (tcgen05)"""
+    launch_gemm(inputs, out, tile_for_sm100(inputs, out), accumulate=accumulate)
 
 
-@kernel(
-    "m_grouped",
-    "blackwell",
-    sm=(120, 121),
-    formats=[pair for pair in M_PAIRS if not is_mixed(pair)],  # Triton widens the others to bf16 here
-    layouts=LAYOUTS,
-    priority=4,
-    reject=_reject,
-    forced_only=True,  # never run on a GPU
-)
-def m_grouped_sm120(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None,
-    accumulate: bool,
-    starts: Tensor | None = None,
-) -> None:
-    """Triton: block-scaled GEMM on sm_120's tensor cores (mma.sync), m-grouped"""
-    launch_gemm(a, b, offs, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b), starts=starts)
+# Triton widens FP8 by FP4 to bf16 here
+@_entry("m_grouped", sm=(120, 121), formats=[pair for pair in M_PAIRS if not is_mixed(pair)])
+@_entry("k_grouped", sm=(120, 121), formats=[pair for pair in K_PAIRS if not is_mixed(pair)])
+def scaled_grouped_mm_sm120(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
+    """Triton: block-scaled GEMM on sm_120's tensor cores (mma.sync)"""
+    launch_gemm(inputs, out, tile_for_sm120(inputs.a, inputs.b), accumulate=accumulate)
 
 
-@kernel(
-    "k_grouped",
-    "blackwell",
-    sm=(120, 121),
-    formats=[pair for pair in K_PAIRS if not is_mixed(pair)],
-    layouts=LAYOUTS,
-    priority=4,
-    reject=_reject,
-    forced_only=True,  # never run on a GPU
-)
-def k_grouped_sm120(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
-) -> None:
-    """Triton: block-scaled GEMM on sm_120's tensor cores (mma.sync), k-grouped"""
-    launch_gemm(a, b, offs, out, None, accumulate=accumulate, tile=tile_for_sm120(a, b))
-
-
-def launch_gemm(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    *,
-    accumulate: bool,
-    tile: Tile,
-    starts: Tensor | None = None,
-) -> None:
+def launch_gemm(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None:
     """Launch the kernel with a given tile; scales in the blocked layout."""
+    a, b, offs, _, bias = inputs
     assert {a.scale_layout, b.scale_layout} == {"blocked"}
     assert tile.bm == _SCALE_ROWS
     k_grouped = len(b.shape) == 2
-    tiles, programs = tile_list(a, b, offs, tile, _SCALE_ROWS, starts)
+    tiles, programs = tile_list(inputs, tile, _SCALE_ROWS)
     tensors = (
         *tma_descriptors(a, b, tile), a.global_scale, b.global_scale,
         None if bias is None else bias.contiguous(), out, tiles,

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
-from ..formats.tensor import BlockScaled
 from ..gemm._hopper import PASS, shared_layouts
 from ..gemm._hopper_launch import (
     TmaTensor,
@@ -29,6 +29,7 @@ from . import heuristics
 from ._hopper_kernel import grouped_mm_kernel
 from ._schedule import MAX_GROUPS, group_spans, row_tiles
 from .heuristics import Problem, Tile
+from .ops import Inputs
 
 Choose = Callable[[Problem], tuple[Tile, float]]
 
@@ -68,64 +69,30 @@ def reject(request: Request) -> str | None:
     return f"takes at most {MAX_GROUPS} groups, these are {groups}" if groups > MAX_GROUPS else None
 
 
-@kernel(
-    "m_grouped",
-    "hopper",
+_entry = functools.partial(
+    kernel,
+    backend="hopper",
     sm=(90, 90),
-    formats=[("fp8_1x128", "fp8_128x128")],
     layouts={"fp8_1x128": "mn_major", "fp8_128x128": "grid"},
     priority=25,
     reject=reject,
     forecast=forecast,
     precompile_key=precompile_key,
 )
-def m_grouped(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None,
-    accumulate: bool,
-    starts: Tensor | None = None,
-) -> None:
-    """Gluon: warp-specialised m-grouped FP8 GEMM, promoted after every 128 of K"""
-    run(a, b, offs, out, bias, accumulate=accumulate, choose=heuristics.choose, launch=launch, starts=starts)
 
 
-@kernel(
-    "k_grouped",
-    "hopper",
-    sm=(90, 90),
-    formats=[("fp8_1x128", "fp8_1x128")],
-    layouts={"fp8_1x128": "mn_major"},
-    priority=25,
-    reject=reject,
-    forecast=forecast,
-    precompile_key=precompile_key,
-)
-def k_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
-) -> None:
-    """Gluon: warp-specialised k-grouped FP8 GEMM, promoted after every 128 tokens"""
-    run(a, b, offs, out, None, accumulate=accumulate, choose=heuristics.choose, launch=launch)
+@_entry("m_grouped", formats=[("fp8_1x128", "fp8_128x128")])
+@_entry("k_grouped", formats=[("fp8_1x128", "fp8_1x128")])
+def scaled_grouped_mm(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
+    """Gluon: warp-specialised grouped FP8 GEMM, promoted after every 128 of K"""
+    run(inputs, out, accumulate=accumulate, choose=heuristics.choose, launch=launch)
 
 
-def run(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    *,
-    accumulate: bool,
-    choose: Choose,
-    launch: Callable[..., None],
-    starts: Tensor | None = None,
-) -> None:
+def run(inputs: Inputs, out: Tensor, *, accumulate: bool, choose: Choose, launch: Callable[..., None]) -> None:
     """Choose a tile and launch into `out`, or into a buffer and a second pass if TMA cannot store to `out`."""
     if out.numel() == 0:
         return
+    a, b, offs, starts, _ = inputs
     direct = _is_matrix(out) and is_tma_writable(out.view(-1, out.shape[-1]))
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
     fp32_out, in_kernel = dtype == torch.float32, accumulate and direct  # in_kernel: c += in the epilogue
@@ -133,13 +100,12 @@ def run(
     tile, _ = choose(Problem(*sizes, len(b.shape) == 2, fp32_out, sm_count(out.device), in_kernel))
     with current_cuda_device(out.device):  # kernels launch on the current device
         if direct:
-            matrix = out.view(-1, out.shape[-1])
-            return launch(a, b, offs, matrix, bias, accumulate=accumulate, tile=tile, starts=starts)
+            return launch(inputs, out.view(-1, out.shape[-1]), tile, accumulate=accumulate)
         # TMA cannot store to `out`: its rows are not aligned to 16 bytes (odd N, or a caller's buffer)
         product = empty_for_tma((out.shape[:-1].numel(), out.shape[-1]), dtype, out.device)
         if accumulate and starts is not None:
             product.zero_()  # the kernel does not write rows of no group; the second pass adds all rows
-        launch(a, b, offs, product, bias, accumulate=False, tile=tile, starts=starts)
+        launch(inputs, product, tile, accumulate=False)
         finish(product.unflatten(0, out.shape[:-1]), out, None, accumulate=accumulate)
 
 
@@ -148,19 +114,10 @@ def _is_matrix(out: Tensor) -> bool:
     return out.dim() == 2 or out.stride(0) == out.shape[1] * out.stride(1)
 
 
-def launch(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    *,
-    accumulate: bool,
-    tile: Tile,
-    starts: Tensor | None = None,
-) -> None:
+def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None:
     """Launch the kernel with a given tile. out: a matrix; for k-grouped, the outputs of all groups stacked."""
     assert is_tma_addressable(out), "TMA would write to a copy of the output"
+    a, b, offs, starts, bias = inputs
     k_grouped, groups = len(b.shape) == 2, offs.shape[0]
     m, n, k = a.rows, b.rows, a.length
     a_codes, b_codes, a_scale = unpadded(a.data, k), b.data, a.scale.mT

@@ -9,7 +9,6 @@ import functools
 import torch
 from torch import Tensor
 
-from ..formats.tensor import BlockScaled
 from ..gemm._hopper import LANGUAGE
 from ..gemm._hopper_launch import TmaTensor, is_tma_addressable, start_kernel, unpadded
 from ..gemm._hopper_mx import CODES, LAYOUTS, PAIRS, scale_words, shared_layout
@@ -21,6 +20,7 @@ from ._hopper_mx_kernel import grouped_mm_mx_kernel
 from ._schedule import row_tiles
 from .heuristics import Tile
 from .heuristics_mx import choose
+from .ops import Inputs
 
 
 @kernel(
@@ -34,33 +34,15 @@ from .heuristics_mx import choose
     forecast=functools.partial(_hopper.forecast, choose=choose),
     precompile_key=functools.partial(_hopper.precompile_key, choose=choose),
 )
-def m_grouped_mx(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None,
-    accumulate: bool,
-    starts: Tensor | None = None,
-) -> None:
+def scaled_grouped_mm_mx(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """Gluon: warp-specialised m-grouped MXFP8 GEMM, promoted after every 32 of K"""
-    _hopper.run(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
+    _hopper.run(inputs, out, accumulate=accumulate, choose=choose, launch=launch)
 
 
-def launch(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    *,
-    accumulate: bool,
-    tile: Tile,
-    starts: Tensor | None = None,
-) -> None:
+def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None:
     """Launch the kernel with a given tile."""
     assert is_tma_addressable(out), "TMA would write to a copy of the output"
+    a, b, offs, starts, bias = inputs
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     m, n, k = a.rows, b.rows, a.length
     a_codes, b_codes = unpadded(a.data, k), unpadded(b.data.flatten(0, 1), k)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..formats.spec import BF16_EXACT_PAIRS
-from ..formats.tensor import BlockScaled
 from ..gemm._hopper import LANGUAGE
 from ..gemm._hopper_launch import TmaTensor, is_tma_addressable, start_kernel
 from ..gemm._hopper_mx import shared_layout
@@ -27,10 +26,9 @@ from ._hopper_upcast_kernel import grouped_mm_upcast_kernel
 from ._schedule import group_spans, row_tiles
 from .heuristics import Tile
 from .heuristics_upcast import choose
+from .ops import Inputs
 
 _STAGE_K = 64  # K of one pipeline stage: 128 bytes
-_forecast = functools.partial(_hopper.forecast, choose=choose)
-_precompile_key = functools.partial(_hopper.precompile_key, choose=choose)
 
 
 def _reject(request: Request) -> str | None:
@@ -44,61 +42,30 @@ def _defer(request: Request) -> str | None:
     return "upcasts the weights of all experts, too slow for few rows" if "starts" in request.options else None
 
 
-@kernel(
-    "m_grouped",
-    "hopper_upcast",
+_entry = functools.partial(
+    kernel,
+    backend="hopper_upcast",
     sm=(90, 90),
     formats=BF16_EXACT_PAIRS,
     priority=20,
     reject=_reject,
     defer=_defer,
-    forecast=_forecast,
-    precompile_key=_precompile_key,
+    forecast=functools.partial(_hopper.forecast, choose=choose),
+    precompile_key=functools.partial(_hopper.precompile_key, choose=choose),
 )
-def m_grouped(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None,
-    accumulate: bool,
-    starts: Tensor | None = None,
-) -> None:
-    """exact upcast, then Gluon: warp-specialised m-grouped bf16 GEMM"""
-    _hopper.run(a, b, offs, out, bias, accumulate=accumulate, choose=choose, launch=launch, starts=starts)
 
 
-@kernel(
-    "k_grouped",
-    "hopper_upcast",
-    sm=(90, 90),
-    formats=BF16_EXACT_PAIRS,
-    priority=20,
-    reject=_reject,
-    forecast=_forecast,
-    precompile_key=_precompile_key,
-)
-def k_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
-) -> None:
-    """exact upcast, then Gluon: warp-specialised k-grouped bf16 GEMM"""
-    _hopper.run(a, b, offs, out, None, accumulate=accumulate, choose=choose, launch=launch)
+@_entry("m_grouped")
+@_entry("k_grouped")
+def scaled_grouped_mm(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
+    """exact upcast, then Gluon: warp-specialised grouped bf16 GEMM"""
+    _hopper.run(inputs, out, accumulate=accumulate, choose=choose, launch=launch)
 
 
-def launch(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    *,
-    accumulate: bool,
-    tile: Tile,
-    starts: Tensor | None = None,
-) -> None:
+def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None:
     """Upcast both operands and launch the kernel. out: a matrix; for k-grouped, the outputs of all groups stacked."""
     assert is_tma_addressable(out), "TMA would write to a copy of the output"
+    a, b, offs, starts, bias = inputs
     x, y = exact_bf16(a), exact_bf16(b)
     k_grouped = y.dim() == 2
     tile_list = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1, starts)

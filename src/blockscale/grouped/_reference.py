@@ -16,20 +16,13 @@ from ..formats.tensor import BlockScaled
 from ..gemm._reference import block_product, exact_product
 from ..gemm.ops import finish
 from ..registry import kernel
+from .ops import Inputs
 
 
 @kernel("m_grouped", "reference", devices=(), priority=-100)
-def m_grouped(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None,
-    accumulate: bool,
-    starts: Tensor | None = None,
-) -> None:
+def m_grouped(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """exact torch reference, group by group"""
+    a, b, offs, starts, bias = inputs
     end = 0
     for group, (start, end) in enumerate(_spans(offs, starts)):
         product = block_product(_rows(a, group, start, end), _matrix(b, group))
@@ -39,10 +32,9 @@ def m_grouped(
 
 
 @kernel("k_grouped", "reference", devices=(), priority=-100)
-def k_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
-) -> None:
+def k_grouped(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """exact torch reference, group by group"""
+    a, b, offs, _, _ = inputs
     for group, (start, end) in enumerate(_spans(padded_ends(offs))):
         product = block_product(_tokens(a, group, start, end), _tokens(b, group, start, end))
         finish(product, out[group], None, accumulate=accumulate)

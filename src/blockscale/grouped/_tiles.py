@@ -22,6 +22,7 @@ from ..formats.tensor import BlockScaled
 from ..gemm._tiles import Tile, store_tile, tile_at
 from ..registry import Request
 from ._schedule import MAX_GROUPS, ROW_ALIGN, group_spans, row_tiles
+from .ops import Inputs
 
 
 @triton.jit
@@ -78,10 +79,9 @@ def store_group(
         store_tile(acc, c_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, end, N, c_m, c_n, False, False, False, INTERPRETED)
 
 
-def tile_list(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, tile: Tile, align: int = ROW_ALIGN, starts: Tensor | None = None
-) -> tuple[Tensor, int]:
+def tile_list(inputs: Inputs, tile: Tile, align: int = ROW_ALIGN) -> tuple[Tensor, int]:
     """List that `tile_coords` reads, and the number of programs to launch. align: row alignment of m-grouped tiles."""
+    a, b, offs, starts, _ = inputs
     columns = ceil_div(b.rows, tile.bn)
     if len(b.shape) == 2:
         return group_spans(offs), offs.shape[0] * ceil_div(a.rows, tile.bm) * columns

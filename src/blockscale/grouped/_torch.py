@@ -16,6 +16,7 @@ from ..formats.spec import BF16_EXACT_PAIRS, FORMATS
 from ..formats.tensor import BlockScaled
 from ..gemm.ops import exact_bf16, finish
 from ..registry import Request, kernel
+from .ops import Inputs
 
 
 def _reject(request: Request) -> str | None:
@@ -45,10 +46,9 @@ def _reject_cuda(request: Request) -> str | None:
 
 
 @kernel("m_grouped", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10, reject=_reject)
-def m_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: Tensor | None, accumulate: bool
-) -> None:
+def m_grouped(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """exact upcast, then F.grouped_mm"""
+    a, b, offs, _, bias = inputs
     group, _ = locate(torch.arange(a.rows, device=a.device), offs.to(torch.int64))
     inside = (group < offs.shape[0])[:, None]
     group = group.clamp(max=offs.shape[0] - 1)
@@ -64,10 +64,9 @@ def m_grouped(
 
 
 @kernel("k_grouped", "torch", devices=("cpu", "cuda"), formats=BF16_EXACT_PAIRS, priority=10, reject=_reject)
-def k_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
-) -> None:
+def k_grouped(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """exact upcast, then F.grouped_mm over padded groups"""
+    a, b, offs, _, _ = inputs
     product = _grouped_mm(a, b, padded_ends(offs).to(torch.int32))
     for q in (a, b):
         if q.global_scale is not None:

@@ -19,12 +19,12 @@ from torch import Tensor
 from ..casts._device_decode import decode_config
 from ..formats.layout import ceil_div
 from ..formats.spec import FORMATS, LEGAL_PAIRS
-from ..formats.tensor import BlockScaled
 from ..gemm._triton import DEVICES, INTERPRETED, accumulate_k_blocks, data_of, dot_type, scale_of, tile_shape
 from ..hardware import capability
 from ..launch import launch
 from ..registry import kernel
 from ._tiles import count_tiles, group_strides, reject, store_group, tile_coords, tile_list
+from .ops import Inputs
 
 
 @triton.jit(do_not_specialize=["groups", "M"])
@@ -62,38 +62,10 @@ K_PAIRS = [pair for pair in M_PAIRS if not FORMATS[pair[1]].is_2d]
 
 
 @kernel("m_grouped", "triton", devices=DEVICES, sm=(80, 999), formats=M_PAIRS, priority=8, reject=reject)
-def m_grouped(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None,
-    accumulate: bool,
-    starts: Tensor | None = None,
-) -> None:
-    """Triton: m-grouped GEMM, FP8 dot and promotion, or exact upcast in the kernel"""
-    _launch(a, b, offs, out, bias, accumulate=accumulate, starts=starts)
-
-
 @kernel("k_grouped", "triton", devices=DEVICES, sm=(80, 999), formats=K_PAIRS, priority=8, reject=reject)
-def k_grouped(
-    a: BlockScaled, b: BlockScaled, offs: Tensor, out: Tensor, *, bias: None = None, accumulate: bool
-) -> None:
-    """Triton: k-grouped GEMM, FP8 dot and promotion, or exact upcast in the kernel"""
-    _launch(a, b, offs, out, None, accumulate=accumulate)
-
-
-def _launch(
-    a: BlockScaled,
-    b: BlockScaled,
-    offs: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    *,
-    accumulate: bool,
-    starts: Tensor | None = None,
-) -> None:
+def scaled_grouped_mm(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
+    """Triton: FP8 dot and promotion, or exact upcast in the kernel"""
+    a, b, offs, _, bias = inputs
     sm = 0 if INTERPRETED else capability(out.device).sm
     k_grouped, is_fp8 = len(b.shape) == 2, a.spec.family == "fp8"
     dot = dot_type(sm, is_fp8=is_fp8)
@@ -101,7 +73,7 @@ def _launch(
     tile = tile_shape(a.rows if k_grouped else ceil_div(a.rows, offs.shape[0]), is_fp8=is_fp8, sm=sm)
     (sa, sa_strides), (sb, sb_strides) = scale_of(a), scale_of(b)
     b_group, sb_group = (0, 0) if k_grouped else (b.data.stride(0), sb.stride(0))
-    tiles, programs = tile_list(a, b, offs, tile, starts=starts)
+    tiles, programs = tile_list(inputs, tile)
     tensors = (
         data_of(a, dot), data_of(b, dot), sa, sb, a.global_scale, b.global_scale,
         None if bias is None else bias.contiguous(), out, tiles,

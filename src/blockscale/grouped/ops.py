@@ -6,6 +6,7 @@ operand may be sharded: `starts` and `offs` count the tokens of the whole operan
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,16 @@ from ..gemm.ops import cut_rows, product_flops, product_options
 from ..hardware import Capability, capability
 from ..library import Sharding, define_op, empty
 from ..registry import Request, select
+
+
+class Inputs(NamedTuple):
+    """Inputs of a grouped GEMM's kernel, as `scaled_grouped_mm` takes them.  starts, bias: None if k-grouped."""
+
+    a: BlockScaled
+    b: BlockScaled
+    offs: Tensor
+    starts: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def grouped_request(
@@ -67,8 +78,7 @@ def _launch(
     flags = {"bias": bias is not None, "accumulate": accumulate, "starts": starts is not None}
     kernel = select(grouped_request(a, b, offs.shape[0], out.dtype, **flags))
     a, b = (q.with_layout(kernel.layouts.get(q.format, q.scale_layout)) for q in (a, b))
-    options = {} if starts is None else {"starts": starts}  # kernels that reject `starts` have no such parameter
-    kernel.launch(a, b, offs, out, bias=bias, accumulate=accumulate, **options)
+    kernel.launch(Inputs(a, b, offs, starts, bias), out, accumulate=accumulate)
 
 
 def _allocate(
