@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, message
+from ..errors import DtypeError, message, refuse
 from ..formats.cast_spec import CastSpec, as_cast_spec
 from ..formats.checks import check_flag, in_words
 from ..formats.stochastic import Stochastic
@@ -122,13 +122,11 @@ def dequantize(
     if offs is None and (per_group or q.group_align):
         rule = "groups that were padded or have their own tensor scales need their ends"
         fix = "pass the offs that it was cast with"
-        raise OptionError(message(f"{q} without offs", rule=rule, fix=fix))
+        refuse(f"{q} without offs", rule, fix)
     check_offs(offs, q.device, len(q.shape))
     check_group_count(q, offs, "q")
     if rotated and q.group_align:
-        raise OptionError(
-            message("rotated=True for a k-grouped operand", rule="its groups are padded", fix="leave rotated out")
-        )
+        refuse("rotated=True for a k-grouped operand", "its groups are padded", "leave rotated out")
     if rotated:  # as an unrotated operand of the stored length
         shape = (*q.shape[:-1], q.length) if q.axis == -1 else (*q.shape[:-2], q.length, q.shape[-1])
         q = replace(q, shape=shape, hadamard=None)
@@ -151,4 +149,4 @@ def _with_options(format: str | CastSpec, options: tuple[Any, ...]) -> CastSpec:
     }
     what = f"{', '.join(name for name, on in given.items() if on)} beside a CastSpec"
     rule, fix = "a CastSpec holds all options of its cast", "put them into the CastSpec, or pass the format by name"
-    raise OptionError(message(what, rule=rule, fix=fix))
+    refuse(what, rule, fix)

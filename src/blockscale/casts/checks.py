@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
+from ..errors import DeviceError, DtypeError, ShapeError, message, refuse
 from ..formats.cast_spec import Cast, CastSpec, as_cast, check_amax
 from ..formats.checks import check_tensor, in_words
 from ..formats.tensor import BlockScaled
@@ -41,12 +41,12 @@ def resolve_cast(x: Tensor, spec: str | CastSpec, offs: Tensor | None) -> Cast:
     if offs is not None and plan.spec.is_2d:
         rule = "a 2-D block would span groups; groups of tokens take formats with 1-D blocks"
         fix = "use mxfp8_e4m3, nvfp4 or fp8_1x128 for grouped activations"
-        raise OptionError(message(f"offs given for {plan.format}", rule=rule, fix=fix))
+        refuse(f"offs given for {plan.format}", rule, fix)
     groups = 0 if amax is None else amax.dim()
     if (plan.grouped_amax or groups) and offs is None and x.dim() != 3:
         rule = "groups are the leading axis of a rank-3 tensor, or are given by offs"
         fix = "pass offs, or amax='tensor'"
-        raise OptionError(message(f"an amax per group for shape {tuple(x.shape)}", rule=rule, fix=fix))
+        refuse(f"an amax per group for shape {tuple(x.shape)}", rule, fix)
     if groups and amax is not None:
         want = x.shape[0] if offs is None else offs.shape[0]
         if amax.shape[0] != want:
@@ -60,7 +60,7 @@ def _check_signs(amax: Tensor) -> None:
     if lowest < 0:
         rule = "a maximum of magnitudes is not negative (on a GPU, and while tracing, the cast gives NaN)"
         fix = "pass x.abs().amax().float()"
-        raise OptionError(message(f"amax has {lowest}", rule=rule, fix=fix))
+        refuse(f"amax has {lowest}", rule, fix)
 
 
 def check_offs(offs: Tensor | None, device: torch.device, rank: int, *, required: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, ShapeError, message
+from ..errors import DtypeError, ShapeError, message, refuse
 from ..formats.cast_spec import Cast, CastSpec
 from ..formats.checks import check_number, check_tensor
 from ..formats.layout import check_group_ends
@@ -276,4 +276,4 @@ def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     check_same_device(weight, "weight", x, "x")
     check_number(eps, "eps", "it is added to a mean of squares", "pass eps=1e-6")
     if eps < 0:
-        raise OptionError(message(f"eps={eps}", rule="it is added to a mean of squares", fix="pass eps=1e-6"))
+        refuse(f"eps={eps}", "it is added to a mean of squares", "pass eps=1e-6")

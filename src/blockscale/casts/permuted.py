@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, ShapeError, message
+from ..errors import DtypeError, ShapeError, message, refuse
 from ..formats.cast_spec import Cast, CastPlan
 from ..formats.checks import check_tensor
 from ..formats.layout import check_group_ends
@@ -169,8 +169,8 @@ def check_copied_rows(plan: CastPlan) -> None:
     """Raise unless rows of the cast can be gathered: 1-D blocks, round to nearest."""
     if plan.spec.is_2d:
         rule, fix = "rows are gathered one by one, and a 2-D block belongs to several", "use a format with 1-D blocks"
-        raise OptionError(message(f"quantize_permute to {plan.format}", rule=rule, fix=fix))
+        refuse(f"quantize_permute to {plan.format}", rule, fix)
     if plan.stream is not None:
         rule = "a row is cast once, so its copies would share their random words"
         fix = "use permute_quantize_both, or quantize(x[indices], ...)"
-        raise OptionError(message("quantize_permute with stochastic rounding", rule=rule, fix=fix))
+        refuse("quantize_permute with stochastic rounding", rule, fix)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, check_name, message
+from ..errors import check_name, refuse
 from .checks import check_flag, in_words, is_dense
 from .hadamard import DEFAULT_MASKS
 from .spec import Format, check_layout, check_rule, get_format
@@ -79,25 +79,19 @@ class CastSpec:
         if isinstance(self.amax, str):
             check_name(self.amax, ("tensor", "group"), "amax scope")
         if spec.family != "nvfp4" and not (isinstance(self.amax, str) and self.amax == "tensor"):
-            raise OptionError(
-                message(f"amax given for {spec.name}", rule="only NVFP4 has a tensor scale", fix="leave amax out")
-            )
+            refuse(f"amax given for {spec.name}", "only NVFP4 has a tensor scale", "leave amax out")
         check_flag(self.satfinite, "satfinite")
         if self.satfinite and spec.family != "mx":
-            raise OptionError(
-                message(f"satfinite given for {spec.name}", rule="satfinite is an MX option", fix="leave it out")
-            )
+            refuse(f"satfinite given for {spec.name}", "satfinite is an MX option", "leave it out")
         mask = _hadamard_mask(spec, self.hadamard)
         stream, origin, first_group = None, None, 0
         if isinstance(self.rounding, Stochastic):
             self.rounding.check()
             if self.role is None:
-                raise OptionError(
-                    message(
-                        "stochastic rounding without a role",
-                        rule="every operand of a layer has its own stream of random words",
-                        fix="pass role='dgrad_dy' (or another of fprop_x, fprop_w, dgrad_w, wgrad_dy, wgrad_x)",
-                    )
+                refuse(
+                    "stochastic rounding without a role",
+                    "every operand of a layer has its own stream of random words",
+                    "pass role='dgrad_dy' (or another of fprop_x, fprop_w, dgrad_w, wgrad_dy, wgrad_x)",
                 )
             stream = stream_id(self.rounding.name, self.role)
             origin, first_group = self.rounding.origin, self.rounding.first_group
@@ -123,12 +117,10 @@ _CACHED_PLANS: dict[str, CastPlan] = {}
 
 def _check_rounding(rounding: str) -> None:
     if isinstance(rounding, str) and rounding == "stochastic":  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(
-            message(
-                "rounding='stochastic'",
-                rule="random words need a seed, a tick and the name of the layer",
-                fix="pass rounding=Stochastic(rng_state(seed), name='layers.0.mlp.down_proj') and a role",
-            )
+        refuse(
+            "rounding='stochastic'",
+            "random words need a seed, a tick and the name of the layer",
+            "pass rounding=Stochastic(rng_state(seed), name='layers.0.mlp.down_proj') and a role",
         )
     check_name(rounding, ("nearest",), "rounding")
 
@@ -144,28 +136,22 @@ def _hadamard_mask(spec: Format, hadamard: bool | int) -> int | None:
 def check_mask(spec: Format, mask: int) -> None:
     """Raise unless a format has rotations, and this is the sign mask of one."""
     if spec.hadamard == 0 or spec.is_2d:
-        raise OptionError(
-            message(
-                f"Hadamard transform asked for {spec.name}",
-                rule="it exists for mxfp4 (groups of 32) and nvfp4 with 1x16 blocks (groups of 16)",
-                fix="leave hadamard out",
-            )
+        refuse(
+            f"Hadamard transform asked for {spec.name}",
+            "it exists for mxfp4 (groups of 32) and nvfp4 with 1x16 blocks (groups of 16)",
+            "leave hadamard out",
         )
     if not isinstance(mask, int) or mask in (0, 1, 16, 32):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(
-            message(
-                f"hadamard={in_words(mask)}",
-                rule="it is True, False or a sign mask; this looks like a switch or a group size",
-                fix=f"pass hadamard=True: groups of {spec.hadamard} with mask {DEFAULT_MASKS[spec.hadamard]:#x}",
-            )
+        refuse(
+            f"hadamard={in_words(mask)}",
+            "it is True, False or a sign mask; this looks like a switch or a group size",
+            f"pass hadamard=True: groups of {spec.hadamard} with mask {DEFAULT_MASKS[spec.hadamard]:#x}",
         )
     if not 0 <= mask < 1 << spec.hadamard:
-        raise OptionError(
-            message(
-                f"Hadamard sign mask {mask:#x} for {spec.name}",
-                rule=f"the mask has one bit for each of the {spec.hadamard} values of a group",
-                fix="pass hadamard=True for the default mask",
-            )
+        refuse(
+            f"Hadamard sign mask {mask:#x} for {spec.name}",
+            f"the mask has one bit for each of the {spec.hadamard} values of a group",
+            "pass hadamard=True for the default mask",
         )
 
 
@@ -290,12 +276,10 @@ def check_amax(amax: Tensor | None, device: torch.device) -> None:
         return
     if not isinstance(amax, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "a supplied amax is a float32 tensor, so that the host does not synchronize"
-        raise OptionError(message(f"amax is a {type(amax).__name__}", rule=rule, fix="pass x.abs().amax().float()"))
+        refuse(f"amax is a {type(amax).__name__}", rule, "pass x.abs().amax().float()")
     if not is_dense(amax) or amax.dtype != torch.float32 or amax.dim() > 1 or amax.device != device:
-        raise OptionError(
-            message(
-                f"amax is {in_words(amax)} on {amax.device}",
-                rule=f"a supplied amax is float32, [] for the tensor or [G] for its groups, on {device}",
-                fix="pass x.abs().amax().float(), max-reduced over ranks where the tensor is sharded",
-            )
+        refuse(
+            f"amax is {in_words(amax)} on {amax.device}",
+            f"a supplied amax is float32, [] for the tensor or [G] for its groups, on {device}",
+            "pass x.abs().amax().float(), max-reduced over ranks where the tensor is sharded",
         )

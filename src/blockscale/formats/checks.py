@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ..errors import DeviceError, DtypeError, OptionError, message
+from ..errors import DeviceError, DtypeError, message, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,7 +80,7 @@ def check_int(value: object, name: str, rule: str, *, least: int = 0, most: int 
     """Raise unless value is an integer from `least` to `most`; bools are refused."""
     if not _is_whole(value) or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
         bounds = f"of {least} or more" if most == 2**63 - 1 else f"from {least} to {most}"
-        raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=f"pass an int {bounds}"))
+        refuse(f"{name}={in_words(value)}", rule, f"pass an int {bounds}")
 
 
 def check_sizes(**sizes: object) -> None:
@@ -94,23 +94,19 @@ def check_number(value: object, name: str, rule: str, fix: str) -> None:
     # plain types first: torch.compile cannot trace the check against numbers.Real
     real = isinstance(value, int | float) or isinstance(value, numbers.Real)  # noqa: SIM101
     if isinstance(value, bool) or not real or not -math.inf < value < math.inf:  # pyright: ignore[reportOperatorIssue]
-        raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=fix))
+        refuse(f"{name}={in_words(value)}", rule, fix)
 
 
 def check_flag(value: object, name: str) -> None:
     """Raise unless it is True or False."""
     if not isinstance(value, bool):
-        raise OptionError(
-            message(
-                f"{name}={in_words(value)}", rule=f"{name} is True or False", fix=f"pass {name}=True or leave it out"
-            )
-        )
+        refuse(f"{name}={in_words(value)}", f"{name} is True or False", f"pass {name}=True or leave it out")
 
 
 def check_text(value: object, name: str, example: str) -> None:
     """Raise unless it is text."""
     if not isinstance(value, str):
-        raise OptionError(message(f"{name}={in_words(value)}", rule=f"{name} is text", fix=f"pass {name}={example!r}"))
+        refuse(f"{name}={in_words(value)}", f"{name} is text", f"pass {name}={example!r}")
 
 
 def check_device(device: object) -> None:
@@ -142,23 +138,19 @@ def check_place(device: object, dtype: object) -> None:
 def check_model(model: object, rule: str) -> None:
     """Raise unless model is a torch.nn.Module."""
     if not isinstance(model, Module):
-        raise OptionError(
-            message(
-                f"a model that is a {type(model).__name__}", rule=rule, fix="pass the model itself, a torch.nn.Module"
-            )
-        )
+        refuse(f"a model that is a {type(model).__name__}", rule, "pass the model itself, a torch.nn.Module")
 
 
 def check_kind(value: object, kind: type, name: str, rule: str, fix: str) -> None:
     """Raise unless value is None or an instance of `kind`."""
     if value is not None and not isinstance(value, kind):
-        raise OptionError(message(f"{name} is {in_words(value)}", rule=rule, fix=fix))
+        refuse(f"{name} is {in_words(value)}", rule, fix)
 
 
 def check_pair_of(values: object, name: str, rule: str) -> None:
     """Raise unless it is a tuple of two."""
     if not isinstance(values, tuple) or len(values) != 2:
-        raise OptionError(message(f"{name} is {in_words(values)}", rule=rule, fix=f"pass {name}=(None, None)"))
+        refuse(f"{name} is {in_words(values)}", rule, f"pass {name}=(None, None)")
 
 
 def all_ints(values: Iterable[object]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import OptionError, check_name, message
+from ..errors import check_name, refuse
 from ..names import LEGAL_PAIRS as LEGAL_PAIRS
 from ..names import check_pair as check_pair
 
@@ -174,12 +174,10 @@ def check_rule(spec: Format, rule: str) -> None:
     if isinstance(rule, str) and rule in spec.rules:  # pyright: ignore[reportUnnecessaryIsInstance]
         return
     check_name(rule, (*MX_RULES, *NVFP4_RULES, *FP8_RULES), "scale rule")
-    raise OptionError(
-        message(
-            f"scale rule {rule!r} does not exist for {spec.name}",
-            rule=f"{spec.name} takes {' or '.join(spec.rules)}",
-            fix=f"use scale_rule={spec.default_rule()!r} or leave it out",
-        )
+    refuse(
+        f"scale rule {rule!r} does not exist for {spec.name}",
+        f"{spec.name} takes {' or '.join(spec.rules)}",
+        f"use scale_rule={spec.default_rule()!r} or leave it out",
     )
 
 
@@ -188,12 +186,10 @@ def check_layout(spec: Format, layout: str) -> None:
     if isinstance(layout, str) and layout in spec.layouts:  # pyright: ignore[reportUnnecessaryIsInstance]
         return
     check_name(layout, ("plain", "mn_major", "grid", "blocked"), "scale layout")
-    raise OptionError(
-        message(
-            f"scale layout {layout!r} does not exist for {spec.name}",
-            rule=f"{spec.name} scales are stored as {' or '.join(spec.layouts)}",
-            fix=f"use scale_layout={spec.default_layout!r} or leave it out",
-        )
+    refuse(
+        f"scale layout {layout!r} does not exist for {spec.name}",
+        f"{spec.name} scales are stored as {' or '.join(spec.layouts)}",
+        f"use scale_layout={spec.default_layout!r} or leave it out",
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, ShapeError, check_name, message
+from ..errors import DtypeError, ShapeError, check_name, message, refuse
 from .checks import all_ints, check_device, check_int, check_text, in_words, is_dense
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
@@ -72,7 +72,7 @@ def whole_number(value: object, name: str, end: int = 2**63) -> int:
     if -(2**63) <= number < end:
         return number
     rule = f"it is a whole number from -2^63 to 2^{end.bit_length() - 1} - 1"
-    raise OptionError(message(f"{name}={in_words(value)}", rule=rule, fix=f"pass {name}=0, or any other int"))
+    refuse(f"{name}={in_words(value)}", rule, f"pass {name}=0, or any other int")
 
 
 def check_seed(seed: object) -> int:
@@ -105,12 +105,10 @@ class Stochastic:
             )
         placed = type(self.origin) is tuple and len(self.origin) == 3 and all_ints(self.origin)
         if self.origin is not None and not placed:
-            raise OptionError(
-                message(
-                    f"origin={self.origin if type(self.origin) is tuple else in_words(self.origin)}",
-                    rule="a shard starts at (row, column) of a tensor with these columns: whole numbers, not negative",
-                    fix="pass (first row, first column, columns of the full tensor)",
-                )
+            refuse(
+                f"origin={self.origin if type(self.origin) is tuple else in_words(self.origin)}",
+                "a shard starts at (row, column) of a tensor with these columns: whole numbers, not negative",
+                "pass (first row, first column, columns of the full tensor)",
             )
         rule = "groups are counted from 0 and share 16 bits of the counter: a whole number, the global index"
         check_int(self.first_group, "first_group", rule, most=65535)
@@ -124,12 +122,10 @@ class Stochastic:
                 )
             )
         if not self.name:
-            raise OptionError(
-                message(
-                    "stochastic rounding without a name",
-                    rule="random words are per layer, so the cast must know the layer's fully qualified name",
-                    fix="pass Stochastic(state, name='layers.0.mlp.down_proj')",
-                )
+            refuse(
+                "stochastic rounding without a name",
+                "random words are per layer, so the cast must know the layer's fully qualified name",
+                "pass Stochastic(state, name='layers.0.mlp.down_proj')",
             )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import env
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..hardware import cuda_driver
 
 Version = tuple[int, int, int]
@@ -175,7 +175,7 @@ def _forced(setting: str, driver: int | None) -> Ptxas:
     else:
         what = f"{SETTING}={setting!r} is of CUDA {version[0]}, and the driver is of CUDA {driver}"
     rule = "it is 'default' or the path of a ptxas that runs here and is not of a later CUDA than the driver"
-    raise OptionError(message(what, rule=rule, fix="correct the path, or unset the variable"))
+    refuse(what, rule, "correct the path, or unset the variable")
 
 
 def _places(own: str, binaries: Path) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..casts.checks import FLOAT_DTYPES
 from ..casts.ops import dequantize_request
-from ..errors import AxisError, DeviceError, DtypeError, OptionError, ShapeError, message
+from ..errors import AxisError, DeviceError, DtypeError, ShapeError, message, refuse
 from ..formats.checks import in_words, is_dense, overlaps
 from ..formats.layout import cuts_length, cuts_rows
 from ..formats.spec import check_pair
@@ -152,7 +152,7 @@ def check_dense(a: BlockScaled, b: BlockScaled) -> None:
     for name, q in (("a", a), ("b", b)):
         if q.group_align or (q.global_scale is not None and q.global_scale.dim()):
             rule, fix = "scaled_mm takes operands without groups", "use scaled_grouped_mm with offs"
-            raise OptionError(message(f"{name} is {q}", rule=rule, fix=fix))
+            refuse(f"{name} is {q}", rule, fix)
 
 
 def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) -> None:
@@ -184,7 +184,7 @@ def check_contraction(a: BlockScaled, b: BlockScaled) -> None:
     if a.hadamard != b.hadamard:
         rule = "a rotation cancels only when both operands have the same one"
         fix = "cast both with the same hadamard option"
-        raise OptionError(message(f"a has Hadamard mask {a.hadamard}, b {b.hadamard}", rule=rule, fix=fix))
+        refuse(f"a has Hadamard mask {a.hadamard}, b {b.hadamard}", rule, fix)
 
 
 def check_output(dtype: torch.dtype) -> None:
@@ -202,10 +202,10 @@ def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], 
     if acc.requires_grad and torch.is_grad_enabled():
         rule = "a product is added to the buffer in place, and autograd does not see it"
         fix = "pass accumulate.detach(), or call under torch.no_grad()"
-        raise OptionError(message(f"accumulate requires grad: {acc.dtype} {tuple(acc.shape)}", rule=rule, fix=fix))
+        refuse(f"accumulate requires grad: {acc.dtype} {tuple(acc.shape)}", rule, fix)
     if bias is not None:
         fix = "add the bias yourself"
-        raise OptionError(message("bias and accumulate together", rule="an accumulated product has no bias", fix=fix))
+        refuse("bias and accumulate together", "an accumulated product has no bias", fix)
     sound = is_dense(acc) and acc.dtype in ACCUMULATOR_DTYPES and tuple(acc.shape) == shape
     if not sound or acc.device != device:
         rule, fix = f"the buffer is float32 or bfloat16 {shape} on {device}", "allocate it with torch.zeros"
@@ -214,7 +214,7 @@ def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], 
         what = f"accumulate {tuple(acc.shape)} has strides {acc.stride()}: elements share memory"
         rule = "every element of a product is added to memory of its own"
         fix = "pass accumulate.contiguous(), or allocate it with torch.zeros"
-        raise OptionError(message(what, rule=rule, fix=fix))
+        refuse(what, rule, fix)
 
 
 def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:

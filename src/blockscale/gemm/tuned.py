@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import env
-from ..errors import OptionError, message
+from ..errors import message, refuse
 from ..formats.layout import round_up
 from ..registry import log
 from .heuristics import BLOCK, SUBTILE_M, Plan, Problem, Tile, candidates
@@ -124,7 +124,7 @@ def own_file(gpu: str, sms: int) -> Path:
     setting = env.get(SETTING)
     if setting == OFF:
         rule = "it names the folder of tuned plans, and off disables them"
-        raise OptionError(message(f"{SETTING}={OFF}", rule=rule, fix="unset it, or name a file to write"))
+        refuse(f"{SETTING}={OFF}", rule, "unset it, or name a file to write")
     return _own_folder(setting) / file_name(gpu, sms)
 
 

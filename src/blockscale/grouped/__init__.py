@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..casts.checks import check_group_count, check_offs
-from ..errors import DtypeError, OptionError, ShapeError, message
+from ..errors import DtypeError, ShapeError, message, refuse
 from ..formats.checks import in_words, is_dense
 from ..formats.spec import partners_of
 from ..formats.tensor import BlockScaled
@@ -77,9 +77,7 @@ def scaled_grouped_mm(
     check_output(out_dtype)
     if bias is not None:
         if len(b.shape) != 3:
-            raise OptionError(
-                message("bias in a k-grouped product", rule="weight gradients have no bias", fix="leave it out")
-            )
+            refuse("bias in a k-grouped product", "weight gradients have no bias", "leave it out")
         check_bias(bias, (b.shape[0], b.rows), a.device)
     return multiply_grouped(a, b, offs, out_dtype, bias, None, starts)
 
@@ -91,7 +89,7 @@ def check_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor |
     shape = _check_k_grouped(a, b, offs)
     if starts is not None:
         rule, fix = "the cast of the operands sets where the tokens of a group start", "leave it out"
-        raise OptionError(message("starts in a k-grouped product", rule=rule, fix=fix))
+        refuse("starts in a k-grouped product", rule, fix)
     return shape
 
 
@@ -100,7 +98,7 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tenso
     if isinstance(a, BlockScaled) and a.spec.is_2d:  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "a 2-D block of rows would span groups"
         fix = f"cast a with 1-D blocks: {' or '.join(partners_of(b.format))}"
-        raise OptionError(message(f"a is {a}", rule=rule, fix=fix))
+        refuse(f"a is {a}", rule, fix)
     check_operands(a, b, ranks=(2, 3))
     check_contraction(a, b)
     check_offs(offs, a.device, 2, required=True)
@@ -112,9 +110,7 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tenso
     for name, q in (("a", a), ("b", b)):
         check_group_count(q, offs, name)
     if a.group_align:
-        raise OptionError(
-            message(f"a is {a}", rule="an m-grouped product takes rows as they are", fix="cast a with axis=-1")
-        )
+        refuse(f"a is {a}", "an m-grouped product takes rows as they are", "cast a with axis=-1")
     return (a.rows, b.rows)
 
 
@@ -139,7 +135,7 @@ def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int,
         if not q.group_align:
             rule = f"each of the {offs.shape[0]} groups of a k-grouped operand starts a block of its own"
             fix = f"cast it with blockscale.quantize(x, {q.format!r}, axis=-2, offs=offs) and pass .mT"
-            raise OptionError(message(f"{name} is {q}", rule=rule, fix=fix))
+            refuse(f"{name} is {q}", rule, fix)
     for name, q in (("a", a), ("b", b)):
         check_group_count(q, offs, name)
     return (offs.shape[0], a.rows, b.rows)
