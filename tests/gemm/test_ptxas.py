@@ -21,7 +21,7 @@ TOOLKIT = Ptxas("/cuda/bin/ptxas", (13, 0, 88), "toolkit")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No environment variables, empty caches."""
-    for name in (_ptxas.SETTING, *_ptxas.TRITON_VARIABLES, "CUDA_HOME", "CUDA_PATH"):
+    for name in (_ptxas.SETTING, *_ptxas.TRITON_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(_ptxas, "_failures", [])
     for cache in (_ptxas.resolve, version_of):
@@ -88,9 +88,9 @@ def test_binaries_that_do_not_answer_are_dropped(tmp_path: Path) -> None:
     for path in (silent, broken):
         path.chmod(0o755)
     text.write_text("not a program")
-    good, twin = fake(tmp_path / "good", "12.9.86"), fake(tmp_path / "twin", "12.9.86")
+    good, new = fake(tmp_path / "good", "12.9.86"), fake(tmp_path / "new", "13.0.88")
     places = [("none", str(tmp_path / "none")), ("silent", str(silent)), ("broken", str(broken)), ("text", str(text))]
-    found = probe([*places, ("good", good), ("twin", twin), ("new", fake(tmp_path / "new", "13.0.88"))])
+    found = probe([*places, ("good", good), ("new", new)])
     assert [(one.origin, one.version) for one in found] == [("good", (12, 9, 86)), ("new", (13, 0, 88))]
 
 
@@ -101,29 +101,11 @@ def test_version_is_cached(tmp_path: Path) -> None:
     assert version_of(str(path)) == (12, 9, 86)
 
 
-def test_order_of_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own, the other one in its wheel, the CUDA toolkit, the pip packages, PATH."""
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    on_path = fake(tmp_path / "bin" / "ptxas", "13.1.80")
-    monkeypatch.setattr(_ptxas, "_package_folders", lambda name: [str(tmp_path / name)])
-    wheel = tmp_path / "wheel"
+def test_order_of_locations(tmp_path: Path) -> None:
+    """Triton's own, then the other one in its wheel."""
     for own, other in (("ptxas", "ptxas-blackwell"), ("ptxas-blackwell", "ptxas")):
-        assert [path for _, path in _ptxas._places(str(wheel / own), wheel)] == [
-            str(wheel / own),
-            str(wheel / other),
-            str(tmp_path / "cuda" / "bin" / "ptxas"),
-            str(tmp_path / "nvidia.cu13" / "bin" / "ptxas"),
-            str(tmp_path / "nvidia.cuda_nvcc" / "bin" / "ptxas"),
-            on_path,
-        ]
-
-
-def test_packages_are_found_by_name_and_not_imported() -> None:
-    assert _ptxas._package_folders("no_such_package.inside") == []
-    assert _ptxas._package_folders("blockscale.no_such_part") == []
-    (folder,) = _ptxas._package_folders("blockscale.gemm")
-    assert Path(folder).name == "gemm"
+        found = _ptxas._places(str(tmp_path / own), tmp_path)
+        assert [path for _, path in found] == [str(tmp_path / own), str(tmp_path / other)]
 
 
 @pytest.mark.parametrize("name", _ptxas.TRITON_VARIABLES)

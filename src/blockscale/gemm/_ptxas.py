@@ -1,8 +1,8 @@
 """Choice of the ptxas for the Hopper GEMM: versions from 12.9 on schedule it better than the one of Triton 3.6.
 
-Order: the environment variable, Triton's own if it is new enough, the other one in Triton's wheel, the CUDA toolkit's.
-A ptxas is taken if `ALLOWED` lists it and the driver can load its code; else Triton's default stays. `choice()` gives
-the ptxas and the reason. `_ptxas_hook.py` applies it to launches.
+Order: the environment variable, Triton's own if it is new enough, the other one in Triton's wheel. A ptxas is taken if
+`ALLOWED` lists it and the driver can load its code; else Triton's default stays. `choice()` gives the ptxas and the
+reason. `_ptxas_hook.py` applies it to launches.
 
 Cost: a few `ptxas --version`, once. Triton is imported late, since `doctor` also runs without it.
 """
@@ -10,11 +10,10 @@ Cost: a few `ptxas --version`, once. Triton is imported late, since `doctor` als
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,13 +82,8 @@ def version_of(path: str) -> Version | None:
 
 
 def probe(places: Iterable[tuple[str, str]]) -> list[Ptxas]:
-    """Each ptxas among (origin, path) that answers, in the same order, each version once."""
-    found: dict[Version, Ptxas] = {}
-    for origin, path in places:
-        version = version_of(path)
-        if version is not None:
-            found.setdefault(version, Ptxas(path, version, origin))
-    return list(found.values())
+    """Each ptxas among (origin, path) that answers, in the same order."""
+    return [Ptxas(path, version, origin) for origin, path in places if (version := version_of(path)) is not None]
 
 
 def choose(candidates: Iterable[Ptxas], own: str, triton: tuple[int, int], driver: int | None) -> Choice:
@@ -178,25 +172,7 @@ def _forced(setting: str, driver: int | None) -> Ptxas:
     refuse(what, rule, "correct the path, or unset the variable")
 
 
-def _places(own: str, binaries: Path) -> Iterator[tuple[str, str]]:
-    """Candidate locations, best first: (origin, path)."""
-    yield "Triton's for Hopper", own
-    for path in (binaries / "ptxas-blackwell", binaries / "ptxas"):
-        if str(path) != own:
-            yield "Triton's for other GPUs", str(path)
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if folder := env.of_others(name):
-            yield name, str(Path(folder) / "bin" / "ptxas")
-    for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
-        for folder in _package_folders(package):
-            yield f"package {package}", str(Path(folder) / "bin" / "ptxas")
-    if path := shutil.which("ptxas"):
-        yield "PATH", path
-
-
-def _package_folders(name: str) -> list[str]:
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # the parent package is missing
-        return []
-    return list(spec.submodule_search_locations or ()) if spec else []
+def _places(own: str, binaries: Path) -> list[tuple[str, str]]:
+    """Candidates in Triton's wheel, best first: (origin, path)."""
+    others = (str(binaries / name) for name in ("ptxas-blackwell", "ptxas"))
+    return [("Triton's for Hopper", own), *(("Triton's for other GPUs", path) for path in others if path != own)]
