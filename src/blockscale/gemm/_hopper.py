@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from ..launch import note_persistent_buffer
 from ..library import empty
 from ..registry import Forecast, Request, kernel
 from . import tuned
-from ._gluon import gl
 from ._hopper_kernel import scaled_mm_kernel
 from ._hopper_launch import (
-    TmaTensor,
     empty_for_tma,
     is_tma_addressable,
     is_tma_writable,
@@ -32,7 +30,7 @@ from .heuristics import SUBTILE_M, Plan, Problem, bound, kernel_problem
 from .ops import finish, reject_fp8_of_hopper, reject_fp8_of_vendor
 
 PASS = ", and a pass over the output, whose rows do not start at multiples of 16 bytes"
-LANGUAGE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+Choose = Callable[[Problem, str], tuned.Choice]
 
 
 def _problem(request: Request, count: int) -> Problem:
@@ -49,21 +47,21 @@ def problem_of(request: Request) -> tuple[Problem, str]:
     return _problem(request, DEFAULT_SM_COUNT), elsewhere
 
 
-def forecast(request: Request) -> Forecast:
-    """Plan and time of `scaled_mm`, for this GPU if it is a Hopper."""
+def forecast(request: Request, choose: Choose = tuned.choose) -> Forecast:
+    """Chosen plan and predicted time, for this GPU if it is a Hopper."""
     problem, elsewhere = problem_of(request)
     launched, pass_us = kernel_problem(problem)
-    chosen = tuned.choose(launched, "" if elsewhere else gpu_name(torch.device("cuda")))
+    chosen = choose(launched, "" if elsewhere else gpu_name(torch.device("cuda")))
     flops = 2 * problem.m * problem.n * problem.k
     note = chosen.origin + (PASS if pass_us else "") + elsewhere
     return Forecast(chosen.plan.label, chosen.us + pass_us, flops, *bound(problem), note)
 
 
-def precompile_key(request: Request) -> Hashable:
+def precompile_key(request: Request, choose: Choose = tuned.choose) -> Hashable:
     """Everything that the compiled kernel depends on."""
     meta = torch.device("meta")
     launched, _ = kernel_problem(_problem(request, sm_count(meta)))
-    plan = tuned.choose(launched, gpu_name(meta)).plan
+    plan = choose(launched, gpu_name(meta)).plan
     return plan.tile, plan.stream_k, specialization_of(launched.n), request.formats, request.dtype, request.options
 
 
@@ -114,17 +112,16 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     tile, b_1x128 = plan.tile, not b.spec.is_2d
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if b_1x128 else b.scale
-    a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype)
     counters, partials = workspace_for(plan, out.device) if plan.stream_k else (out, out)
     start_kernel(
         scaled_mm_kernel,
         plan.ctas,
         (
-            TmaTensor(unpadded(a.data, k), (min(tile.a_rows, tile.bm // tile.a_loads), 128), a_layout),
-            TmaTensor(unpadded(b.data, k), (tile.bn, 128), b_layout),
-            TmaTensor(a_scale, (1, tile.span), scale_layout),
-            TmaTensor(b_scale if b_1x128 else a_scale, (1, tile.bn), scale_layout),
-            TmaTensor(out, (SUBTILE_M, tile.bn), out_layout),
+            (unpadded(a.data, k), (min(tile.a_rows, tile.bm // tile.a_loads), 128)),
+            (unpadded(b.data, k), (tile.bn, 128)),
+            (a_scale, (1, tile.span)),
+            (b_scale if b_1x128 else a_scale, (1, tile.bn)),
+            (out, (SUBTILE_M, tile.bn)),
         ),
         (b_scale, None if bias is None else bias.contiguous(), counters, partials),
         (m, n, k, b_scale.stride(0), plan.waves),
@@ -152,15 +149,3 @@ def _counters(device: torch.device) -> Tensor:
 # By device and stream: a launch leaves them at zero, and launches of one stream do not overlap.
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 MOST_COUNTERS = 1024  # m_subtiles of split tiles: up to four for each tile of the last, incomplete wave
-
-
-@functools.lru_cache(maxsize=64)
-def shared_layouts(bn: int, dtype: torch.dtype) -> tuple[object, ...]:
-    """Swizzled shared-memory layouts of the tiles of a, b, scales (not swizzled) and the output."""
-    shared = gl.NVMMASharedLayout
-    return (
-        shared.get_default_for([SUBTILE_M, 128], gl.float8e4nv),
-        shared.get_default_for([bn, 128], gl.float8e4nv),
-        shared(swizzle_byte_width=0, element_bitwidth=32, rank=2),
-        shared.get_default_for([SUBTILE_M, bn], LANGUAGE[dtype]),
-    )

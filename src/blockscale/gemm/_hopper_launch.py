@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,28 +13,30 @@ from torch import Tensor
 from ..formats.layout import round_up
 from ..launch import launch
 from . import _ptxas_hook
-from ._gluon import TensorDescriptor
+from ._gluon import TensorDescriptor, gl
 
-
-class TmaTensor(NamedTuple):
-    """A matrix that TMA reads or writes by blocks; layout: of a block in shared memory, with its swizzle."""
-
-    tensor: Tensor
-    block: tuple[int, int]
-    layout: object
+LANGUAGE = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+Block = tuple[int, int]
 
 
 def start_kernel(
     kernel: Any,
     ctas: int,
-    tensors: tuple[TmaTensor, ...],
+    tensors: tuple[tuple[Tensor, Block], ...],
     pointers: tuple[Tensor | None, ...],
     numbers: tuple[int, ...],
     constants: tuple[object, ...],
 ) -> None:
     """Launch a kernel whose arguments are descriptors, pointers, integers and constants, in that order.
 
-    numbers and constants: they follow from the layouts of the tensors and from the operator's arguments.
+    tensors: matrices that TMA reads or writes, and their blocks.  numbers and constants: they follow from the layouts
+    of the tensors and from the operator's arguments.
     """
     launch(
         kernel, (ctas,), (*(descriptor(*one) for one in tensors), *pointers), (*numbers, *constants),
@@ -77,8 +80,15 @@ def unpadded(codes: Tensor, length: int) -> Tensor:
     return codes if codes.shape[1] == length else codes[:, :length]
 
 
-def descriptor(tensor: Tensor, block: tuple[int, int], layout: object) -> TensorDescriptor:
+def descriptor(tensor: Tensor, block: Block) -> TensorDescriptor:
     """TMA descriptor of the tensor, or of a copy if TMA cannot address it."""
     if not is_tma_addressable(tensor):
         tensor = empty_for_tma(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+    layout = _shared_layout(block, tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_layout(block: Block, dtype: torch.dtype) -> object:
+    """Layout of a block in shared memory: with the widest swizzle, or without one if it is a row of scales."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), LANGUAGE[dtype])

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 from ..formats.tensor import BlockScaled
 from ..hardware import sm_count
 from ..registry import Forecast, Request, kernel
-from ._gluon import gl
 from ._hopper import problem_of
-from ._hopper_launch import TmaTensor, specialization_of, start_kernel, unpadded
+from ._hopper_launch import specialization_of, start_kernel, unpadded
 from ._hopper_rows_kernel import few_rows_kernel
 from .heuristics import (
     MAX_FEW_ROWS,
@@ -87,28 +85,16 @@ def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, 
     m, n, k = a.rows, b.rows, a.length
     a_scale, b_scale = a.scale.mT, b.scale.mT if w_1x128 else b.scale
     rows = tile.bm // tile.a_loads
-    weights, tokens, scales = _layouts(rows, tile.bn)
     start_kernel(
         few_rows_kernel,
         plan.ctas,
         (
-            TmaTensor(unpadded(b.data, k), (rows, 128), weights),
-            TmaTensor(unpadded(a.data, k), (tile.bn, 128), tokens),
-            TmaTensor(b_scale if w_1x128 else a_scale, (1, tile.span), scales),
-            TmaTensor(a_scale, (1, token_scales(tile.bn)), scales),
+            (unpadded(b.data, k), (rows, 128)),
+            (unpadded(a.data, k), (tile.bn, 128)),
+            (b_scale if w_1x128 else a_scale, (1, tile.span)),
+            (a_scale, (1, token_scales(tile.bn))),
         ),
         (out, b_scale, None if bias is None else bias.contiguous()),
         (m, n, k, b_scale.stride(0), *out.stride()),
         (tile, w_1x128, bias is not None, accumulate),
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _layouts(rows: int, tokens: int) -> tuple[object, ...]:
-    """Shared-memory layouts of the tiles of weights and tokens (swizzled) and scales (not)."""
-    shared = gl.NVMMASharedLayout
-    return (
-        shared.get_default_for([rows, 128], gl.float8e4nv),
-        shared.get_default_for([tokens, 128], gl.float8e4nv),
-        shared(swizzle_byte_width=0, element_bitwidth=32, rank=2),
     )

@@ -10,9 +10,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from ..gemm._hopper import PASS, shared_layouts
+from ..gemm._hopper import PASS
 from ..gemm._hopper_launch import (
-    TmaTensor,
     empty_for_tma,
     is_tma_addressable,
     is_tma_writable,
@@ -121,7 +120,6 @@ def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None
     k_grouped, groups = len(b.shape) == 2, offs.shape[0]
     m, n, k = a.rows, b.rows, a.length
     a_codes, b_codes, a_scale = unpadded(a.data, k), b.data, a.scale.mT
-    a_layout, b_layout, scale_layout, out_layout = shared_layouts(tile.bn, out.dtype)
     if k_grouped:
         tile_list, b_scale, strides = group_spans(offs), b.scale.mT, (0, 0)
     else:
@@ -131,12 +129,12 @@ def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None
         grouped_mm_kernel,
         sm_count(out.device),
         (
-            TmaTensor(a_codes, (tile.bm // tile.a_loads, 128), a_layout),
-            TmaTensor(a_codes, (SUBTILE_M, 128), a_layout),
-            TmaTensor(unpadded(b_codes, k), (tile.bn, 128), b_layout),
-            TmaTensor(a_scale, (1, tile.span), scale_layout),
-            TmaTensor(b_scale if k_grouped else a_scale, (1, tile.bn), scale_layout),
-            TmaTensor(out, (SUBTILE_M, tile.bn), out_layout),
+            (a_codes, (tile.bm // tile.a_loads, 128)),
+            (a_codes, (SUBTILE_M, 128)),
+            (unpadded(b_codes, k), (tile.bn, 128)),
+            (a_scale, (1, tile.span)),
+            (b_scale if k_grouped else a_scale, (1, tile.bn)),
+            (out, (SUBTILE_M, tile.bn)),
         ),
         (tile_list, out, b_scale, None if bias is None else bias.contiguous()),
         (groups, m, n, k, *strides, out.stride(0)),

@@ -9,9 +9,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..gemm._hopper import LANGUAGE
-from ..gemm._hopper_launch import TmaTensor, is_tma_addressable, start_kernel, unpadded
-from ..gemm._hopper_mx import CODES, LAYOUTS, PAIRS, scale_words, shared_layout
+from ..gemm._hopper_launch import is_tma_addressable, start_kernel, unpadded
+from ..gemm._hopper_mx import LAYOUTS, PAIRS, scale_words
 from ..gemm.heuristics import SUBTILE_M
 from ..hardware import sm_count
 from ..registry import kernel
@@ -46,17 +45,16 @@ def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None
     assert {a.scale_layout, b.scale_layout} == {"plain"}
     m, n, k = a.rows, b.rows, a.length
     a_codes, b_codes = unpadded(a.data, k), unpadded(b.data.flatten(0, 1), k)
-    a_layout = shared_layout(SUBTILE_M, 128, CODES[a.data.dtype])
     b_scale = b.scale.view(torch.uint8)
     tile_list = row_tiles(offs, m, tile.bm, 1, starts)  # threads load the scales, so tiles may start at any row
     start_kernel(
         grouped_mm_mx_kernel,
         sm_count(out.device),
         (
-            TmaTensor(a_codes, (tile.bm, 128), a_layout),
-            TmaTensor(a_codes, (SUBTILE_M, 128), a_layout),
-            TmaTensor(b_codes, (tile.bn, 128), shared_layout(tile.bn, 128, CODES[b.data.dtype])),
-            TmaTensor(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
+            (a_codes, (tile.bm, 128)),
+            (a_codes, (SUBTILE_M, 128)),
+            (b_codes, (tile.bn, 128)),
+            (out, (SUBTILE_M, tile.bn)),
         ),
         (tile_list, out, scale_words(a), b_scale, None if bias is None else bias.contiguous()),
         (offs.shape[0], m, n, k, b_scale.stride(1), b_scale.stride(0), out.stride(0)),

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from ..formats.spec import BF16_EXACT_PAIRS
-from ..gemm._hopper import LANGUAGE
-from ..gemm._hopper_launch import TmaTensor, is_tma_addressable, start_kernel
-from ..gemm._hopper_mx import shared_layout
+from ..gemm._hopper_launch import is_tma_addressable, start_kernel
 from ..gemm.heuristics import SUBTILE_M
 from ..gemm.ops import exact_bf16
 from ..hardware import sm_count
@@ -71,15 +68,14 @@ def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None
     tile_list = group_spans(offs) if k_grouped else row_tiles(offs, a.rows, tile.bm, 1, starts)
     tensor_scales = [q.global_scale for q in (a, b)]
     strides = [0 if scale is None else scale.dim() for scale in tensor_scales]
-    values = shared_layout(SUBTILE_M, _STAGE_K, LANGUAGE[torch.bfloat16])
     start_kernel(
         grouped_mm_upcast_kernel,
         sm_count(out.device),
         (
-            TmaTensor(x, (tile.bm, _STAGE_K), values),
-            TmaTensor(x, (SUBTILE_M, _STAGE_K), values),
-            TmaTensor(y.flatten(0, -2), (tile.bn, _STAGE_K), values),
-            TmaTensor(out, (SUBTILE_M, tile.bn), shared_layout(SUBTILE_M, tile.bn, LANGUAGE[out.dtype])),
+            (x, (tile.bm, _STAGE_K)),
+            (x, (SUBTILE_M, _STAGE_K)),
+            (y.flatten(0, -2), (tile.bn, _STAGE_K)),
+            (out, (SUBTILE_M, tile.bn)),
         ),
         (tile_list, out, *tensor_scales, None if bias is None else bias.contiguous()),
         (offs.shape[0], a.rows, b.rows, a.length, *strides, out.stride(0)),
