@@ -45,10 +45,9 @@ from blockscale.gemm._tiles import Tile as TritonTile
 from blockscale.grouped import _blackwell as grouped_blackwell
 from blockscale.grouped import _hopper as grouped_hopper
 from blockscale.grouped import _hopper_mx as grouped_hopper_mx
-from blockscale.grouped import _hopper_upcast, _triton_rows, heuristics_upcast
+from blockscale.grouped import _hopper_upcast, _triton_rows
 from blockscale.grouped import _triton as grouped_triton
 from blockscale.grouped import heuristics as grouped_heuristics
-from blockscale.grouped import heuristics_mx as grouped_heuristics_mx
 from blockscale.grouped.ops import Inputs
 from support.products import offsets
 
@@ -224,8 +223,7 @@ def _blackwell_gemms() -> Iterator[tuple[str, Case]]:
 
 def _grouped(
     title: str,
-    tiles: tuple[Any, ...],
-    fitted: Callable[[Any, Any], Any],
+    model: grouped_heuristics.Model,
     launch: Callable[..., object],
     pairs: tuple[tuple[str, str, bool], ...],
     sizes: tuple[int, ...] = (512, 511),
@@ -242,14 +240,14 @@ def _grouped(
         problem = grouped_heuristics.Problem(a.rows, n, a.length, 3, k_grouped, wide, 132, accumulate)
         out = _output(3 * a.rows if k_grouped else a.rows, n, dtype)
         added = torch.zeros(3, n) if bias else None
-        chosen = fitted(tiles[tile], problem)
+        chosen = model.fitted(model.tiles[tile], problem)
         return lambda: launch(Inputs(a, b, _OFFS, bias=added), out, chosen, accumulate=accumulate)
 
-    for pair, tile, n in itertools.product(pairs, range(len(tiles)), sizes):
+    for pair, tile, n in itertools.product(pairs, range(len(model.tiles)), sizes):
         if n != sizes[0] and tile != 1:
             continue
         for words, dtype, bias, accumulate in _epilogues(6 if tile == 1 else 3):
-            if (pair[2] and bias) or (accumulate and tiles[tile].m_subtiles > 1):
+            if (pair[2] and bias) or (accumulate and model.tiles[tile].m_subtiles > 1):
                 continue
             kind = "k-grouped" if pair[2] else "m-grouped"
             name = f"{kind} {title} {pair[0]} {pair[1]} tile {tile} N={n} {words}"
@@ -331,17 +329,9 @@ def cases() -> dict[str, tuple[tuple[int, ...], Case]]:
     add((90,), _hopper_gemms())
     add((90,), _few_rows_gemms())
     add((90,), _hopper_mx_gemms())
-    add((90,), _grouped("hopper", grouped_heuristics.TILES, grouped_heuristics.fitted, grouped_hopper.launch, fp8))
-    add(
-        (90,),
-        _grouped("hopper MX", grouped_heuristics_mx.TILES, grouped_heuristics_mx.fitted, grouped_hopper_mx.launch, mx),
-    )
-    add(
-        (90,),
-        _grouped(
-            "hopper upcast", heuristics_upcast.TILES, heuristics_upcast.fitted, _hopper_upcast.launch, upcast, (512,)
-        ),
-    )
+    add((90,), _grouped("hopper", grouped_heuristics.FP8, grouped_hopper.launch, fp8))
+    add((90,), _grouped("hopper MX", grouped_heuristics.MX, grouped_hopper_mx.launch, mx))
+    add((90,), _grouped("hopper upcast", grouped_heuristics.UPCAST, _hopper_upcast.launch, upcast, (512,)))
     add((100,), _blackwell_gemms())
     blackwell = one_d & {name for pair in _BLACKWELL_PAIRS for name in pair}
     add((100,), _grouped_by_pair("blackwell", grouped_blackwell.scaled_grouped_mm_sm100, "blocked", blackwell))

@@ -44,7 +44,7 @@ class Case:
         return f"{kind}, {self.dtype}{' bias' if self.bias else ''}{' accumulate' if self.accumulate else ''}"
 
 
-_TALL, _THREE, _TWO, _SHORT_UNROLL, _ONE, _NARROW = heuristics.TILES
+_TALL, _THREE, _TWO, _SHORT_UNROLL, _ONE, _NARROW = heuristics.FP8.tiles
 _BF16_ACCUMULATE = Case(_THREE, True, accumulate=True)
 # every tile with its most demanding epilogue, and the common ones
 _CASES = [
@@ -98,7 +98,7 @@ def check(case: Case, *, spilled: int = 0) -> None:
         a, b = quantize(torch.zeros(512, 2048), "fp8_1x128"), quantize(torch.zeros(3, n, 2048), "fp8_128x128")
     fp32_out = case.dtype == torch.float32
     problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, fp32_out, 132, case.accumulate)
-    tile = heuristics.fitted(case.tile, problem)
+    tile = heuristics.FP8.fitted(case.tile, problem)
     out = empty_for_tma((3 * a.rows if case.k_grouped else a.rows, n), case.dtype, torch.device("cpu"))
     with compiled_for(90) as kernels:
         bias = torch.zeros(3, n) if case.bias else None
@@ -116,7 +116,7 @@ def check(case: Case, *, spilled: int = 0) -> None:
     stores = m_subtiles * tile.bn // 2
     assert found.stores == ({width: stores // 2} if n % 16 == 0 else {width // 2: stores}) or LATER
     assert not found.stray
-    estimate = heuristics.shared_bytes(tile, problem)
+    estimate = heuristics.FP8.shared_bytes(tile, problem)
     assert estimate - 2048 <= found.shared <= estimate <= SHARED_BYTES
 
 

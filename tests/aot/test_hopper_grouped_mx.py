@@ -14,7 +14,7 @@ from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
 from blockscale import quantize
 from blockscale.formats import get_format
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
-from blockscale.grouped import heuristics, heuristics_mx
+from blockscale.grouped import heuristics
 from blockscale.grouped.ops import Inputs
 from support.helpers import first_of
 from support.products import offsets
@@ -41,7 +41,7 @@ class Case:
         return f"{kind}{' bias' if self.bias else ''}{' accumulate' if self.accumulate else ''}"
 
 
-_TWO, _ONE, _NARROW = heuristics_mx.TILES
+_TWO, _ONE, _NARROW = heuristics.MX.tiles
 # every tile with its most demanding epilogue, and the common ones
 _CASES = [
     Case(_TWO),
@@ -72,7 +72,7 @@ def check(case: Case) -> None:
     n, fp32_out = case.n, case.dtype == torch.float32
     a, b = quantize(torch.zeros(512, 2048), case.left), quantize(torch.zeros(3, n, 2048), "mxfp8_e4m3_128x128")
     problem = heuristics.Problem(512, n, 2048, 3, False, fp32_out, 132, case.accumulate)
-    tile = heuristics_mx.fitted(case.tile, problem)
+    tile = heuristics.MX.fitted(case.tile, problem)
     out, bias = empty_for_tma((512, n), case.dtype, torch.device("cpu")), torch.zeros(3, n) if case.bias else None
     with compiled_for(90) as kernels:
         inputs = Inputs(a, b, offsets([100, 200, 212]), bias=bias)
@@ -93,5 +93,5 @@ def check(case: Case) -> None:
     stores = tile.warpgroups * tile.bn // 2
     assert found.stores == ({width: stores // 2} if n % 16 == 0 else {width // 2: stores}) or LATER
     assert not found.stray
-    estimate = heuristics_mx.shared_bytes(tile, problem)
+    estimate = heuristics.MX.shared_bytes(tile, problem)
     assert estimate - 2048 <= found.shared <= estimate <= SHARED_BYTES

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton, which is not installed")
 from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for, report
 from blockscale import quantize
 from blockscale.gemm.heuristics import SHARED_BYTES, Tile
-from blockscale.grouped import heuristics, heuristics_upcast
+from blockscale.grouped import heuristics
 from blockscale.grouped.ops import Inputs
 from support.products import offsets
 
@@ -37,7 +37,7 @@ class Case:
         return f"{kind}{' bias' if self.bias else ''}{' accumulate' if self.accumulate else ''}"
 
 
-_TALL, _SHORT, _ONE = heuristics_upcast.TILES
+_TALL, _SHORT, _ONE = heuristics.UPCAST.tiles
 # every tile with its most demanding epilogue, and the common ones
 _CASES = [
     Case(_TALL, bias=True),
@@ -57,7 +57,7 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         a, b = quantize(torch.zeros(512, 256), "nvfp4"), quantize(torch.zeros(3, n, 256), "nvfp4")
     problem = heuristics.Problem(a.rows, n, a.length, 3, case.k_grouped, fp32_out, 132, case.accumulate)
-    tile = heuristics_upcast.fitted(case.tile, problem)
+    tile = heuristics.UPCAST.fitted(case.tile, problem)
     out = empty_for_tma((a.rows * (3 if case.k_grouped else 1), n), case.dtype, torch.device("cpu"))
     with compiled_for(90) as kernels:
         bias = torch.zeros(3, n) if case.bias else None
@@ -67,5 +67,5 @@ def test_machine_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.opcodes["HGMMA"] == tile.warpgroups * tile.m_subtiles * 4, "one MMA per 16 of K in a stage"
     assert found.opcodes["FFMA"] == 0, "tensor scales are multiplied and rounded before any addition"
     assert not found.stray
-    estimate = heuristics_upcast.shared_bytes(tile, problem)
+    estimate = heuristics.UPCAST.shared_bytes(tile, problem)
     assert found.shared <= estimate <= SHARED_BYTES

@@ -16,7 +16,7 @@ from blockscale.errors import BackendError
 from blockscale.formats import BlockScaled
 from blockscale.formats.layout import check_group_ends
 from blockscale.gemm.heuristics import Tile
-from blockscale.grouped import heuristics, heuristics_mx, heuristics_upcast
+from blockscale.grouped import heuristics
 from blockscale.grouped._reference import exact_grouped
 from blockscale.grouped.ops import Inputs, grouped_request
 from blockscale.registry import Kernel, Request
@@ -166,10 +166,10 @@ def test_launches_one_tile_list_and_one_gemm(kernel: Kernel, pair: tuple[str, st
 
 # ---- Hopper's tiles --------------------------------------------------------------------------------------------------
 
-_TILES = [("fp8_1x128", "fp8_128x128", tile) for tile in heuristics.TILES]
-_TILES += [("mxfp8_e4m3", "mxfp8_e4m3_128x128", tile) for tile in heuristics_mx.TILES]
-_TILES += [("nvfp4", "nvfp4", tile) for tile in heuristics_upcast.TILES]
-MODELS = {"_hopper": heuristics, "_hopper_mx": heuristics_mx, "_hopper_upcast": heuristics_upcast}
+_TILES = [("fp8_1x128", "fp8_128x128", tile) for tile in heuristics.FP8.tiles]
+_TILES += [("mxfp8_e4m3", "mxfp8_e4m3_128x128", tile) for tile in heuristics.MX.tiles]
+_TILES += [("nvfp4", "nvfp4", tile) for tile in heuristics.UPCAST.tiles]
+MODELS = {"_hopper": heuristics.FP8, "_hopper_mx": heuristics.MX, "_hopper_upcast": heuristics.UPCAST}
 on_hopper = pytest.mark.sm90
 
 

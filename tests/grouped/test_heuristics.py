@@ -11,16 +11,15 @@ import torch
 import blockscale as bs
 from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import SHARED_BYTES
-from blockscale.grouped import heuristics_mx, heuristics_upcast
 from blockscale.grouped.heuristics import (
-    TILES,
+    FP8,
+    MX,
+    UPCAST,
     Problem,
     bound,
-    candidates,
     choose,
-    fitted,
     kernel_part,
-    shared_bytes,
+    upcast_us,
 )
 from blockscale.grouped.ops import Inputs
 from blockscale.hardware import Capability
@@ -39,23 +38,26 @@ def problems() -> list[Problem]:
 
 def test_every_candidate_fits() -> None:
     for problem in problems():
-        for tile, us in candidates(problem):
+        for tile, us in FP8.candidates(problem):
             assert us > 0
             assert tile.stages >= 2
             assert tile.a_rows == 256, "rows of other groups are in bounds"
-            assert shared_bytes(tile, problem) <= SHARED_BYTES
+            assert FP8.shared_bytes(tile, problem) <= SHARED_BYTES
 
 
 def test_accumulate_takes_tiles_of_one_m_subtile() -> None:
     for problem in problems():
-        plain, accumulating = dict(candidates(problem)), dict(candidates(replace(problem, accumulate=True)))
+        plain, accumulating = dict(FP8.candidates(problem)), dict(FP8.candidates(replace(problem, accumulate=True)))
         assert {tile.m_subtiles for tile in accumulating} == {1}
         assert all(us >= plain[tile] for tile, us in accumulating.items()), "the accumulator is loaded, too"
 
 
 def test_small_groups_get_small_bm() -> None:
     """BM never decreases as groups grow."""
-    bms = [choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132))[0].bm for rows in (1, 16, 64, 300, 1000, 4096)]
+    bms = [
+        choose(FP8, Problem(rows * 64, 4096, 4096, 64, False, False, 132))[0].bm
+        for rows in (1, 16, 64, 300, 1000, 4096)
+    ]
     assert bms[0] == 64
     assert bms[-1] >= 128
     assert bms == sorted(bms)
@@ -64,12 +66,12 @@ def test_small_groups_get_small_bm() -> None:
 def test_time_grows_with_the_work() -> None:
     base = Problem(16640, 8192, 5120, 16, False, False, 132)
     for larger in (replace(base, m=33280), replace(base, n=16384), replace(base, k=10240), replace(base, groups=64)):
-        assert choose(larger)[1] > choose(base)[1]
+        assert choose(FP8, larger)[1] > choose(FP8, base)[1]
 
 
 def test_no_prediction_beats_the_bound() -> None:
     for problem in problems():
-        assert choose(problem)[1] > bound(problem)[0]
+        assert choose(FP8, problem)[1] > bound(problem)[0]
 
 
 def test_second_pass_over_unaligned_outputs_is_counted() -> None:
@@ -83,10 +85,10 @@ def test_second_pass_over_unaligned_outputs_is_counted() -> None:
     assert kernel_part(replace(odd, n=8192)) == (replace(odd, n=8192), 0.0)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", FP8.tiles, ids=str)
 def test_every_tile_can_be_made_to_fit(tile) -> None:
     for problem in problems()[:4]:
-        assert shared_bytes(fitted(tile, problem), problem) <= SHARED_BYTES
+        assert FP8.shared_bytes(FP8.fitted(tile, problem), problem) <= SHARED_BYTES
 
 
 # ---- MXFP8 ---------------------------------------------------------------------------------------------------------
@@ -95,17 +97,15 @@ def test_every_tile_can_be_made_to_fit(tile) -> None:
 def test_every_candidate_of_mxfp8_fits() -> None:
     for problem in problems():
         if not problem.k_grouped:
-            for tile, us in heuristics_mx.candidates(problem):
+            for tile, us in MX.candidates(problem):
                 assert us > bound(problem)[0]
                 assert tile.stages >= max(2, tile.k_unroll // 4), "all K-blocks of k_unroll are in flight together"
                 assert (tile.m_subtiles, tile.a_loads, tile.a_rows) == (1, 1, 256)
-                assert heuristics_mx.shared_bytes(tile, problem) <= SHARED_BYTES
+                assert MX.shared_bytes(tile, problem) <= SHARED_BYTES
 
 
 def test_small_groups_of_mxfp8_get_small_bm() -> None:
-    chosen = [
-        heuristics_mx.choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132)) for rows in (1, 16, 300, 4096)
-    ]
+    chosen = [choose(MX, Problem(rows * 64, 4096, 4096, 64, False, False, 132)) for rows in (1, 16, 300, 4096)]
     assert [tile.bm for tile, _ in chosen] == [64, 64, 128, 128]
     times = [us for _, us in chosen]
     assert times == sorted(times)
@@ -116,19 +116,17 @@ def test_small_groups_of_mxfp8_get_small_bm() -> None:
 
 def test_every_candidate_for_upcast_operands_fits() -> None:
     for problem in problems():
-        for tile, us in heuristics_upcast.candidates(problem):
-            assert us > bound(problem)[0] + heuristics_upcast.upcast_us(problem)
+        for tile, us in UPCAST.candidates(problem):
+            assert us > bound(problem)[0] + upcast_us(problem)
             assert tile.stages >= 2
             assert (tile.k_unroll, tile.a_loads, tile.a_rows) == (1, 1, 256)
-            assert heuristics_upcast.shared_bytes(tile, problem) <= SHARED_BYTES
-        accumulating = heuristics_upcast.candidates(replace(problem, fp32_out=True, accumulate=True))
+            assert UPCAST.shared_bytes(tile, problem) <= SHARED_BYTES
+        accumulating = UPCAST.candidates(replace(problem, fp32_out=True, accumulate=True))
         assert {tile.m_subtiles for tile, _ in accumulating} == {1}
 
 
 def test_small_groups_of_upcast_operands_get_small_bm() -> None:
-    chosen = [
-        heuristics_upcast.choose(Problem(rows * 64, 4096, 4096, 64, False, False, 132)) for rows in (1, 16, 300, 4096)
-    ]
+    chosen = [choose(UPCAST, Problem(rows * 64, 4096, 4096, 64, False, False, 132)) for rows in (1, 16, 300, 4096)]
     bms = [tile.bm for tile, _ in chosen]
     assert bms[0] == 64
     assert bms[-1] == 256

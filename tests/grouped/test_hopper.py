@@ -20,7 +20,7 @@ from support.products import HOPPER_DB, check_replay, offsets
 _hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-TILES = heuristics.TILES
+TILES = heuristics.FP8.tiles
 ACCUMULATING = [tile for tile in TILES if tile.m_subtiles == 1]
 
 
@@ -48,7 +48,7 @@ def fitted(
     tile: Tile, a: BlockScaled, b: BlockScaled, offs: Tensor, dtype: torch.dtype, *, accumulate: bool = False
 ) -> Tile:
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
-    return heuristics.fitted(
+    return heuristics.FP8.fitted(
         tile, heuristics.Problem(*sizes, len(b.shape) == 2, dtype == torch.float32, 132, accumulate)
     )
 

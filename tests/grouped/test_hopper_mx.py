@@ -15,7 +15,7 @@ from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import BlockScaled
 from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
-from blockscale.grouped import heuristics, heuristics_mx
+from blockscale.grouped import heuristics
 from blockscale.grouped._reference import exact_grouped
 from blockscale.grouped.ops import Inputs
 from support.grouped_kernels import GROUPS, is_right, twice, with_bias
@@ -25,7 +25,7 @@ _hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx", reason="this T
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 E4M3, E5M2, WEIGHT = "mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_e4m3_128x128"
-every_tile = pytest.mark.parametrize("tile", heuristics_mx.TILES, ids=lambda tile: tile.label)
+every_tile = pytest.mark.parametrize("tile", heuristics.MX.tiles, ids=lambda tile: tile.label)
 
 
 def operands(sizes: list[int], rest: int, n: int, k: int, name: str = E4M3) -> tuple[BlockScaled, BlockScaled, Tensor]:
@@ -47,7 +47,7 @@ def launched(
     before: Tensor | None = None,
 ) -> Tensor:
     accumulate, sizes = before is not None, (a.rows, b.rows, a.length, offs.shape[0])
-    tile = heuristics_mx.fitted(tile, heuristics.Problem(*sizes, False, dtype == torch.float32, 132, accumulate))
+    tile = heuristics.MX.fitted(tile, heuristics.Problem(*sizes, False, dtype == torch.float32, 132, accumulate))
     return twice(
         lambda out: _hopper_mx.launch(Inputs(a, b, offs, bias=bias), out, tile, accumulate=accumulate),
         a.rows,

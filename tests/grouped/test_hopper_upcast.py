@@ -13,7 +13,7 @@ import blockscale as bs
 from blockscale.formats import BlockScaled
 from blockscale.gemm import ACCUMULATOR_DTYPES
 from blockscale.gemm.heuristics import Tile
-from blockscale.grouped import heuristics, heuristics_upcast
+from blockscale.grouped import heuristics
 from blockscale.grouped._reference import exact_grouped
 from blockscale.grouped.ops import Inputs
 from support.grouped_kernels import GROUPS, is_right, twice, with_bias
@@ -30,7 +30,7 @@ PAIRS = [
     ("nvfp4", "nvfp4"),
     ("nvfp4", "nvfp4_16x16"),
 ]
-every_tile = pytest.mark.parametrize("tile", heuristics_upcast.TILES, ids=lambda tile: tile.label)
+every_tile = pytest.mark.parametrize("tile", heuristics.UPCAST.tiles, ids=lambda tile: tile.label)
 every_kind = pytest.mark.parametrize("k_grouped", [False, True], ids=["m", "k"])
 
 
@@ -62,7 +62,7 @@ def launched(
     """Output [M, N], or [G, M, N] if k-grouped."""
     accumulate, k_grouped, groups = before is not None, len(b.shape) == 2, offs.shape[0]
     problem = heuristics.Problem(a.rows, b.rows, a.length, groups, k_grouped, dtype == torch.float32, 132, accumulate)
-    fitted = heuristics_upcast.fitted(tile, problem)
+    fitted = heuristics.UPCAST.fitted(tile, problem)
     rows = a.rows * (groups if k_grouped else 1)
     out = twice(
         lambda out: _hopper_upcast.launch(Inputs(a, b, offs, bias=bias), out, fitted, accumulate=accumulate),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from blockscale.gemm.heuristics import Tile
-from blockscale.grouped import heuristics, heuristics_mx
+from blockscale.grouped import heuristics
 
 tiles: Any = pytest.importorskip("blockscale.grouped._hopper_tiles", reason="this Triton has no Gluon for Hopper")
 
@@ -72,7 +72,7 @@ def patterns() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("tile", "align"),
-    [*((tile, 4) for tile in heuristics.TILES), *((tile, 1) for tile in heuristics_mx.TILES)],
+    [*((tile, 4) for tile in heuristics.FP8.tiles), *((tile, 1) for tile in heuristics.MX.tiles)],
     ids=str,
 )
 def test_m_grouped_tiles_cover_every_row_once(interpreter: Interpreter, tile: Tile, align: int) -> None:
@@ -107,7 +107,7 @@ def test_m_grouped_tiles_cover_every_row_once(interpreter: Interpreter, tile: Ti
             assert found == Counter(want)
 
 
-@pytest.mark.parametrize("tile", heuristics.TILES, ids=str)
+@pytest.mark.parametrize("tile", heuristics.FP8.tiles, ids=str)
 def test_k_grouped_tiles_cover_every_output_once(interpreter: Interpreter, tile: Tile) -> None:
     m, n = 336, 400
     for sizes in patterns():
@@ -134,5 +134,5 @@ def test_k_grouped_tiles_cover_every_output_once(interpreter: Interpreter, tile:
 def test_k_range_is_clamped_to_the_operand(interpreter: Interpreter) -> None:
     """Offsets that no cast has checked: the K range ends with the operand."""
     tile_list = [0, 3, 10**6, 0]
-    coords = list(all_coords(interpreter, tile_list, (1, 64, 64, 1024), heuristics.TILES[-1], True))
+    coords = list(all_coords(interpreter, tile_list, (1, 64, 64, 1024), heuristics.FP8.tiles[-1], True))
     assert [each[5:7] for each in coords] == [(3, 8)]

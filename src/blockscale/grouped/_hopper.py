@@ -27,10 +27,8 @@ from ..registry import Forecast, Request, kernel
 from . import heuristics
 from ._hopper_kernel import grouped_mm_kernel
 from ._schedule import MAX_GROUPS, group_spans, row_tiles
-from .heuristics import Problem, Tile
+from .heuristics import FP8, Model, Problem, Tile, choose
 from .ops import Inputs
-
-Choose = Callable[[Problem], tuple[Tile, float]]
 
 
 def _problem(request: Request, sms: int) -> Problem:
@@ -39,22 +37,22 @@ def _problem(request: Request, sms: int) -> Problem:
     return Problem(m, n, k, groups, request.op == "k_grouped", request.dtype == torch.float32, sms, accumulate)
 
 
-def forecast(request: Request, choose: Choose = heuristics.choose) -> Forecast:
+def forecast(request: Request, model: Model = FP8) -> Forecast:
     """Chosen tile and predicted time, on this GPU if it has the requested capability, else on an H200."""
     here = torch.cuda.is_available() and capability("cuda") == request.capability
     sms = sm_count(torch.device("cuda")) if here else DEFAULT_SM_COUNT
     problem = _problem(request, sms)
     kernel_problem, pass_us = heuristics.kernel_part(problem)
-    tile, us = choose(kernel_problem)
+    tile, us = choose(model, kernel_problem)
     note = heuristics.ASSUMED + (PASS if pass_us else "")
     note += "" if here else f", for {sms} SMs, an H200's: none is here"
     return Forecast(tile.label, us + pass_us, problem.flops, *heuristics.bound(problem), note)
 
 
-def precompile_key(request: Request, choose: Choose = heuristics.choose) -> Hashable:
+def precompile_key(request: Request, model: Model = FP8) -> Hashable:
     """Everything the compiled kernel depends on."""
     kernel_problem, _ = heuristics.kernel_part(_problem(request, sm_count(torch.device("meta"))))
-    tile, _ = choose(kernel_problem)
+    tile, _ = choose(model, kernel_problem)
     return tile, specialization_of(kernel_problem.n), request.op, request.formats, request.dtype, request.options
 
 
@@ -84,10 +82,10 @@ _entry = functools.partial(
 @_entry("k_grouped", formats=[("fp8_1x128", "fp8_1x128")])
 def scaled_grouped_mm(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """Gluon: warp-specialised grouped FP8 GEMM, promoted after every 128 of K"""
-    run(inputs, out, accumulate=accumulate, choose=heuristics.choose, launch=launch)
+    run(inputs, out, accumulate=accumulate, model=FP8, launch=launch)
 
 
-def run(inputs: Inputs, out: Tensor, *, accumulate: bool, choose: Choose, launch: Callable[..., None]) -> None:
+def run(inputs: Inputs, out: Tensor, *, accumulate: bool, model: Model, launch: Callable[..., None]) -> None:
     """Choose a tile and launch into `out`, or into a buffer and a second pass if TMA cannot store to `out`."""
     if out.numel() == 0:
         return
@@ -96,7 +94,7 @@ def run(inputs: Inputs, out: Tensor, *, accumulate: bool, choose: Choose, launch
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
     fp32_out, in_kernel = dtype == torch.float32, accumulate and direct  # in_kernel: c += in the epilogue
     sizes = (a.rows, b.rows, a.length, offs.shape[0])
-    tile, _ = choose(Problem(*sizes, len(b.shape) == 2, fp32_out, sm_count(out.device), in_kernel))
+    tile, _ = choose(model, Problem(*sizes, len(b.shape) == 2, fp32_out, sm_count(out.device), in_kernel))
     with current_cuda_device(out.device):  # kernels launch on the current device
         if direct:
             return launch(inputs, out.view(-1, out.shape[-1]), tile, accumulate=accumulate)

@@ -17,8 +17,7 @@ from ..registry import kernel
 from . import _hopper
 from ._hopper_mx_kernel import grouped_mm_mx_kernel
 from ._schedule import row_tiles
-from .heuristics import Tile
-from .heuristics_mx import choose
+from .heuristics import MX, Tile
 from .ops import Inputs
 
 
@@ -30,12 +29,12 @@ from .ops import Inputs
     layouts=LAYOUTS,
     priority=25,
     reject=_hopper.reject,
-    forecast=functools.partial(_hopper.forecast, choose=choose),
-    precompile_key=functools.partial(_hopper.precompile_key, choose=choose),
+    forecast=functools.partial(_hopper.forecast, model=MX),
+    precompile_key=functools.partial(_hopper.precompile_key, model=MX),
 )
 def scaled_grouped_mm_mx(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """Gluon: warp-specialised m-grouped MXFP8 GEMM, promoted after every 32 of K"""
-    _hopper.run(inputs, out, accumulate=accumulate, choose=choose, launch=launch)
+    _hopper.run(inputs, out, accumulate=accumulate, model=MX, launch=launch)
 
 
 def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None:

@@ -96,7 +96,7 @@ def grouped_mm_mx_kernel(
     TILE: gl.constexpr, BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """a_subtile_desc: descriptor of a with boxes of 64 rows.  sa_ptr: int32 [M, K / 128], four scale bytes each.
-    sb_ptr: uint8 [groups, N / 128, K / 128].  TILE: one of `heuristics_mx`.  ACCUMULATE: c += the product."""
+    sb_ptr: uint8 [groups, N / 128, K / 128].  TILE: one of `heuristics.MX`.  ACCUMULATE: c += the product."""
     stages: gl.constexpr = TILE.stages
     consumers: gl.constexpr = TILE.warpgroups
     BM: gl.constexpr = consumers * 64

@@ -21,8 +21,7 @@ from ..registry import Request, kernel
 from . import _hopper
 from ._hopper_upcast_kernel import grouped_mm_upcast_kernel
 from ._schedule import group_spans, row_tiles
-from .heuristics import Tile
-from .heuristics_upcast import choose
+from .heuristics import UPCAST, Tile
 from .ops import Inputs
 
 _STAGE_K = 64  # K of one pipeline stage: 128 bytes
@@ -47,8 +46,8 @@ _entry = functools.partial(
     priority=20,
     reject=_reject,
     defer=_defer,
-    forecast=functools.partial(_hopper.forecast, choose=choose),
-    precompile_key=functools.partial(_hopper.precompile_key, choose=choose),
+    forecast=functools.partial(_hopper.forecast, model=UPCAST),
+    precompile_key=functools.partial(_hopper.precompile_key, model=UPCAST),
 )
 
 
@@ -56,7 +55,7 @@ _entry = functools.partial(
 @_entry("k_grouped")
 def scaled_grouped_mm(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """exact upcast, then Gluon: warp-specialised grouped bf16 GEMM"""
-    _hopper.run(inputs, out, accumulate=accumulate, choose=choose, launch=launch)
+    _hopper.run(inputs, out, accumulate=accumulate, model=UPCAST, launch=launch)
 
 
 def launch(inputs: Inputs, out: Tensor, tile: Tile, *, accumulate: bool) -> None:

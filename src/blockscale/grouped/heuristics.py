@@ -2,15 +2,19 @@
 
 The host does not know the group sizes, so the model assumes a uniform distribution between 0 and twice the mean. A
 group is whole tiles and a remainder. In the remainder only m_subtiles (64 rows) that hold rows are multiplied, but the
-whole tile of b is loaded. The rest is as in `gemm.heuristics`: µs per tile and K-block, plus µs per tile.
+whole tile of b is loaded. The rest is as in `gemm.heuristics`: µs per tile and K-block, plus µs per tile. A `Model`
+has the tiles and costs of one kernel.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..gemm import heuristics as dense
+from ..gemm import heuristics_mx as dense_mx
 from ..gemm.heuristics import BLOCK, SUBTILE_M, Cost, Tile
 
 ASSUMED = "by the model of the dense GEMM, for group sizes between 0 and twice the mean"
@@ -51,38 +55,17 @@ class Problem:
         return operands + outputs * self.dense_problem.output_bytes * (2 if self.accumulate else 1)
 
 
-# Tile; cost with scales 128x128 for b (m-grouped); cost with scales 1x128 (k-grouped). Costs of the dense GEMM, fitted
-# on an H200. For 192 rows group_m = 8 was the best of 8, 12 and 24 (docs/design/grouped.md).
-_CANDIDATES = (
-    (Tile(2, 2, 128, 3, 8), Cost(0.915, 0.6), Cost(1.22, 0.4)),
-    (Tile(3, 1, 128, 4, 8, registers=160, a_loads=3), Cost(0.652, 0.3), Cost(0.843, 0.3)),
-    (Tile(2, 1, 128, 5, 16, k_unroll=4), Cost(0.447, 0.35), Cost(0.61, 0.2)),
-    (Tile(2, 1, 128, 5, 16, k_unroll=2), Cost(0.47, 0.35), Cost(0.594, 0.1)),
-    (Tile(1, 1, 128, 8, 32, k_unroll=4), Cost(0.25, 0.6), Cost(0.35, 0.6)),
-    (Tile(1, 1, 64, 8, 32, k_unroll=4), Cost(0.222, 0.5), Cost(0.30, 0.5)),
-)
-TILES = tuple(tile for tile, _, _ in _CANDIDATES)
-# µs per K-block if only one warpgroup multiplies 64 rows. k_unroll > 1 overlaps the promotion, else it waits.
-_LONE_SUBTILE_US = {True: 0.25, False: 0.31}
 _LAUNCHES_US = 6.0  # two launches: tile list, GEMM
 _BYTES_PER_US = 4.1e6
 _SAMPLES = 16  # group sizes sampled by the model
-_LOW_GROUP_M = 4  # of tiles of 128 rows, chosen where groups have about 128 rows
 
 
-def fitted(tile: Tile, problem: Problem) -> Tile:
-    """The tile with as many stages as fit in shared memory, and a low group_m if groups are small.
+class Costs(NamedTuple):
+    """Costs of a tile in m-grouped and in k-grouped GEMMs.  lone_us: µs per K-block if only one warpgroup works."""
 
-    A group_m that spans many groups reads the weights of all of them concurrently, in short pieces; a low group_m has
-    better memory throughput (docs/design/grouped.md)."""
-    if not problem.k_grouped and tile.bm == 128:
-        tile = tile._replace(group_m=_LOW_GROUP_M)
-    return dense.fitted(tile, replace(problem.dense_problem, m=dense.SUBTILE_M * 4))
-
-
-def shared_bytes(tile: Tile, problem: Problem) -> int:
-    """Shared memory of the kernel in bytes per CTA."""
-    return dense.shared_bytes(tile, problem.dense_problem)
+    m_grouped: Cost
+    k_grouped: Cost
+    lone_us: float
 
 
 def _column_us(tile: Tile, cost: Cost, rows: int, blocks: int, lone_us: float) -> float:
@@ -95,10 +78,9 @@ def _column_us(tile: Tile, cost: Cost, rows: int, blocks: int, lone_us: float) -
     return us
 
 
-def predicted_us(tile: Tile, cost: Cost, problem: Problem, lone_us: float) -> float:
-    """Predicted µs: all tiles spread evenly over the SMs, but at least the time of one tile and of the memory traffic.
-
-    lone_us: µs per K-block if only one warpgroup works."""
+def predicted_us(tile: Tile, costs: Costs, problem: Problem) -> float:
+    """Predicted µs: tiles spread evenly over the SMs, but at least the time of one tile and of the memory traffic."""
+    cost, lone_us = costs.k_grouped if problem.k_grouped else costs.m_grouped, costs.lone_us
     columns = -(-problem.n // tile.bn)
     adding = 0.02 * tile.bm if problem.accumulate else 0.0  # epilogue that loads the accumulator
     cost = replace(cost, tile=cost.tile + adding)
@@ -133,26 +115,100 @@ def bound(problem: Problem) -> tuple[float, str]:
     return dense.bound_of(problem.flops, problem.moved_bytes, problem.sms)
 
 
-@functools.lru_cache(maxsize=8192)
-def choose(problem: Problem) -> tuple[Tile, float]:
-    """Fastest tile by the model, and its predicted µs.
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Tiles of a kernel and their costs.
 
-    >>> tile, us = choose(Problem(16640, 8192, 5120, 64, k_grouped=False, fp32_out=False, sms=132))
-    >>> tile.label
-    '192x128, 3 warpgroups, 4 stages'
+    bytes_of: shared memory of the dense kernel with the same pipeline.  low_group_m: `group_m` of tiles of 128 rows in
+    m-grouped GEMMs, which are chosen where groups have about that many; None keeps the tile's. A high one spans many
+    groups and reads the weights of all of them concurrently, in short pieces (docs/design/grouped.md).  first_us: µs of
+    a pass before the kernel.
+    """
+
+    costs: dict[Tile, Costs]
+    bytes_of: Callable[[Tile, dense.Problem], int] = dense.shared_bytes
+    low_group_m: int | None = None
+    first_us: Callable[[Problem], float] = lambda problem: 0.0
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        return tuple(self.costs)
+
+    def fitted(self, tile: Tile, problem: Problem) -> Tile:
+        """The tile with as many stages as fit in shared memory."""
+        if self.low_group_m is not None and not problem.k_grouped and tile.bm == 128:
+            tile = tile._replace(group_m=self.low_group_m)
+        return dense.fitted(tile, replace(problem.dense_problem, m=4 * SUBTILE_M), self.bytes_of)
+
+    def shared_bytes(self, tile: Tile, problem: Problem) -> int:
+        """Shared memory of the kernel in bytes per CTA, at most."""
+        return self.bytes_of(tile, problem.dense_problem)
+
+    def candidates(self, problem: Problem) -> list[tuple[Tile, float]]:
+        """Every tile that the kernel supports, with its predicted µs."""
+        first_us = self.first_us(problem)
+        return [
+            (self.fitted(tile, problem), first_us + predicted_us(tile, costs, problem))
+            for tile, costs in self.costs.items()
+            if not (problem.accumulate and tile.m_subtiles > 1)  # a warpgroup's accumulator buffer holds one m_subtile
+        ]
+
+
+@functools.lru_cache(maxsize=8192)
+def choose(model: Model, problem: Problem) -> tuple[Tile, float]:
+    """Fastest tile by a model, and its predicted µs.
+
+    >>> problem = Problem(16640, 8192, 5120, 64, k_grouped=False, fp32_out=False, sms=132)
+    >>> [choose(model, problem)[0].label for model in (FP8, MX)]
+    ['192x128, 3 warpgroups, 4 stages', '128x128, 2 warpgroups, 5 stages']
     """
     # ties (memory-bound): the smallest BM
-    return min(candidates(problem), key=lambda pair: (pair[1], pair[0].bm))
+    return min(model.candidates(problem), key=lambda pair: (pair[1], pair[0].bm))
 
 
-def _lone_us(tile: Tile) -> float:
-    return _LONE_SUBTILE_US[tile.k_unroll > 1] * tile.m_subtiles
+# Costs of the dense GEMM, fitted on an H200: m-grouped with scales 128x128 of b, k-grouped with 1x128. For 192 rows
+# group_m = 8 was the best of 8, 12 and 24 (docs/design/grouped.md). k_unroll > 1 overlaps the promotion, else a lone
+# m_subtile waits for it.
+FP8 = Model(
+    {
+        Tile(2, 2, 128, 3, 8): Costs(Cost(0.915, 0.6), Cost(1.22, 0.4), 0.62),
+        Tile(3, 1, 128, 4, 8, registers=160, a_loads=3): Costs(Cost(0.652, 0.3), Cost(0.843, 0.3), 0.31),
+        Tile(2, 1, 128, 5, 16, k_unroll=4): Costs(Cost(0.447, 0.35), Cost(0.61, 0.2), 0.25),
+        Tile(2, 1, 128, 5, 16, k_unroll=2): Costs(Cost(0.47, 0.35), Cost(0.594, 0.1), 0.25),
+        Tile(1, 1, 128, 8, 32, k_unroll=4): Costs(Cost(0.25, 0.6), Cost(0.35, 0.6), 0.25),
+        Tile(1, 1, 64, 8, 32, k_unroll=4): Costs(Cost(0.222, 0.5), Cost(0.30, 0.5), 0.25),
+    },
+    low_group_m=4,
+)
+
+# The tiles and costs of the dense GEMM. group_m is larger, because only tiles of the same group share b. Consumers keep
+# the tile coordinates beside the accumulator: with 216 registers they spilled. The scaler warps need no more than 32.
+MX = Model(
+    {
+        tile._replace(group_m=32 // tile.warpgroups, registers=224): Costs(
+            cost, cost, 0.4 if tile.warpgroups > 1 else 0.0
+        )
+        for tile, cost in dense_mx.CANDIDATES
+    },
+    dense_mx.shared_bytes,
+)
 
 
-def candidates(problem: Problem) -> list[tuple[Tile, float]]:
-    """Every tile that the kernel supports, with its predicted µs."""
-    return [
-        (fitted(tile, problem), predicted_us(tile, vector if problem.k_grouped else block, problem, _lone_us(tile)))
-        for tile, block, vector in _CANDIDATES
-        if not (problem.accumulate and tile.m_subtiles > 1)  # the accumulator buffer of a warpgroup holds one m_subtile
-    ]
+def upcast_us(problem: Problem) -> float:
+    """µs of the upcast pass: one byte read and two written for each code."""
+    matrices = 1 if problem.k_grouped else problem.groups
+    return 3 * (problem.m + matrices * problem.n) * problem.k / _BYTES_PER_US
+
+
+# bf16 tensor cores at 5.9 TFLOP/s per SM. A stage has as many bytes as one of FP8, with half the K.
+UPCAST = Model(
+    {
+        tile: Costs(cost, cost, 0.4 * tile.m_subtiles)
+        for tile, cost in (
+            (Tile(2, 2, 128, 4, 8), Cost(1.47, 1.0)),
+            (Tile(2, 1, 128, 6, 16), Cost(0.78, 0.6)),
+            (Tile(1, 1, 128, 8, 32), Cost(0.45, 0.6)),
+        )
+    },
+    first_us=upcast_us,
+)
