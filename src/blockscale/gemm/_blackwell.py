@@ -13,6 +13,8 @@ Compiled for sm_100 and sm_120 and run in the interpreter; it has never run on a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -113,32 +115,25 @@ def _depth(a: BlockScaled, b: BlockScaled) -> int:
     return 256 if a.spec.codes_per_byte == b.spec.codes_per_byte == 2 else 128
 
 
-@kernel(
+_entry = functools.partial(
+    kernel,
     "gemm",
     "blackwell",
-    sm=(100, 103),
-    formats=PAIRS,
     layouts=dict.fromkeys((*MX, *NVFP4), "blocked"),
     priority=4,  # below F.scaled_mm until both have been timed
     reject=_reject,
     forced_only=True,  # it has never run
 )
+
+
+@_entry(sm=(100, 103), formats=PAIRS)
 def scaled_mm_sm100(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: block-scaled GEMM by the tensor cores of sm_100 (tcgen05), accumulator in tensor memory"""
     tile = tile_for_sm100(a, b, out.dtype, sm_count(out.device))
     launch_gemm(a, b, out, bias, accumulate=accumulate, tile=tile)
 
 
-@kernel(
-    "gemm",
-    "blackwell",
-    sm=(120, 121),
-    formats=[pair for pair in PAIRS if not is_mixed(pair)],  # Triton widens the others to bf16 here
-    layouts=dict.fromkeys((*MX, *NVFP4), "blocked"),
-    priority=4,
-    reject=_reject,
-    forced_only=True,  # it has never run
-)
+@_entry(sm=(120, 121), formats=[pair for pair in PAIRS if not is_mixed(pair)])  # Triton widens the others to bf16 here
 def scaled_mm_sm120(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Triton: block-scaled GEMM by the tensor cores of sm_120 (mma.sync), accumulator in registers"""
     launch_gemm(a, b, out, bias, accumulate=accumulate, tile=tile_for_sm120(a, b))
