@@ -14,7 +14,6 @@ import torch
 import blockscale as bs
 from blockscale import registry
 from blockscale.casts import _reference as casts_reference
-from blockscale.casts import _reference_fused as fused_reference
 from blockscale.diagnostics import DoctorReport, doctor
 from blockscale.formats import FORMATS
 from blockscale.gemm import _reference as gemm_reference
@@ -258,7 +257,7 @@ def test_a_fused_cast_with_one_wrong_code(op, device, broken):
     check, where = FUSED[op]
 
     def launch(*args):
-        getattr(fused_reference, op)(*args)
+        getattr(casts_reference, op)(*args)
         out = args[where][0] if op.endswith("_both") else args[where]
         codes = out[0].view(torch.uint8).view(-1)
         codes[0] = codes[0] ^ 1
@@ -269,7 +268,7 @@ def test_a_fused_cast_with_one_wrong_code(op, device, broken):
 
 def test_an_rstd_that_is_one_bit_off(device, broken):
     def launch(x, weight, eps, cast, out, rstd):
-        fused_reference.rmsnorm(x, weight, eps, cast, out, rstd)
+        casts_reference.rmsnorm(x, weight, eps, cast, out, rstd)
         rstd.view(torch.int32)[3] += 1
 
     broken("rmsnorm", launch)

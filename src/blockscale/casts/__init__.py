@@ -21,7 +21,6 @@ from ..formats.checks import check_flag, in_words
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled, check_axis, check_block_scaled, check_is_block_scaled
 from . import _reference as _reference  # registers its kernels
-from . import _reference_fused as _reference_fused
 from . import fused as fused  # defines its operators
 from . import ops
 from . import permuted as permuted
