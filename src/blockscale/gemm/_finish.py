@@ -21,7 +21,7 @@ ROWS, COLUMNS, WARPS = 4, 1024, 8
 
 @triton.jit
 def _finish_kernel(
-    product_ptr, ga_ptr, gb_ptr, bias_ptr, out_ptr, M, N, m_stride, n_stride,
+    product_ptr, ga_ptr, gb_ptr, bias_ptr, out_ptr, M, N, c_m, c_n,
     SCALED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -29,23 +29,7 @@ def _finish_kernel(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (m < M)[:, None] & (n < N)[None, :]
     product = tl.load(product_ptr + m.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0)
-    store_tile(
-        product,
-        out_ptr,
-        bias_ptr,
-        ga_ptr,
-        gb_ptr,
-        m,
-        n,
-        M,
-        N,
-        m_stride,
-        n_stride,
-        SCALED,
-        BIAS,
-        ACCUMULATE,
-        INTERPRETED,
-    )
+    store_tile(product, out_ptr, bias_ptr, ga_ptr, gb_ptr, m, n, M, N, c_m, c_n, SCALED, BIAS, ACCUMULATE, INTERPRETED)
 
 
 INTERPRETED = not isinstance(_finish_kernel, triton.runtime.JITFunction)
