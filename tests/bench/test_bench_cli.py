@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -50,11 +49,12 @@ def test_scales_as_products_read_them(tmp_path: Path):
 
 def test_products_on_a_cpu_are_checked_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "gemm.jsonl"
-    words = ("--device", "cpu", "--peers", "rows,bf16", "--json", str(path))
+    words = ("--device", "cpu", "--peers", "row hopper,bf16", "--json", str(path))
     assert bench("gemm", *words, "--only", "MX and NVFP4", "--quick") == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("TFLOP/s", "% bound", "dB", "row hopper: refuses: runs on cuda"))
     rows = store.read(path)
+    assert all({*row.peers} == {"bf16", "row hopper"} for row in rows)
     assert [row.case for row in rows] == [f"{name} @ {name} 16x256x256" for name in ("mxfp8_e4m3", "mxfp4", "nvfp4")]
     assert all(row.us and row.bound_us and row.sqnr_db and row.sqnr_db > 54 for row in rows)
     assert bench("gemm", *words, "--only", "nothing") != 0
@@ -127,19 +127,19 @@ def test_an_empty_selection_is_reported(capsys: pytest.CaptureFixture[str]):
     assert "such as --only 'fp8_1x128 axis -1 256x512'" in " ".join((captured.out + captured.err).split())
 
 
-def test_dispatch_runs_without_tyro(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    real = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else real(name))
+def test_dispatch_times_calls_on_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("blockscale.bench.timing.HOST_CALLS", 2)
-    assert bench("dispatch") == 0
+    assert bench("dispatch", "--device", "cpu") == 0
     assert "quantize_both mxfp8_e4m3" in capsys.readouterr().out
-    assert bench("casts", "--quick") == 2
-    assert "needs tyro" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["cast"], "casts"), (["casts", "--device", "cpu", "--peers", "torchoa"], "did you mean torchao")],
+    [
+        (["cast"], "casts"),
+        (["linear", "--device", "cpu", "--peers", "torchoa"], "did you mean torchao"),
+        (["dispatch", "--device", "cpu", "--peers", "copi"], "did you mean copy"),
+    ],
 )
 def test_mistakes_are_explained(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     status: object

@@ -10,7 +10,7 @@ import torch
 
 import blockscale as bs
 from benchmarks.report import gemm as report
-from blockscale.bench import PEERS, gemms, harness, rooflines, shapes, store, timing
+from blockscale.bench import gemms, harness, rooflines, shapes, store, timing
 from blockscale.bench.suites import gemm
 from blockscale.hardware import Capability, capability
 from blockscale.registry import Request
@@ -23,8 +23,8 @@ WHERE = store.where(CPU, "0.1.0", "test")
 ADDED = gemm.Kind("fp8_1x128", "fp8_1x128", accumulate=True)
 
 
-def case(kind: gemm.Kind = gemm.WEIGHTS, peers: frozenset[str] = frozenset()) -> harness.Case:
-    return gemm.case(kind, shapes.TINY_PRODUCT, capability(CPU), CEILINGS, peers, group="large")
+def case(kind: gemm.Kind = gemm.WEIGHTS, *peers: str) -> harness.Case:
+    return harness.with_peers(gemm.case(kind, shapes.TINY_PRODUCT, capability(CPU), CEILINGS, group="large"), peers)
 
 
 def run(case: harness.Case, device: torch.device = CPU) -> store.Row:
@@ -60,7 +60,7 @@ def test_a_quick_run_is_short():
 
 @pytest.mark.parametrize("kind", [gemm.WEIGHTS, ADDED, gemm.Kind("nvfp4", "nvfp4")], ids=lambda kind: kind.label)
 def test_a_correct_gemm_is_timed(kind: gemm.Kind):
-    row = run(case(kind, frozenset({"bf16", "rows"})))
+    row = run(case(kind, "bf16", "row hopper"))
     assert not row.fault
     assert row.checked.startswith("16 rows")
     assert row.us is not None
@@ -190,7 +190,7 @@ def test_torchao_gets_scales_as_it_reads_them(weights: str, product, monkeypatch
     names = ("triton_fp8_gemm_1x128_128x1", "triton_fp8_gemm_1x128_128x128")
     monkeypatch.setattr(gemms, "torchao", lambda name: SimpleNamespace(**dict.fromkeys(names, multiply)))
     asked = request("fp8_1x128", weights, product=product)
-    peer = gemms.peers(asked, frozenset({"torchao"}), compiling=True)["torchao"]
+    peer = gemms.peers(asked, compiling=True)["torchao"]
     assert isinstance(peer, harness.Peer)
     assert peer.note == names[weights == "fp8_128x128"]
     operands = gemms.make_operands(product, ("fp8_1x128", weights), CPU, accumulate=False)
@@ -201,22 +201,22 @@ def test_torchao_gets_scales_as_it_reads_them(weights: str, product, monkeypatch
 def test_torchao_is_a_peer_where_it_can_run():
     def note(*formats: str, k: int = 256, compiling: bool = True) -> object:
         asked = request(*formats, product=(16, 256, k))
-        return gemms.peers(asked, frozenset({"torchao"}), compiling=compiling)["torchao"]
+        return gemms.peers(asked, compiling=compiling)["torchao"]
 
     assert "has none" in str(note("mxfp4", "mxfp4"))
     assert "multiples of 128" in str(note("fp8_1x128", "fp8_128x128", k=2880))
-    assert "compiled at other shapes" in str(note("fp8_1x128", "fp8_128x128", compiling=False))
+    assert note("fp8_1x128", "fp8_128x128", compiling=False) == harness.NOT_COMPILED
 
 
 def test_the_bound_is_the_longer_of_compute_and_memory_time():
-    large = gemm.case(gemm.WEIGHTS, shapes.SQUARE, HOPPER, CEILINGS, frozenset(), group="")
+    large = gemm.case(gemm.WEIGHTS, shapes.SQUARE, HOPPER, CEILINGS, group="")
     assert large.bound_us == pytest.approx(2 * 8192**3 / 1300e6)
-    few = gemm.case(gemm.WEIGHTS, (1, 7168, 18432), HOPPER, CEILINGS, frozenset(), group="")
+    few = gemm.case(gemm.WEIGHTS, (1, 7168, 18432), HOPPER, CEILINGS, group="")
     assert few.bytes == 18432 + 144 * 4 + 7168 * 18432 + 56 * 144 * 4 + 7168 * 2
     assert few.bound_us == pytest.approx(few.bytes / 4e6)
-    upcast = gemm.case(gemm.Kind("mxfp4", "mxfp4"), shapes.SQUARE, HOPPER, CEILINGS, frozenset(), group="")
+    upcast = gemm.case(gemm.Kind("mxfp4", "mxfp4"), shapes.SQUARE, HOPPER, CEILINGS, group="")
     assert upcast.bound_us == pytest.approx(2 * 8192**3 / 700e6), "no units for it: the rate of bf16"
-    added = gemm.case(ADDED, (4096, 4096, 4096), HOPPER, CEILINGS, frozenset(), group="")
+    added = gemm.case(ADDED, (4096, 4096, 4096), HOPPER, CEILINGS, group="")
     assert added.bytes == 2 * (4096 * 4096 + 4096 * 32 * 4) + 2 * 4096 * 4096 * 4
 
 
@@ -235,9 +235,8 @@ def test_zero_error_has_a_finite_sqnr():
 @pytest.mark.sm90
 def test_rows_on_hopper():
     device = torch.device("cuda")
-    names = PEERS["gemm"] - {"torchao"}
     for kind in (gemm.WEIGHTS, ADDED):
-        row = run(gemm.case(kind, (512, 1024, 2048), HOPPER, CEILINGS, names, group="large"), device)
+        row = run(gemm.case(kind, (512, 1024, 2048), HOPPER, CEILINGS, group="large"), device)
         assert not row.fault
         assert row.method == "graph"
         assert {"rowwise fast", "rowwise", "bf16"} <= {name for name, cell in row.peers.items() if "us" in cell}

@@ -54,7 +54,7 @@ class Wrong:
 @pytest.mark.parametrize("kind", ["one", "both", "experts"])
 def test_a_row_on_a_gpu(kind: str):
     device = torch.device("cuda")
-    extent = casts.extent(device, peers=frozenset({"eager"}))
+    extent = casts.extent(device)
     case = {
         "one": lambda: casts.single("fp8_1x128", -2, (1024, 2048), extent, group=""),
         "both": lambda: casts.both("mxfp8_e4m3", (1024, 2048), extent, group=""),

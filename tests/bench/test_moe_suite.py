@@ -45,13 +45,13 @@ def run(case: harness.Case) -> store.Row:
     return harness.run_case(case, "moe", CPU, WHERE, harness.Budget(rounds=1, seconds=1e-4), Telemetry())
 
 
-def product(name: str, peers: frozenset[str] = frozenset({"rows", "bf16"})) -> harness.Case:
+def product(name: str) -> harness.Case:
     (problem,) = [problem for problem in moe.problems(HERE) if problem.name == name]
-    return moe.case(problem, HERE, CEILINGS, peers)
+    return moe.case(problem, HERE, CEILINGS)
 
 
 def linear_case(*peers: str, **named: Any) -> harness.Case:
-    return moe.linear_case(FP8, 4, 128, (128, 256), Setup(HERE, ROOFS, frozenset(peers)), **named)
+    return harness.with_peers(moe.linear_case(FP8, 4, 128, (128, 256), Setup(HERE, ROOFS), **named), peers)
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_a_product_is_timed_beside_equal_groups_and_bf16():
     # 40, 20, 12 and 8 rows, at most 16 compared of each
     assert row.checked.startswith("52 rows of 4 groups")
     assert {"balanced", "bf16"} == {name for name, cell in row.peers.items() if "us" in cell}
-    added = run(product("equal groups wgrad fp32 += E=4 128x256x160", frozenset()))
+    added = run(product("equal groups wgrad fp32 += E=4 128x256x160"))
     assert (added.fault, added.dtype) == ("", "float32")
     assert added.sqnr_db is not None
     assert added.sqnr_db > 100
@@ -277,7 +277,7 @@ def test_variants_share_their_parameters():
 
 
 def test_a_grouped_linear_has_speed_accuracy_memory_and_bound():
-    row = run(linear_case("bf16", "casts"))
+    row = run(linear_case("bf16", "cast per step"))
     assert not row.fault
     assert row.us is not None
     assert {"bf16", "cast per step"} == {name for name, cell in row.peers.items() if "us" in cell}
@@ -314,7 +314,7 @@ def test_a_wrong_layer_gets_no_figures(monkeypatch: pytest.MonkeyPatch):
 def test_a_mixture_is_timed_with_its_router():
     (case,) = [
         case
-        for case in moe.layer_cases(HERE, ROOFS, frozenset({"bf16"}))
+        for case in moe.layer_cases(HERE, ROOFS)
         if case.name == "fp8_blockwise mixture M=64 tiny E=4 top-2 128x128"
     ]
     row = run(case)
@@ -340,7 +340,7 @@ def test_torchao_pads_only_where_it_must(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_peer_that_leaves_values_unwritten_is_noted():
-    case = product("tiny fprop E=4 worst 80x128x256", frozenset())
+    case = product("tiny fprop E=4 worst 80x128x256")
     lazy = harness.Peer(lambda o: grouped.multiply(o) * torch.nan, accuracy=lambda o: float("nan"), note="lazy")
     cell = run(dataclasses.replace(case, peers={"lazy": lazy})).peers["lazy"]
     assert cell["note"] == "differs: not all of its values are finite; lazy"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -192,17 +191,6 @@ def test_missing_packages_are_named_with_the_fix(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["doctor"]) == 2
     assert "needs rich and tyro. Fix: pip install rich tyro" in capsys.readouterr().err
-
-
-def test_without_tyro_commands_run_with_their_defaults(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else real(name))
-    assert main(["formats"]) == 0
-    capsys.readouterr()
-    assert main(["formats", "--plot", "x.png"]) == 2
-    assert "needs tyro" in capsys.readouterr().err
 
 
 def test_closed_pipe_exits_with_141() -> None:

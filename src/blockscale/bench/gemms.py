@@ -228,20 +228,16 @@ def multiply(operands: Operands) -> Tensor:
     return scaled_mm(operands.a, operands.b, torch.bfloat16, accumulate=operands.acc)
 
 
-def peers(request: Request, names: frozenset[str], *, compiling: bool) -> Mapping[str, Peer | str]:
-    """The named peers of a GEMM.  compiling: whether to include torchao's, which compile for each N and K."""
-    found: dict[str, Peer | str] = {}
-    if "rows" in names:
-        found |= other_kernels(request)
-        if "accumulate" in request.options:
-            found["to bf16"] = judged(lambda o: scaled_mm(o.a, o.b), gate_db(request.formats[0], torch.bfloat16))
-    if "bf16" in names:
-        found["bf16"] = Peer(plain, accuracy=lambda o: o.plain_accuracy(plain))
-    if "rowwise" in names:
-        for name, fast in ((FAST, True), ("rowwise", False)):
-            run = functools.partial(rowwise, fast=fast)
-            found[name] = Peer(run, accuracy=lambda o, run=run: o.rowwise_accuracy(run))
-    if "torchao" in names and "accumulate" not in request.options:
+def peers(request: Request, *, compiling: bool) -> Mapping[str, Peer | str]:
+    """Peers of a GEMM.  compiling: whether to run torchao's, which compile for each N and K."""
+    found, accumulates = other_kernels(request), "accumulate" in request.options
+    if accumulates:
+        found["to bf16"] = judged(lambda o: scaled_mm(o.a, o.b), gate_db(request.formats[0], torch.bfloat16))
+    found["bf16"] = Peer(plain, accuracy=lambda o: o.plain_accuracy(plain))
+    for name, fast in ((FAST, True), ("rowwise", False)):
+        run = functools.partial(rowwise, fast=fast)
+        found[name] = Peer(run, accuracy=lambda o, run=run: o.rowwise_accuracy(run))
+    if not accumulates:
         found["torchao"] = _torchao_peer(request, compiling=compiling)
     return found
 

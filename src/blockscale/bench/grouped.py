@@ -226,26 +226,19 @@ def multiply(operands: Grouped) -> Tensor:
     return scaled_grouped_mm(operands.a, operands.b, operands.offs, operands.dtype, accumulate=operands.acc)
 
 
-def peers(
-    request: Request, sizes: Sequence[int], names: frozenset[str], *, even: bool, decoding: bool = False
-) -> dict[str, Peer | str]:
-    """The named peers of a grouped GEMM, and ours with other groups.  even: groups are equal already.  decoding: add
-    ours with spare capacity in every group."""
-    found: dict[str, Peer | str] = {}
-    gate = gate_db(request.formats[0], request.dtype)
-    if "rows" in names:
-        found |= other_kernels(request, multiply)
+def peers(request: Request, sizes: Sequence[int], *, even: bool, decoding: bool = False) -> dict[str, Peer | str]:
+    """Peers of a grouped GEMM, with ours in other groups.  even: groups are equal already.  decoding: add ours with
+    spare capacity in every group."""
+    found, gate = other_kernels(request, multiply), gate_db(request.formats[0], request.dtype)
     if not even:
         found[BALANCED] = equal_groups_peer(gate)
     if decoding:
         found[PLACED] = capacity_peer(gate)
-    if "bf16" in names:
-        found["bf16"] = Peer(plain, accuracy=lambda operands: operands.plain_accuracy(plain))
-    if "rowwise" in names:
-        if request.op == "k_grouped" and any(size % _ALIGNED for size in sizes):
-            found[FAST] = f"not run: takes groups in multiples of {_ALIGNED} rows only"
-        else:
-            found[FAST] = Peer(rowwise, accuracy=lambda operands: operands.rowwise_accuracy(rowwise))
+    found["bf16"] = Peer(plain, accuracy=lambda operands: operands.plain_accuracy(plain))
+    if request.op == "k_grouped" and any(size % _ALIGNED for size in sizes):
+        found[FAST] = f"not run: takes groups in multiples of {_ALIGNED} rows only"
+    else:
+        found[FAST] = Peer(rowwise, accuracy=lambda operands: operands.rowwise_accuracy(rowwise))
     return found
 
 

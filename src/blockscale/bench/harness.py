@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ Args = tuple[Any, ...]
 SAME_DB = {8: 40.0, 6: 30.0, 4: 28.0}
 # name of the copy among the slices of a case; no peer has it
 COPY = "copy of bf16"
-NOT_COMPILED = "not run: compiled at other shapes only"
+NOT_COMPILED = "not run: compiled on a GPU only, at some shapes"
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,11 @@ class Case:
     captured: bool = True
     parts: int = 1
     details: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def with_peers(case: Case, names: Collection[str]) -> Case:
+    """The case beside those of its peers that are named."""
+    return dataclasses.replace(case, peers={name: peer for name, peer in case.peers.items() if name in names})
 
 
 @dataclass(frozen=True)

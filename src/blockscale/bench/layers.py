@@ -342,43 +342,35 @@ def trained(
     return Peer(run, note=note, gate_db=gate, accuracy=lambda batch: min(judge(batch, taken(variant, batch))))
 
 
-def peers(
-    main: Variant,
-    others: Mapping[str, Variant],
-    sizes: Iterable[int],
-    names: frozenset[str],
-    judge: Judge,
-    gate_db: float,
-    *,
-    microbatches: int = 1,
-    compiling: bool = True,
+def peers(others: Mapping[str, Variant], judge: Judge, gate_db: float, microbatches: int) -> dict[str, Peer | str]:
+    """bf16, and ours with the weight cast at other times.  gate_db: SQNR that ours must reach."""
+    found: dict[str, Peer | str] = {BF16: trained(plain_variant(), judge, BF16_DB, microbatches=microbatches)}
+    ours = {name: trained(each, judge, gate_db, microbatches=microbatches) for name, each in others.items()}
+    return found | ours
+
+
+def slow_peers(
+    main: Variant, sizes: Iterable[int], judge: Judge, gate_db: float, microbatches: int, *, compiling: bool
 ) -> dict[str, Peer | str]:
-    """The named peers of a layer.  main: our variant.  others: ours with the weight cast at other times.
+    """Peers of a dense layer that are compiled, or that autotune for every shape as torchao does.  main: our variant.
 
-    sizes: features of its weights.  gate_db: SQNR that ours must reach.  compiling: whether to include peers that are
-    compiled, or that autotune for every shape as torchao does.
+    sizes: features of its weights.  gate_db: SQNR that ours must reach.  compiling: whether they run.
     """
-
-    plain, blockwise, rowwise = plain_variant(), Variant(each(_blockwise)), Variant(each(_rowwise))
+    blockwise, rowwise = Variant(each(_blockwise)), Variant(each(_rowwise))
     near, note = gate_db - NEAR_DB, "Float8BlockwiseLinear"
-    # name, names that ask for it, variant, gate, note; slow ones are compiled, or autotune for every shape
-    ours = [(name, {"casts"}, variant, gate_db, "") for name, variant in others.items()]
-    slow = [
-        (f"{BF16} {COMPILED}", {BF16, "compile"}, compiled(plain), BF16_DB, ""),
-        (COMPILED, {"compile"}, compiled(main, fullgraph=True), gate_db, ""),
-        (TORCHAO, {TORCHAO}, blockwise, near, note),
-        (TORCHAO_COMPILED, {TORCHAO_COMPILED}, compiled(blockwise), near, note),
-        (f"rowwise {COMPILED}", {"rowwise", "compile"}, compiled(rowwise), None, "torchao.float8, recipe rowwise"),
-    ]
-    found: dict[str, Peer | str] = {}
-    for name, asked, variant, gate, note in ((BF16, {BF16}, plain, BF16_DB, ""), *ours, *slow):
-        if asked <= names:
+    slow = {
+        f"{BF16} {COMPILED}": (compiled(plain_variant()), BF16_DB, ""),
+        COMPILED: (compiled(main, fullgraph=True), gate_db, ""),
+        TORCHAO: (blockwise, near, note),
+        TORCHAO_COMPILED: (compiled(blockwise), near, note),
+        f"rowwise {COMPILED}": (compiled(rowwise), None, "torchao.float8, recipe rowwise"),
+    }
+    found: dict[str, Peer | str] = dict.fromkeys(slow, NOT_COMPILED)
+    if compiling:
+        for name, (variant, gate, note) in slow.items():
             found[name] = trained(variant, judge, gate, note, microbatches=microbatches)
-    if not compiling:
-        found |= {name: NOT_COMPILED for name, *_ in slow if name in found}
     if any(size % _BLOCK for size in sizes):
-        note = f"not run: takes features in multiples of {_BLOCK} only"
-        found |= {name: note for name in (TORCHAO, TORCHAO_COMPILED) if name in found}
+        found |= dict.fromkeys((TORCHAO, TORCHAO_COMPILED), f"not run: takes features in multiples of {_BLOCK} only")
     return found
 
 

@@ -73,9 +73,8 @@ def main(words: list[str]) -> int:
     return run(parse_words(Options.of(get_preset(name)), f"advise {name}", words, about, PRESETS))
 
 
-def run(wanted: AdviceOptions | None = None, folder: Path | None = None) -> int:
+def run(wanted: AdviceOptions, folder: Path | None = None) -> int:
     """Read or measure the numerics, and print the advice."""
-    wanted = wanted or Options.of(get_preset(DEFAULT))
     _check(wanted)
     console = arguments.wide_console()
     with console.status("importing torch ..."):
@@ -146,12 +145,8 @@ def _measure(config: RunConfig) -> tuple[Any, list[Any]]:
 
 
 def _show(console: Any, found: Advice, wanted: AdviceOptions) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for place, heading in enumerate(("layer", "loss gap %", "gradient noise %", "saves µs", "advice", "measured")):
-        table.add_column(heading, justify="right" if place in (1, 2, 3) else "left", no_wrap=True)
+    figures = ("loss gap %", "gradient noise %", "saves µs")
+    table = arguments.table("", ("layer", *figures, "advice", "measured"), figures)
     shown = found.ranked[: wanted.top or None]
     for each in shown:
         advice = "[yellow]keep bf16[/]" if each.kept else "quantize"

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,12 +177,12 @@ def wide_console(width: int = FILE_WIDTH) -> Console:
     return console
 
 
-def table(title: str, headings: Sequence[str], right: Sequence[str] = (), padding: int = 1) -> Table:
-    """Table without lines between rows.  right: headings of the right-aligned columns."""
+def table(title: str, headings: Iterable[str], right: Collection[str] = (), padding: int = 1) -> Table:
+    """Table without lines between rows.  title: may be empty.  right: headings of the right-aligned columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, padding))
+    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, padding))
     for heading in headings:
         made.add_column(heading, no_wrap=True, justify="right" if heading in right else "left")
     return made

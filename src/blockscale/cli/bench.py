@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..bench import PEERS, SUITES
 from ..errors import check_name
 from . import arguments
 
@@ -47,14 +46,11 @@ def run(
         quick: Fewer shapes and rounds.
         only: Only cases whose name or group contains this text, or one of several separated by |
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
-        peers: Baselines to time beside, separated by commas or spaces: eager, compile, torchao for casts; rows, bf16,
-            rowwise, torchao for gemm; bf16, casts, torchao, torchao compiled, rowwise, compile for linear and mlp;
-            rows, bf16, rowwise, casts, torchao for moe; none: no baseline. All by default.
+        peers: Baselines to time beside, by their names in the table, separated by commas or spaces, such as bf16 or
+            'torchao compiled'; none: no baseline. All by default.
         commit: Commit to record if the source is not a git checkout.
     """
-    check_name(suite, SUITES, "suite")
     arguments.check_device(device)
-    chosen_peers = _peers(suite, peers)
     arguments.check_readable(compare, "--compare")
     arguments.check_writable(json, "--json")
     console = arguments.wide_console(FILE_WIDTH)
@@ -66,7 +62,7 @@ def run(
     older = [] if compare is None else read(compare)
     if json is not None:
         read(json)  # raises for a file of another kind before anything is timed
-    every = _cases(console, suite, where, quick, chosen_peers)
+    every = _beside(_cases(console, suite, where, quick), peers)
     texts = [text for text in only.split("|") if text] or [""]
     cases = [case for case in every if any(text in case.name or text in case.group for text in texts)]
     if not cases:
@@ -87,7 +83,7 @@ def run(
     return 1 if wrong else 0
 
 
-def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, names: frozenset[str]) -> list[Case]:
+def _cases(console: Console, suite: Suite, device: torch.device, quick: bool) -> list[Case]:
     from ..bench import rooflines
     from ..bench.suites import casts, fused, gemm, layers, moe
     from ..hardware import capability
@@ -97,29 +93,27 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool, na
     if suite == "dispatch":
         return list(casts.dispatch_cases(device))
     if suite == "casts":
-        extent = casts.extent(device, quick=quick, peers=names)
+        extent = casts.extent(device, quick=quick)
         return [*casts.cases(extent), *fused.cases(extent)]
     here = capability(device)
     with console.status("measuring the ceilings of this machine ..."):
         if suite == "gemm":
-            return list(gemm.cases(here, rooflines.measure_ceilings(device), names, quick=quick))
+            return list(gemm.cases(here, rooflines.measure_ceilings(device), quick=quick))
         roofs = rooflines.find_roofs(device)
         if suite == "moe":
-            return list(moe.cases(here, rooflines.measure_ceilings(device), roofs, names, quick=quick))
+            return list(moe.cases(here, rooflines.measure_ceilings(device), roofs, quick=quick))
     cases = layers.linear_cases if suite == "linear" else layers.mlp_cases
-    return list(cases(here, roofs, names, quick=quick))
+    return list(cases(here, roofs, quick=quick))
 
 
-def _peers(suite: Suite, names: Sequence[str]) -> frozenset[str]:
-    """Peers (baselines) of a suite; raises for unknown ones."""
-    known = sorted(PEERS.get(suite, ()))
-    if names and not known:
-        arguments.refuse(f"--peers with {suite}", "that suite has no peers", "leave --peers out")
-    if tuple(names) == ("none",):
-        return frozenset()
+def _beside(cases: list[Case], names: Sequence[str]) -> list[Case]:
+    """The cases with the named peers only, or with all without names; raises for unknown ones."""
+    from ..bench.harness import with_peers
+
+    known = dict.fromkeys(name for case in cases for name in case.peers)
     for name in names:
-        check_name(name, (*known, "none") if len(names) == 1 else known, "peer")
-    return frozenset(names or known)
+        check_name(name, (*known, "none"), "peer")
+    return [with_peers(case, names) for case in cases] if names else cases
 
 
 def _timed(
@@ -144,20 +138,14 @@ def _timed(
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from ..bench.store import shown_peers
 
     peers = shown_peers(rows)
     suite = rows[0].suite
     title = "µs per call" if suite == "dispatch" else "µs per call; peers: their time relative to ours"
     middle = ("TFLOP/s", "% bound", "dB") if suite in PRODUCTS else ("GB/s", "% copy")
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
-    table.add_column("case", no_wrap=True)
-    for heading in ("µs", "±%", *middle, *peers):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("backend", no_wrap=True)
+    figures = ("µs", "±%", *middle, *peers)
+    table = arguments.table(title, ("case", *figures, "backend"), figures, padding=0)
     for row in rows:
         table.add_row(*_cells(row, peers))
     return table

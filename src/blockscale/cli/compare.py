@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from .. import env
 from ..train.checks import check_comparison, check_seeds
-from ..train.presets import get_preset
 from . import arguments
-from .train import DEFAULT, ArmRecipe, RunOptions, check_run, hides, parse
+from .train import ArmRecipe, RunOptions, check_run, hides, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,9 +63,8 @@ def main(words: list[str]) -> int:
     return run(parse(words, "compare", "Train a preset by several recipes, in pairs.", Options.of, STATUSES))
 
 
-def run(options: Options | None = None) -> int:
+def run(options: Options) -> int:
     """Run the missing runs, show the table, write the page; returns the exit status described in `STATUSES`."""
-    options = options or Options.of(get_preset(DEFAULT))
     recipes, budget = _checked(options), options.budget
     env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console()

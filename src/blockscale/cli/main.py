@@ -44,7 +44,7 @@ def _main(words: list[str]) -> int:
     try:
         check_name(words[0], COMMANDS, "command")
         missing = [name for name in ("rich", "tyro") if importlib.util.find_spec(name) is None]
-        if "rich" in missing or (missing and not _is_plain(words[0], words[1:])):
+        if missing:
             return _fail(MISSING.format(" and ".join(missing)))
         return _run(words[0], words[1:])
     except BlockscaleError as error:
@@ -74,17 +74,8 @@ def _about(words: Sequence[str]) -> int:
     return 0
 
 
-def _is_plain(command: str, arguments: Sequence[str]) -> bool:
-    """Whether there is nothing to parse, so that the command works without tyro."""
-    if command == "bench":
-        return len(arguments) < 2 and not any(word.startswith("-") for word in arguments)
-    return not arguments and command != "explain"
-
-
 def _run(command: str, arguments: list[str]) -> int:
     module = importlib.import_module(f".{command}", __package__)
-    if _is_plain(command, arguments):
-        return module.run(*arguments)
     if hasattr(module, "main"):  # the options depend on the first word
         return module.main(arguments)
     from .options import parse_words

@@ -213,15 +213,10 @@ def _timed(
 
 
 def _table(rows: Sequence[RoofRow]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     seen, two = any(row.us is not None for row in rows), any(row.nominal is not None for row in rows)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0))
     headings = ["bound µs", "speedup", *(["nominal"] if two else []), "casts"]
     headings += ["measured µs", "speedup", "of roof", *(["of nominal"] if two else [])] if seen else []
-    for heading in ("layer", "recipe", *headings, "longest step, bound by"):
-        table.add_column(heading, justify="right" if heading in headings else "left", no_wrap=True)
+    table = arguments.table("", ("layer", "recipe", *headings, "longest step, bound by"), headings, padding=0)
     before = None
     for row in rows:
         if before not in (None, row.layer):
@@ -249,24 +244,19 @@ def _cells(row: RoofRow, *, seen: bool, two: bool) -> list[str]:
 
 
 def _advice(layers: Sequence[Layer], recipes: Sequence[Recipe], roofs: Roofs, use: Use, what: What) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from ..bench.rooflines import cost_of
     from ..roofline import advise
 
     # all costs of experts are proportional to their number
     per, cost = " per expert" if what == "experts" else "", cost_of(what)
     title = f"worth converting from this many tokens{per} (in parentheses: for a speedup above {MARGIN - 1:.0%})"
-    table = Table("layer", title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    table = arguments.table(title, ("layer", *(recipe.name for recipe in recipes)))
 
     def cell(layer: Layer, recipe: Recipe) -> str:
         found = [advise(*layer, recipe.formats(), roofs.main, use, margin=each, cost=cost) for each in (1.0, MARGIN)]
         first, second = ("never" if count is None else f"{count:,}" for count in found)
         return first if found[0] is None else f"{first} ({second})"
 
-    for recipe in recipes:
-        table.add_column(recipe.name, no_wrap=True)
     for layer in layers:
         table.add_row(f"{layer[0]} -> {layer[1]}", *(cell(layer, recipe) for recipe in recipes))
     return table

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from .. import env
 from ..train.config import Compile, WeightCast
-from ..train.presets import get_preset
 from . import arguments
-from .train import DEFAULT, ArmRecipe, RunOptions, check_run, hides, parse
+from .train import ArmRecipe, RunOptions, check_run, hides, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,9 +69,8 @@ def main(words: list[str]) -> int:
     return run(parse(words, "speed", "Time steps of a preset by several recipes.", Options.of))
 
 
-def run(options: Options | None = None) -> int:
+def run(options: Options) -> int:
     """Time the missing arms and show the table; returns 1 if an arm failed."""
-    options = options or Options.of(get_preset(DEFAULT))
     recipes = arguments.recipes(options.recipes)
     arguments.at_least(1, options.warm_up, "--warm-up", "the first step compiles")
     arguments.at_least(2, options.timed, "--timed", "a spread needs two steps")
@@ -103,16 +101,11 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _show(console: Console, rows: Sequence[Throughput]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from ..bench.trainings import HEAD, cells
 
     is_on_gpu = str(rows[0].where.get("device", "")).startswith("cuda")
     shown = len(HEAD) if is_on_gpu else _CPU_COLUMNS
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
-    for place, heading in enumerate(HEAD[:shown]):
-        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
+    table = arguments.table("", HEAD[:shown], HEAD[1:])
     for row in rows:
         table.add_row(*cells(row, rows)[:shown])
     console.print(table)

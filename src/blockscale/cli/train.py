@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_type_hints
+
+import tyro
 
 from ..train.checks import check
 from ..train.config import RecipeConfig, RunConfig
@@ -22,18 +23,6 @@ O = TypeVar("O", bound=RunConfig)
 DEFAULT = "tiny"
 
 
-def _hidden() -> object:
-    """Marker for fields hidden from help; None without tyro, which is only needed for parsing."""
-    if importlib.util.find_spec("tyro") is None:
-        return None
-    import tyro
-
-    return tyro.conf.Suppress
-
-
-HIDDEN = _hidden()
-
-
 def hides(names: str) -> Callable[[type[C]], type[C]]:
     """Class decorator under `@dataclass`: these fields of its base, separated by spaces, are set by the command."""
 
@@ -43,7 +32,7 @@ def hides(names: str) -> Callable[[type[C]], type[C]]:
         for name in names.split():
             made = copy.copy(known[name])
             made.init = False
-            kind.__annotations__[name] = Annotated[hints[name], HIDDEN]
+            kind.__annotations__[name] = Annotated[hints[name], tyro.conf.Suppress]
             setattr(kind, name, made)
         return kind
 
@@ -115,9 +104,8 @@ def check_run(config: RunConfig) -> None:
     check_writable(config.data.cache, "--data.cache", is_folder=True)
 
 
-def run(config: RunConfig | None = None) -> int:
+def run(config: RunConfig) -> int:
     """Train and show progress; returns 130 if interrupted."""
-    config = config or get_preset(DEFAULT)
     if config.recipe.name == "bf16" and config.recipe.weights is not None:
         rule = "bf16 casts no weights"
         refuse(f"--recipe.weights {config.recipe.weights} with bf16", rule, "leave it out, or pass another --recipe")

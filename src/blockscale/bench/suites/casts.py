@@ -23,8 +23,8 @@ from ...formats.cast_spec import CastSpec
 from ...formats.spec import get_format
 from ...formats.tensor import BlockScaled
 from ...registry import select
-from .. import PEERS, shapes
 from .. import peers as others
+from .. import shapes
 from ..harness import Args, Case, Peer, check_experts, check_whole, random
 from ..shapes import Shape, numel, text
 
@@ -46,14 +46,15 @@ class Extent:
     peers: frozenset[str]
 
 
-def extent(device: torch.device, *, quick: bool = False, peers: frozenset[str] = PEERS["casts"]) -> Extent:
+def extent(device: torch.device, *, quick: bool = False) -> Extent:
     """Extent for a device; quick: fewer shapes."""
     if device.type != "cuda":
         tiny, expert = shapes.TINY, (2, *shapes.TINY_EXPERT)
-        return Extent((tiny,), (tiny,), (expert,), tiny, tiny, frozenset(), peers & {"eager"})
+        return Extent((tiny,), (tiny,), (expert,), tiny, tiny, frozenset(), frozenset({"eager"}))
     large = (shapes.MAIN,) if quick else shapes.LARGE
     experts = tuple((count, *shapes.EXPERT) for count in ((4,) if quick else shapes.EXPERT_COUNTS))
     compiled = frozenset({shapes.MAIN, shapes.SMALL, (4, *shapes.EXPERT)})
+    peers = frozenset({"eager", "compile", "torchao"})
     return Extent((shapes.SMALL, *large), large, experts, shapes.MAIN, shapes.GATED, compiled, peers)
 
 

@@ -20,7 +20,7 @@ from ...gemm.ops import gemm_request
 from ...hardware import Capability
 from ...registry import Request, select
 from ...roofline import Ceilings
-from .. import PEERS, shapes
+from .. import shapes
 from ..gemms import Operands, by_backend, check_product, judged, make_operands, multiply, peers
 from ..harness import Args, Case, Peer
 from ..rooflines import bound_us
@@ -55,15 +55,13 @@ NATIVE = Kind("mxfp8_e4m3", "mxfp8_e4m3_128x128")
 EMULATED: tuple[str, ...] = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 
 
-def cases(
-    device: Capability, ceilings: Ceilings, names: frozenset[str] = PEERS["gemm"], *, quick: bool = False
-) -> Iterator[Case]:
-    """All rows, in the order of the tables.  names: of peers.  quick: fewer GEMMs."""
+def cases(device: Capability, ceilings: Ceilings, *, quick: bool = False) -> Iterator[Case]:
+    """All rows, in the order of the tables.  quick: fewer GEMMs."""
     large, few, models, emulated = _gpu_products(quick=quick)
     if device.device != "cuda":
         large = few = (TINY_PRODUCT,)
         models, emulated = {"tiny": large}, dict.fromkeys(EMULATED, TINY_PRODUCT)
-    make = functools.partial(case, device=device, ceilings=ceilings, names=names)
+    make = functools.partial(case, device=device, ceilings=ceilings)
     for kind in (WEIGHTS, VECTORS):
         for product in large:
             yield make(kind, product, group="large")
@@ -79,7 +77,7 @@ def cases(
         yield make(Kind(format, format), product, group="MX and NVFP4")
     if device.sm == 90 and importlib.util.find_spec("triton") is not None:
         for product in large:
-            yield native_case(product, device, ceilings, names)
+            yield native_case(product, device, ceilings)
 
 
 def _gpu_products(
@@ -99,12 +97,11 @@ def case(
     product: Product,
     device: Capability,
     ceilings: Ceilings,
-    names: frozenset[str],
     *,
     group: str,
     prefix: str = "",
 ) -> Case:
-    """Case of one GEMM.  names: of peers.  prefix: makes its name unique if another group has the same GEMM."""
+    """Case of one GEMM.  prefix: makes its name unique if another group has the same GEMM."""
     m, n, k = product
     dtype = torch.float32 if kind.accumulate else torch.bfloat16
     output = m * n * (2 * 4 if kind.accumulate else 2)
@@ -114,7 +111,7 @@ def case(
     return product_case(
         f"{prefix}{kind.label} {text(product)}", group, kind, product, moved, request, ceilings,
         lambda device: (make_operands(product, (kind.a, kind.b), device, accumulate=kind.accumulate),),
-        multiply, _backend, peers(request, names, compiling=product in COMPILED),
+        multiply, _backend, peers(request, compiling=product in COMPILED),
     )  # fmt: skip
 
 
@@ -141,18 +138,16 @@ def product_case(
     )  # fmt: skip
 
 
-def native_case(product: Product, device: Capability, ceilings: Ceilings, names: frozenset[str]) -> Case:
+def native_case(product: Product, device: Capability, ceilings: Ceilings) -> Case:
     """Case of MXFP8 with the Hopper kernel forced, beside the kernel that is selected by default."""
-    usual = case(NATIVE, product, device, ceilings, names, group="MXFP8 natively")
-    ours = {name: peer for name, peer in usual.peers.items() if not name.startswith(ROW)}
-    if "rows" in names:
-        ours = {"upcast": judged(multiply, BF16_DB), **ours}
+    usual = case(NATIVE, product, device, ceilings, group="MXFP8 natively")
+    others = {name: peer for name, peer in usual.peers.items() if not name.startswith(ROW)}
     return replace(
         usual,
         name=f"natively {NATIVE.label} {text(product)}",
         run=by_backend("gemm", "hopper", multiply),
         backend=lambda _: "hopper",
-        peers=ours,
+        peers={"upcast": judged(multiply, BF16_DB), **others},
     )
 
 

@@ -25,7 +25,7 @@ from ...hardware import Capability
 from ...nn import SwiGLU
 from ...registry import Request, select
 from ...roofline import BF16, CostOf, Use, linear_cost, swiglu_cost
-from .. import COMPILING, PEERS, layers, shapes
+from .. import layers, shapes
 from ..gemms import ROWS, spread, sqnr_db
 from ..harness import Case, Peer
 from ..layers import (
@@ -60,11 +60,10 @@ MLP_GROUPS = ("SwiGLU MLP", "SwiGLU MLP, 8 microbatches")
 
 
 class Setup(NamedTuple):
-    """Device, its ceilings if it has tensor cores, and the names of peers."""
+    """Device, and its ceilings if it has tensor cores."""
 
     device: Capability
     roofs: Roofs | None
-    peers: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -111,15 +110,15 @@ def layer_case(
     if forward:
         main = layers.our_variant(kind.ours, RECIPES[recipe], "step")
         check = layers.checker(main, kind.judge, gates[:1], {}, kind.how, layers.infer_again)
-        bf16: Peer | str = layers.trained(plain_variant(), kind.judge, layers.BF16_DB, forward=True)
-        beside = {layers.BF16: bf16} if layers.BF16 in setup.peers else {}
+        beside: dict[str, Peer | str] = {}
+        beside[layers.BF16] = layers.trained(plain_variant(), kind.judge, layers.BF16_DB, forward=True)
     else:
         main, others = variants_of(kind.ours, RECIPES[recipe], microbatches, twice=twice)
         kept = {"blockscale": main, **others, "bf16": plain_variant()}
         check = layers.checker(main, kind.judge, gates, kept, kind.how)
-        beside = layers.peers(
-            main, others, (k, n), setup.peers, kind.judge, min(gates), microbatches=microbatches, compiling=compiling
-        )
+        beside = layers.peers(others, kind.judge, min(gates), microbatches)
+        if experts is None:
+            beside |= layers.slow_peers(main, (k, n), kind.judge, min(gates), microbatches, compiling=compiling)
     cost = functools.partial(swiglu_cost if kind.gated else linear_cost, experts=count)
     details = roof_details(cost, sizes, RECIPES[recipe], setup.roofs, use)
     # rows and their gradients, weights and their gradients; in an MLP also gate, up and silu(gate) * up, both ways
@@ -181,9 +180,7 @@ def backends(recipe: str, device: Capability, m: int, n: int, k: int, experts: i
 # ---- linear layers ---------------------------------------------------------------------------------------------------
 
 
-def linear_cases(
-    device: Capability, roofs: Roofs | None, names: frozenset[str] = PEERS["linear"], *, quick: bool = False
-) -> Iterator[Case]:
+def linear_cases(device: Capability, roofs: Roofs | None, *, quick: bool = False) -> Iterator[Case]:
     """All rows, in the order of the tables. Feed-forward layers also run by torchao, compiled and in microbatches;
     microbatches and recipes other than FP8's have only the fewest tokens."""
     models, tokens, others = {name: shapes.MODELS[name] for name in (MODELS[:2] if quick else MODELS)}, TOKENS, LARGE
@@ -192,8 +189,8 @@ def linear_cases(
         models = {name: tuple(layer for layer in each if layer in wide) for name, each in models.items()}
         tokens, others = TOKENS[:1], frozenset[Layer]()
     if device.device != "cuda":
-        models, wide, tokens, others, names = {"tiny": (TINY,)}, {TINY}, (128,), frozenset({TINY}), names - COMPILING
-    setup = Setup(device, roofs, names)
+        models, wide, tokens, others = {"tiny": (TINY,)}, {TINY}, (128,), frozenset({TINY})
+    setup, on_gpu = Setup(device, roofs), device.device == "cuda"
     chosen = [
         (recipe, model, layer)
         for recipe in RECIPES
@@ -203,17 +200,17 @@ def linear_cases(
     ]
     for recipe, model, layer in chosen:
         for count in tokens if recipe == FP8 else tokens[:1]:
-            yield linear_case(recipe, model, layer, count, setup, compiling=layer in wide)
+            yield linear_case(recipe, model, layer, count, setup, compiling=on_gpu and layer in wide)
     for recipe, model, layer in chosen:
         if layer in wide:
-            yield linear_case(recipe, model, layer, tokens[0], setup, microbatches=MICROBATCHES)
+            yield linear_case(recipe, model, layer, tokens[0], setup, microbatches=MICROBATCHES, compiling=on_gpu)
     yield host_case(FP8, device)
 
 
 def linear_case(
     recipe: str, model: str, layer: Layer, tokens: int, setup: Setup, *, microbatches: int = 1, compiling: bool = True
 ) -> Case:
-    """Case of one layer by one recipe.  microbatches, compiling: see `layer_case` and `layers.peers`."""
+    """Case of one layer by one recipe.  microbatches, compiling: see `layer_case` and `layers.slow_peers`."""
     k, n = layer
     return layer_case(
         f"{recipe} {label_of(microbatches)}M={tokens} {model} {k}->{n}", LINEAR_GROUPS[microbatches > 1], recipe,
@@ -228,7 +225,7 @@ def host_case(recipe: str, device: Capability) -> Case:
     main, others = variants_of(our_linear, RECIPES[recipe], 1, twice=True)
     beside = {"nn.Linear": plain_variant(), **others}
     return replace(
-        linear_case(recipe, "", HOST_LAYER, tokens, Setup(device, None, frozenset())),
+        linear_case(recipe, "", HOST_LAYER, tokens, Setup(device, None)),
         name=f"{recipe} host time M={tokens} {k}->{n}",
         group=LINEAR_GROUPS[2],
         run=functools.partial(step, main, 1),
@@ -260,16 +257,14 @@ LINEAR = Kind(our_linear, judge_linear, f"{ROWS} rows of y, dX and dW against th
 # ---- MLPs ------------------------------------------------------------------------------------------------------------
 
 
-def mlp_cases(
-    device: Capability, roofs: Roofs | None, names: frozenset[str] = PEERS["mlp"], *, quick: bool = False
-) -> Iterator[Case]:
+def mlp_cases(device: Capability, roofs: Roofs | None, *, quick: bool = False) -> Iterator[Case]:
     """All cases: FP8 over all MLPs; other recipes over the first, with the fewest tokens."""
     units, tokens, recipes = dict(list(UNITS.items())[: 1 if quick else None]), TOKENS, list(RECIPES)
     if quick:
         tokens, recipes = TOKENS[:1], [FP8]
     if device.device != "cuda":
-        units, tokens, recipes, names = {"tiny": (128, 256)}, (128,), [FP8], names - COMPILING
-    setup = Setup(device, roofs, names)
+        units, tokens, recipes = {"tiny": (128, 256)}, (128,), [FP8]
+    setup = Setup(device, roofs)
     for recipe in recipes:
         for model, unit in list(units.items())[: None if recipe == FP8 else 1]:
             for count in tokens if recipe == FP8 else tokens[:1]:
@@ -281,8 +276,10 @@ def mlp_case(recipe: str, model: str, unit: Unit, tokens: int, setup: Setup, *, 
     """Case of one MLP by one recipe.  microbatches: of a step; several share the casts of weights."""
     name = f"{recipe} MLP {label_of(microbatches)}M={tokens} {model} {shapes.text(unit)}"
     plain = functools.partial(plain_unit, unit)
-    group = MLP_GROUPS[microbatches > 1]
-    return layer_case(name, group, recipe, SWIGLU, (tokens, *unit), plain, setup, microbatches=microbatches)
+    return layer_case(
+        name, MLP_GROUPS[microbatches > 1], recipe, SWIGLU, (tokens, *unit), plain, setup, microbatches=microbatches,
+        compiling=setup.device.device == "cuda",
+    )  # fmt: skip
 
 
 class GatedUnit(nn.Module):

@@ -24,7 +24,7 @@ from ...grouped.ops import grouped_request
 from ...hardware import Capability
 from ...registry import Request, select
 from ...roofline import Ceilings
-from .. import PEERS, expert_layers, shapes
+from .. import expert_layers, shapes
 from ..expert_layers import judge_experts, judge_linear, judge_mixture, plain_experts, plain_linear, plain_mixture
 from ..grouped import Grouped, make_k_grouped, make_m_grouped, multiply, peers
 from ..harness import Args, Case, Verdict
@@ -176,25 +176,24 @@ def cases(
     device: Capability,
     ceilings: Ceilings,
     roofs: Roofs | None,
-    names: frozenset[str] = PEERS["moe"],
     *,
     quick: bool = False,
 ) -> Iterator[Case]:
     """All rows, in the order of the tables, without GEMMs that a GPU serves only by the reference, in seconds."""
     for problem in problems(device, quick=quick):
         if device.device != "cuda" or select(request(problem, device)).backend != "reference":
-            yield case(problem, device, ceilings, names)
-    yield from layer_cases(device, roofs, names, quick=quick)
+            yield case(problem, device, ceilings)
+    yield from layer_cases(device, roofs, quick=quick)
 
 
-def case(problem: Problem, device: Capability, ceilings: Ceilings, names: frozenset[str]) -> Case:
+def case(problem: Problem, device: Capability, ceilings: Ceilings) -> Case:
     """Case of one grouped GEMM."""
     asked = request(problem, device)
     even, decoding = problem.load == "balanced", problem.label == DECODING
     return product_case(
         problem.name, GROUP, problem.kind, problem.product, moved_bytes(problem), asked, ceilings,
         lambda device: make(problem, device), multiply, _backend,
-        peers(asked, problem.sizes, names, even=even, decoding=decoding),
+        peers(asked, problem.sizes, even=even, decoding=decoding),
     )  # fmt: skip
 
 
@@ -235,9 +234,7 @@ def _backend(operands: Grouped) -> str:
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-def layer_cases(
-    device: Capability, roofs: Roofs | None, names: frozenset[str] = PEERS["moe"], *, quick: bool = False
-) -> Iterator[Case]:
+def layer_cases(device: Capability, roofs: Roofs | None, *, quick: bool = False) -> Iterator[Case]:
     """All rows, in the order of the tables. Recipes that a GPU serves only by the reference are left out, since a call
     would take seconds. Recipes other than FP8's run only the first unit, balanced."""
     n, k = shapes.EXPERT
@@ -248,8 +245,7 @@ def layer_cases(
     if device.device != "cuda":
         recipes, rows, layer, counts, loads = [FP8, MXFP8], 128, (128, 256), (4,), LOADS[:2]
         units, mixtures, tokens = {"tiny": Unit(4, 128, 128, 160)}, {"tiny": Mixture(4, 2, 128, 128)}, 64
-        names -= {"torchao"}
-    setup = Setup(device, roofs, names)
+    setup = Setup(device, roofs)
     if device.device == "cuda":
         recipes = [name for name in recipes if "reference" not in backends(name, device, rows, layer[1], layer[0], 4)]
     for recipe in recipes:
@@ -270,16 +266,16 @@ def linear_case(
     recipe: str, experts: int, rows: int, layer: Layer, setup: Setup, *, microbatches: int = 1, forward: bool = False
 ) -> Case:
     """Case of one grouped linear.  microbatches, forward: see `layer_case`."""
-    (k, n), peers = layer, setup.peers
+    k, n = layer
     outputs = "y against" if forward else "y, dX and dW against"
     how = f"{outputs} the exact layer, {expert_layers.ROWS} rows of some experts, all values in two runs"
     found = layer_case(
         f"{recipe} {'forward ' if forward else label_of(microbatches)}M={rows} E={experts} {k}->{n}", LINEAR, recipe,
         Kind(expert_layers.our_linear, judge_linear, how), (rows, k, n),
         lambda device: plain_linear(group_sizes(rows, experts), k, n, device),
-        setup._replace(peers=peers - {"torchao"}), experts=experts, microbatches=microbatches, forward=forward,
+        setup, experts=experts, microbatches=microbatches, forward=forward,
     )  # fmt: skip
-    if "torchao" not in peers or recipe != FP8 or microbatches > 1 or forward:
+    if setup.device.device != "cuda" or recipe != FP8 or microbatches > 1 or forward:
         return found
     # torchao's blockwise is emulated without DeepGEMM
     blockwise, rowwise = (Variant(expert_layers.torchao_linear(kind)) for kind in ("blockwise", "rowwise"))
@@ -299,8 +295,7 @@ def experts_case(recipe: str, model: str, unit: Unit, load: Load, setup: Setup) 
     return layer_case(
         f"{recipe} experts M={rows} {model} E={experts} {load} {features}x{hidden}", EXPERTS, recipe,
         Kind(expert_layers.our_experts, judge_experts, how, gated=True), (rows, features, hidden),
-        lambda device: plain_experts(groups, features, hidden, device),
-        setup._replace(peers=setup.peers - {"torchao"}), experts=experts,
+        lambda device: plain_experts(groups, features, hidden, device), setup, experts=experts,
     )  # fmt: skip
 
 
@@ -311,8 +306,7 @@ def mixture_case(recipe: str, model: str, mixture: Mixture, tokens: int, setup: 
     found = layer_case(
         f"{recipe} mixture M={tokens} {model} E={experts} top-{top_k} {features}x{hidden}", MIXTURE, recipe,
         Kind(expert_layers.our_mixture, judge_mixture, how, gated=True), (tokens * top_k, features, hidden),
-        lambda device: plain_mixture(mixture, device), setup._replace(peers=setup.peers - {"torchao"}),
-        experts=experts, tokens=tokens,
+        lambda device: plain_mixture(mixture, device), setup, experts=experts, tokens=tokens,
     )  # fmt: skip
     return replace(found, check=_with_syncs(found.check))
 
