@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -164,18 +163,6 @@ def test_no_problem_starts_after_the_budget() -> None:
     done = list(tuning.tune(problems, measure, seconds=10, clock=lambda: next(clock)))
     assert [outcome.problem for outcome in done] == measured == problems[:2]
     assert len(list(tuning.tune(problems, measure))) == len(problems)
-
-
-def test_a_record_holds_every_time(tmp_path: Path) -> None:
-    outcome = outcome_of({0: timing(100), 1: timing(97), 2: "3 values differ"})
-    for _ in range(2):
-        tuning.append_record(tmp_path / "new" / "times.jsonl", outcome, WHERE)
-    first, second = map(json.loads, (tmp_path / "new" / "times.jsonl").read_text().splitlines())
-    assert first == second
-    assert [row.get("us") for row in first["plans"]] == [100, 97, None]
-    assert first["plans"][2]["fault"] == "3 values differ"
-    assert first["model"] == first["plans"][0]["plan"]
-    assert first["where"]["commit"] == "abc1234"
 
 
 # ---- measurement -----------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ WRONG: list[tuple[str, str]] = [
     ("explain cast --bias", "--bias with cast"),
     ("explain rmsnorm --accumulate", "--accumulate with rmsnorm"),
     ("explain permute_rows --a mxfp4", "--a with permute_rows"),
-    ("formats --plot x.gif", "--plot x.gif"),
     ("bench nonsense", "invalid choice 'nonsense'"),
     ("bench casts --device gpu", "--device gpu"),
     ("bench casts --compare nowhere.jsonl", "--compare nowhere.jsonl"),
@@ -134,10 +133,8 @@ def test_invalid_options_are_refused_before_torch_is_imported(tmp_path: Path) ->
 
 
 FILES = {
-    "formats --plot": ".png",
     "bench casts --device cpu --json": ".jsonl",
     "tune llama3-8b --out": ".json",
-    "tune llama3-8b --json": ".jsonl",
     "compare tiny --rows": ".jsonl",
     "speed tiny --rows": ".jsonl",
     "advise tiny --device cpu --out": ".json",
@@ -163,18 +160,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
         assert f"{words.split()[-1]} {path}" in said.err
         assert "Rule: " in said.err
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["file", f"folder{suffix}"])
-
-
-@pytest.mark.parametrize("ending", ["x.gif", "x", "x.PNGG", "x.jpeg"])
-@pytest.mark.parametrize("words", ["formats --plot"])
-def test_an_unknown_picture_type_is_refused_before_any_output(
-    words: str, ending: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*words.split(), ending]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    flag = words.split()[-1]
-    assert f"{flag} {ending}. Rule: pictures end in .png, .svg, .pdf. Fix: {flag} x.png." in said.err
 
 
 @pytest.mark.parametrize("content", ["{nonsense\n", '{"kind": "other"}\n', "7\n"])

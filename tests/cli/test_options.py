@@ -29,7 +29,7 @@ NEEDS = {"explain": ["gemm"], "train": ["tiny"], "compare": ["tiny"], "speed": [
 MISSPELT = {
     "doctor": ("--worker", "--workers"),
     "explain": ("--group", "--groups"),
-    "formats": ("--plo", "--plot"),
+    "formats": ("--error", "--errors"),
     "bench": ("--peer", "--peers"),
     "tune": ("--budge", "--budget"),
     "train": ("--step", "--steps"),
@@ -149,8 +149,6 @@ def test_invalid_words_are_refused(words: list[str], what: str, fix: str, capsys
     [
         ("train tiny --since -1", "pass --since 0 to 99, or leave it out."),
         ("train tiny --since 100", "pass --since 0 to 99, or leave it out."),
-        ("formats --plot .png", "--plot x.png."),
-        ("formats --plot deep/.svg", "--plot deep/x.png."),
     ],
 )
 def test_the_proposed_fix_is_accepted(

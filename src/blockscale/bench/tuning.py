@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -140,30 +137,6 @@ def entry_of(outcome: Outcome, where: Where) -> tuned.Entry | None:
     )
 
 
-def append_record(path: Path, outcome: Outcome, where: Where) -> None:
-    """Append the record of an outcome to a file of JSON lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record_of(outcome, where)) + "\n")
-
-
-def record_of(outcome: Outcome, where: Where) -> dict[str, Any]:
-    """All measurements as JSON values, for fitting the cost model."""
-    problem = outcome.problem
-    predicted = dict(heuristics.candidates(problem))
-    rows: list[dict[str, Any]] = []
-    for plan in (*outcome.times, *outcome.faults):
-        found = outcome.times.get(plan)
-        row: dict[str, Any] = {"plan": plan_text(plan), "predicted_us": round(predicted[plan], 3)}
-        if found is None:
-            row["fault"] = outcome.faults[plan]
-        else:
-            row |= {"us": round(found.us, 3), "spread_us": [round(found.low, 3), round(found.high, 3)]}
-        rows.append(row)
-    sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "vector": problem.b_1x128, "add": problem.accumulate}
-    return {**sizes, "model": plan_text(outcome.model), "plans": rows, "where": asdict(where)}
-
-
 def problem_text(problem: Problem) -> str:
     """A problem as text.
 
@@ -183,7 +156,7 @@ def plan_text(plan: Plan) -> str:
     """
     tile = plan.tile
     unroll = f" run {tile.k_unroll}" if tile.k_unroll > 1 else ""
-    # "run" and "shared" (stream-K) are the words of stored records
+    # shared: stream-K
     return f"{tile.bm}x{tile.bn}{unroll}{' shared' if plan.stream_k else ''}"
 
 

@@ -132,22 +132,6 @@ def check_readable(path: Path | None, flag: str) -> None:
         refuse(f"{flag} {shlex.quote(str(path))}", f"it is a file to read, and {path} {what}", "check the path")
 
 
-def check_picture(path: Path | None, flag: str) -> None:
-    """Raise unless matplotlib is installed and can write a file of this type there."""
-    import importlib.util
-
-    if path is None:
-        return
-    known = (".png", ".svg", ".pdf")
-    if path.suffix not in known:
-        named = path.with_name("x.png" if path.name.startswith(".") else f"{path.stem}.png")
-        fix = f"{flag} {shlex.quote(str(named))}"
-        refuse(f"{flag} {shlex.quote(str(path))}", f"pictures end in {', '.join(known)}", fix)
-    check_writable(path, flag)
-    if importlib.util.find_spec("matplotlib") is None:
-        refuse(f"{flag} without matplotlib", "it draws the picture", "pip install matplotlib")
-
-
 def worker_count(workers: int | None) -> int:
     """Number of compile processes: as given, else one per core available to this process."""
     if workers is None:

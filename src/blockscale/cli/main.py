@@ -12,7 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": "versions, device, which backend serves what and why, and a self-check",
     "explain": "every kernel for one call, and why it is taken or not",
-    "formats": "the ten formats: grids, blocks, scale rules; --errors measures them, --plot draws them",
+    "formats": "the ten formats: grids, blocks, scale rules; --errors measures them",
     "bench": "check and time casts, GEMMs and layers",
     "tune": "autotune the GEMMs of a model on this GPU; --compile-only precompiles its kernels",
     "train": "train a model with a recipe",

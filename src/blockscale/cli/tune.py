@@ -40,7 +40,6 @@ def run(
     dry_run: bool = False,
     budget: float | None = None,
     out: Path | None = None,
-    json: Path | None = None,
     workers: int | None = None,
     commit: str | None = None,
 ) -> int:
@@ -63,7 +62,6 @@ def run(
         dry_run: List the plans and their predicted times, or the kernels to compile; needs no GPU.
         budget: Seconds after which no further GEMM is started, compilation not counted.
         out: Store the plans in this file instead of the user's.
-        json: Append every measured time to this file, as JSON lines.
         workers: Compile processes; by default one per core, at most 16.
         commit: Commit to record if the source is not a git checkout.
     """
@@ -74,12 +72,11 @@ def run(
     if not compile_only and "@".join(pair) not in TUNABLE:
         rule = "only the FP8 GEMM for Hopper has plans to choose from"
         arguments.refuse(f"--formats {formats}", rule, f"--formats {' or '.join(TUNABLE)}, or add --compile-only")
-    timing = {"--budget": budget, "--out": out, "--json": json, "--commit": commit}
+    timing = {"--budget": budget, "--out": out, "--commit": commit}
     for flag in [flag for flag, value in timing.items() if compile_only and value is not None]:
         arguments.refuse(f"{flag} with --compile-only", "nothing is timed or stored then", f"leave {flag} out")
     arguments.check_device(device, is_architecture=True)
     arguments.check_writable(out, "--out")
-    arguments.check_writable(json, "--json")
     console = arguments.wide_console()
     with console.status("importing torch ..."):
         from ..diagnostics import precompile
@@ -110,7 +107,7 @@ def run(
     if dry_run:
         return _list_plans(console, problems, target)
     assert gpu is not None
-    return _tune(console, problems, target, gpu, processes, budget, out, json, commit)
+    return _tune(console, problems, target, gpu, processes, budget, out, commit)
 
 
 def _gpu(device: str | None) -> tuple[Target, torch.device | None]:
@@ -189,7 +186,7 @@ def _problems(
 
 def _tune(
     console: Console, problems: Sequence[Problem], target: Target, gpu: torch.device, workers: int,
-    budget: float | None, out: Path | None, record: Path | None, commit: str | None,
+    budget: float | None, out: Path | None, commit: str | None,
 ) -> int:  # fmt: skip
     """Compile, time, store the winners and print the outcomes; returns the exit status."""
     from .. import __version__
@@ -204,8 +201,6 @@ def _tune(
     for outcome in _timed(console, problems, gpu, budget):
         if (entry := tuning.entry_of(outcome, facts)) is not None:
             tuned.store(path, [entry])  # at once, so that an interrupted run keeps its results
-        if record is not None:
-            tuning.append_record(record, outcome, facts)
         outcomes.append(outcome)
     console.print(_table(outcomes))
     won = sum(outcome.taken not in (None, outcome.model) for outcome in outcomes)
