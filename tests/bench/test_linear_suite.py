@@ -11,7 +11,7 @@ from torch import nn
 
 import blockscale.nn
 from benchmarks.report.layers import roof_speedup
-from blockscale.bench import harness, layers, store, timing
+from blockscale.bench import accuracy, harness, layers, store, timing
 from blockscale.bench.rooflines import Roofs
 from blockscale.bench.suites import layers as suite
 from blockscale.hardware import Capability, capability
@@ -176,7 +176,7 @@ def test_conversions_reach_every_layer_of_an_mlp():
 
 def test_the_exact_mlp_has_no_error():
     one = layers.make_batch(suite.plain_unit((128, 256), CPU), 64, (128, 128), CPU)
-    assert min(suite.judge_mlp(one, layers.take(layers.plain_variant(), one))) > 100
+    assert min(accuracy.judge_swiglu(one, layers.take(layers.plain_variant(), one))) > 100
 
 
 def test_an_mlp_is_timed_beside_three_layers():
@@ -194,10 +194,10 @@ def test_an_mlp_with_one_wrong_gradient_is_found(index: int):
     one = layers.make_batch(suite.plain_unit((128, 512), CPU), 384, (128, 128), CPU)
     right = layers.take(layers.plain_variant(), one)
     gradients = [dw * 1.1 if index == at else dw for at, dw in enumerate(right.dw)]
-    *rest, worst = suite.judge_mlp(one, right._replace(dw=gradients))
+    *rest, worst = accuracy.judge_swiglu(one, right._replace(dw=gradients))
     assert min(rest) > 100
     assert 19 < worst < 21
-    wrong_rows = suite.judge_mlp(one, right._replace(y=right.y * 1.1, dx=right.dx * 1.1))
+    wrong_rows = accuracy.judge_swiglu(one, right._replace(y=right.y * 1.1, dx=right.dx * 1.1))
     assert max(wrong_rows[:2]) < 21
 
 

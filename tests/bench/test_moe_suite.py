@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.report.moe import GROUPS
-from blockscale.bench import expert_layers, gemms, grouped, harness, layers, shapes, store
+from blockscale.bench import accuracy, expert_layers, gemms, grouped, harness, layers, shapes, store
 from blockscale.bench.gemms import judge, sqnr_db
 from blockscale.bench.grouped import Grouped, make_k_grouped, make_m_grouped, pick_groups
 from blockscale.bench.layers import FP8, RECIPES
@@ -242,9 +242,9 @@ def mixture_batch() -> layers.Batch:
 
 
 JUDGED = {
-    "linear": (linear_batch, expert_layers.judge_linear, expert_layers.our_linear),
-    "experts": (experts_batch, expert_layers.judge_experts, expert_layers.our_experts),
-    "mixture": (mixture_batch, expert_layers.judge_mixture, expert_layers.our_mixture),
+    "linear": (linear_batch, accuracy.judge_linear, expert_layers.our_linear),
+    "experts": (experts_batch, accuracy.judge_swiglu, expert_layers.our_experts),
+    "mixture": (mixture_batch, accuracy.judge_mixture, expert_layers.our_mixture),
 }
 
 

@@ -1,14 +1,11 @@
-"""Timed layers of experts: bf16 as written in torch, ours with the same parameters, torchao's; and their SQNR against
-the exact layer.
+"""Timed layers of experts: bf16 as written in torch, ours with the same parameters, torchao's.
 
-A layer here includes the group sizes, so that it is called with rows alone, as `layers.py` expects. Accuracy is
-computed on some experts, each as a whole; for a mixture with router on all of it.
+A layer here includes the group sizes, so that it is called with rows alone, as `layers.py` expects.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +17,11 @@ from ..autograd.routing import combine, permute, route
 from ..formats.stochastic import rng_state
 from ..nn import GroupedExperts, GroupedLinear, MoE
 from ..nn.moe import Router
-from .gemms import spread, sqnr_db
-from .grouped import ends_of, pick_groups
-from .layers import Batch, Build, Results, normal
+from .grouped import ends_of
+from .layers import Build, normal
 from .peers import torchao
 from .shapes import Mixture
 
-# experts and rows of each for the accuracy of a grouped linear, and experts for that of SwiGLU units
-LINEARS, ROWS, UNITS = 8, 32, 4
 # row multiple of a group that torchao's grouped GEMMs need, by kind
 _PADDED = {"blockwise": 128, "rowwise": 16}
 
@@ -185,82 +179,3 @@ def torchao_linear(kind: str) -> Build:
         return InGroups(_Torchao(plain.layer.weight, product, pads=pads), plain.sizes, plain.offs)
 
     return build
-
-
-# ---- accuracy --------------------------------------------------------------------------------------------------------
-
-
-def judge_linear(batch: Batch, results: Results) -> tuple[float, ...]:
-    """SQNR of output, dX and dW against the layer in fp64, on some rows of some experts; of the output alone after a
-    forward."""
-    plain: Any = batch.built.plain
-
-    def of(group: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        weight, x, dy = plain.layer.weight[group].double(), batch.x[start:end], batch.dy[start:end]
-        rows, features = (spread(count, ROWS, x.device) for count in (end - start, weight.shape[0]))
-        y = (x[rows].double() @ weight.mT, results.y[start + rows])
-        if not results.dw:
-            return [y]
-        dx = (dy[rows].double() @ weight, results.dx[start + rows])
-        return [y, dx, (dy[:, features].double().mT @ x.double(), results.dw[0][group, features])]
-
-    with torch.no_grad():
-        return _decibels([of(*span) for span in _spans(plain, LINEARS)])
-
-
-def judge_experts(batch: Batch, results: Results) -> tuple[float, float, float]:
-    """SQNR of output, dX and the worse weight gradient against the experts in fp64, some of them as a whole."""
-    plain: Any = batch.built.plain
-    weights = list(plain.layer.parameters())
-
-    def of(group: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        leaves = [_leaf(each) for each in (batch.x[start:end], weights[0][group], weights[1][group])]
-        y = _exact_unit(*leaves)
-        exact = y.detach(), *torch.autograd.grad(y, leaves, batch.dy[start:end].double())
-        found = results.y[start:end], results.dx[start:end], *(dw[group] for dw in results.dw)
-        return list(zip(exact, found, strict=True))
-
-    y_db, dx_db, *dw_db = _decibels([of(*span) for span in _spans(plain, UNITS)])
-    return y_db, dx_db, min(dw_db)
-
-
-def judge_mixture(batch: Batch, results: Results) -> tuple[float, float, float]:
-    """SQNR of output, dX and the worst weight gradient against the mixture in fp64, with the router's choice."""
-    plain = batch.built.plain
-    assert isinstance(plain, PlainMixture)
-    with torch.no_grad():
-        chosen = torch.topk(plain.router(batch.x), plain.top_k, dim=-1).indices
-    x, router, gate_up, down = (_leaf(each) for each in (batch.x, *plain.parameters()))
-    weights = functional.linear(x, router).softmax(-1).gather(-1, chosen)
-    weights = weights / weights.sum(-1, keepdim=True)
-    y = torch.zeros_like(x)
-    for expert in range(gate_up.shape[0]):
-        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
-        rows = _exact_unit(x[tokens], gate_up[expert], down[expert])
-        y = y.index_add(0, tokens, weights[tokens, slots, None] * rows)
-    dx, *dws = torch.autograd.grad(y, (x, router, gate_up, down), batch.dy.double())
-    worst = min(sqnr_db(dw, mine) for dw, mine in zip(dws, results.dw, strict=True))
-    return sqnr_db(y.detach(), results.y), sqnr_db(dx, results.dx), worst
-
-
-def _exact_unit(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = functional.linear(x, gate_up).chunk(2, dim=-1)
-    return functional.linear(functional.silu(gate) * up, down)
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().double().requires_grad_()
-
-
-def _spans(plain: InGroups, most: int) -> list[tuple[int, int, int]]:
-    """(expert, first row, end row) of some experts that have rows."""
-    ends = list(itertools.accumulate(plain.sizes))
-    return [(group, ends[group] - plain.sizes[group], ends[group]) for group in pick_groups(plain.sizes, most)]
-
-
-def _decibels(pairs: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> tuple[float, ...]:
-    """SQNR of each output over all experts.  pairs: (exact, found) of each output, expert by expert."""
-    return tuple(
-        sqnr_db(*(torch.cat([pair[side].flatten() for pair in output]) for side in (0, 1)))
-        for output in zip(*pairs, strict=True)
-    )

@@ -26,7 +26,8 @@ from ...nn import SwiGLU
 from ...registry import Request, select
 from ...roofline import BF16, CostOf, Use, linear_cost, swiglu_cost
 from .. import layers, shapes
-from ..gemms import ROWS, spread, sqnr_db
+from ..accuracy import HIDDEN, judge_linear, judge_swiglu
+from ..gemms import ROWS
 from ..harness import Case, Peer
 from ..layers import (
     FP8,
@@ -34,11 +35,9 @@ from ..layers import (
     MICROBATCHES,
     RECIPES,
     SWIGLU_GATES,
-    Batch,
     Build,
     Judge,
     Ours,
-    Results,
     normal_linear,
     our_linear,
     plain_variant,
@@ -238,19 +237,6 @@ def host_case(recipe: str, device: Capability) -> Case:
     )
 
 
-def judge_linear(batch: Batch, results: Results) -> tuple[float, float, float]:
-    """SQNR of output, dX and dW against the layer in fp64, on some rows of each."""
-    plain = batch.built.plain
-    assert isinstance(plain, nn.Linear)
-    with torch.no_grad():
-        x, weight = batch.x, plain.weight.double()
-        some, features = (spread(tensor.shape[0], ROWS, tensor.device) for tensor in (x, weight))
-        y, dx = x[some].double() @ weight.mT, batch.dy[some].double() @ weight
-        dw = batch.dy[:, features].double().mT @ x.double()
-        (found,) = results.dw
-        return sqnr_db(y, results.y[some]), sqnr_db(dx, results.dx[some]), sqnr_db(dw, found[features])
-
-
 LINEAR = Kind(our_linear, judge_linear, f"{ROWS} rows of y, dX and dW against the exact layer, all values in two runs")
 
 
@@ -317,34 +303,9 @@ def our_mlp(recipe: Recipe) -> Build:
     return build
 
 
-def judge_mlp(batch: Batch, results: Results) -> tuple[float, float, float]:
-    """SQNR of output, dX and the worst dW against the MLP in fp64, on some rows of output and dX and some hidden
-    features of each dW.
-
-    Gradients of gate, up and down are concatenated in this order in both variants.
-    """
-    gate, up, down = (weight.detach().double() for weight in batch.built.plain.parameters())
-    rows, some = (spread(size, ROWS, gate.device) for size in (batch.x.shape[0], gate.shape[0]))
-    y, dx, _ = _exact(batch.x[rows], batch.dy[rows], (gate, up, down))
-    _, _, dws = _exact(batch.x, batch.dy, (gate[some], up[some], down[:, some]))
-    flat = torch.cat([tensor.flatten() for tensor in results.dw]).split([gate.numel()] * 3)
-    mine = (flat[0].view_as(gate)[some], flat[1].view_as(up)[some], flat[2].view_as(down)[:, some])
-    worst = min(sqnr_db(dw, found) for dw, found in zip(dws, mine, strict=True))
-    return sqnr_db(y, results.y[rows]), sqnr_db(dx, results.dx[rows]), worst
-
-
-def _exact(x: Tensor, dy: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """y, dX and the dWs of an MLP in fp64."""
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *weights)]
-    rows, gate, up, down = leaves
-    y = functional.linear(functional.silu(functional.linear(rows, gate)) * functional.linear(rows, up), down)
-    dx, *dws = torch.autograd.grad(y, leaves, dy.double())
-    return y.detach(), dx, tuple(dws)
-
-
 SWIGLU = Kind(
     our_mlp,
-    judge_mlp,
-    f"{ROWS} rows of y and dX and {ROWS} hidden features of every dW against the exact MLP, all values in two runs",
+    judge_swiglu,
+    f"{HIDDEN} rows of y and dX and {HIDDEN} hidden features of every dW against the exact MLP, all values in two runs",
     gated=True,
 )

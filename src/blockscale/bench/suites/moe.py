@@ -25,7 +25,10 @@ from ...hardware import Capability
 from ...registry import Request, select
 from ...roofline import Ceilings
 from .. import expert_layers, shapes
-from ..expert_layers import judge_experts, judge_linear, judge_mixture, plain_experts, plain_linear, plain_mixture
+from ..accuracy import UNITS as COMPARED
+from ..accuracy import judge_linear, judge_mixture, judge_swiglu
+from ..expert_layers import plain_experts, plain_linear, plain_mixture
+from ..gemms import ROWS as COMPARED_ROWS
 from ..grouped import Grouped, make_k_grouped, make_m_grouped, multiply, peers
 from ..harness import Args, Case, Verdict
 from ..layers import FP8, LINEAR_GATES, MICROBATCHES, MXFP8, NEAR_DB, RECIPES, TORCHAO, Variant, trained
@@ -268,7 +271,7 @@ def linear_case(
     """Case of one grouped linear.  microbatches, forward: see `layer_case`."""
     k, n = layer
     outputs = "y against" if forward else "y, dX and dW against"
-    how = f"{outputs} the exact layer, {expert_layers.ROWS} rows of some experts, all values in two runs"
+    how = f"{outputs} the exact layer, {COMPARED_ROWS} rows of some experts, all values in two runs"
     found = layer_case(
         f"{recipe} {'forward ' if forward else label_of(microbatches)}M={rows} E={experts} {k}->{n}", LINEAR, recipe,
         Kind(expert_layers.our_linear, judge_linear, how), (rows, k, n),
@@ -291,10 +294,10 @@ def experts_case(recipe: str, model: str, unit: Unit, load: Load, setup: Setup) 
     """Case of SwiGLU experts by one recipe, with weights cast in every forward."""
     experts, features, hidden, rows = unit
     groups = group_sizes(rows, experts, load)
-    how = f"y, dX and every dW of {expert_layers.UNITS} experts against the exact ones, all values in two runs"
+    how = f"y, dX and every dW of {COMPARED} experts against the exact ones, all values in two runs"
     return layer_case(
         f"{recipe} experts M={rows} {model} E={experts} {load} {features}x{hidden}", EXPERTS, recipe,
-        Kind(expert_layers.our_experts, judge_experts, how, gated=True), (rows, features, hidden),
+        Kind(expert_layers.our_experts, judge_swiglu, how, gated=True), (rows, features, hidden),
         lambda device: plain_experts(groups, features, hidden, device), setup, experts=experts,
     )  # fmt: skip
 
