@@ -35,7 +35,7 @@ def draw_all(root: Path, rows: Sequence[Row], trainings: Sequence[Training]) -> 
     if headline.loss_comparison(trainings):
         drawn.append(FOLDER / headline_picture.LOSS_PICTURE)
         headline_picture.draw_loss(trainings, root / drawn[-1])
-    if times := rooflines.stored_times(root / LAYERS):
+    if times := roofline_picture.stored_times(root / LAYERS):
         drawn += [FOLDER / roofline_picture.PICTURE, FOLDER / roofline_picture.STEPS_PICTURE]
         layers, recipes = MODELS[MODEL], [get_recipe(name) for name in ("fp8_blockwise", "mxfp8", "nvfp4")]
         roofs = rooflines.Roofs(MEASURED["h200"], NOMINAL["h200"])

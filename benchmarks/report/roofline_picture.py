@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockscale.autograd.recipe import Recipe
 from blockscale.bench.rooflines import BASELINE, Layer, Roofs, Times
+from blockscale.bench.store import read
 from blockscale.roofline import BF16, Ceilings, LinearCost, Step, Use, linear_cost, predicted_speedup
 
 from .canvas import figure
@@ -29,6 +30,18 @@ _TOKENS = [round(2 ** (power / 4)) for power in range(4 * 4, 16 * 4 + 1)]
 _PANELS_ACROSS = 3
 PICTURE, STEPS_PICTURE = "images/roofline.svg", "images/roofline-steps.svg"
 _MARKS = {"fprop": ">", "dgrad": "<", "wgrad": "^"}
+
+
+def stored_times(path: Path) -> Times:
+    """Times of ours and of bf16 in a file of `bench linear`: forward and backward, one microbatch, the weight cast in
+    every forward. Rows of whole steps and of host time are skipped."""
+    found: Times = {}
+    for row in read(path):
+        plain_us = row.peers.get(BASELINE, {}).get("us")
+        if (row.suite, row.group) == ("linear", "layers") and row.us is not None and plain_us is not None:
+            tokens, n, k = row.shape
+            found[(k, n), tokens, row.format], found[(k, n), tokens, BASELINE] = row.us, plain_us
+    return found
 
 
 def draw_speedups(

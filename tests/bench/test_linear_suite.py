@@ -71,7 +71,6 @@ def test_feed_forward_layers_have_every_peer():
     odd = found["fp8_blockwise M=4096 DeepSeek 16B 2048->10944"]
     assert "multiples of 128" in str(odd.peers["torchao"])
     assert odd.peers["torchao"] == odd.peers["torchao compiled"]
-    assert len(list(suite.linear_cases(HOPPER, ROOFS, quick=True))) < 10
 
 
 def test_a_row_has_speed_accuracy_memory_and_bound():
@@ -209,4 +208,3 @@ def test_every_mlp_is_listed_once():
     fp8 = [name for name in names if name.startswith("fp8_blockwise MLP")]
     for start, count in (("M=4096", 5), ("M=16384", 5), ("8 microbatches M=4096", 5)):
         assert sum(name.startswith(f"fp8_blockwise MLP {start}") for name in fp8) == count
-    assert len(list(suite.mlp_cases(HOPPER, ROOFS, quick=True))) == 2

@@ -82,9 +82,6 @@ def test_every_case_is_listed_once():
         if case.group == moe.GROUP:
             assert case.name.endswith(shapes.text(case.shape))
             assert case.flops == 2 * shapes.numel(case.shape)
-    quick = list(moe.cases(HOPPER, CEILINGS, ROOFS, quick=True))
-    assert {case.group for case in quick} == set(moe.GROUPS)
-    assert len(quick) < len(found) / 4
 
 
 def test_gemms_of_the_reference_run_only_on_a_cpu(monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,14 +10,13 @@ import torch
 import blockscale
 from blockscale.autograd import refresh_weights_
 from blockscale.autograd.recipe import get_recipe
-from blockscale.bench import layers, rooflines, store
-from blockscale.bench.rooflines import Times, as_ceilings, measure_roof, stored_times, time_layers
+from blockscale.bench import layers, rooflines
+from blockscale.bench.rooflines import Times, as_ceilings, measure_roof, time_layers
 from blockscale.bench.timing import Timing
 from blockscale.errors import DeviceError
 from blockscale.roofline import INFERENCE, MEASURED, TRAINING, Use, nominal
 
 CPU = torch.device("cpu")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LAYER = (32, 16)
 
 
@@ -101,17 +99,6 @@ def test_serving_casts_the_weight_once_beforehand() -> None:
     assert set(layer.calls[1:]) == {"infer"}
     assert layer.recipe.weight_cast == "step"
     assert layer.weight.grad is None
-
-
-def test_rows_of_the_suite_can_be_shown() -> None:
-    """Stored rows of `bench linear`: ours and bf16, without whole steps."""
-    times = stored_times(RESULTS / "linear-h200.jsonl")
-    assert {recipe for _, _, recipe in times} >= {"bf16", "fp8_blockwise"}
-    large = (7168, 18432), 4096
-    assert 1.2 < times[*large, "bf16"] / times[*large, "fp8_blockwise"] < 2
-    steps = [row for row in store.read(RESULTS / "linear-h200.jsonl") if row.group != "layers"]
-    assert steps
-    assert not {row.us for row in steps} & set(times.values())
 
 
 def test_measured_speedups_beside_both_roofs() -> None:

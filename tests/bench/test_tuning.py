@@ -118,7 +118,6 @@ def outcome_of(times: dict[int, Timing | str]) -> tuning.Outcome:
 def test_a_winner_passes_margin_and_spread(times: dict[int, Timing | str], wins: bool) -> None:
     outcome = outcome_of(times)
     assert (outcome.taken != outcome.model) is wins
-    assert (outcome.gain > 0.02) is wins
     kept = tuning.entry_of(outcome, WHERE)
     assert (kept is not None) is wins
     if kept is not None:
@@ -131,7 +130,6 @@ def test_a_winner_passes_margin_and_spread(times: dict[int, Timing | str], wins:
 def test_nothing_is_stored_if_the_heuristics_plan_fails(times: dict[int, Timing | str]) -> None:
     outcome = outcome_of(times)
     assert outcome.taken is None
-    assert outcome.gain == 0
     assert tuning.entry_of(outcome, WHERE) is None
 
 

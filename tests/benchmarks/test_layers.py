@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from benchmarks.report import layers, pages, tables
+from benchmarks.report.roofline_picture import stored_times
 from blockscale.bench import store
 from support.bench_rows import row as made_up
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def stored(case: str, **fields: Any) -> store.Row:
@@ -76,3 +80,14 @@ def test_rows_are_put_in_order():
     names = ("fp8_blockwise M=4096 Llama3 8B 4096->14336", LARGE)
     found = pages.in_order([stored(names[0]), stored(names[1])])
     assert [row.case for row in found] == [names[1], names[0]]
+
+
+def test_rows_of_the_suite_can_be_shown() -> None:
+    """Stored rows of `bench linear`: ours and bf16, without whole steps."""
+    times = stored_times(RESULTS / "linear-h200.jsonl")
+    assert {recipe for _, _, recipe in times} >= {"bf16", "fp8_blockwise"}
+    large = (7168, 18432), 4096
+    assert 1.2 < times[*large, "bf16"] / times[*large, "fp8_blockwise"] < 2
+    steps = [row for row in store.read(RESULTS / "linear-h200.jsonl") if row.group != "layers"]
+    assert steps
+    assert not {row.us for row in steps} & set(times.values())

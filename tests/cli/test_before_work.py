@@ -82,7 +82,6 @@ WRONG: list[tuple[str, str]] = [
     ("roofline --machine h300", "unknown machine"),
     ("roofline --model llama9", "unknown model"),
     ("roofline --tokens 0", "--tokens 0"),
-    ("roofline --json nowhere.jsonl", "--json nowhere.jsonl"),
     ("roofline mlp --measure", "--measure of mlp"),
     ("roofline --inference --weight-cast step", "--weight-cast with --inference"),
     ("roofline --inference --microbatches 2", "--microbatches with --inference"),
@@ -162,7 +161,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
 @pytest.mark.parametrize("content", ["{nonsense\n", '{"kind": "other"}\n', "7\n"])
 @pytest.mark.parametrize(
     "words",
-    ["bench casts --device cpu --compare", "bench casts --device cpu --json", "roofline --json"],
+    ["bench casts --device cpu --compare", "bench casts --device cpu --json"],
 )
 def test_a_file_of_another_kind_is_refused_before_any_work(
     words: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

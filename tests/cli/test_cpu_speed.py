@@ -43,7 +43,6 @@ def test_speed_on_a_cpu_shows_only_dry_run_times(
     on_gpu = shown("cuda:0", capsys)
     assert "2.00x" in on_gpu
     assert "50.0 %" in on_gpu
-    assert "some_kernel" in on_gpu
     assert "Speed needs a GPU" not in on_gpu
 
 

@@ -12,12 +12,11 @@ pytest.importorskip("tyro", reason="the command line needs tyro, which is not in
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
 from blockscale.autograd.recipe import get_recipe
-from blockscale.bench import rooflines, store
+from blockscale.bench import rooflines
 from blockscale.bench.shapes import MODELS
 from blockscale.cli import roofline as command
 from blockscale.cli.main import main
 from blockscale.roofline import MEASURED, advise, ceilings, nominal, swiglu_cost
-from support.bench_rows import row
 
 
 @pytest.fixture(autouse=True)
@@ -106,12 +105,6 @@ def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
         (["experts", "--model", "llama3-8b"], "unknown model with experts 'llama3-8b'", "llama-4-scout"),
         (["experts", "--shapes", "2048,7168"], "shapes of experts without their number", "--experts 8"),
         (["experts", "--experts", "0"], "--experts 0", "pass --experts 1 or more"),
-        (
-            ["--json", "rows.jsonl", "--microbatches", "8"],
-            "--json rows.jsonl for another use",
-            "leave the other options",
-        ),
-        (["mlp", "--json", "rows.jsonl"], "--json rows.jsonl for another use", "leave the other options out"),
         (["mlp", "--experts", "8"], "--experts with mlp", "blockscale roofline experts"),
     ],
 )
@@ -157,16 +150,6 @@ def test_measured_times_are_shown_with_both_roofs(
     assert ceilings.measured("h200") == roof
     assert main(["roofline", *words, "--machine", "b200"]) == 2
     assert "only this GPU can be measured" in capsys.readouterr().err
-
-
-def test_stored_times_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = tmp_path / "rows.jsonl"
-    peers = {"bf16": {"us": 5000.0, "ratio": 1.6}}
-    fields = {"suite": "linear", "group": "layers", "format": "fp8_blockwise", "shape": [4096, 18432, 7168]}
-    store.write(rows, [row("fp8_blockwise M=4096", us=3125.0, spread_us=[3125.0, 3125.0], peers=peers, **fields)])
-    words = ("--shapes", "18432,7168", "--recipes", "fp8_blockwise", "--json", str(rows), "--machine", "h200")
-    assert "1.60x" in said(capsys, *words)
-    assert "1.60x" not in said(capsys, *words, "--tokens", "8192"), "those are other tokens"
 
 
 def test_the_command_needs_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from .grouped import pick_groups
 from .layers import Batch, Results
 
 # compared experts of a grouped linear and of SwiGLU experts; compared rows and hidden features of a SwiGLU
-LINEARS, UNITS, HIDDEN = 8, 4, 2048
+LINEARS, UNITS, HIDDEN = 8, 4, 1024
 Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -76,16 +76,17 @@ def judge_mixture(batch: Batch, results: Results) -> tuple[float, float, float]:
     y = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         tokens, slots = (chosen == expert).nonzero(as_tuple=True)
-        rows = _swiglu(x[tokens], *gate_up[expert].chunk(2), down[expert])
+        gate, up = gate_up[expert].chunk(2)
+        rows = _swiglu(x[tokens], gate, up, down[expert])
         y = y.index_add(0, tokens, weights[tokens, slots, None] * rows)
     dx, *dws = torch.autograd.grad(y, (x, router, gate_up, down), batch.dy.double())
     worst = min(sqnr_db(dw, mine) for dw, mine in zip(dws, results.dw, strict=True))
     return sqnr_db(y.detach(), results.y), sqnr_db(dx, results.dx), worst
 
 
-def _exact_swiglu(x: Tensor, dy: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+def _exact_swiglu(x: Tensor, dy: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     """y, dX and the dWs of a SwiGLU in fp64."""
-    leaves = [_leaf(tensor) for tensor in (x, *weights)]
+    leaves = [_leaf(tensor) for tensor in (x, gate, up, down)]
     y = _swiglu(*leaves)
     return y.detach(), *torch.autograd.grad(y, leaves, dy.double())
 

@@ -52,8 +52,13 @@ class Grouped(Operands):
 
     @functools.cached_property
     def with_equal_groups(self) -> Grouped:
-        """The same rows in equal groups."""
-        raise NotImplementedError
+        """The same rows in equal groups. Blocks of a k-grouped operand end with its groups, so it is cast again."""
+        sizes = group_sizes(sum(self.sizes), len(self.sizes))
+        offs = ends_of(sizes, self.x.device)
+        a, b = self.a, self.b
+        if isinstance(self, KGrouped):
+            a, b = (_columns(x, q.format, offs) for x, q in ((self.x, a), (self.w, b)))
+        return replace(self, sizes=sizes, offs=offs, a=a, b=b)
 
 
 class MGrouped(Grouped):
@@ -88,11 +93,6 @@ class MGrouped(Grouped):
             (x[rows].double() * scale_x[rows]) @ (w[group].double() * scale_w[group]).mT for group, rows in self.picks
         ]
         return torch.cat(products)
-
-    @functools.cached_property
-    def with_equal_groups(self) -> Grouped:
-        sizes = group_sizes(sum(self.sizes), len(self.sizes))
-        return replace(self, sizes=sizes, offs=ends_of(sizes, self.x.device))
 
     @functools.cached_property
     def with_capacity(self) -> tuple[BlockScaled, Tensor, Tensor, Tensor]:
@@ -147,13 +147,6 @@ class KGrouped(Grouped):
             for (start, end), by_x, by_w in zip(self.spans, *scales, strict=True)
         ]
         return torch.stack(products)
-
-    @functools.cached_property
-    def with_equal_groups(self) -> Grouped:
-        sizes = group_sizes(sum(self.sizes), len(self.sizes))
-        offs = ends_of(sizes, self.x.device)
-        a, b = (_columns(x, q.format, offs) for x, q in ((self.x, self.a), (self.w, self.b)))
-        return replace(self, sizes=sizes, offs=offs, a=a, b=b)
 
 
 def make_m_grouped(

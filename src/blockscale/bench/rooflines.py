@@ -10,7 +10,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -36,7 +35,6 @@ from .gemms import make_operands, plain, rowwise
 from .harness import random
 from .layers import Batch, cast_weights, infer, make_batch, normal_linear, our_linear, our_variant, plain_variant, step
 from .shapes import MAIN, SQUARE, TINY, TINY_PRODUCT, numel
-from .store import read
 from .timing import Call, Slice, input_sets, measure, prepare
 
 Layer = tuple[int, int]  # (K, N)
@@ -162,18 +160,6 @@ def time_layers(
         names = dict.fromkeys((BASELINE, *recipes))
         found = measure({name: prepare(calls(name), device, seconds=seconds) for name in names}, rounds=rounds)
         yield {(layer, tokens, name): timing.us / parts for name, timing in found.items()}
-
-
-def stored_times(path: Path) -> Times:
-    """Times of ours and of bf16 in a file of `bench linear`: forward and backward, one microbatch, the weight cast in
-    every forward. Rows of whole steps and of host time are skipped."""
-    found: Times = {}
-    for row in read(path):
-        plain_us = row.peers.get(BASELINE, {}).get("us")
-        if (row.suite, row.group) == ("linear", "layers") and row.us is not None and plain_us is not None:
-            tokens, n, k = row.shape
-            found[(k, n), tokens, row.format], found[(k, n), tokens, BASELINE] = row.us, plain_us
-    return found
 
 
 # ---- rows of the table -----------------------------------------------------------------------------------------------

@@ -92,11 +92,6 @@ class Outcome:
         beaten = ours.us < (1 - MARGIN) * models.us and ours.high < models.low
         return self.best if beaten else self.model
 
-    @property
-    def gain(self) -> float:
-        """Share of the heuristic plan's time that the chosen plan saves."""
-        return 0.0 if self.taken is None else 1 - self.times[self.taken].us / self.times[self.model].us
-
 
 def tune(
     problems: Sequence[Problem],

@@ -43,7 +43,7 @@ def run(
             layers. moe: grouped GEMMs, experts and MoE layers. dispatch: host time per call.
         json: Store the rows in this file, replacing rows of the same case and GPU.
         compare: Rows of an older run; shows new time over old and flags regressions of more than 3 %.
-        quick: Fewer shapes and rounds.
+        quick: Five rounds instead of eleven.
         only: Only cases whose name or group contains this text, or one of several separated by |
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         peers: Baselines to time beside, by their names in the table, separated by commas or spaces, such as bf16 or
@@ -62,7 +62,7 @@ def run(
     older = [] if compare is None else read(compare)
     if json is not None:
         read(json)  # raises for a file of another kind before anything is timed
-    every = _beside(_cases(console, suite, where, quick), peers)
+    every = _beside(_cases(console, suite, where), peers)
     texts = [text for text in only.split("|") if text] or [""]
     cases = [case for case in every if any(text in case.name or text in case.group for text in texts)]
     if not cases:
@@ -83,7 +83,7 @@ def run(
     return 1 if wrong else 0
 
 
-def _cases(console: Console, suite: Suite, device: torch.device, quick: bool) -> list[Case]:
+def _cases(console: Console, suite: Suite, device: torch.device) -> list[Case]:
     from ..bench import rooflines
     from ..bench.suites import casts, fused, gemm, layers, moe
     from ..hardware import capability
@@ -93,17 +93,17 @@ def _cases(console: Console, suite: Suite, device: torch.device, quick: bool) ->
     if suite == "dispatch":
         return list(casts.dispatch_cases(device))
     if suite == "casts":
-        extent = casts.extent(device, quick=quick)
+        extent = casts.extent(device)
         return [*casts.cases(extent), *fused.cases(extent)]
     here = capability(device)
     with console.status("measuring the ceilings of this machine ..."):
         if suite == "gemm":
-            return list(gemm.cases(here, rooflines.measure_ceilings(device), quick=quick))
+            return list(gemm.cases(here, rooflines.measure_ceilings(device)))
         roofs = rooflines.find_roofs(device)
         if suite == "moe":
-            return list(moe.cases(here, rooflines.measure_ceilings(device), roofs, quick=quick))
+            return list(moe.cases(here, rooflines.measure_ceilings(device), roofs))
     cases = layers.linear_cases if suite == "linear" else layers.mlp_cases
-    return list(cases(here, roofs, quick=quick))
+    return list(cases(here, roofs))
 
 
 def _beside(cases: list[Case], names: Sequence[str]) -> list[Case]:

@@ -156,16 +156,11 @@ def _progress(console: Console) -> Generator[Callable[[str], list[Hooks]]]:
 
 
 def _show(console: Console, found: Comparison) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from ..compare.report import summary, table
 
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1))
     rows = table(found)
-    for name in rows[0]:
-        is_text = name in ("recipe", "verdict")
-        shown.add_column(name, justify="left" if is_text else "right", no_wrap=name != "verdict")
+    shown = arguments.table("", rows[0], {*rows[0]} - {"recipe", "verdict"})
+    shown.columns[list(rows[0]).index("verdict")].no_wrap = False
     for arm, row in zip(found.arms, rows, strict=True):
         verdict = found.verdict(arm)
         colour = {"verdict": f"[{_COLOURS[verdict.tone]}]{row['verdict']}[/]"} if verdict else {}

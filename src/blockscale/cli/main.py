@@ -35,8 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "--version"):
-        return _about(words)
+    if words == ["--version"]:
+        from .. import __version__
+
+        print(__version__)
+        return 0
+    if words in ([], ["-h"], ["--help"]):
+        print(USAGE, *(f"  {name:<9} {text}" for name, text in COMMANDS.items()), sep="\n")
+        return 0
     from ..errors import BlockscaleError, check_name, write_options
     from .options import as_flag
 
@@ -56,22 +62,6 @@ def _main(words: list[str]) -> int:
         return 141
     except OSError as error:  # a file that is not there, or a folder that cannot be written to
         return _fail(f"{error.filename or 'a file'}: {error.strerror or error}")
-
-
-def _about(words: Sequence[str]) -> int:
-    """Print the usage or the version; fails if other words follow."""
-    if len(words) > 1:
-        from ..errors import message
-
-        what = f"{words[0]} with {' '.join(words[1:])}"
-        return _fail(message(what, rule=f"{words[0]} stands alone", fix=f"leave {' '.join(words[1:])} out"))
-    if words and words[0] == "--version":
-        from .. import __version__
-
-        print(__version__)
-    else:
-        print(USAGE, *(f"  {name:<9} {text}" for name, text in COMMANDS.items()), sep="\n")
-    return 0
 
 
 def _run(command: str, arguments: list[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import check_name
@@ -41,7 +40,6 @@ def run(
     accumulate: bool = False,
     measure: bool = False,
     advise: bool = False,
-    json: Path | None = None,
 ) -> int:
     """Show the roofline time of each layer of a model in bf16 and by recipe: bytes and FLOPs of every cast and GEMM at
     the ceilings of the machine, the speedup that follows, and the step that takes longest.
@@ -62,7 +60,6 @@ def run(
         accumulate: Accumulate weight gradients in fp32 buffers.
         measure: Also measure the ceilings of this GPU, which are stored, and every layer; needs a GPU.
         advise: Also show from how many tokens on each layer is worth converting.
-        json: Show the times in this file of blockscale bench linear.
     """
     names = [name for name in arguments.recipes(recipes) if name != "bf16"]
     arguments.at_least(1, tokens, "--tokens", "a forward has at least one")
@@ -83,11 +80,6 @@ def run(
         arguments.refuse(f"--experts with {what}", "only a mixture has experts", "blockscale roofline experts")
     if measure and what != "linear":
         arguments.refuse(f"--measure of {what}", "only linear layers can be measured", "blockscale roofline linear")
-    usual = not (inference or microbatches > 1 or accumulate) and weight_cast in (None, "forward")
-    if json is not None and (what != "linear" or measure or not usual):
-        rule = "its rows are linear layers, forward and backward of one microbatch, weights cast in every forward"
-        arguments.refuse(f"--json {json} for another use, or with --measure", rule, "leave the other options out")
-    arguments.check_readable(json, "--json")
     console = arguments.wide_console()
     with console.status("importing torch ..."):
         from ..autograd.recipe import get_recipe
@@ -98,9 +90,7 @@ def run(
     cast = weight_cast or ("step" if microbatches > 1 else "forward")
     use = Use(not inference, microbatches, cast, bias, accumulate=accumulate)
     roofs, device = _roofs(console, machine, measure=measure)
-    times = {} if json is None else rooflines.stored_times(json)
-    if device is not None:
-        times = _timed(console, subject.layers, tokens, names, device, use)
+    times = {} if device is None else _timed(console, subject.layers, tokens, names, device, use)
     cost = rooflines.cost_of(what, subject.experts)
     rows = rooflines.rows_of(subject.layers, subject.rows, chosen, roofs, use, cost, times)
     console.print(f"{subject.name}, {tokens:,} tokens, {_use_text(use)}")

@@ -15,14 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
-    from rich.table import Table
 
     from ..bench.trainings import Throughput
 
 # of the table
 WIDTH = 180
-# kernels shown per arm
-_KERNELS = 10
 # columns of a dry run on a CPU: names, milliseconds a step, spread
 _CPU_COLUMNS = 5
 CPU_SPEED = (
@@ -109,25 +106,8 @@ def _show(console: Console, rows: Sequence[Throughput]) -> None:
     for row in rows:
         table.add_row(*cells(row, rows)[:shown])
     console.print(table)
-    if is_on_gpu and any(row.longest for row in rows):
-        console.print(_kernels(rows))
     for row in rows:
         if row.failed:
             console.print(f"{row.recipe}, compile {row.compile}: {row.failed}", highlight=False)
     if not is_on_gpu:
         console.print(CPU_SPEED)
-
-
-def _kernels(rows: Sequence[Throughput]) -> Table:
-    """Table of the slowest kernels of all arms, in ms per step."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    names = dict.fromkeys(name for row in rows for name in list(row.longest)[:_KERNELS])
-    table = Table("kernel, about ms per step", box=SIMPLE_HEAD, padding=(0, 1))
-    for row in rows:
-        table.add_column(f"{row.recipe} {row.compile} {row.weight_cast}", justify="right")
-    for name in sorted(names, key=lambda name: -max(row.longest.get(name, 0.0) for row in rows)):
-        times = [row.longest.get(name, 0.0) * (row.kernel_ms or row.step_ms or 0.0) for row in rows]
-        table.add_row(name, *(f"{time:.1f}" if time else "-" for time in times))
-    return table

@@ -43,11 +43,6 @@ class Step:
     seconds: float
     bound: str
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte."""
-        return self.flops / self.bytes
-
 
 @dataclass(frozen=True)
 class LinearCost:

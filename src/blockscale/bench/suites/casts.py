@@ -25,7 +25,7 @@ from ...formats.tensor import BlockScaled
 from ...registry import select
 from .. import peers as others
 from .. import shapes
-from ..harness import Args, Case, Peer, check_experts, check_whole, random
+from ..harness import Case, Peer, check_bytes, random
 from ..shapes import Shape, numel, text
 
 EIGHT_BIT = ("fp8_1x128", "fp8_128x128", "mxfp8_e4m3")
@@ -46,16 +46,15 @@ class Extent:
     peers: frozenset[str]
 
 
-def extent(device: torch.device, *, quick: bool = False) -> Extent:
-    """Extent for a device; quick: fewer shapes."""
+def extent(device: torch.device) -> Extent:
+    """Extent for a device."""
     if device.type != "cuda":
         tiny, expert = shapes.TINY, (2, *shapes.TINY_EXPERT)
         return Extent((tiny,), (tiny,), (expert,), tiny, tiny, frozenset(), frozenset({"eager"}))
-    large = (shapes.MAIN,) if quick else shapes.LARGE
-    experts = tuple((count, *shapes.EXPERT) for count in ((4,) if quick else shapes.EXPERT_COUNTS))
+    experts = tuple((count, *shapes.EXPERT) for count in shapes.EXPERT_COUNTS)
     compiled = frozenset({shapes.MAIN, shapes.SMALL, (4, *shapes.EXPERT)})
     peers = frozenset({"eager", "compile", "torchao"})
-    return Extent((shapes.SMALL, *large), large, experts, shapes.MAIN, shapes.GATED, compiled, peers)
+    return Extent((shapes.SMALL, *shapes.LARGE), shapes.LARGE, experts, shapes.MAIN, shapes.GATED, compiled, peers)
 
 
 def stored_bytes(spec: str | CastSpec, shape: Shape, *axes: int) -> int:
@@ -68,25 +67,6 @@ def cast_backend(op: str, x: Tensor, *specs: str | CastSpec, offs: Tensor | None
     """Backend that serves a cast."""
     plans = tuple(resolve_cast(x, spec, offs).plan for spec in specs)
     return select(cast_request(op, x, plans, offs)).backend
-
-
-def cast_case(
-    name: str,
-    group: str,
-    format: str,
-    axis: str,
-    shape: Shape,
-    make: Callable[[torch.device], Args],
-    run: Callable[..., Any],
-    backend: Callable[..., str],
-    moved: int,
-    peers: Mapping[str, Peer | str],
-) -> Case:
-    """Case of a cast, beside a copy of its input.  name: without the shape."""
-    check = check_experts if len(shape) == 3 else check_whole
-    return Case(
-        f"{name} {text(shape)}", group, format, axis, shape, make, run, backend, check, moved, copied=shape, peers=peers
-    )
 
 
 def cases(extent: Extent) -> Iterator[Case]:
@@ -128,20 +108,22 @@ def single(format: str, axis: int, shape: Shape, extent: Extent, *, group: str, 
 
     reads = 2 if get_format(format).family == "nvfp4" and not given else 1
     moved = reads * 2 * numel(shape) + stored_bytes(format, shape, axis)
-    return cast_case(
-        f"{format} axis {axis}{' own amax' if reads == 2 else ''}", group, format, str(axis), shape, make, run,
-        lambda x, amax=None: cast_backend("cast", x, spec(amax)), moved, _peers(format, (axis,), shape, extent),
+    return Case(
+        f"{format} axis {axis}{' own amax' if reads == 2 else ''} {text(shape)}", group, format, str(axis), shape, make,
+        run, lambda x, amax=None: cast_backend("cast", x, spec(amax)), check_bytes, moved, copied=shape,
+        peers=_peers(format, (axis,), shape, extent),
     )  # fmt: skip
 
 
 def both(format: str, shape: Shape, extent: Extent, *, group: str, layout: str | None = None) -> Case:
     """Case of `quantize_both`, for matrices and weights of experts.  layout: of the scales, if not the default."""
     spec = CastSpec(format, scale_layout=layout)
-    name, moved = f"{format}{'' if layout is None else f' {layout} scales'} both", stored_bytes(spec, shape, -1, -2)
-    return cast_case(
-        name, group, format, "both", shape, lambda device: (random(shape, device),),
-        lambda x: quantize_both(x, spec, spec), lambda x: cast_backend("cast_both", x, spec, spec),
-        2 * numel(shape) + moved, _peers(format, (-1, -2), shape, extent),
+    scales = "" if layout is None else f" {layout} scales"
+    return Case(
+        f"{format}{scales} both {text(shape)}", group, format, "both", shape, lambda device: (random(shape, device),),
+        lambda x: quantize_both(x, spec, spec), lambda x: cast_backend("cast_both", x, spec, spec), check_bytes,
+        2 * numel(shape) + stored_bytes(spec, shape, -1, -2), copied=shape,
+        peers=_peers(format, (-1, -2), shape, extent),
     )  # fmt: skip
 
 
@@ -158,10 +140,10 @@ def back(format: str, shape: Shape, extent: Extent) -> Case:
         return select(dequantize_request(q, torch.bfloat16)).backend
 
     peers = others.decodes(extent.peers, compiling=shape in extent.compiled) if format in EIGHT_BIT else {}
-    return cast_case(
-        f"{format} dequantize", "dequantize", format, "-1", shape,
-        lambda device: (quantize(random(shape, device), format),), dequantize, backend,
-        2 * numel(shape) + stored_bytes(format, shape, -1), peers,
+    return Case(
+        f"{format} dequantize {text(shape)}", "dequantize", format, "-1", shape,
+        lambda device: (quantize(random(shape, device), format),), dequantize, backend, check_bytes,
+        2 * numel(shape) + stored_bytes(format, shape, -1), copied=shape, peers=peers,
     )  # fmt: skip
 
 
@@ -170,41 +152,25 @@ def back(format: str, shape: Shape, extent: Extent) -> Case:
 
 def dispatch_cases(device: torch.device) -> Iterator[Case]:
     """Every public cast in three formats."""
-    for format in HOST_FORMATS:
-        yield _host_cast("quantize", format, device)
-    for format in HOST_FORMATS:
-        yield _host_cast("quantize_both", format, device)
-    for format in HOST_FORMATS:
-        yield _host_dequantize(format, device)
+    for name in ("quantize", "quantize_both", "dequantize"):
+        for format in HOST_FORMATS:
+            yield _host_case(name, format, device)
 
 
-def _host_cast(name: str, format: str, device: torch.device) -> Case:
-    """Case of a cast. Specs are made once, as in a layer; NVFP4 gets its amax, so that every call is one launch."""
-    amax = torch.full((), 4.0, device=device)
-    spec = CastSpec(format, amax=amax) if format == "nvfp4" else CastSpec(format)
-    if name == "quantize":
-        return _host_case(name, format, lambda x: quantize(x, spec), lambda x: cast_backend("cast", x, spec), device)
-    backend = lambda x: cast_backend("cast_both", x, spec, spec)  # noqa: E731
-    return _host_case(name, format, lambda x: quantize_both(x, spec, spec), backend, device)
-
-
-def _host_dequantize(format: str, device: torch.device) -> Case:
+def _host_case(name: str, format: str, device: torch.device) -> Case:
+    """Case of one cast. Specs are made once, as in a layer; NVFP4 gets its amax, so that every call is one launch."""
+    spec = CastSpec(format, amax=torch.full((), 4.0, device=device)) if format == "nvfp4" else CastSpec(format)
     q = quantize(random(HOST_SHAPE, device), format)
-
-    def backend(x: Tensor) -> str:
-        return select(dequantize_request(q, torch.bfloat16)).backend
-
-    return _host_case("dequantize", format, lambda x: dequantize(q), backend, device)
-
-
-def _host_case(
-    name: str, format: str, run: Callable[[Tensor], Any], backend: Callable[[Tensor], str], device: torch.device
-) -> Case:
+    calls: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], str]]] = {
+        "quantize": (lambda x: quantize(x, spec), lambda x: cast_backend("cast", x, spec)),
+        "quantize_both": (lambda x: quantize_both(x, spec, spec), lambda x: cast_backend("cast_both", x, spec, spec)),
+        "dequantize": (lambda x: dequantize(q), lambda x: select(dequantize_request(q, torch.bfloat16)).backend),
+    }
     group = "host time of a call" if device.type == "cuda" else "whole call on a CPU"
     axis = "both" if name == "quantize_both" else "-1"
     return Case(
-        f"{name} {format}", group, format, axis, HOST_SHAPE, lambda device: (random(HOST_SHAPE, device),), run, backend,
-        check_whole, peers=_host_floor(device), host=True,
+        f"{name} {format}", group, format, axis, HOST_SHAPE, lambda device: (random(HOST_SHAPE, device),), *calls[name],
+        check_bytes, peers=_host_floor(device), host=True,
     )  # fmt: skip
 
 

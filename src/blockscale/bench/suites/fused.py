@@ -18,10 +18,10 @@ from torch.nn.functional import rms_norm, silu
 from ...casts import quantize, quantize_both
 from ...casts.fused import rmsnorm_quantize, swiglu_backward_quantize_both, swiglu_quantize_both
 from ...casts.permuted import permute_quantize_both, quantize_permute
-from ..harness import Args, Case, Peer, random
+from ..harness import Args, Case, Peer, check_bytes, random
 from ..peers import compiled
-from ..shapes import Shape, numel
-from .casts import Extent, cast_backend, cast_case, stored_bytes
+from ..shapes import Shape, numel, text
+from .casts import Extent, cast_backend, stored_bytes
 
 FORMAT = "mxfp8_e4m3"
 GROUPS = 8
@@ -66,7 +66,10 @@ def _case(
         program, note = compiled(before), "compiled to bf16, then a cast"
         peers["unfused"] = Peer(lambda *args: then(program(*args), *args), note=note, compared=compared)
     title, axis = f"{name}{'' if format == FORMAT else f' {format}'}", "both" if "both" in name else "-1"
-    return cast_case(title, "fused", format, axis, shape, make, run, backend, moved, peers)
+    return Case(
+        f"{title} {text(shape)}", "fused", format, axis, shape, make, run, backend, check_bytes, moved, copied=shape,
+        peers=peers,
+    )  # fmt: skip
 
 
 def _swiglu(format: str, extent: Extent) -> Case:

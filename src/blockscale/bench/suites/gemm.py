@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from ...formats.spec import get_format
-from ...gemm.ops import gemm_request
 from ...hardware import Capability
 from ...registry import Request, select
 from ...roofline import Ceilings
 from .. import shapes
-from ..gemms import Operands, by_backend, check_product, judged, make_operands, multiply, peers
+from ..gemms import by_backend, check_product, judged, make_operands, multiply, peers
 from ..harness import Args, Case, Peer
 from ..rooflines import bound_us
 from ..shapes import LONG, SQUARE, TINY_PRODUCT, Product, numel, text
@@ -55,9 +54,13 @@ NATIVE = Kind("mxfp8_e4m3", "mxfp8_e4m3_128x128")
 EMULATED: tuple[str, ...] = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 
 
-def cases(device: Capability, ceilings: Ceilings, *, quick: bool = False) -> Iterator[Case]:
-    """All rows, in the order of the tables.  quick: fewer GEMMs."""
-    large, few, models, emulated = _gpu_products(quick=quick)
+def cases(device: Capability, ceilings: Ceilings) -> Iterator[Case]:
+    """All rows, in the order of the tables."""
+    large, emulated = shapes.LARGE_PRODUCTS, dict.fromkeys(EMULATED, SQUARE)
+    few = tuple((m, n, k) for n, k in shapes.DECODED for m in shapes.FEW_ROWS)
+    models = {
+        name: tuple((m, n, k) for k, n in layers for m in shapes.MODEL_ROWS) for name, layers in shapes.MODELS.items()
+    }
     if device.device != "cuda":
         large = few = (TINY_PRODUCT,)
         models, emulated = {"tiny": large}, dict.fromkeys(EMULATED, TINY_PRODUCT)
@@ -80,18 +83,6 @@ def cases(device: Capability, ceilings: Ceilings, *, quick: bool = False) -> Ite
             yield native_case(product, device, ceilings)
 
 
-def _gpu_products(
-    *, quick: bool
-) -> tuple[tuple[Product, ...], tuple[Product, ...], dict[str, tuple[Product, ...]], dict[str, Product]]:
-    """Large GEMMs, those of few rows, of models, and of formats without native tensor cores."""
-    large = (LONG, (4096, 7168, 2048)) if quick else shapes.LARGE_PRODUCTS
-    few = tuple((m, n, k) for n, k in shapes.DECODED for m in shapes.FEW_ROWS)
-    names, counts = (("Llama3 8B",), (4096,)) if quick else (tuple(shapes.MODELS), shapes.MODEL_ROWS)
-    models = {name: tuple((m, n, k) for k, n in shapes.MODELS[name] for m in counts) for name in names}
-    emulated = dict.fromkeys(EMULATED[:1] if quick else EMULATED, SQUARE)
-    return large, ((16, *shapes.DECODED[0]),) if quick else few, models, emulated
-
-
 def case(
     kind: Kind,
     product: Product,
@@ -111,7 +102,7 @@ def case(
     return product_case(
         f"{prefix}{kind.label} {text(product)}", group, kind, product, moved, request, ceilings,
         lambda device: (make_operands(product, (kind.a, kind.b), device, accumulate=kind.accumulate),),
-        multiply, _backend, peers(request, compiling=product in COMPILED),
+        multiply, peers(request, compiling=product in COMPILED),
     )  # fmt: skip
 
 
@@ -125,7 +116,6 @@ def product_case(
     ceilings: Ceilings,
     make: Callable[[torch.device], Args],
     run: Callable[..., Any],
-    backend: Callable[..., str],
     peers: Mapping[str, Peer | str],
 ) -> Case:
     """Case of a GEMM, dense or grouped.  product: (M, N, K) with the same FLOPs."""
@@ -133,7 +123,8 @@ def product_case(
     # before sm_100 FP8 tensor cores have no block scales of 32 or 16 values
     units = "fp8" if family == "fp8" or request.capability.sm >= 100 else "bf16"
     return Case(
-        name, group, f"{kind.a} @ {kind.b}", "-1", product, make, run, backend, check_product, moved, flops=flops,
+        name, group, f"{kind.a} @ {kind.b}", "-1", product, make, run, lambda _: select(request).backend,
+        check_product, moved, flops=flops,
         bound_us=bound_us(ceilings, flops, moved, units), dtype=str(request.dtype)[6:], peers=peers,
     )  # fmt: skip
 
@@ -149,9 +140,3 @@ def native_case(product: Product, device: Capability, ceilings: Ceilings) -> Cas
         backend=lambda _: "hopper",
         peers={"upcast": judged(multiply, BF16_DB), **others},
     )
-
-
-def _backend(operands: Operands) -> str:
-    a, b, accumulate = operands.a, operands.b, operands.acc is not None
-    dtype = torch.float32 if accumulate else torch.bfloat16
-    return select(gemm_request(a, b, dtype, bias=False, accumulate=accumulate)).backend

@@ -179,14 +179,11 @@ def backends(recipe: str, device: Capability, m: int, n: int, k: int, experts: i
 # ---- linear layers ---------------------------------------------------------------------------------------------------
 
 
-def linear_cases(device: Capability, roofs: Roofs | None, *, quick: bool = False) -> Iterator[Case]:
+def linear_cases(device: Capability, roofs: Roofs | None) -> Iterator[Case]:
     """All rows, in the order of the tables. Feed-forward layers also run by torchao, compiled and in microbatches;
     microbatches and recipes other than FP8's have only the fewest tokens."""
-    models, tokens, others = {name: shapes.MODELS[name] for name in (MODELS[:2] if quick else MODELS)}, TOKENS, LARGE
+    models, tokens, others = {name: shapes.MODELS[name] for name in MODELS}, TOKENS, LARGE
     wide = {layer for each in models.values() for k, n in shapes.mlps(each) for layer in ((k, n), (n, k))}
-    if quick:
-        models = {name: tuple(layer for layer in each if layer in wide) for name, each in models.items()}
-        tokens, others = TOKENS[:1], frozenset[Layer]()
     if device.device != "cuda":
         models, wide, tokens, others = {"tiny": (TINY,)}, {TINY}, (128,), frozenset({TINY})
     setup, on_gpu = Setup(device, roofs), device.device == "cuda"
@@ -243,11 +240,9 @@ LINEAR = Kind(our_linear, judge_linear, f"{ROWS} rows of y, dX and dW against th
 # ---- MLPs ------------------------------------------------------------------------------------------------------------
 
 
-def mlp_cases(device: Capability, roofs: Roofs | None, *, quick: bool = False) -> Iterator[Case]:
+def mlp_cases(device: Capability, roofs: Roofs | None) -> Iterator[Case]:
     """All cases: FP8 over all MLPs; other recipes over the first, with the fewest tokens."""
-    units, tokens, recipes = dict(list(UNITS.items())[: 1 if quick else None]), TOKENS, list(RECIPES)
-    if quick:
-        tokens, recipes = TOKENS[:1], [FP8]
+    units, tokens, recipes = UNITS, TOKENS, list(RECIPES)
     if device.device != "cuda":
         units, tokens, recipes = {"tiny": (128, 256)}, (128,), [FP8]
     setup = Setup(device, roofs)

@@ -20,16 +20,13 @@ from typing import NamedTuple
 import torch
 
 from ...formats.layout import padded_length
-from ...grouped.ops import grouped_request
 from ...hardware import Capability
 from ...registry import Request, select
 from ...roofline import Ceilings
-from .. import expert_layers, shapes
-from ..accuracy import UNITS as COMPARED
+from .. import accuracy, expert_layers, shapes
 from ..accuracy import judge_linear, judge_mixture, judge_swiglu
 from ..expert_layers import plain_experts, plain_linear, plain_mixture
-from ..gemms import ROWS as COMPARED_ROWS
-from ..grouped import Grouped, make_k_grouped, make_m_grouped, multiply, peers
+from ..grouped import make_k_grouped, make_m_grouped, multiply, peers
 from ..harness import Args, Case, Verdict
 from ..layers import FP8, LINEAR_GATES, MICROBATCHES, MXFP8, NEAR_DB, RECIPES, TORCHAO, Variant, trained
 from ..rooflines import Layer, Roofs
@@ -115,15 +112,15 @@ class Problem:
         return f"{self.label} {self.what}{self.output} E={self.experts}{load} {text(self.product)}"
 
 
-def problems(device: Capability, *, quick: bool = False) -> list[Problem]:
-    """Grouped GEMMs to run; quick: fewer."""
+def problems(device: Capability) -> list[Problem]:
+    """Grouped GEMMs to run."""
     if device.device != "cuda":
         tiny = [*equal_groups((4,), 160, 128, 256), *_of_model("tiny", 4, 80, 128, 256, most=40)]
         return [*tiny, *other_formats(4, 160, 128, 256), Problem(DECODING, "fprop", 4, 16, 128, 256)]
     n, k = shapes.EXPERT
-    found = [*equal_groups((4, 64) if quick else shapes.EXPERT_COUNTS, LINEAR_ROWS, n, k), *_eight_experts()]
+    found = [*equal_groups(shapes.EXPERT_COUNTS, LINEAR_ROWS, n, k), *_eight_experts()]
     found += [Problem(DECODING, "fprop", 32, 32 * 16, *matrix) for matrix in ((4096, 7168), (7168, 2048))]
-    return found if quick else [*found, *other_formats(4, LINEAR_ROWS, n, k), *_models()]
+    return [*found, *other_formats(4, LINEAR_ROWS, n, k), *_models()]
 
 
 def equal_groups(counts: tuple[int, ...], rows: int, n: int, k: int) -> Iterator[Problem]:
@@ -179,14 +176,12 @@ def cases(
     device: Capability,
     ceilings: Ceilings,
     roofs: Roofs | None,
-    *,
-    quick: bool = False,
 ) -> Iterator[Case]:
     """All rows, in the order of the tables, without GEMMs that a GPU serves only by the reference, in seconds."""
-    for problem in problems(device, quick=quick):
+    for problem in problems(device):
         if device.device != "cuda" or select(request(problem, device)).backend != "reference":
             yield case(problem, device, ceilings)
-    yield from layer_cases(device, roofs, quick=quick)
+    yield from layer_cases(device, roofs)
 
 
 def case(problem: Problem, device: Capability, ceilings: Ceilings) -> Case:
@@ -195,7 +190,7 @@ def case(problem: Problem, device: Capability, ceilings: Ceilings) -> Case:
     even, decoding = problem.load == "balanced", problem.label == DECODING
     return product_case(
         problem.name, GROUP, problem.kind, problem.product, moved_bytes(problem), asked, ceilings,
-        lambda device: make(problem, device), multiply, _backend,
+        lambda device: make(problem, device), multiply,
         peers(asked, problem.sizes, even=even, decoding=decoding),
     )  # fmt: skip
 
@@ -228,29 +223,21 @@ def request(problem: Problem, device: Capability) -> Request:
     return Request(op, device, formats, shape, problem.dtype, options=options)
 
 
-def _backend(operands: Grouped) -> str:
-    added = operands.acc is not None
-    asked = grouped_request(operands.a, operands.b, len(operands.sizes), operands.dtype, bias=False, accumulate=added)
-    return select(asked).backend
-
-
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-def layer_cases(device: Capability, roofs: Roofs | None, *, quick: bool = False) -> Iterator[Case]:
+def layer_cases(device: Capability, roofs: Roofs | None) -> Iterator[Case]:
     """All rows, in the order of the tables. Recipes that a GPU serves only by the reference are left out, since a call
     would take seconds. Recipes other than FP8's run only the first unit, balanced."""
     n, k = shapes.EXPERT
     recipes, rows, layer, counts = list(RECIPES), LINEAR_ROWS, (k, n), shapes.EXPERT_COUNTS
-    units, mixtures, tokens, loads = UNITS, {MIXED: shapes.MIXTURES[MIXED]}, TOKENS, LOADS[:2]
-    if quick:
-        recipes, counts, loads = [FP8], (4, 64), LOADS[:1]
+    units, mixed, mixture, tokens = UNITS, MIXED, shapes.MIXTURES[MIXED], TOKENS
     if device.device != "cuda":
-        recipes, rows, layer, counts, loads = [FP8, MXFP8], 128, (128, 256), (4,), LOADS[:2]
-        units, mixtures, tokens = {"tiny": Unit(4, 128, 128, 160)}, {"tiny": Mixture(4, 2, 128, 128)}, 64
-    setup = Setup(device, roofs)
-    if device.device == "cuda":
+        recipes, rows, layer, counts = [FP8, MXFP8], 128, (128, 256), (4,)
+        units, mixed, mixture, tokens = {"tiny": Unit(4, 128, 128, 160)}, "tiny", Mixture(4, 2, 128, 128), 64
+    else:
         recipes = [name for name in recipes if "reference" not in backends(name, device, rows, layer[1], layer[0], 4)]
+    setup = Setup(device, roofs)
     for recipe in recipes:
         for experts in counts:
             yield linear_case(recipe, experts, rows, layer, setup)
@@ -258,11 +245,10 @@ def layer_cases(device: Capability, roofs: Roofs | None, *, quick: bool = False)
             yield linear_case(recipe, experts, rows, layer, setup, forward=True)
     for recipe in recipes:
         for model, unit in list(units.items())[: None if recipe == FP8 else 1]:
-            for load in loads if recipe == FP8 else loads[:1]:
+            for load in LOADS[:2] if recipe == FP8 else LOADS[:1]:
                 yield experts_case(recipe, model, unit, load, setup)
     for recipe in recipes:
-        for model, mixture in mixtures.items():
-            yield mixture_case(recipe, model, mixture, tokens, setup)
+        yield mixture_case(recipe, mixed, mixture, tokens, setup)
 
 
 def linear_case(
@@ -271,7 +257,7 @@ def linear_case(
     """Case of one grouped linear.  microbatches, forward: see `layer_case`."""
     k, n = layer
     outputs = "y against" if forward else "y, dX and dW against"
-    how = f"{outputs} the exact layer, {COMPARED_ROWS} rows of some experts, all values in two runs"
+    how = f"{outputs} the exact layer, {accuracy.ROWS} rows of some experts, all values in two runs"
     found = layer_case(
         f"{recipe} {'forward ' if forward else label_of(microbatches)}M={rows} E={experts} {k}->{n}", LINEAR, recipe,
         Kind(expert_layers.our_linear, judge_linear, how), (rows, k, n),
@@ -294,7 +280,8 @@ def experts_case(recipe: str, model: str, unit: Unit, load: Load, setup: Setup) 
     """Case of SwiGLU experts by one recipe, with weights cast in every forward."""
     experts, features, hidden, rows = unit
     groups = group_sizes(rows, experts, load)
-    how = f"y, dX and every dW of {COMPARED} experts against the exact ones, all values in two runs"
+    some = f"{accuracy.HIDDEN} rows of y and dX and {accuracy.HIDDEN} hidden features of every dW"
+    how = f"{some} of {accuracy.UNITS} experts against the exact ones, all values in two runs"
     return layer_case(
         f"{recipe} experts M={rows} {model} E={experts} {load} {features}x{hidden}", EXPERTS, recipe,
         Kind(expert_layers.our_experts, judge_swiglu, how, gated=True), (rows, features, hidden),
