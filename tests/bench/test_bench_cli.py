@@ -10,8 +10,12 @@ import pytest
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
+from rich.console import Console
+
 from blockscale.bench import store
+from blockscale.cli import bench as command
 from blockscale.cli.main import main
+from support.bench_rows import row
 
 
 def bench(*words: str) -> int:
@@ -102,6 +106,13 @@ def test_compare_flags_what_became_slower(tmp_path: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert [line.split(":")[0] for line in text.splitlines() if "REGRESSION" in line] == [fast["case"]]
     assert "1 of 2 rows became slower" in text
+
+
+def test_a_row_regresses_beyond_three_percent(capsys: pytest.CaptureFixture[str]):
+    old = [row("a", us=100.0), row("b", us=100.0)]
+    command.show_changes(Console(), [row("a", us=102.9), row("b", us=103.1)], old)
+    text = capsys.readouterr().out
+    assert [line.split(":")[0] for line in text.splitlines() if "REGRESSION" in line] == ["b"]
 
 
 def test_a_wrong_kernel_prints_no_speed_and_fails(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -97,22 +97,6 @@ class Row:
         return self.suite, self.case, str(self.where.get("gpu"))
 
 
-class Change(NamedTuple):
-    """Time of a row beside the same row of an older run."""
-
-    case: str
-    old_us: float
-    new_us: float
-
-    @property
-    def ratio(self) -> float:
-        return self.new_us / self.old_us
-
-    @property
-    def regressed(self) -> bool:
-        return self.ratio > 1 + REGRESSION
-
-
 T = TypeVar("T")
 
 
@@ -144,11 +128,11 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
     os.replace(fresh, path)
 
 
-def compare(new: Sequence[Row], old: Sequence[Row]) -> list[Change]:
-    """Rows that both runs timed, in the order of the new run."""
+def compare(new: Sequence[Row], old: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """Case, old and new time of the rows that both runs timed, in the order of the new run."""
     before = {(row.suite, row.case): row.us for row in old}
     pairs = ((row, before.get((row.suite, row.case))) for row in new)
-    return [Change(row.case, past, row.us) for row, past in pairs if past and row.us]
+    return [(row.case, past, row.us) for row, past in pairs if past and row.us]
 
 
 def where(device: torch.device, version: str, commit: str | None = None) -> Where:

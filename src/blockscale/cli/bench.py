@@ -76,7 +76,7 @@ def run(
     console.print(_table(rows))
     _show_notes(console, rows)
     if compare is not None:
-        _show_changes(console, rows, older)
+        show_changes(console, rows, older)
     wrong = [row for row in rows if row.fault]
     for row in wrong:
         console.print(f"[red]WRONG[/] {row.case}: {row.problem or f'{row.fault} differ from the reference'}")
@@ -192,12 +192,14 @@ def _show_notes(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"[yellow]SLOWER[/] {row.case}: {other[0]} takes {other[1]:.2f}x the time of {row.backend}")
 
 
-def _show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -> None:
-    from ..bench.store import compare
+def show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -> None:
+    """Print new beside old times, and flag what became slower by more than `REGRESSION`."""
+    from ..bench.store import REGRESSION, compare
 
-    changes = compare(rows, older)
-    for change in changes:
-        flag = " [red]REGRESSION[/]" if change.regressed else ""
-        console.print(f"{change.case}: {change.old_us:.1f} -> {change.new_us:.1f} µs, {change.ratio:.3f}x{flag}")
-    slower = sum(change.regressed for change in changes)
+    changes, slower = compare(rows, older), 0
+    for case, old_us, new_us in changes:
+        regressed = new_us / old_us > 1 + REGRESSION
+        slower += regressed
+        flag = " [red]REGRESSION[/]" if regressed else ""
+        console.print(f"{case}: {old_us:.1f} -> {new_us:.1f} µs, {new_us / old_us:.3f}x{flag}")
     console.print(f"{slower} of {len(changes)} rows became slower by more than 3 %")

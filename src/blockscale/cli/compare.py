@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..compare.comparison import Comparison
-    from ..train.records import Hooks, TrainResult
-    from ..train.run import Run
 
 
 @dataclass(frozen=True)
@@ -73,24 +69,24 @@ def run(options: Options) -> int:
         from ..compare.comparison import compare
         from ..compare.page import write
         from ..compare.rows import rows_of
+        from ..train.view import Lines
 
     if options.rows is not None:
         trainings.read(options.rows)  # a file of another kind is refused before any work
 
     began = time.perf_counter()
-    with _progress(console) as hooks:
-        found = compare(
-            options.config,
-            recipes,
-            range(options.seed, options.seed + options.seeds),
-            out=options.out,
-            budget=None if budget is None else budget / 100,
-            hooks=hooks,
-            jobs=options.jobs,
-            commit=options.commit,
-            branch_at=options.branch_at,
-            control=options.control,
-        )
+    found = compare(
+        options.config,
+        recipes,
+        range(options.seed, options.seed + options.seeds),
+        out=options.out,
+        budget=None if budget is None else budget / 100,
+        hooks=lambda title: [Lines(title)],
+        jobs=options.jobs,
+        commit=options.commit,
+        branch_at=options.branch_at,
+        control=options.control,
+    )
     _show(console, found)
     page = write(found, options.out / "report.html")
     console.print(f"wrote {page} in {time.perf_counter() - began:.0f} s", highlight=False)
@@ -127,32 +123,6 @@ def _checked(options: Options) -> list[str]:
     arguments.check_writable(options.out, "--out", is_folder=True)
     arguments.check_writable(options.rows, "--rows")
     return recipes
-
-
-@contextmanager
-def _progress(console: Console) -> Generator[Callable[[str], list[Hooks]]]:
-    """Context with the factory of a run's hooks: one progress bar that shows the current run, or plain lines without a
-    terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    from ..train.records import Hooks
-    from ..train.view import Lines
-
-    columns = (TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-
-        class Watch(Hooks):
-            def __init__(self, title: str) -> None:
-                self.title, self.task = title, bar.add_task(title)
-
-            def before_step(self, run: Run) -> None:
-                bar.update(self.task, completed=run.step, total=run.config.steps)
-
-            def on_end(self, run: Run, result: TrainResult) -> None:
-                bar.remove_task(self.task)
-                console.print(f"{self.title}: loss {result.loss:.4f}", highlight=False)
-
-        yield lambda title: [Watch(title) if console.is_terminal else Lines(title)]
 
 
 def _show(console: Console, found: Comparison) -> None:
