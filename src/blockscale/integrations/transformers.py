@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..autograd.recipe import Recipe
 from ..autograd.weights import attach, shared_weights
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..nn import advance_, set_step_
 from .packages import check_package
 
@@ -62,12 +62,10 @@ def _torch_optimizer(optimizer: Any) -> Optimizer:
 
 def _converted(model: nn.Module) -> nn.Module:
     if not any(isinstance(getattr(module, "recipe", None), Recipe) for module in model.modules()):
-        raise OptionError(
-            message(
-                f"a {type(model).__name__} in which no layer has a recipe",
-                rule="the callback is for converted models",
-                fix="call blockscale.quantize_(model, recipe) before you make the Trainer, and print the report: it "
-                "lists the layers that were not converted, and why",
-            )
+        refuse(
+            f"a {type(model).__name__} in which no layer has a recipe",
+            "the callback is for converted models",
+            "call blockscale.quantize_(model, recipe) before you make the Trainer, and print the report: it "
+            "lists the layers that were not converted, and why",
         )
     return model

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, message
+from ..errors import OptionError, message, refuse
 from .attention import Attention
 from .transformer import Block, Transformer
 
@@ -25,7 +25,7 @@ def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16
     if model.config.experts is not None or model.config.latent is not None:
         rule = "dense models with grouped queries have names that every Llama loader knows"
         fix = "load a checkpoint by its own names"
-        raise OptionError(message("export of a model with experts or latent attention", rule=rule, fix=fix))
+        refuse("export of a model with experts or latent attention", rule, fix)
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file

@@ -21,7 +21,7 @@ from ..autograd.mlp import swiglu
 from ..autograd.operands import Pair
 from ..autograd.routing import combine
 from ..autograd.weights import SharedWeight
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..formats.stochastic import Stochastic
 from ..grouped import sort_by_expert
 from .recipe_module import RecipeModule
@@ -154,7 +154,7 @@ class AdaptedExperts(RecipeModule):
         style, plain = style_of(module), type(module)
         if isinstance(style, str):
             rule = "only experts of a known arrangement can be converted"
-            raise OptionError(message(style, rule=rule, fix="leave the module as it is"))
+            refuse(style, rule, "leave the module as it is")
         cls.adopt(module)
         assert isinstance(module, cls)
         module.style, module.plain_class = style, plain
@@ -224,11 +224,9 @@ def _experts_and_weights(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[
     for names in SIGNATURES:
         found += [named[name] for name in names[1:] if name in named]
     if len(found) != 2 or not all(isinstance(each, Tensor) for each in found):
-        raise OptionError(
-            message(
-                f"experts called with {len(args)} more arguments and {sorted(named)}",
-                rule="after the tokens come the experts of each token and their gate weights",
-                fix="call them as the converted model's own block does",
-            )
+        refuse(
+            f"experts called with {len(args)} more arguments and {sorted(named)}",
+            "after the tokens come the experts of each token and their gate weights",
+            "call them as the converted model's own block does",
         )
     return found[0], found[1]

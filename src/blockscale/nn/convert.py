@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..autograd.dtensor import DTensor, check_shards, local, refuse_experts, shard_shape
 from ..autograd.recipe import Recipe, get_recipe
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..formats.checks import check_int, check_model, in_words
 from ..formats.stochastic import check_seed, module_name, rng_state, whole_number
 from .active import Active, active_experts
@@ -127,14 +127,12 @@ def unquantize_(model: nn.Module) -> int:
     found = [module for module in model.modules() if isinstance(module, kinds) and module.was_plain is not None]
     for module in found:
         if type(module) not in kinds:
-            raise OptionError(
-                message(
-                    f"unquantize_ for a {type(module).__name__}",
-                    rule="a layer is restored by its class, which has changed since the conversion: by fully_shard or "
-                    "a parametrization",
-                    fix="call it before fully_shard, and remove parametrizations; quantize_ with 'bf16' before those "
-                    "computes the same as the plain layer",
-                )
+            refuse(
+                f"unquantize_ for a {type(module).__name__}",
+                "a layer is restored by its class, which has changed since the conversion: by fully_shard or "
+                "a parametrization",
+                "call it before fully_shard, and remove parametrizations; quantize_ with 'bf16' before those "
+                "computes the same as the plain layer",
             )
     for module in found:
         module.restore()
@@ -270,12 +268,10 @@ def _count(module: nn.Module, counted: set[int]) -> int:
 def _call_filter(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
     answer = filter_fn(module, name)
     if not isinstance(answer, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(
-            message(
-                f"filter_fn returned {answer!r} for {name!r}",
-                rule="it returns True or False: whether to convert a layer",
-                fix="return a bool, such as bool(re.search('mlp', name))",
-            )
+        refuse(
+            f"filter_fn returned {answer!r} for {name!r}",
+            "it returns True or False: whether to convert a layer",
+            "return a bool, such as bool(re.search('mlp', name))",
         )
     return answer
 
@@ -293,10 +289,8 @@ def _takes_a_layer(filter_fn: object) -> bool:
 
 def _check_filter(filter_fn: object) -> None:
     if filter_fn is not None and not _takes_a_layer(filter_fn):
-        raise OptionError(
-            message(
-                f"filter_fn is {filter_fn!r}" if callable(filter_fn) else f"filter_fn is {in_words(filter_fn)}",
-                rule="it is called with a module and its name, and returns whether to convert it",
-                fix="pass a function, such as lambda module, name: 'mlp' in name",
-            )
+        refuse(
+            f"filter_fn is {filter_fn!r}" if callable(filter_fn) else f"filter_fn is {in_words(filter_fn)}",
+            "it is called with a module and its name, and returns whether to convert it",
+            "pass a function, such as lambda module, name: 'mlp' in name",
         )

@@ -21,7 +21,7 @@ from ..autograd.grouped import check_combined, grouped_linear, grouped_swiglu_ml
 from ..autograd.mlp import swiglu
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.routing import combine
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..formats.checks import check_flag, check_int, check_place, check_sizes, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing, as_routing
@@ -45,12 +45,10 @@ def sizes_by_name(init: Callable[Concatenate[Layer, Named], None]) -> Callable[C
             kind = type(self).__name__
             values: tuple[Any, ...] = args
             example = ", ".join(f"{name}=..." for name in wanted)
-            raise OptionError(
-                message(
-                    f"{kind}({', '.join(map(repr, values))}, ...)",
-                    rule=f"the sizes of {kind} are passed by name: {', '.join(wanted)}",
-                    fix=f"write {kind}({example})",
-                )
+            refuse(
+                f"{kind}({', '.join(map(repr, values))}, ...)",
+                f"the sizes of {kind} are passed by name: {', '.join(wanted)}",
+                f"write {kind}({example})",
             )
         init(self, *args, **named)
 

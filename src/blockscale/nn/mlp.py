@@ -16,7 +16,7 @@ from ..autograd.activation import Activation
 from ..autograd.dtensor import check_not_packed
 from ..autograd.mlp import swiglu, swiglu_mlp
 from ..autograd.recipe import Recipe, get_recipe
-from ..errors import OptionError, ShapeError, message
+from ..errors import ShapeError, message, refuse
 from ..formats.checks import check_place, check_sizes, check_text, in_words
 from ..formats.stochastic import rng_state
 from .linear import Linear
@@ -151,7 +151,7 @@ def check_projections(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn
     for name, layer in (("gate", gate), ("up", up), ("down", down)):
         if not isinstance(layer, torch.nn.Linear):  # pyright: ignore[reportUnnecessaryIsInstance]
             rule, fix = "gate, up and down are torch.nn.Linear layers", "pass the projections of one MLP, in this order"
-            raise OptionError(message(f"{name} is {in_words(layer)}", rule=rule, fix=fix))
+            refuse(f"{name} is {in_words(layer)}", rule, fix)
     hidden, dim = gate.weight.shape
     if up.weight.shape != (hidden, dim) or down.weight.shape != (dim, hidden):
         shapes = [tuple(layer.weight.shape) for layer in (gate, up, down)]
@@ -168,10 +168,8 @@ def check_projections(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn
         ("a device", {layer.weight.device for layer in (gate, up)}),
     ):
         if len(found) > 1:
-            raise OptionError(
-                message(
-                    f"projections differ in {what}: {', '.join(sorted(map(str, found)))}",
-                    rule="gate and up become one parameter, and all three have a bias or none has",
-                    fix="make them alike first, or keep them apart and convert each",
-                )
+            refuse(
+                f"projections differ in {what}: {', '.join(sorted(map(str, found)))}",
+                "gate and up become one parameter, and all three have a bias or none has",
+                "make them alike first, or keep them apart and convert each",
             )

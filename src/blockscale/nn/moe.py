@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..autograd.dtensor import DTensor, refuse_experts
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.routing import route
-from ..errors import DtypeError, OptionError, ShapeError, check_name, message
+from ..errors import DtypeError, ShapeError, check_name, message, refuse
 from ..formats.checks import check_flag, check_int, check_number, check_place, check_sizes, check_tensor, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
@@ -101,9 +101,7 @@ class MoE(torch.nn.Module):
         check_text(name, "name", "layers.0.mlp")
         if not 1 <= top_k <= experts:
             rule = "a token goes to at least one expert, and to each no more than once"
-            raise OptionError(
-                message(f"top_k={top_k} of {experts} experts", rule=rule, fix="pass top_k between the two")
-            )
+            refuse(f"top_k={top_k} of {experts} experts", rule, "pass top_k between the two")
         self.top_k, self.normalize, self.scale = top_k, normalize, scale
         if rng is None and get_recipe(recipe).stochastic:
             rng = rng_state(DEFAULT_SEED, device=device or torch.get_default_device())
@@ -169,12 +167,10 @@ class MoE(torch.nn.Module):
         `torch.distributed.all_reduce(moe.load)`.
         """
         if self.balance is None or self.load is None:
-            raise OptionError(
-                message(
-                    "update_balance_ of a layer without a balance",
-                    rule="only layers constructed with balance=True have a selection bias",
-                    fix="pass balance=True to MoE",
-                )
+            refuse(
+                "update_balance_ of a layer without a balance",
+                "only layers constructed with balance=True have a selection bias",
+                "pass balance=True to MoE",
             )
         check_number(rate, "rate", "each bias moves by it", "pass rate=1e-3")
         load = self.load.float()

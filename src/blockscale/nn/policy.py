@@ -24,7 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..autograd.recipe import Recipe
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..formats.checks import all_ints, check_int, in_words
 from ..formats.spec import get_format
 from .active import HEADS, OUTER_HEADS, ROUTERS, Named, widths_of_routers
@@ -206,9 +206,7 @@ def check_ends(first: object, last: object) -> None:
     share = isinstance(last, float) and 0 <= last <= 1
     if not share and not all_ints((last,)):
         rule = "it is a number of blocks (an int) or a share of them (a float from 0 to 1)"
-        raise OptionError(
-            message(f"keep_last={in_words(last)}", rule=rule, fix="pass an int of 0 or more, or a float up to 1")
-        )
+        refuse(f"keep_last={in_words(last)}", rule, "pass an int of 0 or more, or a float up to 1")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..autograd.dtensor import DTensor, local, refuse_experts
 from ..autograd.operands import Pair
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.weights import SharedWeight
-from ..errors import OptionError, message
+from ..errors import refuse
 from ..formats.checks import check_text, in_words, is_dense
 from ..formats.stochastic import Stochastic, module_name, rng_state
 
@@ -49,12 +49,10 @@ class RecipeModule(torch.nn.Module):
         check_rng(rng)
         chosen, plain = get_recipe(recipe), module_name(name)
         if chosen.stochastic and not plain:
-            raise OptionError(
-                message(
-                    f"recipe {chosen.name!r} for a layer without a name",
-                    rule="it rounds stochastically, and the name of a layer selects its random stream",
-                    fix="pass name='layers.0.mlp.down_proj', or convert a model with quantize_, which names its layers",
-                )
+            refuse(
+                f"recipe {chosen.name!r} for a layer without a name",
+                "it rounds stochastically, and the name of a layer selects its random stream",
+                "pass name='layers.0.mlp.down_proj', or convert a model with quantize_, which names its layers",
             )
         self.recipe, self.recipe_now = chosen, chosen.at(0)
         self.name, self.seed = plain, seed
@@ -126,10 +124,8 @@ def check_rng(rng: object) -> None:
     """Raise unless rng is None or an int64 tensor [2], the state of stochastic rounding."""
     if rng is None or (is_dense(rng) and rng.dtype == torch.int64 and rng.shape == (2,)):  # pyright: ignore[reportAttributeAccessIssue]
         return
-    raise OptionError(
-        message(
-            f"rng is {in_words(rng)}",
-            rule="the rng state is an int64 tensor of shape [2]: seed and tick",
-            fix="make it with blockscale.rng_state(seed, tick, device), or leave it out",
-        )
+    refuse(
+        f"rng is {in_words(rng)}",
+        "the rng state is an int64 tensor of shape [2]: seed and tick",
+        "make it with blockscale.rng_state(seed, tick, device), or leave it out",
     )

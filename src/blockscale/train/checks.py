@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import env
-from ..errors import OptionError, check_name, message, option
+from ..errors import check_name, option, refuse
 from ..names import FORMAT_NAMES, check_recipe
 from .config import RunConfig
 from .corpus import check_source, expanded
@@ -69,7 +69,7 @@ _VALUES: tuple[tuple[str, str, Callable[[Any], bool], str, float], ...] = (
 def refuse_if(is_broken: object, what: str, rule: str, fix: str) -> None:
     """Raise if a rule is broken, with the value, the rule and the fix."""
     if is_broken:
-        raise OptionError(message(what, rule=rule, fix=fix))
+        refuse(what, rule, fix)
 
 
 def check(config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 
 from .. import env
-from ..errors import OptionError, message, option
+from ..errors import option, refuse
 from ..models import export
 from ..nn.convert import FilterFn
 from . import faults
@@ -104,7 +104,7 @@ class _Loop:
             what = f"{option('profile', config.profile)} of {config.steps - first} steps"
             rule = f"a trace begins after {_SETTLED} steps, when compilation and autotuning are over"
             fix = f"pass {option('steps', first + _SETTLED + config.profile)} or more"
-            raise OptionError(message(what, rule=rule, fix=fix))
+            refuse(what, rule, fix)
         if config.export is not None:  # fails now rather than after training
             config.export.mkdir(parents=True, exist_ok=True)
         run.notify(lambda hook: hook.on_start(run))

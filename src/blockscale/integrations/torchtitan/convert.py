@@ -20,7 +20,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from ...autograd.recipe import Recipe
-from ...errors import OptionError, message
+from ...errors import refuse
 from ...nn.policy import KEPT_FIRST, KEPT_LAST, NARROW, check_ends, has_four_bits
 from ...nn.report import ConversionReport, Converted, Skipped, nothing_converted, speed_note
 from .experts import RecipeExperts, experts_class
@@ -80,13 +80,11 @@ class BlockScaledConverter(QuantizationConverter):
                     note = speed_note(recipe, size[1], size[2]) if at == 0 else ""
                     converted.append(Converted(*size[:4], note, *size[4:]))
         if not matched:
-            raise OptionError(
-                message(
-                    f"no layer matches fqns={options.fqns} and not skip={options.skip}",
-                    rule="a converter that converts nothing is a mistake; names are such as "
-                    f"{', '.join(node.fqn for node in nodes[:3]) or '(the model has no linear layers)'}",
-                    fix="write globs that match whole names, such as '*layers.*.feed_forward.*'",
-                )
+            refuse(
+                f"no layer matches fqns={options.fqns} and not skip={options.skip}",
+                "a converter that converts nothing is a mistake; names are such as "
+                f"{', '.join(node.fqn for node in nodes[:3]) or '(the model has no linear layers)'}",
+                "write globs that match whole names, such as '*layers.*.feed_forward.*'",
             )
         warnings = () if converted else (nothing_converted(skipped),)
         self.report = ConversionReport(recipe, tuple(converted), tuple(skipped), warnings=warnings)
@@ -153,7 +151,7 @@ def _check_globs(**lists: Any) -> None:
     for name, globs in lists.items():
         if isinstance(globs, str):
             rule = "globs come in a list"
-            raise OptionError(message(f"{name}={globs!r}", rule=rule, fix=f"{name}=[{globs!r}]"))
+            refuse(f"{name}={globs!r}", rule, f"{name}=[{globs!r}]")
 
 
 def _matches(fqn: str, globs: Iterable[str]) -> str | None:

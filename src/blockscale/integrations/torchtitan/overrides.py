@@ -19,7 +19,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from ...autograd.recipe import Recipe
-from ...errors import OptionError, message
+from ...errors import refuse
 from ...nn.policy import has_four_bits
 from .convert import converted_config
 from .recipe_module import training_recipe
@@ -44,13 +44,11 @@ def experts(config: GroupedExperts.Config, recipe: str = "fp8_blockwise", weight
 def _converted(config: Any, recipe: str | Recipe, weight_cast: str | None) -> Any:
     chosen = training_recipe(recipe, weight_cast)
     if chosen.stochastic or has_four_bits(chosen):
-        raise OptionError(
-            message(
-                f"recipe {chosen.name!r} as an override",
-                rule="4-bit formats keep the first and last blocks, and stochastic rounding needs a layer's name; an "
-                "override has neither",
-                fix="use BlockScaledConverter, or a config of blockscale.integrations.torchtitan",
-            )
+        refuse(
+            f"recipe {chosen.name!r} as an override",
+            "4-bit formats keep the first and last blocks, and stochastic rounding needs a layer's name; an "
+            "override has neither",
+            "use BlockScaledConverter, or a config of blockscale.integrations.torchtitan",
         )
     converted = converted_config(config, chosen)
     if isinstance(converted, str):

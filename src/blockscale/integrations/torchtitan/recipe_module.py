@@ -18,7 +18,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from ...autograd.dtensor import check_shards, shard_shape
 from ...autograd.recipe import Recipe, get_recipe
-from ...errors import OptionError, message
+from ...errors import refuse
 from ...nn.recipe_module import RecipeModule
 
 # not "step": torchtitan puts every model under FSDP, which gathers weights anew for each pass
@@ -33,21 +33,17 @@ def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Rec
     if weight_cast is not None and weight_cast != chosen.weight_cast:
         chosen = chosen.replace(name=chosen.name, weight_cast=weight_cast)
     if chosen.until or chosen.since:
-        raise OptionError(
-            message(
-                f"until={dict(chosen.until)} and since={chosen.since} in torchtitan",
-                rule="torchtitan does not pass the step to layers",
-                fix="leave it out, or resume with another recipe at that step",
-            )
+        refuse(
+            f"until={dict(chosen.until)} and since={chosen.since} in torchtitan",
+            "torchtitan does not pass the step to layers",
+            "leave it out, or resume with another recipe at that step",
         )
     if chosen.weight_cast not in WEIGHT_CASTS:
-        raise OptionError(
-            message(
-                f"weight_cast={chosen.weight_cast!r} in torchtitan",
-                rule="it puts every model under FSDP2, where a rank has whole weights only during a layer's passes, so "
-                "a weight cannot be cast once for a step",
-                fix="use 'forward' (fastest) or 'twice' (no operand is saved for backward)",
-            )
+        refuse(
+            f"weight_cast={chosen.weight_cast!r} in torchtitan",
+            "it puts every model under FSDP2, where a rank has whole weights only during a layer's passes, so "
+            "a weight cannot be cast once for a step",
+            "use 'forward' (fastest) or 'twice' (no operand is saved for backward)",
         )
     return chosen
 
