@@ -171,26 +171,22 @@ def explain_sizes(
         return torch.empty(*shape, dtype=torch.int32, device="meta")
 
     offs, rows = indices(groups), indices(m, groups)
+    tensors: dict[str, list[Tensor]] = {
+        "cast": [empty(m, k)],
+        "swiglu": [empty(m, 2 * k)],
+        "swiglu_backward": [empty(m, k), empty(m, 2 * k)],
+        "rmsnorm": [empty(m, k), empty(k)],
+        "permute": [empty(m, k), indices(n), *([] if op == "permute" else [offs])],
+        "permute_columns": [empty(m, k), indices(n), offs],
+        "permute_rows": [empty(m, k), rows],
+        "combine_rows": [empty(m * groups, k), rows],
+        "combine_dots": [empty(m * groups, k), empty(m, k), rows],
+        "clear_rows": [empty(m, k)],
+    }
     operands: list[Tensor | BlockScaled]
     match op.removesuffix("_both"):
-        case "cast":
-            operands = [empty(m, k)]
-        case "swiglu":
-            operands = [empty(m, 2 * k)]
-        case "swiglu_backward":
-            operands = [empty(m, k), empty(m, 2 * k)]
-        case "rmsnorm":
-            operands = [empty(m, k), empty(k)]
-        case "permute" | "permute_columns":
-            operands = [empty(m, k), indices(n), *([] if op == "permute" else [offs])]
-        case "permute_rows":
-            operands = [empty(m, k), rows]
-        case "combine_rows":
-            operands = [empty(m * groups, k), rows]
-        case "clear_rows":
-            operands = [empty(m, k)]
-        case "combine_dots":
-            operands = [empty(m * groups, k), empty(m, k), rows]
+        case plain if plain in tensors:
+            operands = [*tensors[plain]]
         case "dequantize":
             operands = [quantize(empty(m, k), a)]
         case "gemm":

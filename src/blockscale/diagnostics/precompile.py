@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, S
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,8 +86,7 @@ def layer_requests(
     found: dict[Request, None] = {}
 
     def add(op: str, names: tuple[str, ...], shape: tuple[int, ...], out: torch.dtype, *options: str) -> None:
-        layouts = tuple(FORMATS[name].default_layout for name in names)
-        found[Request(op, target.capability, names, shape, out, layouts, frozenset(options))] = None
+        found[_request(op, target, names, shape, out, *options)] = None
 
     for width in widths:
         for m in tokens or CAST_TOKENS:
@@ -103,6 +103,14 @@ def layer_requests(
                 add("gemm", (a, b), (m, k, n), dtype)
                 add("gemm", (a, a), (n, k, m), torch.float32, "accumulate")
     return list(found)
+
+
+def _request(
+    op: str, target: Target, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, *options: str
+) -> Request:
+    """A request of operands in the default layouts of their formats."""
+    layouts = tuple(FORMATS[name].default_layout for name in names)
+    return Request(op, target.capability, names, shape, dtype, layouts, frozenset(options))
 
 
 def obstacle() -> str | None:
@@ -122,16 +130,12 @@ def needed(requests: Iterable[Request], target: Target) -> list[Needed]:
         named: set[tuple[str, str]] = set()
         for request in requests:
             kernel = select(request)
-            kind = (
-                kernel.op,
-                kernel.backend,
-                kernel.summary,
-                kernel.precompile_key(request) if kernel.precompile_key is not None else None,
-            )
+            key = None if kernel.precompile_key is None else kernel.precompile_key(request)
+            kind = (kernel.op, kernel.backend, kernel.summary, key)
             if kind in kinds:
                 continue
             kinds.add(kind)
-            fresh = keys_of(request, kernel) - named if kernel.precompile_key is not None else set[tuple[str, str]]()
+            fresh = set[tuple[str, str]]() if kernel.precompile_key is None else keys_of(request, kernel) - named
             if fresh or kernel.precompile_key is None:
                 calls.append(Needed(request, kernel.backend, tuple(sorted(name for name, _ in fresh))))
             named |= fresh
@@ -188,10 +192,9 @@ def compile_all(
 def product_request(problem: Problem, target: Target) -> Request:
     """The request of a problem of Hopper's FP8 product."""
     formats = ("fp8_1x128", "fp8_1x128" if problem.b_1x128 else "fp8_128x128")
-    layouts = tuple(FORMATS[name].default_layout for name in formats)
     dtype = torch.float32 if problem.fp32_out else torch.bfloat16
-    options = frozenset({"accumulate"} if problem.accumulate else ())
-    return Request("gemm", target.capability, formats, (problem.m, problem.n, problem.k), dtype, layouts, options)
+    options = ["accumulate"] if problem.accumulate else []
+    return _request("gemm", target, formats, (problem.m, problem.n, problem.k), dtype, *options)
 
 
 def cache_folder() -> str:
@@ -235,32 +238,23 @@ def _launch(request: Request, kernel: Kernel) -> None:
         kernel.launch(x, casts, (out[0:3], out[3:6]), None, None)
 
 
-class _StubDriver:
-    """The part of a Triton driver that compilation needs. Its device number is negative: Triton caches kernels by
-    device number, and no real device has it."""
-
-    def __init__(self, sm: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.sm, self.target = sm, GPUTarget("cuda", sm, 32)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return -self.sm
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextlib.contextmanager
 def _stub_driver(target: Target) -> Generator[None]:
-    """Context in which Triton compiles for that GPU without a driver, so processes need no CUDA context."""
+    """Context in which Triton compiles for that GPU without a driver, so processes need no CUDA context.
+
+    The stub has what compilation needs of a driver. Its device number is negative: Triton caches kernels by device
+    number, and no real device has it.
+    """
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     before: Any = driver._active  # pyright: ignore[reportPrivateUsage]  # `active` would look for a GPU
-    stub: Any = _StubDriver(target.capability.sm)
+    sm = target.capability.sm
+    stub: Any = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", sm, 32),
+        get_current_device=lambda: -sm,
+        get_current_stream=lambda device: 0,
+    )
     driver.set_active(stub)
     try:
         yield

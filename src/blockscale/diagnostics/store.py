@@ -46,8 +46,13 @@ def model_line(report: ConversionReport) -> str:
 
 
 def sample_line(step: int, found: Numerics) -> str:
-    """The line of a sample; NaN and infinity become null."""
-    return json.dumps(_finite({"kind": "numerics", "step": step, **asdict(found)}), allow_nan=False)
+    """The line of a sample."""
+    return json_line("numerics", step=step, **asdict(found))
+
+
+def json_line(kind: str, **fields: Any) -> str:
+    """A line of any kind. NaN and infinity become null, since JSON has neither."""
+    return json.dumps(_finite({"kind": kind, **fields}), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

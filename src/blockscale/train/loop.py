@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -81,9 +81,21 @@ def _own_hooks(config: RunConfig) -> list[Hooks]:
 
 @contextmanager
 def as_configured(config: RunConfig) -> Generator[None]:
-    """Context with the determinism setting and the attention backend of a config."""
-    with _repeatable(config), _attention(config):
-        yield
+    """Context with the attention backend of a config, and with torch's deterministic algorithms if it asks for them;
+    our kernels always repeat."""
+    attention = nullcontext() if config.attention == "auto" else sdpa_kernel(_BACKENDS[config.attention])
+    before = torch.are_deterministic_algorithms_enabled(), _memory.fill_uninitialized_memory
+    if config.deterministic:
+        env.suggest_to_others("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for cuBLAS GEMMs
+        torch.use_deterministic_algorithms(True)
+        _memory.fill_uninitialized_memory = False  # no kernel reads uninitialized memory, so filling it is wasted time
+    try:
+        with attention:
+            yield
+    finally:
+        if config.deterministic:
+            torch.use_deterministic_algorithms(before[0])
+            _memory.fill_uninitialized_memory = before[1]
 
 
 class _Loop:
@@ -228,27 +240,6 @@ def _closing(hooks: Sequence[Hooks]) -> Generator[Sequence[Hooks]]:
     with ExitStack() as last:
         for each in hooks:
             last.callback(each.close)
-
-
-def _attention(config: RunConfig) -> AbstractContextManager[Any]:
-    return nullcontext() if config.attention == "auto" else sdpa_kernel(_BACKENDS[config.attention])
-
-
-@contextmanager
-def _repeatable(config: RunConfig) -> Generator[None]:
-    """Context with torch's deterministic algorithms, if the config asks for them; our kernels always repeat."""
-    if not config.deterministic:
-        yield
-        return
-    env.suggest_to_others("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for cuBLAS GEMMs
-    before = torch.are_deterministic_algorithms_enabled(), _memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    _memory.fill_uninitialized_memory = False  # no kernel reads uninitialized memory, so filling it is wasted time
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        _memory.fill_uninitialized_memory = before[1]
 
 
 @contextmanager

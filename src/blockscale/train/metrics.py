@@ -7,44 +7,50 @@ appends another line for the run. If a step occurs twice, the last line counts.
 from __future__ import annotations
 
 import io
-import json
-import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from ..diagnostics.store import json_line
 from ..errors import OptionError, message
 from .config import to_dict
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
 from .run import Run
 
 
-def open_for_append(path: Path) -> TextIO:
-    """Open a file of lines for appending. A partial last line, left by a killed process, is removed first."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b")
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-    except OSError as error:
-        rule, fix = "a run writes metrics to its folder", "name a folder that can be written to"
-        raise OptionError(message(f"{path}: {error.strerror}", rule=rule, fix=fix)) from None
-    return io.TextIOWrapper(file)
+class LineLog(Hooks):
+    """Appends lines to a file and flushes each, so that a killed run loses none. A partial last line, left by a killed
+    process, is removed first."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a+b")
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        except OSError as error:
+            rule, fix = "a run writes metrics to its folder", "name a folder that can be written to"
+            raise OptionError(message(f"{path}: {error.strerror}", rule=rule, fix=fix)) from None
+        self.file = io.TextIOWrapper(file)
+
+    def write(self, line: str) -> None:
+        """Append one line."""
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
 
 
-class JsonLines(Hooks):
-    """Appends to folder/metrics.jsonl and flushes every line, so that a killed run loses none."""
+class JsonLines(LineLog):
+    """Appends to folder/metrics.jsonl."""
 
     def __init__(self, folder: Path) -> None:
-        self.file = open_for_append(folder / "metrics.jsonl")
+        super().__init__(folder / "metrics.jsonl")
 
     def _write(self, kind: str, **fields: Any) -> None:
-        """Write one line; values that are not finite become null, since JSON has no NaN."""
-        finite = {
-            key: None if isinstance(each, float) and not math.isfinite(each) else each for key, each in fields.items()
-        }
-        self.file.write(json.dumps({"kind": kind, **finite}) + "\n")
-        self.file.flush()
+        self.write(json_line(kind, **fields))
 
     def on_start(self, run: Run) -> None:
         """Write the config, the hash of the text and the size of the model."""
@@ -77,10 +83,6 @@ class JsonLines(Hooks):
         """Write the result."""
         keys = ("stopped", "steps", "loss", "tokens_per_second", "peak_memory", "data_hash")
         self._write("end", **{key: getattr(result, key) for key in keys})
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
 
 
 class TensorBoard(Hooks):

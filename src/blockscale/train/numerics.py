@@ -13,8 +13,8 @@ from ..diagnostics.call_capture import ROWS
 from ..diagnostics.layers import Sample, sample
 from ..diagnostics.store import NAME, model_line, sample_line
 from ..nn import set_step_
-from .metrics import open_for_append
-from .records import Hooks, Speed, StepRecord, TrainResult
+from .metrics import LineLog
+from .records import Speed, StepRecord, TrainResult
 from .run import Run
 
 
@@ -26,16 +26,17 @@ def sample_run(run: Run) -> Sample:
     return sample(run.model, lambda: run.model.loss(pieces), tokens=tokens)
 
 
-class NumericsLog(Hooks):
+class NumericsLog(LineLog):
     """Appends samples to numerics.jsonl.  every: steps between samples; the first is taken before the first step."""
 
     def __init__(self, folder: Path, every: int) -> None:
-        self.file, self.every = open_for_append(folder / NAME), every
+        super().__init__(folder / NAME)
+        self.every = every
         self.unread: list[tuple[int, Sample]] = []
 
     def on_start(self, run: Run) -> None:
         """Write the list of layers."""
-        self._write(model_line(run.report))
+        self.write(model_line(run.report))
 
     def before_step(self, run: Run) -> None:
         """Take a sample if one is due."""
@@ -46,19 +47,10 @@ class NumericsLog(Hooks):
         """Write the samples since the last report, up to a step that is not finite."""
         broken = math.inf if run.broke_at is None else run.broke_at.step - 1
         for step, found in self.unread:
-            if step >= broken:
-                continue
-            self._write(sample_line(step, found.read()))
+            if step < broken:
+                self.write(sample_line(step, found.read()))
         self.unread.clear()
 
     def on_end(self, run: Run, result: TrainResult) -> None:
         """Write a last sample of the trained model."""
-        self._write(sample_line(run.step, sample_run(run).read()))
-
-    def _write(self, line: str) -> None:
-        self.file.write(line + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+        self.write(sample_line(run.step, sample_run(run).read()))
