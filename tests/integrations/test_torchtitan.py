@@ -108,7 +108,7 @@ def test_four_bit_formats_keep_the_end_blocks(default: Default):
     assert kept == {
         "layers.0.attention.wo": "first 2 of 6 blocks",
         "layers.1.attention.wo": "first 2 of 6 blocks",
-        "layers.5.attention.wo": "last 1 of 6 blocks",
+        "layers.5.attention.wo": "last of 6 blocks",
     }
     nothing = default("conversions")["nothing but ends"]
     assert nothing["converted"] == 0

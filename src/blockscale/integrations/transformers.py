@@ -24,31 +24,25 @@ from .packages import check_package
 
 check_package("transformers", "5.", "transformers", "earlier ones keep experts as lists of modules")
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers import TrainerCallback, TrainerState, TrainingArguments  # noqa: E402
 
 
 class RecipeCallback(TrainerCallback):
     """Sets step and tick of a converted model, and attaches the optimizer to its shared weight casts."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **named: Any) -> None:
         """Check that the model was converted, and attach the optimizer if weights are cast once per step."""
         model = _converted(named["model"])
         if shared_weights(model):
             attach(_torch_optimizer(named["optimizer"]), model)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: object, **named: Any) -> None:
         """Set the step and the tick; both follow from the global step, so a resumed run continues exactly."""
         model: nn.Module = named["model"]
         set_step_(model, state.global_step)
         advance_(model, tick=state.global_step * args.gradient_accumulation_steps)
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_substep_end(self, args: object, state: object, control: object, **named: Any) -> None:
         """Advance the tick after every microbatch but the last."""
         advance_(named["model"])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -142,27 +142,20 @@ class AdaptedExperts(RecipeModule):
         *RecipeModule.RECIPE_ATTRIBUTES,
         "shared_weights",
         "style",
-        "plain_class",
     )
     style: Style
-    plain_class: type[nn.Module]
     shared_weights: dict[str, SharedWeight]
 
     @classmethod
-    def convert(cls, module: nn.Module) -> AdaptedExperts:
+    def convert(cls, module: nn.Module) -> Self:
         """Change the class of a module with a known style, in place. Call `apply_recipe` on it next."""
-        style, plain = style_of(module), type(module)
+        style = style_of(module)
         if isinstance(style, str):
             rule = "only experts of a known arrangement can be converted"
             refuse(style, rule, "leave the module as it is")
-        cls.adopt(module)
-        assert isinstance(module, cls)
-        module.style, module.plain_class = style, plain
-        return module
-
-    def restore(self) -> None:
-        """Change the module back to its plain class."""
-        self.release(self.plain_class)
+        converted = super().convert(module)
+        converted.style = style
+        return converted
 
     def _share(self, shares: bool) -> None:
         turned = self.style.transposed
@@ -175,12 +168,9 @@ class AdaptedExperts(RecipeModule):
         """Weight [E, N, K], bias, stochastic rounding and shared casts of a parameter, for a call made now."""
         parameter, recipe = self.get_parameter(name), self.recipe_now
         shared = self.shared_weights.get(name)
-        rounding = None
-        if recipe.stochastic and self.rng is not None:
-            rounding = Stochastic(self.rng, f"{self.name}.{name}")
         weight = parameter.mT if self.style.transposed else parameter
         bias = self.get_parameter(f"{name}_bias") if self.style.bias else None
-        return weight, bias, rounding, None if shared is None else shared.operands(parameter, recipe)
+        return weight, bias, self.rounding(name), None if shared is None else shared.operands(parameter, recipe)
 
     def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
         """Tokens [..., K], the experts of each token [T, k] and their gate weights, [T, k] or of all experts [T, E]."""

@@ -22,7 +22,7 @@ from ..formats.stochastic import check_seed, module_name, rng_state, whole_numbe
 from .active import Active, active_experts
 from .adapters import AdaptedExperts
 from .linear import Linear
-from .policy import Defaults, Ends, find_defaults, find_ends, obstacle, sizes_of
+from .policy import Defaults, Ends, find_blocks, find_defaults, find_ends, obstacle, sizes_of
 from .recipe_module import DEFAULT_SEED, RecipeModule
 from .report import ConversionReport, Converted, Other, Skipped, nothing_converted, speed_note, unknown_active
 
@@ -62,7 +62,7 @@ def quantize_(
     chosen = get_recipe(recipe)
     modules = [(module_name(name), module) for name, module in model.named_modules()]
     defaults = find_defaults(modules) if filter_fn is None else None
-    ends = find_ends(modules, chosen, keep_first, keep_last, defaults=filter_fn is None)
+    ends = find_ends(lambda: find_blocks(modules), chosen, keep_first, keep_last, defaults=filter_fn is None)
 
     # all layers are decided before the first one changes: a filter_fn that raises leaves the model as it was
     reasons = [_reason(name, module, filter_fn, defaults, ends) if sizes_of(module) else "" for name, module in modules]
@@ -101,7 +101,8 @@ def quantize_(
                 skipped.append(Skipped(place, reason, *held, *counted_as))
     warnings = [ends.warning] if ends.warning else []
     warnings += [unknown_active(names, experts) for experts, names in unknown.items()]
-    left = [module for (_, module), reason in zip(modules, reasons, strict=True) if reason and _is_quantized(module)]
+    kept = [module for (_, module), reason in zip(modules, reasons, strict=True) if reason]
+    left = [each for each in kept if isinstance(each, RecipeModule) and each.recipe.is_quantized]
     if left:
         warnings.append(
             f"{len(left)} of the layers that were not converted still have another recipe: call unquantize_(model) "
@@ -206,7 +207,7 @@ def _reason(
         reason = None if _call_filter(filter_fn, module, name) else "filter_fn returned False"
     elif defaults is not None:
         reason = defaults.reason(name, module)
-    reason = reason or ends.reason(module)
+    reason = reason or ends.reason(id(module))
     if reason is not None and isinstance(module, RecipeModule):
         return f"{reason}; still has recipe {module.recipe.name}"
     return reason
@@ -231,22 +232,15 @@ def _check_sharding(module: nn.Module, name: str, recipe: Recipe) -> None:
             refuse_experts(f"{name}.{part}", parameter)
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    return isinstance(module, RecipeModule) and module.recipe.is_quantized
-
-
 def _convert(module: nn.Module, name: str, recipe: Recipe, states: dict[torch.device, Tensor], seed: int) -> str:
     """Change the class and apply the recipe; returns a note for the report."""
     device = next(module.parameters(recurse=False)).device
     state = states.setdefault(device, rng_state(seed, device=device)) if recipe.stochastic else None
     note = f"had recipe {module.recipe.name} before" if isinstance(module, RecipeModule) else ""
-    layer = module if isinstance(module, RecipeModule) else _to_recipe_module(module)
+    kind = Linear if isinstance(module, nn.Linear) else AdaptedExperts
+    layer = module if isinstance(module, RecipeModule) else kind.convert(module)
     layer.apply_recipe(recipe, name=name, rng=state, seed=seed)
     return note
-
-
-def _to_recipe_module(module: nn.Module) -> RecipeModule:
-    return Linear.convert(module) if isinstance(module, nn.Linear) else AdaptedExperts.convert(module)
 
 
 def _experts_note(experts: int, seen: Active) -> str:

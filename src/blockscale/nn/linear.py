@@ -52,17 +52,6 @@ class Linear(RecipeModule, torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.apply_recipe(recipe, name=name, rng=rng)
 
-    @classmethod
-    def convert(cls, module: torch.nn.Linear) -> Linear:
-        """Change the class of a plain module, in place. Call `apply_recipe` on it next."""
-        cls.adopt(module)
-        assert isinstance(module, cls)
-        return module
-
-    def restore(self) -> None:
-        """Change a converted module back to `torch.nn.Linear`, and remove our attributes."""
-        self.release(torch.nn.Linear)
-
     def forward(self, input: Tensor | Activation) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         rounding, operands = self.call_state()

@@ -14,8 +14,9 @@ layers: `GroupedLinear`, and those of Transformers in `adapters.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,37 +70,24 @@ def sizes_of(module: nn.Module) -> list[Size]:
 
 def obstacle(module: nn.Module) -> str | None:
     """Why a layer cannot be converted; None if it can."""
-    if has_experts(module):
-        return _obstacle_of_experts(module)
     kind = type(module)
+    exact = isinstance(module, AdaptedExperts) or kind in (nn.Linear, Linear, GroupedLinear)
     if isinstance(module, LazyModuleMixin):
         return "lazy, without a shape before its first forward: convert after it"
-    exact = kind is nn.Linear or kind is Linear or kind is GroupedLinear
     if not exact and _is_fully_sharded(module):
         return "sharded by itself: convert before fully_shard"
-    if is_parametrized(module) or (isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)):
-        return "parametrized: its weight is computed, not a parameter"
-    if isinstance(module, Router):
-        return "router: its scores are in fp32"
-    if kind is NonDynamicallyQuantizableLinear:
-        return "part of MultiheadAttention, which reads its weight and never calls it"
-    if not exact:
-        return f"a {kind.__module__}.{kind.__qualname__}, which may compute something else"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    dtype = module.weight.dtype
-    if dtype not in _DTYPES:
-        return f"weight is {str(dtype).removeprefix('torch.')}: casts take bfloat16, float16 and float32"
-    return None
-
-
-def _obstacle_of_experts(module: nn.Module) -> str | None:
-    if not isinstance(module, AdaptedExperts):
-        if _is_fully_sharded(module):
-            return "sharded by itself: convert before fully_shard"
-        style = style_of(module)
+    if has_experts(module):
+        style = module.style if isinstance(module, AdaptedExperts) else style_of(module)
         if isinstance(style, str):
             return style
+    elif is_parametrized(module) or (isinstance(module, nn.Linear) and not isinstance(module.weight, nn.Parameter)):
+        return "parametrized: its weight is computed, not a parameter"
+    elif isinstance(module, Router):
+        return "router: its scores are in fp32"
+    elif kind is NonDynamicallyQuantizableLinear:
+        return "part of MultiheadAttention, which reads its weight and never calls it"
+    elif not exact:
+        return f"a {kind.__module__}.{kind.__qualname__}, which may compute something else"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     dtypes = {parameter.dtype for parameter in module.parameters(recurse=False)}
@@ -120,11 +108,10 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model.  name: of the list that holds them.  index: id of a module -> number of its block."""
+    """The blocks of a model.  index: a layer, by id or name -> number of its block."""
 
-    name: str
     count: int
-    index: Mapping[int, int]
+    index: Mapping[Any, int]
 
 
 def find_blocks(modules: Named) -> Blocks | None:
@@ -140,10 +127,10 @@ def find_blocks(modules: Named) -> Blocks | None:
             found.append((name, module))
     if not found:
         return None
-    name, stack = max(found, key=lambda each: len(list(each[1].children())))
+    _, stack = max(found, key=lambda each: len(list(each[1].children())))
     blocks = list(stack.children())
     index = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
-    return Blocks(name, len(blocks), index)
+    return Blocks(len(blocks), index)
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -166,9 +153,9 @@ class Ends:
     blocks: Blocks | None = None
     warning: str = ""
 
-    def reason(self, module: nn.Module) -> str | None:
-        """Why a layer is kept, by the block that it is in; None if it is not."""
-        number = None if self.blocks is None else self.blocks.index.get(id(module))
+    def reason(self, layer: int | str) -> str | None:
+        """Why a layer is kept, by the block that it is in; None if it is not.  layer: its key in the index."""
+        number = None if self.blocks is None else self.blocks.index.get(layer)
         if number is None or self.blocks is None:
             return None
         count = self.blocks.count
@@ -179,15 +166,18 @@ class Ends:
         return None
 
 
-def find_ends(modules: Named, recipe: Recipe, first: int | None, last: float | None, *, defaults: bool) -> Ends:
-    """Blocks to keep.  first: number.  last: number if an int, share if a float.  None: the recipe's, if `defaults`."""
+def find_ends(
+    find: Callable[[], Blocks | None], recipe: Recipe, first: int | None, last: float | None, *, defaults: bool
+) -> Ends:
+    """Blocks to keep, of those that `find` returns.  first: number.  last: number if an int, share if a float.  None:
+    the recipe's, if `defaults`."""
     by_recipe = defaults and has_four_bits(recipe)
     first = (KEPT_FIRST if by_recipe else 0) if first is None else first
     last = (KEPT_LAST if by_recipe else 0) if last is None else last
     check_ends(first, last)
     if not first and not last:
         return Ends()
-    blocks = find_blocks(modules)
+    blocks = find()
     if blocks is None:
         return Ends(warning="no blocks were found, so none are kept at the ends: choose layers with filter_fn")
     # 0.14 * 50 is slightly more than 7 in floats

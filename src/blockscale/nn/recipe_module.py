@@ -7,7 +7,7 @@ that are shared by the microbatches of a step. None of it is part of a `state_di
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class RecipeModule(torch.nn.Module):
     RECIPE_ATTRIBUTES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_now", "name", "seed", "shared_weight")
     # attributes of the plain module that `apply_recipe` overwrote; None for a layer that was not converted
     was_plain: dict[str, Any] | None = None
+    plain_class: type[torch.nn.Module]
     recipe: Recipe
     recipe_now: Recipe
     name: str
@@ -83,23 +84,30 @@ class RecipeModule(torch.nn.Module):
 
     def call_state(self) -> tuple[Stochastic | None, Pair | None]:
         """State of a call made now besides parameters: stochastic rounding, and shared casts of the weight."""
-        recipe, shared = self.recipe_now, self.shared_weight
-        rounding = Stochastic(local(self.rng), self.name) if recipe.stochastic and self.rng is not None else None
-        return rounding, None if shared is None else shared.operands(self.weight, recipe)  # pyright: ignore[reportArgumentType]
+        shared = self.shared_weight
+        return self.rounding(), None if shared is None else shared.operands(self.weight, self.recipe_now)  # pyright: ignore[reportArgumentType]
+
+    def rounding(self, part: str = "") -> Stochastic | None:
+        """Stochastic rounding of a call made now; None if the recipe has none.  part: one of several weights."""
+        if not self.recipe_now.stochastic or self.rng is None:
+            return None
+        return Stochastic(local(self.rng), f"{self.name}.{part}" if part else self.name)
 
     @classmethod
-    def adopt(cls, module: torch.nn.Module) -> None:
+    def convert(cls, module: torch.nn.Module) -> Self:
         """Change the class of a plain module, in place. Call `apply_recipe` on it next."""
         overwritten = {name: vars(module)[name] for name in cls.RECIPE_ATTRIBUTES if name in vars(module)}
+        plain = type(module)
         module.__class__ = cls
         assert isinstance(module, cls)
-        module.was_plain = overwritten
+        module.was_plain, module.plain_class = overwritten, plain
+        return module
 
-    def release(self, plain: type[torch.nn.Module]) -> None:
+    def restore(self) -> None:
         """Change a converted module back to its plain class, and remove our attributes."""
         assert self.was_plain is not None
-        overwritten = self.was_plain
-        for name in ("was_plain", *self.RECIPE_ATTRIBUTES):
+        overwritten, plain = self.was_plain, self.plain_class
+        for name in ("was_plain", "plain_class", *self.RECIPE_ATTRIBUTES):
             vars(self).pop(name, None)
         del self.rng
         vars(self).update(overwritten)

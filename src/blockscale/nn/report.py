@@ -245,8 +245,7 @@ def _table(layers: Mapping[str, Sequence[tuple[Converted | Skipped, str]]]) -> l
     groups: dict[_Line, list[str]] = {}
     for heading, members in layers.items():
         for layer, remark in members:
-            pattern = ".".join("#" if part.isdigit() else part for part in layer.name.split("."))
-            line = _Line(heading, pattern, (layer.in_features, layer.out_features), remark)
+            line = _Line(heading, _pattern(layer.name), (layer.in_features, layer.out_features), remark)
             groups.setdefault(line, []).append(layer.name)
     groups = _fold(groups)
     rows = [
@@ -292,6 +291,11 @@ def _ranges(names: Sequence[str]) -> str:
     return ".".join(_span(column) for column in zip(*parts, strict=True))
 
 
+def _pattern(name: str) -> str:
+    """A name with `#` for each number in it."""
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
 def _merged(names: Iterable[str]) -> list[str]:
     """Names, with those that differ only in numbers merged.
 
@@ -300,7 +304,7 @@ def _merged(names: Iterable[str]) -> list[str]:
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(".".join("#" if part.isdigit() else part for part in name.split(".")), []).append(name)
+        groups.setdefault(_pattern(name), []).append(name)
     return [_ranges(group) for group in groups.values()]
 
 

@@ -7,7 +7,6 @@ stays as it is, and the report, which torchtitan's logger prints, has the reason
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,7 +20,7 @@ from torchtitan.tools.logging import logger
 
 from ...autograd.recipe import Recipe
 from ...errors import refuse
-from ...nn.policy import KEPT_FIRST, KEPT_LAST, NARROW, check_ends, has_four_bits
+from ...nn.policy import NARROW, Blocks, find_ends
 from ...nn.report import ConversionReport, Converted, Skipped, nothing_converted, speed_note
 from .experts import RecipeExperts, experts_class
 from .linear import BlockScaledLinear
@@ -63,14 +62,14 @@ class BlockScaledConverter(QuantizationConverter):
         recipe = training_recipe(options.recipe, options.weight_cast)
         _check_globs(fqns=options.fqns, skip=options.skip)
         nodes = list(_nodes(model_config))
-        ends = _ends(nodes, recipe, options.keep_first, options.keep_last)
+        ends = find_ends(lambda: _blocks(nodes), recipe, options.keep_first, options.keep_last, defaults=True)
         converted: list[Converted] = []
         skipped: list[Skipped] = []
         matched = False
         for node in nodes:
             reason = _reason(node, options.fqns, options.skip)
             matched = matched or reason is None
-            new = reason or ends.get(node.fqn) or converted_config(node.config, recipe, node.fqn)
+            new = reason or ends.reason(node.fqn) or converted_config(node.config, recipe, node.fqn)
             if not isinstance(new, str):
                 _replace(node, new)
             for at, size in enumerate(node.sizes()):
@@ -168,22 +167,10 @@ def _reason(node: _Node, fqns: Sequence[str], skip: Sequence[str]) -> str | None
     return None if glob is None else f"skip has {glob}"
 
 
-def _ends(nodes: Sequence[_Node], recipe: Recipe, first: int | None, last: float | None) -> dict[str, str]:
-    """Name of each layer that stays in high precision at either end of the model, with the reason."""
-    by_recipe = has_four_bits(recipe)
-    first = (KEPT_FIRST if by_recipe else 0) if first is None else first
-    last = (KEPT_LAST if by_recipe else 0) if last is None else last
-    check_ends(first, last)
+def _blocks(nodes: Sequence[_Node]) -> Blocks:
+    """The numbered blocks of a model, by the names of their layers."""
     numbers = {node.fqn: number for node in nodes if (number := _block_number(node.fqn)) is not None}
-    count = max(numbers.values(), default=-1) + 1
-    kept_last = math.ceil(last * count) if isinstance(last, float) else last
-    found: dict[str, str] = {}
-    for fqn, number in numbers.items():
-        if number < first:
-            found[fqn] = f"first {first} of {count} blocks"
-        elif number >= count - kept_last:
-            found[fqn] = f"last {kept_last} of {count} blocks"
-    return found
+    return Blocks(max(numbers.values(), default=-1) + 1, numbers)
 
 
 def _block_number(fqn: str) -> int | None:

@@ -20,7 +20,6 @@ from torchtitan.models.common.moe import GroupedExperts
 from ...autograd.dtensor import DTensor, check_shards, local, shard_shape
 from ...autograd.grouped import grouped_linear, grouped_swiglu_mlp
 from ...autograd.recipe import Recipe
-from ...formats.stochastic import Stochastic
 from .recipe_module import TitanRecipeModule
 
 
@@ -30,12 +29,6 @@ class RecipeExperts(TitanRecipeModule):
     def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
         """Raise unless shards hold whole blocks; torchtitan shards experts or features over ranks."""
         check_shards(where, tuple(parameter.shape), shard_shape(parameter), recipe)
-
-    def rounding(self, part: str) -> Stochastic | None:
-        """Stochastic rounding of one of the products; None if the recipe has none."""
-        if not self.recipe_now.stochastic or self.rng is None:
-            return None
-        return Stochastic(self.rng, f"{self.name}.{part}")
 
 
 class BlockScaledExperts(RecipeExperts, GroupedExperts):
