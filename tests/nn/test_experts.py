@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -190,13 +189,13 @@ def test_weights_are_cast_once_per_step(name: str):
 
 def test_sizes_are_passed_by_name():
     """Three ints in another order would make a layer of another size."""
-    for call, names in (
-        (lambda: GroupedExperts(256, 128, 8), "experts=..., dim=..., hidden=..."),
-        (lambda: GroupedExperts(8, dim=256, hidden=128), "experts=..., dim=..., hidden=..."),
-        (lambda: MoE(256, 128, 8, 2), "dim=..., hidden=..., experts=..., top_k=..."),
-        (lambda: MoE(256, 128, experts=8, top_k=2), "dim=..., hidden=..., experts=..., top_k=..."),
+    for call in (
+        lambda: GroupedExperts(256, 128, 8),
+        lambda: GroupedExperts(8, dim=256, hidden=128),
+        lambda: MoE(256, 128, 8, 2),
+        lambda: MoE(256, 128, experts=8, top_k=2),
     ):
-        with pytest.raises(OptionError, match=r"passed by name.*Fix: write \w+\(" + re.escape(names)):
+        with pytest.raises(TypeError, match="positional argument"):
             call()
     moe = MoE(hidden=128, dim=256, top_k=2, experts=8)
     assert moe.experts.gate_up.weight.shape == (8, 256, 256)

@@ -7,11 +7,7 @@ device, or as tokens with a `Routing`. An expert may have any number of rows, ze
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,38 +17,11 @@ from ..autograd.grouped import check_combined, grouped_linear, grouped_swiglu_ml
 from ..autograd.mlp import swiglu
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.routing import combine
-from ..errors import refuse
 from ..formats.checks import check_flag, check_int, check_place, check_sizes, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing, as_routing
 from .mlp import is_plain
 from .recipe_module import DEFAULT_SEED, RecipeModule
-
-Named = ParamSpec("Named")
-Layer = TypeVar("Layer")
-
-
-def sizes_by_name(init: Callable[Concatenate[Layer, Named], None]) -> Callable[Concatenate[Layer, Named], None]:
-    """Decorator: raise if a constructor gets its sizes by position.
-
-    Three ints in the wrong order would construct a working layer of another size.
-    """
-    wanted = [p.name for p in inspect.signature(init).parameters.values() if p.default is p.empty][1:]
-
-    @functools.wraps(init)
-    def checked(self: Layer, *args: Named.args, **named: Named.kwargs) -> None:
-        if args:
-            kind = type(self).__name__
-            values: tuple[Any, ...] = args
-            example = ", ".join(f"{name}=..." for name in wanted)
-            refuse(
-                f"{kind}({', '.join(map(repr, values))}, ...)",
-                f"the sizes of {kind} are passed by name: {', '.join(wanted)}",
-                f"write {kind}({example})",
-            )
-        init(self, *args, **named)
-
-    return checked
 
 
 class GroupedLinear(RecipeModule):
@@ -118,6 +87,7 @@ class GroupedExperts(torch.nn.Module):
     """Experts that are each down(silu(gate(x)) * up(x)), with the sublayers `gate_up` [E, 2 * hidden, dim] and `down`
     [E, dim, hidden].
 
+    Sizes are passed by name: three ints in another order would make a layer of another size.
     `experts.gate_up.weight.chunk(2, dim=1)` are views of the gates and the ups. recipe, rng: as for `Linear`.  name:
     of the module in its model; ".gate_up" and ".down" are appended to name the streams of stochastic rounding.
 
@@ -131,7 +101,6 @@ class GroupedExperts(torch.nn.Module):
     gate_up: GroupedLinear
     down: GroupedLinear
 
-    @sizes_by_name
     def __init__(
         self,
         *,

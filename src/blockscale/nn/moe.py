@@ -21,7 +21,7 @@ from ..errors import DtypeError, ShapeError, check_name, message, refuse
 from ..formats.checks import check_flag, check_int, check_number, check_place, check_sizes, check_tensor, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
-from .experts import GroupedExperts, sizes_by_name
+from .experts import GroupedExperts
 from .mlp import SwiGLU
 from .recipe_module import DEFAULT_SEED
 
@@ -71,7 +71,6 @@ class MoE(torch.nn.Module):
     balance: Tensor | None
     shared: SwiGLU | None
 
-    @sizes_by_name
     def __init__(
         self,
         *,
@@ -110,20 +109,9 @@ class MoE(torch.nn.Module):
             return f"{name}.{part}" if name else ""
 
         self.router = Router(dim, experts, device, dtype, scoring=scoring)
-        self.experts = GroupedExperts(
-            experts=experts,
-            dim=dim,
-            hidden=hidden,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-            recipe=recipe,
-            name=called("experts"),
-            rng=rng,
-        )
-        self.shared = None
-        if shared:
-            self.shared = SwiGLU(dim, shared, bias, device, dtype, recipe=recipe, name=called("shared"), rng=rng)
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype, "recipe": recipe, "rng": rng}
+        self.experts = GroupedExperts(experts=experts, dim=dim, hidden=hidden, name=called("experts"), **options)
+        self.shared = SwiGLU(dim, shared, name=called("shared"), **options) if shared else None
         for buffer, kind in (("balance", torch.float32), ("load", torch.int64)):
             zeros = torch.zeros(experts, device=device, dtype=kind) if balance else None
             self.register_buffer(buffer, zeros, persistent=buffer == "balance")
