@@ -100,7 +100,6 @@ def test_damage_adds_up_over_three_calls_of_a_layer():
     three = layer_numerics(apart, lambda: apart(x).square().mean())
     assert found.damage == pytest.approx(sum(each.damage for each in three), rel=1e-6)
     assert found.operands["fprop_w"] == three[0].operands["fprop_w"], "its weight is cast once"
-    assert sum(found.operands["fprop_x"].scales.values()) == 3 * 64 * 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -120,7 +119,7 @@ def test_a_layer_that_is_used_three_times_within_checkpoints(reentrant, regions)
     (found,), (plain,) = (layer_numerics(model, each) for each in (loss, lambda: thrice(x).square().mean()))
     for name in ("fprop", "dgrad", "wgrad", "damage"):
         assert getattr(found, name) == pytest.approx(getattr(plain, name), rel=1e-9), name
-    assert found.operands["wgrad_dy"].scales == plain.operands["wgrad_dy"].scales
+    assert found.operands["wgrad_dy"].sqnr == pytest.approx(plain.operands["wgrad_dy"].sqnr, rel=1e-9)
 
 
 def test_a_backward_inside_the_forward_does_not_count():

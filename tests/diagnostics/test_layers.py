@@ -36,8 +36,6 @@ def test_numerics_of_a_layer_equal_those_of_its_tensors(recipe):
         assert operand.sqnr == pytest.approx(expected.sqnr_db.item(), abs=1e-5), role
         assert operand.clipped == expected.clipped.item()
         assert operand.underflow == expected.underflow.item()
-        exponents = torch.log2(q.plain_scale().float()).floor().flatten().int().tolist()
-        assert operand.scales == {each: exponents.count(each) for each in sorted(set(exponents))}
     assert found.x == found.operands["fprop_x"].sqnr
     assert found.underflow == max(each.underflow for each in found.operands.values()) > 0
     values = {
@@ -83,9 +81,6 @@ def test_numerics_of_an_expert_depend_on_its_rows_alone(recipe):
         bs.quantize_(model, recipe, all_layers)
         rows = CapturedCall(x[start:end], torch.tensor([end - start]), torch.ones(1), None, dy[start:end])
         single = layer_sums(model[0], [rows])
-        for role in found.operands:
-            if recipe != "nvfp4" or role.endswith("_x"):
-                assert torch.equal(sums[f"{role}.scales"][expert], single[f"{role}.scales"][0]), (expert, role)
         for key in ("fprop_x.signal", "fprop_x.noise", "wgrad_x.noise", "fprop_w.noise", "fprop.signal", "fprop.noise"):
             assert sums[key][expert].item() == pytest.approx(single[key].item(), rel=1e-4), (expert, key)
         if recipe != "nvfp4":  # random words depend on the layer's name and on the position of a row
@@ -116,13 +111,9 @@ def test_every_expert_with_rows_has_numerics_and_the_layer_those_of_all_rows():
     (found,) = layer_numerics(layer, lambda: layer(x, offs).square().mean())
     rare, empty = found.experts[1], found.experts[2]
     assert rare.underflow > 0.01 > found.operands["fprop_x"].underflow, "three of 4050 rows do not count as many"
-    assert rare.operands["fprop_x"].scales
     assert rare.damage > 0
     assert empty.fprop is None
     assert sorted(empty.operands) == ["dgrad_w", "fprop_w"]
-    assert sum(sum(each.operands["fprop_w"].scales.values()) for each in found.experts) == 4 * 96 * 2
-    by_group = [sum(each.operands["wgrad_x"].scales.values()) for each in found.experts if each.rows]
-    assert by_group == [64 * blocks for blocks in (4, 1, 2)], "blocks of 32 that hold rows, without padding"
 
 
 @pytest.mark.gpu

@@ -196,11 +196,7 @@ def _finite(value: float) -> float:
 def _without(report: ConversionReport, kept: Collection[str]) -> ConversionReport:
     """The report of a conversion that skips these layers."""
     low = tuple(each for each in report.converted if each.name not in kept)
-    stay = tuple(
-        Skipped(each.name, "advised", *each[1:4], each.experts, each.active, each.among)
-        for each in report.converted
-        if each.name in kept
-    )
+    stay = tuple(Skipped(each.name, "advised", *each[1:4], *each[5:]) for each in report.converted if each.name in kept)
     return replace(report, converted=low, skipped=(*report.skipped, *stay))
 
 

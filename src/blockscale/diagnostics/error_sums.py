@@ -1,8 +1,7 @@
 """Quantization error of the calls of one layer, as sums on its device; no host sync.
 
 The layer's own casts and products run once more and are compared with unquantized ones. Every sum is per group, [E]:
-one per expert, E = 1 for a dense layer; histograms of block scales are [E, BINS]. `layers.py` turns sums into shares
-and decibels.
+one per expert, E = 1 for a dense layer. `layers.py` turns sums into shares and decibels.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from ..autograd.linear_plan import dgrad, fprop, wgrad
 from ..autograd.operands import Casts
 from ..autograd.recipe import PRODUCTS
 from ..casts import dequantize
-from ..formats.decoding import decode_scale
-from ..formats.layout import locate, padded_ends
+from ..formats.layout import locate
 from ..formats.tensor import BlockScaled
 from ..grouped import Routing
 from .quality import is_clipped
 
-# exponents of block scales with a bin; others count in the outermost bins
-LOWEST, HIGHEST = -64, 63
-BINS = HIGHEST - LOWEST + 1
 # values of expert weights that are decoded at a time
 _AT_ONCE = 2**26
 
@@ -119,7 +114,7 @@ def _one_cast_sums(source: Tensor, q: BlockScaled, call: CapturedCall | None) ->
     """Sums of one cast.
 
     signal, noise: energies.  values, nonzero, clipped, underflow: counts; absent for rotated operands, whose values are
-    not in their places.  scales: histogram by exponent. All but the last are scaled up to the whole call.
+    not in their places. All are scaled up to the whole call.
     """
     ends = None if call is None else call.offs
     needs_ends = q.group_align or (q.global_scale is not None and q.global_scale.dim() == 1 and source.dim() == 2)
@@ -135,36 +130,7 @@ def _one_cast_sums(source: Tensor, q: BlockScaled, call: CapturedCall | None) ->
             "clipped": _summed(is_clipped(wide, q, offs), ends),
             "underflow": _summed(nonzero & (decoded == 0), ends),
         }
-    if call is not None:
-        sums = dict(zip(sums, torch.stack([*sums.values()]) * call.row_weight, strict=True))
-    return sums | {"scales": _exponents(q, ends)}
-
-
-def _exponents(q: BlockScaled, ends: Tensor | None) -> Tensor:
-    """Histogram of block scales by exponent, [E, BINS] in fp64. NaN, infinity, zero and padding blocks do not count."""
-    scale = decode_scale(q)
-    real = (scale > 0) & (scale < torch.inf)
-    _, exponent = torch.frexp(torch.where(real, scale, 1.0))  # mantissa in [0.5, 1)
-    group, groups = _groups_of(q, scale, ends)
-    place = group * BINS + (exponent - (LOWEST + 1)).clamp(0, BINS - 1)
-    counts = torch.zeros((groups + 1) * BINS, dtype=torch.int64, device=scale.device)
-    counts.scatter_add_(0, place.long().flatten(), real.long().flatten())
-    return counts.view(groups + 1, BINS)[:groups].double()
-
-
-def _groups_of(q: BlockScaled, scale: Tensor, ends: Tensor | None) -> tuple[Tensor | int, int]:
-    """Group of each scale [..., row tiles, blocks], E for a scale of no group; and the number of groups E."""
-    if scale.dim() == 3:
-        return torch.arange(scale.shape[0], device=scale.device)[:, None, None].expand_as(scale), scale.shape[0]
-    if ends is None:
-        return 0, 1
-    offs, groups = ends.to(torch.int64), ends.shape[0]
-    if not q.group_align:
-        group, _ = locate(torch.arange(scale.shape[0], device=scale.device) * q.spec.block[0], offs)
-        return group[:, None].expand_as(scale), groups
-    group, inside = locate(torch.arange(scale.shape[1], device=scale.device) * q.spec.block[1], padded_ends(offs))
-    sizes = torch.cat((torch.diff(offs, prepend=offs.new_zeros(1)), offs.new_zeros(1)))
-    return torch.where(inside < sizes[group], group, groups)[None, :].expand_as(scale), groups
+    return sums if call is None else {key: value * call.row_weight for key, value in sums.items()}
 
 
 # ---- products --------------------------------------------------------------------------------------------------------

@@ -14,17 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..autograd.recipe import PRODUCTS
 from ..errors import refuse
 from ..formats.stochastic import module_name
 from ..nn import GroupedLinear
 from ..nn.convert import ROOT
 from ..nn.recipe_module import RecipeModule
 from .call_capture import calls_with_gradient, capture_calls, clear_gradients, restored_state
-from .error_sums import BINS, LOWEST, Sums, layer_sums
+from .error_sums import Sums, layer_sums
 
 # stands for exact results, and negated for NaN and infinity: JSON has neither
 EXACT_DB = 300.0
@@ -37,51 +39,52 @@ class OperandNumerics:
     """One cast.
 
     sqnr: dB.  clipped: share of values beyond the largest code of their block.  underflow: share of nonzero values that
-    became zero. Both are None for a rotated operand.  scales: histogram of block scales by exponent.
+    became zero. Both are None for a rotated operand.
     """
 
     sqnr: float | None
     clipped: float | None
     underflow: float | None
-    scales: dict[int, int]
 
 
-@dataclass(frozen=True)
-class ExpertNumerics:
-    """One expert.  rows: its rows of the batch; without any, only its weight has figures.  The rest as for a layer."""
+@dataclass(frozen=True, kw_only=True)
+class ErrorFigures:
+    """Figures of a layer, or of one of its experts. None means not quantized, or not measured.
 
-    rows: int
-    fprop: float | None
-    dgrad: float | None
-    wgrad: float | None
-    clipped: float
-    underflow: float
-    damage: float | None
-    operands: dict[str, OperandNumerics] = field(default_factory=dict[str, OperandNumerics])
-
-
-@dataclass(frozen=True)
-class LayerNumerics:
-    """One layer. None means not quantized, or not measured.
-
-    x, w, dy: SQNR in dB of its operands in fprop and dgrad.  fprop, dgrad, wgrad: SQNR in dB of its products, -300 if
-    the noise is not finite.  clipped, underflow: the largest share among its operands.  damage: estimated increase of
-    the loss by fprop's noise in nats, 1e30 if not finite, None if the layer got no gradient.  gradient: norm of its
-    weight's gradient.  operands: each cast by its role, such as "wgrad_dy".  experts: of a grouped layer.
+    fprop, dgrad, wgrad: SQNR in dB of its products, -300 if the noise is not finite.  clipped, underflow: the largest
+    share among its operands.  damage: estimated increase of the loss by fprop's noise in nats, 1e30 if not finite, None
+    if the layer got no gradient.  operands: each cast by its role, such as "wgrad_dy".
     """
 
-    layer: str
-    x: float | None = None
-    w: float | None = None
-    dy: float | None = None
     fprop: float | None = None
     dgrad: float | None = None
     wgrad: float | None = None
     clipped: float = 0.0
     underflow: float = 0.0
     damage: float | None = None
-    gradient: float = 0.0
     operands: dict[str, OperandNumerics] = field(default_factory=dict[str, OperandNumerics])
+
+
+@dataclass(frozen=True)
+class ExpertNumerics(ErrorFigures):
+    """One expert.  rows: its rows of the batch; without any, only its weight has figures."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
+class LayerNumerics(ErrorFigures):
+    """One layer.
+
+    x, w, dy: SQNR in dB of its operands in fprop and dgrad.  gradient: norm of its weight's gradient.  experts: of a
+    grouped layer.
+    """
+
+    layer: str
+    x: float | None = None
+    w: float | None = None
+    dy: float | None = None
+    gradient: float = 0.0
     experts: tuple[ExpertNumerics, ...] = ()
 
 
@@ -206,11 +209,8 @@ def _layer(name: str, sums: dict[str, list[float]], nats: float) -> LayerNumeric
     return LayerNumerics(
         name,
         **{letter: operands[role].sqnr if role in operands else None for letter, role in _OPERANDS.items()},
-        **_products(sums),
-        **_lost(operands),
-        damage=_damage(sums, nats),
+        **_figures(sums, operands, nats),
         gradient=sum(sums.get("gradient", ())),
-        operands=operands,
         experts=tuple(_expert(sums, at, nats) for at in range(groups)) if groups > 1 else (),
     )
 
@@ -223,42 +223,30 @@ def _expert(sums: dict[str, list[float]], at: int, nats: float) -> ExpertNumeric
     operands, rows = _operands(own), int(own["load"][0])
     if not rows:
         operands = {role: each for role, each in operands.items() if role.endswith("_w")}
-    return ExpertNumerics(rows, **_products(own), **_lost(operands), damage=_damage(own, nats), operands=operands)
+    return ExpertNumerics(rows, **_figures(own, operands, nats))
 
 
-def _products(sums: dict[str, list[float]]) -> dict[str, float | None]:
-    return {product: _decibels(sums, product) for product in ("fprop", "dgrad", "wgrad")}
-
-
-def _damage(sums: dict[str, list[float]], nats: float) -> float | None:
-    if "damage" not in sums:
-        return None
-    damage = nats * sum(sums["damage"])
-    return damage if math.isfinite(damage) else LOST_NATS
-
-
-def _lost(operands: dict[str, OperandNumerics]) -> dict[str, float]:
-    """The largest clipped and underflowed shares among operands."""
-    names = "clipped", "underflow"
-    return {name: max((getattr(each, name) or 0.0 for each in operands.values()), default=0.0) for name in names}
+def _figures(sums: dict[str, list[float]], operands: dict[str, OperandNumerics], nats: float) -> dict[str, Any]:
+    """Fields of `ErrorFigures`."""
+    figures: dict[str, Any] = {product: _decibels(sums, product) for product in PRODUCTS} | {"operands": operands}
+    for name in ("clipped", "underflow"):
+        figures[name] = max((getattr(each, name) or 0.0 for each in operands.values()), default=0.0)
+    if "damage" in sums:
+        damage = nats * sum(sums["damage"])
+        figures["damage"] = damage if math.isfinite(damage) else LOST_NATS
+    return figures
 
 
 def _operands(sums: dict[str, list[float]]) -> dict[str, OperandNumerics]:
-    return {key[:-7]: _operand(sums, key[:-7]) for key in sorted(sums) if key.endswith(".scales")}
-
-
-def _operand(sums: dict[str, list[float]], role: str) -> OperandNumerics:
-    scales: dict[int, int] = {}
-    for at, count in enumerate(sums[f"{role}.scales"]):
-        if count:
-            exponent = at % BINS + LOWEST
-            scales[exponent] = scales.get(exponent, 0) + int(count)
-    return OperandNumerics(
-        _decibels(sums, role),
-        _portion(sums, role, "clipped", "values"),
-        _portion(sums, role, "underflow", "nonzero"),
-        dict(sorted(scales.items())),
-    )
+    roles = [key.removesuffix(".signal") for key in sorted(sums) if key.endswith(".signal") and "_" in key]
+    return {
+        role: OperandNumerics(
+            _decibels(sums, role),
+            _portion(sums, role, "clipped", "values"),
+            _portion(sums, role, "underflow", "nonzero"),
+        )
+        for role in roles
+    }
 
 
 def _portion(sums: dict[str, list[float]], role: str, part: str, whole: str) -> float | None:

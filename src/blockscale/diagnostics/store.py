@@ -81,7 +81,8 @@ def read(path: Path) -> Stored:
                 if before != report:  # other layers or another recipe: earlier samples do not apply
                     samples.clear()
             elif row.get("kind") == "numerics":
-                samples[row["step"]] = _numerics(row)
+                layers = tuple(_layer(each) for each in row["layers"])
+                samples[row["step"]] = Numerics(_number(row["loss"]), layers)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise OptionError(
             message(
@@ -117,10 +118,6 @@ def _report(row: dict[str, Any]) -> ConversionReport:
     )
 
 
-def _numerics(row: dict[str, Any]) -> Numerics:
-    return Numerics(_number(row["loss"]), tuple(_layer(each) for each in row["layers"]))
-
-
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
@@ -133,11 +130,9 @@ def _layer(row: dict[str, Any]) -> LayerNumerics:
 
 
 def _operands(row: dict[str, Any]) -> dict[str, OperandNumerics]:
-    """Operands by role; empty for experts of older files."""
-    return {
-        role: OperandNumerics(**(each | {"scales": {int(key): count for key, count in each["scales"].items()}}))
-        for role, each in row.get("operands", {}).items()
-    }
+    """Operands by role; empty for experts of older files, which also have figures that are not read."""
+    operands = row.get("operands", {}).items()
+    return {role: OperandNumerics(each["sqnr"], each["clipped"], each["underflow"]) for role, each in operands}
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
