@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -273,21 +272,3 @@ def test_an_rstd_that_is_one_bit_off(device, broken):
 
     broken("rmsnorm", launch)
     assert failed(doctor(device)) == {"rmsnorm"}
-
-
-@pytest.mark.parametrize(("found_on_disk", "compiles"), [((), False), ((True,), False), ((True, False), True)])
-def test_it_detects_that_kernels_have_to_be_compiled(monkeypatch, found_on_disk, compiles):
-    """Triton calls a listener for each kernel that is not in memory; the earlier listener is restored."""
-    knobs = pytest.importorskip("triton.knobs", reason="needs triton, which is not installed")
-    module = importlib.import_module("blockscale.diagnostics.selfcheck")
-    before = knobs.compilation.listener
-
-    def cast(x: object, name: str) -> None:
-        for hit in found_on_disk:
-            knobs.compilation.listener(cache_hit=hit, src=None, metadata={})
-
-    monkeypatch.setattr(module, "quantize", cast)
-    on_a_gpu, here = (SimpleNamespace(x=SimpleNamespace(device=torch.device(name))) for name in ("cuda:0", "cpu"))
-    assert module.compiles_a_cast(on_a_gpu) is compiles
-    assert module.compiles_a_cast(here) is False
-    assert knobs.compilation.listener is before

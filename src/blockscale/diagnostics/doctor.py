@@ -26,7 +26,7 @@ from ..formats.spec import FORMATS
 from ..gemm import _ptxas
 from ..hardware import default_device, describe, named_device
 from ..registry import force_backends, forced_backends
-from .selfcheck import PARTS, Check, Choice, Samples, compiles_a_cast, known_bytes, move_checks, move_choices
+from .selfcheck import PARTS, Check, Choice, Samples, known_bytes, move_checks, move_choices
 
 # longest time of a check with compiled kernels: on an H200 all checks took 1.5 s, and 33 s with an empty cache
 _COMPILING_SECONDS = 2.5
@@ -109,9 +109,8 @@ def check_count() -> int:
 
 
 def _run(tasks: Sequence[Task], device: torch.device, workers: int) -> Iterator[tuple[Task, Sequence[Choice | Check]]]:
-    """Each task with its results, as they finish: in this process, or in workers if kernels have to be compiled."""
-    samples, waiting = Samples(device), list(tasks)
-    slow = workers > 1 and compiles_a_cast(samples)
+    """Each task with its results, as they finish: in this process, and in workers after the first slow one."""
+    samples, waiting, slow = Samples(device), list(tasks), False
     while waiting and not (slow and workers > 1):
         task = waiting.pop(0)
         started = time.perf_counter()

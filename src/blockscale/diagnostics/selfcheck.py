@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from ..errors import BackendError, OptionError
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm, scaled_mm
-from ..grouped import Routing, scaled_grouped_mm, sort_by_expert
+from ..grouped import scaled_grouped_mm, sort_by_expert
 from ..grouped._reference import exact_grouped
 from ..grouped.routing import clear_rows, combine_dots, combine_rows, permute_rows
 from ..hardware import capability
@@ -72,23 +71,6 @@ class Samples:
         self.gate_weights = torch.randn(140, generator=generator).to(device)
 
 
-def compiles_a_cast(samples: Samples) -> bool:
-    """Whether a first kernel had to be compiled: it was neither in memory nor in the cache on disk."""
-    if samples.x.device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    from triton import knobs
-
-    missing: list[bool] = []
-
-    def listen(*, cache_hit: bool, **_: object) -> None:
-        missing.append(not cache_hit)
-
-    with knobs.compilation.scope():
-        knobs.compilation.listener = listen
-        quantize(samples.x, "mxfp8_e4m3")
-    return any(missing)
-
-
 def _reason(explanation: Explanation) -> str:
     """Why the selected kernel is selected: its summary, and why better kernels for this device and format refused."""
     taken = explanation.taken
@@ -135,15 +117,10 @@ def known_bytes(device: torch.device) -> list[Check]:
 ANY = "any"
 
 
-def _routing(samples: Samples) -> Routing:
-    """Three of five experts for each of 46 tokens: 138 rows."""
-    experts = samples.indices.abs()[:138].view(46, 3) % 5
-    return sort_by_expert(experts, 5)
-
-
 def move_checks(samples: Samples) -> list[Check]:
     """Moves of rows against the reference: bytes, and SQNR of dot products, whose summation order is free."""
-    routing, x, y = _routing(samples), samples.x[:46], samples.x[:138]
+    experts = samples.indices.abs()[:138].view(46, 3) % 5  # three of five experts for each of 46 tokens: 138 rows
+    routing, x, y = sort_by_expert(experts, 5), samples.x[:46], samples.x[:138]
     gate_weights = samples.x[:46, :3].float()
 
     def cleared() -> Tensor:
