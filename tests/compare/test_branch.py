@@ -5,11 +5,9 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 import blockscale as bs
 from blockscale.compare import comparison, stored, throughput
@@ -19,7 +17,6 @@ from blockscale.compare.rows import rows_of
 from blockscale.errors import CheckpointError, OptionError
 from blockscale.train import ModelConfig, Run, RunConfig, train
 from blockscale.train.records import StepRecord, StopAfter
-from blockscale.train.view import View
 from support.small_runs import small
 
 ONE_BLOCK = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)
@@ -216,16 +213,7 @@ def test_a_step_before_since_is_replayed_in_bf16():
     assert not any(each.recipe_now.is_quantized for each in run.model.modules() if hasattr(each, "recipe_now"))
 
 
-def test_the_step_that_is_profiled_is_one_in_low_precision(tmp_path: Path):
-    view, due = View(Console(quiet=True)), []
-    run = SimpleNamespace(
-        device=torch.device("cuda"), config=later(), recipe=SimpleNamespace(since=AT), wants_trace=False
-    )
-    for run.step in range(20):
-        view.before_step(run)  # pyright: ignore[reportArgumentType]
-        due += [run.step] if run.wants_trace else []
-        run.wants_trace = False
-    assert due == [AT + 8]
+def test_a_trace_is_one_of_steps_in_low_precision(tmp_path: Path):
     with pytest.raises(OptionError, match=rf"profile=1 of 2 steps.*pass steps={AT + 4}"):
         train(later(profile=1, folder=tmp_path))
 

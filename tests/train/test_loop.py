@@ -255,7 +255,6 @@ def test_a_trace_is_written(tmp_path: Path):
     (trace,) = tmp_path.glob("trace-*.json.gz")
     assert trace.stat().st_size > 1000
     assert result.steps == 5
-    assert result.speeds[-1].casts is None, "a CPU has no shares"
 
 
 def test_a_run_that_is_too_short_for_a_trace(tmp_path: Path):

@@ -127,9 +127,7 @@ class _Loop:
             before = run.step
             run.notify(lambda hook: hook.before_step(run))
             if config.profile and before == first + _SETTLED:
-                self.trace(config.profile, writes=True)
-            elif run.wants_trace:
-                self.trace(1, writes=False)
+                self.trace(config.profile)
             else:
                 run.advance()
             self.after_steps(before)
@@ -164,12 +162,11 @@ class _Loop:
 
     def log(self) -> None:
         """Read back the steps since the last call; raise if one of them is not finite."""
-        run = self.run
-        records = run.read()
+        records = self.run.read()
         if records:
             self.report_steps(records)
-        if run.broke_at is not None:
-            raise run.non_finite_error(run.broke_at)
+        if self.run.broke_at is not None:
+            raise self.run.non_finite_error(self.run.broke_at)
 
     def report_steps(self, records: list[StepRecord]) -> None:
         """Pass step records to the hooks, with the speed since the last report."""
@@ -179,7 +176,7 @@ class _Loop:
             seconds = max(1e-9, (time.perf_counter() - self.began) / steps)
             rate = config.tokens_per_step / seconds
             mfu = None if run.peak_rate is None else rate * run.flops_per_token / run.peak_rate
-            run.speeds.append(Speed(run.step, rate, seconds, mfu, run.cast_share))
+            run.speeds.append(Speed(run.step, rate, seconds, mfu))
         speed = run.speeds[-1] if run.speeds else Speed(run.step, 0.0, 0.0)
         run.notify(lambda hook: hook.on_log(run, records, speed))
         self.restart_clock()
@@ -206,17 +203,17 @@ class _Loop:
         if not self.run.is_finite:
             raise self.run.non_finite_update_error("weights that are not finite after its update")
 
-    def trace(self, steps: int, *, writes: bool) -> None:
-        """Run steps under the profiler, not timed.  writes: store a trace for Perfetto in the folder of the run."""
+    def trace(self, steps: int) -> None:
+        """Run steps under the profiler, not timed, and store a trace for Perfetto in the folder of the run."""
         run, folder = self.run, self.config.folder
+        assert folder is not None
         self.log()
-        path = folder / f"trace-{run.step:08d}.json.gz" if writes and folder is not None else None
 
         def work() -> None:
             for _ in range(min(steps, self.config.steps - run.step)):
                 run.advance()
 
-        run.cast_share, run.wants_trace = breakdown(work, path).shares.get("casts"), False
+        breakdown(work, folder / f"trace-{run.step:08d}.json.gz")
         self.restart_clock()
 
     def restart_clock(self) -> None:

@@ -107,7 +107,7 @@ class TensorBoard(Hooks):
         for record in records:
             for name in ("loss", "norm", "rate"):
                 self.writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
-        for name in ("tokens_per_second", "mfu", "casts"):
+        for name in ("tokens_per_second", "mfu"):
             value = getattr(speed, name)
             if value is not None:
                 self.writer.add_scalar(f"speed/{name}", value, speed.step)

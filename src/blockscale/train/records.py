@@ -41,14 +41,12 @@ class Evaluation:
 @dataclass(frozen=True)
 class Speed:
     """Speed of the steps since the last report, without evaluations and checkpoints.  mfu: model FLOPs/s over the bf16
-    rate of the device's specification; None if unknown.  casts: share of device time in our casts; None until
-    measured."""
+    rate of the device's specification; None if unknown."""
 
     step: int
     tokens_per_second: float
     step_seconds: float
     mfu: float | None = None
-    casts: float | None = None
 
 
 @dataclass(frozen=True)

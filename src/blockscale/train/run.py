@@ -41,8 +41,7 @@ class Run:
 
     model, optimizer, symbols: live objects.  step: completed steps.  report: of the conversion.  history, evaluations,
     speeds: so far.  changed: options that differ from those of the resumed checkpoint, as text.  A hook may set
-    `wants_stop`: the run then saves and ends after the current step. It may set `wants_trace` before a step: that step
-    is profiled for `cast_share`.
+    `wants_stop`: the run then saves and ends after the current step.
     """
 
     def __init__(self, config: RunConfig, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> None:
@@ -72,8 +71,7 @@ class Run:
         self.history: list[StepRecord] = []
         self.evaluations: list[Evaluation] = []
         self.speeds: list[Speed] = []
-        self.cast_share: float | None = None
-        self.wants_stop = self.wants_trace = False
+        self.wants_stop = False
         self.saved: Path | None = None
         self.broke_at: StepRecord | None = None
         self.changed: list[str] = []

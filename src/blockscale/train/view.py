@@ -1,8 +1,4 @@
-"""Display of a run as a hook: a status line in a terminal, plain lines elsewhere; `Lines` for worker processes.
-
-The share of time in casts is measured once, after warm-up, by profiling one step. It is left out on a CPU, where it
-would only show the cost of exact emulation.
-"""
+"""Display of a run as a hook: a status line in a terminal, plain lines elsewhere; `Lines` for worker processes."""
 
 from __future__ import annotations
 
@@ -19,9 +15,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.status import Status
-
-# steps before the profiled one: compilation and autotuning are over
-_MEASURED_AT = 8
 
 
 class View(Hooks):
@@ -50,12 +43,6 @@ class View(Hooks):
         if self.console.is_terminal:
             self.status = self.console.status("first step ...")
             self.status.start()
-
-    def before_step(self, run: Run) -> None:
-        """Request a profile of one step."""
-        begins = max(self.first, run.recipe.since)
-        if run.step == begins + _MEASURED_AT and run.device.type == "cuda" and not run.config.profile:
-            run.wants_trace = True
 
     def on_log(self, run: Run, records: list[StepRecord], speed: Speed) -> None:
         """Show the newest step."""
@@ -101,8 +88,6 @@ class View(Hooks):
         ]
         if speed.mfu is not None:
             figures.append(f"MFU {speed.mfu:.1%}")
-        if speed.casts is not None:
-            figures.append(f"in casts {speed.casts:.1%}")
         return "  ".join([*figures, f"left {timedelta(seconds=round(seconds))}"])
 
 
