@@ -80,7 +80,9 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str
         shutil.rmtree(fresh, ignore_errors=True)  # left by another process with this pid
         fresh.mkdir(parents=True)
         _check_room(folder, tensors)
-        _write_tensors(fresh, tensors)
+        with _quiet():
+            writer = FileSystemWriter(str(fresh), sync_files=True)
+            state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=True)
         written = {"format": FORMAT, "step": step, "files": _checksums(fresh), **about}
         write_synced(fresh / ABOUT, json.dumps(written | {"check": _check_of(written)}))
         sync_folder(fresh)
@@ -172,7 +174,11 @@ def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str,
     """Fill tensors in place from a checkpoint; returns the contents of run.json."""
     about = read_about(path)
     _check_same_model(path, about, config)
-    found = _read_checksums(path)
+    try:
+        found = _checksums(path)
+    except OSError as error:
+        rule, fix = "a resumed run reads all files of its checkpoint", "check the permissions of its files"
+        raise CheckpointError(message(f"{path} cannot be read: {error}", rule=rule, fix=fix)) from None
     for name, mark in about["files"].items():
         if found.get(name) != mark:
             raise _damaged(path, f"{name} {'is missing' if name not in found else 'does not match its checksum'}")
@@ -189,14 +195,6 @@ def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str,
     if "generator.cuda" in wanted:
         torch.cuda.set_rng_state(wanted["generator.cuda"])
     return about
-
-
-def _read_checksums(path: Path) -> dict[str, int]:
-    try:
-        return _checksums(path)
-    except OSError as error:
-        rule, fix = "a resumed run reads all files of its checkpoint", "check the permissions of its files"
-        raise CheckpointError(message(f"{path} cannot be read: {error}", rule=rule, fix=fix)) from None
 
 
 def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -> None:
@@ -219,12 +217,6 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
         message(f"{path} is damaged: {what}", rule="all of its files have to match their checksums", fix=fix)
     )
-
-
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    with _quiet():
-        writer = FileSystemWriter(str(folder), sync_files=True)
-        state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=True)
 
 
 def _quiet() -> warnings.catch_warnings[Any]:

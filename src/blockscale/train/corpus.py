@@ -49,7 +49,8 @@ def collect(source: str, held_out: float) -> Corpus:
         seen.add(mark)
         digest.update(mark)
         corpus.marks[path] = mark
-        (corpus.held_out if _is_held_out(mark, held_out) else corpus.train).append(path)
+        is_held_out = int.from_bytes(mark[:4]) < held_out * 2**32
+        (corpus.held_out if is_held_out else corpus.train).append(path)
     found = sorted(corpus.train + corpus.held_out)
     if not found:
         rule = "text is a readable, non-empty UTF-8 file without zero bytes"
@@ -102,10 +103,6 @@ def _cut(text: bytes, share: float) -> int:
     while cut < len(text) and text[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
-
-
-def _is_held_out(mark: bytes, share: float) -> bool:
-    return int.from_bytes(mark[:4]) < share * 2**32
 
 
 def _text(path: Path) -> bytes | None:

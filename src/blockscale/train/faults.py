@@ -8,10 +8,12 @@ and gradients. Layers are then called one by one, not fused, so last bits may di
 from __future__ import annotations
 
 import errno
+import functools
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,34 +101,29 @@ def _uncompiled(model: Transformer) -> Generator[None]:
 def _hook_layers(model: nn.Module, found: list[Place], stack: ExitStack) -> None:
     """Add forward and backward checks to every leaf module and every linear layer."""
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | GroupedLinear) and any(True for _ in module.children()):
+        if not _is_linear(module) and any(True for _ in module.children()):
             continue
-        for handle in (
-            module.register_forward_hook(_forward_check(name, found)),
-            module.register_full_backward_hook(_backward_check(name, found)),
-        ):
-            stack.callback(handle.remove)
+        forward = module.register_forward_hook(functools.partial(_check_forward, name, found))
+        backward = module.register_full_backward_hook(functools.partial(_check_backward, name, found))
+        stack.callback(forward.remove)
+        stack.callback(backward.remove)
 
 
-def _forward_check(name: str, found: list[Place]) -> Callable[..., None]:
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not _finite(output):
-            made = "fprop" if _is_linear(module) else "its forward"
-            found.append(Place(name, made if _finite(inputs) else "its input, from the layer before it"))
-
-    return look
+def _check_forward(name: str, found: list[Place], module: nn.Module, inputs: Any, output: Any) -> None:
+    """Forward hook of a layer: record it if it is the first with an output that is not finite."""
+    if not found and not _finite(output):
+        made = "fprop" if _is_linear(module) else "its forward"
+        found.append(Place(name, made if _finite(inputs) else "its input, from the layer before it"))
 
 
-def _backward_check(name: str, found: list[Place]) -> Callable[..., None]:
-    def look(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        if found:
-            return
-        if not _finite(grad_output):
-            found.append(Place(name, "the gradient of its output, from the layer after it"))
-        elif not _finite(grad_input):
-            found.append(Place(name, "dgrad" if _is_linear(module) else "its backward"))
-
-    return look
+def _check_backward(name: str, found: list[Place], module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+    """Backward hook of a layer: record it if it is the first with a gradient that is not finite."""
+    if found:
+        return
+    if not _finite(grad_output):
+        found.append(Place(name, "the gradient of its output, from the layer after it"))
+    elif not _finite(grad_input):
+        found.append(Place(name, "dgrad" if _is_linear(module) else "its backward"))
 
 
 def _bad_weight_gradients(model: nn.Module) -> list[Place]:
@@ -158,13 +155,13 @@ def not_finite(
     if not config.optimizer.clip:
         advice.append(option("optimizer.clip", 1.0))
     what = f"step {step} of {config.name} by {config.recipe.name}: {what}; {where}"
-    rule, fix = f"{_STOPPED[is_updated]}{_saved(config)}", f"try {', or '.join(advice)}"
-    return NonFiniteError(message(what, rule=rule, fix=fix))
+    last = _last_checkpoint(config)
+    saved = f", and the last checkpoint is {last}" if last else ""
+    return NonFiniteError(message(what, rule=f"{_STOPPED[is_updated]}{saved}", fix=f"try {', or '.join(advice)}"))
 
 
-def _saved(config: RunConfig) -> str:
-    last = None if config.folder is None else checkpoint.latest(config.folder)
-    return f", and the last checkpoint is {last}" if last else ""
+def _last_checkpoint(config: RunConfig) -> Path | None:
+    return None if config.folder is None else checkpoint.latest(config.folder)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -201,7 +198,7 @@ def out_of_memory(config: RunConfig, error: Exception) -> OutOfMemoryError:
 def file_error(config: RunConfig, error: OSError) -> CheckpointError:
     """Error for a file that a run could not read or write: text, metrics, a trace, an exported model. Checkpoints raise
     their own errors."""
-    last = None if config.folder is None else checkpoint.latest(config.folder)
+    last = _last_checkpoint(config)
     mend = "free some space or name another folder" if error.errno in _FULL else "check its path and permissions"
     again = f"resume from {last} with {option('resume', True)}" if last else "start again"
     rule, fix = "a run reads text, and writes metrics, traces and exported weights", f"{mend}, then {again}"
