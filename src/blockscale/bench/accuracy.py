@@ -19,7 +19,7 @@ from .grouped import pick_groups
 from .layers import Batch, Results
 
 # compared experts of a grouped linear and of SwiGLU experts; compared rows and hidden features of a SwiGLU
-LINEARS, UNITS, HIDDEN = 8, 4, 1024
+LINEARS, UNITS, HIDDEN = 8, 4, 2048
 Pairs = list[tuple[Tensor, Tensor]]
 
 
