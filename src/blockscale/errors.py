@@ -81,9 +81,9 @@ class OptionError(BlockscaleError, ValueError):
     """An option that exists but makes no sense for this format."""
 
 
-def refuse(what: str, rule: str, fix: str) -> NoReturn:
-    """Raise an OptionError with the three parts of its message."""
-    raise OptionError(message(what, rule=rule, fix=fix))
+def refuse(what: str, rule: str, fix: str, error: type[BlockscaleError] = OptionError) -> NoReturn:
+    """Raise an error with the three parts of its message."""
+    raise error(message(what, rule=rule, fix=fix))
 
 
 class DeviceError(BlockscaleError, ValueError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import DeviceError, message
+from .errors import DeviceError, refuse
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def named_device(name: torch.device | str) -> torch.device:
         return device
     here = f"cpu, or cuda:0 to cuda:{count - 1}" if count > 1 else "cpu, cuda or cuda:0"
     here = here if count else "cpu, since torch sees no GPU here"
-    raise DeviceError(message(f"device {str(name)!r}", rule=f"a device is {here}", fix="leave it out, or pass cpu"))
+    refuse(f"device {str(name)!r}", rule=f"a device is {here}", fix="leave it out, or pass cpu", error=DeviceError)
 
 
 def default_device() -> torch.device:

@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from . import env, launch
-from .errors import BlockscaleError, ShardingError, message
+from .errors import BlockscaleError, ShardingError, refuse
 from .formats.cast_spec import Cast, cast_from_flat, flatten_cast
 from .formats.checks import PLAIN_TYPES, check_tensor
 from .formats.tensor import BlockScaled, as_stored, flatten_operand, operand_from_flat
@@ -232,13 +232,12 @@ def _check_placements(name: str, specs: Mapping[str, Any], shardings: Iterable[S
         here = {each: placements[dim] for each, placements in placed.items()}
         if not any(_is_local(here, sharding) for sharding in shardings):
             shapes = ", ".join(f"{each} {tuple(spec.shape)} placed {spec.placements}" for each, spec in specs.items())
-            raise ShardingError(
-                message(
-                    f"{name.partition('::')[2]} of {shapes}",
-                    rule="shards are computed where their bytes are those of the whole, and an operand is never "
-                    "gathered unasked",
-                    fix="redistribute(placements=[Replicate()]) what is to be gathered, or shard along whole blocks",
-                )
+            refuse(
+                f"{name.partition('::')[2]} of {shapes}",
+                rule="shards are computed where their bytes are those of the whole, and an operand is never "
+                "gathered unasked",
+                fix="redistribute(placements=[Replicate()]) what is to be gathered, or shard along whole blocks",
+                error=ShardingError,
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from .errors import PairError, check_name, message
+from .errors import PairError, check_name, refuse
 
 # by family: a product takes two formats of one family
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -37,12 +37,11 @@ def check_pair(a: str, b: str) -> None:
     for name in (a, b):
         check_name(name, FORMAT_NAMES, "format")
     partners = [name for name in FORMAT_NAMES if (a, name) in LEGAL_PAIRS]
-    raise PairError(
-        message(
-            f"no product of {a} with {b}",
-            rule="MX goes with MX, NVFP4 with NVFP4, fp8_1x128 with fp8_1x128 or fp8_128x128",
-            fix=f"cast the second operand to {' or '.join(partners)}",
-        )
+    refuse(
+        f"no product of {a} with {b}",
+        rule="MX goes with MX, NVFP4 with NVFP4, fp8_1x128 with fp8_1x128 or fp8_128x128",
+        fix=f"cast the second operand to {' or '.join(partners)}",
+        error=PairError,
     )
 
 

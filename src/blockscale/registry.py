@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from . import env
-from .errors import BackendError, check_name, message, refuse
+from .errors import BackendError, check_name, refuse
 from .hardware import Capability
 
 log = logging.getLogger("blockscale")
@@ -291,12 +291,11 @@ def _select(request: Request, forced: str | None) -> Kernel:
             _log_slower_kernel(request, entry, refused)
             return entry
     known = dict.fromkeys(entry.backend for entry in _REGISTRY[request.op])
-    raise BackendError(
-        message(
-            (f"backend {forced!r} cannot run " if forced else "no backend can run ") + str(request),
-            rule="; ".join(f"{entry.backend} {reason}" for entry, reason in refused),
-            fix=f"leave the choice to the library or force one of {', '.join(known)}",
-        )
+    refuse(
+        (f"backend {forced!r} cannot run " if forced else "no backend can run ") + str(request),
+        rule="; ".join(f"{entry.backend} {reason}" for entry, reason in refused),
+        fix=f"leave the choice to the library or force one of {', '.join(known)}",
+        error=BackendError,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..casts.checks import check_source
-from ..errors import OptionError, ShapeError, StaleActivationError, message
+from ..errors import ShapeError, StaleActivationError, refuse
 from ..formats.checks import check_tensor
 from .dtensor import DTensor, check_tensor_scales
 from .operands import Casts, Pair, matrix
@@ -44,20 +44,17 @@ class Activation:
         cast_by, pair = self.casts
         roles = ("fprop_x", "wgrad_x")
         if cast_by is not recipe and any(cast_by.operand(role) != recipe.operand(role) for role in roles):
-            raise OptionError(
-                message(
-                    f"an activation cast by {cast_by.name!r} for a layer with {recipe.name!r}",
-                    rule="layers that share a cast have the same formats for their input",
-                    fix=f"make it with activation(x, {recipe.name!r}), or pass the tensor itself",
-                )
+            refuse(
+                f"an activation cast by {cast_by.name!r} for a layer with {recipe.name!r}",
+                rule="layers that share a cast have the same formats for their input",
+                fix=f"make it with activation(x, {recipe.name!r}), or pass the tensor itself",
             )
         if self.version is not None and not torch.compiler.is_compiling() and stamp_of(self.source) != self.version:
-            raise StaleActivationError(
-                message(
-                    f"an activation {tuple(self.shape)} whose input has changed since it was cast",
-                    rule="an input keeps its values until all layers that share its cast have run",
-                    fix="call activation(x) after the change, or change a copy of x",
-                )
+            refuse(
+                f"an activation {tuple(self.shape)} whose input has changed since it was cast",
+                rule="an input keeps its values until all layers that share its cast have run",
+                fix="call activation(x) after the change, or change a copy of x",
+                error=StaleActivationError,
             )
         return pair
 
@@ -79,7 +76,7 @@ def activation(x: Tensor, recipe: str | Recipe = "fp8_blockwise") -> Activation:
         check_transforms(x)
     if not x.dim():
         rule, fix = "an input is [..., K]", "pass a tensor with features along its last axis"
-        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule=rule, fix=fix))
+        refuse(f"x has shape {tuple(x.shape)}", rule, fix, error=ShapeError)
     x_MK = x if x.dim() != 1 else x[None]
     if chosen.is_quantized:
         check_source(x_MK, "x")

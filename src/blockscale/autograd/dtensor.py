@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShardingError, message
+from ..errors import ShardingError, refuse
 from ..formats.spec import get_format
 from ..formats.stochastic import Stochastic
 from .recipe import Recipe
@@ -71,21 +71,18 @@ class Shards:
 def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, rounding: Stochastic | None) -> Shards:
     """This rank's shards of x [..., K], weight [N, K] and bias [N]; raises if the product needs other ranks' shards."""
     if not isinstance(x, DTensor) or not isinstance(weight, DTensor) or x.device_mesh != weight.device_mesh:
-        raise ShardingError(
-            message(
-                f"the input is {_placed(x)}, the weight {_placed(weight)}",
-                rule="both are DTensors of one mesh, or none is",
-                fix="parallelise the layer with ColwiseParallel or RowwiseParallel, which place its input, or pass "
-                "DTensor.from_local(x, mesh, [Replicate()])",
-            )
+        refuse(
+            f"the input is {_placed(x)}, the weight {_placed(weight)}",
+            rule="both are DTensors of one mesh, or none is",
+            fix="parallelise the layer with ColwiseParallel or RowwiseParallel, which place its input, or pass "
+            "DTensor.from_local(x, mesh, [Replicate()])",
+            error=ShardingError,
         )
     if getattr(weight, "main_grad", None) is not None:
-        raise OptionError(
-            message(
-                "weight.main_grad of a weight that is a DTensor",
-                rule="gradients of sharded weights go to weight.grad, where torch reduces them",
-                fix="delete weight.main_grad",
-            )
+        refuse(
+            "weight.main_grad of a weight that is a DTensor",
+            rule="gradients of sharded weights go to weight.grad, where torch reduces them",
+            fix="delete weight.main_grad",
         )
     check_shards("the weight", tuple(weight.shape), shard_shape(weight), recipe)
     mesh, last = weight.device_mesh, x.dim() - 1
@@ -150,14 +147,13 @@ def _plan(x: Placement, weight: Placement, last: int) -> _Plan:
         return _Plan(Shard(last), partial, weight, Shard(0), Shard(0))
     if weight.is_shard(1) and x.is_shard(last):
         return _Plan(partial, x, weight, whole, whole)
-    raise ShardingError(
-        message(
-            f"an input placed {x} for a weight placed {weight}",
-            rule="tokens are sharded with a whole weight, rows of the weight with a whole input, or input features of "
-            "both: anything else would gather",
-            fix="redistribute the input first: x.redistribute(placements=[Replicate()]) for a weight that is whole or "
-            f"Shard(0), [Shard({last})] for Shard(1)",
-        )
+    refuse(
+        f"an input placed {x} for a weight placed {weight}",
+        rule="tokens are sharded with a whole weight, rows of the weight with a whole input, or input features of "
+        "both: anything else would gather",
+        fix="redistribute the input first: x.redistribute(placements=[Replicate()]) for a weight that is whole or "
+        f"Shard(0), [Shard({last})] for Shard(1)",
+        error=ShardingError,
     )
 
 
@@ -165,12 +161,11 @@ def _local_bias(bias: Tensor, mesh: DeviceMesh, plans: Sequence[_Plan]) -> Tenso
     """The bias that this rank's product adds; zeros on all ranks but the first where results are partial sums."""
     wanted = tuple(plan.bias for plan in plans)
     if not isinstance(bias, DTensor) or bias.device_mesh != mesh or bias.placements != wanted:
-        raise ShardingError(
-            message(
-                f"a bias that is {_placed(bias)}",
-                rule=f"beside this weight it is a DTensor of the same mesh, placed {wanted}",
-                fix="parallelise the layer with ColwiseParallel or RowwiseParallel, which place both",
-            )
+        refuse(
+            f"a bias that is {_placed(bias)}",
+            rule=f"beside this weight it is a DTensor of the same mesh, placed {wanted}",
+            fix="parallelise the layer with ColwiseParallel or RowwiseParallel, which place both",
+            error=ShardingError,
         )
     local = bias.to_local(grad_placements=[plan.dbias for plan in plans])
     is_first = all(mesh.get_local_rank(dim) == 0 for dim, plan in enumerate(plans) if plan.y.is_partial())
@@ -198,12 +193,11 @@ def _rounding_of_shard(
         if not placement.is_replicate() and not placement.is_partial():
             axis: int = getattr(placement, "dim")  # noqa: B009
             if not isinstance(placement, Shard) or (axis != last and math.prod(shape[:axis]) != 1):
-                raise ShardingError(
-                    message(
-                        f"stochastic rounding of a gradient {tuple(shape)} that is sharded along axis {axis}",
-                        rule="random numbers are counted by row of the whole, and this shard's rows are not contiguous",
-                        fix="shard the first axis, or use a recipe that rounds to nearest",
-                    )
+                refuse(
+                    f"stochastic rounding of a gradient {tuple(shape)} that is sharded along axis {axis}",
+                    rule="random numbers are counted by row of the whole, and this shard's rows are not contiguous",
+                    fix="shard the first axis, or use a recipe that rounds to nearest",
+                    error=ShardingError,
                 )
             chunk = -(-sizes[axis] // mesh.size(dim))
             first = min(mesh.get_local_rank(dim) * chunk, sizes[axis])
@@ -246,13 +240,12 @@ def check_shards(name: str, whole: tuple[int, ...], shard: tuple[int, ...], reci
     block = max([1, *(max(get_format(each).block) for each in formats if each is not None)])
     for axis in cut:
         if shard[axis] % block:
-            raise ShardingError(
-                message(
-                    f"{name} {whole} in shards of {shard[axis]} along axis {axis % len(whole)}",
-                    rule=f"{recipe.name} has a scale for every {block} values, and a shard holds whole blocks",
-                    fix=f"use another tensor parallel degree, so that a shard is a multiple of {block}, a recipe with "
-                    "smaller blocks, or leave the layer out of the plan",
-                )
+            refuse(
+                f"{name} {whole} in shards of {shard[axis]} along axis {axis % len(whole)}",
+                rule=f"{recipe.name} has a scale for every {block} values, and a shard holds whole blocks",
+                fix=f"use another tensor parallel degree, so that a shard is a multiple of {block}, a recipe with "
+                "smaller blocks, or leave the layer out of the plan",
+                error=ShardingError,
             )
 
 
@@ -260,12 +253,11 @@ def check_tensor_scales(what: str, recipe: Recipe) -> None:
     """Raise for recipes whose scales need the amax of the whole tensor, which a rank with a shard does not have."""
     nvfp4 = [each for each in recipe.formats().values() if each is not None and get_format(each).family == "nvfp4"]
     if nvfp4:
-        raise ShardingError(
-            message(
-                f"{what} for recipe {recipe.name!r}",
-                rule=f"{nvfp4[0]} has one scale for the whole tensor, and a rank with a shard does not have its amax",
-                fix="leave the layer out of the plan, or use a recipe without NVFP4; FSDP2 and DDP take any recipe",
-            )
+        refuse(
+            f"{what} for recipe {recipe.name!r}",
+            rule=f"{nvfp4[0]} has one scale for the whole tensor, and a rank with a shard does not have its amax",
+            fix="leave the layer out of the plan, or use a recipe without NVFP4; FSDP2 and DDP take any recipe",
+            error=ShardingError,
         )
 
 
@@ -275,23 +267,21 @@ def check_not_packed(name: str, weight: object) -> None:
         return
     mesh = weight.device_mesh
     if any(placement.is_shard(0) and mesh.size(dim) > 1 for dim, placement in enumerate(weight.placements)):
-        raise ShardingError(
-            message(
-                f"{name} {tuple(weight.shape)} placed {weight.placements}",
-                rule="its rows are all gates, then all ups: a shard would hold gates or ups, and a gate needs its up",
-                fix="keep gate and up as two torch.nn.Linear, each ColwiseParallel, and convert the model with "
-                "quantize_; or leave gate_up out of the plan",
-            )
+        refuse(
+            f"{name} {tuple(weight.shape)} placed {weight.placements}",
+            rule="its rows are all gates, then all ups: a shard would hold gates or ups, and a gate needs its up",
+            fix="keep gate and up as two torch.nn.Linear, each ColwiseParallel, and convert the model with "
+            "quantize_; or leave gate_up out of the plan",
+            error=ShardingError,
         )
 
 
 def refuse_experts(what: str, *tensors: Tensor) -> NoReturn:
     """Raise for experts whose parameters or tokens are DTensors."""
-    raise ShardingError(
-        message(
-            f"{what}: {', '.join(map(_placed, tensors))}",
-            rule="experts multiply whole plain tensors: their parameters are not sharded by DTensor",
-            fix="leave experts out of the tensor parallel plan; FSDP2 and DDP shard or replicate them as they are, and "
-            "torchtitan's expert parallelism gives every rank experts of its own (docs/torchtitan.md)",
-        )
+    refuse(
+        f"{what}: {', '.join(map(_placed, tensors))}",
+        rule="experts multiply whole plain tensors: their parameters are not sharded by DTensor",
+        fix="leave experts out of the tensor parallel plan; FSDP2 and DDP shard or replicate them as they are, and "
+        "torchtitan's expert parallelism gives every rank experts of its own (docs/torchtitan.md)",
+        error=ShardingError,
     )

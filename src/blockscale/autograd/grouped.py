@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..casts.checks import check_offs
-from ..errors import OptionError, ShapeError, message
+from ..errors import ShapeError, refuse
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing, as_routing
 from .dtensor import DTensor, refuse_experts
@@ -125,12 +125,10 @@ def check_combined(gate_weights: Tensor | None, routing: Routing) -> None:
     if gate_weights is None:
         return
     if routing.tokens is None:
-        raise OptionError(
-            message(
-                "gate weights with the ends of groups",
-                rule="rows are summed by token, and only a routing has the token of each row",
-                fix="pass the routing in place of its offs, with tokens in place of rows",
-            )
+        refuse(
+            "gate weights with the ends of groups",
+            rule="rows are summed by token, and only a routing has the token of each row",
+            fix="pass the routing in place of its offs, with tokens in place of rows",
         )
     check_gate_weights(gate_weights, routing)
 
@@ -147,29 +145,26 @@ def check_experts(x: Tensor, weight: Tensor, routing: Routing) -> None:
     if not fits:
         check_tensors(x=x, weight=weight)
         features = weight.shape[-1] if weight.dim() else "the weights'"
-        raise ShapeError(
-            message(
-                f"x {tuple(x.shape)} for the weights of experts {tuple(weight.shape)}",
-                rule="weights are [E, N, K], and x is a matrix with K columns",
-                fix=f"pass x with {features} features, its leading axes flattened",
-            )
+        refuse(
+            f"x {tuple(x.shape)} for the weights of experts {tuple(weight.shape)}",
+            rule="weights are [E, N, K], and x is a matrix with K columns",
+            fix=f"pass x with {features} features, its leading axes flattened",
+            error=ShapeError,
         )
     check_offs(routing.offs, x.device, 2, required=True)
     if routing.offs.shape[0] != weight.shape[0]:
-        raise ShapeError(
-            message(
-                f"{routing.offs.shape[0]} group ends for {weight.shape[0]} experts",
-                rule="one group for each expert, empty ones included",
-                fix="repeat the previous end for an expert without rows",
-            )
+        refuse(
+            f"{routing.offs.shape[0]} group ends for {weight.shape[0]} experts",
+            rule="one group for each expert, empty ones included",
+            fix="repeat the previous end for an expert without rows",
+            error=ShapeError,
         )
     if routing.rows is not None and routing.rows.shape[0] != x.shape[0]:
-        raise ShapeError(
-            message(
-                f"x {tuple(x.shape)} for a routing of {routing.rows.shape[0]} tokens",
-                rule="a routing takes tokens, not rows that were permuted",
-                fix="pass the tokens [T, K], or routing.offs with permuted rows",
-            )
+        refuse(
+            f"x {tuple(x.shape)} for a routing of {routing.rows.shape[0]} tokens",
+            rule="a routing takes tokens, not rows that were permuted",
+            fix="pass the tokens [T, K], or routing.offs with permuted rows",
+            error=ShapeError,
         )
 
 
@@ -185,10 +180,9 @@ def check_expert_mlp(gate_up_weight: Tensor, down_weight: Tensor) -> None:
         raise
     if not fits:
         check_tensors(down_weight=down_weight)
-        raise ShapeError(
-            message(
-                f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
-                rule="they are [E, 2H, K] and [E, D, H]: a gate and an up for each input of the second layer",
-                fix="pass torch.cat((gate_weight, up_weight), dim=1) as the first",
-            )
+        refuse(
+            f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
+            rule="they are [E, 2H, K] and [E, D, H]: a gate and an up for each input of the second layer",
+            fix="pass torch.cat((gate_weight, up_weight), dim=1) as the first",
+            error=ShapeError,
         )

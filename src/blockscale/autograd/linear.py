@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..casts import FLOAT_DTYPES
-from ..errors import DeviceError, DtypeError, OptionError, ShapeError, message
+from ..errors import DeviceError, DtypeError, ShapeError, refuse
 from ..formats.checks import PLAIN_TYPES, check_tensor, in_words, overlaps
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
@@ -155,37 +155,30 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     if main_grad is None:
         return None
     if torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:  # pyright: ignore[reportPrivateUsage]
-        raise OptionError(
-            message(
-                "weight.main_grad under DistributedDataParallel",
-                rule="its hooks wait for weight.grad, which stays None with main_grad: ranks would not be averaged",
-                fix="delete weight.main_grad, or reduce main_grad yourself without DistributedDataParallel",
-            )
+        refuse(
+            "weight.main_grad under DistributedDataParallel",
+            rule="its hooks wait for weight.grad, which stays None with main_grad: ranks would not be averaged",
+            fix="delete weight.main_grad, or reduce main_grad yourself without DistributedDataParallel",
         )
     fits = isinstance(main_grad, Tensor) and main_grad.dtype in ACCUMULATOR_DTYPES and main_grad.shape == weight.shape
     if not fits:
-        raise OptionError(
-            message(
-                f"weight.main_grad is {in_words(main_grad)} for a weight {tuple(weight.shape)}",
-                rule="weight gradients accumulate into a float32 or bfloat16 tensor of the weight's shape",
-                fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
-            )
+        refuse(
+            f"weight.main_grad is {in_words(main_grad)} for a weight {tuple(weight.shape)}",
+            rule="weight gradients accumulate into a float32 or bfloat16 tensor of the weight's shape",
+            fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
         )
     if overlaps(main_grad):
-        raise OptionError(
-            message(
-                f"weight.main_grad has strides {main_grad.stride()} for a weight {tuple(weight.shape)}",
-                rule="every element of a weight gradient has its own memory",
-                fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
-            )
+        refuse(
+            f"weight.main_grad has strides {main_grad.stride()} for a weight {tuple(weight.shape)}",
+            rule="every element of a weight gradient has its own memory",
+            fix="allocate it with torch.zeros_like(weight, dtype=torch.float32)",
         )
     if main_grad.device != weight.device:
-        raise DeviceError(
-            message(
-                f"weight.main_grad is on {main_grad.device}, the weight on {weight.device}",
-                rule="both are on one device",
-                fix="move one",
-            )
+        refuse(
+            f"weight.main_grad is on {main_grad.device}, the weight on {weight.device}",
+            rule="both are on one device",
+            fix="move one",
+            error=DeviceError,
         )
     return main_grad
 
@@ -201,12 +194,11 @@ def check_linear(x: Tensor, weight: Tensor) -> None:
         raise
     check_tensors(x=x, weight=weight)
     features = weight.shape[-1] if weight.dim() else "the weight's"
-    raise ShapeError(
-        message(
-            f"x {tuple(x.shape)} for a weight {tuple(weight.shape)}",
-            rule="a weight is [N, K], and K is the last axis of x",
-            fix=f"pass x with {features} features",
-        )
+    refuse(
+        f"x {tuple(x.shape)} for a weight {tuple(weight.shape)}",
+        rule="a weight is [N, K], and K is the last axis of x",
+        fix=f"pass x with {features} features",
+        error=ShapeError,
     )
 
 
@@ -222,7 +214,7 @@ def check_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         odd = next((each for each in (x, weight) if not (each.is_floating_point() or each.is_complex())), None)
         if odd is not None:
             rule, fix = "layers take floating-point tensors", "convert it, for example with .float()"
-            raise DtypeError(message(f"{'x' if odd is x else 'the weight'} is {odd.dtype}", rule=rule, fix=fix))
+            refuse(f"{'x' if odd is x else 'the weight'} is {odd.dtype}", rule, fix, error=DtypeError)
     # plain dense tensors first: `check_tensor` takes longer than the rest
     if bias is not None and (type(bias) not in PLAIN_TYPES or bias.layout is not torch.strided or bias.is_nested):
         check_tensor(bias, "bias", "layers")
@@ -230,14 +222,13 @@ def check_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.device != device or (bias is not None and bias.device != device):
         name, odd = ("the weight", weight) if weight.device != device else ("bias", bias)
         rule = "both are on one device"
-        raise DeviceError(message(f"x is on {device}, {name} on {odd.device}", rule=rule, fix="move one"))  # pyright: ignore[reportOptionalMemberAccess]
+        refuse(f"x is on {device}, {name} on {odd.device}", rule, fix="move one", error=DeviceError)  # pyright: ignore[reportOptionalMemberAccess]
     if bias is not None and bias.shape != weight.shape[:-1]:
-        raise ShapeError(
-            message(
-                f"bias {tuple(bias.shape)} for a weight {tuple(weight.shape)}",
-                rule=f"a bias has one number for each output: {tuple(weight.shape[:-1])}",
-                fix="pass a bias of this shape, or None",
-            )
+        refuse(
+            f"bias {tuple(bias.shape)} for a weight {tuple(weight.shape)}",
+            rule=f"a bias has one number for each output: {tuple(weight.shape[:-1])}",
+            fix="pass a bias of this shape, or None",
+            error=ShapeError,
         )
 
 
@@ -247,19 +238,21 @@ def check_quantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if type(x) not in PLAIN_TYPES:
         check_tensor(x, "x", "quantized layers")
     if x.dtype not in FLOAT_DTYPES or weight.dtype not in FLOAT_DTYPES:
-        raise DtypeError(
-            message(
-                f"x is {x.dtype}, the weight {weight.dtype}",
-                rule="quantized layers take bfloat16, float16 or float32",
-                fix="convert them, or use the recipe 'bf16'",
-            )
+        refuse(
+            f"x is {x.dtype}, the weight {weight.dtype}",
+            rule="quantized layers take bfloat16, float16 or float32",
+            fix="convert them, or use the recipe 'bf16'",
+            error=DtypeError,
         )
     # -1 on the CPU and the meta device, where time does not matter
     index = -1 if torch.compiler.is_compiling() else x.get_device()
     same_device = x.device == weight.device if index < 0 else index == weight.get_device()
     if not same_device:
-        raise DeviceError(
-            message(f"x is on {x.device}, the weight on {weight.device}", rule="both are on one device", fix="move one")
+        refuse(
+            f"x is on {x.device}, the weight on {weight.device}",
+            rule="both are on one device",
+            fix="move one",
+            error=DeviceError,
         )
     if bias is not None and (
         index < 0 or bias.get_device() != index or bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:-1]
@@ -270,21 +263,16 @@ def check_quantized(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def check_rounding(recipe: Recipe, rounding: Stochastic | None) -> None:
     """Raise if a recipe has stochastic rounding and `rounding` is no `Stochastic`."""
     if rounding is not None and not isinstance(rounding, Stochastic):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(
-            message(
-                f"rounding is {in_words(rounding)}",
-                rule="stochastic rounding takes a state and the name of the layer; other recipes take None",
-                fix="pass rounding=Stochastic(rng_state(seed), name), or None",
-            )
+        refuse(
+            f"rounding is {in_words(rounding)}",
+            rule="stochastic rounding takes a state and the name of the layer; other recipes take None",
+            fix="pass rounding=Stochastic(rng_state(seed), name), or None",
         )
     if rounding is None and recipe.stochastic:
-        raise OptionError(
-            message(
-                f"recipe {recipe.name!r} without a state for stochastic rounding",
-                rule="it rounds gradients stochastically, by a seed, a tick and the name of the layer",
-                fix="use blockscale.quantize_, which names every layer, or pass "
-                "rounding=Stochastic(rng_state(seed), name)",
-            )
+        refuse(
+            f"recipe {recipe.name!r} without a state for stochastic rounding",
+            rule="it rounds gradients stochastically, by a seed, a tick and the name of the layer",
+            fix="use blockscale.quantize_, which names every layer, or pass rounding=Stochastic(rng_state(seed), name)",
         )
 
 
@@ -292,11 +280,9 @@ def check_weight_operands(pair: Pair, weight: Tensor) -> None:
     """Raise unless a pair of operands has the shape of this weight."""
     for each in pair if type(pair) is tuple and len(pair) == 2 else (pair,):
         if each is not None and (type(each) is not BlockScaled or each.shape != weight.shape):
-            raise OptionError(
-                message(
-                    f"weight_operands with {each if isinstance(each, BlockScaled) else in_words(each)} "
-                    f"for a weight {tuple(weight.shape)}",
-                    rule="they are the row and column operand of this weight",
-                    fix="pass quantize_both(weight, row, col), or None: the layer then casts the weight",
-                )
+            refuse(
+                f"weight_operands with {each if isinstance(each, BlockScaled) else in_words(each)} "
+                f"for a weight {tuple(weight.shape)}",
+                rule="they are the row and column operand of this weight",
+                fix="pass quantize_both(weight, row, col), or None: the layer then casts the weight",
             )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import ShapeError, message
+from ..errors import ShapeError, refuse
 from ..formats.checks import check_pair_of
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
@@ -223,12 +223,11 @@ def check_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> None:
         check_tensors(down_weight=down_weight)
         raise
     check_tensors(down_weight=down_weight)
-    raise ShapeError(
-        message(
-            f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
-            rule="they are [2H, K] and [D, H]: a gate and an up for each input of the second layer",
-            fix="pass torch.cat((gate_weight, up_weight)) as the first",
-        )
+    refuse(
+        f"gate_up_weight {tuple(gate_up_weight.shape)} and down_weight {tuple(down_weight.shape)}",
+        rule="they are [2H, K] and [D, H]: a gate and an up for each input of the second layer",
+        fix="pass torch.cat((gate_weight, up_weight)) as the first",
+        error=ShapeError,
     )
 
 

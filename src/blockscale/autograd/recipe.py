@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import OptionError, check_name, message
+from ..errors import check_name, refuse
 from ..formats.cast_spec import CastSpec
 from ..formats.checks import check_flag, check_int, check_text, in_words
 from ..formats.spec import check_pair, get_format
@@ -198,58 +198,52 @@ class Recipe:
 def _check_until(until: object) -> None:
     if not isinstance(until, Mapping):
         rule = "it maps a product to the step from which on it is unquantized"
-        raise OptionError(message(f"until={in_words(until)}", rule=rule, fix="pass a mapping such as {'fprop': 8000}"))
+        refuse(f"until={in_words(until)}", rule, fix="pass a mapping such as {'fprop': 8000}")
     for name, step in until.items():
         check_name(name, PRODUCTS, "product")
         if not isinstance(step, int) or step < 0:
             rule = "a product changes at a step, counted from 0"
-            raise OptionError(message(f"until={{{name!r}: {step!r}}}", rule=rule, fix="pass an int of 0 or more"))
+            refuse(f"until={{{name!r}: {step!r}}}", rule, fix="pass an int of 0 or more")
 
 
 def _check_since(since: object) -> None:
     if not isinstance(since, int) or isinstance(since, bool) or since < 0:
         rule = "quantization begins at a step, counted from 0"
-        raise OptionError(message(f"since={in_words(since)}", rule=rule, fix="pass an int of 0 or more"))
+        refuse(f"since={in_words(since)}", rule, fix="pass an int of 0 or more")
 
 
 def _check_product(name: str, product: Product) -> None:
     if not isinstance(product, Product):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "a product has two operands, or is None and unquantized"
         fix = "pass Product(Operand(format), Operand(format))"
-        raise OptionError(message(f"{name}={in_words(product)}", rule=rule, fix=fix))
+        refuse(f"{name}={in_words(product)}", rule, fix)
     a, b = product.a, product.b
     for operand in (a, b):
         if not isinstance(operand, Operand):  # pyright: ignore[reportUnnecessaryIsInstance]
             rule, fix = "an operand says how it is cast", "pass Product(Operand(format), Operand(format))"
-            raise OptionError(message(f"{name} with an operand that is {in_words(operand)}", rule=rule, fix=fix))
+            refuse(f"{name} with an operand that is {in_words(operand)}", rule, fix)
         check_flag(operand.stochastic, "stochastic")
         operand.spec("fprop_x", None).plan()  # raises for options that the format lacks
     check_pair(a.format, b.format)
     if a.hadamard != b.hadamard:
-        raise OptionError(
-            message(
-                f"{name} with hadamard={a.hadamard} and {b.hadamard}",
-                rule="a rotation cancels only when both operands have the same one",
-                fix="give both operands the same hadamard option",
-            )
+        refuse(
+            f"{name} with hadamard={a.hadamard} and {b.hadamard}",
+            rule="a rotation cancels only when both operands have the same one",
+            fix="give both operands the same hadamard option",
         )
     roles = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}[name]
     for operand, what in zip((a, b), roles, strict=True):
         if operand.stochastic and what != "dy":
-            raise OptionError(
-                message(
-                    f"stochastic rounding of {name}'s {what}",
-                    rule="stochastic rounding is for gradients: on activations and weights it makes training diverge",
-                    fix="round gradients stochastically, and activations and weights to nearest",
-                )
+            refuse(
+                f"stochastic rounding of {name}'s {what}",
+                rule="stochastic rounding is for gradients: on activations and weights it makes training diverge",
+                fix="round gradients stochastically, and activations and weights to nearest",
             )
         if get_format(operand.format).is_2d and what != "w":
-            raise OptionError(
-                message(
-                    f"{operand.format} for {name}'s {what}",
-                    rule="2-D blocks are for weights: a block over several tokens would share one scale among them",
-                    fix="use the format with 1-D blocks",
-                )
+            refuse(
+                f"{operand.format} for {name}'s {what}",
+                rule="2-D blocks are for weights: a block over several tokens would share one scale among them",
+                fix="use the format with 1-D blocks",
             )
 
 

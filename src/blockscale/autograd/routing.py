@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, OptionError, ShapeError, message
+from ..errors import DtypeError, ShapeError, refuse
 from ..formats.checks import check_flag, check_int, check_number, check_tensor, in_words
 from ..grouped import Routing, sort_by_expert
 from ..grouped.routing import combine_dots, combine_rows, permute_rows
@@ -141,34 +141,32 @@ def _permutation(routing: object) -> tuple[Tensor, Tensor]:
     """tokens and rows of a routing. Raises for anything else, and for a routing of rows that are sorted already."""
     if isinstance(routing, Routing) and routing.tokens is not None:
         return routing.permutation
-    raise DtypeError(
-        message(
-            "a routing without tokens" if isinstance(routing, Routing) else f"routing is {in_words(routing)}",
-            rule="a Routing maps tokens to the rows of experts",
-            fix="pass what route or sort_by_expert returned",
-        )
+    refuse(
+        "a routing without tokens" if isinstance(routing, Routing) else f"routing is {in_words(routing)}",
+        rule="a Routing maps tokens to the rows of experts",
+        fix="pass what route or sort_by_expert returned",
+        error=DtypeError,
     )
 
 
 def _check_scores(scores: Tensor, k: int, bias: Tensor | None) -> None:
     check_tensor(scores, "scores", "routers")
     if scores.dim() != 2 or not scores.is_floating_point():
-        raise ShapeError(
-            message(
-                f"scores are {scores.dtype} {tuple(scores.shape)}",
-                rule="a router gives one number for each token and expert: [T, E]",
-                fix="flatten the tokens first",
-            )
+        refuse(
+            f"scores are {scores.dtype} {tuple(scores.shape)}",
+            rule="a router gives one number for each token and expert: [T, E]",
+            fix="flatten the tokens first",
+            error=ShapeError,
         )
     check_int(k, "k", "it is a number of experts", least=-(2**63))
     if not 1 <= k <= scores.shape[1]:
         rule = "a token goes to at least one expert, and to each no more than once"
-        raise OptionError(message(f"k={k} of {scores.shape[1]} experts", rule=rule, fix="pass k between the two"))
+        refuse(f"k={k} of {scores.shape[1]} experts", rule, fix="pass k between the two")
     if bias is not None:
         check_tensor(bias, "bias", "routers")
     if bias is not None and bias.shape != scores.shape[1:]:
         rule = "the selection bias has one number for each expert"
-        raise ShapeError(message(f"bias {tuple(bias.shape)} for {scores.shape[1]} experts", rule=rule, fix="pass [E]"))
+        refuse(f"bias {tuple(bias.shape)} for {scores.shape[1]} experts", rule, fix="pass [E]", error=ShapeError)
 
 
 def check_gate_weights(gate_weights: Tensor | None, routing: Routing) -> None:
@@ -181,22 +179,20 @@ def check_gate_weights(gate_weights: Tensor | None, routing: Routing) -> None:
         fits = False
     if not fits:
         check_tensor(gate_weights, "gate_weights", "routings")
-        raise ShapeError(
-            message(
-                f"gate_weights {tuple(gate_weights.shape)} for {tuple(routing.permutation[1].shape)} slots",
-                rule="each slot of each token has a gate weight: [T, k]",
-                fix="pass the gate_weights that route returned",
-            )
+        refuse(
+            f"gate_weights {tuple(gate_weights.shape)} for {tuple(routing.permutation[1].shape)} slots",
+            rule="each slot of each token has a gate weight: [T, k]",
+            fix="pass the gate_weights that route returned",
+            error=ShapeError,
         )
 
 
 def _check_rows(x: Tensor, count: int, what: str) -> None:
     check_tensor(x, "x" if what == "tokens" else "y", "routings")
     if x.dim() != 2 or x.shape[0] != count:
-        raise ShapeError(
-            message(
-                f"a tensor {tuple(x.shape)} for a routing of {count} {what}",
-                rule=f"it has a row for each of the {what}",
-                fix="permute takes tokens [T, D], combine the rows [T * k, D] of experts",
-            )
+        refuse(
+            f"a tensor {tuple(x.shape)} for a routing of {count} {what}",
+            rule=f"it has a row for each of the {what}",
+            fix="permute takes tokens [T, D], combine the rows [T * k, D] of experts",
+            error=ShapeError,
         )

@@ -21,7 +21,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ..errors import TransformError, message
+from ..errors import TransformError, message, refuse
 
 are_transforms_active = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -93,7 +93,7 @@ def _check(tensors: Iterable[Tensor | None], subject: Subject) -> None:
         found = next(filter(None, (_wanted(each) for each in tensors if each is not None)), None)
     if found is not None:
         what, rule, fix = (text.format(subject) for text in _TEXTS[found])
-        raise TransformError(message(what, rule=rule, fix=fix))
+        refuse(what, rule, fix, error=TransformError)
 
 
 # not traced: a traced tensor has no tangent, so a forward-mode derivative would not be found

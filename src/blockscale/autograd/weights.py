@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import env
 from ..casts import ops
-from ..errors import OptionError, StaleWeightError, message
+from ..errors import StaleWeightError, message, refuse
 from ..formats.cast_spec import Cast, flatten_cast
 from ..formats.checks import check_model
 from ..formats.tensor import assemble
@@ -161,12 +161,11 @@ class SharedWeight:
         for mine, new in zip(self._buffers, fresh._buffers, strict=True):
             for old, recast in zip(mine, new, strict=True):
                 if old is not None and recast is not None and not torch.equal(_bytes(old), _bytes(recast)):
-                    raise StaleWeightError(
-                        message(
-                            f"a shared cast of a weight {tuple(weight.shape)} is not the cast of its present values",
-                            rule="a write to weight.data outside of an attached optimizer needs a refresh after it",
-                            fix="call blockscale.refresh_weights_(model) after the write",
-                        )
+                    refuse(
+                        f"a shared cast of a weight {tuple(weight.shape)} is not the cast of its present values",
+                        rule="a write to weight.data outside of an attached optimizer needs a refresh after it",
+                        fix="call blockscale.refresh_weights_(model) after the write",
+                        error=StaleWeightError,
                     )
 
 
@@ -187,12 +186,10 @@ def _bytes(tensor: Tensor) -> Tensor:
 def check_can_be_shared(weight: Tensor) -> None:
     """Raise for weights without a version counter, and for sharded weights."""
     if weight.is_inference():
-        raise OptionError(
-            message(
-                f"a shared cast of a weight {tuple(weight.shape)} that was made in inference mode",
-                rule="such a tensor has no version counter, so a stale cast could not be detected",
-                fix="make or move the model outside of torch.inference_mode, or use weight_cast='forward'",
-            )
+        refuse(
+            f"a shared cast of a weight {tuple(weight.shape)} that was made in inference mode",
+            rule="such a tensor has no version counter, so a stale cast could not be detected",
+            fix="make or move the model outside of torch.inference_mode, or use weight_cast='forward'",
         )
     if not torch.distributed.is_available():
         return
@@ -203,13 +200,11 @@ def check_can_be_shared(weight: Tensor) -> None:
 
 
 def _refuse(weight: Tensor) -> None:
-    raise OptionError(
-        message(
-            f"a shared cast of a sharded weight {tuple(weight.shape)}",
-            rule="between steps a rank has only its shard, and the gathered weight is freed after each forward",
-            fix="call blockscale.distributed.gather_low_(model) before fully_shard, which quantizes shards, or use "
-            "weight_cast='twice': it saves no operand of the gathered weight",
-        )
+    refuse(
+        f"a shared cast of a sharded weight {tuple(weight.shape)}",
+        rule="between steps a rank has only its shard, and the gathered weight is freed after each forward",
+        fix="call blockscale.distributed.gather_low_(model) before fully_shard, which quantizes shards, or use "
+        "weight_cast='twice': it saves no operand of the gathered weight",
     )
 
 
@@ -297,12 +292,10 @@ def attach(optimizer: Optimizer, model: Module) -> None:
     >>> bs.attach(optimizer, model)
     """
     if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(
-            message(
-                f"attach to a {type(optimizer).__name__}",
-                rule="attach uses the step hooks of a torch optimizer",
-                fix="call refresh_weights_(model) after every step yourself",
-            )
+        refuse(
+            f"attach to a {type(optimizer).__name__}",
+            rule="attach uses the step hooks of a torch optimizer",
+            fix="call refresh_weights_(model) after every step yourself",
         )
     refresh_weights_(model)
     _check_has_weights(optimizer, model)
@@ -316,13 +309,11 @@ def _check_has_weights(optimizer: Optimizer, model: Module) -> None:
     found = [vars(module).get("recipe") for module in model.modules()]
     recipes = [each for each in found if isinstance(each, Recipe)]
     if not recipes:
-        raise OptionError(
-            message(
-                f"attach to a {type(model).__name__} in which no layer has a recipe",
-                rule="an attached optimizer refreshes the casts of weights, and plain layers have none",
-                fix="call blockscale.quantize_(model, recipe) first, with a recipe that has weight_cast='step', and "
-                "print the report: it lists the layers that were not converted, and why",
-            )
+        refuse(
+            f"attach to a {type(model).__name__} in which no layer has a recipe",
+            rule="an attached optimizer refreshes the casts of weights, and plain layers have none",
+            fix="call blockscale.quantize_(model, recipe) first, with a recipe that has weight_cast='step', and "
+            "print the report: it lists the layers that were not converted, and why",
         )
     quantized = [each for each in recipes if each.is_quantized]
     if not any(each.weight_cast == "step" for each in quantized):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..autograd.recipe import Recipe, get_recipe
-from ..errors import DeviceError, message
+from ..errors import DeviceError, refuse
 from ..hardware import capability, gpu_name
 from ..roofline import (
     BF16,
@@ -69,7 +69,7 @@ def measure_roof(device: torch.device) -> Ceilings:
     if architecture_of(capability(device).sm) is None:
         rule = "ceilings are measured on a GPU of sm_80 or newer"
         fix = "run it there, or leave --measure out and name a machine: --machine h200"
-        raise DeviceError(message(f"device {str(device)!r}", rule=rule, fix=fix))
+        refuse(f"device {str(device)!r}", rule, fix, error=DeviceError)
     return measure_ceilings(device, rounds=11, seconds=0.02)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, message, refuse
+from ..errors import DtypeError, refuse
 from ..formats.cast_spec import CastSpec, as_cast_spec
 from ..formats.checks import check_flag, in_words
 from ..formats.stochastic import Stochastic
@@ -116,7 +116,7 @@ def dequantize(
     check_flag(rotated, "rotated")
     if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         rule, fix = "values come out as bfloat16, float16 or float32", "use one of them"
-        raise DtypeError(message(f"dtype={in_words(dtype)}", rule=rule, fix=fix))
+        refuse(f"dtype={in_words(dtype)}", rule, fix, error=DtypeError)
     per_group = q.global_scale is not None and q.global_scale.dim() == 1 and len(q.shape) == 2
     if offs is None and (per_group or q.group_align):
         rule = "groups that were padded or have their own tensor scales need their ends"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import DeviceError, DtypeError, ShapeError, message, refuse
+from ..errors import DeviceError, DtypeError, ShapeError, refuse
 from ..formats.cast_spec import Cast, CastSpec, as_cast, check_amax
 from ..formats.checks import check_tensor, in_words
 from ..formats.tensor import BlockScaled
@@ -19,10 +19,10 @@ def check_source(x: Tensor, name: str) -> None:
     check_tensor(x, name, "casts")
     if x.dtype not in FLOAT_DTYPES:
         rule, fix = "casts take bfloat16, float16 or float32", f"convert it first, for example {name}.float()"
-        raise DtypeError(message(f"{name} has dtype {x.dtype}", rule=rule, fix=fix))
+        refuse(f"{name} has dtype {x.dtype}", rule, fix, error=DtypeError)
     if x.dim() < 2:
         rule, fix = "casts take tensors of rank 2 or more", f"add an axis, for example {name}[None]"
-        raise ShapeError(message(f"{name} has shape {tuple(x.shape)}", rule=rule, fix=fix))
+        refuse(f"{name} has shape {tuple(x.shape)}", rule, fix, error=ShapeError)
 
 
 def resolve_cast(x: Tensor, spec: str | CastSpec, offs: Tensor | None) -> Cast:
@@ -37,7 +37,7 @@ def resolve_cast(x: Tensor, spec: str | CastSpec, offs: Tensor | None) -> Cast:
         _check_signs(amax)
     if state is not None and state.device != x.device:
         rule, fix = "seed and tick are read where the cast runs", "make the state with rng_state(seed, tick, x.device)"
-        raise DeviceError(message(f"the stochastic state is on {state.device}, x on {x.device}", rule=rule, fix=fix))
+        refuse(f"the stochastic state is on {state.device}, x on {x.device}", rule, fix, error=DeviceError)
     if offs is not None and plan.spec.is_2d:
         rule = "a 2-D block would span groups; groups of tokens take formats with 1-D blocks"
         fix = "use mxfp8_e4m3, nvfp4 or fp8_1x128 for grouped activations"
@@ -50,7 +50,7 @@ def resolve_cast(x: Tensor, spec: str | CastSpec, offs: Tensor | None) -> Cast:
     if groups and amax is not None:
         want = x.shape[0] if offs is None else offs.shape[0]
         if amax.shape[0] != want:
-            raise ShapeError(message(f"{amax.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]"))
+            refuse(f"{amax.shape[0]} maxima for {want} groups", rule="one per group", fix="pass [G]", error=ShapeError)
     return cast
 
 
@@ -69,15 +69,18 @@ def check_offs(offs: Tensor | None, device: torch.device, rank: int, *, required
         return
     if not isinstance(offs, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass torch.tensor(offs, dtype=torch.int32)"
-        raise DtypeError(message(f"offs is a {type(offs).__name__}", rule="group ends are an int32 tensor", fix=fix))
+        refuse(f"offs is a {type(offs).__name__}", rule="group ends are an int32 tensor", fix=fix, error=DtypeError)
     if rank != 2:
-        raise ShapeError(
-            message(f"offs given for a rank-{rank} tensor", rule="groups are rows of a matrix", fix="flatten to 2-D")
+        refuse(
+            f"offs given for a rank-{rank} tensor",
+            rule="groups are rows of a matrix",
+            fix="flatten to 2-D",
+            error=ShapeError,
         )
     if offs.dtype != torch.int32 or offs.dim() != 1 or offs.device != device:
         rule = f"group ends are an int32 vector on {device}, inclusive ends as in torch's grouped_mm"
         fix = "pass sizes.cumsum(0).to(torch.int32)"
-        raise ShapeError(message(f"offs is {in_words(offs)} on {offs.device}", rule=rule, fix=fix))
+        refuse(f"offs is {in_words(offs)} on {offs.device}", rule, fix, error=ShapeError)
 
 
 def check_group_count(q: BlockScaled, offs: Tensor | None, name: str) -> None:
@@ -89,7 +92,7 @@ def check_group_count(q: BlockScaled, offs: Tensor | None, name: str) -> None:
         if count is not None and count != offs.shape[0]:
             what = f"{offs.shape[0]} group ends for {name}, which was cast with {count} groups"
             rule, fix = "an operand is read with the offs that it was cast with", "pass those"
-            raise ShapeError(message(what, rule=rule, fix=fix))
+            refuse(what, rule, fix, error=ShapeError)
 
 
 def check_same_device(first: Tensor, first_name: str, second: Tensor, second_name: str) -> None:
@@ -97,4 +100,4 @@ def check_same_device(first: Tensor, first_name: str, second: Tensor, second_nam
     if first.device != second.device:
         what = f"{first_name} is on {first.device}, {second_name} on {second.device}"
         rule, fix = "all inputs of a cast are on one device", f"pass {first_name}.to({second_name}.device)"
-        raise DeviceError(message(what, rule=rule, fix=fix))
+        refuse(what, rule, fix, error=DeviceError)

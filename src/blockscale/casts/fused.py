@@ -13,7 +13,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, ShapeError, message, refuse
+from ..errors import DtypeError, ShapeError, refuse
 from ..formats.cast_spec import Cast, CastSpec
 from ..formats.checks import check_number, check_tensor
 from ..formats.layout import check_group_ends
@@ -242,7 +242,7 @@ def check_gate_up(gate_up: Tensor) -> None:
     if gate_up.shape[-1] % 2:
         rule = "its last axis holds the gates and then as many ups, so it is even"
         fix = "pass torch.cat((gate, up), dim=-1)"
-        raise ShapeError(message(f"gate_up has shape {tuple(gate_up.shape)}", rule=rule, fix=fix))
+        refuse(f"gate_up has shape {tuple(gate_up.shape)}", rule, fix, error=ShapeError)
 
 
 def check_grad(grad: Tensor, gate_up: Tensor) -> None:
@@ -253,10 +253,10 @@ def check_grad(grad: Tensor, gate_up: Tensor) -> None:
         what = f"grad has shape {tuple(grad.shape)} for gate_up {tuple(gate_up.shape)}"
         rule = f"it is the gradient of silu(gate) * up, which has shape {want}"
         fix = "pass the gradient of the hidden activation"
-        raise ShapeError(message(what, rule=rule, fix=fix))
+        refuse(what, rule, fix, error=ShapeError)
     if grad.dtype != gate_up.dtype:
         rule, fix = "both have one dtype", "pass grad.to(gate_up.dtype)"
-        raise DtypeError(message(f"grad is {grad.dtype}, gate_up {gate_up.dtype}", rule=rule, fix=fix))
+        refuse(f"grad is {grad.dtype}, gate_up {gate_up.dtype}", rule, fix, error=DtypeError)
     check_same_device(grad, "grad", gate_up, "gate_up")
 
 
@@ -265,14 +265,14 @@ def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     check_source(x, "x")
     if x.shape[-1] == 0:
         rule, fix = "a norm is over the last axis, which must not be empty", "pass at least one column"
-        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule=rule, fix=fix))
+        refuse(f"x has shape {tuple(x.shape)}", rule, fix, error=ShapeError)
     check_tensor(weight, "weight", "norms")
     if weight.dtype not in FLOAT_DTYPES:
         rule = "the weight of a norm is bfloat16, float16 or float32"
-        raise DtypeError(message(f"weight has dtype {weight.dtype}", rule=rule, fix="pass weight.float()"))
+        refuse(f"weight has dtype {weight.dtype}", rule, fix="pass weight.float()", error=DtypeError)
     if tuple(weight.shape) != (x.shape[-1],):
         rule, fix = "it has one value for each column of x", f"pass a weight of shape ({x.shape[-1]},)"
-        raise ShapeError(message(f"weight has shape {tuple(weight.shape)} for x {tuple(x.shape)}", rule=rule, fix=fix))
+        refuse(f"weight has shape {tuple(weight.shape)} for x {tuple(x.shape)}", rule, fix, error=ShapeError)
     check_same_device(weight, "weight", x, "x")
     check_number(eps, "eps", "it is added to a mean of squares", "pass eps=1e-6")
     if eps < 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, ShapeError, message, refuse
+from ..errors import DtypeError, ShapeError, refuse
 from ..formats.cast_spec import Cast, CastPlan
 from ..formats.checks import check_tensor
 from ..formats.layout import check_group_ends
@@ -132,7 +132,7 @@ def check_indices(indices: Tensor, rows: int) -> None:
         if not -1 <= index < rows:
             rule = "an index is a row of x, counted from 0, or -1 for a row of zeros"
             fix = "pass the source row of every permuted position"
-            raise ShapeError(message(f"index {index} for {rows} rows", rule=rule, fix=fix))
+            refuse(f"index {index} for {rows} rows", rule, fix, error=ShapeError)
 
 
 def check_permutation(x: Tensor, indices: Tensor) -> None:
@@ -140,16 +140,19 @@ def check_permutation(x: Tensor, indices: Tensor) -> None:
     check_source(x, "x")
     if x.dim() != 2:
         fix = "flatten the tokens to [T, K]"
-        raise ShapeError(message(f"x has shape {tuple(x.shape)}", rule="tokens are rows of a matrix", fix=fix))
+        refuse(f"x has shape {tuple(x.shape)}", rule="tokens are rows of a matrix", fix=fix, error=ShapeError)
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):  # pyright: ignore[reportUnnecessaryIsInstance]
         what = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DtypeError(
-            message(f"indices is {what}", rule="indices are int32 or int64 tensors", fix="pass indices.to(torch.int32)")
+        refuse(
+            f"indices is {what}",
+            rule="indices are int32 or int64 tensors",
+            fix="pass indices.to(torch.int32)",
+            error=DtypeError,
         )
     check_tensor(indices, "indices", "gathers")
     if indices.dim() != 1:
         rule, fix = "one source row for each permuted position, in a vector", "pass indices.flatten()"
-        raise ShapeError(message(f"indices has shape {tuple(indices.shape)}", rule=rule, fix=fix))
+        refuse(f"indices has shape {tuple(indices.shape)}", rule, fix, error=ShapeError)
     check_same_device(indices, "indices", x, "x")
 
 
@@ -161,7 +164,7 @@ def check_gate_weights(gate_weights: Tensor | None, indices: Tensor) -> None:
     if gate_weights.dtype != torch.float32 or gate_weights.shape != indices.shape:
         what = f"gate_weights {gate_weights.dtype} {tuple(gate_weights.shape)} for {indices.shape[0]} permuted rows"
         rule, fix = "each row has one factor, in float32", f"pass float32 gate_weights of shape ({indices.shape[0]},)"
-        raise ShapeError(message(what, rule=rule, fix=fix))
+        refuse(what, rule, fix, error=ShapeError)
     check_same_device(gate_weights, "gate_weights", indices, "indices")
 
 

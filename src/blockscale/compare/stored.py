@@ -17,7 +17,7 @@ from typing import Any
 from .. import __version__
 from ..autograd import refresh_weights_
 from ..bench.store import where
-from ..errors import BlockscaleError, CheckpointError, NonFiniteError, message
+from ..errors import BlockscaleError, CheckpointError, NonFiniteError, refuse
 from ..hardware import describe
 from ..train.breakdown import breakdown
 from ..train.config import RunConfig, fingerprint, to_dict
@@ -104,7 +104,7 @@ def run_or_read(
         what = f"{folder / METRICS} has no record of the run that has just ended"
         rule = "a comparison is made from the records of its runs"
         fix = "check whether other processes write there; delete the folder to train the run again"
-        raise CheckpointError(message(what, rule=rule, fix=fix))
+        refuse(what, rule, fix, error=CheckpointError)
     return found
 
 

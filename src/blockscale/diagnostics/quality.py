@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..casts import dequantize
-from ..errors import ShapeError, message, refuse
+from ..errors import ShapeError, refuse
 from ..formats.decoding import decode_scale
 from ..formats.elements import decode
 from ..formats.spec import Element
@@ -43,8 +43,11 @@ def measure(x: Tensor, q: BlockScaled) -> Quality:
     (0.25, 0.0)
     """
     if tuple(x.shape) != tuple(q.shape):
-        raise ShapeError(
-            message(f"x has shape {tuple(x.shape)}, q {tuple(q.shape)}", rule="q is the cast of x", fix="pass both")
+        refuse(
+            f"x has shape {tuple(x.shape)}, q {tuple(q.shape)}",
+            rule="q is the cast of x",
+            fix="pass both",
+            error=ShapeError,
         )
     if q.group_align or q.hadamard is not None:
         refuse(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ..casts.shards import Rows
-from ..errors import ShardingError, message
+from ..errors import ShardingError, refuse
 from ..formats.layout import ceil_div
 
 
@@ -54,12 +54,11 @@ def place_of(param: DTensor) -> Place:
     (dim,) = dims if len(dims) == 1 else (-1,)
     placement = placements[dim] if dims else None
     if not isinstance(placement, Shard) or placement.dim == param.dim() - 1:
-        raise ShardingError(
-            message(
-                f"a weight {tuple(param.shape)} placed {placements}",
-                rule="codes are gathered of weights that FSDP2 shards along one dimension of rows or of experts",
-                fix="call gather_low_ without this layer, or shard it along dimension 0",
-            )
+        refuse(
+            f"a weight {tuple(param.shape)} placed {placements}",
+            rule="codes are gathered of weights that FSDP2 shards along one dimension of rows or of experts",
+            fix="call gather_low_ without this layer, or shard it along dimension 0",
+            error=ShardingError,
         )
     return Place(tuple(param.shape), placement.dim, mesh.get_local_rank(dim), mesh.size(dim), mesh.get_group(dim))
 

@@ -21,7 +21,7 @@ from ..autograd.operands import Casts
 from ..autograd.recipe import Recipe
 from ..autograd.weights import SharedWeight
 from ..casts.shards import block_amax, cast_rows
-from ..errors import OptionError, ShardingError, StaleWeightError, message
+from ..errors import ShardingError, StaleWeightError, refuse
 from ..formats.cast_spec import Cast, CastPlan
 from ..formats.layout import ceil_div
 from ..formats.scales import magnitude_bits
@@ -168,12 +168,10 @@ class WeightGather:
         assert module is not None
         found = plan_of(module.recipe_now, getattr(module, self.parameter))
         if isinstance(found, str) or (self.plan is not None and found != self.plan):
-            raise OptionError(
-                message(
-                    f"the recipe of {self.name} has changed to {module.recipe_now}",
-                    rule="FSDP allocates its buffers at the first gather, so the cast of the weight never changes",
-                    fix="set the recipe before gather_low_ and fully_shard, or leave this layer out of gather_low_",
-                )
+            refuse(
+                f"the recipe of {self.name} has changed to {module.recipe_now}",
+                rule="FSDP allocates its buffers at the first gather, so the cast of the weight never changes",
+                fix="set the recipe before gather_low_ and fully_shard, or leave this layer out of gather_low_",
             )
         self.plan = found
         return found
@@ -212,13 +210,12 @@ class WeightGather:
         self.exchange.refresh()
         amax = None if self.maxima is None else _rounded(self.maxima, dtype)
         if place.is_plane and plan.spec.family == "nvfp4":
-            raise ShardingError(
-                message(
-                    f"{self.name} {place.shape} in {place.ranks} shards along dimension {place.dim}",
-                    rule=f"codes of {plan.format} are gathered in equal shards of dimension 0, since FSDP takes no "
-                    "other payload than a tensor of the shard's shape",
-                    fix="shard dimension 0 over a number of ranks that divides it, or call gather_low_ without it",
-                )
+            refuse(
+                f"{self.name} {place.shape} in {place.ranks} shards along dimension {place.dim}",
+                rule=f"codes of {plan.format} are gathered in equal shards of dimension 0, since FSDP takes no "
+                "other payload than a tensor of the shard's shape",
+                fix="shard dimension 0 over a number of ranks that divides it, or call gather_low_ without it",
+                error=ShardingError,
             )
         self._check_unchanged(found.stamp)
         if self.is_shared and self.cached is not None and self.cached[0] == found.stamp:
@@ -233,14 +230,13 @@ class WeightGather:
         """Raise if the shard was written after its maxima were exchanged, in a way that version counters show."""
         if (self.maxima is None and self.amax is None) or stamp == self.stamp:
             return
-        raise StaleWeightError(
-            message(
-                f"{self.name} was written after the ranks exchanged the maxima of its blocks",
-                rule="they are exchanged after a step of an optimizer, and before a forward of the model if no step "
-                "shares its casts",
-                fix="call the model whose weights gather_low_ was given, not a part of it, and with weight_cast='step' "
-                "blockscale.refresh_weights_(model) after the write; on every rank",
-            )
+        refuse(
+            f"{self.name} was written after the ranks exchanged the maxima of its blocks",
+            rule="they are exchanged after a step of an optimizer, and before a forward of the model if no step "
+            "shares its casts",
+            fix="call the model whose weights gather_low_ was given, not a part of it, and with weight_cast='step' "
+            "blockscale.refresh_weights_(model) after the write; on every rank",
+            error=StaleWeightError,
         )
 
     def _cast(self, local: Tensor, place: Place, plan: CastPlan, amax: Tensor | None) -> tuple[Tensor, ...]:

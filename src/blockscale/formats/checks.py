@@ -67,13 +67,16 @@ def check_tensor(x: object, name: str, taker: str) -> None:
     if not isinstance(x, Tensor):
         if type(x).__name__ == "BlockScaled":  # whose file imports this one
             fix = f"pass blockscale.dequantize({name}), or the tensor that it was cast from"
-            raise DtypeError(message(f"{name} is {x}", rule=f"{taker} take high-precision tensors", fix=fix))
-        raise DtypeError(
-            message(f"{name} is {in_words(x)}", rule=f"{taker} take torch tensors", fix=f"pass torch.tensor({name})")
+            refuse(f"{name} is {x}", rule=f"{taker} take high-precision tensors", fix=fix, error=DtypeError)
+        refuse(
+            f"{name} is {in_words(x)}",
+            rule=f"{taker} take torch tensors",
+            fix=f"pass torch.tensor({name})",
+            error=DtypeError,
         )
     fix = f"pass torch.nested.to_padded_tensor({name}, 0.0)" if x.is_nested else f"pass {name}.to_dense()"
     what = "is a nested tensor" if x.is_nested else f"has layout {x.layout}"
-    raise DtypeError(message(f"{name} {what}", rule=f"{taker} take dense tensors", fix=fix))
+    refuse(f"{name} {what}", rule=f"{taker} take dense tensors", fix=fix, error=DtypeError)
 
 
 def check_int(value: object, name: str, rule: str, *, least: int = 0, most: int = 2**63 - 1) -> None:
@@ -118,7 +121,7 @@ def check_device(device: object) -> None:
         raise DeviceError(message(f"device {in_words(device)}", rule=rule, fix="pass 'cpu' or 'cuda'")) from None
     if made.type == "cuda" and torch.cuda.is_available() and (made.index or 0) >= torch.cuda.device_count():
         rule = f"GPUs are numbered from 0, and torch sees {torch.cuda.device_count()} here"
-        raise DeviceError(message(f"device {in_words(device)}", rule=rule, fix="pass 'cuda' or 'cuda:0'"))
+        refuse(f"device {in_words(device)}", rule, fix="pass 'cuda' or 'cuda:0'", error=DeviceError)
 
 
 def check_place(device: object, dtype: object) -> None:
@@ -126,12 +129,11 @@ def check_place(device: object, dtype: object) -> None:
     if device is not None:
         check_device(device)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise DtypeError(
-            message(
-                f"dtype={in_words(dtype)}",
-                rule="parameters are in a floating-point dtype",
-                fix="pass dtype=torch.bfloat16, or leave it out",
-            )
+        refuse(
+            f"dtype={in_words(dtype)}",
+            rule="parameters are in a floating-point dtype",
+            fix="pass dtype=torch.bfloat16, or leave it out",
+            error=DtypeError,
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import env
-from ..errors import ShapeError, message
+from ..errors import ShapeError, refuse
 from .spec import Format
 
 CODE_ROW_BYTES = 16
@@ -191,7 +191,7 @@ def check_group_ends(offs: Tensor | None, rows: int, starts: Tensor | None = Non
     elif not _are_in_order(offs, rows, starts):
         given = f"offs is {offs.tolist()}" + ("" if starts is None else f" and starts is {starts.tolist()}")
         fix = "pass sizes.cumsum(0).to(torch.int32)" if starts is None else "pass starts + counts as offs"
-        raise ShapeError(message(f"{given} for {rows} rows", rule=rule, fix=fix))
+        refuse(f"{given} for {rows} rows", rule, fix, error=ShapeError)
 
 
 def _are_in_order(offs: Tensor, rows: int, starts: Tensor | None) -> Tensor:

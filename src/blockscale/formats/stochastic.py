@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import DtypeError, ShapeError, check_name, message, refuse
+from ..errors import DtypeError, ShapeError, check_name, refuse
 from .checks import all_ints, check_device, check_int, check_text, in_words, is_dense
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
@@ -96,12 +96,11 @@ class Stochastic:
     def check(self) -> None:
         """Raise unless state, name, origin and first_group are valid."""
         if not isinstance(self.state, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise DtypeError(
-                message(
-                    f"stochastic state is a {type(self.state).__name__}",
-                    rule="seed and tick are one int64 tensor of shape [2]",
-                    fix="make it with blockscale.rng_state(seed, tick, device)",
-                )
+            refuse(
+                f"stochastic state is a {type(self.state).__name__}",
+                rule="seed and tick are one int64 tensor of shape [2]",
+                fix="make it with blockscale.rng_state(seed, tick, device)",
+                error=DtypeError,
             )
         placed = type(self.origin) is tuple and len(self.origin) == 3 and all_ints(self.origin)
         if self.origin is not None and not placed:
@@ -114,12 +113,11 @@ class Stochastic:
         check_int(self.first_group, "first_group", rule, most=65535)
         check_text(self.name, "name", "layers.0.mlp.down_proj")
         if not is_dense(self.state) or self.state.dtype != torch.int64 or self.state.shape != (2,):
-            raise ShapeError(
-                message(
-                    f"stochastic state is {in_words(self.state)}",
-                    rule="seed and tick are one int64 tensor of shape [2] on the operand's device",
-                    fix="make it with blockscale.formats.rng_state(seed, tick, device)",
-                )
+            refuse(
+                f"stochastic state is {in_words(self.state)}",
+                rule="seed and tick are one int64 tensor of shape [2] on the operand's device",
+                fix="make it with blockscale.formats.rng_state(seed, tick, device)",
+                error=ShapeError,
             )
         if not self.name:
             refuse(

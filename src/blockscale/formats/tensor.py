@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import AxisError, DtypeError, LayoutError, message
+from ..errors import AxisError, DtypeError, LayoutError, refuse
 from .cast_spec import CastPlan, check_mask
 from .checks import all_ints, check_device, in_words, is_dense
 from .layout import (
@@ -158,12 +158,11 @@ torch.serialization.add_safe_globals([BlockScaled])
 def check_axis(axis: int) -> None:
     """Raise unless the axis is one of the last two."""
     if not isinstance(axis, int) or axis not in (-1, -2):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise AxisError(
-            message(
-                f"axis={in_words(axis)}",
-                rule="blocks run along one of the last two axes, named from the end",
-                fix="use axis=-1 (blocks along the last axis) or axis=-2",
-            )
+        refuse(
+            f"axis={in_words(axis)}",
+            rule="blocks run along one of the last two axes, named from the end",
+            fix="use axis=-1 (blocks along the last axis) or axis=-2",
+            error=AxisError,
         )
 
 
@@ -204,12 +203,11 @@ def check_is_block_scaled(q: object, name: str, taker: str, partner: object = No
     if not isinstance(q, BlockScaled):
         beside = partner.format if isinstance(partner, BlockScaled) else None
         format = partners_of(beside)[0] if isinstance(beside, str) and beside in FORMATS else "mxfp8_e4m3"
-        raise DtypeError(
-            message(
-                f"{name} is a {type(q).__name__}",
-                rule=f"{taker} takes BlockScaled operands",
-                fix=f"cast it first: blockscale.quantize({name}, {format!r})",
-            )
+        refuse(
+            f"{name} is a {type(q).__name__}",
+            rule=f"{taker} takes BlockScaled operands",
+            fix=f"cast it first: blockscale.quantize({name}, {format!r})",
+            error=DtypeError,
         )
 
 
@@ -228,23 +226,21 @@ def check_block_scaled(q: BlockScaled, name: str = "operand") -> None:
     _check_part(name, "scale", q.scale, spec.scale_dtype, (*lead, *scales), q)
     has_global = q.global_scale is not None
     if has_global != (spec.family == "nvfp4"):
-        raise LayoutError(
-            message(
-                f"{name}.global_scale is {'given' if has_global else 'missing'} for {q.format}",
-                rule="NVFP4 has an fp32 tensor scale and no other format has",
-                fix="make operands with blockscale.quantize",
-            )
+        refuse(
+            f"{name}.global_scale is {'given' if has_global else 'missing'} for {q.format}",
+            rule="NVFP4 has an fp32 tensor scale and no other format has",
+            fix="make operands with blockscale.quantize",
+            error=LayoutError,
         )
     factor = q.global_scale
     if factor is not None and not (
         is_dense(factor) and factor.dtype == torch.float32 and factor.dim() <= 1 and factor.device == q.device
     ):
-        raise LayoutError(
-            message(
-                f"{name}.global_scale is {_with_device(factor)}",
-                rule=f"the tensor scale is float32, [] or one per group, on {q.device}",
-                fix="make operands with blockscale.quantize",
-            )
+        refuse(
+            f"{name}.global_scale is {_with_device(factor)}",
+            rule=f"the tensor scale is float32, [] or one per group, on {q.device}",
+            fix="make operands with blockscale.quantize",
+            error=LayoutError,
         )
 
 
@@ -252,20 +248,17 @@ def _check_record(q: BlockScaled, name: str) -> None:
     """Raise unless an operand's shape, groups and rotation are valid."""
     if not isinstance(q.data, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule, fix = "codes are a torch tensor", "make operands with blockscale.quantize"
-        raise LayoutError(message(f"{name}.data is {in_words(q.data)}", rule=rule, fix=fix))
+        refuse(f"{name}.data is {in_words(q.data)}", rule, fix, error=LayoutError)
     if not isinstance(q.shape, tuple) or len(q.shape) < 2 or not all_ints(q.shape):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "an operand has the shape that it was cast from, as a tuple of two or more sizes"
-        raise LayoutError(
-            message(f"{name}.shape is {_brief(q.shape)}", rule=rule, fix="pass tuple(x.shape) of its source")
-        )
+        refuse(f"{name}.shape is {_brief(q.shape)}", rule, fix="pass tuple(x.shape) of its source", error=LayoutError)
     aligned = type(q.group_align) is int and q.group_align in (0, GROUP_ALIGN)
     if not aligned or not all_ints((q.groups,)):
-        raise LayoutError(
-            message(
-                f"{name} has group_align={_brief(q.group_align)} and groups={_brief(q.groups)}",
-                rule=f"groups of tokens are padded to {GROUP_ALIGN} or, with 0, not at all; groups is their number",
-                fix="cast with offs and axis=-2, which sets both",
-            )
+        refuse(
+            f"{name} has group_align={_brief(q.group_align)} and groups={_brief(q.groups)}",
+            rule=f"groups of tokens are padded to {GROUP_ALIGN} or, with 0, not at all; groups is their number",
+            fix="cast with offs and axis=-2, which sets both",
+            error=LayoutError,
         )
     if q.hadamard is not None:
         check_mask(q.spec, q.hadamard)
@@ -284,13 +277,12 @@ def _check_part(
 ) -> None:
     if is_dense(tensor) and tensor.dtype == dtype and tensor.shape == shape and tensor.device == q.device:
         return
-    raise LayoutError(
-        message(
-            f"{name}.{part} is {_with_device(tensor)}",
-            rule=f"{q.format} {tuple(q.shape)} with axis={q.axis} and {q.scale_layout} scales keeps its {part}"
-            f" as {dtype} {shape} on {q.device}",
-            fix="make operands with blockscale.quantize, or give BlockScaled the shape it was cast from",
-        )
+    refuse(
+        f"{name}.{part} is {_with_device(tensor)}",
+        rule=f"{q.format} {tuple(q.shape)} with axis={q.axis} and {q.scale_layout} scales keeps its {part}"
+        f" as {dtype} {shape} on {q.device}",
+        fix="make operands with blockscale.quantize, or give BlockScaled the shape it was cast from",
+        error=LayoutError,
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
-from ..errors import AssemblyError, message
+from ..errors import AssemblyError, refuse
 from ..registry import log
 from . import _ptxas
 from ._ptxas import SETTING, Ptxas
@@ -163,4 +163,4 @@ def assemble(ptxas: Ptxas, ptx: str, flags: list[str], arch: str) -> bytes:
             return binary.read_bytes()
     rule = f"ptxas accepts the PTX that Triton emits for {arch}"
     what = f"{ptxas} failed with status {status} on the Hopper GEMM: {said.strip()[-2000:]}"
-    raise AssemblyError(message(what, rule=rule, fix=f"set {SETTING}=default, and report the text above"))
+    refuse(what, rule, fix=f"set {SETTING}=default, and report the text above", error=AssemblyError)

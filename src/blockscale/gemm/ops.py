@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..casts.checks import FLOAT_DTYPES
 from ..casts.ops import dequantize_request
-from ..errors import AxisError, DeviceError, DtypeError, ShapeError, message, refuse
+from ..errors import AxisError, DeviceError, DtypeError, ShapeError, refuse
 from ..formats.checks import in_words, is_dense, overlaps
 from ..formats.layout import cuts_length, cuts_rows
 from ..formats.spec import check_pair
@@ -162,15 +162,18 @@ def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) ->
         check_block_scaled(q, name)
         if len(q.shape) != rank:
             rule, fix = f"this operand has rank {rank}", "reshape before the cast"
-            raise ShapeError(message(f"{name} has shape {tuple(q.shape)}", rule=rule, fix=fix))
+            refuse(f"{name} has shape {tuple(q.shape)}", rule, fix, error=ShapeError)
         if q.axis != -1:
             rule = "a product contracts the last axis of both operands, and blocks must run along it"
             fix = f"pass {name}.mT, or cast with axis=-1"
-            raise AxisError(message(f"{name} {tuple(q.shape)} is scaled along axis {q.axis}", rule=rule, fix=fix))
+            refuse(f"{name} {tuple(q.shape)} is scaled along axis {q.axis}", rule, fix, error=AxisError)
     check_pair(a.format, b.format)
     if a.device != b.device:
-        raise DeviceError(
-            message(f"a is on {a.device}, b on {b.device}", rule="operands share a device", fix="move one of them")
+        refuse(
+            f"a is on {a.device}, b on {b.device}",
+            rule="operands share a device",
+            fix="move one of them",
+            error=DeviceError,
         )
 
 
@@ -180,7 +183,7 @@ def check_contraction(a: BlockScaled, b: BlockScaled) -> None:
         what = f"a {tuple(a.shape)} and b {tuple(b.shape)} have K = {a.shape[-1]} and {b.shape[-1]}"
         rule = "both operands have K as their last axis: a [M, K], b [N, K]"
         fix = "transpose before the cast, or pass .mT of an operand cast with axis=-2"
-        raise ShapeError(message(what, rule=rule, fix=fix))
+        refuse(what, rule, fix, error=ShapeError)
     if a.hadamard != b.hadamard:
         rule = "a rotation cancels only when both operands have the same one"
         fix = "cast both with the same hadamard option"
@@ -191,14 +194,14 @@ def check_output(dtype: torch.dtype) -> None:
     """Raise unless this is a legal output dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         rule, fix = "products come out as bfloat16, float16 or float32", "use one of them"
-        raise DtypeError(message(f"out_dtype={in_words(dtype)}", rule=rule, fix=fix))
+        refuse(f"out_dtype={in_words(dtype)}", rule, fix, error=DtypeError)
 
 
 def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise unless `accumulate` is a legal buffer for a product of this shape, without a bias."""
     if not isinstance(acc, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass accumulate=torch.zeros(shape)"
-        raise DtypeError(message(f"accumulate is {in_words(acc)}", rule="it is an fp32 or bf16 buffer", fix=fix))
+        refuse(f"accumulate is {in_words(acc)}", rule="it is an fp32 or bf16 buffer", fix=fix, error=DtypeError)
     if acc.requires_grad and torch.is_grad_enabled():
         rule = "a product is added to the buffer in place, and autograd does not see it"
         fix = "pass accumulate.detach(), or call under torch.no_grad()"
@@ -209,7 +212,7 @@ def check_accumulator(acc: Tensor, bias: Tensor | None, shape: tuple[int, ...], 
     sound = is_dense(acc) and acc.dtype in ACCUMULATOR_DTYPES and tuple(acc.shape) == shape
     if not sound or acc.device != device:
         rule, fix = f"the buffer is float32 or bfloat16 {shape} on {device}", "allocate it with torch.zeros"
-        raise ShapeError(message(f"accumulate is {in_words(acc)} on {acc.device}", rule=rule, fix=fix))
+        refuse(f"accumulate is {in_words(acc)} on {acc.device}", rule, fix, error=ShapeError)
     if overlaps(acc):
         what = f"accumulate {tuple(acc.shape)} has strides {acc.stride()}: elements share memory"
         rule = "every element of a product is added to memory of its own"
@@ -222,12 +225,12 @@ def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device
     if bias is None:
         return
     if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DtypeError(message(f"bias is {in_words(bias)}", rule="a bias is a tensor", fix="torch.tensor(bias)"))
+        refuse(f"bias is {in_words(bias)}", rule="a bias is a tensor", fix="torch.tensor(bias)", error=DtypeError)
     sound = is_dense(bias) and bias.dtype in FLOAT_DTYPES and tuple(bias.shape) == shape
     if not sound or bias.device != device:
         rule = f"a bias is bfloat16, float16 or float32 of shape {shape} on {device}"
         fix = "pass one value per output column"
-        raise ShapeError(message(f"bias is {in_words(bias)} on {bias.device}", rule=rule, fix=fix))
+        refuse(f"bias is {in_words(bias)} on {bias.device}", rule, fix, error=ShapeError)
 
 
 # ---- shared by backends --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..casts.checks import check_group_count, check_offs
-from ..errors import DtypeError, ShapeError, message, refuse
+from ..errors import DtypeError, ShapeError, refuse
 from ..formats.checks import in_words, is_dense
 from ..formats.spec import partners_of
 from ..formats.tensor import BlockScaled
@@ -105,7 +105,7 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tenso
     if offs.shape[0] != b.shape[0]:
         rule = "one group per matrix of b, empty groups included"
         fix = "repeat the previous end for a group without rows"
-        raise ShapeError(message(f"{offs.shape[0]} group ends for {b.shape[0]} matrices", rule=rule, fix=fix))
+        refuse(f"{offs.shape[0]} group ends for {b.shape[0]} matrices", rule, fix, error=ShapeError)
     _check_starts(starts, offs)
     for name, q in (("a", a), ("b", b)):
         check_group_count(q, offs, name)
@@ -119,12 +119,12 @@ def _check_starts(starts: Tensor | None, offs: Tensor) -> None:
         return
     if not isinstance(starts, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         fix = "pass torch.tensor(starts, dtype=torch.int32)"
-        raise DtypeError(message(f"starts is a {type(starts).__name__}", rule="starts are an int32 tensor", fix=fix))
+        refuse(f"starts is a {type(starts).__name__}", rule="starts are an int32 tensor", fix=fix, error=DtypeError)
     sound = is_dense(starts) and starts.dtype == torch.int32 and starts.shape == offs.shape
     if not sound or starts.device != offs.device:
         rule = f"starts are an int32 vector on {offs.device}, one for each of the {offs.shape[0]} groups"
         fix = "pass capacity * torch.arange(groups, dtype=torch.int32, device=offs.device)"
-        raise ShapeError(message(f"starts is {in_words(starts)} on {starts.device}", rule=rule, fix=fix))
+        refuse(f"starts is {in_words(starts)} on {starts.device}", rule, fix, error=ShapeError)
 
 
 def _check_k_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import DtypeError, ShapeError, message
+from ..errors import DtypeError, ShapeError, refuse
 from ..formats.checks import check_int, check_tensor
 from ..formats.layout import cuts_evenly
 from ..hardware import capability, current_cuda_device
@@ -101,11 +101,11 @@ def _check_experts(experts: Tensor, count: int) -> None:
     if not isinstance(experts, Tensor) or experts.dtype not in (torch.int32, torch.int64):  # pyright: ignore[reportUnnecessaryIsInstance]
         what = experts.dtype if isinstance(experts, Tensor) else type(experts).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "the experts of a token are numbers in an int32 or int64 tensor"
-        raise DtypeError(message(f"experts is {what}", rule=rule, fix="pass scores.topk(k).indices"))
+        refuse(f"experts is {what}", rule, fix="pass scores.topk(k).indices", error=DtypeError)
     check_tensor(experts, "experts", "routings")
     if experts.dim() != 2 or experts.shape[1] == 0:
         rule, fix = "it is [T, k]: k experts for each of T tokens, k of 1 or more", "pass experts.view(-1, k)"
-        raise ShapeError(message(f"experts has shape {tuple(experts.shape)}", rule=rule, fix=fix))
+        refuse(f"experts has shape {tuple(experts.shape)}", rule, fix, error=ShapeError)
     rule = "count is the size of the router's output: at least one expert, and no more than 32767"
     check_int(count, "count", rule, least=1, most=(1 << 15) - 1)
 
@@ -136,7 +136,7 @@ def _check_range(experts: Tensor, count: int) -> None:
     low, high = int(experts.min()), int(experts.max())
     if low < 0 or high > count:
         rule, fix = f"experts are counted from 0, and {count} means none", "pass scores.topk(k).indices"
-        raise ShapeError(message(f"experts from {low} to {high} for {count} of them", rule=rule, fix=fix))
+        refuse(f"experts from {low} to {high} for {count} of them", rule, fix, error=ShapeError)
 
 
 # ---- permute and combine ---------------------------------------------------------------------------------------------

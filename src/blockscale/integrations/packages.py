@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from ..errors import MissingPackageError, VersionError, message
+from ..errors import MissingPackageError, VersionError, message, refuse
 
 
 def check_package(package: str, supported: str, extra: str, why: str) -> None:
@@ -23,10 +23,9 @@ def check_package(package: str, supported: str, extra: str, why: str) -> None:
             )
         ) from None
     if not found.startswith(supported):
-        raise VersionError(
-            message(
-                f"{package} {found} is installed",
-                rule=f"this integration supports {package} {supported}*: {why}",
-                fix=f"pip install '{package}=={supported}*'",
-            )
+        refuse(
+            f"{package} {found} is installed",
+            rule=f"this integration supports {package} {supported}*: {why}",
+            fix=f"pip install '{package}=={supported}*'",
+            error=VersionError,
         )

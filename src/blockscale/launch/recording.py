@@ -296,7 +296,11 @@ def _finish(
             for start, places, rest in found.launches
         ),
         tuple(-1 if number is None else place[number] for number in numbers),
-        tuple((at, view) for at, view in enumerate(views) if view is not None and made[numbers[at]] != view),
+        tuple(
+            (at, view)
+            for at, (view, number) in enumerate(zip(views, numbers, strict=True))
+            if view is not None and number is not None and made[number] != view
+        ),
         note,
     )
 

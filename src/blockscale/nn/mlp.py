@@ -16,7 +16,7 @@ from ..autograd.activation import Activation
 from ..autograd.dtensor import check_not_packed
 from ..autograd.mlp import swiglu, swiglu_mlp
 from ..autograd.recipe import Recipe, get_recipe
-from ..errors import ShapeError, message, refuse
+from ..errors import ShapeError, refuse
 from ..formats.checks import check_place, check_sizes, check_text, in_words
 from ..formats.stochastic import rng_state
 from .linear import Linear
@@ -155,12 +155,11 @@ def check_projections(gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn
     hidden, dim = gate.weight.shape
     if up.weight.shape != (hidden, dim) or down.weight.shape != (dim, hidden):
         shapes = [tuple(layer.weight.shape) for layer in (gate, up, down)]
-        raise ShapeError(
-            message(
-                f"gate, up and down have weights {shapes}",
-                rule="they are [H, K], [H, K] and [K, H]",
-                fix="pass the projections of one MLP, in this order",
-            )
+        refuse(
+            f"gate, up and down have weights {shapes}",
+            rule="they are [H, K], [H, K] and [K, H]",
+            fix="pass the projections of one MLP, in this order",
+            error=ShapeError,
         )
     for what, found in (
         ("a bias", {_has_bias(layer) for layer in (gate, up, down)}),

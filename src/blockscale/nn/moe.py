@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..autograd.dtensor import DTensor, refuse_experts
 from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.routing import route
-from ..errors import DtypeError, ShapeError, check_name, message, refuse
+from ..errors import DtypeError, ShapeError, check_name, refuse
 from ..formats.checks import check_flag, check_int, check_number, check_place, check_sizes, check_tensor, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing
@@ -132,11 +132,11 @@ class MoE(torch.nn.Module):
         check_tensor(x, "x", "layers")
         if not x.is_floating_point():
             rule = "layers take floating-point tensors"
-            raise DtypeError(message(f"x is {x.dtype}", rule=rule, fix="convert it, for example with .float()"))
+            refuse(f"x is {x.dtype}", rule, fix="convert it, for example with .float()", error=DtypeError)
         features = self.router.in_features
         if not x.dim() or x.shape[-1] != features:
             rule = f"the last axis of x is the {features} features of a token"
-            raise ShapeError(message(f"x {tuple(x.shape)}", rule=rule, fix=f"pass x with {features} features"))
+            refuse(f"x {tuple(x.shape)}", rule, fix=f"pass x with {features} features", error=ShapeError)
 
     def route(self, tokens: Tensor) -> tuple[Routing, Tensor]:
         """Routing of tokens [T, dim] and their gate weights [T, k]; counts the load while training."""

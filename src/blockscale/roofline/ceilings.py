@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import env
-from ..errors import OptionError, check_name, message
+from ..errors import OptionError, check_name, message, refuse
 from ..formats.spec import check_pair, get_format
 
 Architecture = Literal["ampere", "ada", "hopper", "blackwell"]
@@ -57,7 +57,7 @@ class Ceilings:
         found: float | None = getattr(self, units)
         if found is None:
             rule = f"{self.architecture} has units for {', '.join(self.units)}"
-            raise OptionError(message(f"{units} units of {self.name}", rule=rule, fix="take the rate of one of those"))
+            refuse(f"{units} units of {self.name}", rule, fix="take the rate of one of those")
         return found
 
     @property

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..errors import OptionError, check_name, message
+from ..errors import check_name, refuse
 from ..formats.spec import get_format
 from .ceilings import Ceilings, Units, engine_for
 
@@ -94,7 +94,7 @@ class Use:
         check_name(self.weight_cast, WEIGHT_CASTS, "weight cast")
         if self.microbatches < 1:
             fix = "pass 1 or more"
-            raise OptionError(message(f"microbatches={self.microbatches}", rule="a step has at least one", fix=fix))
+            refuse(f"microbatches={self.microbatches}", rule="a step has at least one", fix=fix)
 
 
 TRAINING, INFERENCE = Use(), Use(training=False)
@@ -151,7 +151,7 @@ def check_formats(formats: Formats) -> None:
     missing = [role for role in ROLES if role not in formats]
     if missing:
         rule = f"every role has a format or None: {', '.join(ROLES)}"
-        raise OptionError(message(f"formats without {missing[0]}", rule=rule, fix="pass Recipe.formats()"))
+        refuse(f"formats without {missing[0]}", rule, fix="pass Recipe.formats()")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Layer:
     def __post_init__(self) -> None:
         if min(self.m, self.k, self.n, self.experts) < 1:
             sizes = f"{self.m} tokens, {self.k} to {self.n} features, {self.experts} experts"
-            raise OptionError(message(sizes, rule="a layer has at least one of each", fix="pass positive sizes"))
+            refuse(sizes, rule="a layer has at least one of each", fix="pass positive sizes")
 
     def cost(self) -> LinearCost:
         """All steps, in the order of a training step."""

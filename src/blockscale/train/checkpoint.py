@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, message, option
+from ..errors import CheckpointError, message, option, refuse
 from .config import RunConfig, to_dict
 from .files import sync_folder, write_synced
 
@@ -137,7 +137,7 @@ def checkpoint_to_resume(folder: Path | None, *, resume: bool) -> Path | None:
     if last is not None and not resume:
         rule = "a new run does not write over another"
         fix = f"pass {option('resume', True)} to resume it, or another folder"
-        raise CheckpointError(message(f"{folder} has {last.name} already", rule=rule, fix=fix))
+        refuse(f"{folder} has {last.name} already", rule, fix, error=CheckpointError)
     for path in folder.glob(f"{_SAVING}*") if folder is not None and resume else ():
         shutil.rmtree(path, ignore_errors=True)
     return last
@@ -156,7 +156,7 @@ def read_about(path: Path) -> dict[str, Any]:
     version = about.get("format") if isinstance(about, dict) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if version != FORMAT:
         rule, fix = f"this version reads format {FORMAT}", "load it with the version that wrote it"
-        raise CheckpointError(message(f"{path} has format {version!r}", rule=rule, fix=fix))
+        refuse(f"{path} has format {version!r}", rule, fix, error=CheckpointError)
     missing = [name for name, kind in _PARTS_OF_ABOUT.items() if not isinstance(about.get(name), kind)]
     if missing:
         raise _damaged(path, f"{ABOUT} without {', '.join(missing)}")
@@ -208,7 +208,7 @@ def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -
         here = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | ours
         each = "; ".join(f"{name} was {before.get(name)}, is {here.get(name)}" for name in differ)
         rule, fix = "a run resumes with the same model, dtype and seed", "pass the earlier values, or another folder"
-        raise CheckpointError(message(f"{path} belongs to another run: {each}", rule=rule, fix=fix))
+        refuse(f"{path} belongs to another run: {each}", rule, fix, error=CheckpointError)
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

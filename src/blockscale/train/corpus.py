@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import DataError, message
+from ..errors import DataError, message, refuse
 
 PYTHONS_OWN = ("stdlib", "python")
 # bytes at the start of a file that decide whether it may be text
@@ -55,7 +55,7 @@ def collect(source: str, held_out: float) -> Corpus:
     if not found:
         rule = "text is a readable, non-empty UTF-8 file without zero bytes"
         fix = "name a folder with text files, a text file, 'stdlib' or 'python'"
-        raise DataError(message(f"no text in {source!r}", rule=rule, fix=fix))
+        refuse(f"no text in {source!r}", rule, fix, error=DataError)
     if not corpus.train or not corpus.held_out:
         # too few files for both parts: each file is cut instead
         corpus.train, corpus.held_out, corpus.split_at = found, found, 1 - held_out
@@ -89,7 +89,7 @@ def contents(corpus: Corpus, part: str) -> Iterator[bytes]:
         text = _text(path)
         if text is None or hashlib.sha256(text).digest() != corpus.marks[path]:
             rule, fix = "a corpus is read twice, with the same contents", "start again when no process writes there"
-            raise DataError(message(f"{path} changed while it was read", rule=rule, fix=fix))
+            refuse(f"{path} changed while it was read", rule, fix, error=DataError)
         if corpus.split_at is None:
             yield text
         else:
@@ -149,7 +149,7 @@ def check_source(source: str) -> None:
     if source not in PYTHONS_OWN and not (path.is_file() or (source.strip() and path.is_dir())):
         rule = "it is stdlib, python, or a file or folder that exists"
         fix = "check the path, or leave it out for Python's standard library"
-        raise DataError(message(f"data source {source!r}", rule=rule, fix=fix))
+        refuse(f"data source {source!r}", rule, fix, error=DataError)
 
 
 def _walk(folder: Path, suffix: str, without: set[Path]) -> Iterator[Path]:

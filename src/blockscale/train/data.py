@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import env
-from ..errors import DataError, message, option
+from ..errors import DataError, message, option, refuse
 from .config import DataConfig
 from .corpus import Corpus, collect, contents, expanded, stamp_of
 from .files import write_synced
@@ -72,18 +72,17 @@ def load(config: DataConfig) -> Symbols:
     symbols = _prepared(config.source, config.tokenizer, config.held_out, config.cache, stamp)
     for part in _PARTS:
         if len(getattr(symbols, part)) <= config.sequence + 1:
-            raise DataError(
-                message(
-                    f"{len(getattr(symbols, part))} symbols to {'train' if part == 'train' else 'validate'} on, "
-                    f"for sequences of {config.sequence}",
-                    rule="both parts of the text have to be longer than one sequence",
-                    fix=f"use more text, or a shorter {option('data.sequence')}",
-                )
+            refuse(
+                f"{len(getattr(symbols, part))} symbols to {'train' if part == 'train' else 'validate'} on, "
+                f"for sequences of {config.sequence}",
+                rule="both parts of the text have to be longer than one sequence",
+                fix=f"use more text, or a shorter {option('data.sequence')}",
+                error=DataError,
             )
     if not symbols.bytes_per_symbol:
         rule = f"a share of {config.held_out} of every file is for validation"
         fix = f"pass a larger {option('data.held_out')}, such as 0.1"
-        raise DataError(message("the validation text has only separators", rule=rule, fix=fix))
+        refuse("the validation text has only separators", rule, fix, error=DataError)
     return symbols
 
 

@@ -21,7 +21,7 @@ from ..autograd import Recipe, attach, get_recipe, refresh_weights_
 from ..autograd.recipe import PRODUCTS
 from ..autograd.weights import shared_weights
 from ..diagnostics.filters import load_filter
-from ..errors import CheckpointError, NonFiniteError, message, option
+from ..errors import CheckpointError, NonFiniteError, option, refuse
 from ..hardware import default_device, gpu_name, named_device
 from ..models.transformer import Block, Transformer, flops_per_token
 from ..nn import advance_, quantize_, set_step_
@@ -240,11 +240,11 @@ class Run:
         if about["data_hash"] != self.symbols.hash:
             what = f"{found} was trained on text {about['data_hash']}, this is {self.symbols.hash}"
             rule, fix = "a run resumes with the same text", "name the same data source and tokenizer, or another folder"
-            raise CheckpointError(message(what, rule=rule, fix=fix))
+            refuse(what, rule, fix, error=CheckpointError)
         if about["step"] > self.config.steps or (about["step"] == self.config.steps and self.saved is None):
             rule = "a run has steps left after the checkpoint it starts from"
             fix = f"pass {option('steps', about['step'] + 1)} or more, or an earlier checkpoint"
-            raise CheckpointError(message(f"{found} for a run of {self.config.steps} steps", rule=rule, fix=fix))
+            refuse(f"{found} for a run of {self.config.steps} steps", rule, fix, error=CheckpointError)
         self.step, self.changed = about["step"], changes(about["config"], to_dict(self.config))
         self.history = [StepRecord(*each) for each in about["history"]]
         self.evaluations = [Evaluation(*each) for each in about["evaluations"]]
