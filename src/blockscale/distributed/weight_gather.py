@@ -130,6 +130,7 @@ class WeightGather:
         self._module = weakref.ref(module)
         self.shared: ShardedCast | None = None
         self.plan: CastPlan | None = None
+        self._recipe: Recipe | None = None
         self.tiles: tuple[int, ...] = ()
         self.maxima: Tensor | None = None
         self.amax: Tensor | None = None
@@ -166,6 +167,8 @@ class WeightGather:
         """The cast of the weight by its layer's present recipe; the same at every gather."""
         module = self._module()
         assert module is not None
+        if self.plan is not None and module.recipe_now is self._recipe:
+            return self.plan
         found = plan_of(module.recipe_now, getattr(module, self.parameter))
         if isinstance(found, str) or (self.plan is not None and found != self.plan):
             refuse(
@@ -173,7 +176,7 @@ class WeightGather:
                 rule="FSDP allocates its buffers at the first gather, so the cast of the weight never changes",
                 fix="set the recipe before gather_low_ and fully_shard, or leave this layer out of gather_low_",
             )
-        self.plan = found
+        self.plan, self._recipe = found, module.recipe_now
         return found
 
     def own_maxima(self, shard: ShardNow) -> list[Tensor]:
