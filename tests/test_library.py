@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import blockscale as bs
 from blockscale import library, rng_state
-from blockscale.casts import fused, permuted
+from blockscale.casts import fused, permuted, transpose
 from blockscale.casts import ops as casts_ops
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 from blockscale.formats.cast_spec import Cast, as_cast
@@ -130,6 +130,12 @@ def recast_both_samples(device):
     for x, row, col, *rest in list(cast_both_samples(device))[:-1]:
         made = library.OPERATORS["quantize_both"](*flat("quantize_both", (x, row, col, *rest)))
         yield *buffers(made[0:3]), *buffers(made[3:6]), other(x), row, col
+
+
+def transpose_samples(device):
+    shapes = ((5, 16), (2, 33, 32), (128, 128), (1, 16))
+    for shape, (length, bits) in itertools.product(shapes, ((9, 8), (17, 4))):
+        yield torch.randint(0, 256, shape, dtype=torch.uint8).to(device), length, bits
 
 
 def dequantize_samples(device):
@@ -247,6 +253,7 @@ SAMPLES = {
     "permute_quantize_columns": permute_columns_samples,
     "quantize_permute": permute_samples,
     "dequantize": dequantize_samples,
+    "transpose_codes": transpose_samples,
     "scaled_mm": gemm_samples,
     "scaled_mm_add_": gemm_add_samples,
     "scaled_grouped_mm": grouped_samples,
@@ -413,6 +420,7 @@ FUNCTIONS = {
     "permute_quantize_columns": permuted.permute_cast_columns,
     "quantize_permute": permuted.cast_permute,
     "dequantize": casts_ops.dequantize,
+    "transpose_codes": transpose.transpose_codes,
     "scaled_mm": gemm_ops.scaled_mm,
     "scaled_grouped_mm": grouped_ops.scaled_grouped_mm,
 }

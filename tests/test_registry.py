@@ -25,7 +25,7 @@ from support.products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
 SRC = Path(__file__).parents[1] / "src"
 ONE_CAST = ("cast", "dequantize", "swiglu", "rmsnorm", "permute", "permute_columns")
 TWO_CASTS = ("cast_both", "swiglu_both", "swiglu_backward_both", "rmsnorm_both", "permute_both")
-MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
+MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "transpose_codes")
 OPERATIONS = (*ONE_CAST, *TWO_CASTS, "gemm", "m_grouped", "k_grouped", *MOVES)
 
 
@@ -550,3 +550,16 @@ def test_a_forced_kernel_is_not_logged(toy, caplog):
     with use_backend(toy="slow"):
         select(toy_request(3))
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("op", ["m_grouped", "k_grouped"])
+def test_a_grouped_upcast_that_is_refused_is_logged(op: str, caplog: pytest.LogCaptureFixture, monkeypatch):
+    """Entries that only defer to others for few rows are not: k-grouped has none."""
+    pytest.importorskip("blockscale.grouped._hopper_upcast", reason="this Triton has no Gluon for Hopper")
+    monkeypatch.setattr(registry, "_logged", set())
+    groups = 5000
+    shape = (groups * 4, 64, 256, groups) if op == "m_grouped" else (64, 64, groups * 4, groups)
+    with caplog.at_level(logging.WARNING, logger="blockscale"):
+        select(request_for(op, ("mxfp8_e4m3", "mxfp8_e4m3"), "sm_90", shape))
+    named = "hopper_upcast takes at most" in caplog.text
+    assert named == (op == "k_grouped")

@@ -24,12 +24,14 @@ from . import _reference as _reference  # registers its kernels
 from . import fused as fused  # defines its operators
 from . import ops
 from . import permuted as permuted
+from . import transpose as transpose
 from .checks import FLOAT_DTYPES, check_group_count, check_offs, check_source, resolve_cast
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _triton as _triton
     from . import _triton_dequantize as _triton_dequantize
     from . import _triton_fused as _triton_fused
+    from . import _triton_transpose as _triton_transpose
 
 
 def quantize(

@@ -18,7 +18,7 @@ from ..formats.decoding import decode_operand, group_values
 from ..formats.elements import encode
 from ..formats.hadamard import rotate, rotate_back
 from ..formats.layout import code_row_bytes, locate, pack_scale, padded_ends, scale_buffer_shape
-from ..formats.packing import pack_fp4
+from ..formats.packing import pack_fp4, unpack_fp4
 from ..formats.scales import fp8_scale, magnitude_bits, mx_scale, nvfp4_block_scale, nvfp4_tensor_scale, supplied_amax
 from ..formats.spec import Format
 from ..formats.stochastic import random_words
@@ -278,3 +278,10 @@ def _take(buffer: Tensor, rows: Tensor) -> Tensor:
     """Gathered rows of codes or scales; one-byte dtypes as uint8, since torch does not index all of them."""
     raw = buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer
     return raw.index_select(0, rows).view(buffer.dtype)
+
+
+@kernel("transpose_codes", "reference", devices=(), priority=-100)
+def transpose_codes(codes: Tensor, out: Tensor, length: int, bits: int) -> None:
+    """exact torch reference, any device"""
+    turned = pack_fp4(unpack_fp4(codes, length).mT) if bits == 4 else codes[..., :length].mT
+    out.copy_(pad(turned, (0, out.shape[-1] - turned.shape[-1])))

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..formats.cast_spec import Cast, CastPlan, flatten_cast
-from ..formats.layout import ceil_div, code_bytes, code_row_bytes, pack_scale
-from ..formats.packing import pack_fp4, unpack_fp4
+from ..formats.layout import ceil_div, pack_scale
 from ..formats.scales import fp8_scale, magnitude_bits, mx_scale
 from ..formats.spec import Format
 from ..formats.tensor import BlockScaled, assemble
 from ..library import OPERATORS
+from .transpose import transpose_codes
 
 
 class Rows(NamedTuple):
@@ -113,11 +113,6 @@ def transpose_square(q: BlockScaled, plan: CastPlan) -> BlockScaled:
     plan: of the column operand: same format and rule, any scale layout.
     """
     spec, (rows, length) = q.spec, q.shape[-2:]
-    codes = q.data.view(torch.uint8)
-    if spec.codes_per_byte == 2:
-        codes = pack_fp4(unpack_fp4(codes, length).mT)
-    else:
-        codes = codes[..., : code_bytes(spec, length)].mT
-    codes = pad(codes, (0, code_row_bytes(spec, rows) - codes.shape[-1])).contiguous()
+    codes = transpose_codes(q.data.view(torch.uint8), length, spec.element.bits)
     scales = pack_scale(spec, q.plain_scale().mT, length, rows, plan.layout)
     return assemble(plan, (codes.view(spec.data_dtype), scales, q.global_scale), q.shape, -2)

@@ -83,6 +83,7 @@ TABLES = {
     "casts fused with RMSNorm": "rmsnorm",
     "casts fused with a permutation": "permute(?!_rows)",
     "permute and combine of tokens": "combine|.*_rows",
+    "codes of a weight": "transpose",
 }
 
 

@@ -14,6 +14,7 @@ from ..casts.checks import check_group_count, check_offs, check_source, resolve_
 from ..casts.fused import check_gate_up, check_grad, check_norm, hidden_like
 from ..casts.ops import cast_request, dequantize_request
 from ..casts.permuted import check_copied_rows, check_permutation, permuted_like
+from ..casts.transpose import transpose_request
 from ..errors import check_name, refuse
 from ..formats.cast_spec import CastSpec
 from ..formats.checks import check_flag, check_kind
@@ -29,7 +30,7 @@ FUSED = (
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both",
     "permute_columns",
 )  # fmt: skip
-MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
+MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "transpose_codes")
 OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED, *MOVES)
 
 
@@ -93,6 +94,8 @@ def explain(
             request = rows_request(op, x, None)
         case ("combine_dots", [Tensor() as x, Tensor() as grad, Tensor() as rows]):
             request = rows_request(op, x, rows, grad)
+        case ("transpose_codes", [Tensor() as codes]):
+            request = transpose_request(codes, codes.shape[-1], 8)
         case _ if op in FUSED and (fused := _fused_request(op, operands, offs)) is not None:
             request = fused
         case _:
@@ -182,6 +185,7 @@ def explain_sizes(
         "combine_rows": [empty(m * groups, k), rows],
         "combine_dots": [empty(m * groups, k), empty(m, k), rows],
         "clear_rows": [empty(m, k)],
+        "transpose_codes": [torch.empty(n, k, dtype=torch.uint8, device="meta")],
     }
     operands: list[Tensor | BlockScaled]
     match op.removesuffix("_both"):

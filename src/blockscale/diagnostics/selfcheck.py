@@ -18,6 +18,7 @@ from ..casts.fused import (
     swiglu_quantize_both,
 )
 from ..casts.permuted import permute_quantize_both, permute_quantize_columns, quantize_permute
+from ..casts.transpose import transpose_codes
 from ..errors import BackendError, OptionError
 from ..formats.spec import get_format
 from ..formats.tensor import BlockScaled
@@ -87,7 +88,7 @@ def _choices(name: str, samples: Samples) -> list[Choice]:
 
 
 def move_choices(samples: Samples) -> list[Choice]:
-    """The backends that permute and combine rows."""
+    """The backends that permute and combine rows and transpose codes."""
     return [_choice(operation, ANY, samples) for operation in MOVES]
 
 
@@ -118,7 +119,7 @@ ANY = "any"
 
 
 def move_checks(samples: Samples) -> list[Check]:
-    """Moves of rows against the reference: bytes, and SQNR of dot products, whose summation order is free."""
+    """Moves of rows and codes against the reference: bytes, and SQNR of dot products, whose summation order is free."""
     experts = samples.indices.abs()[:138].view(46, 3) % 5  # three of five experts for each of 46 tokens: 138 rows
     routing, x, y = sort_by_expert(experts, 5), samples.x[:46], samples.x[:138]
     gate_weights = samples.x[:46, :3].float()
@@ -128,6 +129,7 @@ def move_checks(samples: Samples) -> list[Check]:
         return rows
 
     tokens, rows = routing.permutation
+    codes = x.contiguous().view(torch.uint8)
 
     with use_backend("reference"):
         dots = combine_dots(y, x, rows)
@@ -135,6 +137,7 @@ def move_checks(samples: Samples) -> list[Check]:
         _same_as_reference("permute_rows", ANY, lambda: [permute_rows(x, tokens, rows, gate_weights)]),
         _same_as_reference("combine_rows", ANY, lambda: [combine_rows(y, rows, gate_weights)]),
         _same_as_reference("clear_rows", ANY, lambda: [cleared()]),
+        _same_as_reference("transpose_codes", ANY, lambda: [transpose_codes(codes, codes.shape[1], 8)]),
         _close(f"combine_dots, {ANY}", dots, lambda: combine_dots(y, x, rows), _GATE_DB),
     ]
 

@@ -45,13 +45,12 @@ _entry = functools.partial(
     formats=BF16_EXACT_PAIRS,
     priority=20,
     reject=_reject,
-    defer=_defer,
     forecast=functools.partial(_hopper.forecast, model=UPCAST),
     precompile_key=functools.partial(_hopper.precompile_key, model=UPCAST),
 )
 
 
-@_entry("m_grouped")
+@_entry("m_grouped", defer=_defer)
 @_entry("k_grouped")
 def scaled_grouped_mm(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """exact upcast, then Gluon: warp-specialised grouped bf16 GEMM"""

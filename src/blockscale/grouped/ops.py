@@ -73,6 +73,7 @@ def _launch(
 ) -> None:
     if out.numel() == 0:
         return  # no launch: some kernels would sync with the device only to find no work
+    assert len(b.shape) == 3 or (starts is None and bias is None), "k-grouped products have neither"
     # a k-grouped operand was checked when it was cast
     check_group_ends(offs, a.rows if len(b.shape) == 3 else a.length, starts)
     flags = {"bias": bias is not None, "accumulate": accumulate, "starts": starts is not None}

@@ -1,0 +1,41 @@
+"""Machine code of the transpose of codes, compiled without a GPU: no spills, 16-byte accesses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+
+from aot.compiled import CAN_COMPILE, TILES, Report, compiled_for, report
+from blockscale.casts import _triton_transpose
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
+    pytest.mark.slow,
+]
+
+
+def compiled(arch: int, bits: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> Report:
+    monkeypatch.setitem(TILES, "_transpose_kernel", ("BR", "BL"))
+    codes = torch.empty(512, columns * bits // 8, dtype=torch.uint8)
+    out = torch.empty(columns, 512 * bits // 8, dtype=torch.uint8)
+    with compiled_for(arch) as kernels:
+        _triton_transpose.transpose_codes(codes, out, columns, bits)
+    (found,) = kernels
+    return report(found)
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_machine_code(arch: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled(arch, bits, 1024, monkeypatch)
+    assert found.spilled == 0
+    assert found.registers <= 128
+    assert set(found.loads) == {128}
+    assert set(found.stores) <= {64, 128}, found.stores
+
+
+def test_unaligned_rows_have_narrow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: the result if the compiler did not know that rows start at multiples of 16 bytes."""
+    assert 128 not in compiled(90, 8, 1023, monkeypatch).loads
