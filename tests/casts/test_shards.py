@@ -61,7 +61,7 @@ def cast_in_shards(
     amax = x.abs().amax().float() if plan.spec.family == "nvfp4" else None
     maxima = maxima_of_the_whole(x, plan, shards, exchanged=exchanged)
     made = [
-        cast_rows(x[..., rows.first : rows.end, :], Cast(plan, None, amax), rows, own)
+        cast_rows(x[..., rows.first : rows.end, :], Cast(plan, None, amax), rows, own[..., 0, :], own[..., -1, :])
         for rows, own in zip(shards, maxima, strict=True)
         if rows.size
     ]

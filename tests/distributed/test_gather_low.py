@@ -45,6 +45,15 @@ def test_two_ranks(tmp_path: Path):
         assert results[label] == {"grads": 0.0}, label
     for label in (label for label in results if label.startswith("evaluated")):
         assert results[label] == {"worst": 0.0}, label
+    for label in (label for label in results if label.startswith("one shard")):
+        assert results[label] == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
+    assert results["stepped on one rank"] == {"grads": 0.0}
+    assert results["cached state"] == {"weights": 0.0}
+    assert results["sharded one by one"] == {"worst": 0.0}
+    # refused until a refresh, and right after it
+    assert results["written elsewhere"] == dict.fromkeys(
+        ("state dict", "data", "foreach", "loaded in place"), "written after 0.0"
+    )
     check_checkpoints(results)
     check_refusals(results["refusals"])
     check_reports(results["reports"])
@@ -75,6 +84,12 @@ def check_refusals(found: dict[str, str]) -> None:
     assert "(101, 64) in 2 shards" in found["uneven nvfp4"]
     assert "was written after the ranks exchanged the maxima" in found["written"]
     assert "the recipe of 0.mlp.0.weight has changed" in found["changed recipe"]
+    assert "in torch.bfloat16, and before in torch.float32" in found["changed dtype"]
+    assert "in another model" in found["assigned"]
+    assert "unquantized" in found["unquantized"]
+    assert "into a gathered weight" in found["gathered weight"]
+    assert found["views"] == "[(6144,), (64, 96), (2, 2)]", "views of a gathered weight are views of its values"
+    assert "is not the cast of its present values" in found["checked"]
 
 
 def check_reports(found: dict[str, Any]) -> None:
@@ -89,6 +104,7 @@ def check_reports(found: dict[str, Any]) -> None:
     assert found["late"] == ["it is a DTensor already: call gather_low_ before fully_shard"]
     assert found["twice"] == ["it is gathered as codes already"]
     assert (found["copy"], found["copy gathers"]) == (["Parameter"], 4)
+    assert (found["pickled"], found["pickled y"]) == (["Parameter"], 0.0)
     assert found["alone"] == 0.0, "without FSDP the model computes as before"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import json
 import os
 import shutil
@@ -43,7 +44,7 @@ import blockscale as bs
 from blockscale.distributed import gather_low_
 from blockscale.distributed.tensors import ShardedWeight
 from blockscale.distributed.weight_gather import AmaxExchange
-from blockscale.errors import BlockscaleError
+from blockscale.errors import BlockscaleError, StaleWeightError
 from support.fully_sharded import (
     HIDDEN,
     THOROUGH,
@@ -285,6 +286,109 @@ def evaluated(weight_cast: str) -> dict[str, Any]:
     return {"worst": worst}
 
 
+def attached(hidden: int = HIDDEN) -> tuple[nn.Module, Optimizer]:
+    """A sharded model whose casts a step shares, after one step."""
+    model = build("step", hidden=hidden)
+    gather_low_(model)
+    shard(model)
+    optimizer = sgd(model)
+    bs.attach(optimizer, model)
+    train(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def stepped_on_one_rank() -> dict[str, float]:
+    """An optimizer of something else steps on one rank alone, between forward and backward: ranks still exchange
+    together."""
+    worst = 0.0
+    for weight_cast in ("forward", "step"):
+        wanted, _ = in_one_process(sgd, 3, 1, False)
+        model = build(weight_cast)
+        gather_low_(model)
+        shard(model)
+        optimizer, probe = sgd(model), nn.Linear(4, 4)
+        if weight_cast == "step":
+            bs.attach(optimizer, model)
+        other = sgd(probe)
+        for step, want in enumerate(wanted):
+            y = loss(model, batch(dist.get_rank(), 0, step))
+            if dist.get_rank() == 0:
+                probe(torch.ones(4)).sum().backward()
+                other.step()
+            y.backward()
+            worst = max(worst, difference(gradients(model), want))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"grads": worst}
+
+
+def written_elsewhere() -> dict[str, Any]:
+    """Writes to the shard through other tensors than the parameter."""
+    found: dict[str, Any] = {}
+    writes: dict[str, Callable[[Any], Any]] = {
+        "state dict": lambda param: param.detach().to_local().mul_(3),
+        "data": lambda param: param.data.mul_(3),
+        "foreach": lambda param: torch._foreach_mul_([param.detach()], 3),
+    }
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    model, _ = attached()
+    dcp.save({"model": {name: 3 * value for name, value in model.state_dict().items()}}, checkpoint_id=folder[0])
+    for label in (*writes, "loaded in place"):
+        model, _ = attached()
+        with torch.no_grad():
+            model(batch(0, 0))
+            if label in writes:
+                for param in model.parameters():
+                    writes[label](param)
+            else:
+                dcp.load({"model": model.state_dict()}, checkpoint_id=folder[0])
+            try:
+                model(batch(0, 0))
+                found[label] = "no error"
+            except StaleWeightError as error:
+                found[label] = "written after" if "was written after" in str(error) else str(error)
+            bs.refresh_weights_(model)
+            one = build()
+            one.load_state_dict(whole_state(model))
+            found[label] += f" {float((model(batch(0, 0)) - one(batch(0, 0))).abs().max())}"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return found
+
+
+def cached_state() -> dict[str, float]:
+    """A state dict taken before the first forward follows the weights."""
+    model = build(hidden=101)
+    gather_low_(model)
+    shard(model)
+    state = model.state_dict()
+    optimizer = sgd(model)
+    train(model, 1)
+    optimizer.step()
+    return {"weights": difference({name: each.full_tensor() for name, each in state.items()}, whole_state(model))}
+
+
+def sharded_one_by_one() -> dict[str, float]:
+    """Layers that are sharded and called after others have exchanged."""
+    worst = 0.0
+    for name in ("nvfp4", "fp8_blockwise"):
+        models = [build(name=name, hidden=104) for _ in range(2)]
+        gather_low_(models[1])
+        ys = []
+        for model in models:
+            x = batch(0, 0)
+            for block in model:
+                fully_shard(block)
+                x = block(x)
+            ys.append(x)
+        worst = max(worst, float((ys[0] - ys[1]).abs().max()))
+    return {"worst": worst}
+
+
 def refusals() -> dict[str, str]:
     """Errors, by what causes them."""
     found: dict[str, str] = {}
@@ -318,6 +422,50 @@ def refusals() -> dict[str, str]:
         if isinstance(module, bs.nn.Linear):
             module.recipe_now = bs.get_recipe("mxfp8_128x128")
     attempt("changed recipe", lambda: changed(batch(0, 0)))
+
+    converted = build()
+    gather_low_(converted)
+    shard(converted)
+    converted(batch(0, 0))
+    converted.bfloat16()
+    attempt("changed dtype", lambda: converted(batch(0, 0).bfloat16()))
+
+    models = [build() for _ in range(2)]
+    for model in models:
+        gather_low_(model)
+        shard(model)
+    models[1].load_state_dict(models[0].state_dict(), assign=True)
+    attempt("assigned", lambda: models[1](batch(0, 0)))
+
+    plain = build()
+    gather_low_(plain)
+    shard(plain)
+    plain(batch(0, 0))
+    bs.unquantize_(plain)
+    attempt("unquantized", lambda: plain(batch(0, 0)))
+
+    whole = build()
+    gather_low_(whole)
+    shard(whole)
+    whole[0].unshard()
+    weight = whole[0].mlp[0].weight
+    with torch.no_grad():
+        attempt("gathered weight", lambda: weight.mul_(2))
+        found["views"] = str(
+            [tuple(each.shape) for each in (weight.view(-1), weight.T, weight.as_strided((2, 2), (1, 1)))]
+        )
+
+    os.environ["BLOCKSCALE_CHECK_WEIGHTS"] = "1"
+    try:
+        model, _ = attached()
+        with torch.no_grad():
+            model(batch(0, 0))
+            for param in model.parameters():  # as another library would: by address
+                local = param.to_local()
+                (local.tensor if isinstance(local, ShardedWeight) else local).mul_(3)
+            attempt("checked", lambda: model(batch(0, 0)))
+    finally:
+        del os.environ["BLOCKSCALE_CHECK_WEIGHTS"]
     return found
 
 
@@ -344,6 +492,12 @@ def reports() -> dict[str, Any]:
     copied = copy.deepcopy(twice)
     found["copy"] = sorted({type(param).__name__ for param in copied.parameters()})
     found["copy gathers"] = len(gather_low_(copied).formats)
+    buffer = io.BytesIO()
+    torch.save(twice, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    found["pickled"] = sorted({type(param).__name__ for param in loaded.parameters()})
+    found["pickled y"] = float((loaded(batch(0, 0)) - build()(batch(0, 0))).detach().abs().max())
     found["alone"] = float((twice(batch(0, 0)) - build()(batch(0, 0))).abs().max())
     return found
 
@@ -417,6 +571,13 @@ def cases(ranks: int) -> Iterator[Case]:
         yield f"checkpoints {name}", functools.partial(checkpoints, name, hidden)
     for weight_cast in ("forward", "step"):
         yield f"evaluated {weight_cast}", functools.partial(evaluated, weight_cast)
+    for options in ({}, {"name": "nvfp4"}, {"gated": "experts"}):
+        label = f"one shard {options}"
+        yield label, functools.partial(against_plain_fsdp, mesh_shape=(2, 1), **options)
+    yield "stepped on one rank", stepped_on_one_rank
+    yield "written elsewhere", written_elsewhere
+    yield "cached state", cached_state
+    yield "sharded one by one", sharded_one_by_one
     yield "refusals", refusals
     yield "reports", reports
     for name in ("fp8_blockwise", "mxfp8_128x128", "nvfp4"):

@@ -40,7 +40,7 @@ from .stamps import Stamp, stamp_of, storage_of
 if TYPE_CHECKING:
     from torch.nn import Module
 
-_CHECK = "BLOCKSCALE_CHECK_WEIGHTS"
+CHECK = "BLOCKSCALE_CHECK_WEIGHTS"
 _SHARED: weakref.WeakSet[SharedWeight] = weakref.WeakSet()
 # optimizer -> models whose casts it refreshes; neither is kept alive
 _ATTACHED: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Module]]] = weakref.WeakKeyDictionary()
@@ -93,7 +93,7 @@ class SharedWeight:
             return None
         if not (self.is_valid and self._stamp == stamp and self._recipe == recipe):
             self.refresh(weight, recipe)
-        elif env.flag(_CHECK):
+        elif env.flag(CHECK):
             self._compare(weight)
         return self._pair
 

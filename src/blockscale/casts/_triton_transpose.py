@@ -1,6 +1,7 @@
 """Transposed codes by Triton, sm_80 and newer: tiles of bytes turned in registers and shared memory."""
 
-# pyright: basic, reportCallIssue=false
+# Type checkers do not know Triton: a constexpr stands for its value.
+# pyright: basic, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -68,25 +68,28 @@ def scales_from_amax(amax: Tensor, plan: CastPlan) -> Tensor:
     return fp8_scale(amax, plan.rule)[0]
 
 
-def cast_rows(x: Tensor, cast: Cast, rows: Rows, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def cast_rows(
+    x: Tensor, cast: Cast, rows: Rows, first: Tensor | None, last: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Row operand of these rows as the cast of the whole has it: code bytes [..., size, row bytes], bytes of the plain
     scales [..., tiles touched, bytes of blocks] and NVFP4's tensor scale.
 
-    cast: in plain layout, to square blocks.  amax: of the whole's blocks in the tiles touched, as `block_amax`; only
-    tiles that other ranks have rows of are read, and None is enough without such tiles.
+    cast: in plain layout, to square blocks.  first, last: amax of the whole's blocks [..., blocks] in the first and in
+    the last tile touched, as `block_amax`; read only where other ranks have rows of that tile.
     """
     spec, size = cast.plan.spec, rows.size
     head, tail = rows.edges(spec)
     if not head and not tail:
         return _buffers(x, cast)
-    assert amax is not None, "blocks with rows on other ranks"
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
     if head:
-        parts.append(_cast_edge(x[..., :head, :], cast, amax[..., 0, :]))
+        assert first is not None, "the first tile has rows on other ranks"
+        parts.append(_cast_edge(x[..., :head, :], cast, first))
     if size > head + tail:
         parts.append(_buffers(x[..., head : size - tail, :], cast))
     if tail:
-        parts.append(_cast_edge(x[..., size - tail :, :], cast, amax[..., -1, :]))
+        assert last is not None, "the last tile has rows on other ranks"
+        parts.append(_cast_edge(x[..., size - tail :, :], cast, last))
     codes, scales, factors = zip(*parts, strict=True)
     return torch.cat(codes, dim=-2), torch.cat(scales, dim=-2), factors[0]
 

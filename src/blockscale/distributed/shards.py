@@ -14,13 +14,14 @@ from ..formats.layout import ceil_div
 
 class Place(NamedTuple):
     """Where the shard of a weight [N, K] or [E, N, K] lies.  shape: of the whole.  dim: that is sharded.  rank, ranks:
-    of the group that shards it.  group: its process group."""
+    of the group that shards it.  group: its process group.  device: type of device that it communicates from."""
 
     shape: tuple[int, ...]
     dim: int
     rank: int
     ranks: int
     group: dist.ProcessGroup
+    device: str
 
     @property
     def chunk(self) -> int:
@@ -60,7 +61,14 @@ def place_of(param: DTensor) -> Place:
             fix="call gather_low_ without this layer, or shard it along dimension 0",
             error=ShardingError,
         )
-    return Place(tuple(param.shape), placement.dim, mesh.get_local_rank(dim), mesh.size(dim), mesh.get_group(dim))
+    return Place(
+        tuple(param.shape),
+        placement.dim,
+        mesh.get_local_rank(dim),
+        mesh.size(dim),
+        mesh.get_group(dim),
+        mesh.device_type,
+    )
 
 
 def exchanged_tiles(place: Place, tile: int) -> tuple[int, ...]:
@@ -84,12 +92,15 @@ def edges(rows: Rows, tile: int, *, whole: bool) -> list[Rows]:
     return [each for each in runs if each.size]
 
 
-def order_of_scales(place: Place, tile: int) -> list[int]:
-    """Index of each row tile's scales among those that all ranks send: a rank sends the tiles that it touches."""
+def runs_of_scales(place: Place, tile: int) -> list[slice]:
+    """Runs of row tiles, in order, among the scales that all ranks send: a rank sends the tiles that it touches, and a
+    tile is taken from the first rank that does."""
     spans = [place.span(rank) for rank in range(place.ranks)]
     touched = [range(first // tile, ceil_div(first + size, tile)) for first, size in spans]
-    most, order = max(map(len, touched)), list[int]()
-    for index in range(ceil_div(place.shape[-2], tile)):
-        rank = next(rank for rank, tiles in enumerate(touched) if index in tiles)
-        order.append(rank * most + index - touched[rank].start)
-    return order
+    most, done, runs = max(map(len, touched)), 0, list[slice]()
+    for rank, tiles in enumerate(touched):
+        skipped = max(done - tiles.start, 0)
+        if skipped < len(tiles):
+            runs.append(slice(rank * most + skipped, rank * most + len(tiles)))
+            done = tiles.stop
+    return runs

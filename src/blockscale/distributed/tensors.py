@@ -21,10 +21,11 @@ from torch.utils import _pytree as pytree
 from ..autograd.operands import QuantizedWeight
 from ..casts import dequantize
 from ..casts.shards import scales_from_amax, transpose_square
+from ..errors import refuse
 from ..formats.cast_spec import CastPlan
 from ..formats.layout import code_row_bytes
 from ..formats.tensor import BlockScaled, assemble
-from .shards import Place, order_of_scales
+from .shards import Place, runs_of_scales
 
 if TYPE_CHECKING:
     from .weight_gather import WeightGather
@@ -34,11 +35,19 @@ _aten = torch.ops.aten
 
 class Payload(NamedTuple):
     """What a gather passes from FSDP's first hook to its last.  plan: of the cast, in plain layout.  amax: of all
-    blocks, int32 patterns [.., tiles, blocks], where scales are not gathered."""
+    blocks, int32 patterns [.., tiles, blocks], where scales are not gathered.  parts: bytes of scales and of the tensor
+    scale on a single rank, where FSDP takes one tensor alone."""
 
     place: Place
     plan: CastPlan
     amax: Tensor | None
+    parts: tuple[Tensor, ...] = ()
+
+    def use(self) -> None:
+        """Keep the tensors until the current stream has read them: they may be another stream's."""
+        for each in (self.amax, *self.parts):
+            if each is not None and each.is_cuda:
+                each.record_stream(torch.cuda.current_stream(each.device))
 
 
 # operators of FSDP, optimizers and checkpoints whose result is still the weight's shard
@@ -82,7 +91,12 @@ class ShardedWeight(Tensor):
         return ShardedWeight(inner["tensor"], gather)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.tensor.__reduce_ex__(protocol)
+        plain = Parameter(self.tensor, self.requires_grad) if isinstance(self, Parameter) else self.tensor
+        return plain.__reduce_ex__(protocol)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of the shard: FSDP compares it to see whether it has padded this shard already."""
+        return self.tensor.untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Parameter:
         """A plain parameter: the copy of a model gathers its weights in their own dtype."""
@@ -99,10 +113,15 @@ class ShardedWeight(Tensor):
             gathers.append(weight.how)
             return weight.tensor
 
-        args, kwargs = pytree.tree_map_only(ShardedWeight, plain, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    pytree.tree_map_only(ShardedWeight, lambda each: each.how.note_write(each.tensor), value)
+        args, kwargs = pytree.tree_map_only(ShardedWeight, plain, (args, kwargs))
         result = func(*args, **kwargs)
-        if func not in _STAYS_SHARDED:
-            return result
+        if func not in _STAYS_SHARDED or (func is _aten.view.default and result.dim() == 1):
+            return result  # FSDP keeps the flat shard as a plain tensor
         return pytree.tree_map_only(Tensor, lambda each: ShardedWeight(each, gathers[0]), result)
 
     def fsdp_pre_all_gather(
@@ -114,7 +133,7 @@ class ShardedWeight(Tensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Payload]:
         """FSDP's hook before an all-gather: what this rank contributes."""
-        return self.how.payload(self.tensor, mp_policy.param_dtype or self.dtype)
+        return self.how.payload(self.tensor, mp_policy.param_dtype or self.dtype, module)
 
     def fsdp_post_all_gather(
         self,
@@ -125,14 +144,15 @@ class ShardedWeight(Tensor):
         out: Tensor | None = None,
     ) -> tuple[GatheredWeight, tuple[Tensor, ...]] | None:
         """FSDP's hook after an all-gather: the weight of its buffers, or with `out` its derived tensors again."""
+        metadata.use()
         codes, scales, factor, derived = _whole(all_gather_outputs, metadata)
         if out is None:
             return GatheredWeight(codes, scales, factor, metadata.plan, metadata.place.shape, param_dtype), derived
         weight = out.to_local() if isinstance(out, DTensor) else out
         assert isinstance(weight, GatheredWeight)
-        mine = [weight.codes, weight.scales]
-        for old, new in zip(mine, (codes, scales), strict=True):
-            if any(new is each for each in derived):
+        mine = weight.codes, weight.scales, weight.factor
+        for old, new in zip(mine, (codes, scales, factor), strict=True):
+            if old is not None and new is not None and any(new is each for each in derived):
                 with torch.autograd._unsafe_preserve_version_counter(old):
                     old.copy_(new)
         return None
@@ -199,19 +219,36 @@ class GatheredWeight(QuantizedWeight):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (_aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.view.default):
-            weight = args[0]
+        weight = args[0] if args else None
+        if func in _SAME_WEIGHT and isinstance(weight, GatheredWeight) and _is_whole(func, weight, args[1:]):
             return GatheredWeight(
                 weight.codes, weight.scales, weight.factor, weight.plan, tuple(weight.shape), weight.dtype
+            )
+        if func._schema.is_mutable and isinstance(weight, GatheredWeight):
+            refuse(
+                f"{func._schema.name} into a gathered weight {tuple(weight.shape)}",
+                "a weight that was gathered as codes has no values of its own to write",
+                "write the sharded parameter, outside of the forward",
             )
         args, kwargs = pytree.tree_map_only(GatheredWeight, GatheredWeight.decoded, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
+_SAME_WEIGHT = (_aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.view.default)
+
+
+def _is_whole(func: Any, weight: GatheredWeight, rest: Any) -> bool:
+    """Whether a view is of the weight's own size and strides."""
+    if func in (_aten.alias.default, _aten.detach.default):
+        return True
+    size, *stride = rest
+    return tuple(size) == tuple(weight.shape) and (not stride or tuple(stride[0]) == weight.stride())
+
+
 def _whole(outputs: tuple[Tensor, ...], payload: Payload) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Code bytes [.., N, row bytes], scale bytes and tensor scale of the whole weight, and those among them that are
     not views of FSDP's buffers."""
-    place, plan, amax = payload
+    place, plan, amax, parts = payload
     spec, shape = plan.spec, place.shape
     if place.is_plane:
         assert amax is not None
@@ -222,13 +259,13 @@ def _whole(outputs: tuple[Tensor, ...], payload: Payload) -> tuple[Tensor, Tenso
             codes = pad(codes, (0, wanted - shape[-1]))
             derived.append(codes)
         return codes, derived[0], None, tuple(derived)
-    codes, scales, *factors = outputs
+    codes, scales, *factors = (*outputs, *(each.clone() for each in parts))
     factor = None
     if factors:
         factor = factors[0].view(torch.float32)
         factor = factor if plan.grouped_amax else factor[0]
-    if place.dim == len(shape) - 2 and place.chunk % spec.block[0]:
-        order = order_of_scales(place, spec.block[0])
-        scales = scales[torch.tensor(order, device=scales.device)]
+    if place.dim == len(shape) - 2 and place.chunk % spec.block[0] and place.ranks > 1:
+        scales = torch.cat([scales[run] for run in runs_of_scales(place, spec.block[0])])
         return codes, scales, factor, (scales,)
-    return codes, scales, factor, ()
+    derived = (scales,) if factor is None else (scales, factor)
+    return codes, scales, factor, derived if parts else ()

@@ -17,9 +17,10 @@ from torch.nn import Module
 from torch.nn.functional import pad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from .. import env
 from ..autograd.operands import Casts
 from ..autograd.recipe import Recipe
-from ..autograd.weights import SharedWeight
+from ..autograd.weights import CHECK, SharedWeight
 from ..casts.shards import block_amax, cast_rows
 from ..errors import ShardingError, StaleWeightError, refuse
 from ..formats.cast_spec import Cast, CastPlan
@@ -35,8 +36,9 @@ _EXCHANGES: weakref.WeakSet[AmaxExchange] = weakref.WeakSet()
 class AmaxExchange:
     """Maxima of blocks that straddle shards, for all weights of a model in one MAX all-reduce per process group.
 
-    It runs at the first gather after a step of any optimizer or the start of the model's forward. Every rank takes the
-    same decision, since it depends on calls alone, never on values or version counters.  count: of all-reduces.
+    It runs at the first gather after a step of an optimizer that holds one of the weights, after a refresh, and after
+    the start of the model's forward, unless a step shares all casts. Every rank takes the same decision, since it
+    depends on calls alone, never on values or version counters.  count: of all-reduces.
     """
 
     def __init__(self, model: Module, gathers: Sequence[WeightGather]) -> None:
@@ -46,21 +48,23 @@ class AmaxExchange:
         self.is_stale = True
         self.count = 0
         self._model = weakref.ref(model)
-        self._before_forward: Any = torch.compiler.disable(self._mark_stale)
+        self._before_forward = _BeforeForward(self)
         self._hook = model.register_forward_pre_hook(self._before_forward)
         self._is_first = False
         _EXCHANGES.add(self)
 
-    def _mark_stale(self, model: Module, args: Any) -> None:
-        if not all(gather.is_shared for gather in self.gathers):
+    def before_forward(self, model: Module) -> None:
+        """A forward begins: maxima are stale, unless a step shares all casts. Copies of the model have the hook."""
+        if model is self._model() and not all(gather.is_open for gather in self.gathers):
             self.is_stale = True
 
-    def after_step(self) -> None:
-        """A step of an optimizer: casts and maxima are stale."""
-        self.is_stale = True
+    def after_step(self, params: set[int]) -> None:
+        """A step of an optimizer that holds these parameters, by id: casts and maxima of those among them are stale."""
         for gather in self.gathers:
-            if gather.shared is not None:
-                gather.shared.invalidate()
+            if id(gather.parameter_now()) in params:
+                self.is_stale = True
+                if gather.shared is not None:
+                    gather.shared.invalidate()
 
     def refresh(self) -> None:
         """Exchange maxima if they are stale. Called by every gather."""
@@ -68,8 +72,8 @@ class AmaxExchange:
             # FSDP's own hook, which gathers the root's weights, was put before this one
             self._hook.remove()
             model = self._model()
-            assert model is not None
-            self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
+            if model is not None:  # `gather_low_` may have been given a container that is gone
+                self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
             self._is_first = True
         if self.is_stale:
             self.run()
@@ -87,7 +91,8 @@ class AmaxExchange:
             if slots:
                 groups.setdefault(found.place.group, []).append((gather, slots))
         for group, found in groups.items():
-            flat = torch.cat([slot.flatten() for _, slots in found for slot in slots])
+            # shards that are offloaded to the CPU communicate from the GPU
+            flat = torch.cat([slot.flatten().to(found[0][0].device) for _, slots in found for slot in slots])
             dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
             self.count += 1
             parts = iter(flat.split([slot.numel() for _, slots in found for slot in slots]))
@@ -107,7 +112,7 @@ Stamp = tuple[int, ...]
 
 
 class ShardNow(NamedTuple):
-    """The shard of a weight.  place: in the whole.  tensor: in high precision.  stamp: its versions and its address."""
+    """The shard of a weight.  place: in the whole.  tensor: in high precision.  stamp: its writes and its address."""
 
     place: Place
     tensor: Tensor
@@ -124,6 +129,7 @@ class WeightGather:
     """
 
     exchange: AmaxExchange
+    device = "cpu"
 
     def __init__(self, name: str, module: RecipeModule, parameter: str) -> None:
         self.name, self.parameter = name, parameter
@@ -135,6 +141,8 @@ class WeightGather:
         self.maxima: Tensor | None = None
         self.amax: Tensor | None = None
         self.stamp: Stamp = ()
+        self._dtype: torch.dtype | None = None
+        self._writes = self._address = 0
         self.cached: tuple[Stamp, tuple[Tensor, ...]] | None = None
 
     def use(self, exchange: AmaxExchange) -> None:
@@ -144,29 +152,51 @@ class WeightGather:
         if module is not None and module.recipe.weight_cast == "step":
             self.shared = module.shared_weight = ShardedCast(exchange)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> WeightGather:
+        """Itself: compilers copy what they guard on."""
+        return self
+
+    def parameter_now(self) -> Tensor | None:
+        """The parameter that is registered now: the shard's or, while it is gathered, the whole."""
+        module = self._module()
+        return None if module is None else module._parameters.get(self.parameter)
+
+    def note_write(self, tensor: Tensor) -> None:
+        """A tensor is written in place: count it if it is this shard or a view of it."""
+        self._writes += tensor.untyped_storage().data_ptr() == self._address
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step shares its cast."""
+        return self.shared is not None and self.shared.is_open
+
     @property
     def is_shared(self) -> bool:
         """Whether later gathers of this step take this step's cast."""
-        return self.shared is not None and self.shared.is_open and self.shared.is_valid
+        return self.shared is not None and self.is_open and self.shared.is_valid
 
     def sharded(self) -> ShardNow | None:
         """The weight's shard as it is now; None while it is whole, or if FSDP does not shard it."""
-        module = self._module()
-        param = None if module is None else module._parameters.get(self.parameter)
+        param = self.parameter_now()
         if not isinstance(param, DTensor):
             return None
         with torch.inference_mode(False), torch.no_grad():
             local = param.to_local()
         if not isinstance(local, ShardedWeight):
             return None
-        # writes below autograd bump the version of the outermost tensor alone
-        versions = [0 if each.is_inference() else each._version for each in (param, local)]
-        return ShardNow(place_of(param), local.tensor, (*versions, local.tensor.data_ptr()))
+        # writes reach the tensor below autograd, where no version counter moves
+        self._address = local.tensor.untyped_storage().data_ptr()
+        return ShardNow(place_of(param), local.tensor, (self._writes, self._address))
 
     def cast_plan(self) -> CastPlan:
         """The cast of the weight by its layer's present recipe; the same at every gather."""
         module = self._module()
-        assert module is not None
+        if not isinstance(module, RecipeModule):
+            refuse(
+                f"{self.name} after its layer was unquantized",
+                "gather_low_ prepares the weights of quantized layers",
+                "call unquantize_ before gather_low_",
+            )
         if self.plan is not None and module.recipe_now is self._recipe:
             return self.plan
         found = plan_of(module.recipe_now, getattr(module, self.parameter))
@@ -183,6 +213,7 @@ class WeightGather:
         """This rank's part of what is exchanged; the same shapes on every rank."""
         plan = self.plan or self.cast_plan()
         (place, local, self.stamp), spec = shard, plan.spec
+        self.device = place.device
         slots: list[Tensor] = []
         self.tiles = exchanged_tiles(place, spec.block[0])
         if self.tiles:
@@ -193,8 +224,8 @@ class WeightGather:
             if mine.numel() and rows.size:
                 for part in edges(rows, spec.block[0], whole=place.is_plane):
                     found = block_amax(local[..., part.first - rows.first : part.end - rows.first, :], spec, part)
-                    at = [self.tiles.index(tile) for tile in part.tiles(spec)]
-                    mine[..., at, :] = found
+                    at = self.tiles.index(part.tiles(spec).start)
+                    mine[..., at : at + len(part.tiles(spec)), :] = found
             slots.append(slot)
         if spec.family == "nvfp4" and not plan.grouped_amax:
             slots.append(_tensor_amax(local))
@@ -205,11 +236,31 @@ class WeightGather:
         self.maxima = slots.pop(0) if self.tiles else None
         self.amax = slots.pop(0) if slots else None
 
-    def payload(self, local: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Payload]:
-        """Code bytes of this rank's shard, with scales and tensor scale where FSDP takes several tensors."""
+    def payload(
+        self, local: Tensor, dtype: torch.dtype, module: Module | None = None
+    ) -> tuple[tuple[Tensor, ...], Payload]:
+        """Code bytes of this rank's shard, with scales and tensor scale where FSDP takes several tensors.
+
+        dtype: that the weight is rounded to before its cast.  module: of the weight that FSDP gathers.
+        """
+        if module is not self._module():
+            refuse(
+                f"a weight of a {type(module).__name__} that is the tensor of {self.name} in another model",
+                "a gathered weight belongs to the model that gather_low_ was given",
+                "load state dicts of such models with assign=False",
+            )
+        if self._dtype not in (None, dtype):
+            refuse(
+                f"{self.name} in {dtype}, and before in {self._dtype}",
+                "FSDP allocates its buffers at the first gather, so the dtype never changes",
+                "convert the model before its first forward",
+            )
+        self._dtype = dtype
         found = self.sharded()
         assert found is not None, "FSDP gathers sharded parameters"
         place, plan = found.place, self.cast_plan()
+        if not self.stamp:  # sharded after the last exchange
+            self.exchange.is_stale = True
         self.exchange.refresh()
         amax = None if self.maxima is None else _rounded(self.maxima, dtype)
         if place.is_plane and plan.spec.family == "nvfp4":
@@ -222,12 +273,29 @@ class WeightGather:
             )
         self._check_unchanged(found.stamp)
         if self.is_shared and self.cached is not None and self.cached[0] == found.stamp:
-            return self.cached[1], Payload(place, plan, amax)
-        parts = self._cast(local.to(dtype), place, plan, amax)
-        if self.shared is not None and self.shared.is_open:
-            self.shared.is_valid, self.cached = True, (found.stamp, parts)
-            self.shared.casts += 1
+            parts = self.cached[1]
+            if env.flag(CHECK):
+                self._compare(parts, local.to(dtype), place, plan)
+        else:
+            parts = self._cast(local.to(dtype), place, plan)
+            if self.shared is not None and self.is_open:
+                self.shared.is_valid, self.cached = True, (found.stamp, parts)
+                self.shared.casts += 1
+        if place.ranks == 1:
+            return parts[:1], Payload(place, plan, amax, parts[1:])
         return parts, Payload(place, plan, amax)
+
+    def _compare(self, parts: tuple[Tensor, ...], local: Tensor, place: Place, plan: CastPlan) -> None:
+        """Raise unless a shared cast is that of the present values; all ranks exchange maxima again."""
+        self.exchange.run()
+        for old, new in zip(parts, self._cast(local, place, plan), strict=True):
+            if not torch.equal(old, new):
+                refuse(
+                    f"the shared cast of {self.name} is not the cast of its present values",
+                    "a write to weight.data outside of an attached optimizer needs a refresh after it",
+                    "call blockscale.refresh_weights_(model) after the write, on every rank",
+                    StaleWeightError,
+                )
 
     def _check_unchanged(self, stamp: Stamp) -> None:
         """Raise if the shard was written after its maxima were exchanged, in a way that version counters show."""
@@ -242,24 +310,33 @@ class WeightGather:
             error=StaleWeightError,
         )
 
-    def _cast(self, local: Tensor, place: Place, plan: CastPlan, amax: Tensor | None) -> tuple[Tensor, ...]:
+    def _cast(self, local: Tensor, place: Place, plan: CastPlan) -> tuple[Tensor, ...]:
+        """Code bytes, and where FSDP takes them bytes of scales and of the tensor scale."""
         spec, rows = plan.spec, place.rows()
         tensor_amax = None if self.amax is None else _rounded(self.amax, local.dtype).view(torch.float32)[0]
-        touched = None
-        if amax is not None and rows.size:
-            first, size = place.span(place.rank)
-            mine = amax[first : first + size] if place.dim == 0 and len(place.shape) == 3 else amax
-            known = {tile: at for at, tile in enumerate(self.tiles)}
-            touched = mine[..., [known.get(tile, 0) for tile in rows.tiles(spec)], :]
-        codes, scales, factor = cast_rows(local, Cast(plan, None, tensor_amax), rows, touched)
+        first, last = (self._maxima_of(tile, place, local.dtype) for tile in _ends(rows.tiles(spec)))
+        codes, scales, factor = cast_rows(local, Cast(plan, None, tensor_amax), rows, first, last)
         if place.is_plane:
             codes = codes[..., : place.shape[-1]]
-            lacking = [place.chunk - codes.shape[0]] if place.dim == 0 else [0]
-            return (pad(codes, (0, 0) * (codes.dim() - 1) + (0, *lacking)).contiguous(),)
+            lacking = place.chunk - codes.shape[0] if place.dim == 0 else 0
+            return (pad(codes, (0, 0) * (codes.dim() - 1) + (0, lacking)).contiguous(),)
         if place.dim == len(place.shape) - 2:
             most = max(len(place.rows(rank).tiles(spec)) for rank in range(place.ranks))
             scales = pad(scales, (0, 0, 0, most - scales.shape[0]))
         return codes, scales, *(() if factor is None else (factor.view(-1).view(torch.uint8),))
+
+    def _maxima_of(self, tile: int, place: Place, dtype: torch.dtype) -> Tensor | None:
+        """Exchanged maxima of a row tile of this rank's matrices; None if the tile's are not exchanged."""
+        if self.maxima is None or tile not in self.tiles:
+            return None
+        first, size = place.span(place.rank)
+        mine = self.maxima[first : first + size] if place.dim == 0 and len(place.shape) == 3 else self.maxima
+        return _rounded(mine[..., self.tiles.index(tile), :], dtype)
+
+
+def _ends(tiles: range) -> tuple[int, int]:
+    """The first and the last tile; -1 for none."""
+    return (tiles[0], tiles[-1]) if tiles else (-1, -1)
 
 
 def _rounded(bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -281,7 +358,12 @@ class ShardedCast(SharedWeight):
 
     def refresh(self, weight: Tensor, recipe: Recipe) -> None:
         self._weight = weight
-        self.is_open, self.is_valid, self._exchange.is_stale = True, False, True
+        self.is_open = True
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        self._exchange.is_stale = True
 
 
 def plan_of(recipe: Recipe, weight: Tensor) -> CastPlan | str:
@@ -300,10 +382,31 @@ def plan_of(recipe: Recipe, weight: Tensor) -> CastPlan | str:
     return plain
 
 
+@torch.compiler.disable
+def _start_forward(exchange: AmaxExchange, model: Module) -> None:
+    exchange.before_forward(model)
+
+
+class _BeforeForward:
+    """Forward hook of a model, which pickles and copies as a hook that does nothing."""
+
+    def __init__(self, exchange: AmaxExchange | None = None) -> None:
+        self._exchange = exchange
+
+    def __call__(self, model: Module, args: Any) -> None:
+        if self._exchange is not None:
+            _start_forward(self._exchange, model)
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return _BeforeForward, ()
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Step hook of every optimizer."""
-    for exchange in _EXCHANGES:
-        exchange.after_step()
+    if _EXCHANGES:
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for exchange in _EXCHANGES:
+            exchange.after_step(params)
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -76,7 +76,11 @@ class RecipeModule(torch.nn.Module):
         refuse_experts(where, parameter)
 
     def _share(self, shares: bool) -> None:
-        self.shared_weight = SharedWeight() if shares else None
+        before: SharedWeight | None = getattr(self, "shared_weight", None)
+        if shares and before is not None and before.takes_shards:
+            before.invalidate()
+        else:
+            self.shared_weight = SharedWeight() if shares else None
 
     def _shared(self) -> Iterator[SharedWeight]:
         if self.shared_weight is not None:
