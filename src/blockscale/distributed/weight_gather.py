@@ -395,7 +395,7 @@ class _BeforeForward:
 
     def __call__(self, model: Module, args: Any) -> None:
         if self._exchange is not None:
-            _start_forward(self._exchange, model)
+            _start_forward(self._exchange, model)  # pyright: ignore[reportCallIssue]
 
     def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
         return _BeforeForward, ()
