@@ -106,7 +106,7 @@ def test_recipes_page_has_the_roles_of_every_recipe() -> None:
     from blockscale.formats.stochastic import ROLES
 
     rows = [["recipe", *(role.replace("_", " ") for role in ROLES)], ["---"] * 7]
-    rows += [[f"`{key}`", *(str(each.operand(role) or "high") for role in ROLES)] for key, each in RECIPES.items()]
+    rows += [[f"`{key}`", *(str(each.operand(role) or "-") for role in ROLES)] for key, each in RECIPES.items()]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     page = (ROOT / "docs" / "recipes.md").read_text()
     assert table in page, f"the table is now\n{table}"

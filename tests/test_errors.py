@@ -13,7 +13,6 @@ from torch import Tensor
 import blockscale as bs
 from blockscale import errors
 from blockscale.errors import (
-    AssemblyError,
     AxisError,
     BackendError,
     BlockscaleError,
@@ -23,6 +22,7 @@ from blockscale.errors import (
     MissingPackageError,
     OptionError,
     PairError,
+    PtxasError,
     ShapeError,
     StaleWeightError,
     UnknownNameError,
@@ -465,7 +465,7 @@ def test_every_error_is_a_value_error_or_a_not_implemented_error():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BlockscaleError)]
     kinds.remove(BlockscaleError)
     assert len(kinds) == 21
-    missing = {PairError, BackendError, AssemblyError, MissingPackageError, VersionError, errors.TransformError}
+    missing = {PairError, BackendError, PtxasError, MissingPackageError, VersionError, errors.TransformError}
     assert {kind for kind in kinds if issubclass(kind, NotImplementedError)} == missing
     assert {kind for kind in kinds if issubclass(kind, ValueError)} == set(kinds) - missing
     assert all(kind.__doc__ for kind in kinds)

@@ -138,7 +138,7 @@ class BackendError(BlockscaleError, NotImplementedError):
     """No kernel in the registry can serve this request."""
 
 
-class AssemblyError(BackendError):
+class PtxasError(BackendError):
     """A kernel that ptxas failed to assemble."""
 
 

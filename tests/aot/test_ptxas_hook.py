@@ -19,7 +19,7 @@ from triton import knobs
 
 from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for
 from blockscale import quantize
-from blockscale.errors import AssemblyError
+from blockscale.errors import PtxasError
 from blockscale.gemm import _ptxas, _ptxas_hook, heuristics
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
@@ -221,5 +221,5 @@ def test_a_failing_ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
         assert [record.getMessage().count("no room left") for record in caplog.records] == [1], "logged once"
         assert "no room left" in str(_ptxas.choice())
         monkeypatch.setenv(_ptxas.SETTING, bad)
-        with pytest.raises(AssemblyError, match=r"status 7 .*no room left.* Fix: set BLOCKSCALE_PTXAS=default"):
+        with pytest.raises(PtxasError, match=r"status 7 .*no room left.* Fix: set BLOCKSCALE_PTXAS=default"):
             product()

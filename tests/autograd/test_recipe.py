@@ -63,9 +63,7 @@ def test_scale_rules_of_four_bit_recipes():
 
 
 def test_recipes_read_well():
-    assert str(get_recipe("bf16")) == (
-        "bf16: fprop in high precision; dgrad in high precision; wgrad in high precision"
-    )
+    assert str(get_recipe("bf16")) == ("bf16: fprop unquantized; dgrad unquantized; wgrad unquantized")
     assert str(get_recipe("mxfp4").wgrad) == "mxfp4 rceil hadamard stochastic @ mxfp4 even hadamard"
 
 

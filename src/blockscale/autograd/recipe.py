@@ -191,7 +191,7 @@ class Recipe:
         return self.replace(name=self.name, saves="source", weight_cast=weight_cast)
 
     def __str__(self) -> str:
-        products = (f"{name} {getattr(self, name) or 'in high precision'}" for name in PRODUCTS)
+        products = (f"{name} {getattr(self, name) or 'unquantized'}" for name in PRODUCTS)
         return f"{self.name}: {'; '.join(products)}{f'; from step {self.since} on' if self.since else ''}"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
-from ..errors import AssemblyError, refuse
+from ..errors import PtxasError, refuse
 from ..registry import log
 from . import _ptxas
 from ._ptxas import SETTING, Ptxas
@@ -63,7 +63,7 @@ def launch(run: Callable[..., Any]) -> Any:
     try:
         with _hooked:
             return run(**selected)
-    except AssemblyError as error:
+    except PtxasError as error:
         if env.get(SETTING):
             raise
         log.warning("the Hopper GEMM falls back to Triton's default ptxas: %s", error)
@@ -148,7 +148,7 @@ def _flags(ptxas: Ptxas, options: Any) -> list[str]:
 
 
 def assemble(ptxas: Ptxas, ptx: str, flags: list[str], arch: str) -> bytes:
-    """Cubin for `arch`; raises AssemblyError with the messages of ptxas."""
+    """Cubin for `arch`; raises PtxasError with the messages of ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
@@ -163,4 +163,4 @@ def assemble(ptxas: Ptxas, ptx: str, flags: list[str], arch: str) -> bytes:
             return binary.read_bytes()
     rule = f"ptxas accepts the PTX that Triton emits for {arch}"
     what = f"{ptxas} failed with status {status} on the Hopper GEMM: {said.strip()[-2000:]}"
-    refuse(what, rule, fix=f"set {SETTING}=default, and report the text above", error=AssemblyError)
+    refuse(what, rule, fix=f"set {SETTING}=default, and report the text above", error=PtxasError)
