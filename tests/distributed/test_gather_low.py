@@ -52,7 +52,7 @@ def test_two_ranks(tmp_path: Path):
     assert results["sharded one by one"] == {"worst": 0.0}
     # refused until a refresh, and right after it
     assert results["written elsewhere"] == dict.fromkeys(
-        ("state dict", "data", "foreach", "loaded in place"), "written after 0.0"
+        ("state dict", "data", "foreach", "out=", "loaded in place"), "written after 0.0"
     )
     check_checkpoints(results)
     check_refusals(results["refusals"])

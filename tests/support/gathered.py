@@ -331,6 +331,7 @@ def written_elsewhere() -> dict[str, Any]:
         "state dict": lambda param: param.detach().to_local().mul_(3),
         "data": lambda param: param.data.mul_(3),
         "foreach": lambda param: torch._foreach_mul_([param.detach()], 3),
+        "out=": lambda param: torch.mul(param.to_local(), 3, out=param.detach().to_local()),
     }
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)

@@ -115,9 +115,10 @@ class ShardedWeight(Tensor):
 
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
+            for at, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    pytree.tree_map_only(ShardedWeight, lambda each: each.how.note_write(each.tensor), value)
+                    written = args[at] if at < len(args) else kwargs.get(argument.name)
+                    pytree.tree_map_only(ShardedWeight, lambda each: each.how.note_write(each.tensor), written)
         args, kwargs = pytree.tree_map_only(ShardedWeight, plain, (args, kwargs))
         result = func(*args, **kwargs)
         if func not in _STAYS_SHARDED or (func is _aten.view.default and result.dim() == 1):
