@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 import blockscale as bs
 from blockscale import registry
 from blockscale.bench.harness import count_wrong
+from blockscale.casts.transpose import transpose_codes
 from blockscale.diagnostics.quality import sqnr_db
 from blockscale.formats import FORMATS
 from blockscale.gemm import exact_mm
@@ -137,6 +138,9 @@ def moves() -> Iterator[tuple[str, str, Call]]:
         row_moves.clear_rows(found, bs.sort_by_expert(i.experts, 9).offs // 2)
         return found
 
+    def transposed(i: Inputs) -> Tensor:
+        return transpose_codes(i.x.contiguous().view(torch.uint8), 2 * i.x.shape[1], 8)
+
     def weights(i: Inputs) -> Tensor:
         return i.x[: ROWS // 4, :4].float()
 
@@ -145,6 +149,7 @@ def moves() -> Iterator[tuple[str, str, Call]]:
         yield operation, "weighted", lambda i, call=call: call(i, weights(i))
     yield "combine_dots", "", dots
     yield "clear_rows", "", cleared
+    yield "transpose_codes", "", lambda i: [transposed(i)]
 
 
 # (kernel, formats of A and B, M, N, K): every kind of tile of Hopper's GEMMs, split tiles included, with M, N, K tails

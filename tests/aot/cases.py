@@ -32,6 +32,7 @@ from blockscale import (
     swiglu_quantize_both,
     use_backend,
 )
+from blockscale.casts.transpose import transpose_codes
 from blockscale.formats import FORMATS
 
 ARCHES = (80, 89, 90, 100, 120)  # Triton asks for the `a` variant from sm_90 on by itself
@@ -275,6 +276,12 @@ def decode(name: str, axis: int) -> Callable[[], object]:
     return lambda: dequantize(q)
 
 
+def transposed(bits: int) -> Callable[[], object]:
+    """Transpose of 2048 x 1024 codes."""
+    codes = torch.empty(2048, 1024 * bits // 8, dtype=torch.uint8)
+    return lambda: transpose_codes(codes, 1024, bits)
+
+
 def swiglu(name: str, *, backward: bool = False, hidden: int = 4096, groups: int = 0) -> Callable[[], object]:
     """SwiGLU or its backward, to both operands; the backward also casts the column operand of SwiGLU's output."""
     offs = torch.arange(1, groups + 1, dtype=torch.int32) * 100 if groups else None
@@ -383,5 +390,6 @@ CASES = (
     Case("permute columns fp8_1x128", spread("fp8_1x128", columns=True), Budget(120, 17.5, E4M3), (90,)),
     Case("decode fp8_1x128", decode("fp8_1x128", -1), Budget(64, 12, FROM_E4M3, wide=False), (90,)),
     Case("decode mxfp8_e4m3 col", decode("mxfp8_e4m3", -2), Budget(72, 12, FROM_E4M3, wide=False), ARCHES),
+    Case("transpose codes", transposed(8), Budget(64, 8), (90,)),
     Case("decode nvfp4", decode("nvfp4", -1), Budget(64, 14, wide=False), (90,)),
 )

@@ -152,6 +152,7 @@ TILES: dict[str, tuple[str, ...]] = {
     "_rstd_kernel": ("R", "N"),
     "gather_kernel": ("R", "W"),
     "_dequantize_kernel": ("BR", "BL"),
+    "_transpose_kernel": ("BR", "BL"),
 }
 _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
