@@ -38,7 +38,7 @@ class AmaxExchange:
 
     It runs at the first gather after a step of an optimizer that holds one of the weights, after a refresh, and after
     the start of the model's forward, unless a step shares all casts. Every rank takes the same decision, since it
-    depends on calls alone, never on values or version counters.  count: of all-reduces.
+    depends on calls alone, never on values or counted writes.  count: of all-reduces.
     """
 
     def __init__(self, model: Module, gathers: Sequence[WeightGather]) -> None:
@@ -298,7 +298,7 @@ class WeightGather:
                 )
 
     def _check_unchanged(self, stamp: Stamp) -> None:
-        """Raise if the shard was written after its maxima were exchanged, in a way that version counters show."""
+        """Raise if a counted write reached the shard after its maxima were exchanged."""
         if (self.maxima is None and self.amax is None) or stamp == self.stamp:
             return
         refuse(
