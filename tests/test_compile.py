@@ -12,8 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import blockscale as bs
 from blockscale import CastSpec, Stochastic, rng_state
 from blockscale.formats import FORMATS
-from blockscale.hardware import has_cpp_compiler
-from support.helpers import first_of
+from support.helpers import first_of, has_cpp_compiler
 from support.products import ONE_D, assert_same_bits, gaussian, offsets, partner
 
 K, N = 96, 40

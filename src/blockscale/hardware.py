@@ -10,9 +10,9 @@ import contextlib
 import ctypes
 import os
 import platform
-import shutil
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,14 +31,34 @@ class Capability:
 
 
 CPU = Capability("cpu")
+# SMs of an H200, and of every H100 SXM
+DEFAULT_SM_COUNT = 132
+_META = torch.device("meta")
 
 
-_KNOWN: dict[torch.device, Capability] = {}
+class _Facts(NamedTuple):
+    """Facts that kernels are selected and planned by, read once for each device."""
+
+    capability: Capability
+    sm_count: int = DEFAULT_SM_COUNT
+    name: str = ""
 
 
-def _cuda_capability(index: int) -> Capability:
-    major, minor = torch.cuda.get_device_capability(index)
-    return Capability("cuda", 10 * major + minor)
+_KNOWN: dict[torch.device, _Facts] = {}
+
+
+def _facts(device: torch.device) -> _Facts:
+    known = _KNOWN.get(device)
+    if known is not None:
+        return known
+    if device.type != "cuda":
+        return _KNOWN.setdefault(device, _Facts(CPU if device.type == "cpu" else Capability(device.type)))
+    # torch types the index as int, but it is None for "cuda": the current device, which may change
+    if device == torch.device("cuda"):
+        return _facts(torch.device("cuda", torch.cuda.current_device()))
+    found = torch.cuda.get_device_properties(device)
+    sm = Capability("cuda", 10 * found.major + found.minor)
+    return _KNOWN.setdefault(device, _Facts(sm, found.multi_processor_count, found.name))
 
 
 def capability(device: torch.device | str) -> Capability:
@@ -47,23 +67,7 @@ def capability(device: torch.device | str) -> Capability:
     >>> capability("cpu")
     Capability(device='cpu', sm=0)
     """
-    device = torch.device(device) if isinstance(device, str) else device
-    known = _KNOWN.get(device)
-    if known is not None:
-        return known
-    if device.type != "cuda":
-        return _KNOWN.setdefault(device, CPU if device.type == "cpu" else Capability(device.type))
-    # torch types the index as int, but it is None for "cuda": the current device, which may change
-    if device == torch.device("cuda"):
-        return capability(torch.device("cuda", torch.cuda.current_device()))
-    return _KNOWN.setdefault(device, _cuda_capability(device.index))
-
-
-# SMs of an H200, and of every H100 SXM
-DEFAULT_SM_COUNT = 132
-_META = torch.device("meta")
-_COUNTS: dict[torch.device, int] = {}
-_NAMES: dict[torch.device, str] = {}
+    return _facts(torch.device(device) if isinstance(device, str) else device).capability
 
 
 def sm_count(device: torch.device) -> int:
@@ -72,14 +76,7 @@ def sm_count(device: torch.device) -> int:
     >>> sm_count(torch.device("cpu"))
     132
     """
-    known = _COUNTS.get(device)
-    if known is not None:
-        return known
-    if device.type != "cuda":
-        return DEFAULT_SM_COUNT
-    if device == torch.device("cuda"):  # the current device, which may change
-        return sm_count(torch.device("cuda", torch.cuda.current_device()))
-    return _COUNTS.setdefault(device, torch.cuda.get_device_properties(device).multi_processor_count)
+    return _facts(device).sm_count
 
 
 def gpu_name(device: torch.device) -> str:
@@ -88,14 +85,7 @@ def gpu_name(device: torch.device) -> str:
     >>> gpu_name(torch.device("cpu"))
     ''
     """
-    known = _NAMES.get(device)
-    if known is not None:
-        return known
-    if device.type != "cuda":
-        return ""
-    if device == torch.device("cuda"):  # the current device, which may change
-        return gpu_name(torch.device("cuda", torch.cuda.current_device()))
-    return _NAMES.setdefault(device, torch.cuda.get_device_properties(device).name)
+    return _facts(device).name
 
 
 @contextlib.contextmanager
@@ -108,12 +98,12 @@ def compiling_for(where: Capability, count: int = DEFAULT_SM_COUNT, name: str = 
     ...     capability("meta")
     Capability(device='cuda', sm=90)
     """
-    before = _KNOWN.get(_META, Capability("meta")), _COUNTS.get(_META, DEFAULT_SM_COUNT), _NAMES.get(_META, "")
-    _KNOWN[_META], _COUNTS[_META], _NAMES[_META] = where, count, name
+    before = _facts(_META)
+    _KNOWN[_META] = _Facts(where, count, name)
     try:
         yield
     finally:
-        _KNOWN[_META], _COUNTS[_META], _NAMES[_META] = before
+        _KNOWN[_META] = before
 
 
 _NO_CHANGE = contextlib.nullcontext()
@@ -164,11 +154,6 @@ def cuda_driver() -> int | None:
         return version.value // 1000 if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
     except (OSError, AttributeError):
         return None
-
-
-def has_cpp_compiler() -> bool:
-    """Whether torch.compile's inductor can build CPU code here."""
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def _cpu_name() -> str:

@@ -18,7 +18,7 @@ import blockscale as bs
 from blockscale.autograd import get_recipe, linear, swiglu_mlp
 from blockscale.errors import DeviceError, OptionError
 from blockscale.gemm import ACCUMULATOR_DTYPES
-from blockscale.hardware import has_cpp_compiler
+from support.helpers import has_cpp_compiler
 from support.linear_reference import LOW, VARIANTS, Calls, Problem, by_fake_casts, drawn, fake_casts, saved_bytes, sqnr
 from support.products import assert_same_bits, gaussian
 

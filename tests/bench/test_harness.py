@@ -11,7 +11,7 @@ import torch
 from blockscale import dequantize, quantize
 from blockscale.bench import harness, peers, store, timing
 from blockscale.bench.suites import casts
-from blockscale.hardware import has_cpp_compiler
+from support.helpers import has_cpp_compiler
 
 CPU = torch.device("cpu")
 EXTENT = casts.extent(CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -31,6 +32,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def first_of(values: Iterable[Any], kept: Callable[[Any], bool]) -> list[Any]:
     """Parameters of which `make test` runs those that are kept, and `make test-all` the others too."""
     return [value if kept(value) else pytest.param(*_several(value), marks=pytest.mark.sweep) for value in values]
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch.compile's inductor can build CPU code here."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def files_of_a_step() -> list[str]:
-    hardware._KNOWN[CPU], hardware._COUNTS[CPU], hardware._NAMES[CPU] = Capability("cuda", 90), 132, "NVIDIA H200"
+    hardware._KNOWN[CPU] = hardware._Facts(Capability("cuda", 90), 132, "NVIDIA H200")
     JITFunction.run = lambda self, *args, **named: None
     layer = bs.nn.Linear(512, 512, False, "cpu", torch.bfloat16, recipe="fp8_blockwise")
     x = torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
