@@ -20,7 +20,7 @@ from triton import knobs
 from aot.compiled import CAN_COMPILE, OTHER_PTXAS, compiled_for
 from blockscale import quantize
 from blockscale.errors import PtxasError
-from blockscale.gemm import _ptxas, _ptxas_hook, heuristics
+from blockscale.gemm import _ptxas, heuristics
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 pytestmark = [
@@ -34,7 +34,7 @@ X, W = quantize(torch.zeros(128, 256), "fp8_1x128"), quantize(torch.zeros(128, 2
 def forget() -> None:
     """Clear this process's caches of choices and compiled kernels; files stay."""
     _ptxas.resolve.cache_clear()
-    _ptxas_hook._options.cache_clear()
+    _ptxas._options.cache_clear()
     _hopper.scaled_mm_kernel.device_caches.clear()
     _theirs.device_caches.clear()
 
@@ -75,13 +75,13 @@ def fake(path: Path, version: str, rest: str) -> str:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Versions of ptxas that ran instead of Triton's own, in order."""
     versions: list[str] = []
-    real = _ptxas_hook.assemble
+    real = _ptxas.assemble
 
     def assemble(ptxas: _ptxas.Ptxas, *rest: Any) -> bytes:
         versions.append(ptxas.name)
         return real(ptxas, *rest)
 
-    monkeypatch.setattr(_ptxas_hook, "assemble", assemble)
+    monkeypatch.setattr(_ptxas, "assemble", assemble)
     return versions
 
 
@@ -140,7 +140,7 @@ def test_other_kernels_are_unaffected_during_a_launch(monkeypatch: pytest.Monkey
     with compiled_for(90) as kernels:
         theirs()
         forget()
-        with _ptxas_hook._hooked:
+        with _ptxas._hooked:
             theirs()
             product()
         assert knobs.runtime.add_stages_inspection_hook is None
@@ -163,18 +163,18 @@ def test_an_existing_hook_stays(monkeypatch: pytest.MonkeyPatch, used: list[str]
     assert knobs.runtime.add_stages_inspection_hook is hook
     assert 5 in seen
     assert used == ["12.9.86"]
-    with _ptxas_hook._hooked:
+    with _ptxas._hooked:
         assert knobs.runtime.add_stages_inspection_hook() == ("key", "hash")
 
 
 def test_hook_with_launches_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook stays until the last launch ends, and a hook that is set meanwhile stays."""
-    hooked = _ptxas_hook._Hooked()
+    hooked = _ptxas._Hooked()
     with hooked:
         with hooked:
             first = knobs.runtime.add_stages_inspection_hook
         assert knobs.runtime.add_stages_inspection_hook is first is not None
-        later = _ptxas_hook._Hook(first)
+        later = _ptxas._Hook(first)
         knobs.runtime.add_stages_inspection_hook = later
         with hooked:
             assert knobs.runtime.add_stages_inspection_hook.earlier is later
@@ -185,7 +185,7 @@ def test_hook_with_launches_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_the_hook_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own ptxas does not know the marker."""
     monkeypatch.setenv(_ptxas.SETTING, OTHER_PTXAS)
-    monkeypatch.setattr(_ptxas_hook, "_hooked", contextlib.nullcontext())
+    monkeypatch.setattr(_ptxas, "_hooked", contextlib.nullcontext())
     with compiled_for(90):
         with pytest.raises(Exception, match="blockscale-ptxas"):
             product()

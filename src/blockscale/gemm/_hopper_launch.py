@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..formats.layout import round_up
 from ..launch import launch
-from . import _ptxas_hook
+from . import _ptxas
 from ._gluon import TensorDescriptor, gl
 
 LANGUAGE = {
@@ -40,7 +40,7 @@ def start_kernel(
     """
     launch(
         kernel, (ctas,), (*(descriptor(*one) for one in tensors), *pointers), (*numbers, *constants),
-        through=_ptxas_hook.launch, num_warps=4,
+        through=_ptxas.launch, num_warps=4,
         enable_fp_fusion=True,  # the contract promotes by fused multiply-add
     )  # fmt: skip
 
