@@ -19,7 +19,6 @@ from ..formats.spec import partners_of
 from ..formats.tensor import BlockScaled
 from ..gemm.ops import check_accumulator, check_bias, check_contraction, check_operands, check_output
 from . import _reference as _reference  # registers its kernels
-from . import _reference_rows as _reference_rows
 from . import _torch as _torch
 from . import unquantized as unquantized
 from .ops import multiply_grouped
