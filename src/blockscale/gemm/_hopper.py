@@ -92,12 +92,20 @@ def _defer(request: Request) -> str | None:
 )
 def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialized FP8 GEMM, promoted after every 128 of K"""
+    run(a, b, out, bias, accumulate=accumulate, choose=tuned.choose, launch=launch)
+
+
+def run(
+    a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None,
+    *, accumulate: bool, choose: Choose, launch: Callable[..., None],
+) -> None:  # fmt: skip
+    """Choose a plan and launch into `out`, or into a buffer and a second pass if TMA cannot store to `out`."""
     direct = is_tma_writable(out)
-    m, n, k = a.rows, b.rows, a.length
     dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
     fp32_out, accumulates = dtype == torch.float32, accumulate and direct
-    problem = Problem(m, n, k, not b.spec.is_2d, fp32_out, sm_count(out.device), accumulates)
-    plan = tuned.choose(problem, gpu_name(out.device)).plan
+    b_1x128 = b.format == "fp8_1x128"
+    problem = Problem(a.rows, b.rows, a.length, b_1x128, fp32_out, sm_count(out.device), accumulates)
+    plan = choose(problem, gpu_name(out.device)).plan
     if direct:
         return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
     # TMA cannot store there: rows are not multiples of 16 bytes, or the buffer is not aligned

@@ -11,21 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..formats.tensor import BlockScaled
-from ..hardware import sm_count
 from ..registry import kernel
 from . import _hopper
-from ._hopper_launch import (
-    empty_for_tma,
-    is_tma_addressable,
-    is_tma_writable,
-    kernel_dtype,
-    start_kernel,
-    unpadded,
-)
+from ._hopper_launch import is_tma_addressable, start_kernel, unpadded
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .heuristics import SUBTILE_M, Plan, Problem
 from .heuristics_mx import choose
-from .ops import finish, reject_fp8_of_hopper
+from .ops import reject_fp8_of_hopper
 from .tuned import Choice
 
 _ROWWISE, _WEIGHT = ("mxfp8_e4m3", "mxfp8_e5m2"), "mxfp8_e4m3_128x128"
@@ -51,16 +43,7 @@ def _by_model(problem: Problem, gpu: str) -> Choice:
 )
 def scaled_mm_mx(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """Gluon: warp-specialized MXFP8 GEMM, promoted after every 32 of K"""
-    direct = is_tma_writable(out)
-    dtype = kernel_dtype(out, accumulate=accumulate, direct=direct)
-    fp32_out, accumulates = dtype == torch.float32, accumulate and direct
-    plan, _ = choose(Problem(a.rows, b.rows, a.length, False, fp32_out, sm_count(out.device), accumulates))
-    if direct:
-        return launch(a, b, out, bias, accumulate=accumulate, plan=plan)
-    # TMA cannot store there: rows are not multiples of 16 bytes, or the buffer is not aligned
-    product = empty_for_tma(out.shape, dtype, out.device)
-    launch(a, b, product, bias, accumulate=False, plan=plan)
-    finish(product, out, None, accumulate=accumulate)
+    _hopper.run(a, b, out, bias, accumulate=accumulate, choose=_by_model, launch=launch)
 
 
 def launch(a: BlockScaled, b: BlockScaled, out: Tensor, bias: Tensor | None, *, accumulate: bool, plan: Plan) -> None:
