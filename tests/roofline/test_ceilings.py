@@ -1,4 +1,4 @@
-"""Ceilings: every figure has a source, the measured ones are those of the stored results, and files survive."""
+"""Ceilings: every figure has a source, the measured ones are those of the stored results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blockscale.errors import OptionError, UnknownNameError
-from blockscale.roofline import MEASURED, NOMINAL, architecture_of, ceilings, measured, nominal
+from blockscale.roofline import MEASURED, NOMINAL, architecture_of, nominal
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -73,29 +73,3 @@ def test_unknown_machines_are_named() -> None:
 )
 def test_architectures(sm: int, name: str) -> None:
     assert architecture_of(sm) == name
-
-
-def test_own_ceilings_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert measured("h200") == MEASURED["h200"]
-    mine = ceilings.Ceilings("NVIDIA H200", "hopper", 4e12, 7e14, 1.4e15, None, "measured here", measured=True)
-    path = ceilings.file_of("h200")
-    assert path == tmp_path / "blockscale" / "ceilings" / "h200.json"
-    ceilings.store(path, mine)
-    assert measured("h200") == mine
-    assert list(path.parent.iterdir()) == [path], "nothing is left behind"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no json", "{}", "[]",
-        '{"name": "x", "architecture": "vax", "bandwidth": 1, "bf16": 1, "fp8": null, "fp4": null, "source": ""}',
-        '{"name": "x", "architecture": "ada", "bandwidth": 0, "bf16": 1, "fp8": null, "fp4": null, "source": ""}',
-    ],
-)  # fmt: skip
-def test_a_broken_file_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "h200.json"
-    path.write_text(text)
-    with pytest.raises(OptionError, match="Fix: delete it"):
-        ceilings.load(path)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from ..autograd.recipe import Recipe, get_recipe
-from ..errors import DeviceError, refuse
 from ..hardware import capability, gpu_name
 from ..roofline import (
     BF16,
@@ -62,15 +61,6 @@ def find_roofs(device: torch.device) -> Roofs | None:
         return None
     main = measure_ceilings(device, rounds=11, seconds=0.02, by_copy=True)
     return Roofs(main, NOMINAL.get(machine_of(gpu_name(device)) or ""))
-
-
-def measure_roof(device: torch.device) -> Ceilings:
-    """Measured ceilings of this machine for the roofline model; raises without a GPU of sm_80 or newer."""
-    if architecture_of(capability(device).sm) is None:
-        rule = "ceilings are measured on a GPU of sm_80 or newer"
-        fix = "run it there, or leave --measure out and name a machine: --machine h200"
-        refuse(f"device {str(device)!r}", rule, fix, error=DeviceError)
-    return measure_ceilings(device, rounds=11, seconds=0.02)
 
 
 def measure_ceilings(

@@ -58,7 +58,7 @@ def run(
         weight_cast: When to cast weights: in every forward, twice (again in the backward), or once per step.
         bias: Layers with a bias.
         accumulate: Accumulate weight gradients in fp32 buffers.
-        measure: Also measure the ceilings of this GPU, which are stored, and every layer; needs a GPU.
+        measure: Also measure the ceilings of this GPU and every layer; needs a GPU.
         advise: Also show from how many tokens on each layer is worth converting.
     """
     names = [name for name in arguments.recipes(recipes) if name != "bf16"]
@@ -163,7 +163,7 @@ def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roo
     """Ceilings of the machine, and the GPU to measure on (None without --measure)."""
     import torch
 
-    from ..bench.rooflines import Roofs, measure_roof
+    from ..bench.rooflines import Roofs, find_roofs
     from ..hardware import gpu_name
     from ..roofline import ceilings
 
@@ -173,17 +173,15 @@ def _roofs(console: Console, machine: str | None, *, measure: bool) -> tuple[Roo
         named = machine or here or DEFAULT_MACHINE
         sheet, known = ceilings.nominal(named), ceilings.measured(named)
         return (Roofs(sheet) if known is None else Roofs(known, sheet)), None
-    if device is None:
-        rule = "ceilings and layers are measured on the GPU of this machine, and torch finds none"
-        arguments.refuse("--measure without a GPU", rule, "run it there, or leave --measure out: the model needs none")
-    if machine not in (None, here):
+    if device is not None and machine not in (None, here):
         fix = f"leave --machine out, or leave --measure out for {machine}"
         arguments.refuse(f"--measure with --machine {machine}", f"only this GPU can be measured: {here}", fix)
     with console.status("measuring the ceilings of this machine ..."):
-        found = measure_roof(device)
-    if here is not None:
-        ceilings.store(ceilings.file_of(here), found)
-    return Roofs(found, ceilings.NOMINAL.get(here or "")), device
+        found = None if device is None else find_roofs(device)
+    if found is None:
+        rule = "ceilings and layers are measured on the GPU of this machine, of sm_80 or newer, and torch finds none"
+        arguments.refuse("--measure without a GPU", rule, "run it there, or leave --measure out: the model needs none")
+    return found, device
 
 
 def _timed(

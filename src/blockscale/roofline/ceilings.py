@@ -3,8 +3,7 @@ that a product of two formats runs on.
 
 `MEASURED` ceilings come from a run on the machine: a copy, and the vendor's plain products at 8192^3. `NOMINAL` ones
 are data sheets: dense rates without sparsity, at clocks and power that no machine sustains; `source` says if no page of
-the vendor could be read. Ceilings from `blockscale roofline --measure` are stored in the user's cache and take
-precedence over the shipped ones.
+the vendor could be read.
 
 A machine without tensor cores for a format decodes both operands to bf16 in memory and multiplies those (`upcast`).
 That is exact, but moves more bytes and saves only memory over bf16.
@@ -12,18 +11,12 @@ That is exact, but moves more bytes and saves only memory over bf16.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from .. import env
-from ..errors import OptionError, check_name, message, refuse
+from ..errors import check_name, refuse
 from ..formats.spec import check_pair, get_format
 
 Architecture = Literal["ampere", "ada", "hopper", "blackwell"]
@@ -154,13 +147,13 @@ def nominal(machine: str) -> Ceilings:
 
 
 def measured(machine: str) -> Ceilings | None:
-    """Measured ceilings of a machine: the user's own, else the shipped ones, else None.
+    """Measured ceilings of a machine, None if there are none.
 
     >>> measured("b200") is None
     True
     """
     check_name(machine, NOMINAL, "machine")
-    return load(file_of(machine)) or MEASURED.get(machine)
+    return MEASURED.get(machine)
 
 
 def machine_of(gpu: str) -> str | None:
@@ -244,39 +237,3 @@ def engine_for(architecture: Architecture, a: str | None, b: str | None) -> Engi
     if a is None or b is None:
         return _BF16
     return ENGINES[architecture][kind(a, b)]
-
-
-# ---- the user's own measurements -------------------------------------------------------------------------------------
-
-
-def file_of(machine: str) -> Path:
-    """File of the user's own ceilings of a machine."""
-    return env.cache_folder("ceilings") / f"{machine}.json"
-
-
-def store(path: Path, found: Ceilings) -> None:
-    """Write measured ceilings; the file is replaced atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    fresh.write_text(json.dumps(dataclasses.asdict(found)) + "\n")
-    os.replace(fresh, path)
-
-
-def load(path: Path) -> Ceilings | None:
-    """Stored ceilings, None without a file; raises if the file holds something else."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return None
-    try:
-        fields: dict[str, Any] = json.loads(text)
-        found = Ceilings(**fields)
-        check_name(found.architecture, [name for _, name in _ARCHITECTURES], "architecture")
-        rates = [found.bandwidth, found.bf16, *(rate for rate in (found.fp8, found.fp4) if rate is not None)]
-        if not all(0 < float(rate) < math.inf for rate in rates):
-            raise ValueError(f"rates {rates}")
-    except (TypeError, ValueError) as error:
-        rule = "it holds the ceilings that were measured on this machine"
-        fix = "delete it, or measure again: blockscale roofline --measure"
-        raise OptionError(message(f"{path}: {error}", rule=rule, fix=fix)) from None
-    return found
