@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,9 @@ import pytest
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
-from rich.console import Console
 
 from blockscale.bench import store
-from blockscale.cli import bench as command
 from blockscale.cli.main import main
-from support.bench_rows import row
 
 
 def bench(*words: str) -> int:
@@ -93,26 +89,6 @@ def test_a_wrong_product_prints_no_speed_and_fails(monkeypatch: pytest.MonkeyPat
     text = capsys.readouterr().out
     assert "WRONG mxfp4 @ mxfp4 16x256x256: the product is 5" in text
     assert "from the exact one, less than 60" in text
-
-
-def test_compare_flags_what_became_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path, words = tmp_path / "old.jsonl", ("casts", "--device", "cpu", "--only", "mxfp4 axis", "--peers", "none")
-    assert bench(*words, "--json", str(path)) == 0
-    fast, slow = [json.loads(line) for line in path.read_text().splitlines()]
-    fast["us"], slow["us"] = 1e-3, 1e9
-    path.write_text("\n".join(json.dumps(row) for row in (fast, slow)))
-    capsys.readouterr()
-    assert bench(*words, "--compare", str(path)) == 0
-    text = capsys.readouterr().out
-    assert [line.split(":")[0] for line in text.splitlines() if "REGRESSION" in line] == [fast["case"]]
-    assert "1 of 2 rows became slower" in text
-
-
-def test_a_row_regresses_beyond_three_percent(capsys: pytest.CaptureFixture[str]):
-    old = [row("a", us=100.0), row("b", us=100.0)]
-    command.show_changes(Console(), [row("a", us=102.9), row("b", us=103.1)], old)
-    text = capsys.readouterr().out
-    assert [line.split(":")[0] for line in text.splitlines() if "REGRESSION" in line] == ["b"]
 
 
 def test_a_wrong_kernel_prints_no_speed_and_fails(

@@ -1,4 +1,4 @@
-"""Stored rows: round trip, replacement of the same key, comparison with an older run."""
+"""Stored rows: round trip, replacement of the same key, facts about the run."""
 
 from __future__ import annotations
 
@@ -42,12 +42,6 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, line: str):
     with pytest.raises(OptionError, match=r"tests\.jsonl has other lines.*name another file"):
         store.write(path, [row("a")])
     assert path.read_text() == line
-
-
-def test_rows_that_both_runs_timed_are_compared():
-    old = [row("a", us=100.0), row("b", us=100.0), row("c", us=100.0), row("gone", us=1.0)]
-    new = [row("a", us=102.9), row("b", us=103.1), row("c", us=None, wrong_bytes=1), row("new", us=1.0)]
-    assert store.compare(new, old) == [("a", 100.0, 102.9), ("b", 100.0, 103.1)]
 
 
 def test_where_tells_versions_and_commit(monkeypatch):

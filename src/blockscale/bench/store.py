@@ -128,13 +128,6 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
     os.replace(fresh, path)
 
 
-def compare(new: Sequence[Row], old: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """Case, old and new time of the rows that both runs timed, in the order of the new run."""
-    before = {(row.suite, row.case): row.us for row in old}
-    pairs = ((row, before.get((row.suite, row.case))) for row in new)
-    return [(row.case, past, row.us) for row, past in pairs if past and row.us]
-
-
 def where(device: torch.device, version: str, commit: str | None = None) -> Where:
     """Facts about this run.  commit: recorded if the source is no git checkout."""
     found, dirty = _git_state() if commit is None else (commit, None)

@@ -28,7 +28,6 @@ def run(
     suite: Suite = "casts",
     /,
     json: Path | None = None,
-    compare: Path | None = None,
     quick: bool = False,
     only: str = "",
     device: str | None = None,
@@ -42,7 +41,6 @@ def run(
         suite: casts: bandwidth of every cast. gemm: speed and accuracy of GEMMs. linear, mlp: forward and backward of
             layers. moe: grouped GEMMs, experts and MoE layers. dispatch: host time per call.
         json: Store the rows in this file, replacing rows of the same case and GPU.
-        compare: Rows of an older run; shows new time over old and flags regressions of more than 3 %.
         quick: Five rounds instead of eleven.
         only: Only cases whose name or group contains this text, or one of several separated by |
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
@@ -51,7 +49,6 @@ def run(
         commit: Commit to record if the source is not a git checkout.
     """
     arguments.check_device(device)
-    arguments.check_readable(compare, "--compare")
     arguments.check_writable(json, "--json")
     console = arguments.wide_console(FILE_WIDTH)
     with console.status("importing torch ..."):
@@ -59,7 +56,6 @@ def run(
         from ..hardware import default_device, named_device
 
     where = default_device() if device is None else named_device(device)
-    older = [] if compare is None else read(compare)
     if json is not None:
         read(json)  # raises for a file of another kind before anything is timed
     every = _beside(_cases(console, suite, where), peers)
@@ -75,8 +71,6 @@ def run(
             write(json, [row])  # at once, so that an interrupted run keeps its rows
     console.print(_table(rows))
     _show_notes(console, rows)
-    if compare is not None:
-        show_changes(console, rows, older)
     wrong = [row for row in rows if row.fault]
     for row in wrong:
         console.print(f"[red]WRONG[/] {row.case}: {row.problem or f'{row.fault} differ from the reference'}")
@@ -190,16 +184,3 @@ def _show_notes(console: Console, rows: Sequence[Row]) -> None:
         other = best_other(row)
         if other is not None and misplaced(row):
             console.print(f"[yellow]SLOWER[/] {row.case}: {other[0]} takes {other[1]:.2f}x the time of {row.backend}")
-
-
-def show_changes(console: Console, rows: Sequence[Row], older: Sequence[Row]) -> None:
-    """Print new beside old times, and flag what became slower by more than `REGRESSION`."""
-    from ..bench.store import REGRESSION, compare
-
-    changes, slower = compare(rows, older), 0
-    for case, old_us, new_us in changes:
-        regressed = new_us / old_us > 1 + REGRESSION
-        slower += regressed
-        flag = " [red]REGRESSION[/]" if regressed else ""
-        console.print(f"{case}: {old_us:.1f} -> {new_us:.1f} µs, {new_us / old_us:.3f}x{flag}")
-    console.print(f"{slower} of {len(changes)} rows became slower by more than 3 %")
