@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from blockscale.bench.gemms import FAST
 from blockscale.bench.shapes import text
-from blockscale.bench.store import REGRESSION, Row, beside, best_other, misplaced, number, shown_peers
+from blockscale.bench.store import TIE, Row, beside, best_other, misplaced, number, shown_peers
 
 from . import goals
 from .goals import Goal, Verdict, at_least
@@ -53,7 +53,7 @@ def _choices(rows: Sequence[Row]) -> list[str]:
     if not chosen:
         return []
     wrong = [f"{row.case} ({misplaced(row)})" for row in chosen if misplaced(row)]
-    limit = f"{100 * REGRESSION:.0f} %"
+    limit = f"{100 * TIE:.0f} %"
     if not wrong:
         return [f"In none of {len(chosen)} rows is another backend of the registry faster by more than {limit}."]
     return [
@@ -162,6 +162,6 @@ GOALS: tuple[Goal[Row], ...] = (
     ),
     Goal(
         "all rows, time of the best other backend over the selected one", "none below 0.97", "blockscale bench gemm",
-        lambda row: True, _other, at_least(1 - REGRESSION),
+        lambda row: True, _other, at_least(1 - TIE),
     ),
 )  # fmt: skip

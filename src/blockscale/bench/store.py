@@ -21,7 +21,8 @@ from ..errors import OptionError, message
 from ..gemm import _ptxas
 from ..hardware import describe
 
-REGRESSION = 0.03
+# backends whose times differ by less than this share are ties
+TIE = 0.03
 # start of the names of peers that are other backends of the registry
 ROW = "row "
 # least SQNR of a product that is rounded to bf16, which has 56 dB
@@ -224,12 +225,12 @@ def best_other(row: Row) -> tuple[str, float] | None:
 
 
 def misplaced(row: Row) -> str:
-    """Backend that is faster than the selected one by more than `REGRESSION`, or "".
+    """Backend that is faster than the selected one by more than `TIE`, or "".
 
     Always "" on a CPU, where backends are not selected by speed.
     """
     other = best_other(row)
-    return other[0] if other is not None and other[1] < 1 - REGRESSION and row.method != "cpu" else ""
+    return other[0] if other is not None and other[1] < 1 - TIE and row.method != "cpu" else ""
 
 
 def shown_peers(rows: Sequence[Row]) -> list[str]:
