@@ -40,7 +40,7 @@ from aot.matrix import matrix
 from blockscale import quantize, sort_by_expert
 from blockscale.formats import FORMATS, BlockScaled
 from blockscale.gemm import _blackwell, _finish, _hopper, _hopper_mx, _hopper_rows, _triton, heuristics, heuristics_mx
-from blockscale.gemm._hopper_launch import empty_for_tma
+from blockscale.gemm._hopper import empty_for_tma
 from blockscale.gemm._tiles import Tile as TritonTile
 from blockscale.grouped import _blackwell as grouped_blackwell
 from blockscale.grouped import _hopper as grouped_hopper

@@ -16,7 +16,7 @@ from support.helpers import first_of
 
 _hopper = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 _rows = pytest.importorskip("blockscale.gemm._hopper_rows", reason="this Triton has no Gluon for Hopper")
-empty_for_tma = pytest.importorskip("blockscale.gemm._hopper_launch").empty_for_tma
+empty_for_tma = pytest.importorskip("blockscale.gemm._hopper").empty_for_tma
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,

@@ -23,7 +23,7 @@ from support.products import offsets
 
 _hopper = pytest.importorskip("blockscale.grouped._hopper", reason="this Triton has no Gluon for Hopper")
 _hopper_mx = pytest.importorskip("blockscale.grouped._hopper_mx")
-empty_for_tma = pytest.importorskip("blockscale.gemm._hopper_launch").empty_for_tma
+empty_for_tma = pytest.importorskip("blockscale.gemm._hopper").empty_for_tma
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,

@@ -17,7 +17,7 @@ from blockscale.grouped.ops import Inputs
 from support.products import offsets
 
 _hopper_upcast = pytest.importorskip("blockscale.grouped._hopper_upcast", reason="this Triton has no Gluon for Hopper")
-empty_for_tma = pytest.importorskip("blockscale.gemm._hopper_launch").empty_for_tma
+empty_for_tma = pytest.importorskip("blockscale.gemm._hopper").empty_for_tma
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,

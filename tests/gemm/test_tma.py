@@ -17,7 +17,7 @@ from blockscale.gemm import ACCUMULATOR_DTYPES, exact_mm
 from blockscale.gemm.heuristics import Plan
 from support.products import HOPPER_DB
 
-_launch = pytest.importorskip("blockscale.gemm._hopper_launch", reason="this Triton has no Gluon for Hopper")
+_launch = pytest.importorskip("blockscale.gemm._hopper", reason="this Triton has no Gluon for Hopper")
 on_hopper = [pytest.mark.gpu, pytest.mark.sm90]
 
 

@@ -189,7 +189,7 @@ def test_outputs_that_tma_cannot_store(kind: str, n: int, monkeypatch: pytest.Mo
 
     name = "blockscale.grouped._hopper_mx" if kind == "mx" else "blockscale.grouped._hopper"
     module = pytest.importorskip(name, reason="this Triton has no Gluon for Hopper")
-    launches = pytest.importorskip("blockscale.gemm._hopper_launch")
+    launches = pytest.importorskip("blockscale.gemm._hopper")
     offs = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 33), torch.randn(22, n)
     op, (left, right), _ = SERVED[kind]

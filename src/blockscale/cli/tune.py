@@ -219,7 +219,7 @@ def _compile_plans(console: Console, problems: Sequence[Problem], target: Target
     """Compile every kernel that a plan needs, once each, in parallel processes: serially it would dominate."""
     from ..bench import tuning
     from ..diagnostics import precompile
-    from ..gemm._hopper_launch import specialization_of
+    from ..gemm._hopper import specialization_of
 
     kernels: dict[object, tuple[Problem, Plan]] = {}
     for problem in problems:

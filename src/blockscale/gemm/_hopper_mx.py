@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ..formats.tensor import BlockScaled
 from ..registry import kernel
 from . import _hopper
-from ._hopper_launch import is_tma_addressable, start_kernel, unpadded
+from ._hopper import is_tma_addressable, start_kernel, unpadded
 from ._hopper_mx_kernel import scaled_mm_mx_kernel
 from .heuristics import SUBTILE_M, Plan, Problem
 from .heuristics_mx import choose

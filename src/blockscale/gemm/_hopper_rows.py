@@ -12,8 +12,7 @@ from torch import Tensor
 from ..formats.tensor import BlockScaled
 from ..hardware import sm_count
 from ..registry import Forecast, Request, kernel
-from ._hopper import problem_of
-from ._hopper_launch import specialization_of, start_kernel, unpadded
+from ._hopper import problem_of, specialization_of, start_kernel, unpadded
 from ._hopper_rows_kernel import few_rows_kernel
 from .heuristics import (
     MAX_FEW_ROWS,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from ..gemm._hopper import PASS
-from ..gemm._hopper_launch import (
+from ..gemm._hopper import (
+    PASS,
     empty_for_tma,
     is_tma_addressable,
     is_tma_writable,

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..gemm._hopper_launch import is_tma_addressable, start_kernel, unpadded
+from ..gemm._hopper import is_tma_addressable, start_kernel, unpadded
 from ..gemm._hopper_mx import LAYOUTS, PAIRS, scale_words
 from ..gemm.heuristics import SUBTILE_M
 from ..hardware import sm_count

@@ -13,7 +13,7 @@ import functools
 from torch import Tensor
 
 from ..formats.spec import BF16_EXACT_PAIRS
-from ..gemm._hopper_launch import is_tma_addressable, start_kernel
+from ..gemm._hopper import is_tma_addressable, start_kernel
 from ..gemm.heuristics import SUBTILE_M
 from ..gemm.ops import exact_bf16
 from ..hardware import sm_count
