@@ -3,9 +3,8 @@
 m-grouped GEMMs are compared on rows of some groups, including the first, the last, the largest and the smallest;
 k-grouped ones on some rows of every group's result. The rest is as for dense GEMMs (`gemms.py`).
 
-Peers are our other kernels, torch's grouped GEMMs in bf16 and rowwise FP8, and ours with equal groups or with spare
-capacity in each group. torch checks group sizes on the device and aborts the program at an unsupported one, so such a
-peer is not started.
+Peers are our other kernels, torch's grouped GEMMs in bf16 and rowwise FP8, and ours with equal groups. torch checks
+group sizes on the device and aborts the program at an unsupported one, so such a peer is not started.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ from .shapes import group_sizes
 
 # m-grouped: number of compared groups and rows of each; k-grouped: compared rows of every group's result
 GROUPS, ROWS_OF_GROUP, ROWS_OF_RESULT = 16, 16, 16
-CAPACITY = 8  # capacity of each group, as a multiple of the largest group
 MANY = 128
-BALANCED, PLACED = "balanced", "with room"
+BALANCED = "balanced"
 # row multiple of a group in torch's k-grouped FP8 GEMM: 16 bytes
 _ALIGNED = 16
 
@@ -93,17 +91,6 @@ class MGrouped(Grouped):
             (x[rows].double() * scale_x[rows]) @ (w[group].double() * scale_w[group]).mT for group, rows in self.picks
         ]
         return torch.cat(products)
-
-    @functools.cached_property
-    def with_capacity(self) -> tuple[BlockScaled, Tensor, Tensor, Tensor]:
-        """The same rows in groups with spare capacity: operand, group starts, group ends, new index of each row."""
-        device, room, groups = self.x.device, CAPACITY * max(self.sizes), len(self.sizes)
-        starts = room * torch.arange(groups, dtype=torch.int32, device=device)
-        counts = torch.tensor(self.sizes, dtype=torch.int32, device=device)
-        rows = torch.cat([torch.arange(size, device=device) + room * group for group, size in enumerate(self.sizes)])
-        x = self.x.new_zeros(groups * room, self.x.shape[1])
-        x[rows] = self.x
-        return quantize(x, self.a.format), starts, starts + counts, rows
 
 
 class KGrouped(Grouped):
@@ -219,14 +206,11 @@ def multiply(operands: Grouped) -> Tensor:
     return scaled_grouped_mm(operands.a, operands.b, operands.offs, operands.dtype, accumulate=operands.acc)
 
 
-def peers(request: Request, sizes: Sequence[int], *, even: bool, decoding: bool = False) -> dict[str, Peer | str]:
-    """Peers of a grouped GEMM, with ours in other groups.  even: groups are equal already.  decoding: add ours with
-    spare capacity in every group."""
+def peers(request: Request, sizes: Sequence[int], *, even: bool) -> dict[str, Peer | str]:
+    """Peers of a grouped GEMM, with ours in equal groups.  even: groups are equal already."""
     found, gate = other_kernels(request, multiply), gate_db(request.formats[0], request.dtype)
     if not even:
         found[BALANCED] = equal_groups_peer(gate)
-    if decoding:
-        found[PLACED] = capacity_peer(gate)
     found["bf16"] = Peer(plain, accuracy=lambda operands: operands.plain_accuracy(plain))
     if request.op == "k_grouped" and any(size % _ALIGNED for size in sizes):
         found[FAST] = f"not run: takes groups in multiples of {_ALIGNED} rows only"
@@ -242,16 +226,6 @@ def equal_groups_peer(gate: float) -> Peer:
         gate_db=gate,
         accuracy=lambda o: o.with_equal_groups.accuracy(multiply),
     )
-
-
-def capacity_peer(gate: float) -> Peer:
-    """Our GEMM with the same rows in groups with spare capacity; accuracy is computed on the occupied rows."""
-
-    def run(operands: MGrouped) -> Tensor:
-        a, starts, ends, _ = operands.with_capacity
-        return scaled_grouped_mm(a, operands.b, ends, operands.dtype, starts=starts)
-
-    return Peer(run, gate_db=gate, accuracy=lambda o: o.accuracy(lambda o: run(o)[o.with_capacity[3]]))
 
 
 def plain(operands: Grouped) -> Tensor:

@@ -3,7 +3,7 @@
 GEMMs are those of a layer's forward and backward: fprop and dgrad (m-grouped), and wgrad (k-grouped) to bf16, to fp32
 and accumulating in fp32. `equal groups` are the sizes of the goals. Layers of models have rows balanced over their
 experts, by Zipf's law, or all on one expert; the same GEMM with equal groups is then a peer. `decoding` has 16 rows for
-each of 32 experts; a peer has the same rows with a capacity of 128 per expert.
+each of 32 experts.
 
 `one grouped linear` is the published benchmark of torchao's MXFP8 experts: rows (16640, 5120), weights (E, 8192, 5120),
 by every recipe; forward and backward with weights cast in every forward or shared by the microbatches of a step, and a
@@ -187,11 +187,10 @@ def cases(
 def case(problem: Problem, device: Capability, ceilings: Ceilings) -> Case:
     """Case of one grouped GEMM."""
     asked = request(problem, device)
-    even, decoding = problem.load == "balanced", problem.label == DECODING
     return product_case(
         problem.name, GROUP, problem.kind, problem.product, moved_bytes(problem), asked, ceilings,
         lambda device: make(problem, device), multiply,
-        peers(asked, problem.sizes, even=even, decoding=decoding),
+        peers(asked, problem.sizes, even=problem.load == "balanced"),
     )  # fmt: skip
 
 
