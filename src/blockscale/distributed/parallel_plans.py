@@ -1,0 +1,182 @@
+"""Casts, collectives and products of tensor parallel layers, with the interface of `autograd.linear_plan.LinearPlan`.
+
+`LinearFunction` runs them: autograd of linear layers exists once. Operands that travel have plain scales; they get the
+layout of the product after the gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autograd.linear_plan import CallState, ForwardResult, LinearSaved, dgrad, fprop, wgrad
+from ..autograd.operands import Casts, NeedsGrad, matrix, save_operand
+from ..casts.requantize import requantize_columns
+from ..formats.cast_spec import Cast
+from ..formats.tensor import BlockScaled
+from ..grouped import Routing
+from . import underflows
+from .collectives import (
+    PendingOperand,
+    PendingValues,
+    Ranks,
+    Tokens,
+    all_reduce,
+    gather_operand,
+    gather_values,
+    reduce_scatter,
+    wait,
+)
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class PlainCasts(Casts):
+    """The casts of a layer with plain scales: of operands that travel."""
+
+    def spec(self, role: str | None, like: Tensor) -> Cast | None:
+        """As `Casts.spec`, in plain layout."""
+        found = super().spec(role, like)
+        return None if found is None else found._replace(plan=replace(found.plan, layout="plain"))
+
+
+class Sharing(NamedTuple):
+    """How ranks share a layer.  tokens: of a rank, among those of all.  requantizes: whether column operands of tokens
+    that were gathered are cast from the gathered rows; else their owners cast them."""
+
+    ranks: Ranks
+    tokens: Tokens
+    requantizes: bool
+
+    def gather(self, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, *, along: bool = False) -> Pending:
+        """Start to gather an operand, or without one the values of x in this dtype.  along: of columns."""
+        if q is None:
+            return Pending(None, gather_values(matrix(x).to(dtype), self.tokens, self.ranks))
+        return Pending(gather_operand(q.operand, self.tokens, self.ranks, along=along), None)
+
+
+class Pending(NamedTuple):
+    """Tokens that are being gathered: an operand, or values of an unquantized product."""
+
+    operand: PendingOperand | None
+    values: PendingValues | None
+
+    def wait(self, cast: Cast | None) -> tuple[BlockScaled | None, Tensor | None]:
+        """The operand of all tokens in the layout of a cast, or their values."""
+        if self.operand is not None:
+            assert cast is not None
+            return self.operand.wait(cast.plan.layout), None
+        assert self.values is not None
+        return None, self.values.wait()
+
+
+class ColumnParallelPlan(NamedTuple):
+    """A layer whose outputs are cut: x of this rank's tokens, weight [N/ranks, K], y of all tokens. needs and dtype are
+    those of `LinearPlan`."""
+
+    casts: Casts
+    needs: NeedsGrad
+    dtype: torch.dtype
+    sharing: Sharing
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, routing: Routing | None = None
+    ) -> ForwardResult:
+        """y [M, N/ranks]: x is cast and gathered, while the weight is cast."""
+        assert routing is None
+        casts, needs, (_, _, requantizes) = self.casts, self.needs, self.sharing
+        x = matrix(x)
+        row, col = _plain(casts).input(x, save=needs.weight and not requantizes)
+        pending = self.sharing.gather(row, x, self.dtype)
+        w_row, w_col = call_state[1] or casts.weight(weight, save=needs.x and casts.recipe.weight_cast != "twice")
+        x_row, values = pending.wait(casts.spec("fprop_x", x))
+        y = fprop(x if values is None else values, weight, bias, x_row, w_row, self.dtype)
+        saved = None if not needs.weight else x_row if requantizes else col
+        return ForwardResult(y, save_operand(saved), save_operand(w_col if needs.x else None))
+
+    def backward(self, grad: Tensor, saved: LinearSaved, main_grad: Tensor | None) -> Gradients:
+        """dX of this rank's tokens, dW and the column sums of grad [M, N/ranks]. Column operands of x are gathered
+        beside dgrad, and dX is summed beside wgrad."""
+        casts, needs, sharing = self.casts, self.needs, self.sharing
+        pending = self._gather_columns(saved, grad) if needs.weight and not sharing.requantizes else None
+        row, col, total = casts.gradient(grad, needs)
+        dx = dw = None
+        if needs.x:
+            w_col = casts.column(saved.w_col, saved.weight, "dgrad_w")
+            dx = dgrad(grad, row, saved.weight, w_col, self.dtype)
+            dx = reduce_scatter(dx, sharing.tokens, sharing.ranks)
+        if needs.weight:
+            if pending is None:
+                x_col, values = _requantized(saved.x_col.operand, casts.quantized_spec("wgrad_x", grad)), None
+            else:
+                x_col, values = pending.wait(casts.spec("wgrad_x", grad))
+            dw = wgrad(grad, col, values, x_col, saved.weight.dtype, main_grad)
+        return None if dx is None else wait(dx), dw, total
+
+    def _gather_columns(self, saved: LinearSaved, grad: Tensor) -> Pending:
+        col = _plain(self.casts).column(saved.x_col, saved.x, "wgrad_x")
+        source = grad if saved.x is None else saved.x
+        return self.sharing.gather(col, source, grad.dtype, along=True)
+
+
+class RowParallelPlan(NamedTuple):
+    """A layer whose inputs are cut: x [.., K/ranks] of all tokens, weight [N, K/ranks], y of this rank's tokens."""
+
+    casts: Casts
+    needs: NeedsGrad
+    dtype: torch.dtype
+    sharing: Sharing
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call_state: CallState, routing: Routing | None = None
+    ) -> ForwardResult:
+        """y [M/ranks, N]: partial results are rounded to its dtype and summed, then the bias is added."""
+        assert routing is None
+        casts, needs, (ranks, tokens, _) = self.casts, self.needs, self.sharing
+        x = matrix(x)
+        x_row, x_col = casts.input(x, save=needs.weight)
+        w_row, w_col = call_state[1] or casts.weight(weight, save=needs.x and casts.recipe.weight_cast != "twice")
+        y = wait(reduce_scatter(fprop(x, weight, None, x_row, w_row, self.dtype), tokens, ranks))
+        y = y if bias is None else y + bias.to(self.dtype)
+        return ForwardResult(y, save_operand(x_col if needs.weight else None), save_operand(w_col if needs.x else None))
+
+    def backward(self, grad: Tensor, saved: LinearSaved, main_grad: Tensor | None) -> Gradients:
+        """dX [M, K/ranks] of all tokens, dW, and the column sums of grad [M/ranks, N] over all ranks. Column operands
+        of grad are gathered beside dgrad."""
+        casts, needs, sharing = self.casts, self.needs, self.sharing
+        recipe, requantizes = casts.recipe, needs.weight and sharing.requantizes
+        wanted = NeedsGrad(needs.x or requantizes, needs.weight and not requantizes, needs.bias)
+        row, col, total = _plain(casts).gradient(grad, wanted)
+        total = None if total is None else all_reduce(total, sharing.ranks)
+        rows = sharing.gather(row, grad, grad.dtype) if wanted.x else None
+        # an unquantized wgrad takes the values that an unquantized dgrad has gathered
+        shares = rows is not None and recipe.dgrad is None and recipe.wgrad is None
+        columns = sharing.gather(col, grad, grad.dtype, along=True) if wanted.weight and not shares else None
+        dx = dw = None
+        dy_row, values = (None, None) if rows is None else rows.wait(casts.spec("dgrad_dy", grad))
+        if needs.x:
+            w_col = casts.column(saved.w_col, saved.weight, "dgrad_w")
+            dx = dgrad(grad if values is None else values, dy_row, saved.weight, w_col, self.dtype)
+        if needs.weight:
+            x_col = casts.column(saved.x_col, saved.x, "wgrad_x")
+            if requantizes:
+                assert dy_row is not None
+                dy_col = _requantized(dy_row, casts.quantized_spec("wgrad_dy", grad))
+            else:
+                dy_col, values = (None, values) if columns is None else columns.wait(casts.spec("wgrad_dy", grad))
+            dw = wgrad(grad if values is None else values, dy_col, saved.x, x_col, saved.weight.dtype, main_grad)
+        return dx, dw, None if total is None else wait(total)
+
+
+def _plain(casts: Casts) -> PlainCasts:
+    return PlainCasts(casts.recipe, casts.rounding)
+
+
+def _requantized(rows: BlockScaled, cast: Cast) -> BlockScaled:
+    """Column operand, scaled axis last, of gathered rows: bf16 holds the values of formats that keep theirs."""
+    columns = requantize_columns(rows, cast, None, torch.bfloat16)
+    underflows.record(rows, columns, None)
+    return columns.operand

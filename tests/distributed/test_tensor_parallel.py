@@ -1,0 +1,137 @@
+"""Tensor parallel layers that cast before they gather: the bits of one process, and bytes on the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch was built without gloo", allow_module_level=True)
+
+from support import tokens_sharded
+
+Results = dict[str, Any]
+GATHER, SCATTER, SUM = "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "all_reduce"
+# forwards gather x and sum y; backwards gather both operands of dy and x's columns, and sum dx
+OWNER = [GATHER, SCATTER, GATHER, GATHER, GATHER, SCATTER]
+WITH_BIAS = [GATHER, SCATTER, SUM, *OWNER[2:]]
+REQUANTIZED = [GATHER, SCATTER, GATHER, SCATTER]
+
+
+def results_of(run: Callable[..., None], ranks: int, folder: Path) -> list[Results]:
+    """What every rank found; errors are shown."""
+    torch.multiprocessing.spawn(run, (ranks, str(folder)), nprocs=ranks)
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for each in found:
+        wrong = {label: text for label, text in each.items() if isinstance(text, str)}
+        assert not wrong, f"{len(wrong)} of {len(each)} failed, first: {next(iter(wrong.items()))}"
+        assert each.keys() == found[0].keys()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_functions(tmp_path: Path, ranks: int):
+    """One test for all cases, since starting ranks costs seconds; see support/tokens_sharded.py."""
+    results = results_of(tokens_sharded.run, ranks, tmp_path)
+    for found in results:
+        counts = dict.fromkeys(("gathered", "layers", "requantized", "alone"), 0)
+        for label, each in found.items():
+            kind = label.split(" ")[0]
+            counts[kind if kind in counts else "alone"] += 1
+            if kind == "gathered":
+                assert len(each) == 4, label
+                assert all(each.values()), label
+            elif kind == "layers":
+                check_layers(label, each, ranks)
+            elif kind == "requantized":
+                check_requantized(label, each, ranks)
+        assert counts == {"gathered": 9, "layers": 11, "requantized": 4, "alone": 4} or ranks == 4
+        assert counts == {"gathered": 3, "layers": 3, "requantized": 4, "alone": 1} or ranks == 2
+        check_refusals(found["refusals"])
+        if ranks == 2:
+            assert found["accumulated"] == {"grad": True, "torch.float32": True, "torch.bfloat16": True}
+            assert found["evaluated"] == {"h": True, "calls": [GATHER]}
+            assert found["compiled"] == {"same": True}
+
+
+def check_layers(label: str, found: Results, ranks: int) -> None:
+    """Bits of one process; sums over ranks are those of their parts."""
+    assert (found["h"], found["dh"], found["up"], found["down"]) == (0.0,) * 4, label
+    check_sums(label, found, ranks)
+    if label == "layers bias":
+        assert found["up bias"] == 0.0
+        assert found["down bias"] < 1e-6
+        assert found["calls"] == WITH_BIAS
+    elif label == "layers all unquantized":
+        assert found["calls"] == [GATHER, SCATTER, GATHER, GATHER, SCATTER]
+    else:
+        assert found["calls"] == OWNER, label
+    shares = {
+        "layers mxfp4": 0.53125,
+        "layers wgrad unquantized": (4 + 2 * 1.03125) / 4,
+        "layers dgrad unquantized": (2 + 3 * 1.03125) / 4,
+        "layers fprop unquantized": (2 + 3 * 1.03125) / 4,
+        "layers all unquantized": 3.0,  # x twice and dy once, in fp32
+    }
+    assert found["share"] == shares.get(label, 1.03125), label
+    assert found["counted"] == [0, 0], "nothing is requantized unasked"
+
+
+def check_sums(label: str, found: Results, ranks: int) -> None:
+    for name in ("y", "x"):
+        assert found[f"{name} in bound"] is True, label
+        if "fp32" in label or "requantized" in label or "mxfp4" in label or "all unquantized" in label:
+            assert found[f"{name} off"] < 3e-7, label
+        if ranks == 2:
+            assert found[f"{name} is the sum"] is True, label
+    assert found["summed"] == 1.0, "y and dx travel once, in their dtype"
+
+
+def check_requantized(label: str, found: Results, ranks: int) -> None:
+    assert (found["h"], found["dh"], found["from rows"]) == (0.0, 0.0, True), label
+    check_sums(label, found, ranks)
+    assert found["calls"] == REQUANTIZED, label
+    assert found["share"] <= 0.53, label
+    lost, values = found["counted"]
+    assert lost == found["lost"], label
+    if "spread=True" in label:
+        assert lost > 0.3 * values, "the data shows nothing"
+        assert 0 < max(found["up"], found["down"]) < 1e-3, label
+    else:
+        assert lost == 0, label
+        assert max(found["up"], found["down"]) <= 2e-7, label
+
+
+def check_refusals(found: dict[str, str]) -> None:
+    for label, text in {
+        "tokens fp8": "multiple of 128 tokens",
+        "tokens mx": "multiple of 32 tokens",
+        "tokens row": "48 contiguous tokens a rank",
+        "runs": "32 contiguous tokens a rank",
+        "uneven": "all ranks have as many tokens",
+        "rows of the weight": "in shards of 64 along axis 0",
+        "columns of the weight": "in shards of 64 along axis 1",
+        "nvfp4": "one scale for the whole tensor",
+        "requantized fp8_blockwise": "for recipe 'fp8_blockwise'",
+        "requantized row fp8_blockwise": "dgrad_dy fp8_1x128 fp32",
+        "requantized mxfp6": "8-bit elements",
+        "requantized row mxfp6": "8-bit elements",
+        "requantized mxfp8_wgrad_bf16": "wgrad_x None",
+        "requantized row mxfp8_wgrad_bf16": "wgrad_dy None",
+        "source": "saves='source'",
+        "scattered runs": "lie in 2 runs",
+        "no stream": "without a state for stochastic rounding",
+        "wgrad": "'anywhere'",
+        "gather_dim": "gather_dim=1 for x (128, 256)",
+        "mesh": "a mesh of 2 dimensions",
+        "group": "group is",
+    }.items():
+        assert text in found[label], (label, found[label])
+        assert "Fix: " in found[label], label
