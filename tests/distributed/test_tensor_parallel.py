@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from support import tokens_sharded
+from support.tensor_parallel_rank import run
 
 Results = dict[str, Any]
 GATHER, SCATTER, SUM = "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "all_reduce"
@@ -37,14 +38,16 @@ def results_of(run: Callable[..., None], ranks: int, folder: Path) -> list[Resul
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_functions(tmp_path: Path, ranks: int):
-    """One test for all cases, since starting ranks costs seconds; see support/tokens_sharded.py."""
-    results = results_of(tokens_sharded.run, ranks, tmp_path)
-    for found in results:
-        counts = dict.fromkeys(("gathered", "layers", "requantized", "alone"), 0)
+def test_ranks(tmp_path: Path, ranks: int):
+    """One test for all cases, since starting ranks costs seconds; see support/tensor_parallel_rank.py."""
+    kinds = {"gathered": 9, "layers": 11, "requantized": 4, "trained": 7, "fsdp": 0}
+    if ranks == 4:
+        kinds = {"gathered": 3, "layers": 2, "requantized": 2, "trained": 0, "fsdp": 2}
+    for found in results_of(run, ranks, tmp_path):
+        counts = Counter(label.split(" ")[0] for label in found)
+        assert all(counts[kind] >= number for kind, number in kinds.items()), counts
         for label, each in found.items():
             kind = label.split(" ")[0]
-            counts[kind if kind in counts else "alone"] += 1
             if kind == "gathered":
                 assert len(each) == 4, label
                 assert all(each.values()), label
@@ -52,13 +55,33 @@ def test_functions(tmp_path: Path, ranks: int):
                 check_layers(label, each, ranks)
             elif kind == "requantized":
                 check_requantized(label, each, ranks)
-        assert counts == {"gathered": 9, "layers": 11, "requantized": 4, "alone": 4} or ranks == 4
-        assert counts == {"gathered": 3, "layers": 3, "requantized": 4, "alone": 1} or ranks == 2
-        check_refusals(found["refusals"])
+            elif kind == "trained":
+                check_trained(label, each)
+            elif kind == "fsdp":
+                # gradients are also averaged over the data parallel ranks
+                assert each["gradients"] < 3e-7, label
+                assert (each["loaded"], each["filled"]) == (0.0, 0.0), label
+        check_refusals(found["refusals"], REFUSED)
         if ranks == 2:
             assert found["accumulated"] == {"grad": True, "torch.float32": True, "torch.bfloat16": True}
             assert found["evaluated"] == {"h": True, "calls": [GATHER]}
-            assert found["compiled"] == {"same": True}
+            assert found.get("compiled", {"same": True}) == {"same": True}  # in thorough runs
+            check_refusals(found["style refusals"], REFUSED_BY_STYLES)
+            assert "modified by an inplace operation" in found["changed"]["error"]
+            assert found["copied"] == {"off": 0.0}
+
+
+def check_trained(label: str, found: Results) -> None:
+    """Two steps of a model: gradients and weights are within the order of sums of one process."""
+    weights = {name: off for name, off in found["gradients"].items() if "bias" not in name and "norm" not in name}
+    assert len(weights) == 2
+    assert max(found["gradients"].values()) < 1e-6, label
+    assert max(found["y"], found["weights"]) < 1e-6, label
+    requantizes = "requantized" in label
+    if not requantizes:
+        calls = [each for each in found["calls"] if each != SUM]
+        assert calls == OWNER, label
+    assert (found["cast"] > 0) == requantizes, label
 
 
 def check_layers(label: str, found: Results, ranks: int) -> None:
@@ -109,29 +132,46 @@ def check_requantized(label: str, found: Results, ranks: int) -> None:
         assert max(found["up"], found["down"]) <= 2e-7, label
 
 
-def check_refusals(found: dict[str, str]) -> None:
-    for label, text in {
-        "tokens fp8": "multiple of 128 tokens",
-        "tokens mx": "multiple of 32 tokens",
-        "tokens row": "48 contiguous tokens a rank",
-        "runs": "32 contiguous tokens a rank",
-        "uneven": "all ranks have as many tokens",
-        "rows of the weight": "in shards of 64 along axis 0",
-        "columns of the weight": "in shards of 64 along axis 1",
-        "nvfp4": "one scale for the whole tensor",
-        "requantized fp8_blockwise": "for recipe 'fp8_blockwise'",
-        "requantized row fp8_blockwise": "dgrad_dy fp8_1x128 fp32",
-        "requantized mxfp6": "8-bit elements",
-        "requantized row mxfp6": "8-bit elements",
-        "requantized mxfp8_wgrad_bf16": "wgrad_x None",
-        "requantized row mxfp8_wgrad_bf16": "wgrad_dy None",
-        "source": "saves='source'",
-        "scattered runs": "lie in 2 runs",
-        "no stream": "without a state for stochastic rounding",
-        "wgrad": "'anywhere'",
-        "gather_dim": "gather_dim=1 for x (128, 256)",
-        "mesh": "a mesh of 2 dimensions",
-        "group": "group is",
-    }.items():
+REFUSED = {
+    "tokens fp8": "multiple of 128 tokens",
+    "tokens mx": "multiple of 32 tokens",
+    "tokens row": "48 contiguous tokens a rank",
+    "runs": "32 contiguous tokens a rank",
+    "uneven": "all ranks have as many tokens",
+    "rows of the weight": "in shards of 64 along axis 0",
+    "columns of the weight": "in shards of 64 along axis 1",
+    "nvfp4": "one scale for the whole tensor",
+    "requantized fp8_blockwise": "for recipe 'fp8_blockwise'",
+    "requantized row fp8_blockwise": "dgrad_dy fp8_1x128 fp32",
+    "requantized mxfp6": "8-bit elements",
+    "requantized row mxfp6": "8-bit elements",
+    "requantized mxfp8_wgrad_bf16": "wgrad_x None",
+    "requantized row mxfp8_wgrad_bf16": "wgrad_dy None",
+    "source": "saves='source'",
+    "scattered runs": "lie in 2 runs",
+    "no stream": "without a state for stochastic rounding",
+    "wgrad": "'anywhere'",
+    "gather_dim": "gather_dim=1 for x (128, 256)",
+    "mesh": "a mesh of 2 dimensions",
+    "group": "group is",
+}
+REFUSED_BY_STYLES = {
+    "plain": "ColwiseParallel for a Linear",
+    "packed": "use SwiGLUParallel",
+    "nvfp4": "one scale for the whole tensor",
+    "blocks": "in shards of 48 along axis 0",
+    "hidden": "in shards of 64 along axis 1",
+    "stochastic": "recipe 'mxfp4'",
+    "twice": "ColwiseParallel for a ColumnParallelLinear",
+    "activation": "that several layers share",
+    "main_grad": "delete main_grad",
+    "step": "a shared cast of a sharded weight",
+    "unquantize": "unquantize_ for a ColumnParallelLinear",
+}
+
+
+def check_refusals(found: dict[str, str], wanted: dict[str, str]) -> None:
+    assert found.keys() == wanted.keys()
+    for label, text in wanted.items():
         assert text in found[label], (label, found[label])
         assert "Fix: " in found[label], label

@@ -58,10 +58,7 @@ class Shards:
 
     def dtensor(self, y: Tensor) -> DTensor:
         """This rank's result [..., N] as a shard or a partial sum of the whole."""
-        if y.requires_grad and not torch.compiler.is_compiling():
-            checked = _Unchanged.apply(y, *self.watched)
-            assert isinstance(checked, Tensor)
-            y = checked
+        y = unchanged_until_backward(y, *self.watched)
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         return DTensor.from_local(
             y, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=tuple(strides)
@@ -108,6 +105,13 @@ def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
 
 def _saves_input(recipe: Recipe) -> bool:
     return recipe.saves == "source" or recipe.operand("wgrad_x") is None
+
+
+def unchanged_until_backward(y: Tensor, *watched: Tensor) -> Tensor:
+    """The result of an eager layer, whose backward raises if one of these DTensors has changed since."""
+    if not y.requires_grad or torch.compiler.is_compiling():
+        return y
+    return _Unchanged.apply(y, *watched)  # pyright: ignore[reportReturnType]
 
 
 class _Unchanged(torch.autograd.Function):
@@ -270,8 +274,8 @@ def check_not_packed(name: str, weight: object) -> None:
         refuse(
             f"{name} {tuple(weight.shape)} placed {weight.placements}",
             rule="its rows are all gates, then all ups: a shard would hold gates or ups, and a gate needs its up",
-            fix="keep gate and up as two torch.nn.Linear, each ColwiseParallel, and convert the model with "
-            "quantize_; or leave gate_up out of the plan",
+            fix="use blockscale.distributed.SwiGLUParallel; or keep gate and up as two torch.nn.Linear, each "
+            "ColwiseParallel, and convert the model with quantize_; or leave gate_up out of the plan",
             error=ShardingError,
         )
 

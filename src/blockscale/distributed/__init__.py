@@ -4,7 +4,19 @@ layers that cast before they gather (`tensor_parallel.py`)."""
 from __future__ import annotations
 
 from .fsdp import GatherReport, gather_low_
-from .tensor_parallel import column_parallel, row_parallel
+from .styles import ColwiseParallel, RowwiseParallel, SwiGLUParallel
+from .tensor_parallel import column_parallel, row_parallel, swiglu_parallel
 from .underflows import Underflows, count_underflows
 
-__all__ = ["GatherReport", "Underflows", "column_parallel", "count_underflows", "gather_low_", "row_parallel"]
+__all__ = [
+    "ColwiseParallel",
+    "GatherReport",
+    "RowwiseParallel",
+    "SwiGLUParallel",
+    "Underflows",
+    "column_parallel",
+    "count_underflows",
+    "gather_low_",
+    "row_parallel",
+    "swiglu_parallel",
+]

@@ -89,7 +89,7 @@ class ColumnParallelPlan(NamedTuple):
         assert routing is None
         casts, needs, (_, _, requantizes) = self.casts, self.needs, self.sharing
         x = matrix(x)
-        row, col = _plain(casts).input(x, save=needs.weight and not requantizes)
+        row, col = plain(casts).input(x, save=needs.weight and not requantizes)
         pending = self.sharing.gather(row, x, self.dtype)
         w_row, w_col = call_state[1] or casts.weight(weight, save=needs.x and casts.recipe.weight_cast != "twice")
         x_row, values = pending.wait(casts.spec("fprop_x", x))
@@ -110,14 +110,14 @@ class ColumnParallelPlan(NamedTuple):
             dx = reduce_scatter(dx, sharing.tokens, sharing.ranks)
         if needs.weight:
             if pending is None:
-                x_col, values = _requantized(saved.x_col.operand, casts.quantized_spec("wgrad_x", grad)), None
+                x_col, values = requantized(saved.x_col.operand, casts.quantized_spec("wgrad_x", grad)), None
             else:
                 x_col, values = pending.wait(casts.spec("wgrad_x", grad))
             dw = wgrad(grad, col, values, x_col, saved.weight.dtype, main_grad)
         return None if dx is None else wait(dx), dw, total
 
     def _gather_columns(self, saved: LinearSaved, grad: Tensor) -> Pending:
-        col = _plain(self.casts).column(saved.x_col, saved.x, "wgrad_x")
+        col = plain(self.casts).column(saved.x_col, saved.x, "wgrad_x")
         source = grad if saved.x is None else saved.x
         return self.sharing.gather(col, source, grad.dtype, along=True)
 
@@ -149,7 +149,7 @@ class RowParallelPlan(NamedTuple):
         casts, needs, sharing = self.casts, self.needs, self.sharing
         recipe, requantizes = casts.recipe, needs.weight and sharing.requantizes
         wanted = NeedsGrad(needs.x or requantizes, needs.weight and not requantizes, needs.bias)
-        row, col, total = _plain(casts).gradient(grad, wanted)
+        row, col, total = plain(casts).gradient(grad, wanted)
         total = None if total is None else all_reduce(total, sharing.ranks)
         rows = sharing.gather(row, grad, grad.dtype) if wanted.x else None
         # an unquantized wgrad takes the values that an unquantized dgrad has gathered
@@ -164,19 +164,20 @@ class RowParallelPlan(NamedTuple):
             x_col = casts.column(saved.x_col, saved.x, "wgrad_x")
             if requantizes:
                 assert dy_row is not None
-                dy_col = _requantized(dy_row, casts.quantized_spec("wgrad_dy", grad))
+                dy_col = requantized(dy_row, casts.quantized_spec("wgrad_dy", grad))
             else:
                 dy_col, values = (None, values) if columns is None else columns.wait(casts.spec("wgrad_dy", grad))
             dw = wgrad(grad if values is None else values, dy_col, saved.x, x_col, saved.weight.dtype, main_grad)
         return dx, dw, None if total is None else wait(total)
 
 
-def _plain(casts: Casts) -> PlainCasts:
+def plain(casts: Casts) -> PlainCasts:
+    """The same casts with plain scales."""
     return PlainCasts(casts.recipe, casts.rounding)
 
 
-def _requantized(rows: BlockScaled, cast: Cast) -> BlockScaled:
-    """Column operand, scaled axis last, of gathered rows: bf16 holds the values of formats that keep theirs."""
+def requantized(rows: BlockScaled, cast: Cast) -> BlockScaled:
+    """Column operand, scaled axis last, of gathered rows. bf16 holds the values of formats that keep theirs."""
     columns = requantize_columns(rows, cast, None, torch.bfloat16)
     underflows.record(rows, columns, None)
     return columns.operand

@@ -34,6 +34,7 @@ from ..autograd.linear import (
     main_grad_of,
     output_dtype,
 )
+from ..autograd.mlp import SwiGLUFunction, check_mlp, check_pairs, swiglu
 from ..autograd.operands import Casts, NeedsGrad, Pair, needed_grads
 from ..autograd.recipe import Recipe, get_recipe
 from ..casts.requantize import keeps_values
@@ -42,6 +43,7 @@ from ..formats.checks import in_words
 from ..formats.spec import get_format
 from ..formats.stochastic import Stochastic
 from .collectives import Ranks, Tokens, ranks_of
+from .parallel_mlp_plan import ParallelMLPPlan
 from .parallel_plans import ColumnParallelPlan, RowParallelPlan, Sharing
 
 Wgrad = Literal["owner", "requantized"]
@@ -71,6 +73,7 @@ def column_parallel(
     The gradient of x is a sum over ranks: every rank rounds its part to the dtype of x before it is summed.
     """
     recipe, ranks = get_recipe(recipe), ranks_of(group)
+    check_linear(x, weight)
     _check(x, weight, bias, recipe, rounding, weight_operands, wgrad)
     check_shards("the weight", (weight.shape[0] * ranks.size, weight.shape[1]), tuple(weight.shape), recipe)
     tokens = _tokens(x, "gather_dim", gather_dim, 1)
@@ -107,6 +110,7 @@ def row_parallel(
     added after the sum, and its gradient is summed over ranks: it is that of all tokens, on every rank.
     """
     recipe, ranks = get_recipe(recipe), ranks_of(group)
+    check_linear(x, weight)
     _check(x, weight, bias, recipe, rounding, weight_operands, wgrad)
     check_shards("the weight", (weight.shape[0], weight.shape[1] * ranks.size), tuple(weight.shape), recipe)
     tokens = _tokens(x, "scatter_dim", scatter_dim, ranks.size)
@@ -118,6 +122,71 @@ def row_parallel(
     plan = RowParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = _with_size(x, scatter_dim, x.shape[scatter_dim] // ranks.size)
     return _run(plan, x, weight, bias, weight_operands).view(*shape, weight.shape[0])
+
+
+def swiglu_parallel(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | DeviceMesh,
+    recipe: str | Recipe = "fp8_blockwise",
+    token_dim: int = 0,
+    wgrad: Wgrad = "owner",
+    weight_operands: tuple[Pair | None, Pair | None] = (None, None),
+) -> Tensor:
+    """y [.., D] of this rank's tokens x [.., K]: silu(gate) * up between a column-parallel and a row-parallel layer.
+
+    gate_up_weight: [2H/ranks, K], the gates of this rank's hidden units, then their ups; its bias [2H/ranks] alike.
+    down_weight: [D, H/ranks].  down_bias: [D], whole.  token_dim: axis of x along which the tokens of the ranks lie.
+    The others are as for `column_parallel` and `swiglu_mlp`. With a product that the recipe leaves unquantized, the
+    three parts run one after the other.
+    """
+    recipe, ranks = get_recipe(recipe), ranks_of(group)
+    check_mlp(x, gate_up_weight, down_weight)
+    check_pairs((None, None), weight_operands)
+    refuse_stochastic_mlp(recipe)
+    weights, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)
+    if recipe.fprop is None or recipe.dgrad is None or recipe.wgrad is None:
+        pair, other = weight_operands
+        h = column_parallel(
+            x,
+            gate_up_weight,
+            gate_up_bias,
+            group=group,
+            recipe=recipe,
+            gather_dim=token_dim,
+            wgrad=wgrad,
+            weight_operands=pair,
+        )
+        return row_parallel(
+            swiglu(h),
+            down_weight,
+            down_bias,
+            group=group,
+            recipe=recipe,
+            scatter_dim=token_dim,
+            wgrad=wgrad,
+            weight_operands=other,
+        )
+    hidden = down_weight.shape[1]
+    for each, bias, pair in zip(weights, biases, weight_operands, strict=True):
+        _check(x, each, bias, recipe, None, pair, wgrad)
+    check_shards("down_weight", (down_weight.shape[0], hidden * ranks.size), tuple(down_weight.shape), recipe)
+    tokens = _tokens(x, "token_dim", token_dim, 1)
+    first = needed_grads(x, gate_up_weight, gate_up_bias)
+    needs = first, needed_grads(x, down_weight, down_bias)._replace(x=any(first))
+    _check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs[0])
+    _check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs[1])
+    sharing = Sharing(ranks, tokens, wgrad == "requantized")
+    plan = ParallelMLPPlan(recipe, (None, None), needs, output_dtype(x), sharing)
+    call_state = (None, *weight_operands)
+    if not any((*needs[0], *needs[1])):
+        return plan.forward(x, weights, biases, call_state, None).y.view(*x.shape[:-1], down_weight.shape[0])
+    main_grads = main_grad_of(gate_up_weight), main_grad_of(down_weight)
+    return SwiGLUFunction.apply(x, *weights, *biases, *main_grads, None, call_state, plan, None)  # pyright: ignore[reportReturnType]
 
 
 def _run(
@@ -151,7 +220,6 @@ def _check(
     weight_operands: Pair | None,
     wgrad: Wgrad,
 ) -> None:
-    check_linear(x, weight)
     check_quantized(x, weight, bias)
     check_rounding(recipe, rounding)
     if weight_operands is not None:
@@ -217,3 +285,14 @@ def _rounding_of_tokens(rounding: Stochastic, tokens: Tokens, ranks: Ranks, colu
             error=ShardingError,
         )
     return replace(rounding, origin=(ranks.rank * tokens.inner, 0, columns))
+
+
+def refuse_stochastic_mlp(recipe: Recipe) -> None:
+    """Raise for recipes with stochastic rounding in a SwiGLU that is cut."""
+    if recipe.stochastic:
+        refuse(
+            f"a SwiGLU that is cut along its hidden units, with recipe {recipe.name!r}",
+            rule="random numbers are counted by row and column of the whole, and the gates and ups of a rank lie apart",
+            fix="keep gate and up as two layers, each column-parallel, or use a recipe that rounds to nearest",
+            error=ShardingError,
+        )
