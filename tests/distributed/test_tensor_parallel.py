@@ -64,11 +64,23 @@ def test_ranks(tmp_path: Path, ranks: int):
         check_refusals(found["refusals"], REFUSED)
         if ranks == 2:
             assert found["accumulated"] == {"grad": True, "torch.float32": True, "torch.bfloat16": True}
+            check_frozen(found["frozen owner"], columns=[GATHER])
+            check_frozen(found["frozen requantized"], columns=[])
             assert found["evaluated"] == {"h": True, "calls": [GATHER]}
             assert found.get("compiled", {"same": True}) == {"same": True}  # in thorough runs
             check_refusals(found["style refusals"], REFUSED_BY_STYLES)
             assert "modified by an inplace operation" in found["changed"]["error"]
             assert found["copied"] == {"off": 0.0}
+
+
+def check_frozen(found: Results, columns: list[str]) -> None:
+    """Only what a gradient needs is gathered.  columns: collectives of x's column operand."""
+    assert found["column_parallel weight"] == [0.0, [GATHER, *columns]]
+    assert found["row_parallel weight"] == [0.0, [SCATTER, GATHER]]
+    assert found["row_parallel x"] == [0.0, [SCATTER, GATHER]]
+    off, calls = found["column_parallel x"]
+    assert off < 2**-8, "a sum of two parts, each rounded to bf16"
+    assert calls == [GATHER, SCATTER]
 
 
 def check_trained(label: str, found: Results) -> None:

@@ -306,6 +306,29 @@ def accumulated(sizes: Sizes) -> dict[str, Any]:
     return found
 
 
+def frozen(sizes: Sizes, wgrad: Any) -> dict[str, Any]:
+    """Gradients of weights alone, and of inputs alone: distance from one process, and collectives."""
+    d, recipe, rank, ranks = data(sizes, torch.bfloat16), get_recipe("mxfp8"), dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    for layer, weight, tokens, features in ((column_parallel, d.up, 0, 0), (row_parallel, d.down, -1, 1)):
+        x = torch.randn(*sizes.lead, weight.shape[1], generator=torch.Generator().manual_seed(4)).bfloat16()
+        grad = torch.ones(*sizes.lead, weight.shape[0]).bfloat16()
+        whole = [each.clone().requires_grad_() for each in (x, weight)]
+        linear(*whole, recipe=recipe).backward(grad)
+        for at, name in enumerate(("x", "weight")):
+            mine = [each.chunk(ranks, dim)[rank].clone() for each, dim in ((x, tokens), (weight, features))]
+            mine[at].requires_grad_()
+            with Wire() as wire:
+                y = layer(*mine, group=world(), recipe=recipe, wgrad=wgrad)
+                y.backward(grad.chunk(ranks, -1 - tokens)[rank])
+            got, want = mine[at].grad, whole[at].grad
+            assert got is not None
+            assert want is not None
+            off = relative(got.float(), want.chunk(ranks, (tokens, features)[at])[rank].float())
+            found[f"{layer.__name__} {name}"] = [off, wire.calls]
+    return found
+
+
 def compiled(sizes: Sizes) -> dict[str, bool]:
     """A whole graph of both layers, forward and backward, against eager."""
     d = part_of(data(sizes, torch.bfloat16, bias=True), sizes)
@@ -422,6 +445,8 @@ def cases(ranks: int) -> Iterator[Case]:
     if not few:
         yield "layers bias", functools.partial(layers, mx, first, bf16, bias=True)
         yield "accumulated", functools.partial(accumulated, small)
+        for wgrad in ("owner", "requantized"):
+            yield f"frozen {wgrad}", functools.partial(frozen, small, wgrad)
         yield "evaluated", functools.partial(evaluated, Sizes((7 * ranks,), 96, 32 * ranks))
         if THOROUGH:
             yield "compiled", functools.partial(compiled, second)
