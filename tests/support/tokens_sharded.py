@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +28,6 @@ from blockscale.formats import BlockScaled, CastSpec, Stochastic
 from support.helpers import same_operand
 
 Case = tuple[str, Callable[[], Any]]
-THOROUGH = "ALL_TESTS" in os.environ
 POW2 = Operand("fp8_1x128", "pow2")
 WEIGHT = Operand("fp8_128x128", "pow2")
 FP8_POW2 = Recipe("fp8_pow2", Product(POW2, WEIGHT), Product(POW2, WEIGHT), Product(POW2, POW2))
@@ -448,5 +446,4 @@ def cases(ranks: int) -> Iterator[Case]:
         for wgrad in ("owner", "requantized"):
             yield f"frozen {wgrad}", functools.partial(frozen, small, wgrad)
         yield "evaluated", functools.partial(evaluated, Sizes((7 * ranks,), 96, 32 * ranks))
-        if THOROUGH:
-            yield "compiled", functools.partial(compiled, second)
+        yield "compiled", functools.partial(compiled, second)
