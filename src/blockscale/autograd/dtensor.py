@@ -59,9 +59,7 @@ class Shards:
     def dtensor(self, y: Tensor) -> DTensor:
         """This rank's result [..., N] as a shard or a partial sum of the whole."""
         if y.requires_grad and not torch.compiler.is_compiling():
-            checked = _Unchanged.apply(y, *self.watched)
-            assert isinstance(checked, Tensor)
-            y = checked
+            y = unchanged(y, *self.watched)
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         return DTensor.from_local(
             y, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=tuple(strides)
@@ -108,6 +106,13 @@ def local_shards(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe,
 
 def _saves_input(recipe: Recipe) -> bool:
     return recipe.saves == "source" or recipe.operand("wgrad_x") is None
+
+
+def unchanged(y: Tensor, *watched: Tensor) -> Tensor:
+    """y, whose backward raises if a DTensor among `watched` has changed since."""
+    checked = _Unchanged.apply(y, *watched)
+    assert isinstance(checked, Tensor)
+    return checked
 
 
 class _Unchanged(torch.autograd.Function):

@@ -1,7 +1,10 @@
-"""Layers over several GPUs, on the engines that people have: FSDP2 that gathers codes (`fsdp.py`)."""
+"""Layers over several GPUs, on the engines that people have: FSDP2 that gathers codes (`fsdp.py`), and experts that are
+divided among ranks (`expert_parallel.py`, `dispatch.py`)."""
 
 from __future__ import annotations
 
+from .dispatch import AllToAll, Dispatcher
+from .expert_parallel import expert_parallel_
 from .fsdp import GatherReport, gather_low_
 
-__all__ = ["GatherReport", "gather_low_"]
+__all__ = ["AllToAll", "Dispatcher", "GatherReport", "expert_parallel_", "gather_low_"]
