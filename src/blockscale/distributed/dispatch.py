@@ -20,7 +20,7 @@ from ..errors import ShardingError, check_name, refuse
 from ..grouped import Routing, sort_by_expert
 
 Payload = Literal["bf16", "low"]
-PAYLOADS: tuple[Payload, ...] = ("bf16",)
+PAYLOADS: tuple[Payload, ...] = ("bf16", "low")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ of tokens and of gate weights are bitwise those of one process with the tokens o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 
 from ..autograd.dtensor import unchanged
 from ..autograd.grouped import check_combined
+from ..autograd.mlp import fused_mlp
 from ..autograd.recipe import Recipe
 from ..autograd.routing import combine, permute
 from ..errors import ShapeError, ShardingError, refuse
@@ -27,6 +29,7 @@ from ..grouped import Routing, as_routing
 from ..nn.experts import GroupedExperts, GroupedLinear
 from ..nn.moe import MoE
 from .dispatch import AllToAll, CallFacts, Dispatcher, Exchange, ExpertPlace
+from .expert_plan import ExpertParallelPlan, check_low
 
 
 def expert_parallel_(moe: MoE, mesh: DeviceMesh, dispatcher: Dispatcher | None = None) -> MoE:
@@ -44,6 +47,9 @@ def expert_parallel_(moe: MoE, mesh: DeviceMesh, dispatcher: Dispatcher | None =
     experts = moe.experts
     place = ExpertPlace(experts.gate_up.experts, mesh.get_local_rank(), mesh.size(), mesh.get_group())
     _check_same(experts, chosen, place)
+    if chosen.payload == "low":
+        check_low(experts.gate_up.recipe)
+        check_low(experts.down.recipe)
     for layer in (experts.gate_up, experts.down):
         _keep_own(layer, mesh, place)
     experts.__class__ = ParallelExperts
@@ -88,14 +94,50 @@ class ParallelExperts(GroupedExperts):
         routed = as_routing(routing)
         self._check_tokens(x, routed)
         check_combined(gate_weights, routed)
-        exchange = self.dispatcher.exchange(routed, self.place, self._facts(x, routed, gate_weights))
+        if self.dispatcher.payload == "low":
+            rows = self._forward_low(x, routed, gate_weights)
+            return self._watch(rows)
+        exchange = self._exchange(x, routed, gate_weights)
         rows = _ToExperts.apply(permute(x, routed), exchange)
         rows = super().forward(rows, exchange.routing)  # pyright: ignore[reportArgumentType]
         rows = _ToTokens.apply(combine(rows, exchange.routing), exchange)
         assert isinstance(rows, Tensor)
-        if rows.requires_grad and not torch.compiler.is_compiling():
-            rows = unchanged(rows, *(each for each in self.parameters() if isinstance(each, DTensor)))
+        rows = self._watch(rows)
         return rows if gate_weights is None else combine(rows, routed, gate_weights)
+
+    def _forward_low(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> Tensor:
+        """The forward of payload "low": one function, since codes have no gradients of their own."""
+        first, second = self.gate_up, self.down
+        check_low(first.recipe)
+        if not self.is_fused or first.recipe != second.recipe:
+            refuse(
+                'payload="low" for experts with hooks, with a forward of their own or with two recipes',
+                rule="what travels as codes goes through both layers in one function",
+                fix='remove hooks and set one recipe, or use payload="bf16"',
+            )
+        exchange = self._exchange(x, routing, gate_weights)
+        (weight, bias), (other_weight, other_bias) = first.own_parameters(), second.own_parameters()
+        (_, operands), (_, other_operands) = first.call_state(), second.call_state()
+        return fused_mlp(
+            x,
+            (weight, other_weight),
+            (bias, other_bias),
+            first.recipe_now,
+            (None, None),
+            (operands, other_operands),
+            routing,
+            gate_weights,
+            functools.partial(ExpertParallelPlan, exchange, self.place),
+        )
+
+    def _watch(self, y: Tensor) -> Tensor:
+        """y, whose backward raises if a parameter has changed since."""
+        if not y.requires_grad or torch.compiler.is_compiling():
+            return y
+        return unchanged(y, *(each for each in self.parameters() if isinstance(each, DTensor)))
+
+    def _exchange(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> Exchange:
+        return self.dispatcher.exchange(routing, self.place, self._facts(x, routing, gate_weights))
 
     def _facts(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> CallFacts:
         _, rows = routing.permutation

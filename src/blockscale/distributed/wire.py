@@ -24,8 +24,7 @@ def pack_rows(q: BlockScaled) -> Tensor:
     """uint8 [M, row_bytes] of a row operand [M, K] with 1-D blocks and no tensor scale."""
     assert q.axis == -1, "rows are scaled along their last axis"
     assert q.global_scale is None, "a tensor scale belongs to no row"
-    scales = q.plain_scale().contiguous().view(torch.uint8)
-    return torch.cat((q.data.view(torch.uint8), scales.view(q.rows, -1)), dim=-1)
+    return torch.cat((q.data.view(torch.uint8), q.plain_scale().contiguous().view(torch.uint8)), dim=-1)
 
 
 def cast_rows(x: Tensor, row: Cast) -> Tensor:
