@@ -93,8 +93,8 @@ def fused_mlp(
     make_plan: Callable[..., AnyMLPPlan] = MLPPlan,
 ) -> Tensor:
     """`swiglu_mlp` or the MLP of experts, for a recipe that quantizes all three products; the caller checks shapes.
-    gate_weights: [T, k] of a routing; each token is then the weighted sum of its rows.  make_plan: takes the arguments of
-    `MLPPlan` and makes the plan of the call."""
+    gate_weights: [T, k] of a routing; each token is then the weighted sum of its rows.  make_plan: takes the arguments
+    of `MLPPlan` and makes the plan of the call."""
     source = x.source if isinstance(x, Activation) else x
     for weight, bias, rounding, pair in zip(weights, biases, roundings, weight_operands, strict=True):
         check_quantized(source, weight, bias)

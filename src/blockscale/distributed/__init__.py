@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from .dispatch import AllToAll, Dispatcher
 from .expert_parallel import expert_parallel_
+from .fixed_capacity import FixedCapacity
 from .fsdp import GatherReport, gather_low_
 
-__all__ = ["AllToAll", "Dispatcher", "GatherReport", "expert_parallel_", "gather_low_"]
+__all__ = ["AllToAll", "Dispatcher", "FixedCapacity", "GatherReport", "expert_parallel_", "gather_low_"]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import ShardingError, check_name, refuse
 from ..grouped import Routing, sort_by_expert
@@ -114,6 +115,11 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
     return funcol.wait_tensor(funcol.all_to_all_single(rows.contiguous(), list(received), list(sent), group))
 
 
+def gather_rows(rows: Tensor, group: Any) -> Tensor:
+    """Rows of all ranks, rank after rank."""
+    return funcol.wait_tensor(funcol.all_gather_tensor(rows, 0, group))
+
+
 @dataclass(frozen=True)
 class AllToAll:
     """Rows by `all_to_all_single` with split sizes, on gloo and NCCL.
@@ -131,32 +137,34 @@ class AllToAll:
         return f"AllToAll(payload={self.payload!r})"
 
     def exchange(self, routing: Routing, place: ExpertPlace, facts: CallFacts) -> Exchange:
-        load, header = routing.load().to(torch.int64), facts.header()
-        message = torch.cat((load, torch.tensor(header, dtype=torch.int64, device=load.device)))
-        table = funcol.wait_tensor(funcol.all_gather_tensor(message[None], 0, place.group)).tolist()
+        message = message_of(routing, facts)
+        table = gather_rows(message[None], place.group).tolist()
         check_agreement([row[place.experts :] for row in table])
         span = place.span()
         counts = [row[span.start : span.stop] for row in table]
         own = table[place.rank]
         sent = [sum(own[each.start : each.stop]) for each in map(place.span, range(place.ranks))]
         received = [sum(row) for row in counts]
-        return _Splits(sort_received(counts, len(span), load.device), sent, received, place.group)
+        left = routing.permutation[0].shape[0] - sum(sent)
+        return _Splits(sort_received(counts, len(span), message.device), sent, received, left, place.group)
 
 
 @dataclass(frozen=True, eq=False)
 class _Splits:
-    """Exchange with split sizes.  sent, received: rows by rank."""
+    """Exchange with split sizes.  sent, received: rows by rank.  left: rows of no expert, after all others; they come
+    back as zeros."""
 
     routing: Routing
     sent: list[int]
     received: list[int]
+    left: int
     group: dist.ProcessGroup
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        return exchange_rows(rows, self.sent, self.received, self.group)
+        return exchange_rows(rows[: rows.shape[0] - self.left], self.sent, self.received, self.group)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        return exchange_rows(rows, self.received, self.sent, self.group)
+        return pad(exchange_rows(rows, self.received, self.sent, self.group), (0, 0, 0, self.left))
 
 
 def sort_received(counts: list[list[int]], experts: int, device: torch.device) -> Routing:
@@ -172,6 +180,12 @@ def routing_of(expert: Tensor, experts: int) -> Routing:
         return sort_by_expert(expert[:, None], experts)
     rows = torch.arange(expert.shape[0], dtype=torch.int32, device=expert.device)
     return Routing(rows.new_empty(0), rows, rows[:, None])
+
+
+def message_of(routing: Routing, facts: CallFacts) -> Tensor:
+    """int64 [E + 4]: rows of each expert, then the header of the call."""
+    load = routing.load().to(torch.int64)
+    return torch.cat((load, torch.tensor(facts.header(), dtype=torch.int64).to(load.device, non_blocking=True)))
 
 
 def check_agreement(headers: Sequence[Sequence[int]]) -> None:

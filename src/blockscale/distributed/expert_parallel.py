@@ -255,15 +255,17 @@ def _check_layer(moe: object, mesh: object, dispatcher: object) -> None:
 
 def _check_same(experts: GroupedExperts, dispatcher: Dispatcher, place: ExpertPlace) -> None:
     """Raise on all ranks unless they divide the same layer in the same way. Collective."""
-    first, second = experts.gate_up, experts.down
-    shapes = [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in experts.parameters()]
-    mine = f"{shapes}, {first.recipe}, {second.recipe}, {dispatcher.describe()}"
+    mine = {name: str((tuple(each.shape), each.dtype, each.requires_grad)) for name, each in experts.named_parameters()}
+    mine |= {"the recipe of gate_up": str(experts.gate_up.recipe), "the recipe of down": str(experts.down.recipe)}
+    mine |= {"the dispatcher": dispatcher.describe()}
     found: list[Any] = [None] * place.ranks
     dist.all_gather_object(found, mine, group=place.group)
-    if len({*found}) > 1:
-        refuse(
-            f"ranks that divide different experts: {'; '.join(sorted({*found}))}",
-            rule="every rank has the same layer, recipe and dispatcher",
-            fix="build the layer on every rank with the same options",
-            error=ShardingError,
-        )
+    for name in sorted({name for each in found for name in each}):
+        values = [each.get(name) for each in found]
+        if len({*values}) > 1:
+            refuse(
+                f"ranks differ in {name}: {'; '.join(map(str, dict.fromkeys(values)))}",
+                rule="every rank divides the same experts, with the same recipe and dispatcher",
+                fix="build the layer on every rank with the same options",
+                error=ShardingError,
+            )
