@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,13 +27,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockscale as bs
-from blockscale.distributed import AllToAll, Dispatcher, FixedCapacity, expert_parallel_
+from blockscale.distributed import AllToAll, DeepEP, Dispatcher, FixedCapacity, expert_parallel_
+from blockscale.distributed.dispatch import Payload
+from blockscale.errors import DtypeError, MissingPackageError, ShardingError
 from blockscale.nn import MoE
+from support.deep_ep_stand_in import Buffer, install
 
 Case = tuple[str, Callable[[], Any]]
 THOROUGH = "ALL_TESTS" in os.environ
 DIM, HIDDEN = 160, 96
 # tokens of each rank: none on one of them, and tails of blocks
+# what the stand-in for deep_ep calls
+DIRECT = ("alltoall_base_",)
 TOKENS = {2: (41, 24), 4: (41, 0, 24, 7)}
 
 
@@ -198,7 +204,7 @@ def against_one_process(
             assert isinstance(sharded, DTensor), name
             chunk = -(-experts // ranks)
             found[name] = off(sharded.to_local(), grad[rank * chunk : (rank + 1) * chunk])
-    assert wire.names == {"all_to_all_single", "all_gather_into_tensor"}, wire.names
+    assert wire.names <= {"all_to_all_single", "all_gather_into_tensor", *DIRECT}, wire.names
     return {name: worst(value) for name, value in found.items()}
 
 
@@ -256,6 +262,24 @@ def rows_of_no_expert(ranks: int, dispatcher: Dispatcher) -> dict[str, float]:
     return {name: worst(off(got[name], want[name][rows])) for name in ("y", "dx", "gates")}
 
 
+def deep_ep(ranks: int, payload: Payload) -> dict[str, float]:
+    """The adapter over a stand-in for the package; without one it is refused."""
+    assert "deep_ep" not in sys.modules, "the stand-in tests nothing beside the package"
+    with pytest.raises(MissingPackageError, match="install deep_ep"):
+        DeepEP(None)
+    install()
+    buffer = Buffer(mesh_of(ranks).get_group())
+    here = functools.partial(against_one_process, ranks, DeepEP(buffer, payload), recipe="mxfp8", weights=torch.float32)
+    found = here(experts=2 * ranks)
+    assert buffer.calls == ["layout", "dispatch", "combine", "dispatch again", "combine"], buffer.calls
+    with pytest.raises(ShardingError, match=f"5 experts on {ranks} ranks"):
+        here(experts=5)
+    with pytest.raises(DtypeError, match="tokens in float32"):
+        here(experts=2 * ranks, dtype=torch.float32)
+    del sys.modules["deep_ep"]
+    return found
+
+
 def cases(ranks: int, folder: str) -> Iterator[Case]:
     """On four ranks those that have something of their own: ranks without tokens, and ranks without experts."""
     from support.expert_parallel_state import checkpoints, overflow, refusals
@@ -294,6 +318,9 @@ def cases(ranks: int, folder: str) -> Iterator[Case]:
     yield "16 bits twice", functools.partial(here, recipe=bs.get_recipe("mxfp8").replace(weight_cast="twice"))
     for dispatcher in (AllToAll(), AllToAll("low"), FixedCapacity(82)):
         yield f"no expert {dispatcher.describe()}", functools.partial(rows_of_no_expert, ranks, dispatcher)
+    for payload in ("bf16", "low"):
+        label = f"{'16 bits' if payload == 'bf16' else 'low'} DeepEP"
+        yield label, functools.partial(deep_ep, ranks, payload)
     yield "layer 16 bits", functools.partial(whole_layer, ranks, AllToAll(), "fp8_blockwise")
     yield "layer 16 bits fixed", functools.partial(whole_layer, ranks, FixedCapacity(82), "mxfp8")
     if ranks == 2:

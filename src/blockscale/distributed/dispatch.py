@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import ShardingError, check_name, refuse
 from ..grouped import Routing, sort_by_expert
 
+# the operators of functional collectives: their Python names differ between versions of torch
+_OPS = torch.ops._c10d_functional
 Payload = Literal["bf16", "low"]
 PAYLOADS: tuple[Payload, ...] = ("bf16", "low")
 
@@ -77,7 +78,7 @@ class Exchange(Protocol):
 
     @property
     def routing(self) -> Routing:
-        """Of received rows to this rank's experts, one slot each."""
+        """Of received rows to this rank's experts, one slot each. Known after the first `to_experts`."""
         ...
 
     def to_experts(self, rows: Tensor) -> Tensor:
@@ -110,14 +111,14 @@ def check_payload(payload: object) -> None:
     check_name(payload, PAYLOADS, "payload")
 
 
-def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Rows [sum(sent), ...] of this rank, in pieces by rank -> rows [sum(received), ...] of all ranks."""
-    return funcol.wait_tensor(funcol.all_to_all_single(rows.contiguous(), list(received), list(sent), group))
+    return _OPS.wait_tensor(_OPS.all_to_all_single(rows.contiguous(), list(received), list(sent), group.group_name))
 
 
-def gather_rows(rows: Tensor, group: Any) -> Tensor:
+def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rows of all ranks, rank after rank."""
-    return funcol.wait_tensor(funcol.all_gather_tensor(rows, 0, group))
+    return _OPS.wait_tensor(_OPS.all_gather_into_tensor(rows.contiguous(), group.size(), group.group_name))
 
 
 @dataclass(frozen=True)

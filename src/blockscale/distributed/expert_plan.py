@@ -46,7 +46,7 @@ class ExpertParallelPlan(NamedTuple):
         """Rows [T * k, D] of tokens x [T, K], and what the backward needs of the R rows."""
         assert routing is not None
         tokens, _ = routing.permutation
-        messages = cast_rows(x, self._spec("fprop_x", x)).index_select(0, tokens)
+        messages = cast_rows(x, self._spec("fprop_x", x, routing)).index_select(0, tokens)
         x_pair = self._received(messages, x, "fprop_x", "wgrad_x" if self.needs[0].weight else None)
         result = self._local.forward(x, weights, biases, (x_pair, *call_state[1:]), Routing(self._offs))
         return result._replace(y=self._returned(result.y))
@@ -60,7 +60,10 @@ class ExpertParallelPlan(NamedTuple):
         assert routing is not None
         rows = grad if scatter is None else permute_rows(grad, *routing.permutation, saved.gate_weights)
         row, col = self._received(
-            cast_rows(rows, self._spec("dgrad_dy", rows)), rows, "dgrad_dy", "wgrad_dy" if needs.weight else None
+            cast_rows(rows, self._spec("dgrad_dy", rows, routing)),
+            rows,
+            "dgrad_dy",
+            "wgrad_dy" if needs.weight else None,
         )
         total = None
         if needs.bias:  # sums of codes would have their rounding: partial sums travel in fp64
@@ -77,17 +80,19 @@ class ExpertParallelPlan(NamedTuple):
     def _offs(self) -> Tensor:
         return self.exchange.routing.offs
 
-    def _spec(self, role: str, like: Tensor) -> Cast:
-        return Casts(self.recipe, None, Routing(self._offs)).quantized_spec(role, like)
+    def _spec(self, role: str, like: Tensor, routing: Routing) -> Cast:
+        return Casts(self.recipe, None, routing).quantized_spec(role, like)
 
     def _received(self, messages: Tensor, like: Tensor, row: str, col: str | None) -> Pair:
         """Operands of the R rows that this rank's experts get for messages [T * k, bytes], sorted by expert."""
-        order, _ = self.exchange.routing.permutation
-        got = unpack_rows(self.exchange.to_experts(messages), self._spec(row, like).plan, like.shape[1], order)
+        arrived = self.exchange.to_experts(messages)
+        routing = self.exchange.routing  # a dispatcher may know it only now
+        plan = self._spec(row, like, routing).plan
+        got = unpack_rows(arrived, plan, like.shape[1], routing.permutation[0])
         if col is None:
             return got, None
         # above bf16's own range, it holds every value of the formats that `check_low` admits
-        return got, requantize_columns(got, self._spec(col, like), self._offs, torch.bfloat16)
+        return got, requantize_columns(got, self._spec(col, like, routing), routing.offs, torch.bfloat16)
 
     def _returned(self, y: Tensor) -> Tensor:
         """Rows [R, N] sorted by expert -> rows [T * k, N] at the ranks of their tokens."""
