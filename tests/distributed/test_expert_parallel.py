@@ -102,3 +102,17 @@ def test_two_ranks(tmp_path: Path):
 def test_four_ranks(tmp_path: Path):
     """Also a rank without tokens, and ranks without experts."""
     check_results(results_of(4, tmp_path))
+
+
+@pytest.mark.gpu
+def test_four_processes_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`FixedCapacity` over symmetric memory, which all ranks have on one GPU; gloo alone starts them."""
+    monkeypatch.setenv("EXPERTS_ON", "cuda")
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    results = results_of(4, tmp_path)
+    assert len(results) == 8
+    for label, found in results.items():
+        weights = {name: value for name, value in found.items() if name in ("gate_up.weight", "down.weight")}
+        exact = {name: value for name, value in found.items() if name not in weights}
+        assert exact == dict.fromkeys(exact, 0.0), label
+        assert max(weights.values()) <= (0.0 if "16 bits" in label else 5e-7), label
