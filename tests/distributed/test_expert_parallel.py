@@ -44,6 +44,8 @@ SAID = {
     "main_grad": "weight.main_grad",
     "attach": "a shared cast of a sharded weight",
     "hooks": "with hooks",
+    "activation": "an activation of their own",
+    "unconverted": "expert_parallel_ of an? Experts.*convert experts of Transformers with quantize_ first",
 }
 
 
@@ -76,6 +78,14 @@ def check_results(results: Results) -> None:
     assert results["low hot"]["down.weight"] > 0
     for label in (label for label in results if label.startswith("no expert")):
         assert results[label] == {"y": 0.0, "dx": 0.0, "gates": 0.0}, label
+    others = {label: found for label, found in results.items() if label.startswith(("fsdp", "transformers"))}
+    assert len(others) >= 2
+    for label, found in others.items():
+        weights = {name: each for name, each in found.items() if label.endswith("low") and "bias" not in name}
+        weights = {name: each for name, each in weights.items() if "down" in name or "gate_up" in name}
+        exact = {name: each for name, each in found.items() if name not in weights}
+        assert exact == dict.fromkeys(exact, 0.0), label
+        assert all(each <= 5e-7 for each in weights.values()), label
     if "refusals" in results:
         assert results["refusals"].keys() == SAID.keys()
         for name, pattern in SAID.items():

@@ -288,7 +288,15 @@ def deep_ep(ranks: int, payload: Payload) -> dict[str, float]:
 
 def cases(ranks: int, folder: str) -> Iterator[Case]:
     """On four ranks those that have something of their own: ranks without tokens, and ranks without experts."""
-    from support.expert_parallel_state import checkpoints, overflow, refusals
+    from support.expert_parallel_state import (
+        Experts,
+        GptOssExperts,
+        checkpoints,
+        of_transformers,
+        overflow,
+        refusals,
+        with_fsdp,
+    )
 
     every = ranks == 2 or THOROUGH
     here = functools.partial(against_one_process, ranks)
@@ -325,8 +333,15 @@ def cases(ranks: int, folder: str) -> Iterator[Case]:
     yield "overflow", functools.partial(overflow, ranks)
     yield "checkpoints", functools.partial(checkpoints, ranks, folder)
     yield "wire fp8_blockwise_pow2", functools.partial(wire_bytes, ranks, "fp8_blockwise_pow2")
+    if ranks == 4:
+        for payload in ("bf16", "low"):
+            yield f"fsdp {payload}", functools.partial(with_fsdp, ranks, payload)
     if not every:
         return
+    kinds: tuple[tuple[type[Experts], Payload], ...] = ((Experts, "bf16"), (Experts, "low"), (GptOssExperts, "bf16"))
+    for kind, payload in kinds:
+        label = f"transformers {kind.__name__} {payload}"
+        yield label, functools.partial(of_transformers, ranks, kind, payload, "fp8_blockwise_pow2")
     yield "wire mxfp8", functools.partial(wire_bytes, ranks, "mxfp8")
     yield "16 bits float32", functools.partial(here, dtype=torch.float32, weights=torch.float32)
     yield "low float32", functools.partial(low, dtype=torch.float32, recipe="fp8_blockwise_pow2")

@@ -11,14 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import blockscale as bs
 from blockscale.distributed import AllToAll, FixedCapacity, expert_parallel_
+from blockscale.distributed.dispatch import Payload
 from blockscale.errors import BlockscaleError, CapacityError
 from blockscale.nn import MoE
-from support.expert_parallel import DIM, HIDDEN, build, mesh_of, off
+from blockscale.nn.adapters import AdaptedExperts
+from support.expert_parallel import DIM, HIDDEN, build, make_call, mesh_of, off, rows_of, worst
 
 
 def overflow(ranks: int) -> dict[str, Any]:
@@ -88,6 +92,8 @@ def refusals(ranks: int) -> dict[str, Any]:
     attempt("main_grad", lambda: moe(x))
     delattr(moe.experts.down.weight, "main_grad")
     attempt("attach", lambda: bs.refresh_weights_(expert_parallel_(build(step_cast(), 4, 2), mesh)))
+    attempt("activation", lambda: expert_parallel_(adapted(GptOssExperts, "mxfp8"), mesh, low))
+    attempt("unconverted", lambda: expert_parallel_(Experts(4), mesh))  # pyright: ignore[reportArgumentType]
     low_moe = expert_parallel_(build("mxfp8", 4, 2), mesh, low)
     low_moe.experts.down.register_forward_hook(lambda *args: None)
     attempt("hooks", lambda: low_moe(x.bfloat16()))
@@ -96,6 +102,78 @@ def refusals(ranks: int) -> dict[str, Any]:
 
 def step_cast() -> bs.Recipe:
     return bs.get_recipe("mxfp8").replace(weight_cast="step")
+
+
+class Experts(torch.nn.Module):
+    """As Mixtral, Qwen3-MoE and DeepSeek-V3 keep them in Transformers 5."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(experts, 2 * HIDDEN, DIM) / 8)
+        self.down_proj = torch.nn.Parameter(torch.randn(experts, DIM, HIDDEN) / 8)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        raise NotImplementedError("the converted module is compared with itself")
+
+
+class GptOssExperts(Experts):
+    """As gpt-oss keeps them: transposed, with biases, gates and ups alternating, clamped."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(experts, DIM, 2 * HIDDEN) / 8)
+        self.gate_up_proj_bias = torch.nn.Parameter(torch.randn(experts, 2 * HIDDEN))
+        self.down_proj = torch.nn.Parameter(torch.randn(experts, HIDDEN, DIM) / 8)
+        self.down_proj_bias = torch.nn.Parameter(torch.randn(experts, DIM))
+        self.alpha, self.limit = 1.702, 7.0
+
+
+def adapted(kind: type[Experts], recipe: str) -> AdaptedExperts:
+    torch.manual_seed(0)
+    found = AdaptedExperts.convert(kind(5))
+    found.apply_recipe(recipe, name="layers.0.mlp.experts")
+    return found
+
+
+def of_transformers(ranks: int, kind: type[Experts], payload: Payload, recipe: str) -> dict[str, float]:
+    """Converted experts of Transformers, five of them, against one process."""
+    call, rows = make_call(ranks, 5, 2, "random", torch.bfloat16), rows_of(dist.get_rank(), ranks, "random")
+    one, divided = (adapted(kind, recipe) for _ in range(2))
+    expert_parallel_(divided, mesh_of(ranks), AllToAll(payload))
+    grads: list[dict[str, Tensor]] = []
+    for module, part in ((one, slice(None)), (divided, rows)):
+        x, gate_weights = (each[part].clone().requires_grad_() for each in (call.x, call.gate_weights))
+        y = module(x, call.experts[part], gate_weights)
+        y.backward(call.dy[part])
+        found = {"y": y.detach(), "dx": x.grad, "gates": gate_weights.grad}
+        grads.append(found | {name: each.grad for name, each in module.named_parameters()})  # pyright: ignore[reportArgumentType]
+    off_by: dict[str, float] = {}
+    for name, got in grads[1].items():
+        want = grads[0][name]
+        off_by[name] = off(got.full_tensor(), want) if isinstance(got, DTensor) else off(got, want[rows])
+    return {name: worst(value) for name, value in off_by.items()}
+
+
+def with_fsdp(ranks: int, payload: Payload) -> dict[str, float]:
+    """Two replicas of the experts, whose shards FSDP2 shards again: gradients are averages over the replicas."""
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "ep"))
+    one, moe = (build("fp8_blockwise_pow2", 4, 2, torch.float32, shared=64) for _ in range(2))
+    expert_parallel_(moe, mesh["ep"], AllToAll(payload))
+    for module in (moe.experts, moe):
+        fully_shard(module, mesh=mesh["dp"])
+    replica, rank = mesh.get_coordinate()  # pyright: ignore[reportGeneralTypeIssues]
+    x = torch.randn(2, ranks // 2, 8, DIM, generator=torch.Generator().manual_seed(0))
+    wanted = [one(each.flatten(0, 1)) for each in x]
+    for each in wanted:
+        each.square().sum().backward()
+    y = moe(x[replica, rank])
+    y.square().sum().backward()
+    found = {"y": off(y.detach(), wanted[replica].detach().view(-1, 8, DIM)[rank])}
+    for name, param in moe.experts.named_parameters():
+        grad = param.grad.full_tensor()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        found[name] = off(grad, one.experts.get_parameter(name).grad / 2)  # pyright: ignore[reportOptionalOperand]
+    return {name: worst(value) for name, value in found.items()}
 
 
 def trained(moe: MoE, steps: int) -> None:
