@@ -77,6 +77,10 @@ class ShardingError(BlockscaleError, ValueError):
     """Shards or placements that cannot be computed without gathering an operand."""
 
 
+class CapacityError(BlockscaleError, ValueError):
+    """More rows for another rank than a dispatcher has room for."""
+
+
 class OptionError(BlockscaleError, ValueError):
     """An option that exists but makes no sense for this format."""
 

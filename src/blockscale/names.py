@@ -22,7 +22,10 @@ LEGAL_PAIRS = frozenset(
     (a, b) for names in FORMATS.values() for a in names for b in names if (a, b) != ("fp8_128x128", "fp8_128x128")
 )
 
-RECIPES = ("bf16", "fp8_blockwise", "mxfp8", "mxfp8_128x128", "mxfp8_wgrad_bf16", "mxfp6", "mxfp4", "nvfp4")
+RECIPES = (
+    "bf16", "fp8_blockwise", "fp8_blockwise_pow2", "mxfp8", "mxfp8_128x128", "mxfp8_wgrad_bf16", "mxfp6", "mxfp4",
+    "nvfp4",
+)  # fmt: skip
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 # a recipe's name, and its products that stay unquantized
 _SPARED = re.compile(rf"(\w+?)((?:_(?:{'|'.join(PRODUCTS)}))+)_bf16")

@@ -25,6 +25,7 @@ SQUARE, TILES = Operand("fp8_128x128"), Operand("nvfp4_16x16")
 TABLE = {
     "bf16": [None] * 6,
     "fp8_blockwise": ["fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_1x128"],
+    "fp8_blockwise_pow2": ["fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_128x128", "fp8_1x128", "fp8_1x128"],
     "mxfp8": ["mxfp8_e4m3"] * 6,
     "mxfp8_128x128": ["mxfp8_e4m3", "mxfp8_e4m3_128x128"] * 2 + ["mxfp8_e4m3"] * 2,
     "mxfp8_wgrad_bf16": ["mxfp8_e4m3"] * 4 + [None] * 2,
@@ -200,6 +201,20 @@ def test_weights_in_another_format(name: str, format: str):
     assert changed.dgrad is not None
     assert recipe.dgrad is not None
     assert changed.dgrad.a == recipe.dgrad.a
+
+
+def test_pow2_is_fp8_blockwise_with_powers_of_two_as_scales():
+    """In every operand, and in nothing else."""
+    recipe = get_recipe("fp8_blockwise_pow2")
+    assert recipe.formats() == get_recipe("fp8_blockwise").formats()
+    assert {operand.scale_rule for role in ROLES if (operand := recipe.operand(role))} == {"pow2"}
+    assert get_recipe("fp8_blockwise_pow2_wgrad_bf16") == recipe.replace(
+        name="fp8_blockwise_pow2_wgrad_bf16", wgrad=None
+    )
+    layer = bs.nn.Linear(256, 128, recipe=recipe)
+    for spec in (Operand("fp8_1x128", "pow2"), Operand("fp8_128x128", "pow2")):
+        scale = bs.quantize(layer.weight.detach(), spec.spec("fprop_w", None)).plain_scale()
+        assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
 
 
 def test_mxfp8_of_hopper_is_a_recipe_by_name():

@@ -11,6 +11,7 @@ groups of rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from .linear import (
     main_grad_of,
     output_dtype,
 )
-from .mlp_plan import CallState, MLPPlan, MLPSaved
+from .mlp_plan import AnyMLPPlan, CallState, MLPPlan, MLPSaved
 from .operands import GradScatter, NeedsGrad, Pair, matrix, needed_grads
 from .recipe import Recipe, get_recipe
 from .routing import combine
@@ -89,9 +90,11 @@ def fused_mlp(
     weight_operands: tuple[Pair | None, Pair | None],
     routing: Routing | None,
     gate_weights: Tensor | None = None,
+    make_plan: Callable[..., AnyMLPPlan] = MLPPlan,
 ) -> Tensor:
     """`swiglu_mlp` or the MLP of experts, for a recipe that quantizes all three products; the caller checks shapes.
-    gate_weights: [T, k] of a routing; each token is then the weighted sum of its rows."""
+    gate_weights: [T, k] of a routing; each token is then the weighted sum of its rows.  make_plan: takes the arguments
+    of `MLPPlan` and makes the plan of the call."""
     source = x.source if isinstance(x, Activation) else x
     for weight, bias, rounding, pair in zip(weights, biases, roundings, weight_operands, strict=True):
         check_quantized(source, weight, bias)
@@ -103,7 +106,7 @@ def fused_mlp(
     first = needed_grads(source, weights[0], biases[0])
     needs = first, needed_grads(source, weights[1], biases[1])._replace(x=any(first))
     call_state = (x.operands(recipe) if isinstance(x, Activation) else None, *weight_operands)
-    plan = MLPPlan(recipe, roundings, needs, output_dtype(source))
+    plan = make_plan(recipe, roundings, needs, output_dtype(source))
     if not any((*needs[0], *needs[1])):
         y = plan.forward(source, weights, biases, call_state, routing).y
         return _shaped(y, source) if routing is None or gate_weights is None else combine(y, routing, gate_weights)
@@ -146,7 +149,7 @@ class SwiGLUFunction(torch.autograd.Function):
         down_main: Tensor | None,
         gate_weights: Tensor | None,
         call_state: CallState,
-        plan: MLPPlan,
+        plan: AnyMLPPlan,
         routing: Routing | None,
     ) -> Tensor:
         weights, biases = (gate_up_weight, down_weight), (gate_up_bias, down_bias)

@@ -6,7 +6,7 @@ Recorded and replayed as `linear_plan.py` does for one layer.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,17 @@ from .linear_plan import (
     replay_or_record_backward,
     wgrad,
 )
-from .operands import Casts, GradScatter, NeedsGrad, Pair, SavedOperand, column_sums, matrix, save_operand
+from .operands import (
+    Casts,
+    GradOperands,
+    GradScatter,
+    NeedsGrad,
+    Pair,
+    SavedOperand,
+    column_sums,
+    matrix,
+    save_operand,
+)
 from .recipe import Recipe
 
 Weights = tuple[Tensor, Tensor]
@@ -105,6 +115,26 @@ class Gradients(NamedTuple):
     down_bias: Tensor | None = None
 
 
+class AnyMLPPlan(Protocol):
+    """What `SwiGLUFunction` runs: `MLPPlan`, or one whose rows are multiplied on other ranks."""
+
+    @property
+    def needs(self) -> tuple[NeedsGrad, NeedsGrad]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(
+        self, x: Tensor, weights: Weights, biases: Biases, call_state: CallState, routing: Routing | None
+    ) -> MLPForwardResult: ...
+
+    def backward(
+        self, grad: Tensor, saved: MLPSaved, main_grads: Biases, scatter: GradScatter | None = None
+    ) -> Gradients: ...
+
+    def _replace(self, *, dtype: torch.dtype) -> Self: ...
+
+
 class MLPPlan(NamedTuple):
     """Casts and products of one way to call an MLP.  needs: gradients of the first layer and of the second."""
 
@@ -154,12 +184,19 @@ class MLPPlan(NamedTuple):
         )
 
     def backward(
-        self, grad: Tensor, saved: MLPSaved, main_grads: Biases, scatter: GradScatter | None = None
+        self,
+        grad: Tensor,
+        saved: MLPSaved,
+        main_grads: Biases,
+        scatter: GradScatter | None = None,
+        given: GradOperands | None = None,
     ) -> Gradients:
-        """Gradients from grad [M, D] of rows, or with `scatter` from grad [T, D] of tokens."""
+        """Gradients from grad [M, D] of rows, or with `scatter` from grad [T, D] of tokens. With `given` no value of
+        grad is read."""
         accumulated = [each for each in main_grads if each is not None]
-        if saved.recording is None or not can_be_replayed((grad, *accumulated)):
-            return self._backward(grad, saved, main_grads, scatter)
+        # given operands are another call's results: their recording would be of one shape of rows
+        if saved.recording is None or given is not None or not can_be_replayed((grad, *accumulated)):
+            return self._backward(grad, saved, main_grads, scatter, given)
         # a weight whose operand was saved is not read
         gate_up_weight = saved.gate_up_weight if saved.gate_up_col.meta is None else None
         down_weight = saved.down_weight if saved.down_col.meta is None else None
@@ -167,17 +204,26 @@ class MLPPlan(NamedTuple):
         routing = () if saved.routing is None else saved.routing.tensors
         read = (saved.x, saved.gate_up, gate_up_weight, down_weight)
         optional = (*read, *main_grads, *parts, *routing, *(scatter or ()))
-        call = functools.partial(self._backward, grad, saved, main_grads, scatter)
+        call = functools.partial(self._backward, grad, saved, main_grads, scatter, None)
         gradients = Gradients(*replay_or_record_backward(saved.recording, grad, optional, call))
         for each in accumulated:  # the operator bumps their versions, a replay of its launch does not
             torch.autograd.graph.increment_version(each)
         return gradients
 
-    def _backward(self, grad: Tensor, saved: MLPSaved, main_grads: Biases, scatter: GradScatter | None) -> Gradients:
+    def _backward(
+        self,
+        grad: Tensor,
+        saved: MLPSaved,
+        main_grads: Biases,
+        scatter: GradScatter | None,
+        given: GradOperands | None,
+    ) -> Gradients:
         (gate_up_needs, down_needs), (first, second) = self.needs, self._casts(saved.routing)
         weights, gate_up, routing = (saved.gate_up_weight, saved.down_weight), saved.gate_up, saved.routing
         dx = dw_gate_up = dw_down = db_gate_up = db_down = row = col = hidden = None
-        if scatter is None:
+        if given is not None:
+            dy_row, dy_col, db_down = given
+        elif scatter is None:
             dy_row, dy_col, db_down = second.gradient(grad, down_needs)
         else:
             dy_row, dy_col = second.scattered_gradient(grad, scatter)

@@ -79,6 +79,15 @@ class GradScatter(NamedTuple):
     gate_weights: Tensor
 
 
+class GradOperands(NamedTuple):
+    """A gradient of rows [M, N] that arrives as operands, in place of being cast.  row, col: for dgrad and for wgrad.
+    total: its column sums, fp32 [N] or [E, N]. None for those that are not needed."""
+
+    row: BlockScaled | None
+    col: BlockScaled | None
+    total: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class Casts:
     """The casts of one layer's call.

@@ -253,6 +253,7 @@ def _dgrad_as_fprop(name: str, fprop: Product, wgrad: Product | None) -> Recipe:
 
 
 _FP8, _FP8_WEIGHT = Operand("fp8_1x128"), Operand("fp8_128x128")
+_FP8_POW2, _FP8_POW2_WEIGHT = Operand("fp8_1x128", "pow2"), Operand("fp8_128x128", "pow2")
 _MXFP8, _MXFP8_WEIGHT = Operand("mxfp8_e4m3"), Operand("mxfp8_e4m3_128x128")
 _MXFP6 = Operand("mxfp6_e2m3")
 _MXFP4 = Operand("mxfp4")
@@ -263,6 +264,7 @@ RECIPES: Mapping[str, Recipe] = {
     for recipe in (
         Recipe("bf16"),
         _dgrad_as_fprop("fp8_blockwise", Product(_FP8, _FP8_WEIGHT), Product(_FP8, _FP8)),
+        _dgrad_as_fprop("fp8_blockwise_pow2", Product(_FP8_POW2, _FP8_POW2_WEIGHT), Product(_FP8_POW2, _FP8_POW2)),
         _dgrad_as_fprop("mxfp8", Product(_MXFP8, _MXFP8), Product(_MXFP8, _MXFP8)),
         _dgrad_as_fprop("mxfp8_128x128", Product(_MXFP8, _MXFP8_WEIGHT), Product(_MXFP8, _MXFP8)),
         _dgrad_as_fprop("mxfp8_wgrad_bf16", Product(_MXFP8, _MXFP8), None),

@@ -23,10 +23,11 @@ from ..autograd.routing import combine
 from ..autograd.weights import SharedWeight
 from ..errors import refuse
 from ..formats.stochastic import Stochastic
-from ..grouped import sort_by_expert
+from ..grouped import Routing, sort_by_expert
 from .recipe_module import RecipeModule
 
 WEIGHTS = ("gate_up_proj", "down_proj")
+CallOperands = tuple[Tensor, Tensor | None, Stochastic | None, Pair | None]
 # argument names of tokens, their experts and the gate weights
 SIGNATURES = (
     ("hidden_states", "top_k_index", "top_k_weights"),
@@ -164,12 +165,25 @@ class AdaptedExperts(RecipeModule):
     def _shared(self) -> Iterator[SharedWeight]:
         return iter(self.shared_weights.values())
 
-    def _call_state(self, name: str) -> tuple[Tensor, Tensor | None, Stochastic | None, Pair | None]:
-        """Weight [E, N, K], bias, stochastic rounding and shared casts of a parameter, for a call made now."""
-        parameter, recipe = self.get_parameter(name), self.recipe_now
+    def own_parameter(self, name: str) -> Tensor:
+        """A parameter as a call multiplies it: of this rank's experts, where ranks have their own."""
+        return self.get_parameter(name)
+
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether both products and the activation between them are one function."""
+        return self.style.activate is _plain
+
+    def call_states(self) -> tuple[CallOperands, CallOperands]:
+        """Weight [E, N, K], bias, stochastic rounding and shared casts of both parameters, for a call made now."""
+        first, second = map(self._call_state, WEIGHTS)
+        return first, second
+
+    def _call_state(self, name: str) -> CallOperands:
+        parameter, recipe = self.own_parameter(name), self.recipe_now
         shared = self.shared_weights.get(name)
         weight = parameter.mT if self.style.transposed else parameter
-        bias = self.get_parameter(f"{name}_bias") if self.style.bias else None
+        bias = self.own_parameter(f"{name}_bias") if self.style.bias else None
         return weight, bias, self.rounding(name), None if shared is None else shared.operands(parameter, recipe)
 
     def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
@@ -178,12 +192,17 @@ class AdaptedExperts(RecipeModule):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts = experts.reshape(tokens.shape[0], -1)
         gate_weights = gate_weights.reshape(tokens.shape[0], -1)
-        (gate_up, bias, rounding, pair), (down, other_bias, other_rounding, other) = map(self._call_state, WEIGHTS)
         if gate_weights.shape != experts.shape:
             gate_weights = gate_weights.gather(1, experts)
-        routing, recipe = sort_by_expert(experts, gate_up.shape[0]), self.recipe_now
-        if self.style.activate is _plain:
-            y = grouped_swiglu_mlp(
+        routing = sort_by_expert(experts, self.get_parameter(WEIGHTS[0]).shape[0])
+        return self.run(tokens, routing, gate_weights).view(hidden_states.shape)
+
+    def run(self, tokens: Tensor, routing: Routing, gate_weights: Tensor | None) -> Tensor:
+        """Tokens [T, K] and their routing -> rows [T * k, K] by expert; with gate weights [T, k] -> tokens [T, K]."""
+        (gate_up, bias, rounding, pair), (down, other_bias, other_rounding, other) = self.call_states()
+        recipe = self.recipe_now
+        if self.is_swiglu:
+            return grouped_swiglu_mlp(
                 tokens,
                 gate_up,
                 down,
@@ -195,14 +214,12 @@ class AdaptedExperts(RecipeModule):
                 weight_operands=(pair, other),
                 gate_weights=gate_weights,
             )
-        else:
-            hidden = grouped_linear(tokens, gate_up, routing, bias, recipe, rounding=rounding, weight_operands=pair)
-            hidden = self.style.activate(hidden, self)
-            rows = grouped_linear(
-                hidden, down, routing.offs, other_bias, recipe, rounding=other_rounding, weight_operands=other
-            )
-            y = combine(rows, routing, gate_weights)
-        return y.view(hidden_states.shape)
+        hidden = grouped_linear(tokens, gate_up, routing, bias, recipe, rounding=rounding, weight_operands=pair)
+        hidden = self.style.activate(hidden, self)
+        rows = grouped_linear(
+            hidden, down, routing.offs, other_bias, recipe, rounding=other_rounding, weight_operands=other
+        )
+        return rows if gate_weights is None else combine(rows, routing, gate_weights)
 
     def extra_repr(self) -> str:
         return f"{self.plain_class.__name__}, recipe={self.recipe.name}"

@@ -73,10 +73,14 @@ class GroupedLinear(RecipeModule):
 
     def forward(self, input: Tensor, routing: Tensor | Routing) -> Tensor:
         """Tokens [T, in_features] and their routing, or sorted rows [M, in_features] and expert ends -> [M, out]."""
-        rounding, operands = self.call_state()
+        (weight, bias), (rounding, operands) = self.own_parameters(), self.call_state()
         return grouped_linear(
-            input, self.weight, routing, self.bias, self.recipe_now, rounding=rounding, weight_operands=operands
+            input, weight, routing, bias, self.recipe_now, rounding=rounding, weight_operands=operands
         )
+
+    def own_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as a call multiplies them: those of this rank's experts, where ranks have their own."""
+        return self.weight, self.bias
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
@@ -134,14 +138,15 @@ class GroupedExperts(torch.nn.Module):
             check_combined(gate_weights, routed)
             rows = second(swiglu(first(x, routed)), routed.offs)
             return rows if gate_weights is None else combine(rows, routed, gate_weights)
+        (weight, bias), (other_weight, other_bias) = first.own_parameters(), second.own_parameters()
         (rounding, operands), (other_rounding, other_operands) = first.call_state(), second.call_state()
         return grouped_swiglu_mlp(
             x,
-            first.weight,
-            second.weight,
+            weight,
+            other_weight,
             routing,
-            first.bias,
-            second.bias,
+            bias,
+            other_bias,
             first.recipe_now,
             roundings=(rounding, other_rounding),
             weight_operands=(operands, other_operands),

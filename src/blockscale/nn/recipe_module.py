@@ -68,7 +68,7 @@ class RecipeModule(torch.nn.Module):
             recipe = getattr(self, "recipe", None)
             if isinstance(recipe, Recipe) and recipe.is_quantized:
                 self.check_sharding(f"{self.name or type(self).__name__}.{name}", param, recipe)
-                self._share(self.shared_weight is not None)  # casts of the unsharded weight are dropped
+                self._share(next(self._shared(), None) is not None)  # casts of the unsharded weight are dropped
         super().register_parameter(name, param)
 
     def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:

@@ -1,0 +1,195 @@
+"""`expert_parallel_`: a mixture of experts whose experts are divided among ranks.
+
+Every rank routes its own tokens. A dispatcher (`dispatch.py`) takes their rows to the ranks of their experts, and the
+results back, where they are combined. An expert has its rows in the order of all ranks' tokens, so results, gradients
+of tokens and of gate weights are bitwise those of one process with the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+from ..autograd.grouped import check_combined
+from ..autograd.recipe import Recipe
+from ..errors import ShardingError, refuse
+from ..formats.checks import in_words
+from ..formats.stochastic import Stochastic
+from ..grouped import Routing, as_routing
+from ..nn.adapters import AdaptedExperts, expert_sizes
+from ..nn.experts import GroupedExperts, GroupedLinear
+from ..nn.moe import MoE
+from ..nn.recipe_module import RecipeModule
+from .dispatch import AllToAll, Dispatcher, ExpertPlace
+from .divided_experts import DividedExperts, LowCall, check_fused, own, rounding_of_own
+from .expert_plan import check_low
+
+Divisible = TypeVar("Divisible", MoE, AdaptedExperts)
+
+
+def expert_parallel_(moe: Divisible, mesh: DeviceMesh, dispatcher: Dispatcher | None = None) -> Divisible:
+    """Divide the experts of a layer among the ranks of a mesh of one dimension, in place. Collective.
+
+    moe: an `nn.MoE`, or experts of Transformers that `quantize_` has converted.  dispatcher: how rows travel;
+    `AllToAll()` by default, in the dtype of the tokens.
+
+    Every rank keeps the values of its own experts. Their parameters become DTensors, sharded along the experts, so that
+    DCP saves the whole and loads it on any number of ranks. Router and shared expert stay as they are. Each rank calls
+    the layer with tokens of its own, of any number. A gradient of experts is the sum over the tokens of all ranks: it
+    needs no reduction, but the division that data parallel averages by. Call it before the optimizer is made.
+    """
+    chosen = AllToAll() if dispatcher is None else dispatcher
+    experts = _check_layer(moe, mesh, chosen)
+    whole = next(experts.parameters()).shape[0]
+    place = ExpertPlace(whole, mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    layers = [experts] if isinstance(experts, AdaptedExperts) else [experts.gate_up, experts.down]
+    _check_same(experts, [each.recipe for each in layers], chosen, place)
+    for layer in layers:
+        if chosen.payload == "low":
+            check_low(layer.recipe)
+    if chosen.payload == "low" and isinstance(experts, AdaptedExperts):
+        check_fused(fused=experts.is_swiglu)
+    for layer in layers:
+        if isinstance(layer, GroupedLinear):
+            layer.__class__ = OwnGroupedLinear
+        else:
+            layer.__class__ = ParallelAdaptedExperts
+        _keep_own(layer, mesh, place)
+    if isinstance(experts, GroupedExperts):
+        experts.__class__ = ParallelExperts
+    assert isinstance(experts, DividedExperts)
+    experts.place, experts.dispatcher = place, chosen
+    return moe
+
+
+class OwnGroupedLinear(GroupedLinear):
+    """`GroupedLinear` of a rank's own experts. Its parameters are DTensors [E, ...], sharded along the experts."""
+
+    place: ExpertPlace
+
+    def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
+        """Any recipe: no block lies in two experts."""
+
+    def own_parameters(self) -> tuple[Tensor, Tensor | None]:
+        return own(self.weight), None if self.bias is None else own(self.bias)
+
+    def rounding(self, part: str = "") -> Stochastic | None:
+        return rounding_of_own(super().rounding(part), self.place)
+
+
+class ParallelExperts(DividedExperts, GroupedExperts):
+    """`GroupedExperts` that are divided among ranks."""
+
+    def forward(self, x: Tensor, routing: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
+        """Tokens [T, dim] of this rank and their routing to all experts -> rows [T * k, dim] sorted by expert, or with
+        gate weights [T, k] tokens [T, dim]. Collective, and so is its backward."""
+        routed, first, second = as_routing(routing), self.gate_up, self.down
+        self.check_tokens(x, routed, first.in_features)
+        check_combined(gate_weights, routed)
+        if self.dispatcher.payload != "low":
+            return self.over_ranks(x, routed, gate_weights, super().forward)
+        check_low(first.recipe)
+        check_fused(fused=self.is_fused and first.recipe == second.recipe)
+        (weight, bias), (other_weight, other_bias) = first.own_parameters(), second.own_parameters()
+        operands = first.call_state()[1], second.call_state()[1]
+        call = LowCall((weight, other_weight), (bias, other_bias), first.recipe_now, operands)
+        return self.over_ranks_low(x, routed, gate_weights, call)
+
+
+class ParallelAdaptedExperts(DividedExperts, AdaptedExperts):
+    """Transformers' experts with a recipe that are divided among ranks."""
+
+    def check_sharding(self, where: str, parameter: DTensor, recipe: Recipe) -> None:
+        """Any recipe: no block lies in two experts."""
+
+    def own_parameter(self, name: str) -> Tensor:
+        return own(self.get_parameter(name))
+
+    def rounding(self, part: str = "") -> Stochastic | None:
+        return rounding_of_own(super().rounding(part), self.place)
+
+    def run(self, tokens: Tensor, routing: Routing, gate_weights: Tensor | None) -> Tensor:
+        self.check_tokens(tokens, routing, expert_sizes(self)[0][2])
+        if self.dispatcher.payload != "low":
+            own_run = super().run
+            return self.over_ranks(tokens, routing, gate_weights, lambda rows, found: own_run(rows, found, None))
+        check_low(self.recipe)
+        check_fused(fused=self.is_swiglu)
+        (weight, bias, _, operands), (other_weight, other_bias, _, other_operands) = self.call_states()
+        call = LowCall((weight, other_weight), (bias, other_bias), self.recipe_now, (operands, other_operands))
+        return self.over_ranks_low(tokens, routing, gate_weights, call)
+
+
+def _keep_own(layer: RecipeModule, mesh: DeviceMesh, place: ExpertPlace) -> None:
+    """Replace the parameters of all experts by DTensors whose shard is this rank's, with the values it has."""
+    assert isinstance(layer, OwnGroupedLinear | ParallelAdaptedExperts)
+    layer.place, span = place, place.span()
+    for name, whole in list(layer.named_parameters(recurse=False)):
+        mine = whole.detach()[span.start : span.stop].clone()
+        sharded = DTensor.from_local(
+            mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+        )
+        layer.register_parameter(name, Parameter(sharded, requires_grad=whole.requires_grad))
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_layer(moe: object, mesh: object, dispatcher: object) -> GroupedExperts | AdaptedExperts:
+    """The experts of a layer. Raises unless they can be divided, for reasons that all ranks have alike."""
+    if not isinstance(moe, MoE | AdaptedExperts):
+        refuse(
+            f"expert_parallel_ of {in_words(moe)}",
+            rule="it divides the experts of a blockscale.nn.MoE, or experts of Transformers that quantize_ converted",
+            fix="call it on each MoE of the model; convert experts of Transformers with quantize_ first",
+        )
+    experts = moe.experts if isinstance(moe, MoE) else moe
+    is_sharded = any(isinstance(each, DTensor) for each in moe.parameters())
+    if type(experts) not in (GroupedExperts, AdaptedExperts) or is_sharded:
+        refuse(
+            f"expert_parallel_ of experts that are {type(experts).__name__} with "
+            f"{'sharded' if is_sharded else 'plain'} parameters",
+            rule="whole experts are divided, once",
+            fix="call it before fully_shard or any other sharding, and once",
+            error=ShardingError,
+        )
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        refuse(
+            f"a mesh that is {mesh if isinstance(mesh, DeviceMesh) else in_words(mesh)}",
+            rule="experts are divided along a mesh of one dimension",
+            fix='pass init_device_mesh("cuda", (ranks,)), or a dimension of a larger one: mesh["ep"]',
+            error=ShardingError,
+        )
+    if not callable(getattr(dispatcher, "exchange", None)):
+        refuse(
+            f"dispatcher is {in_words(dispatcher)}",
+            rule="a dispatcher makes the exchange of a call",
+            fix="pass AllToAll(), FixedCapacity(rows) or None",
+        )
+    return experts
+
+
+def _check_same(
+    experts: torch.nn.Module, recipes: Sequence[Recipe], dispatcher: Dispatcher, place: ExpertPlace
+) -> None:
+    """Raise on all ranks unless they divide the same layer in the same way. Collective."""
+    mine = {name: str((tuple(each.shape), each.dtype, each.requires_grad)) for name, each in experts.named_parameters()}
+    mine |= {"the recipes": "; ".join(map(str, recipes)), "the dispatcher": dispatcher.describe()}
+    found: list[Any] = [None] * place.ranks
+    dist.all_gather_object(found, mine, group=place.group)
+    for name in sorted({name for each in found for name in each}):
+        values = [each.get(name) for each in found]
+        if len({*values}) > 1:
+            refuse(
+                f"ranks differ in {name}: {'; '.join(map(str, dict.fromkeys(values)))}",
+                rule="every rank divides the same experts, with the same recipe and dispatcher",
+                fix="build the layer on every rank with the same options",
+                error=ShardingError,
+            )
