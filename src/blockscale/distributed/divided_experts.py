@@ -56,10 +56,12 @@ class DividedExperts(torch.nn.Module):
         plan = functools.partial(ExpertParallelPlan, exchange, self.place)
         weights, biases, recipe, operands = call
         roundings: tuple[Stochastic | None, Stochastic | None] = (None, None)
-        return self._watch(fused_mlp(x, weights, biases, recipe, roundings, operands, routing, gate_weights, plan))
+        watched = self._watch(x)  # not the result: FSDP warns of layers that return views
+        y = fused_mlp(watched, weights, biases, recipe, roundings, operands, routing, gate_weights, plan)
+        return y if watched is not x else self._watch(y)
 
     def _watch(self, y: Tensor) -> Tensor:
-        """y, whose backward raises if a parameter has changed since."""
+        """y, whose backward raises if a parameter has changed since. A view, or y itself if it needs no gradient."""
         if not y.requires_grad or torch.compiler.is_compiling():
             return y
         return unchanged(y, *(each for each in self.parameters() if isinstance(each, DTensor)))
