@@ -41,6 +41,7 @@ SAID = {
     "one evaluates": "ranks that differ in needed gradients: 0, ",
     "dtypes fixed": "ranks that differ in dtype: float32, bfloat16",
     "changed": "modified by an inplace operation",
+    "changed low": "modified by an inplace operation",
     "main_grad": "weight.main_grad",
     "attach": "a shared cast of a sharded weight",
     "hooks": "with hooks",
@@ -62,12 +63,12 @@ def results_of(ranks: int, folder: Path) -> Results:
 
 def check_results(results: Results) -> None:
     full = {label: found for label, found in results.items() if "16 bits" in label}
-    assert len(full) >= 7
+    assert len(full) >= 6
     for label, found in full.items():
         assert found == dict.fromkeys(found, 0.0), label
         assert {"y"} < set(found)
     low = {label: found for label, found in results.items() if label.startswith("low")}
-    assert len(low) >= 6
+    assert len(low) >= 4
     for label, found in low.items():
         exact = {name: value for name, value in found.items() if "weight" not in name}
         assert exact == dict.fromkeys(exact, 0.0), label

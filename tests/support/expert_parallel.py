@@ -298,7 +298,10 @@ def cases(ranks: int, folder: str) -> Iterator[Case]:
         with_fsdp,
     )
 
-    every = ranks == 2 or THOROUGH
+    def first(two: int, four: int) -> int | None:
+        """How many of a kind are run in every test run."""
+        return None if THOROUGH else two if ranks == 2 else four
+
     here = functools.partial(against_one_process, ranks)
     if device() == "cuda":
         for load in ("random", "hot", "one source", "no tokens"):
@@ -309,34 +312,34 @@ def cases(ranks: int, folder: str) -> Iterator[Case]:
                 bias = load == "random" and payload == "bf16"
                 yield label, functools.partial(case, recipe="fp8_blockwise_pow2", bias=bias)
         return
-    for recipe in ("fp8_blockwise", "mxfp8", "nvfp4", "mxfp8_wgrad_bf16", "bf16", "mxfp4")[: 6 if every else 3]:
+    for recipe in ("fp8_blockwise", "mxfp8", "nvfp4", "mxfp8_wgrad_bf16", "bf16", "mxfp4")[: first(5, 2)]:
         yield f"16 bits {recipe}", functools.partial(here, recipe=recipe, bias=recipe == "mxfp8")
-    for load in ("one source", "hot", "first rank", "no tokens")[: 4 if every else 1]:
+    for load in ("one source", "hot", "first rank", "no tokens")[: first(2, 1)]:
         yield f"16 bits {load}", functools.partial(here, load=load, recipe="fp8_blockwise_pow2")
-    for experts, top_k in ((5, 1), (3, 3), (9, 8), (1, 1))[: 4 if every else 2]:
+    for experts, top_k in ((3, 3), (5, 1), (9, 8), (1, 1))[: first(3, 2)]:
         yield f"16 bits k={top_k} of {experts}", functools.partial(here, experts=experts, top_k=top_k)
     # weight gradients in fp32, so that a difference is not rounded to 0 or to a bf16's last bit
     low = functools.partial(here, AllToAll(payload="low"), weights=torch.float32)
-    for recipe in ("mxfp8", "fp8_blockwise_pow2", "mxfp8_128x128")[: 3 if every else 1]:
+    for recipe in ("mxfp8", "fp8_blockwise_pow2", "mxfp8_128x128")[: first(2, 1)]:
         yield f"low {recipe}", functools.partial(low, recipe=recipe, bias=recipe == "mxfp8")
-    for load in ("even", "hot", "one source", "first rank", "no tokens", "spread")[: 6 if every else 2]:
+    for load in ("hot", "even", "spread", "first rank", "one source", "no tokens")[: first(3, 1)]:
         yield f"low {load}", functools.partial(low, load=load, recipe="fp8_blockwise_pow2")
-    for experts, top_k in ((3, 3), (5, 1), (9, 8))[: 3 if every else 1]:
+    for experts, top_k in ((3, 3), (9, 8), (5, 1))[: first(2, 1)]:
         yield f"low k={top_k} of {experts}", functools.partial(low, experts=experts, top_k=top_k, recipe="mxfp8")
-    for load, experts, top_k in (("one source", 3, 3), ("random", 6, 2), ("hot", 5, 1), ("no tokens", 6, 2)):
+    loads = (("random", 6, 2), ("no tokens", 6, 2), ("hot", 5, 1), ("one source", 3, 3))
+    for load, experts, top_k in loads[: first(3, 1)]:
         for payload in ("bf16", "low"):
-            if every or load in ("random", "one source"):
-                rows = 41 * min(top_k, -(-experts // ranks))
-                case = functools.partial(here, FixedCapacity(rows, payload), experts=experts, top_k=top_k, load=load)
-                label = f"{'16 bits' if payload == 'bf16' else 'low'} fixed {load}"
-                yield label, functools.partial(case, recipe="mxfp8", weights=torch.float32, bias=load == "random")
+            rows = 41 * min(top_k, -(-experts // ranks))
+            case = functools.partial(here, FixedCapacity(rows, payload), experts=experts, top_k=top_k, load=load)
+            label = f"{'16 bits' if payload == 'bf16' else 'low'} fixed {load}"
+            yield label, functools.partial(case, recipe="mxfp8", weights=torch.float32, bias=load == "random")
     yield "overflow", functools.partial(overflow, ranks)
     yield "checkpoints", functools.partial(checkpoints, ranks, folder)
     yield "wire fp8_blockwise_pow2", functools.partial(wire_bytes, ranks, "fp8_blockwise_pow2")
     if ranks == 4:
         for payload in ("bf16", "low"):
             yield f"fsdp {payload}", functools.partial(with_fsdp, ranks, payload)
-    if not every:
+    if ranks == 4 and not THOROUGH:
         return
     kinds: tuple[tuple[type[Experts], Payload], ...] = ((Experts, "bf16"), (Experts, "low"), (GptOssExperts, "bf16"))
     for kind, payload in kinds:
@@ -344,15 +347,17 @@ def cases(ranks: int, folder: str) -> Iterator[Case]:
         yield label, functools.partial(of_transformers, ranks, kind, payload, "fp8_blockwise_pow2")
     yield "wire mxfp8", functools.partial(wire_bytes, ranks, "mxfp8")
     yield "16 bits float32", functools.partial(here, dtype=torch.float32, weights=torch.float32)
-    yield "low float32", functools.partial(low, dtype=torch.float32, recipe="fp8_blockwise_pow2")
+    if THOROUGH:
+        yield "low float32", functools.partial(low, dtype=torch.float32, recipe="fp8_blockwise_pow2")
     yield "16 bits twice", functools.partial(here, recipe=bs.get_recipe("mxfp8").replace(weight_cast="twice"))
-    for dispatcher in (AllToAll(), AllToAll("low"), FixedCapacity(82)):
+    for dispatcher in (AllToAll("low"), FixedCapacity(82), AllToAll())[: first(2, 0)]:
         yield f"no expert {dispatcher.describe()}", functools.partial(rows_of_no_expert, ranks, dispatcher)
     for payload in ("bf16", "low"):
         label = f"{'16 bits' if payload == 'bf16' else 'low'} DeepEP"
         yield label, functools.partial(deep_ep, ranks, payload)
     yield "layer 16 bits", functools.partial(whole_layer, ranks, AllToAll(), "fp8_blockwise")
-    yield "layer 16 bits fixed", functools.partial(whole_layer, ranks, FixedCapacity(82), "mxfp8")
+    if THOROUGH:
+        yield "layer 16 bits fixed", functools.partial(whole_layer, ranks, FixedCapacity(82), "mxfp8")
     if ranks == 2:
         yield "refusals", functools.partial(refusals, ranks)
 

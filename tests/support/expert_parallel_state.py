@@ -88,6 +88,11 @@ def refusals(ranks: int) -> dict[str, Any]:
     with torch.no_grad():
         moe.experts.down.weight.mul_(2)
     attempt("changed", y.backward, RuntimeError)
+    coded = expert_parallel_(build("mxfp8", 4, 2, weight_dtype), mesh, low)
+    y = coded(x.clone().requires_grad_()).sum()
+    with torch.no_grad():
+        coded.experts.gate_up.weight.mul_(2)
+    attempt("changed low", y.backward, RuntimeError)
     setattr(moe.experts.down.weight, "main_grad", torch.zeros(4, DIM, HIDDEN))  # noqa: B010
     attempt("main_grad", lambda: moe(x))
     delattr(moe.experts.down.weight, "main_grad")

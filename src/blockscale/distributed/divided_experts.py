@@ -56,10 +56,12 @@ class DividedExperts(torch.nn.Module):
         plan = functools.partial(ExpertParallelPlan, exchange, self.place)
         weights, biases, recipe, operands = call
         roundings: tuple[Stochastic | None, Stochastic | None] = (None, None)
-        return self._watch(fused_mlp(x, weights, biases, recipe, roundings, operands, routing, gate_weights, plan))
+        watched = self._watch(x)  # not the result: FSDP warns of layers that return views
+        y = fused_mlp(watched, weights, biases, recipe, roundings, operands, routing, gate_weights, plan)
+        return y if watched is not x else self._watch(y)
 
     def _watch(self, y: Tensor) -> Tensor:
-        """y, whose backward raises if a parameter has changed since."""
+        """y, whose backward raises if a parameter has changed since. A view, or y itself if it needs no gradient."""
         return unchanged_until_backward(y, *(each for each in self.parameters() if isinstance(each, DTensor)))
 
     def _exchange(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> Exchange:
