@@ -9,6 +9,7 @@ from blockscale.autograd import RECIPES, get_recipe
 from blockscale.errors import UnknownNameError
 from blockscale.formats import FORMATS
 from blockscale.roofline.ceilings import NOMINAL
+from blockscale.roofline.links import LINKS
 
 
 def test_names_are_those_of_the_tables() -> None:
@@ -18,6 +19,7 @@ def test_names_are_those_of_the_tables() -> None:
         name: spec.family for name, spec in FORMATS.items()
     }
     assert tuple(NOMINAL) == names.MACHINES
+    assert tuple(LINKS) == names.LINKS
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Names that a command line checks before torch is imported, which takes seconds: formats, recipes, machines.
+"""Names that a command line checks before torch is imported, which takes seconds: formats, recipes, machines,
+links.
 
-The definitions are in `formats/spec.py`, `autograd/recipe.py` and `roofline/ceilings.py`; a test compares these lists
-with those tables. Imports no torch.
+The definitions are in `formats/spec.py`, `autograd/recipe.py`, `roofline/ceilings.py` and `roofline/links.py`; a test
+compares these lists with those tables. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 _SPARED = re.compile(rf"(\w+?)((?:_(?:{'|'.join(PRODUCTS)}))+)_bf16")
 
 MACHINES = ("a100", "h100", "h800", "h200", "b200", "gb200", "l20", "rtx5090")
+LINKS = ("nvlink3", "nvlink4", "nvlink4-h800", "nvlink5", "pcie4", "infiniband")
 
 
 def check_pair(a: str, b: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from pathlib import Path
@@ -166,12 +167,42 @@ def test_a_model_that_was_not_converted_is_an_error(tmp_path: Path):
         train(llama(), tmp_path, RecipeCallback())
 
 
+def test_accelerate_finds_gathered_weights_by_their_address() -> None:
+    """It maps an optimizer's parameters to shards by `data_ptr`: with equal ones it would train one weight alone."""
+    model = llama()
+    bs.quantize_(model, "fp8_blockwise")
+    assert len(bs.distributed.gather_low_(model).formats) == 14
+    found = [param.data_ptr() for param in model.parameters()]
+    assert 0 not in found
+    assert len({*found}) == len(found)
+
+
+def test_accelerate_options_that_lose_codes_are_refused(tmp_path: Path) -> None:
+    """Before any rank shards; tests/integrations/test_accelerate.py has two ranks."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    for dtype, ram, mixed, coded, said in (
+        (torch.float32, True, False, True, "cpu_ram_efficient_loading of weights"),
+        (torch.bfloat16, False, True, True, "mixed precision of weights in torch.bfloat16"),
+        (torch.float32, False, True, True, ""),
+        (torch.bfloat16, False, False, True, ""),
+        (torch.bfloat16, True, True, False, ""),
+    ):
+        model = llama().to(dtype)
+        bs.quantize_(model, "fp8_blockwise")
+        if coded:
+            bs.distributed.gather_low_(model)
+        args.fsdp, args.fsdp_config, args.bf16 = True, {"cpu_ram_efficient_loading": ram}, mixed
+        with pytest.raises(OptionError, match=said) if said else contextlib.nullcontext():
+            RecipeCallback().on_init_end(args, None, None, model=model)
+
+
 def test_the_example_of_the_page_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
-    [example] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    # the second one is for several ranks: tests/integrations/test_accelerate.py
+    example, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     exec(compile(example, "transformers.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     said = re.findall(r"^print\(.*\)  # (.*)$", example, flags=re.MULTILINE)

@@ -1,4 +1,5 @@
-"""`blockscale roofline`: roofline times of a model's layers in bf16 and by recipe, and measured times beside them."""
+"""`blockscale roofline`: roofline times of a model's layers in bf16 and by recipe, and measured times beside them;
+a model of several GPUs (`roofline_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import check_name
-from ..names import MACHINES
-from . import arguments
+from ..names import LINKS, MACHINES
+from . import arguments, roofline_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from ..bench.rooflines import Layer, RoofRow, Roofs, Times
     from ..roofline import Use
 
-What = Literal["linear", "mlp", "experts"]
+What = Literal["linear", "mlp", "experts", "fsdp", "tp", "ep"]
 # speedup from which a conversion is worth it
 MARGIN = 1.1
-DEFAULT_MACHINE = "h200"
+DEFAULT_MACHINE, DEFAULT_LINK = "h200", "nvlink4"
 
 
 def run(
@@ -40,13 +41,16 @@ def run(
     accumulate: bool = False,
     measure: bool = False,
     advise: bool = False,
+    ranks: int | None = None,
+    link: str | None = None,
 ) -> int:
     """Show the roofline time of each layer of a model in bf16 and by recipe: bytes and FLOPs of every cast and GEMM at
     the ceilings of the machine, the speedup that follows, and the step that takes longest.
 
     Args:
         what: linear: each layer by itself. mlp: the gated MLPs among them, with the activation fused into casts.
-            experts: the gated MLPs of a mixture of experts, with the casts of all their weights.
+            experts: the gated MLPs of a mixture of experts, with the casts of all their weights. fsdp, tp, ep: a model
+            of a training step on several GPUs, not measured: communication beside compute.
         model: A model by name, such as deepseek-v3 (the default) or llama3-8b.
         shapes: The layers instead of a model, each N,K: out and in features of a weight, separated by spaces or ;
         tokens: Tokens per forward.
@@ -60,6 +64,8 @@ def run(
         accumulate: Accumulate weight gradients in fp32 buffers.
         measure: Also measure the ceilings of this GPU and every layer; needs a GPU.
         advise: Also show from how many tokens on each layer is worth converting.
+        ranks: GPUs of fsdp, tp and ep; 8 by default.
+        link: Link between them, nvlink4 by default, as in an H200; see docs/roofline.md.
     """
     names = [name for name in arguments.recipes(recipes) if name != "bf16"]
     arguments.at_least(1, tokens, "--tokens", "a forward has at least one")
@@ -72,6 +78,23 @@ def run(
         arguments.refuse("--advise with bf16 alone", "it advises on other recipes", "--recipes fp8_blockwise --advise")
     if machine is not None:
         check_name(machine, MACHINES, "machine")
+    if link is not None:
+        check_name(link, LINKS, "link")
+    if what in roofline_ranks.PARALLEL:
+        alone = {"--shapes": shapes, "--experts": experts, "--weight-cast": weight_cast, "--bias": bias}
+        alone |= {"--inference": inference, "--microbatches": microbatches > 1, "--accumulate": accumulate}
+        alone |= {"--measure": measure, "--advise": advise}
+        for flag in (flag for flag, value in alone.items() if value):
+            arguments.refuse(f"{flag} with {what}", "several GPUs are modelled by presets", f"leave {flag} out")
+        count = 8 if ranks is None else ranks
+        arguments.at_least(1, count, "--ranks", "a step runs on at least one GPU")
+        console = arguments.wide_console()
+        main = _roofs(console, machine, measure=False)[0].main
+        return roofline_ranks.show(console, what, model, tokens, names, main, count, link or DEFAULT_LINK)
+    for flag in (flag for flag, value in {"--ranks": ranks, "--link": link}.items() if value is not None):
+        arguments.refuse(
+            f"{flag} with {what}", "a layer by itself is on one GPU", f"blockscale roofline fsdp {flag} ..."
+        )
     if what == "experts":
         subject = _mixture(model, shapes, tokens, experts)
     elif experts is None:

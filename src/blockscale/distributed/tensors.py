@@ -98,6 +98,10 @@ class ShardedWeight(Tensor):
         """The storage of the shard: FSDP compares it to see whether it has padded this shard already."""
         return self.tensor.untyped_storage()
 
+    def data_ptr(self) -> int:
+        """The address of the shard: accelerate maps the parameters of an optimizer to shards by it."""
+        return self.tensor.data_ptr()
+
     def __deepcopy__(self, memo: dict[int, object]) -> Parameter:
         """A plain parameter: the copy of a model gathers its weights in their own dtype."""
         return Parameter(self.tensor.detach().clone(), requires_grad=self.requires_grad)

@@ -11,13 +11,15 @@ Checkpoints are the plain model's: modules have changed their class and nothing 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from ..autograd.recipe import Recipe
 from ..autograd.weights import attach, shared_weights
+from ..distributed.tensors import ShardedWeight
 from ..errors import refuse
 from ..nn import advance_, set_step_
 from .packages import check_package
@@ -29,6 +31,26 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments  # noq
 
 class RecipeCallback(TrainerCallback):
     """Sets step and tick of a converted model, and attaches the optimizer to its shared weight casts."""
+
+    def on_init_end(self, args: TrainingArguments, state: object, control: object, **named: Any) -> None:
+        """Refuse what accelerate would do wrong with weights that FSDP2 gathers as codes, before any rank shards."""
+        coded = [param for param in named["model"].parameters() if isinstance(param.data, ShardedWeight)]
+        if not coded or not args.fsdp:
+            return
+        config = cast("dict[str, Any]", args.fsdp_config or {})
+        if str(config.get("cpu_ram_efficient_loading", "")).lower() in ("true", "1"):
+            refuse(
+                "cpu_ram_efficient_loading of weights that gather_low_ prepared",
+                rule="accelerate then replaces the parameters of rank 0 alone, and ranks would wait for each other",
+                fix="leave it out of fsdp_config, or leave gather_low_ out",
+            )
+        wrong = {param.dtype for param in coded if param.dtype != torch.float32}
+        if wrong and (args.bf16 or args.fp16):
+            refuse(
+                f"mixed precision of weights in {', '.join(map(str, wrong))} that gather_low_ prepared",
+                rule="accelerate replaces the data of such weights by fp32, which their gather would not see",
+                fix="load the model in fp32 (dtype=torch.float32), or leave gather_low_ out",
+            )
 
     def on_train_begin(self, args: object, state: object, control: object, **named: Any) -> None:
         """Check that the model was converted, and attach the optimizer if weights are cast once per step."""

@@ -9,6 +9,16 @@ ceilings of machines; `advise` gives the number of tokens from which on a layer 
 """
 
 from .ceilings import MEASURED, NOMINAL, Ceilings, Engine, architecture_of, engine_for, machine_of, measured, nominal
+from .communication import (
+    Block,
+    StepCost,
+    Transfer,
+    ep_transfers,
+    fsdp_transfers,
+    parallel_cost,
+    tp_transfers,
+)
+from .links import LINKS, Link, link_of
 from .model import (
     BF16,
     INFERENCE,
@@ -27,7 +37,8 @@ from .model import (
 )
 
 __all__ = [
-    "BF16", "INFERENCE", "MEASURED", "NOMINAL", "ROLES", "TRAINING", "Ceilings", "CostOf", "LinearCost", "Engine",
-    "Step", "Use", "advise", "architecture_of", "engine_for", "linear_cost", "machine_of", "measured", "nominal",
-    "predicted_speedup", "speedup", "stored_bytes", "swiglu_cost",
+    "BF16", "INFERENCE", "LINKS", "MEASURED", "NOMINAL", "ROLES", "TRAINING", "Block", "Ceilings", "CostOf", "Engine",
+    "LinearCost", "Link", "Step", "StepCost", "Transfer", "Use", "advise", "architecture_of", "engine_for",
+    "ep_transfers", "fsdp_transfers", "linear_cost", "link_of", "machine_of", "measured", "nominal", "parallel_cost",
+    "predicted_speedup", "speedup", "stored_bytes", "swiglu_cost", "tp_transfers",
 ]  # fmt: skip
