@@ -81,12 +81,10 @@ def _weights_with_recipe(model: Module) -> list[tuple[str, RecipeModule, str, Pa
 
 
 def _reason_against(module: RecipeModule, parameter: str, param: Parameter, users: int) -> str | None:
-    if parameter != "weight":
-        return f"parameters of {type(module).__name__} are not supported"
     if isinstance(param.data, DTensor):
         return "it is a DTensor already: call gather_low_ before fully_shard"
     if isinstance(param.data, ShardedWeight):
         return "it is gathered as codes already"
     if users > 1:
         return "several modules share it"
-    return None
+    return module.reason_against_codes(parameter)

@@ -150,7 +150,8 @@ class WeightGather:
         self.exchange = exchange
         module = self._module()
         if module is not None and module.recipe.weight_cast == "step":
-            self.shared = module.shared_weight = ShardedCast(exchange)
+            self.shared = ShardedCast(exchange, module.shared_cast(self.parameter))
+            module.share_through(self.parameter, self.shared)
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightGather:
         """Itself: compilers copy what they guard on."""
@@ -349,8 +350,8 @@ class ShardedCast(SharedWeight):
 
     takes_shards = True
 
-    def __init__(self, exchange: AmaxExchange) -> None:
-        super().__init__()
+    def __init__(self, exchange: AmaxExchange, before: SharedWeight | None) -> None:
+        super().__init__(transposed=before is not None and before._transposed)  # which copies of the model need
         self._exchange = exchange
 
     def operands(self, weight: Tensor, recipe: Recipe) -> None:
