@@ -143,8 +143,15 @@ def check_wire(results: Results) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path):
-    """Also in two replicas of two shards, with experts sharded along their rows, and ranks without any row."""
+    """Also in two replicas of two shards, with experts sharded along their rows, ranks without any row, and weights
+    that tensor or expert parallelism shards too."""
     results = results_of(4, tmp_path)
+    beside = [results.pop(label) for label in list(results) if label.startswith(("over", "beside"))]
+    assert len(beside) == 6
+    for found in beside:
+        weights = len(found.pop("formats"))
+        assert weights in (2, 4)
+        assert found == {"same": True, "others": {}, "decoded": 0, "fewer bytes": True}
     assert len(results) >= 7
     for label, found in results.items():
         assert found == {"grads": 0.0, "weights": 0.0, "formats": 4}, label

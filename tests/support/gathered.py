@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from support.fully_sharded import THOROUGH, adamw
 from support.gathered_experts import beside_plain_fsdp, expert_cases, titan, titan_report
+from support.gathered_parallel import parallel_cases
 from support.gathered_state import cached_state, checkpoints, evaluated, refusals, reports, written_elsewhere
 from support.gathered_training import (
     against_one_process,
@@ -54,6 +55,7 @@ def cases_of_four() -> Iterator[Case]:
         if THOROUGH:
             yield f"four gated={gated}", functools.partial(against_plain_fsdp, gated=gated)
         yield f"hybrid gated={gated}", functools.partial(against_plain_fsdp, gated=gated, mesh_shape=(2, 2))
+    yield from parallel_cases()
     for name in ("fp8_blockwise", "mxfp8_128x128"):
         along = functools.partial(against_plain_fsdp, gated="experts", shard_placement_fn=second_dimension, name=name)
         yield f"experts along rows {name}", along

@@ -51,6 +51,10 @@ class CodedWeight(QuantizedWeight):
         """The weight with its last two axes swapped; None if it is taken from the values."""
         return None
 
+    def flattened(self, shape: tuple[int, ...]) -> CodedWeight | None:
+        """The weight as a matrix of this shape, all axes but the last in one; None if it is taken from the values."""
+        return None
+
     def decoded(self) -> Tensor:
         """The values that the codes stand for."""
         return dequantize(self.row_operand(), dtype=self.dtype)
@@ -62,6 +66,8 @@ class CodedWeight(QuantizedWeight):
         if isinstance(weight, CodedWeight):
             if func in _SAME_WEIGHT and _is_whole(func, weight, rest):
                 found = weight.same()
+            elif func is _aten.view.default:
+                found = weight.flattened(tuple(rest[0]))
             elif func is _aten.transpose.int and sorted(dim % weight.dim() for dim in rest) == _last_two(weight):
                 found = weight.transposed()
             elif func._schema.is_mutable:
@@ -142,6 +148,14 @@ class GatheredWeight(CodedWeight):
 
     def transposed(self) -> TransposedWeight:
         return TransposedWeight(self)
+
+    def flattened(self, shape: tuple[int, ...]) -> GatheredWeight | None:
+        """With whole blocks in each matrix: gates and ups [2, H, K] as [2H, K]. Codes and scales are views."""
+        rows, columns = self.shape[:-1].numel(), self.shape[-1]
+        if shape != (rows, columns) or self.shape[-2] % self.plan.spec.block[0] or self.factor is not None:
+            return None
+        codes, scales = (each.flatten(0, -2) for each in (self.codes, self.scales))
+        return GatheredWeight(codes, scales, None, self.plan, shape, self.dtype)
 
 
 class TransposedWeight(CodedWeight):

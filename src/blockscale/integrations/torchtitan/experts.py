@@ -51,7 +51,7 @@ class BlockScaledExperts(RecipeExperts, SeveralWeights, GroupedExperts):
 
     def reason_against_codes(self, parameter: str) -> str | None:
         """As for other layers, and for gates and ups, which are concatenated: a block must not hold both."""
-        kind, rows = self.recipe.formats()["fprop_w"], self.get_parameter(parameter).shape[-2]
+        kind, rows = self.recipe.formats()["fprop_w"], local(self.get_parameter(parameter)).shape[-2]
         if kind is not None and parameter != "w2_EDF":
             spec = get_format(kind)
             if rows % spec.block[0]:
