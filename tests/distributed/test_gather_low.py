@@ -47,6 +47,8 @@ def test_two_ranks(tmp_path: Path):
         assert results[label] == {"worst": 0.0}, label
     for label in (label for label in results if label.startswith("one shard")):
         assert results[label] == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
+    for label in (label for label in results if label.startswith("inductor")):
+        assert results[label] == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
     assert results["stepped on one rank"] == {"grads": 0.0}
     assert results["cached state"] == {"weights": 0.0}
     assert results["sharded one by one"] == {"worst": 0.0}

@@ -106,6 +106,9 @@ def cases(ranks: int) -> Iterator[Case]:
         yield f"{make.__name__} {label_of(options)}", case
     if any(make is titan for make, _ in expert_cases()):
         yield "nvfp4 in torchtitan", titan_report
+    if THOROUGH:
+        for gated in (False, True):
+            yield f"inductor gated={gated}", functools.partial(against_plain_fsdp, gated=gated, backend="inductor")
     yield "stepped on one rank", stepped_on_one_rank
     yield "written elsewhere", written_elsewhere
     yield "cached state", cached_state
