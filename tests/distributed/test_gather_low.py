@@ -33,7 +33,7 @@ def results_of(ranks: int, folder: Path) -> Results:
 def test_two_ranks(tmp_path: Path):
     """One test, since every worker that had a part of it would start ranks of its own; see support/gathered.py."""
     results = results_of(2, tmp_path)
-    trained = {label: found for label, found in results.items() if "weight_cast=" in label}
+    trained = {label: found for label, found in results.items() if label.startswith("weight_cast=")}
     assert len(trained) >= 14
     for label, found in trained.items():
         assert (found["grads"], found["weights"], found["formats"]) == (0.0, 0.0, 4), label
@@ -47,6 +47,8 @@ def test_two_ranks(tmp_path: Path):
         assert results[label] == {"worst": 0.0}, label
     for label in (label for label in results if label.startswith("one shard")):
         assert results[label] == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
+    for label in (label for label in results if label.startswith("inductor")):
+        assert results[label] == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
     assert results["stepped on one rank"] == {"grads": 0.0}
     assert results["cached state"] == {"weights": 0.0}
     assert results["sharded one by one"] == {"worst": 0.0}
@@ -54,10 +56,31 @@ def test_two_ranks(tmp_path: Path):
     assert results["written elsewhere"] == dict.fromkeys(
         ("state dict", "data", "foreach", "out=", "loaded in place"), "written after 0.0"
     )
+    check_experts(results)
     check_checkpoints(results)
     check_refusals(results["refusals"])
     check_reports(results["reports"])
     check_wire(results)
+
+
+def check_experts(results: Results) -> None:
+    """Transformers' experts, and torchtitan's layers if it is installed."""
+    found = {label: each for label, each in results.items() if label.startswith(("packed", "transposed", "titan"))}
+    assert len(found) in (4, 6, 7)
+    for label, each in found.items():
+        assert (each["grads"], each["weights"], each["decoded"]) == (0.0, 0.0, 0), label
+        if label.startswith("titan") and label != "titan hidden=128 dtype=torch.bfloat16":
+            check_gates_and_ups(each["others"], "split a block of 128" if "96" in label else "tensor scales")
+        else:
+            assert each["others"] == {}, label
+    if "nvfp4 in torchtitan" in results:
+        check_gates_and_ups(results["nvfp4 in torchtitan"], "tensor scales")
+
+
+def check_gates_and_ups(others: dict[str, str], reason: str) -> None:
+    """Gates and ups that are not gathered as codes, and nothing else."""
+    assert set(others) == {f"{block}.experts.{name}" for block in (0, 1) for name in ("w1_EFD", "w3_EFD")}
+    assert all(reason in each for each in others.values()), others
 
 
 def check_exchanges(label: str, exchanges: int) -> None:
@@ -122,8 +145,19 @@ def check_wire(results: Results) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path):
-    """Also in two replicas of two shards, with experts sharded along their rows, and ranks without any row."""
+    """Also in two replicas of two shards, with experts sharded along their rows, ranks without any row, and weights
+    that tensor or expert parallelism shards too."""
     results = results_of(4, tmp_path)
+    beside = [results.pop(label) for label in list(results) if label.startswith(("over", "beside"))]
+    assert len(beside) == 6
+    for found in beside:
+        weights = len(found.pop("formats"))
+        assert weights in (2, 4)
+        assert found == {"same": True, "others": {}, "decoded": 0, "fewer bytes": True}
+    worlds = [results.pop(label) for label in list(results) if label.startswith("worlds")]
+    readers = {f"{source} to {ranks}" for source in (1, 2, 4) for ranks in (1, 2, 4)} - {"1 to 1"}
+    assert worlds, "files of one, two and four ranks are read by the others"
+    assert all(found == dict.fromkeys(readers, True) for found in worlds)
     assert len(results) >= 7
     for label, found in results.items():
         assert found == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
