@@ -43,8 +43,13 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) -> dict[str, Any]:
-    """One run by torchtitan's own trainer, of one block of a model: losses, kinds of layers, counts of operators."""
+def train(
+    *given: str, block: int = 0, counted: bool = False, edit: Any = None, prepare: Any = None, logged: Any = None
+) -> dict[str, Any]:
+    """One run by torchtitan's own trainer, of one block of a model: losses, kinds of layers, counts of operators.
+
+    edit: called with the config.  prepare: with the trainer.  logged: after each step.
+    """
     import torchtitan.trainer
     from torchtitan.config.manager import ConfigManager
 
@@ -64,6 +69,11 @@ def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) 
     def record(step: int, loss: float, *rest: Any, **named: Any) -> None:
         losses.append(loss)
         log(step, loss, *rest, **named)
+        if logged is not None:
+            logged()
+
+    if prepare is not None:
+        prepare(trainer)
 
     trainer.metrics_processor.log = record
     calls = Calls()

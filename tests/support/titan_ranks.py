@@ -1,0 +1,307 @@
+"""torchtitan on one, two and four ranks, with the same weights and tokens: what test_torchtitan_ranks.py looks at.
+
+    PYTHONPATH=tests python -m support.titan_ranks [one two four]     # prints one line of JSON for each group
+
+Ranks are forked from one process that has imported torchtitan, which takes longer than any run. A run has one block of
+a debug model. It gives losses and the gradients of its first step, which are compared where they are: with a run of one
+process, or with another run of the same ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support import titan_checks, titan_cpu
+
+# gradients are not scaled, and products of unconverted layers are fp32's: what remains is the order of sums
+LINE = ("--training.seq-len", "128", "--training.steps", "2", "--training.max-norm", "1e9")
+BATCH = "--training.local-batch-size"
+FP32 = ("--training.mixed-precision-param", "float32")
+SHARDED = titan_checks.SHARDED
+TENSOR = ("--parallelism.tensor-parallel-degree", "2")
+EXPERTS = ("--parallelism.expert-parallel-degree", "2", "--training.disable-cuda-graphs")
+FOLDER = Path(os.environ.get("TITAN_RANKS", "/nonexistent"))
+EXPERT_COUNT = 4
+# what a rank gives to a collective, among its arguments
+COLLECTIVES: dict[str, Any] = {"_allgather_base_": lambda args: args[1], "all_to_all_single": lambda args: args[0]}
+MODELS = {"llama3_debug": 0, "deepseek_v3_debug": 1}  # the block that is trained
+
+
+class Wire(TorchDispatchMode):
+    """Bytes that a rank gives to each kind of collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if "c10d" in func.namespace and name in COLLECTIVES:
+            given = COLLECTIVES[name](args)
+            self.bytes[name] += given.numel() * given.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def fill(model: torch.nn.Module) -> None:
+    """The same weights for any number of ranks."""
+    for name, param in model.named_parameters():
+        draw = torch.Generator().manual_seed(zlib.crc32(plain(name).encode()))
+        whole = torch.randn(param.shape, generator=draw) * (0.05 if param.dim() > 1 else 0.1) + (param.dim() == 1)
+        with torch.no_grad():
+            if isinstance(param, DTensor):
+                whole = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+            param.copy_(whole)
+
+
+def plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def batches(trainer: Any) -> Iterator[Any]:
+    """This rank's part of the batches that one process would have."""
+    config, dims = trainer.config, trainer.parallel_dims
+    ranks, rank = 1, 0
+    if dims.dp_enabled:
+        mesh = dims.get_mesh("batch")
+        ranks, rank = mesh.size(), mesh.get_local_rank()
+    local = 1 if dims.pp_enabled else config.training.local_batch_size
+    loader = config.dataloader.build(
+        dp_world_size=1,
+        dp_rank=0,
+        tokenizer=trainer.tokenizer,
+        seq_len=config.training.seq_len,
+        local_batch_size=local * ranks,
+        snapshot_every_n_steps=None,
+    )
+    own = slice(rank * local, (rank + 1) * local)
+    for inputs, labels in loader:
+        yield {key: value[own] for key, value in inputs.items()}, labels[own]
+
+
+class Heard(logging.Handler):
+    """Lines that torchtitan's logger was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Run:
+    """One run.  losses: of both steps.  grads: of the first, by name, whole.  wire: bytes of all ranks.  log: lines."""
+
+    def __init__(self, config: str, *line: str, edit: Any = None) -> None:
+        from torchtitan.tools.logging import logger
+
+        self.grads: dict[str, Tensor] = {}
+        self.trainer: Any = None
+        heard, level = Heard(), logger.level
+        logger.addHandler(heard)
+        logger.setLevel(logging.INFO)
+        block = next(block for model, block in MODELS.items() if config.startswith(model))
+        wire, start = Wire(), time.process_time()
+        with wire:
+            found = titan_checks.train(
+                "--config", config, *LINE, *line, block=block, edit=edit, prepare=self._prepare, logged=self._logged
+            )
+        logger.removeHandler(heard)
+        logger.setLevel(level)
+        self.log = heard.lines
+        if dist.get_rank() == 0:
+            print(config, *line, "CPU seconds:", round(time.process_time() - start, 1), file=sys.stderr)
+        counts = torch.tensor([wire.bytes[name] for name in COLLECTIVES])
+        dist.all_reduce(counts)
+        wire.bytes = Counter(dict(zip(COLLECTIVES, counts.tolist(), strict=True)))
+        self.losses, self.kinds, self.state, self.wire = found["losses"], found["kinds"], found["state"], wire.bytes
+
+    def _prepare(self, trainer: Any) -> None:
+        self.trainer = trainer
+        for part in trainer.model_parts:
+            fill(part)
+        trainer.dataloader = batches(trainer)
+
+    def _logged(self) -> None:
+        """Called on all ranks after each step."""
+        if not self.grads:
+            for part in self.trainer.model_parts:
+                for name, param in part.named_parameters():
+                    grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+                    self.grads[plain(name)] = grad.detach().clone()
+
+    def keep(self, name: str) -> None:
+        """Write what other numbers of ranks are compared with."""
+        torch.save((self.losses, self.grads, self.state), FOLDER / f"{name}.pt")
+
+    def against(self, name: str) -> dict[str, Any]:
+        return self.beside(*torch.load(FOLDER / f"{name}.pt"))
+
+    def beside(self, losses: list[float], grads: dict[str, Tensor], state: dict[str, str]) -> dict[str, Any]:
+        """Distances from another run: of each loss, and of the gradients of each kind of layer."""
+        errors: dict[str, float] = {}
+        for name, want in grads.items():
+            if name in self.grads:
+                kind = "experts" if "inner_experts" in name else "others"
+                error = float((self.grads[name].double() - want.double()).norm() / want.double().norm())
+                errors[kind] = max(errors.get(kind, 0.0), error)
+        return {
+            "losses": [abs(mine / other - 1) for mine, other in zip(self.losses, losses, strict=True)],
+            "grads": errors,
+            "names": len(self.grads) - len(grads),
+            "state": self.state == state,
+            "first": self.losses,
+        }
+
+    def like(self, other: Run) -> dict[str, Any]:
+        return self.beside(other.losses, other.grads, other.state)
+
+
+def own_kind(**options: Any) -> Callable[[Any], None]:
+    """The same model with other options of the converter."""
+
+    def edit(config: Any) -> None:
+        from torchtitan.models import deepseek_v3, llama3
+
+        from blockscale.integrations.torchtitan import BlockScaledConverter
+
+        registry = {"llama3": llama3, "deepseek_v3": deepseek_v3}[config.model_spec.name].model_registry
+        config.model_spec = registry("debugmodel", converters=[BlockScaledConverter.Config(**options)])
+
+    return edit
+
+
+def small(config: Any) -> None:
+    """Four small experts, and two of them for a token: a sum of two has one order."""
+    moe = config.model_spec.model.layers[1].moe
+    routed, router = moe.routed_experts, moe.router
+    moe.num_experts = router.num_experts = router.gate.out_features = EXPERT_COUNT
+    routed.inner_experts.num_experts = routed.token_dispatcher.num_experts = EXPERT_COUNT
+    routed.inner_experts.hidden_dim = 128
+    router.top_k = routed.token_dispatcher.top_k = 2
+
+
+def small_with(**options: Any) -> Callable[[Any], None]:
+    """A small model of which only the routed experts are converted."""
+
+    def edit(config: Any) -> None:
+        own_kind(recipe="fp8_blockwise_pow2", fqns=["*.inner_experts"], **options)(config)
+        small(config)
+
+    return edit
+
+
+# ---- groups of ranks -------------------------------------------------------------------------------------------------
+
+
+LLAMA, MOE = "llama3_debug_fp8_blockwise", "deepseek_v3_debug_fp8_blockwise_pow2"
+SHARDS = ("--parallelism.data-parallel-shard-degree",)
+
+
+def one() -> dict[str, Any]:
+    """One process, with the batches of two and of four ranks."""
+    Run(LLAMA, *FP32, BATCH, "2").keep(LLAMA)
+    Run(MOE, *FP32, BATCH, "2", edit=small_with()).keep(MOE)
+    Run(MOE, *FP32, BATCH, "4", edit=small_with()).keep("four")
+    return {}
+
+
+def two() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["fsdp"] = Run(LLAMA, *SHARDED, *FP32, BATCH, "1").against(LLAMA)
+    found["tp"] = Run(LLAMA, *SHARDED, *FP32, *TENSOR, BATCH, "2").against(LLAMA)
+    found["ep"] = Run(MOE, *SHARDED, *FP32, *EXPERTS, BATCH, "1", edit=small_with()).against(MOE)
+    found["tp x ep"] = Run(MOE, *SHARDED, *FP32, *TENSOR, *EXPERTS, BATCH, "2", edit=small_with()).against(MOE)
+    return found | gathers() | dispatchers()
+
+
+def gathers() -> dict[str, Any]:
+    """Codes in place of weights, beside the same run that gathers bf16."""
+    plain_gather = Run(LLAMA, *SHARDED, BATCH, "1")
+    low = Run(LLAMA, *SHARDED, BATCH, "1", edit=own_kind(recipe="fp8_blockwise", gather="low"))
+    weights = [name for name in low.grads if "layers" in name and "norm" not in name]
+    return {
+        "gather": low.like(plain_gather)
+        | {
+            "wire": [each.wire["_allgather_base_"] for each in (low, plain_gather)],
+            "elements": sum(low.grads[name].numel() for name in weights),
+            "report": [line for line in low.log if "gathered as codes" in line],
+        }
+    }
+
+
+def dispatchers() -> dict[str, Any]:
+    """Our dispatchers beside torchtitan's."""
+    line, found = (*SHARDED, *EXPERTS, BATCH, "1"), {}
+    theirs = Run(MOE, *line, edit=small_with())
+    for payload in ("bf16", "low"):
+        ours = Run(MOE, *line, edit=small_with(dispatch=payload))
+        wire = [each.wire["all_to_all_single"] for each in (ours, theirs)]
+        found[f"dispatch {payload}"] = ours.like(theirs) | {"wire": wire, "kinds": ours.kinds}
+    return found
+
+
+def four() -> dict[str, Any]:
+    """Pairs, also with low-precision gather and dispatch."""
+    found: dict[str, Any] = {}
+    low = own_kind(recipe="fp8_blockwise", gather="low")
+    found["fsdp x tp"] = Run(LLAMA, *SHARDED, *SHARDS, "2", *FP32, *TENSOR, BATCH, "1", edit=low).against(LLAMA)
+    line = (*SHARDED, *EXPERTS, BATCH, "1")
+    found["fsdp x ep"] = Run(MOE, *line, *FP32, edit=small_with()).against("four")
+    plain_wire, low_wire = (Run(MOE, *line, edit=small_with(**each)) for each in ({}, LOW))
+    found["fsdp x ep low"] = low_wire.like(plain_wire) | {"wire": [low_wire.wire, plain_wire.wire]}
+    try:
+        Run(LLAMA, *SHARDED, "--parallelism.tensor-parallel-degree", "4")
+    except ValueError as error:
+        found["pieces"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+LOW = {"gather": "low", "dispatch": "low"}
+
+
+def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    found = globals()[group]()
+    if rank == 0:
+        print(titan_checks.MARK, json.dumps({group: found}), flush=True)
+    dist.destroy_process_group()
+
+
+def main(groups: list[str]) -> None:
+    import torchtitan.trainer  # noqa: F401
+
+    from blockscale.integrations.torchtitan import config_registry  # noqa: F401
+
+    titan_cpu.patch_torchtitan()
+    titan_cpu.assets()
+    for group in groups:
+        ranks = {"one": 1, "two": 2, "four": 4}[group]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        torch.multiprocessing.start_processes(run_rank, (ranks, group, port), ranks, start_method="fork")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        FOLDER = Path(os.environ.setdefault("TITAN_RANKS", folder))
+        main(sys.argv[1:] or ["one", "two", "four"])
