@@ -54,10 +54,31 @@ def test_two_ranks(tmp_path: Path):
     assert results["written elsewhere"] == dict.fromkeys(
         ("state dict", "data", "foreach", "out=", "loaded in place"), "written after 0.0"
     )
+    check_experts(results)
     check_checkpoints(results)
     check_refusals(results["refusals"])
     check_reports(results["reports"])
     check_wire(results)
+
+
+def check_experts(results: Results) -> None:
+    """Transformers' experts, and torchtitan's layers if it is installed."""
+    found = {label: each for label, each in results.items() if label.startswith(("packed", "transposed", "titan"))}
+    assert len(found) in (4, 6, 7)
+    for label, each in found.items():
+        assert (each["grads"], each["weights"], each["decoded"]) == (0.0, 0.0, 0), label
+        if label.startswith("titan") and label != "titan hidden=128 dtype=torch.bfloat16":
+            check_gates_and_ups(each["others"], "split a block of 128" if "96" in label else "tensor scales")
+        else:
+            assert each["others"] == {}, label
+    if "nvfp4 in torchtitan" in results:
+        check_gates_and_ups(results["nvfp4 in torchtitan"], "tensor scales")
+
+
+def check_gates_and_ups(others: dict[str, str], reason: str) -> None:
+    """Gates and ups that are not gathered as codes, and nothing else."""
+    assert set(others) == {f"{block}.experts.{name}" for block in (0, 1) for name in ("w1_EFD", "w3_EFD")}
+    assert all(reason in each for each in others.values()), others
 
 
 def check_exchanges(label: str, exchanges: int) -> None:
@@ -122,8 +143,15 @@ def check_wire(results: Results) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path):
-    """Also in two replicas of two shards, with experts sharded along their rows, and ranks without any row."""
+    """Also in two replicas of two shards, with experts sharded along their rows, ranks without any row, and weights
+    that tensor or expert parallelism shards too."""
     results = results_of(4, tmp_path)
+    beside = [results.pop(label) for label in list(results) if label.startswith(("over", "beside"))]
+    assert len(beside) == 6
+    for found in beside:
+        weights = len(found.pop("formats"))
+        assert weights in (2, 4)
+        assert found == {"same": True, "others": {}, "decoded": 0, "fewer bytes": True}
     assert len(results) >= 7
     for label, found in results.items():
         assert found == {"grads": 0.0, "weights": 0.0, "formats": 4}, label

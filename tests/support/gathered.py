@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from support.fully_sharded import THOROUGH, adamw
+from support.gathered_experts import beside_plain_fsdp, expert_cases, titan, titan_report
+from support.gathered_parallel import parallel_cases
 from support.gathered_state import cached_state, checkpoints, evaluated, refusals, reports, written_elsewhere
 from support.gathered_training import (
     against_one_process,
@@ -36,9 +38,12 @@ from support.gathered_training import (
 Case = tuple[str, Callable[[], Any]]
 
 
+def label_of(options: dict[str, Any]) -> str:
+    return " ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items())
+
+
 def bits(**options: Any) -> Case:
-    label = " ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items())
-    return label, functools.partial(against_one_process, **options)
+    return label_of(options), functools.partial(against_one_process, **options)
 
 
 def cases_of_four() -> Iterator[Case]:
@@ -50,6 +55,7 @@ def cases_of_four() -> Iterator[Case]:
         if THOROUGH:
             yield f"four gated={gated}", functools.partial(against_plain_fsdp, gated=gated)
         yield f"hybrid gated={gated}", functools.partial(against_plain_fsdp, gated=gated, mesh_shape=(2, 2))
+    yield from parallel_cases()
     for name in ("fp8_blockwise", "mxfp8_128x128"):
         along = functools.partial(against_plain_fsdp, gated="experts", shard_placement_fn=second_dimension, name=name)
         yield f"experts along rows {name}", along
@@ -92,6 +98,11 @@ def cases(ranks: int) -> Iterator[Case]:
     for options in ({}, {"name": "nvfp4"}, {"gated": "experts"}):
         label = f"one shard {options}"
         yield label, functools.partial(against_plain_fsdp, mesh_shape=(2, 1), **options)
+    for make, options in expert_cases():
+        case = functools.partial(beside_plain_fsdp, make, **options)
+        yield f"{make.__name__} {label_of(options)}", case
+    if any(make is titan for make, _ in expert_cases()):
+        yield "nvfp4 in torchtitan", titan_report
     yield "stepped on one rank", stepped_on_one_rank
     yield "written elsewhere", written_elsewhere
     yield "cached state", cached_state

@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from ..autograd.dtensor import local
 from ..formats.checks import check_model
 from ..nn.recipe_module import RecipeModule
 from .tensors import ShardedWeight
@@ -42,8 +45,8 @@ class GatherReport:
 
 
 def gather_low_(model: Module) -> GatherReport:
-    """Let FSDP2 gather the codes of quantized weights in place of the weights. Call it after `quantize_`, before
-    `fully_shard`; print the report.
+    """Let FSDP2 gather the codes of quantized weights in place of the weights. Call it after `quantize_` and after
+    tensor or expert parallelism, before `fully_shard`; print the report.
 
     >>> import torch
     >>> import blockscale as bs
@@ -56,14 +59,16 @@ def gather_low_(model: Module) -> GatherReport:
     check_model(model, "FSDP2 gathers the weights of a torch.nn.Module")
     formats, others, gathers = dict[str, str](), dict[str, str](), list[WeightGather]()
     users = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    late = {id(each) for fsdp in model.modules() if isinstance(fsdp, FSDPModule) for each in fsdp.parameters()}
     for name, module, parameter, param in _weights_with_recipe(model):
-        found = _reason_against(module, parameter, param, users[id(param)]) or plan_of(module.recipe, param)
+        reason = _reason_against(module, parameter, param, users[id(param)], late=id(param) in late)
+        found = reason or plan_of(module.recipe, param)
         if isinstance(found, str):
             others[name] = found
             continue
         formats[name] = found.format
         gathers.append(WeightGather(name, module, parameter))
-        setattr(module, parameter, Parameter(ShardedWeight(param.detach(), gathers[-1]), param.requires_grad))
+        setattr(module, parameter, Parameter(_sharded(param.detach(), gathers[-1]), param.requires_grad))
     if gathers:
         AmaxExchange(model, gathers)
     return GatherReport(formats, others)
@@ -80,13 +85,21 @@ def _weights_with_recipe(model: Module) -> list[tuple[str, RecipeModule, str, Pa
     ]
 
 
-def _reason_against(module: RecipeModule, parameter: str, param: Parameter, users: int) -> str | None:
-    if parameter != "weight":
-        return f"parameters of {type(module).__name__} are not supported"
-    if isinstance(param.data, DTensor):
-        return "it is a DTensor already: call gather_low_ before fully_shard"
-    if isinstance(param.data, ShardedWeight):
+def _sharded(weight: Tensor, gather: WeightGather) -> Tensor:
+    """The same weight, whose gathers by FSDP2 are those of codes. A DTensor stays one, with another local tensor."""
+    if not isinstance(weight, DTensor):
+        return ShardedWeight(weight, gather)
+    mine = ShardedWeight(weight.to_local(), gather)
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+
+
+def _reason_against(module: RecipeModule, parameter: str, param: Parameter, users: int, *, late: bool) -> str | None:
+    weight = local(param.detach())
+    if isinstance(weight, ShardedWeight):
         return "it is gathered as codes already"
+    if late and isinstance(param.data, DTensor):
+        return "it is a DTensor already: call gather_low_ before fully_shard"
     if users > 1:
         return "several modules share it"
-    return None
+    return module.reason_against_codes(parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ..casts.shards import Rows
 from ..errors import ShardingError, refuse
@@ -13,8 +13,8 @@ from ..formats.layout import ceil_div
 
 
 class Place(NamedTuple):
-    """Where the shard of a weight [N, K] or [E, N, K] lies.  shape: of the whole.  dim: that is sharded.  rank, ranks:
-    of the group that shards it.  group: its process group.  device: type of device that it communicates from."""
+    """Where the shard of a weight [N, K] or [E, N, K] lies.  shape: of what FSDP shards.  dim: that is sharded.  rank,
+    ranks: of the group that shards it.  group: its process group.  device: type of device that it communicates from."""
 
     shape: tuple[int, ...]
     dim: int
@@ -48,13 +48,21 @@ class Place(NamedTuple):
         return self.dim != 0 or self.shape[0] % self.ranks != 0
 
 
-def place_of(param: DTensor) -> Place:
-    """Where the shard of an FSDP parameter lies; raises if it is sharded over several dimensions."""
+def place_of(param: DTensor, shape: tuple[int, ...], inner: tuple[Placement, ...] = ()) -> Place:
+    """Where the shard of an FSDP parameter lies in this rank's weight; raises if FSDP shards it over several
+    dimensions.
+
+    shape: of this rank's weight, the whole unless tensor or expert parallelism shards it too.  inner: placements that
+    do so. FSDP puts its own before them, or replaces one that replicates.
+    """
     mesh, placements = param.device_mesh, param.placements
-    dims = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
+    before = (Replicate(),) * (mesh.ndim - len(inner)) + inner
+    pairs = enumerate(zip(before, placements, strict=False))
+    dims = [dim for dim, (old, new) in pairs if old.is_replicate() and not new.is_replicate()]
     (dim,) = dims if len(dims) == 1 else (-1,)
-    placement = placements[dim] if dims else None
-    if not isinstance(placement, Shard) or placement.dim == param.dim() - 1:
+    # Shard, or _StridedShard of a dimension that tensor parallelism shards too
+    axis: int | None = getattr(placements[dim], "dim", None) if len(dims) == 1 else None
+    if axis is None or axis == len(shape) - 1:
         refuse(
             f"a weight {tuple(param.shape)} placed {placements}",
             rule="codes are gathered of weights that FSDP2 shards along one dimension of rows or of experts",
@@ -62,8 +70,8 @@ def place_of(param: DTensor) -> Place:
             error=ShardingError,
         )
     return Place(
-        tuple(param.shape),
-        placement.dim,
+        shape,
+        axis,
         mesh.get_local_rank(dim),
         mesh.size(dim),
         mesh.get_group(dim),

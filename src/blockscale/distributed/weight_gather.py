@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import env
+from ..autograd.dtensor import local
 from ..autograd.operands import Casts
 from ..autograd.recipe import Recipe
 from ..autograd.weights import CHECK, SharedWeight
@@ -133,6 +134,9 @@ class WeightGather:
 
     def __init__(self, name: str, module: RecipeModule, parameter: str) -> None:
         self.name, self.parameter = name, parameter
+        weight = module.get_parameter(parameter)
+        self._shape = tuple(local(weight).shape)
+        self._inner = weight.placements if isinstance(weight, DTensor) else ()
         self._module = weakref.ref(module)
         self.shared: ShardedCast | None = None
         self.plan: CastPlan | None = None
@@ -150,7 +154,8 @@ class WeightGather:
         self.exchange = exchange
         module = self._module()
         if module is not None and module.recipe.weight_cast == "step":
-            self.shared = module.shared_weight = ShardedCast(exchange)
+            self.shared = ShardedCast(exchange, module.shared_cast(self.parameter))
+            module.share_through(self.parameter, self.shared)
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightGather:
         """Itself: compilers copy what they guard on."""
@@ -181,12 +186,13 @@ class WeightGather:
         if not isinstance(param, DTensor):
             return None
         with torch.inference_mode(False), torch.no_grad():
-            local = param.to_local()
-        if not isinstance(local, ShardedWeight):
+            shard = param.to_local()
+        if not isinstance(shard, ShardedWeight):
             return None
         # writes reach the tensor below autograd, where no version counter moves
-        self._address = local.tensor.untyped_storage().data_ptr()
-        return ShardNow(place_of(param), local.tensor, (self._writes, self._address))
+        self._address = shard.tensor.untyped_storage().data_ptr()
+        place = place_of(param, self._shape, self._inner)
+        return ShardNow(place, shard.tensor, (self._writes, self._address))
 
     def cast_plan(self) -> CastPlan:
         """The cast of the weight by its layer's present recipe; the same at every gather."""
@@ -349,8 +355,8 @@ class ShardedCast(SharedWeight):
 
     takes_shards = True
 
-    def __init__(self, exchange: AmaxExchange) -> None:
-        super().__init__()
+    def __init__(self, exchange: AmaxExchange, before: SharedWeight | None) -> None:
+        super().__init__(transposed=before is not None and before._transposed)  # which copies of the model need
         self._exchange = exchange
 
     def operands(self, weight: Tensor, recipe: Recipe) -> None:

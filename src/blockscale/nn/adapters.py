@@ -9,7 +9,7 @@ something else are not converted, and the report says why.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -20,11 +20,10 @@ from ..autograd.grouped import grouped_linear, grouped_swiglu_mlp
 from ..autograd.mlp import swiglu
 from ..autograd.operands import Pair
 from ..autograd.routing import combine
-from ..autograd.weights import SharedWeight
 from ..errors import refuse
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing, sort_by_expert
-from .recipe_module import RecipeModule
+from .recipe_module import SeveralWeights
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 CallOperands = tuple[Tensor, Tensor | None, Stochastic | None, Pair | None]
@@ -133,19 +132,15 @@ def _other_activation(module: nn.Module, style: Style) -> str | None:
     return None
 
 
-class AdaptedExperts(RecipeModule):
+class AdaptedExperts(SeveralWeights):
     """A module of Transformers' experts with a recipe; parameters and `state_dict` are unchanged.
 
     Tokens are sorted by expert, and the cast gathers them as it reads. There is no host sync.
     """
 
-    RECIPE_ATTRIBUTES: ClassVar[tuple[str, ...]] = (
-        *RecipeModule.RECIPE_ATTRIBUTES,
-        "shared_weights",
-        "style",
-    )
+    WEIGHTS: ClassVar[tuple[str, ...]] = WEIGHTS
+    RECIPE_ATTRIBUTES: ClassVar[tuple[str, ...]] = (*SeveralWeights.RECIPE_ATTRIBUTES, "style")
     style: Style
-    shared_weights: dict[str, SharedWeight]
 
     @classmethod
     def convert(cls, module: nn.Module) -> Self:
@@ -158,12 +153,9 @@ class AdaptedExperts(RecipeModule):
         converted.style = style
         return converted
 
-    def _share(self, shares: bool) -> None:
-        turned = self.style.transposed
-        self.shared_weights = {name: SharedWeight(transposed=turned) for name in WEIGHTS} if shares else {}
-
-    def _shared(self) -> Iterator[SharedWeight]:
-        return iter(self.shared_weights.values())
+    @property
+    def stores_transposed(self) -> bool:
+        return self.style.transposed
 
     def own_parameter(self, name: str) -> Tensor:
         """A parameter as a call multiplies it: of this rank's experts, where ranks have their own."""
@@ -181,7 +173,7 @@ class AdaptedExperts(RecipeModule):
 
     def _call_state(self, name: str) -> CallOperands:
         parameter, recipe = self.own_parameter(name), self.recipe_now
-        shared = self.shared_weights.get(name)
+        shared = self.shared_cast(name)
         weight = parameter.mT if self.style.transposed else parameter
         bias = self.own_parameter(f"{name}_bias") if self.style.bias else None
         return weight, bias, self.rounding(name), None if shared is None else shared.operands(parameter, recipe)

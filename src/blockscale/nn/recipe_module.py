@@ -27,6 +27,8 @@ DEFAULT_SEED = 0
 class RecipeModule(torch.nn.Module):
     """A layer with a recipe."""
 
+    # parameters that products multiply
+    WEIGHTS: ClassVar[tuple[str, ...]] = ("weight",)
     # attributes set by `apply_recipe`, besides the buffer rng
     RECIPE_ATTRIBUTES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_now", "name", "seed", "shared_weight")
     # attributes of the plain module that `apply_recipe` overwrote; None for a layer that was not converted
@@ -86,6 +88,18 @@ class RecipeModule(torch.nn.Module):
         if self.shared_weight is not None:
             yield self.shared_weight
 
+    def shared_cast(self, parameter: str) -> SharedWeight | None:
+        """The cast of a weight that a step shares, if it does."""
+        return self.shared_weight
+
+    def share_through(self, parameter: str, shared: SharedWeight) -> None:
+        """Share the casts of a weight in another way."""
+        self.shared_weight = shared
+
+    def reason_against_codes(self, parameter: str) -> str | None:
+        """Why codes cannot take the place of a parameter's values; None if they can."""
+        return None if parameter in self.WEIGHTS else f"parameters of {type(self).__name__} are not supported"
+
     def call_state(self) -> tuple[Stochastic | None, Pair | None]:
         """State of a call made now besides parameters: stochastic rounding, and shared casts of the weight."""
         shared = self.shared_weight
@@ -130,6 +144,35 @@ class RecipeModule(torch.nn.Module):
         super()._load_from_state_dict(*args, **named)
         for shared in self._shared():
             shared.invalidate()
+
+
+class SeveralWeights(RecipeModule):
+    """A layer with a recipe and several weights.  stores_transposed: its parameters are [.., in, out]."""
+
+    RECIPE_ATTRIBUTES: ClassVar[tuple[str, ...]] = (*RecipeModule.RECIPE_ATTRIBUTES, "shared_weights")
+    shared_weights: dict[str, SharedWeight]
+
+    @property
+    def stores_transposed(self) -> bool:
+        return False
+
+    def _share(self, shares: bool) -> None:
+        before: dict[str, SharedWeight] = getattr(self, "shared_weights", {})
+        if shares and any(each.takes_shards for each in before.values()):
+            for each in before.values():
+                each.invalidate()
+        else:
+            turned = self.stores_transposed
+            self.shared_weights = {name: SharedWeight(transposed=turned) for name in self.WEIGHTS} if shares else {}
+
+    def _shared(self) -> Iterator[SharedWeight]:
+        return iter(self.shared_weights.values())
+
+    def shared_cast(self, parameter: str) -> SharedWeight | None:
+        return self.shared_weights.get(parameter)
+
+    def share_through(self, parameter: str, shared: SharedWeight) -> None:
+        self.shared_weights[parameter] = shared
 
 
 def check_rng(rng: object) -> None:

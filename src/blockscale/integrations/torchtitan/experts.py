@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from torchtitan.models.common.moe import GroupedExperts
 from ...autograd.dtensor import DTensor, check_shards, local, shard_shape
 from ...autograd.grouped import grouped_linear, grouped_swiglu_mlp
 from ...autograd.recipe import Recipe
+from ...formats.spec import get_format
+from ...nn.recipe_module import SeveralWeights
 from .recipe_module import TitanRecipeModule
 
 
@@ -31,8 +33,10 @@ class RecipeExperts(TitanRecipeModule):
         check_shards(where, tuple(parameter.shape), shard_shape(parameter), recipe)
 
 
-class BlockScaledExperts(RecipeExperts, GroupedExperts):
+class BlockScaledExperts(RecipeExperts, SeveralWeights, GroupedExperts):
     """Experts that are each w2(silu(w1(x)) * w3(x)), trained by a recipe."""
+
+    WEIGHTS: ClassVar[tuple[str, ...]] = ("w1_EFD", "w2_EDF", "w3_EFD")
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -44,6 +48,17 @@ class BlockScaledExperts(RecipeExperts, GroupedExperts):
     def __init__(self, config: Config) -> None:
         GroupedExperts.__init__(self, config)
         self.init_recipe(config.recipe, config.name)
+
+    def reason_against_codes(self, parameter: str) -> str | None:
+        """As for other layers, and for gates and ups, which are concatenated: a block must not hold both."""
+        kind, rows = self.recipe.formats()["fprop_w"], local(self.get_parameter(parameter)).shape[-2]
+        if kind is not None and parameter != "w2_EDF":
+            spec = get_format(kind)
+            if rows % spec.block[0]:
+                return f"gates and ups are one operand, and {rows} rows of gates split a block of {spec.block[0]}"
+            if spec.family == "nvfp4":
+                return "gates and ups are one operand, whose tensor scales are those of both"
+        return super().reason_against_codes(parameter)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Rows [R, D] sorted by expert, and the number of rows of each expert [E] -> rows [R, D]."""
