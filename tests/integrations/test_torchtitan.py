@@ -37,21 +37,20 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
     own = tmp_path_factory.getbasetemp()
     folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
-    def check(*names: str, ranks: int = 1) -> dict[str, Any]:
+    def check(*names: str) -> dict[str, Any]:
         file = folder / f"titan-{'-'.join(names)}.json"
         with FileLock(f"{file}.lock"):
             if not file.exists():
-                file.write_text(json.dumps(run_checks(names, ranks)))
+                file.write_text(json.dumps(run_checks(names)))
         return json.loads(file.read_text())
 
     return check
 
 
-def run_checks(names: Sequence[str], ranks: int) -> dict[str, Any]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+def run_checks(names: Sequence[str]) -> dict[str, Any]:
     paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "-m", "support.titan_checks", *names]
+    command = [sys.executable, "-m", "support.titan_checks", *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict[str, Any] = {}
@@ -203,37 +202,6 @@ def test_checkpointing_saves_products(default: Default):
     assert found["fp8_blockwise"]["counts"]["scaled_mm"] == 3 * 17
     assert found["kept"]["counts"]["scaled_mm"] == 15
     assert found["stock"]["losses"] == found["kept"]["losses"] == found["fp8_blockwise"]["losses"][:1]
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def assert_twins_train_alike(found: dict[str, Any], relative: float) -> None:
-    low, twin = found["mxfp8"], found["bf16"]
-    assert low["losses"][-1] < low["losses"][0]
-    assert_close(low["losses"], twin["losses"], relative)
-    assert low["state"] == twin["state"]
-
-
-def test_tensor_parallel_ranks_train_like_their_twin(default: Default, checked: Checked):
-    found = checked("tensor_parallel", ranks=2)["tensor_parallel"]
-    assert found["mxfp8"]["kinds"] == default("llama")["mxfp8"]["kinds"]
-    assert_twins_train_alike(found, 2e-3)
-
-
-@pytest.mark.long
-def test_shards_that_split_blocks_are_refused(checked: Checked):
-    """256 features in 4 shards are 64, and FP8 has a scale for 128."""
-    found = checked("pieces", ranks=4)["pieces"]
-    assert "ShardingError: layers.0" in found
-    assert "in shards of" in found
-    assert "multiple of 128" in found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("check", ["fully_sharded", "sharded_experts", "expert_parallel"])
-def test_more_ranks_train_like_their_twin(checked: Checked, check: str):
-    assert_twins_train_alike(checked(check, ranks=2)[check], 5e-3)
 
 
 @pytest.mark.long

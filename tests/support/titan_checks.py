@@ -1,9 +1,9 @@
 """What tests/integrations/test_torchtitan.py looks at, found in one process: torchtitan takes long to start.
 
     PYTHONPATH=tests python -m support.titan_checks llama experts     # prints one line of JSON for each
-    PYTHONPATH=tests torchrun --standalone --nproc-per-node 2 -m support.titan_checks tensor_parallel
 
-In a process of its own also because torchtitan is told that the CPU is its device, which no other test should be.
+Runs of several ranks are in titan_ranks.py. In a process of its own also because torchtitan is told that the CPU is its
+device, which no other test should be.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from support import titan_cpu
 
 MARK = "RESULT"
 ONE_STEP = ("--training.steps", "1")
-SHARDED = ("--parallelism.spmd-backend", "partial_dtensor")
-TENSOR_PARALLEL = (*SHARDED, "--parallelism.tensor-parallel-degree")
 OVERRIDES = "blockscale.integrations.torchtitan.overrides"
 
 
@@ -44,9 +42,15 @@ class Calls(TorchDispatchMode):
 
 
 def train(
-    *given: str, block: int = 0, counted: bool = False, edit: Any = None, prepare: Any = None, logged: Any = None
+    *given: str,
+    block: int = 0,
+    blocks: int = 1,
+    counted: bool = False,
+    edit: Any = None,
+    prepare: Any = None,
+    logged: Any = None,
 ) -> dict[str, Any]:
-    """One run by torchtitan's own trainer, of one block of a model: losses, kinds of layers, counts of operators.
+    """One run by torchtitan's own trainer, of some blocks of a model: losses, kinds of layers, counts of operators.
 
     edit: called with the config.  prepare: with the trainer.  logged: after each step.
     """
@@ -61,7 +65,7 @@ def train(
     config = ConfigManager().parse_args(titan_cpu.arguments(*given))
     if edit is not None:
         edit(config)
-    config.model_spec.model.layers[:] = config.model_spec.model.layers[block : block + 1]
+    config.model_spec.model.layers[:] = config.model_spec.model.layers[block : block + blocks]
     trainer = config.build()
     losses: list[float] = []
     log = trainer.metrics_processor.log
@@ -295,37 +299,6 @@ def draws() -> dict[str, Any]:
     second = train(*line, *parts, *four, block=2)
     whole = train(*line, "--dump-folder", str(titan_cpu.assets() / "whole"), *four, block=2)
     return {"whole": whole, "parts": first["losses"] + second["losses"], "ticks": [first["ticks"], second["ticks"]]}
-
-
-def twins(model: str, *line: str, block: int = 0) -> dict[str, Any]:
-    """On several ranks the twin is the measure: they begin with other weights than one does."""
-    return {recipe: train("--config", f"{model}_{recipe}", *line, block=block) for recipe in ("bf16", "mxfp8")}
-
-
-def tensor_parallel() -> dict[str, Any]:
-    return twins("llama3_debug", *TENSOR_PARALLEL, "2")
-
-
-def pieces() -> str:
-    """Four ranks, whose pieces split blocks of 128."""
-    try:
-        train("--config", "llama3_debug_fp8_blockwise", *TENSOR_PARALLEL, "4")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def fully_sharded() -> dict[str, Any]:
-    return twins("llama3_debug", *SHARDED)
-
-
-def sharded_experts() -> dict[str, Any]:
-    return twins("deepseek_v3_debug", *SHARDED, block=1)
-
-
-def expert_parallel() -> dict[str, Any]:
-    line = (*SHARDED, "--parallelism.expert-parallel-degree", "2", "--training.disable-cuda-graphs")
-    return twins("deepseek_v3_debug", *line, block=1)
 
 
 def compiled() -> dict[str, Any]:

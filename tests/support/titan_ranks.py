@@ -31,10 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support import titan_checks, titan_cpu
 
 # gradients are not scaled, and products of unconverted layers are fp32's: what remains is the order of sums
-LINE = ("--training.seq-len", "128", "--training.steps", "2", "--training.max-norm", "1e9")
+LINE = ("--training.seq-len", "128", "--training.max-norm", "1e9", "--training.steps", "2")
 BATCH = "--training.local-batch-size"
+ONE_STEP = ("--training.steps", "1")
 FP32 = ("--training.mixed-precision-param", "float32")
-SHARDED = titan_checks.SHARDED
+SHARDED = ("--parallelism.spmd-backend", "partial_dtensor")
 TENSOR = ("--parallelism.tensor-parallel-degree", "2")
 EXPERTS = ("--parallelism.expert-parallel-degree", "2", "--training.disable-cuda-graphs")
 FOLDER = Path(os.environ.get("TITAN_RANKS", "/nonexistent"))
@@ -109,7 +110,7 @@ class Heard(logging.Handler):
 class Run:
     """One run.  losses: of both steps.  grads: of the first, by name, whole.  wire: bytes of all ranks.  log: lines."""
 
-    def __init__(self, config: str, *line: str, edit: Any = None) -> None:
+    def __init__(self, config: str, *line: str, edit: Any = None, blocks: int = 1) -> None:
         from torchtitan.tools.logging import logger
 
         self.grads: dict[str, Tensor] = {}
@@ -121,7 +122,12 @@ class Run:
         wire, start = Wire(), time.process_time()
         with wire:
             found = titan_checks.train(
-                "--config", config, *LINE, *line, block=block, edit=edit, prepare=self._prepare, logged=self._logged
+                *("--config", config, *LINE, *line),
+                block=block,
+                blocks=blocks,
+                edit=edit,
+                prepare=self._prepare,
+                logged=self._logged,
             )
         logger.removeHandler(heard)
         logger.setLevel(level)
@@ -155,7 +161,7 @@ class Run:
         return self.beside(*torch.load(FOLDER / f"{name}.pt"))
 
     def beside(self, losses: list[float], grads: dict[str, Tensor], state: dict[str, str]) -> dict[str, Any]:
-        """Distances from another run: of each loss, and of the gradients of each kind of layer."""
+        """Distances from another run, which may have more steps and layers: of losses, and of gradients."""
         errors: dict[str, float] = {}
         for name, want in grads.items():
             if name in self.grads:
@@ -163,15 +169,18 @@ class Run:
                 error = float((self.grads[name].double() - want.double()).norm() / want.double().norm())
                 errors[kind] = max(errors.get(kind, 0.0), error)
         return {
-            "losses": [abs(mine / other - 1) for mine, other in zip(self.losses, losses, strict=True)],
+            "losses": [abs(mine / other - 1) for mine, other in zip(self.losses, losses, strict=False)],
             "grads": errors,
-            "names": len(self.grads) - len(grads),
-            "state": self.state == state,
-            "first": self.losses,
+            "missing": sorted(set(grads) - set(self.grads)),
+            "state": self.state.items() <= state.items(),
         }
 
     def like(self, other: Run) -> dict[str, Any]:
         return self.beside(other.losses, other.grads, other.state)
+
+
+def reports(run: Run) -> list[str]:
+    return [line for line in run.log if "gathered as codes" in line]
 
 
 def own_kind(**options: Any) -> Callable[[Any], None]:
@@ -212,24 +221,50 @@ def small_with(**options: Any) -> Callable[[Any], None]:
 
 
 LLAMA, MOE = "llama3_debug_fp8_blockwise", "deepseek_v3_debug_fp8_blockwise_pow2"
-SHARDS = ("--parallelism.data-parallel-shard-degree",)
+LONGER = ("--training.seq-len", "256")
 
 
 def one() -> dict[str, Any]:
     """One process, with the batches of two and of four ranks."""
     Run(LLAMA, *FP32, BATCH, "2").keep(LLAMA)
-    Run(MOE, *FP32, BATCH, "2", edit=small_with()).keep(MOE)
-    Run(MOE, *FP32, BATCH, "4", edit=small_with()).keep("four")
+    Run(LLAMA, *ONE_STEP, *FP32, BATCH, "2", blocks=2).keep("two blocks")
+    Run(LLAMA, *ONE_STEP, *FP32, *LONGER, BATCH, "1").keep("longer")
+    Run(MOE, *ONE_STEP, *FP32, BATCH, "2", edit=small_with()).keep(MOE)
+    Run(MOE, *ONE_STEP, *FP32, BATCH, "4", edit=small_with()).keep("four")
     return {}
 
 
 def two() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    found["fsdp"] = Run(LLAMA, *SHARDED, *FP32, BATCH, "1").against(LLAMA)
-    found["tp"] = Run(LLAMA, *SHARDED, *FP32, *TENSOR, BATCH, "2").against(LLAMA)
-    found["ep"] = Run(MOE, *SHARDED, *FP32, *EXPERTS, BATCH, "1", edit=small_with()).against(MOE)
-    found["tp x ep"] = Run(MOE, *SHARDED, *FP32, *TENSOR, *EXPERTS, BATCH, "2", edit=small_with()).against(MOE)
+    line = (*SHARDED, *ONE_STEP, *FP32)
+    found["fsdp"] = Run(LLAMA, *line, BATCH, "1").against(LLAMA)
+    found["tp"] = Run(LLAMA, *line, *TENSOR, BATCH, "2").against(LLAMA)
+    found["ep"] = Run(MOE, *line, *EXPERTS, BATCH, "1", edit=small_with()).against(MOE)
+    found["tp x ep"] = Run(MOE, *line, *TENSOR, *EXPERTS, BATCH, "2", edit=small_with()).against(MOE)
+    found["pp"], found["cp"] = pipeline(*line), context(*line)
     return found | gathers() | dispatchers()
+
+
+def pipeline(*line: str) -> dict[str, Any]:
+    """A block on each rank."""
+    stages = ("--parallelism.pipeline-parallel-degree", "2", "--parallelism.pipeline-parallel-schedule", "GPipe")
+    run = Run(LLAMA, *line, *stages, "--training.disable-cuda-graphs", BATCH, "2", blocks=2)
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, run.against("two blocks"))
+    first, last = parts
+    return {
+        "losses": last["losses"],  # the first rank has none
+        "grads": {"others": max(each["grads"]["others"] for each in parts)},
+        "missing": sorted(set(first["missing"]) & set(last["missing"])),
+        "state": first["state"] and last["state"],
+    }
+
+
+def context(*line: str) -> dict[str, Any]:
+    """Half of a sequence on each rank. Not balanced: blocks of tokens are then those of one process."""
+    halves = ("--parallelism.context-parallel-degree", "2", "--parallelism.context-parallel-load-balancer", "None")
+    with torch.compiler.set_stance("force_eager"):  # torch compiles the making of masks
+        return Run(LLAMA, *line, *halves, *LONGER, BATCH, "1").against("longer")
 
 
 def gathers() -> dict[str, Any]:
@@ -242,7 +277,7 @@ def gathers() -> dict[str, Any]:
         | {
             "wire": [each.wire["_allgather_base_"] for each in (low, plain_gather)],
             "elements": sum(low.grads[name].numel() for name in weights),
-            "report": [line for line in low.log if "gathered as codes" in line],
+            "report": reports(low),
         }
     }
 
@@ -251,30 +286,35 @@ def dispatchers() -> dict[str, Any]:
     """Our dispatchers beside torchtitan's."""
     line, found = (*SHARDED, *EXPERTS, BATCH, "1"), {}
     theirs = Run(MOE, *line, edit=small_with())
-    for payload in ("bf16", "low"):
-        ours = Run(MOE, *line, edit=small_with(dispatch=payload))
+    for name, dispatch in {"bf16": "bf16", "low": "low", "fixed": fixed_capacity}.items():
+        ours = Run(MOE, *line, edit=small_with(dispatch=dispatch))
         wire = [each.wire["all_to_all_single"] for each in (ours, theirs)]
-        found[f"dispatch {payload}"] = ours.like(theirs) | {"wire": wire, "kinds": ours.kinds}
+        found[f"dispatch {name}"] = ours.like(theirs) | {"wire": wire, "kinds": ours.kinds}
     return found
+
+
+def fixed_capacity(mesh: Any) -> Any:
+    from blockscale.distributed import FixedCapacity
+
+    return FixedCapacity(2 * 128, "low")
 
 
 def four() -> dict[str, Any]:
     """Pairs, also with low-precision gather and dispatch."""
     found: dict[str, Any] = {}
-    low = own_kind(recipe="fp8_blockwise", gather="low")
-    found["fsdp x tp"] = Run(LLAMA, *SHARDED, *SHARDS, "2", *FP32, *TENSOR, BATCH, "1", edit=low).against(LLAMA)
-    line = (*SHARDED, *EXPERTS, BATCH, "1")
-    found["fsdp x ep"] = Run(MOE, *line, *FP32, edit=small_with()).against("four")
-    plain_wire, low_wire = (Run(MOE, *line, edit=small_with(**each)) for each in ({}, LOW))
-    found["fsdp x ep low"] = low_wire.like(plain_wire) | {"wire": [low_wire.wire, plain_wire.wire]}
+    line, low = (*SHARDED, *EXPERTS, BATCH, "1"), {"gather": "low", "dispatch": "low"}
+    shards = ("--parallelism.data-parallel-shard-degree", "2")
+    edit = own_kind(recipe="fp8_blockwise", gather="low")
+    run = Run(LLAMA, *SHARDED, *shards, *FP32, *TENSOR, BATCH, "1", edit=edit)
+    found["fsdp x tp"] = run.against(LLAMA) | {"report": reports(run)}
+    found["fsdp x ep"] = Run(MOE, *line, *ONE_STEP, *FP32, edit=small_with()).against("four")
+    theirs, ours = (Run(MOE, *line, edit=small_with(**each)) for each in ({}, low))
+    found["fsdp x ep low"] = ours.like(theirs) | {"report": reports(ours)}
     try:
         Run(LLAMA, *SHARDED, "--parallelism.tensor-parallel-degree", "4")
     except ValueError as error:
         found["pieces"] = f"{type(error).__name__}: {error}"
     return found
-
-
-LOW = {"gather": "low", "dispatch": "low"}
 
 
 def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
@@ -283,6 +323,7 @@ def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
     found = globals()[group]()
     if rank == 0:
         print(titan_checks.MARK, json.dumps({group: found}), flush=True)
+    dist.barrier()  # the first rank has the store
     dist.destroy_process_group()
 
 

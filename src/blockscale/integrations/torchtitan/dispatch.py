@@ -1,8 +1,8 @@
-"""`BlockScaledRoutedExperts`: torchtitan's routed experts whose rows travel by our dispatchers (`distributed/dispatch.py`).
+"""`BlockScaledRoutedExperts`: torchtitan's routed experts whose rows travel by our dispatchers.
 
-torchtitan's own seam is a token dispatcher: `dispatch` returns rows, `combine` takes rows, and experts lie between them.
-Rows in 16 bits fit it. Codes have no gradients, so with payload "low" both exchanges and the experts are one function;
-its place is the module around all three. Reordering and weighting of rows stay torchtitan's.
+torchtitan's own seam is a token dispatcher: `dispatch` returns rows, `combine` takes rows, and experts lie between.
+Rows in 16 bits fit it. Codes have no gradients, so with payload "low" both exchanges and the experts are one function,
+and its place is the module around all three. Reordering and weighting of rows stay torchtitan's.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class BlockScaledRoutedExperts(DividedExperts, RoutedExperts):
             rows = self.over_ranks_low(x.bfloat16(), routing, None, call).type_as(x)
         else:
             rows = self.rows_over_ranks(x[tokens], self.exchange(x, routing, None), self._run)
-        metadata = LocalDispatchMetadata(
-            token_indices_experts_sorted_N=tokens, topk_scores_experts_sorted_N=scores
-        )
+        metadata = LocalDispatchMetadata(token_indices_experts_sorted_N=tokens, topk_scores_experts_sorted_N=scores)
         return LocalTokenDispatcher.combine(self.token_dispatcher, rows, metadata, x).view(x_BLD.shape)
 
     def _run(self, arrived: Tensor, routing: Routing) -> Tensor:
