@@ -144,7 +144,7 @@ class GatheredWeight(CodedWeight):
         return assemble(self.plan, parts, self.shape, -1)
 
     def column_operand(self) -> BlockScaled:
-        return transpose_square(self.row_operand(), self.plan)
+        return transpose_square(GatheredWeight.row_operand(self), self.plan)
 
     def transposed(self) -> TransposedWeight:
         return TransposedWeight(self)
@@ -186,10 +186,10 @@ class TransposedWeight(CodedWeight):
         return TransposedWeight(inner["source"])
 
     def row_operand(self) -> BlockScaled:
-        return self.source.column_operand().mT
+        return GatheredWeight.column_operand(self.source).mT
 
     def column_operand(self) -> BlockScaled:
-        return self.source.row_operand().mT
+        return GatheredWeight.row_operand(self.source).mT
 
     def transposed(self) -> GatheredWeight:
         return self.source.same()
@@ -225,7 +225,7 @@ class JoinedWeight(CodedWeight):
         return assemble(plan, (codes, scales, None), self.shape, -1)
 
     def column_operand(self) -> BlockScaled:
-        return transpose_square(self.row_operand(), self.first.plan)
+        return transpose_square(JoinedWeight.row_operand(self), self.first.plan)
 
 
 def can_be_joined(parts: Sequence[object], dim: int = 0) -> bool:
