@@ -100,6 +100,45 @@ def test_shards_that_split_blocks_are_refused(found: Found):
     assert "multiple of 128" in found("pieces")
 
 
+def test_nvfp4_and_tensor_parallel_are_refused(found: Found):
+    assert found("nvfp4").startswith("ShardingError: layers.0")
+    assert "one scale for the whole tensor" in found("nvfp4")
+
+
+def test_full_dtensor_has_the_gradients_of_one_process(found: Found):
+    """Its logged loss is another, in bf16 too."""
+    run, (low, plain) = found("full_dtensor"), found("logged")
+    assert run["grads"]["others"] < ORDER
+    assert run["missing"] == []
+    assert low == pytest.approx(plain, rel=2e-3)
+
+
+def test_adapters_are_added_to_converted_layers(found: Found):
+    """LoRA on one process, with frozen weights and adapters that are not zero."""
+    plain, low = found("lora")["losses"]
+    assert low != plain
+    assert low == pytest.approx(plain, rel=4e-3)
+    assert found("lora")["kinds"][1]["LoRABlockScaledLinear"] == 5
+
+
+# ---- launch lines ----------------------------------------------------------------------------------------------------
+
+
+def test_launch_lines_of_the_page_shard_the_models_that_they_name(found: Found):
+    """On a group of as many ranks that exchange nothing."""
+    lines = [each for each in found("lines") if each["ranks"] > 1]
+    assert [each["ranks"] for each in lines] == [8, 8, 8, 64, 64, 64]
+    axes = [each["axes"] for each in lines]
+    assert [(each["dp_replicate"], each["dp_shard"], each["tp"], each["ep"]) for each in axes] == [
+        *((1, 8, 1, 1), (1, 4, 2, 1), (1, 8, 1, 4)),
+        *((8, 8, 1, 1), (1, 8, 8, 1), (1, 64, 1, 8)),
+    ]
+    for at, each in enumerate(lines):
+        weights = 16 if at % 3 == 2 else 10
+        assert each["report"] == [f"{weights} weights are gathered as codes, 0 in their own dtype"]
+        assert each["kinds"].get("BlockScaledRoutedExperts", 0) == (at % 3 == 2)
+
+
 # ---- low-precision gather --------------------------------------------------------------------------------------------
 
 

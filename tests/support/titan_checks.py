@@ -24,6 +24,8 @@ from support import titan_cpu
 
 MARK = "RESULT"
 ONE_STEP = ("--training.steps", "1")
+EXPERTS = ("--config", "deepseek_v3_debug_mxfp8", "--parallelism.expert-parallel-degree", "2")
+EXPERTS = (*EXPERTS, "--training.disable-cuda-graphs")
 OVERRIDES = "blockscale.integrations.torchtitan.overrides"
 
 
@@ -179,11 +181,13 @@ def experts_alone() -> dict[str, Any]:
 
 def refusals() -> dict[str, str]:
     """What is said to those who ask for the impossible."""
+    from torchtitan.models import deepseek_v3, gpt_oss
     from torchtitan.models.llama3 import model_registry
 
     from blockscale import get_recipe
     from blockscale.autograd.dtensor import check_shards
     from blockscale.integrations.torchtitan import BlockScaledConverter, overrides
+    from blockscale.integrations.torchtitan.gather import use_low_gather
 
     def said(call: Any) -> str:
         try:
@@ -194,6 +198,22 @@ def refusals() -> dict[str, str]:
 
     def convert(**options: Any) -> Any:
         return model_registry("debugmodel", converters=[BlockScaledConverter.Config(**options)])
+
+    def experts(backend: str = "standard", **options: Any) -> Any:
+        converters = [BlockScaledConverter.Config(**options)]
+        return deepseek_v3.model_registry("debugmodel", moe_comm_backend=backend, converters=converters)
+
+    def gpt_oss_low(**options: Any) -> Any:
+        return gpt_oss.model_registry("debugmodel", converters=[BlockScaledConverter.Config(**options)])
+
+    def low_dispatch(config: Any) -> None:
+        config.model_spec = experts(recipe="mxfp8", dispatch="low")
+
+    def unknown_model() -> None:
+        spec = convert(gather="low")
+        spec.parallelize_fn = lambda model, **named: model
+        use_low_gather(spec)
+        spec.parallelize_fn(torch.nn.Linear(2, 2), ac_config=None)
 
     layer = model_registry("debugmodel").model.layers[0].feed_forward.w1
     return {
@@ -206,6 +226,16 @@ def refusals() -> dict[str, str]:
         "ends": said(lambda: convert(keep_last=1.5)),
         "pieces": said(lambda: check_shards("layers.0.w1.weight", (768, 256), (192, 256), get_recipe("fp8_blockwise"))),
         "pieces that fit": said(lambda: check_shards("weight", (768, 256), (192, 256), get_recipe("mxfp8"))),
+        "gather": said(lambda: convert(gather="bf16")),
+        "payload": said(lambda: experts(recipe="mxfp8", dispatch="fp4")),
+        "low": said(lambda: experts(recipe="fp8_blockwise", dispatch="low")),
+        "no experts": said(lambda: convert(recipe="mxfp8", dispatch="low")),
+        "kept experts": said(lambda: experts(recipe="mxfp8", dispatch="low", skip=["*experts*"])),
+        "other dispatcher": said(lambda: experts("hybridep", recipe="mxfp8", dispatch="low")),
+        "other activation": said(lambda: gpt_oss_low(recipe="mxfp8", dispatch="low")),
+        "compiled": said(lambda: train(*EXPERTS, "--compile.enable", edit=low_dispatch, block=1)),
+        "compiled gather": said(lambda: train("--config", "llama3_debug_fp8_blockwise_low", "--compile.enable")),
+        "no checkpointing": said(unknown_model),
         "override that draws": said(lambda: overrides.linear(layer, recipe="nvfp4")),
     }
 
@@ -251,6 +281,7 @@ def configs() -> dict[str, Any]:
     """Every ready-made run: how many layers follow which recipe, and the classes around them."""
     from blockscale.integrations.torchtitan import BlockScaledExperts, BlockScaledLinear, config_registry
     from blockscale.integrations.torchtitan.config_registry import CONFIGS
+    from blockscale.integrations.torchtitan.dispatch import BlockScaledRoutedExperts
 
     offered = {name for name, each in vars(config_registry).items() if callable(each) and not name.startswith("_")}
     functions = {name for name in offered if not isinstance(getattr(config_registry, name), type)}
@@ -259,11 +290,13 @@ def configs() -> dict[str, Any]:
         config = make()
         kinds = (BlockScaledLinear.Config, BlockScaledExperts.Config)
         layers = [each for kind in kinds for _, each, _, _ in config.model_spec.model.traverse(kind)]
+        routed = [each for _, each, _, _ in config.model_spec.model.traverse(BlockScaledRoutedExperts.Config)]
         found[name] = {
             "layers": len(layers),
             "recipes": sorted({each.recipe.name for each in layers}),
             "checkpointing": type(config.activation_checkpoint).__qualname__,
             "metrics": type(config.metrics).__qualname__,
+            "wires": [getattr(config.model_spec.model, "gather", None), sorted({each.dispatch for each in routed})],
         }
     return found
 

@@ -1,6 +1,6 @@
 """torchtitan on one, two and four ranks, with the same weights and tokens: what test_torchtitan_ranks.py looks at.
 
-    PYTHONPATH=tests python -m support.titan_ranks [one two four]     # prints one line of JSON for each group
+    PYTHONPATH=tests python -m support.titan_ranks [one two full four lines]     # prints one line of JSON for each group
 
 Ranks are forked from one process that has imported torchtitan, which takes longer than any run. A run has one block of
 a debug model. It gives losses and the gradients of its first step, which are compared where they are: with a run of one
@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import shlex
 import socket
 import sys
 import tempfile
@@ -221,6 +223,7 @@ def small_with(**options: Any) -> Callable[[Any], None]:
 
 
 LLAMA, MOE = "llama3_debug_fp8_blockwise", "deepseek_v3_debug_fp8_blockwise_pow2"
+RECIPE = "fp8_blockwise"
 LONGER = ("--training.seq-len", "256")
 
 
@@ -231,7 +234,23 @@ def one() -> dict[str, Any]:
     Run(LLAMA, *ONE_STEP, *FP32, *LONGER, BATCH, "1").keep("longer")
     Run(MOE, *ONE_STEP, *FP32, BATCH, "2", edit=small_with()).keep(MOE)
     Run(MOE, *ONE_STEP, *FP32, BATCH, "4", edit=small_with()).keep("four")
-    return {}
+    runs = [Run(f"llama3_debug_{recipe}", *ONE_STEP, BATCH, "2", edit=lora(recipe)) for recipe in ("bf16", RECIPE)]
+    return {"lora": {"losses": [each.losses[0] for each in runs], "kinds": [each.kinds for each in runs]}}
+
+
+def lora(recipe: str) -> Callable[[Any], None]:
+    """LoRA after our converter."""
+
+    def edit(config: Any) -> None:
+        from torchtitan.components.lora import LoRAConverter
+        from torchtitan.models.llama3 import model_registry
+
+        from blockscale.integrations.torchtitan import BlockScaledConverter
+
+        ours = [] if recipe == "bf16" else [BlockScaledConverter.Config(recipe=recipe)]
+        config.model_spec = model_registry("debugmodel", converters=[*ours, LoRAConverter.Config(rank=16, alpha=32.0)])
+
+    return edit
 
 
 def two() -> dict[str, Any]:
@@ -299,6 +318,13 @@ def fixed_capacity(mesh: Any) -> Any:
     return FixedCapacity(2 * 128, "low")
 
 
+def full() -> dict[str, Any]:
+    """torchtitan's full_dtensor on two ranks: a process cannot change its backend."""
+    line = ("--parallelism.spmd-backend", "full_dtensor", *ONE_STEP, *FP32, BATCH, "1")
+    run, twin = Run(LLAMA, *line), Run("llama3_debug_bf16", *line)
+    return {"full_dtensor": run.against(LLAMA), "logged": [*run.losses, *twin.losses]}
+
+
 def four() -> dict[str, Any]:
     """Pairs, also with low-precision gather and dispatch."""
     found: dict[str, Any] = {}
@@ -314,7 +340,64 @@ def four() -> dict[str, Any]:
         Run(LLAMA, *SHARDED, "--parallelism.tensor-parallel-degree", "4")
     except ValueError as error:
         found["pieces"] = f"{type(error).__name__}: {error}"
+    edit = own_kind(recipe="nvfp4", keep_first=0, keep_last=0)
+    try:
+        Run(LLAMA, *SHARDED, *TENSOR, BATCH, "1", edit=edit)
+    except ValueError as error:
+        found["nvfp4"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def lines() -> dict[str, Any]:
+    """Launch lines of docs/torchtitan.md: parsed, and two blocks of the model sharded without values, on a group of as
+    many ranks that exchange nothing."""
+    return {"lines": [parallelized(*line) for line in launch_lines()]}
+
+
+def launch_lines() -> Iterator[tuple[int, list[str]]]:
+    """Ranks and arguments of each `torchrun ... -m torchtitan.train` of the page."""
+    text = (Path(__file__).parents[2] / "docs" / "torchtitan.md").read_text().replace("\\\n", " ")
+    for line in re.findall(r"^    (torchrun .* -m torchtitan\.train .*)$", text, re.MULTILINE):
+        launcher, _, given = line.partition(" -m torchtitan.train ")
+        sizes = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", launcher))
+        yield int(sizes.get("nnodes", 1)) * int(sizes["nproc-per-node"]), shlex.split(given)
+
+
+def parallelized(ranks: int, given: list[str]) -> dict[str, Any]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torchtitan.config.manager import ConfigManager
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import utils as titan_utils
+    from torchtitan.tools.logging import logger
+
+    config = ConfigManager().parse_args(given)
+    if ranks == 1:
+        return {"line": given, "ranks": 1}
+    spec, heard = config.model_spec, Heard()
+    spec.model.layers[:] = spec.model.layers[:2]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
+    dims = ParallelDims.from_config(config.parallelism, ranks)
+    titan_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        model = spec.model.build()
+    spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+    )
+    logger.removeHandler(heard)
+    dist.destroy_process_group()
+    kinds = Counter(type(each).__name__ for each in model.modules())
+    report = [each for each in heard.lines if "gathered as codes" in each]
+    axes = {axis: getattr(dims, axis) for axis in ("dp_replicate", "dp_shard", "tp", "ep")}
+    return {"line": given, "ranks": ranks, "axes": axes, "report": report, "kinds": kinds}
 
 
 def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
@@ -323,8 +406,9 @@ def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
     found = globals()[group]()
     if rank == 0:
         print(titan_checks.MARK, json.dumps({group: found}), flush=True)
-    dist.barrier()  # the first rank has the store
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()  # the first rank has the store
+        dist.destroy_process_group()
 
 
 def main(groups: list[str]) -> None:
@@ -335,7 +419,7 @@ def main(groups: list[str]) -> None:
     titan_cpu.patch_torchtitan()
     titan_cpu.assets()
     for group in groups:
-        ranks = {"one": 1, "two": 2, "four": 4}[group]
+        ranks = {"two": 2, "full": 2, "four": 4}.get(group, 1)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -345,4 +429,4 @@ def main(groups: list[str]) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         FOLDER = Path(os.environ.setdefault("TITAN_RANKS", folder))
-        main(sys.argv[1:] or ["one", "two", "four"])
+        main(sys.argv[1:] or ["one", "two", "full", "four", "lines"])

@@ -24,9 +24,9 @@ from ...nn.policy import NARROW, Blocks, find_ends
 from ...nn.report import ConversionReport, Converted, Skipped, nothing_converted, speed_note
 from .dispatch import Dispatch, use_dispatch
 from .experts import RecipeExperts, experts_class
-from .gather import gathering_class
 from .linear import BlockScaledLinear
 from .recipe_module import TitanRecipeModule, training_recipe
+from .wires import wired_class
 
 # names begin with model_spec.model in the config tree of a trainer; `*` matches dots too
 FQNS = ("*layers.*",)
@@ -100,9 +100,9 @@ class BlockScaledConverter(QuantizationConverter):
             (logger.info if converted else logger.warning)(line)
         if options.dispatch is not None:
             use_dispatch(model_config, options.dispatch, recipe)
-        if options.gather is None:
+        if options.gather is None and options.dispatch is None:
             return model_config
-        return derive(model_config, gathering_class(type(model_config)._owner).Config)
+        return derive(model_config, wired_class(type(model_config)._owner).Config, gather=options.gather)
 
 
 def converted_config(config: Any, recipe: Recipe, name: str = "") -> Any | str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
@@ -18,22 +17,6 @@ from torchtitan.tools.logging import logger
 
 from ...distributed.fsdp import gather_low_
 from ...errors import refuse
-
-
-@functools.cache
-def gathering_class(plain: type[Any]) -> type[Any]:
-    """Subclass of a class of models whose weights FSDP2 gathers as codes."""
-
-    class Model(plain):
-        @dataclass(kw_only=True, slots=True)
-        class Config(plain.Config):
-            def update_from_config(self, *, config: Any, **named: Any) -> None:
-                """Called by a trainer with its config, before it builds and shards the model."""
-                plain.Config.update_from_config(self, config=config, **named)
-                use_low_gather(config.model_spec)
-
-    Model.__name__ = Model.__qualname__ = plain.__name__
-    return Model
 
 
 def use_low_gather(spec: ModelSpec) -> None:
