@@ -1,6 +1,6 @@
 """torchtitan on one, two and four ranks, with the same weights and tokens: what test_torchtitan_ranks.py looks at.
 
-    PYTHONPATH=tests python -m support.titan_ranks [one two full four lines]     # prints one line of JSON for each group
+    PYTHONPATH=tests python -m support.titan_ranks [one two ...]     # prints one line of JSON for each group
 
 Ranks are forked from one process that has imported torchtitan, which takes longer than any run. A run has one block of
 a debug model. It gives losses and the gradients of its first step, which are compared where they are: with a run of one
@@ -318,11 +318,17 @@ def fixed_capacity(mesh: Any) -> Any:
     return FixedCapacity(2 * 128, "low")
 
 
+FULL = ("--parallelism.spmd-backend", "full_dtensor", *ONE_STEP, *FP32, BATCH, "1")
+
+
 def full() -> dict[str, Any]:
-    """torchtitan's full_dtensor on two ranks: a process cannot change its backend."""
-    line = ("--parallelism.spmd-backend", "full_dtensor", *ONE_STEP, *FP32, BATCH, "1")
-    run, twin = Run(LLAMA, *line), Run("llama3_debug_bf16", *line)
-    return {"full_dtensor": run.against(LLAMA), "logged": [*run.losses, *twin.losses]}
+    """torchtitan's full_dtensor on two ranks: a process can have one such run."""
+    run = Run(LLAMA, *FULL)
+    return {"full_dtensor": run.against(LLAMA), "logged": run.losses}
+
+
+def full_bf16() -> dict[str, Any]:
+    return {"logged in bf16": Run("llama3_debug_bf16", *FULL).losses}
 
 
 def four() -> dict[str, Any]:
@@ -400,6 +406,9 @@ def parallelized(ranks: int, given: list[str]) -> dict[str, Any]:
     return {"line": given, "ranks": ranks, "axes": axes, "report": report, "kinds": kinds}
 
 
+RANKS = {"one": 1, "two": 2, "full": 2, "full_bf16": 2, "four": 4, "lines": 1}
+
+
 def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -419,7 +428,7 @@ def main(groups: list[str]) -> None:
     titan_cpu.patch_torchtitan()
     titan_cpu.assets()
     for group in groups:
-        ranks = {"two": 2, "full": 2, "four": 4}.get(group, 1)
+        ranks = RANKS[group]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -429,4 +438,4 @@ def main(groups: list[str]) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         FOLDER = Path(os.environ.setdefault("TITAN_RANKS", folder))
-        main(sys.argv[1:] or ["one", "two", "full", "four", "lines"])
+        main(sys.argv[1:] or [*RANKS])
