@@ -12,7 +12,8 @@ from .tables import EMPTY, by_group, label, provenance, spread, table
 
 PICTURE = "images/casts.svg"
 GROUPS = (
-    "one operand", "both operands", "expert weights", "FP4, amax given", "NVFP4, own amax", "dequantize", "fused",
+    "one operand", "both operands", "expert weights", "FP4, amax given", "NVFP4, own amax", "dequantize",
+    "transpose of codes", "fused",
 )  # fmt: skip
 PEERS = ("eager", "compile", "torchao", "unfused")
 

@@ -33,7 +33,7 @@ def results_of(ranks: int, folder: Path) -> Results:
 def test_two_ranks(tmp_path: Path):
     """One test, since every worker that had a part of it would start ranks of its own; see support/gathered.py."""
     results = results_of(2, tmp_path)
-    trained = {label: found for label, found in results.items() if "weight_cast=" in label}
+    trained = {label: found for label, found in results.items() if label.startswith("weight_cast=")}
     assert len(trained) >= 14
     for label, found in trained.items():
         assert (found["grads"], found["weights"], found["formats"]) == (0.0, 0.0, 4), label
@@ -46,6 +46,8 @@ def test_two_ranks(tmp_path: Path):
     for label in (label for label in results if label.startswith("evaluated")):
         assert results[label] == {"worst": 0.0}, label
     for label in (label for label in results if label.startswith("one shard")):
+        assert results[label] == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
+    for label in (label for label in results if label.startswith("inductor")):
         assert results[label] == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
     assert results["stepped on one rank"] == {"grads": 0.0}
     assert results["cached state"] == {"weights": 0.0}
@@ -152,6 +154,10 @@ def test_four_ranks(tmp_path: Path):
         weights = len(found.pop("formats"))
         assert weights in (2, 4)
         assert found == {"same": True, "others": {}, "decoded": 0, "fewer bytes": True}
+    worlds = [results.pop(label) for label in list(results) if label.startswith("worlds")]
+    readers = {f"{source} to {ranks}" for source in (1, 2, 4) for ranks in (1, 2, 4)} - {"1 to 1"}
+    assert worlds, "files of one, two and four ranks are read by the others"
+    assert all(found == dict.fromkeys(readers, True) for found in worlds)
     assert len(results) >= 7
     for label, found in results.items():
         assert found == {"grads": 0.0, "weights": 0.0, "formats": 4}, label

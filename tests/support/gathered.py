@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from support.fully_sharded import THOROUGH, adamw
+from support.gathered_checkpoints import other_world_sizes
 from support.gathered_experts import beside_plain_fsdp, expert_cases, titan, titan_report
 from support.gathered_parallel import parallel_cases
 from support.gathered_state import cached_state, checkpoints, evaluated, refusals, reports, written_elsewhere
@@ -56,6 +57,8 @@ def cases_of_four() -> Iterator[Case]:
             yield f"four gated={gated}", functools.partial(against_plain_fsdp, gated=gated)
         yield f"hybrid gated={gated}", functools.partial(against_plain_fsdp, gated=gated, mesh_shape=(2, 2))
     yield from parallel_cases()
+    for name, hidden in (("fp8_blockwise", 101), ("nvfp4", 104)) if THOROUGH else (("fp8_blockwise", 101),):
+        yield f"worlds {name}", functools.partial(other_world_sizes, name, hidden)
     for name in ("fp8_blockwise", "mxfp8_128x128"):
         along = functools.partial(against_plain_fsdp, gated="experts", shard_placement_fn=second_dimension, name=name)
         yield f"experts along rows {name}", along
@@ -103,6 +106,9 @@ def cases(ranks: int) -> Iterator[Case]:
         yield f"{make.__name__} {label_of(options)}", case
     if any(make is titan for make, _ in expert_cases()):
         yield "nvfp4 in torchtitan", titan_report
+    if THOROUGH:
+        for gated in (False, True):
+            yield f"inductor gated={gated}", functools.partial(against_plain_fsdp, gated=gated, backend="inductor")
     yield "stepped on one rank", stepped_on_one_rank
     yield "written elsewhere", written_elsewhere
     yield "cached state", cached_state
@@ -127,6 +133,8 @@ def run(rank: int, ranks: int, folder: str, names: tuple[str, ...]) -> None:
             results[label] = test()
         except Exception:
             results[label] = traceback.format_exc(limit=-6)
+            if "SHOW" in os.environ:
+                print(rank, label, results[label], flush=True)
         if rank == 0 and "SHOW" in os.environ:
             print(label, round(time.time() - start, 1), results[label], flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(results))

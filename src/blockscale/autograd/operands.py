@@ -62,11 +62,11 @@ class QuantizedWeight(Tensor):
     """Base of weights [N, K] or [E, N, K] that come quantized: their operands take the place of casts. Codes and scales
     may be replaced between a forward and its backward, as FSDP does; so operands are made where they are used."""
 
-    def row_operand(self) -> BlockScaled:
-        """The operand for fprop."""
+    def row_operand(self, layout: str) -> BlockScaled:
+        """The operand for fprop, with its scales in this layout."""
         raise NotImplementedError
 
-    def column_operand(self) -> BlockScaled:
+    def column_operand(self, layout: str) -> BlockScaled:
         """The operand for dgrad (axis=-2)."""
         raise NotImplementedError
 
@@ -155,8 +155,8 @@ class Casts:
 
     def weight(self, weight: Tensor, *, save: bool) -> Pair:
         """Row operand of a weight [N, K] or [E, N, K] for fprop, and its column operand for dgrad if `save`."""
-        if isinstance(weight, QuantizedWeight):
-            return _in_layout_of(type(weight).row_operand(weight), self.quantized_spec("fprop_w", weight)), None
+        if isinstance(weight, QuantizedWeight):  # compilers follow functions, and take methods for operators
+            return type(weight).row_operand(weight, self.quantized_spec("fprop_w", weight).plan.layout), None
         return self.both(weight, "fprop_w", "dgrad_w" if save else None)
 
     def gradient(self, grad: Tensor, needs: NeedsGrad) -> tuple[BlockScaled | None, BlockScaled | None, Tensor | None]:
@@ -181,7 +181,7 @@ class Casts:
         if self.recipe.operand(role) is None:
             return None
         if isinstance(source, QuantizedWeight):
-            return _in_layout_of(type(source).column_operand(source), self.quantized_spec(role, source))
+            return type(source).column_operand(source, self.quantized_spec(role, source).plan.layout)
         routing = self.routing
         if role == "wgrad_x" and routing is not None and routing.tokens is not None:
             return permute_cast_columns(source, routing.tokens, self.quantized_spec(role, source), routing.offs)
@@ -199,12 +199,6 @@ class Casts:
         gate_up. With a cast `hidden` of the next layer also the column operand of silu(gate) * up."""
         row, col = self.quantized_spec("dgrad_dy", grad), self.quantized_spec("wgrad_dy", grad)
         return swiglu_backward_cast(grad, gate_up, row, col, hidden, self.offs)
-
-
-def _in_layout_of(q: BlockScaled, cast: Cast) -> BlockScaled:
-    """An operand with its scales in the layout of a cast."""
-    assert q.format == cast.plan.format, (q.format, cast.plan.format)
-    return q.with_layout(cast.plan.layout)
 
 
 def _cast(

@@ -9,6 +9,7 @@ the weights that it is made of, and never an operand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,7 @@ from ..casts import dequantize
 from ..casts.shards import transpose_square
 from ..errors import refuse
 from ..formats.cast_spec import CastPlan
+from ..formats.layout import is_plain
 from ..formats.tensor import BlockScaled, assemble
 
 _aten = torch.ops.aten
@@ -57,7 +59,7 @@ class CodedWeight(QuantizedWeight):
 
     def decoded(self) -> Tensor:
         """The values that the codes stand for."""
-        return dequantize(self.row_operand(), dtype=self.dtype)
+        return dequantize(self.row_operand("plain"), dtype=self.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,13 +140,13 @@ class GatheredWeight(CodedWeight):
         plan, dtype = context
         return GatheredWeight(inner["codes"], inner["scales"], inner.get("factor"), plan, tuple(size), dtype)
 
-    def row_operand(self) -> BlockScaled:
+    def row_operand(self, layout: str) -> BlockScaled:
         spec = self.plan.spec
-        parts = self.codes.view(spec.data_dtype), self.scales.view(spec.scale_dtype), self.factor
-        return assemble(self.plan, parts, self.shape, -1)
+        codes, scales = self.codes.view(spec.data_dtype), self.scales.view(spec.scale_dtype)
+        return _assembled(self.plan, codes, scales, self.factor, self.shape, layout)
 
-    def column_operand(self) -> BlockScaled:
-        return transpose_square(GatheredWeight.row_operand(self), self.plan)
+    def column_operand(self, layout: str) -> BlockScaled:
+        return transpose_square(GatheredWeight.row_operand(self, "plain"), replace(self.plan, layout=layout))
 
     def transposed(self) -> TransposedWeight:
         return TransposedWeight(self)
@@ -185,11 +187,11 @@ class TransposedWeight(CodedWeight):
     def __tensor_unflatten__(inner: dict[str, Any], context: None, size: Any, stride: Any) -> TransposedWeight:
         return TransposedWeight(inner["source"])
 
-    def row_operand(self) -> BlockScaled:
-        return GatheredWeight.column_operand(self.source).mT
+    def row_operand(self, layout: str) -> BlockScaled:
+        return GatheredWeight.column_operand(self.source, layout).mT
 
-    def column_operand(self) -> BlockScaled:
-        return GatheredWeight.row_operand(self.source).mT
+    def column_operand(self, layout: str) -> BlockScaled:
+        return GatheredWeight.row_operand(self.source, layout).mT
 
     def transposed(self) -> GatheredWeight:
         return self.source.same()
@@ -218,14 +220,23 @@ class JoinedWeight(CodedWeight):
     def __tensor_unflatten__(inner: dict[str, Any], context: None, size: Any, stride: Any) -> JoinedWeight:
         return JoinedWeight((inner["first"], inner["second"]))
 
-    def row_operand(self) -> BlockScaled:
+    def row_operand(self, layout: str) -> BlockScaled:
         plan, parts = self.first.plan, (self.first, self.second)
         codes = torch.cat([part.codes for part in parts], dim=-2).view(plan.spec.data_dtype)
         scales = torch.cat([part.scales for part in parts], dim=-2).view(plan.spec.scale_dtype)
-        return assemble(plan, (codes, scales, None), self.shape, -1)
+        return _assembled(plan, codes, scales, None, self.shape, layout)
 
-    def column_operand(self) -> BlockScaled:
-        return transpose_square(JoinedWeight.row_operand(self), self.first.plan)
+    def column_operand(self, layout: str) -> BlockScaled:
+        return transpose_square(JoinedWeight.row_operand(self, "plain"), replace(self.first.plan, layout=layout))
+
+
+def _assembled(
+    plan: CastPlan, codes: Tensor, scales: Tensor, factor: Tensor | None, shape: tuple[int, ...], layout: str
+) -> BlockScaled:
+    """Row operand of codes and plain scales, which are copied if the layout has other bytes."""
+    if is_plain(layout, scales.shape[-1]):
+        return assemble(replace(plan, layout=layout), (codes, scales, factor), shape, -1)
+    return assemble(plan, (codes, scales, factor), shape, -1).with_layout(layout)
 
 
 def can_be_joined(parts: Sequence[object], dim: int = 0) -> bool:

@@ -118,6 +118,11 @@ def pack_scale(spec: Format, plain: Tensor, rows: int, length: int, layout: str)
     return raw.clone(memory_format=torch.contiguous_format).view(plain.dtype)
 
 
+def is_plain(layout: str, blocks: int) -> bool:
+    """Whether this layout has the bytes of plain scales with so many blocks in a row."""
+    return layout == "plain" or (layout == "grid" and blocks % 4 == 0)
+
+
 def unpack_scale(spec: Format, scale: Tensor, rows: int, length: int, layout: str) -> Tensor:
     """The scale tensor of an operand in any layout -> plain [..., row tiles, blocks]."""
     if layout != "blocked":

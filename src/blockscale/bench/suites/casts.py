@@ -19,6 +19,7 @@ from torch import Tensor
 from ...casts import dequantize, quantize, quantize_both
 from ...casts.checks import resolve_cast
 from ...casts.ops import cast_request, dequantize_request
+from ...casts.transpose import transpose_codes, transpose_request
 from ...formats.cast_spec import CastSpec
 from ...formats.spec import get_format
 from ...formats.tensor import BlockScaled
@@ -91,6 +92,9 @@ def cases(extent: Extent) -> Iterator[Case]:
         yield single("nvfp4", -1, shape, extent, group="NVFP4, own amax")
     for format in (*EIGHT_BIT, "mxfp4", "nvfp4"):
         yield back(format, extent.main, extent)
+    for shape in extent.matrices:
+        for format in ("fp8_128x128", "nvfp4_16x16"):
+            yield turned(format, shape)
 
 
 def single(format: str, axis: int, shape: Shape, extent: Extent, *, group: str, given: bool = False) -> Case:
@@ -144,6 +148,23 @@ def back(format: str, shape: Shape, extent: Extent) -> Case:
         f"{format} dequantize {text(shape)}", "dequantize", format, "-1", shape,
         lambda device: (quantize(random(shape, device), format),), dequantize, backend, check_bytes,
         2 * numel(shape) + stored_bytes(format, shape, -1), copied=shape, peers=peers,
+    )  # fmt: skip
+
+
+def turned(format: str, shape: Shape) -> Case:
+    """Case of `transpose_codes`: the column operand of a weight in square blocks from its row operand. The copy moves
+    as many bytes."""
+    (rows, length), bits = shape, get_format(format).element.bits
+    width = length * bits // 8
+
+    def backend(codes: Tensor) -> str:
+        return select(transpose_request(codes, length, bits)).backend
+
+    return Case(
+        f"{format} transpose {text(shape)}", "transpose of codes", format, "-2", shape,
+        lambda device: (random((rows, width // 2), device).view(torch.uint8),),
+        lambda codes: transpose_codes(codes, length, bits), backend, check_bytes,
+        2 * rows * width, copied=(rows, width // 2), dtype="uint8",
     )  # fmt: skip
 
 
