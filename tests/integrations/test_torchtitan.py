@@ -21,6 +21,8 @@ TESTS = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 MARK = "RESULT "
 DEBUG_LINEARS = 30
+SQUARE = ("fp8_blockwise", "fp8_blockwise_pow2", "mxfp8_128x128", "nvfp4")
+POWERS_OF_TWO = ("fp8_blockwise_pow2", "mxfp8", "mxfp8_128x128")
 Checked = Callable[..., dict[str, Any]]
 Default = Callable[[str], Any]
 
@@ -37,21 +39,20 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
     own = tmp_path_factory.getbasetemp()
     folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
-    def check(*names: str, ranks: int = 1) -> dict[str, Any]:
+    def check(*names: str) -> dict[str, Any]:
         file = folder / f"titan-{'-'.join(names)}.json"
         with FileLock(f"{file}.lock"):
             if not file.exists():
-                file.write_text(json.dumps(run_checks(names, ranks)))
+                file.write_text(json.dumps(run_checks(names)))
         return json.loads(file.read_text())
 
     return check
 
 
-def run_checks(names: Sequence[str], ranks: int) -> dict[str, Any]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+def run_checks(names: Sequence[str]) -> dict[str, Any]:
     paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "-m", "support.titan_checks", *names]
+    command = [sys.executable, "-m", "support.titan_checks", *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict[str, Any] = {}
@@ -126,14 +127,26 @@ def test_parameters_and_state_are_those_of_the_plain_model(default: Default, mod
 def test_ready_made_runs_have_bf16_counterparts(default: Default):
     found = dict(default("configs"))
     assert found.pop("offered beside") == []
-    layers = {"llama3_debug": DEBUG_LINEARS, "deepseek_v3_debug": 4 * 6 + 3 + 3 * 5 + 5, "llama3_8b": 5 * 32}
+    layers = {
+        "llama3_debug": DEBUG_LINEARS,
+        "deepseek_v3_debug": 4 * 6 + 3 + 3 * 5 + 5,
+        "llama3_8b": 5 * 32,
+        "deepseek_v3_16b": 4 * 27 + 3 + 3 * 26 + 26,
+    }
+    low = {name: found.pop(name)["wires"] for name in list(found) if name.endswith("_low")}
     assert set(found) == {f"{model}_{recipe}" for model in layers for recipe in RECIPES}
+    gathers = {f"{model}_{recipe}_low" for model in layers for recipe in SQUARE}
+    dispatches = {f"deepseek_v3_{size}_{recipe}_low" for size in ("debug", "16b") for recipe in POWERS_OF_TWO}
+    assert {name for name, (gather, _) in low.items() if gather == "low"} == gathers
+    assert {name for name, (_, dispatch) in low.items() if dispatch == ["low"]} == dispatches
+    assert set(low) == gathers | dispatches
     for model, count in layers.items():
         assert found[f"{model}_bf16"] == {
             "layers": 0,
             "recipes": [],
             "checkpointing": "BlockScaledAC.Config",
             "metrics": "MetricsProcessor.Config",
+            "wires": [None, []],
         }
         for recipe in ("fp8_blockwise", "mxfp8", "mxfp8_wgrad_bf16", "mxfp6"):
             assert found[f"{model}_{recipe}"] == {
@@ -141,6 +154,7 @@ def test_ready_made_runs_have_bf16_counterparts(default: Default):
                 "recipes": [recipe],
                 "checkpointing": "BlockScaledAC.Config",
                 "metrics": "BlockScaledMetrics.Config",
+                "wires": [None, []],
             }
         assert 0 < found[f"{model}_nvfp4"]["layers"] < count
 
@@ -205,37 +219,6 @@ def test_checkpointing_saves_products(default: Default):
     assert found["stock"]["losses"] == found["kept"]["losses"] == found["fp8_blockwise"]["losses"][:1]
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def assert_twins_train_alike(found: dict[str, Any], relative: float) -> None:
-    low, twin = found["mxfp8"], found["bf16"]
-    assert low["losses"][-1] < low["losses"][0]
-    assert_close(low["losses"], twin["losses"], relative)
-    assert low["state"] == twin["state"]
-
-
-def test_tensor_parallel_ranks_train_like_their_twin(default: Default, checked: Checked):
-    found = checked("tensor_parallel", ranks=2)["tensor_parallel"]
-    assert found["mxfp8"]["kinds"] == default("llama")["mxfp8"]["kinds"]
-    assert_twins_train_alike(found, 2e-3)
-
-
-@pytest.mark.long
-def test_shards_that_split_blocks_are_refused(checked: Checked):
-    """256 features in 4 shards are 64, and FP8 has a scale for 128."""
-    found = checked("pieces", ranks=4)["pieces"]
-    assert "ShardingError: layers.0" in found
-    assert "in shards of" in found
-    assert "multiple of 128" in found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("check", ["fully_sharded", "sharded_experts", "expert_parallel"])
-def test_more_ranks_train_like_their_twin(checked: Checked, check: str):
-    assert_twins_train_alike(checked(check, ranks=2)[check], 5e-3)
-
-
 @pytest.mark.long
 def test_a_resumed_run_continues_stochastic_rounding(checked: Checked):
     """The fourth loss is the first that depends on the third step's random numbers."""
@@ -270,3 +253,19 @@ def test_invalid_options_are_errors(default: Default):
     assert "a scale for every 128 values" in found["pieces"]
     assert found["pieces that fit"] == "nothing"
     assert "use BlockScaledConverter" in found["override that draws"]
+
+
+def test_invalid_options_of_the_wire_are_errors(default: Default):
+    found = default("refusals")
+    assert "unknown gather 'bf16'" in found["gather"]
+    assert "unknown dispatch 'fp4'" in found["payload"]
+    assert "payload=\"low\" for recipe 'fp8_blockwise'" in found["low"]
+    assert "fp8_blockwise_pow2" in found["low"]
+    for case in ("no experts", "kept experts"):
+        assert "dispatch='low' for a model without converted experts" in found[case]
+    assert "beside HybridEPTokenDispatcher.Config at layers.1.moe.routed_experts" in found["other dispatcher"]
+    assert "an activation of their own" in found["other activation"]
+    assert "compiled blocks with dispatch" in found["compiled"]
+    assert "compiled blocks with gather='low'" in found["compiled gather"]
+    assert "--compile.components loss" in found["compiled gather"]
+    assert "gather='low' for Linear" in found["no checkpointing"]

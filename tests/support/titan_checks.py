@@ -1,9 +1,9 @@
 """What tests/integrations/test_torchtitan.py looks at, found in one process: torchtitan takes long to start.
 
     PYTHONPATH=tests python -m support.titan_checks llama experts     # prints one line of JSON for each
-    PYTHONPATH=tests torchrun --standalone --nproc-per-node 2 -m support.titan_checks tensor_parallel
 
-In a process of its own also because torchtitan is told that the CPU is its device, which no other test should be.
+Runs of several ranks are in titan_ranks.py. In a process of its own also because torchtitan is told that the CPU is its
+device, which no other test should be.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from support import titan_cpu
 
 MARK = "RESULT"
 ONE_STEP = ("--training.steps", "1")
-SHARDED = ("--parallelism.spmd-backend", "partial_dtensor")
-TENSOR_PARALLEL = (*SHARDED, "--parallelism.tensor-parallel-degree")
+EXPERTS = ("--config", "deepseek_v3_debug_mxfp8", "--parallelism.expert-parallel-degree", "2")
+EXPERTS = (*EXPERTS, "--training.disable-cuda-graphs")
 OVERRIDES = "blockscale.integrations.torchtitan.overrides"
 
 
@@ -43,8 +43,19 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) -> dict[str, Any]:
-    """One run by torchtitan's own trainer, of one block of a model: losses, kinds of layers, counts of operators."""
+def train(
+    *given: str,
+    block: int = 0,
+    blocks: int = 1,
+    counted: bool = False,
+    edit: Any = None,
+    prepare: Any = None,
+    logged: Any = None,
+) -> dict[str, Any]:
+    """One run by torchtitan's own trainer, of some blocks of a model: losses, kinds of layers, counts of operators.
+
+    edit: called with the config.  prepare: with the trainer.  logged: after each step.
+    """
     import torchtitan.trainer
     from torchtitan.config.manager import ConfigManager
 
@@ -56,7 +67,7 @@ def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) 
     config = ConfigManager().parse_args(titan_cpu.arguments(*given))
     if edit is not None:
         edit(config)
-    config.model_spec.model.layers[:] = config.model_spec.model.layers[block : block + 1]
+    config.model_spec.model.layers[:] = config.model_spec.model.layers[block : block + blocks]
     trainer = config.build()
     losses: list[float] = []
     log = trainer.metrics_processor.log
@@ -64,6 +75,11 @@ def train(*given: str, block: int = 0, counted: bool = False, edit: Any = None) 
     def record(step: int, loss: float, *rest: Any, **named: Any) -> None:
         losses.append(loss)
         log(step, loss, *rest, **named)
+        if logged is not None:
+            logged()
+
+    if prepare is not None:
+        prepare(trainer)
 
     trainer.metrics_processor.log = record
     calls = Calls()
@@ -165,11 +181,13 @@ def experts_alone() -> dict[str, Any]:
 
 def refusals() -> dict[str, str]:
     """What is said to those who ask for the impossible."""
+    from torchtitan.models import deepseek_v3, gpt_oss
     from torchtitan.models.llama3 import model_registry
 
     from blockscale import get_recipe
     from blockscale.autograd.dtensor import check_shards
     from blockscale.integrations.torchtitan import BlockScaledConverter, overrides
+    from blockscale.integrations.torchtitan.gather import use_low_gather
 
     def said(call: Any) -> str:
         try:
@@ -180,6 +198,22 @@ def refusals() -> dict[str, str]:
 
     def convert(**options: Any) -> Any:
         return model_registry("debugmodel", converters=[BlockScaledConverter.Config(**options)])
+
+    def experts(backend: str = "standard", **options: Any) -> Any:
+        converters = [BlockScaledConverter.Config(**options)]
+        return deepseek_v3.model_registry("debugmodel", moe_comm_backend=backend, converters=converters)
+
+    def gpt_oss_low(**options: Any) -> Any:
+        return gpt_oss.model_registry("debugmodel", converters=[BlockScaledConverter.Config(**options)])
+
+    def low_dispatch(config: Any) -> None:
+        config.model_spec = experts(recipe="mxfp8", dispatch="low")
+
+    def unknown_model() -> None:
+        spec = convert(gather="low")
+        spec.parallelize_fn = lambda model, **named: model
+        use_low_gather(spec)
+        spec.parallelize_fn(torch.nn.Linear(2, 2), ac_config=None)
 
     layer = model_registry("debugmodel").model.layers[0].feed_forward.w1
     return {
@@ -192,6 +226,16 @@ def refusals() -> dict[str, str]:
         "ends": said(lambda: convert(keep_last=1.5)),
         "pieces": said(lambda: check_shards("layers.0.w1.weight", (768, 256), (192, 256), get_recipe("fp8_blockwise"))),
         "pieces that fit": said(lambda: check_shards("weight", (768, 256), (192, 256), get_recipe("mxfp8"))),
+        "gather": said(lambda: convert(gather="bf16")),
+        "payload": said(lambda: experts(recipe="mxfp8", dispatch="fp4")),
+        "low": said(lambda: experts(recipe="fp8_blockwise", dispatch="low")),
+        "no experts": said(lambda: convert(recipe="mxfp8", dispatch="low")),
+        "kept experts": said(lambda: experts(recipe="mxfp8", dispatch="low", skip=["*experts*"])),
+        "other dispatcher": said(lambda: experts("hybridep", recipe="mxfp8", dispatch="low")),
+        "other activation": said(lambda: gpt_oss_low(recipe="mxfp8", dispatch="low")),
+        "compiled": said(lambda: train(*EXPERTS, "--compile.enable", edit=low_dispatch, block=1)),
+        "compiled gather": said(lambda: train("--config", "llama3_debug_fp8_blockwise_low", "--compile.enable")),
+        "no checkpointing": said(unknown_model),
         "override that draws": said(lambda: overrides.linear(layer, recipe="nvfp4")),
     }
 
@@ -237,6 +281,7 @@ def configs() -> dict[str, Any]:
     """Every ready-made run: how many layers follow which recipe, and the classes around them."""
     from blockscale.integrations.torchtitan import BlockScaledExperts, BlockScaledLinear, config_registry
     from blockscale.integrations.torchtitan.config_registry import CONFIGS
+    from blockscale.integrations.torchtitan.dispatch import BlockScaledRoutedExperts
 
     offered = {name for name, each in vars(config_registry).items() if callable(each) and not name.startswith("_")}
     functions = {name for name in offered if not isinstance(getattr(config_registry, name), type)}
@@ -245,11 +290,13 @@ def configs() -> dict[str, Any]:
         config = make()
         kinds = (BlockScaledLinear.Config, BlockScaledExperts.Config)
         layers = [each for kind in kinds for _, each, _, _ in config.model_spec.model.traverse(kind)]
+        routed = [each for _, each, _, _ in config.model_spec.model.traverse(BlockScaledRoutedExperts.Config)]
         found[name] = {
             "layers": len(layers),
             "recipes": sorted({each.recipe.name for each in layers}),
             "checkpointing": type(config.activation_checkpoint).__qualname__,
             "metrics": type(config.metrics).__qualname__,
+            "wires": [getattr(config.model_spec.model, "gather", None), sorted({each.dispatch for each in routed})],
         }
     return found
 
@@ -285,37 +332,6 @@ def draws() -> dict[str, Any]:
     second = train(*line, *parts, *four, block=2)
     whole = train(*line, "--dump-folder", str(titan_cpu.assets() / "whole"), *four, block=2)
     return {"whole": whole, "parts": first["losses"] + second["losses"], "ticks": [first["ticks"], second["ticks"]]}
-
-
-def twins(model: str, *line: str, block: int = 0) -> dict[str, Any]:
-    """On several ranks the twin is the measure: they begin with other weights than one does."""
-    return {recipe: train("--config", f"{model}_{recipe}", *line, block=block) for recipe in ("bf16", "mxfp8")}
-
-
-def tensor_parallel() -> dict[str, Any]:
-    return twins("llama3_debug", *TENSOR_PARALLEL, "2")
-
-
-def pieces() -> str:
-    """Four ranks, whose pieces split blocks of 128."""
-    try:
-        train("--config", "llama3_debug_fp8_blockwise", *TENSOR_PARALLEL, "4")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def fully_sharded() -> dict[str, Any]:
-    return twins("llama3_debug", *SHARDED)
-
-
-def sharded_experts() -> dict[str, Any]:
-    return twins("deepseek_v3_debug", *SHARDED, block=1)
-
-
-def expert_parallel() -> dict[str, Any]:
-    line = (*SHARDED, "--parallelism.expert-parallel-degree", "2", "--training.disable-cuda-graphs")
-    return twins("deepseek_v3_debug", *line, block=1)
 
 
 def compiled() -> dict[str, Any]:

@@ -6,7 +6,8 @@
 
 The trainer wants an accelerator, a tokenizer and text. Here it is told that the device is the CPU, attention is dense
 (FlexAttention has no backward there), gloo only adds, a barrier on a CUDA device is left out, products of bf16 are
-taken in fp32 and rounded once, and text is made up, one byte a token. Nothing else differs. Import this before
+taken in fp32 and rounded once, and text is made up, one byte a token. Pipeline schedules of torch 2.13 do not take the
+microbatches that torchtitan gives them, so they get a step that does. Nothing else differs. Import this before
 torchtitan, which looks for its device when it is imported.
 """
 
@@ -69,6 +70,7 @@ def _wide(product: Any, *operands: Any, **named: Any) -> torch.Tensor:
 def patch_torchtitan() -> None:
     import torchtitan.distributed.utils
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
     from torch.nn.attention.flex_attention import create_block_mask, create_mask
     from torchtitan.models.common import attention
     from torchtitan.models.common.attention import FlexAttention
@@ -89,6 +91,15 @@ def patch_torchtitan() -> None:
         self.set_force_sum_reduction_for_comms(True)
 
     FSDPModule.set_gradient_divide_factor = divide_and_add
+    PipelineScheduleSingle.step = step_microbatches
+
+
+def step_microbatches(schedule: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, **named: Any) -> None:
+    """A step of a pipeline schedule with the arguments that torchtitan gives: torch 2.13 would split a whole batch."""
+    stage = schedule._stage
+    stage.has_backward = schedule._has_backward
+    stage.clear_runtime_states()
+    schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **named)
 
 
 @functools.cache

@@ -155,8 +155,8 @@ class Casts:
 
     def weight(self, weight: Tensor, *, save: bool) -> Pair:
         """Row operand of a weight [N, K] or [E, N, K] for fprop, and its column operand for dgrad if `save`."""
-        if isinstance(weight, QuantizedWeight):
-            return weight.row_operand(self.quantized_spec("fprop_w", weight).plan.layout), None
+        if isinstance(weight, QuantizedWeight):  # compilers follow functions, and take methods for operators
+            return type(weight).row_operand(weight, self.quantized_spec("fprop_w", weight).plan.layout), None
         return self.both(weight, "fprop_w", "dgrad_w" if save else None)
 
     def gradient(self, grad: Tensor, needs: NeedsGrad) -> tuple[BlockScaled | None, BlockScaled | None, Tensor | None]:
@@ -181,7 +181,7 @@ class Casts:
         if self.recipe.operand(role) is None:
             return None
         if isinstance(source, QuantizedWeight):
-            return source.column_operand(self.quantized_spec(role, source).plan.layout)
+            return type(source).column_operand(source, self.quantized_spec(role, source).plan.layout)
         routing = self.routing
         if role == "wgrad_x" and routing is not None and routing.tokens is not None:
             return permute_cast_columns(source, routing.tokens, self.quantized_spec(role, source), routing.offs)

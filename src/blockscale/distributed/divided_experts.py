@@ -44,15 +44,18 @@ class DividedExperts(torch.nn.Module):
     ) -> Tensor:
         """Rows [T * k, N] by expert, or with gate weights [T, k] tokens [T, N], of tokens x that travel in their
         dtype.  run: received rows and their routing to this rank's experts -> rows by expert. Collective."""
-        exchange = self._exchange(x, routing, gate_weights)
-        arrived: Any = _ToExperts.apply(permute(x, routing), exchange)
-        rows: Any = _ToTokens.apply(combine(run(arrived, exchange.routing), exchange.routing), exchange)
-        rows = self._watch(rows)
+        rows = self.rows_over_ranks(permute(x, routing), self.exchange(x, routing, gate_weights), run)
         return rows if gate_weights is None else combine(rows, routing, gate_weights)
+
+    def rows_over_ranks(self, rows: Tensor, exchange: Exchange, run: Callable[[Tensor, Routing], Tensor]) -> Tensor:
+        """Rows [T * k, N] by expert of rows [T * k, N] sorted by expert; run as for `over_ranks`. Collective."""
+        arrived: Any = _ToExperts.apply(rows, exchange)
+        found: Any = _ToTokens.apply(combine(run(arrived, exchange.routing), exchange.routing), exchange)
+        return self._watch(found)
 
     def over_ranks_low(self, x: Tensor, routing: Routing, gate_weights: Tensor | None, call: LowCall) -> Tensor:
         """As `over_ranks`, with codes: one function, since codes have no gradients of their own. Collective."""
-        exchange = self._exchange(x, routing, gate_weights)
+        exchange = self.exchange(x, routing, gate_weights)
         plan = functools.partial(ExpertParallelPlan, exchange, self.place)
         weights, biases, recipe, operands = call
         roundings: tuple[Stochastic | None, Stochastic | None] = (None, None)
@@ -64,7 +67,8 @@ class DividedExperts(torch.nn.Module):
         """y, whose backward raises if a parameter has changed since. A view, or y itself if it needs no gradient."""
         return unchanged_until_backward(y, *(each for each in self.parameters() if isinstance(each, DTensor)))
 
-    def _exchange(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> Exchange:
+    def exchange(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> Exchange:
+        """The exchange of a call with tokens x. Collective."""
         return self.dispatcher.exchange(routing, self.place, self._facts(x, routing, gate_weights))
 
     def _facts(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> CallFacts:

@@ -102,7 +102,7 @@ class ExpertParallelPlan(NamedTuple):
 
 def check_low(recipe: Recipe) -> None:
     """Raise unless weight gradients of a recipe are those of one process when its rows travel as codes."""
-    reason = _reason_against(recipe)
+    reason = reason_against_low(recipe)
     if reason is not None:
         refuse(
             f'payload="low" for recipe {recipe.name!r}',
@@ -112,7 +112,8 @@ def check_low(recipe: Recipe) -> None:
         )
 
 
-def _reason_against(recipe: Recipe) -> str | None:
+def reason_against_low(recipe: Recipe) -> str | None:
+    """Why rows of a recipe cannot travel as codes; None if they can."""
     if recipe.since or recipe.until:
         return "this one leaves products unquantized at some steps"
     for row, col in (("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy")):

@@ -146,7 +146,7 @@ class GatheredWeight(CodedWeight):
         return _assembled(self.plan, codes, scales, self.factor, self.shape, layout)
 
     def column_operand(self, layout: str) -> BlockScaled:
-        return transpose_square(self.row_operand("plain"), replace(self.plan, layout=layout))
+        return transpose_square(GatheredWeight.row_operand(self, "plain"), replace(self.plan, layout=layout))
 
     def transposed(self) -> TransposedWeight:
         return TransposedWeight(self)
@@ -188,10 +188,10 @@ class TransposedWeight(CodedWeight):
         return TransposedWeight(inner["source"])
 
     def row_operand(self, layout: str) -> BlockScaled:
-        return self.source.column_operand(layout).mT
+        return GatheredWeight.column_operand(self.source, layout).mT
 
     def column_operand(self, layout: str) -> BlockScaled:
-        return self.source.row_operand(layout).mT
+        return GatheredWeight.row_operand(self.source, layout).mT
 
     def transposed(self) -> GatheredWeight:
         return self.source.same()
@@ -227,7 +227,7 @@ class JoinedWeight(CodedWeight):
         return _assembled(plan, codes, scales, None, self.shape, layout)
 
     def column_operand(self, layout: str) -> BlockScaled:
-        return transpose_square(self.row_operand("plain"), replace(self.first.plan, layout=layout))
+        return transpose_square(JoinedWeight.row_operand(self, "plain"), replace(self.first.plan, layout=layout))
 
 
 def _assembled(

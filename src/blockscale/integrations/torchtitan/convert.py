@@ -19,12 +19,14 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from ...autograd.recipe import Recipe
-from ...errors import refuse
+from ...errors import check_name, refuse
 from ...nn.policy import NARROW, Blocks, find_ends
 from ...nn.report import ConversionReport, Converted, Skipped, nothing_converted, speed_note
+from .dispatch import Dispatch, use_dispatch
 from .experts import RecipeExperts, experts_class
 from .linear import BlockScaledLinear
 from .recipe_module import TitanRecipeModule, training_recipe
+from .wires import wired_class
 
 # names begin with model_spec.model in the config tree of a trainer; `*` matches dots too
 FQNS = ("*layers.*",)
@@ -40,6 +42,9 @@ class BlockScaledConverter(QuantizationConverter):
     class Config(QuantizationConverter.Config):
         """recipe: a name or a `Recipe`.  weight_cast: "forward" or "twice"; None takes the recipe's.
 
+        gather: "low", FSDP2 gathers weights in square blocks as codes; None, in the dtype of its policy.
+        dispatch: under expert parallelism rows travel by our dispatchers: "bf16" or "low", the payload of `AllToAll`,
+        or a function from the mesh to a dispatcher; None, by torchtitan's.
         fqns: globs of the layers to convert, linear ones and experts.  skip: globs of those to keep.  keep_first,
         keep_last: blocks that stay in high precision at the ends, the last ones also by share; None keeps the first
         two and the last 15 % with 4-bit formats, and none with others.
@@ -47,6 +52,8 @@ class BlockScaledConverter(QuantizationConverter):
 
         recipe: str | Recipe = "fp8_blockwise"
         weight_cast: str | None = None
+        gather: str | None = None
+        dispatch: Dispatch | None = None
         fqns: list[str] = field(default_factory=lambda: list(FQNS))
         skip: list[str] = field(default_factory=lambda: list(SKIP))
         keep_first: int | None = None
@@ -60,6 +67,8 @@ class BlockScaledConverter(QuantizationConverter):
         """Replace the layers of a model's config, in place."""
         options = self.config
         recipe = training_recipe(options.recipe, options.weight_cast)
+        if options.gather is not None:
+            check_name(options.gather, ("low",), "gather")
         _check_globs(fqns=options.fqns, skip=options.skip)
         nodes = list(_nodes(model_config))
         ends = find_ends(lambda: _blocks(nodes), recipe, options.keep_first, options.keep_last, defaults=True)
@@ -89,7 +98,11 @@ class BlockScaledConverter(QuantizationConverter):
         self.report = ConversionReport(recipe, tuple(converted), tuple(skipped), warnings=warnings)
         for line in str(self.report).splitlines():
             (logger.info if converted else logger.warning)(line)
-        return model_config
+        if options.dispatch is not None:
+            use_dispatch(model_config, options.dispatch, recipe)
+        if options.gather is None and options.dispatch is None:
+            return model_config
+        return derive(model_config, wired_class(type(model_config)._owner).Config, gather=options.gather)
 
 
 def converted_config(config: Any, recipe: Recipe, name: str = "") -> Any | str:

@@ -63,15 +63,18 @@ class BlockScaledExperts(RecipeExperts, SeveralWeights, GroupedExperts):
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Rows [R, D] sorted by expert, and the number of rows of each expert [E] -> rows [R, D]."""
         offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        gate, up, down = (local(each) for each in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
         return grouped_swiglu_mlp(
             x_RD.bfloat16(),
-            torch.cat((gate, up), dim=1),
-            down,
+            *self.weights(),
             offs,
             recipe=self.recipe_now,
             roundings=(self.rounding("gate_up"), self.rounding("down")),
         ).type_as(x_RD)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Gates and ups [E, 2F, D] and downs [E, D, F] of this rank's experts, in a call."""
+        gate, up, down = (local(each) for each in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
+        return torch.cat((gate, up), dim=1), down
 
 
 @functools.cache

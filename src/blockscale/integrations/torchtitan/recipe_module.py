@@ -21,7 +21,7 @@ from ...autograd.recipe import Recipe, get_recipe
 from ...errors import refuse
 from ...nn.recipe_module import RecipeModule
 
-# not "step": torchtitan puts every model under FSDP, which gathers weights anew for each pass
+# not "step": torchtitan puts every model under FSDP2 and replays passes, so no cast outlives them
 WEIGHT_CASTS = ("forward", "twice")
 _STOCHASTIC: weakref.WeakSet[TitanRecipeModule] = weakref.WeakSet()
 _HOOKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -41,8 +41,8 @@ def training_recipe(recipe: str | Recipe, weight_cast: str | None = None) -> Rec
     if chosen.weight_cast not in WEIGHT_CASTS:
         refuse(
             f"weight_cast={chosen.weight_cast!r} in torchtitan",
-            "it puts every model under FSDP2, where a rank has whole weights only during a layer's passes, so "
-            "a weight cannot be cast once for a step",
+            "it puts every model under FSDP2, which gathers weights or their codes anew for each pass, and replays the "
+            "passes as CUDA graphs, which would repeat or skip the cast of the step that was recorded",
             "use 'forward' (fastest) or 'twice' (no operand is saved for backward)",
         )
     return chosen
