@@ -3,10 +3,11 @@
     python -m benchmarks.fsdp                              # Llama 3 8B with 8 layers, 8,192 tokens a step, on a GPU
     python -m benchmarks.fsdp --preset tiny --steps 2      # a dry run on a CPU
 
-Ways to gather take turns in one process. Each turn builds the model from the same seed, trains some steps without a
-clock and then some with one, and frees everything. The program fails if losses differ in a bit. FSDP2 of one rank moves
-nothing between GPUs: what is measured are casts, transposes of codes and buffers of gathered weights. Parameters are
-fp32 and are gathered in bf16 or as its codes, unless --parameters says bfloat16.
+First each way to gather trains a few steps with deterministic algorithms, since torch's attention does not repeat on a
+GPU; the program fails if their losses differ in a bit. Then they take turns with a clock. Each turn builds the model
+from the same seed, trains some steps without a clock and then some with one, and frees everything. FSDP2 of one rank
+moves nothing between GPUs: what is measured are casts, transposes of codes and buffers of gathered weights. Parameters
+are fp32 and are gathered in bf16 or as its codes, unless --parameters says bfloat16.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import blockscale as bs
 from blockscale.distributed import gather_low_
 from blockscale.models import Transformer
+from blockscale.train.config import RunConfig
+from blockscale.train.loop import as_configured
 from blockscale.train.presets import get_preset, with_layers
 
 
@@ -52,7 +55,8 @@ ARMS = (Arm(False, "forward"), Arm(True, "forward"), Arm(False, "twice"), Arm(Tr
 
 @dataclass
 class Found:
-    """Results of an arm.  ms: of each timed step, over all turns.  peak: bytes.  kept: bytes after the last step."""
+    """Results of an arm.  losses: of the check.  ms: of each timed step, over all turns.  peak: bytes.  kept: bytes
+    after the last step."""
 
     arm: Arm
     ms: list[float] = field(default_factory=list[float])
@@ -84,6 +88,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parameters", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--check-steps", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a turn")
     parser.add_argument("--turns", type=int, default=2)
@@ -123,47 +128,63 @@ def build(options: argparse.Namespace, arm: Arm, device: torch.device) -> tuple[
     return objective, optimizer
 
 
-def turn(options: argparse.Namespace, found: Found, device: torch.device) -> None:
-    """One turn of an arm: its steps are added to what was found."""
-    on_gpu = device.type == "cuda"
-    objective, optimizer = build(options, found.arm, device)
+def steps(options: argparse.Namespace, arm: Arm, device: torch.device, count: int) -> Iterator[tuple[float, Tensor]]:
+    """Milliseconds and loss of each step of a new model."""
+    objective, optimizer = build(options, arm, device)
     vocabulary, length = objective.model.config.vocabulary, objective.model.sequence + 1
-    losses: list[Tensor] = []
-    for step in range(options.warm_up + options.steps):
+    for step in range(count):
         generator = torch.Generator().manual_seed(step)
         pieces = torch.randint(vocabulary, (options.batch, length), generator=generator).to(device)
-        if on_gpu:
-            torch.cuda.synchronize()
-            if step == options.warm_up:
-                torch.cuda.reset_peak_memory_stats()
+        synchronize(device)
         start = time.perf_counter()
         loss = objective(pieces)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if on_gpu:
-            torch.cuda.synchronize()
-        if step >= options.warm_up:
-            found.ms.append((time.perf_counter() - start) * 1e3)
-        losses.append(loss.detach())
-    found.losses = torch.stack(losses).tolist()
-    if on_gpu:
-        found.peak = max(found.peak, torch.cuda.max_memory_allocated())
-        found.kept = max(found.kept, torch.cuda.memory_allocated())
+        synchronize(device)
+        yield (time.perf_counter() - start) * 1e3, loss.detach()
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> Iterator[Found]:
-    """Arms in turns; in every second turn in reverse order."""
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def clear(options: argparse.Namespace, device: torch.device) -> None:
+    """Free what the last model had."""
+    if options.compile:
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def turn(options: argparse.Namespace, found: Found, device: torch.device) -> None:
+    """One turn of an arm with a clock: its steps are added to what was found."""
+    on_gpu, count = device.type == "cuda", options.warm_up + options.steps
+    for step, (ms, _) in enumerate(steps(options, found.arm, device, count), 1):
+        if step > options.warm_up:
+            found.ms.append(ms)
+        elif on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if on_gpu and step == count:  # the model is still there
+            found.peak = max(found.peak, torch.cuda.max_memory_allocated())
+            found.kept = max(found.kept, torch.cuda.memory_allocated())
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> list[Found]:
+    """The losses of each arm, then its times in turns; in every second turn in reverse order."""
     found = [Found(ARMS[at]) for at in options.arms]
+    with as_configured(RunConfig(deterministic=True)):
+        for each in found:
+            each.losses = [float(loss) for _, loss in steps(options, each.arm, device, options.check_steps)]
+            clear(options, device)
     for number in range(options.turns):
         for each in found[:: -1 if number % 2 else 1]:
             turn(options, each, device)
-            if options.compile:
-                torch.compiler.reset()
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    yield from found
+            clear(options, device)
+    return found
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:
@@ -194,11 +215,12 @@ def main(words: Sequence[str]) -> int:
     where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU: times mean nothing"
     print(f"torch {torch.__version__}, {where}; {vars(options)}", flush=True)
     with one_rank(device):
-        found = list(measure(options, device))
+        found = measure(options, device)
     for line in table(found):
         print(line)
-    steps, same = len(found[0].losses), all(each.losses == found[0].losses for each in found)
-    print(f"losses of {steps} steps: {'the same bits' if same else 'DIFFERENT'}, last {found[0].losses[-1]}")
+    losses = found[0].losses
+    same = all(each.losses == losses for each in found)
+    print(f"losses of {len(losses)} steps: {'the same bits' if same else 'DIFFERENT'}, last {losses[-1]}")
     if not same:
         print(*(f"{each.arm}: {each.losses}" for each in found), sep="\n")
     if options.out is not None:

@@ -13,7 +13,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 from benchmarks import fsdp
 
-SMALL = "--preset tiny --layers 1 --sequence 128 --warm-up 1 --steps 1 --turns 1 --arms 0 4 --out"
+SMALL = "--preset tiny --layers 1 --sequence 128 --check-steps 2 --warm-up 1 --steps 1 --turns 1 --arms 0 4 --out"
 
 
 @pytest.mark.slow
@@ -31,6 +31,6 @@ def test_losses_do_not_depend_on_the_gather(tmp_path: Path, capsys: pytest.Captu
 
 def test_losses_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     found = [fsdp.Found(arm, [1.0], [loss]) for arm, loss in zip(fsdp.ARMS[:2], (2.0, 2.0000002), strict=True)]
-    monkeypatch.setattr(fsdp, "measure", lambda options, device: iter(found))
+    monkeypatch.setattr(fsdp, "measure", lambda options, device: found)
     assert fsdp.main([]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
