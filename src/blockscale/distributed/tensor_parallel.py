@@ -76,7 +76,7 @@ def column_parallel(
     check_linear(x, weight)
     _check(x, weight, bias, recipe, rounding, weight_operands, wgrad)
     check_shards("the weight", (weight.shape[0] * ranks.size, weight.shape[1]), tuple(weight.shape), recipe)
-    tokens = _tokens(x, "gather_dim", gather_dim, 1)
+    tokens = tokens_of(x, "gather_dim", gather_dim, 1)
     needs = needed_grads(x, weight, bias)
     _check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
     if rounding is not None:
@@ -113,7 +113,7 @@ def row_parallel(
     check_linear(x, weight)
     _check(x, weight, bias, recipe, rounding, weight_operands, wgrad)
     check_shards("the weight", (weight.shape[0], weight.shape[1] * ranks.size), tuple(weight.shape), recipe)
-    tokens = _tokens(x, "scatter_dim", scatter_dim, ranks.size)
+    tokens = tokens_of(x, "scatter_dim", scatter_dim, ranks.size)
     needs = needed_grads(x, weight, bias)
     _check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs)
     if rounding is not None and any(needs):
@@ -175,7 +175,7 @@ def swiglu_parallel(
     for each, bias, pair in zip(weights, biases, weight_operands, strict=True):
         _check(x, each, bias, recipe, None, pair, wgrad)
     check_shards("down_weight", (down_weight.shape[0], hidden * ranks.size), tuple(down_weight.shape), recipe)
-    tokens = _tokens(x, "token_dim", token_dim, 1)
+    tokens = tokens_of(x, "token_dim", token_dim, 1)
     first = needed_grads(x, gate_up_weight, gate_up_bias)
     needs = first, needed_grads(x, down_weight, down_bias)._replace(x=any(first))
     _check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs[0])
@@ -227,7 +227,7 @@ def _check(
     check_name(wgrad, WGRADS, "source of columns")
 
 
-def _tokens(x: Tensor, name: str, dim: int, parts: int) -> Tokens:
+def tokens_of(x: Tensor, name: str, dim: int, parts: int) -> Tokens:
     """Tokens of a rank, of x [.., K] that has those of `parts` ranks."""
     if not isinstance(dim, int) or isinstance(dim, bool) or not 0 <= dim < x.dim() - 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse(
@@ -287,12 +287,12 @@ def _rounding_of_tokens(rounding: Stochastic, tokens: Tokens, ranks: Ranks, colu
     return replace(rounding, origin=(ranks.rank * tokens.inner, 0, columns))
 
 
-def refuse_stochastic_mlp(recipe: Recipe) -> None:
-    """Raise for recipes with stochastic rounding in a SwiGLU that is cut."""
+def refuse_stochastic_mlp(recipe: Recipe, what: str = "a SwiGLU that is") -> None:
+    """Raise for recipes with stochastic rounding in a SwiGLU, or in experts, that are cut."""
     if recipe.stochastic:
         refuse(
-            f"a SwiGLU that is cut along its hidden units, with recipe {recipe.name!r}",
+            f"{what} cut along the hidden units, with recipe {recipe.name!r}",
             rule="random numbers are counted by row and column of the whole, and the gates and ups of a rank lie apart",
-            fix="keep gate and up as two layers, each column-parallel, or use a recipe that rounds to nearest",
+            fix="use a recipe that rounds to nearest, or keep gate and up as two layers, each column-parallel",
             error=ShardingError,
         )
