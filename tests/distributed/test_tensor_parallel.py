@@ -61,6 +61,12 @@ def test_ranks(tmp_path: Path, ranks: int):
                 check_experts(label, each, ranks)
             elif kind == "mesh":
                 check_cut(label, each, ranks)
+            elif kind == "shared":
+                assert each["same"] == [True] * 6, label
+                assert each["x off"] < 3e-7, label
+                assert each["bytes"] == pytest.approx(1 / 3 if "wgrad" not in label else 4 / (3 * (1.03125 + 4))), label
+                one = label == "shared owner"
+                assert each["calls"] == [GATHER, *[GATHER] * one, SCATTER], label
             elif kind == "ep":
                 assert max(each.values()) < 1e-6, label
             elif kind == "compiled":
@@ -224,6 +230,9 @@ REFUSED = {
     "no stream": "without a state for stochastic rounding",
     "wgrad": "'anywhere'",
     "gather_dim": "gather_dim=1 for x (128, 256)",
+    "shared, late gradients": "gathered without gradients",
+    "shared, whole layer": "for a layer that is not column-parallel",
+    "shared, recipe": "cast by 'mxfp8' for a layer with 'fp8_blockwise'",
     "mesh": "a mesh of 2 dimensions",
     "group": "group is",
 }

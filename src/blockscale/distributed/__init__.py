@@ -12,6 +12,7 @@ from .expert_styles import ExpertTensorParallel
 from .expert_tensor_parallel import grouped_swiglu_parallel
 from .fixed_capacity import FixedCapacity
 from .fsdp import GatherReport, gather_low_
+from .gathered_activation import gather_activation
 from .styles import ColwiseParallel, RowwiseParallel, SwiGLUParallel
 from .tensor_parallel import column_parallel, row_parallel, swiglu_parallel
 from .underflows import Underflows, count_underflows
@@ -30,6 +31,7 @@ __all__ = [
     "column_parallel",
     "count_underflows",
     "expert_parallel_",
+    "gather_activation",
     "gather_low_",
     "grouped_swiglu_parallel",
     "row_parallel",

@@ -28,8 +28,9 @@ from .divided_experts import LowCall, check_fused, check_routed
 from .expert_plan import check_low
 from .expert_tensor_parallel import multiply_messages
 from .styles import SwiGLUParallel, check_one_dimension, local_part
-from .tensor_parallel import refuse_stochastic_mlp, tokens_of
+from .tensor_parallel import refuse_stochastic_mlp
 from .token_exchange import ShardedTokens, over_hidden_units
+from .tokens import tokens_of
 
 
 class CutExperts(NamedTuple):

@@ -29,8 +29,9 @@ from .collectives import ranks_of
 from .dispatch import Payload, check_payload
 from .divided_experts import LowCall
 from .expert_plan import check_low, operands_of_rows
-from .tensor_parallel import refuse_stochastic_mlp, tokens_of
+from .tensor_parallel import refuse_stochastic_mlp
 from .token_exchange import ShardedTokens, over_hidden_units
+from .tokens import tokens_of
 
 
 def grouped_swiglu_parallel(

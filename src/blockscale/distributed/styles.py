@@ -25,14 +25,9 @@ from ..errors import ShardingError, check_name, refuse
 from ..formats.checks import in_words
 from ..nn.linear import Linear
 from ..nn.mlp import SwiGLU, is_plain
-from .tensor_parallel import (
-    WGRADS,
-    Wgrad,
-    column_parallel,
-    refuse_stochastic_mlp,
-    row_parallel,
-    swiglu_parallel,
-)
+from .gathered_activation import GatheredActivation
+from .tensor_parallel import column_parallel, refuse_stochastic_mlp, row_parallel, swiglu_parallel
+from .tokens import WGRADS, Wgrad
 
 
 class Call(NamedTuple):
@@ -53,7 +48,7 @@ class ColumnParallelLinear(Linear):
         """y of all tokens."""
         rounding, operands = self.call_state()
         y = column_parallel(
-            _plain(input),
+            input if isinstance(input, GatheredActivation) else _plain(input),
             local_part(self.weight),
             _local_bias(self.bias),
             group=_mesh(self.weight),
@@ -266,7 +261,7 @@ def _plain(x: Tensor | Activation) -> Tensor:
         refuse(
             "an activation that several layers share, for a layer that is cut",
             rule="its operands are those of this rank's tokens, and the layer multiplies all tokens",
-            fix="pass the tensor itself",
+            fix="pass the tensor itself; layers made by ColwiseParallel also take what gather_activation returns",
             error=ShardingError,
         )
     return x

@@ -55,16 +55,16 @@ def over_hidden_units(
     arrived = travelling.wait()
     values, messages = (arrived, None) if recipe is None else (None, arrived)
     y = run(
-        _gathered(rows_of_x, values, sharded),
+        gathered(rows_of_x, values, sharded),
         messages,
         whole,
-        _gathered(gate_weights, gates.view(gate_weights.dtype), sharded),
+        gathered(gate_weights, gates.view(gate_weights.dtype), sharded),
     )
     summed: Any = _ScatteredSum.apply(y, sharded)
     return summed.view(*x.shape[:-1], y.shape[1])
 
 
-def _gathered(mine: Tensor, whole: Tensor | None, sharded: ShardedTokens) -> Tensor:
+def gathered(mine: Tensor, whole: Tensor | None, sharded: ShardedTokens) -> Tensor:
     """Rows of all ranks, of which this rank's `mine` get a gradient.  whole: their values; None if nothing reads any:
     the result is then NaN, and takes no memory."""
     return _Gathered.apply(mine, whole, sharded)  # pyright: ignore[reportReturnType]
