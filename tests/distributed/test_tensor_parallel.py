@@ -40,9 +40,19 @@ def results_of(run: Callable[..., None], ranks: int, folder: Path) -> list[Resul
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(tmp_path: Path, ranks: int):
     """One test for all cases, since starting ranks costs seconds; see support/tensor_parallel_rank.py."""
-    kinds = {"gathered": 9, "layers": 11, "requantized": 4, "trained": 7, "fsdp": 0, "experts": 6, "moe": 2, "ep": 1}
+    kinds = {
+        "gathered": 9,
+        "layers": 11,
+        "requantized": 4,
+        "trained": 7,
+        "fsdp": 0,
+        "experts": 5,
+        "moe": 1,
+        "ep": 1,
+        "shared": 3,
+    }
     if ranks == 4:
-        kinds = {"gathered": 3, "layers": 2, "requantized": 2, "fsdp": 3, "dp": 1, "experts": 1, "mesh": 2, "ep": 1}
+        kinds = {"gathered": 3, "layers": 2, "requantized": 2, "fsdp": 3, "dp": 1, "experts": 0, "mesh": 2, "ep": 1}
     for found in results_of(run, ranks, tmp_path):
         counts = Counter(label.split(" ")[0] for label in found)
         assert all(counts[kind] >= number for kind, number in kinds.items()), counts
