@@ -40,9 +40,19 @@ def results_of(run: Callable[..., None], ranks: int, folder: Path) -> list[Resul
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(tmp_path: Path, ranks: int):
     """One test for all cases, since starting ranks costs seconds; see support/tensor_parallel_rank.py."""
-    kinds = {"gathered": 9, "layers": 11, "requantized": 4, "trained": 7, "fsdp": 0}
+    kinds = {
+        "gathered": 9,
+        "layers": 11,
+        "requantized": 4,
+        "trained": 7,
+        "fsdp": 0,
+        "experts": 5,
+        "moe": 1,
+        "ep": 1,
+        "shared": 3,
+    }
     if ranks == 4:
-        kinds = {"gathered": 3, "layers": 2, "requantized": 2, "trained": 0, "fsdp": 2}
+        kinds = {"gathered": 3, "layers": 2, "requantized": 2, "fsdp": 3, "dp": 1, "experts": 0, "mesh": 2, "ep": 1}
     for found in results_of(run, ranks, tmp_path):
         counts = Counter(label.split(" ")[0] for label in found)
         assert all(counts[kind] >= number for kind, number in kinds.items()), counts
@@ -57,9 +67,25 @@ def test_ranks(tmp_path: Path, ranks: int):
                 check_requantized(label, each, ranks)
             elif kind == "trained":
                 check_trained(label, each)
-            elif kind == "fsdp":
+            elif kind == "experts":
+                check_experts(label, each, ranks)
+            elif kind == "mesh":
+                check_cut(label, each, ranks)
+            elif kind == "shared":
+                assert each["same"] == [True] * 6, label
+                assert each["x off"] < 3e-7, label
+                assert each["bytes"] == pytest.approx(1 / 3 if "wgrad" not in label else 4 / (3 * (1.03125 + 4))), label
+                one = label == "shared owner"
+                assert each["calls"] == [GATHER, *[GATHER] * one, SCATTER], label
+            elif kind == "ep":
+                assert max(each.values()) < 1e-6, label
+            elif kind == "compiled":
+                assert each == {"same": True}, label
+            elif kind == "moe":
+                check_moe(label, each)
+            elif kind in ("fsdp", "dp"):
                 # gradients are also averaged over the data parallel ranks
-                assert each["gradients"] < 3e-7, label
+                assert each["gradients"] < (1e-6 if "experts" in label else 3e-7), label
                 assert (each["loaded"], each["filled"]) == (0.0, 0.0), label
         check_refusals(found["refusals"], REFUSED)
         if ranks == 2:
@@ -67,7 +93,8 @@ def test_ranks(tmp_path: Path, ranks: int):
             check_frozen(found["frozen owner"], columns=[GATHER])
             check_frozen(found["frozen requantized"], columns=[])
             assert found["evaluated"] == {"h": True, "calls": [GATHER]}
-            assert found["compiled"] == {"same": True}
+            assert {"compiled", "compiled cut", "compiled divided"} <= found.keys()
+            check_refusals(found["expert refusals"], REFUSED_BY_EXPERTS)
             check_refusals(found["style refusals"], REFUSED_BY_STYLES)
             assert "modified by an inplace operation" in found["changed"]["error"]
             assert found["copied"] == {"off": 0.0}
@@ -144,6 +171,55 @@ def check_requantized(label: str, found: Results, ranks: int) -> None:
         assert max(found["up"], found["down"]) <= 2e-7, label
 
 
+def check_experts(label: str, found: Results, ranks: int) -> None:
+    """Experts that are cut: weight gradients have the bits of one process, with payload="low" of one whose x has the
+    values of its codes; sums over ranks are those of their parts."""
+    check_cut(label, found, ranks)
+    # slots and tokens, y; the gradients of y, of x and of the gate weights
+    assert found["calls"] == [GATHER, GATHER, SCATTER, GATHER, SCATTER, SCATTER], label
+    assert found["summed"] == 1.0, label
+    low = "low" in label
+    assert (found["counted"] > 0) == low, label
+    x = 1.03125 / (4 if "fp32" in label else 2) if low else 1.0
+    assert found["gathered"] == (x + 1.0) / 2, "of x and dy in their dtype"
+
+
+def check_cut(label: str, found: Results, ranks: int) -> None:
+    """Weight gradients have the bits of one process; sums over ranks are those of their parts."""
+    down = "mesh low" not in label  # its columns of dy are cast from rows
+    assert len(found["bits"]) == (4 if "bias" in label else 2) - (not down), label
+    assert all(found["bits"].values()), label
+    for name in ("y", "x", "gates"):
+        assert found[f"{name} in bound"] is True, label
+        assert found[f"{name} off"] < (3e-7 if "fp32" in label else 2**-7), label
+        assert found.get(f"{name} is the sum", ranks > 2 and "mesh" not in label) is True, label
+    assert found["weights off"] <= (5e-7 if "low" in label else 0.0), label
+
+
+def check_moe(label: str, found: Results) -> None:
+    """A step of a mixture of experts with a shared expert, whose router's gradient is summed over ranks; the second
+    step has other last bits."""
+    assert len(found["gradients"]) == 10
+    assert max(found["gradients"].values()) < (1e-5 if "low" in label else 2e-6), label
+    assert max(found["y"], found["weights"]) < (1e-5 if "low" in label else 2e-6), label
+    assert found["load"] is True, label
+    assert (found["cast"] > 0) == ("low" in label)
+
+
+REFUSED_BY_EXPERTS = {
+    "hidden": "in shards of 64 along axis 1",
+    "stochastic": "experts that are cut along the hidden units, with recipe 'mxfp4'",
+    "low": "recipe 'fp8_blockwise'",
+    "payload": "unknown payload 'fp8'",
+    "linear": "ExpertTensorParallel for a Linear",
+    "mesh": "a mesh of 2 dimensions",
+    "no gates": "without gate weights",
+    "tokens": "x (3, 64) for a routing of 4 tokens",
+    "ends": "the ends of sorted rows",
+    "twice": "ExpertTensorParallel for a TensorParallelExperts",
+    "hooks": "with hooks",
+    "step": "a shared cast of a sharded weight",
+}
 REFUSED = {
     "tokens fp8": "multiple of 128 tokens",
     "tokens mx": "multiple of 32 tokens",
@@ -164,6 +240,9 @@ REFUSED = {
     "no stream": "without a state for stochastic rounding",
     "wgrad": "'anywhere'",
     "gather_dim": "gather_dim=1 for x (128, 256)",
+    "shared, late gradients": "gathered without gradients",
+    "shared, whole layer": "for a layer that is not column-parallel",
+    "shared, recipe": "cast by 'mxfp8' for a layer with 'fp8_blockwise'",
     "mesh": "a mesh of 2 dimensions",
     "group": "group is",
 }

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.autograd.recipe import Operand, Product, Recipe
-from blockscale.distributed import column_parallel, count_underflows, row_parallel
+from blockscale.distributed import column_parallel, count_underflows, gather_activation, row_parallel
 from blockscale.distributed.collectives import Tokens, gather_operand, ranks_of
 from blockscale.errors import BlockscaleError
 from blockscale.formats import BlockScaled, CastSpec, Stochastic
@@ -348,6 +348,28 @@ def compiled(sizes: Sizes) -> dict[str, bool]:
     return {"same": len(eager) == 6 and all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))}
 
 
+def shared_input(recipe: Recipe, sizes: Sizes, dtype: torch.dtype, wgrad: Any = "owner") -> dict[str, Any]:
+    """Three layers with one gather, against three that gather for themselves."""
+    part = part_of(data(sizes, dtype), sizes)
+    options: dict[str, Any] = {"group": world(), "recipe": recipe, "gather_dim": sizes.dim_tokens, "wgrad": wgrad}
+    found, results = dict[str, Any](), list[list[Tensor]]()
+    for shares in (False, True):
+        x = part.x.clone().requires_grad_()
+        weights = [(part.up * scale).requires_grad_() for scale in (1.0, 0.5, 3.0)]
+        with Wire() as wire:
+            given = gather_activation(x, **options) if shares else x
+            ys = [column_parallel(given, weight, **options) for weight in weights]
+            torch.autograd.backward(ys, [y.detach() for y in ys])
+        found["calls"], found["bytes"] = (
+            wire.calls,
+            wire.bytes["all_gather_into_tensor_coalesced"] / found.get("bytes", 1),
+        )
+        results.append([*(y.detach() for y in ys), *(each.grad for each in (*weights, x) if each.grad is not None)])
+    found["same"] = [torch.equal(a, b) for a, b in zip(results[0][:-1], results[1][:-1], strict=True)]
+    found["x off"] = relative(results[1][-1].float(), results[0][-1].float())
+    return found
+
+
 def evaluated(sizes: Sizes) -> dict[str, Any]:
     """Without a backward: tokens need no whole blocks, and nothing but rows is gathered."""
     d = data(sizes, torch.bfloat16)
@@ -403,6 +425,12 @@ def refusals() -> dict[str, str]:
     attempt("no stream", lambda: column(x, weight, recipe="mxfp4"))
     attempt("wgrad", lambda: column(x, weight, wgrad="anywhere"))
     attempt("gather_dim", lambda: column(x, weight, gather_dim=1))
+    shared = gather_activation(x[:32], "mxfp8", group=world())
+    with torch.no_grad():
+        late = gather_activation(x[:32], "mxfp8", group=world())
+    attempt("shared, late gradients", lambda: column(late, weight, recipe="mxfp8"))
+    attempt("shared, whole layer", lambda: linear(shared, weight, recipe="mxfp8"))
+    attempt("shared, recipe", lambda: column(shared, weight))
     attempt("mesh", lambda: column_parallel(x, weight, group=init_device_mesh("cpu", (1, ranks))))
     attempt("group", lambda: column_parallel(x, weight, group=None))  # pyright: ignore[reportArgumentType]
     return found
@@ -445,5 +473,11 @@ def cases(ranks: int) -> Iterator[Case]:
         yield "accumulated", functools.partial(accumulated, small)
         for wgrad in ("owner", "requantized"):
             yield f"frozen {wgrad}", functools.partial(frozen, small, wgrad)
+        for name, recipe, options in (
+            ("owner", mx, {}),
+            ("requantized", mx, {"wgrad": "requantized"}),
+            ("unquantized wgrad", get_recipe("mxfp8_wgrad_bf16"), {}),
+        ):
+            yield f"shared {name}", functools.partial(shared_input, recipe, second, fp32, **options)
         yield "evaluated", functools.partial(evaluated, Sizes((7 * ranks,), 96, 32 * ranks))
         yield "compiled", functools.partial(compiled, second)

@@ -173,7 +173,12 @@ def _local_bias(bias: Tensor, mesh: DeviceMesh, plans: Sequence[_Plan]) -> Tenso
         )
     local = bias.to_local(grad_placements=[plan.dbias for plan in plans])
     is_first = all(mesh.get_local_rank(dim) == 0 for dim, plan in enumerate(plans) if plan.y.is_partial())
-    return local if is_first else _ZeroWithGradient.apply(local)  # pyright: ignore[reportReturnType]
+    return local if is_first else zeros_with_gradient(local)
+
+
+def zeros_with_gradient(bias: Tensor) -> Tensor:
+    """Zeros that give a bias the gradient of its sum: another rank's product adds the bias."""
+    return _ZeroWithGradient.apply(bias)  # pyright: ignore[reportReturnType]
 
 
 class _ZeroWithGradient(torch.autograd.Function):

@@ -53,10 +53,13 @@ class DividedExperts(torch.nn.Module):
         found: Any = _ToTokens.apply(combine(run(arrived, exchange.routing), exchange.routing), exchange)
         return self._watch(found)
 
-    def over_ranks_low(self, x: Tensor, routing: Routing, gate_weights: Tensor | None, call: LowCall) -> Tensor:
-        """As `over_ranks`, with codes: one function, since codes have no gradients of their own. Collective."""
+    def over_ranks_low(
+        self, x: Tensor, routing: Routing, gate_weights: Tensor | None, call: LowCall, messages: Tensor | None = None
+    ) -> Tensor:
+        """As `over_ranks`, with codes: one function, since codes have no gradients of their own. Collective.  messages:
+        of tokens that were cast already; no value of x is then read."""
         exchange = self.exchange(x, routing, gate_weights)
-        plan = functools.partial(ExpertParallelPlan, exchange, self.place)
+        plan = functools.partial(ExpertParallelPlan, exchange, self.place, messages)
         weights, biases, recipe, operands = call
         roundings: tuple[Stochastic | None, Stochastic | None] = (None, None)
         watched = self._watch(x)  # not the result: FSDP warns of layers that return views
@@ -81,29 +84,31 @@ class DividedExperts(torch.nn.Module):
         )
         return CallFacts(x.shape[1], rows.shape[1], str(x.dtype).removeprefix("torch."), needed)
 
-    def check_tokens(self, x: Tensor, routing: Routing, features: int) -> None:
-        """Raise unless tokens [T, features] are routed to the experts of all ranks."""
-        check_tensor(x, "x", "layers")
-        if routing.tokens is None or routing.rows is None:
-            refuse(
-                "the ends of sorted rows for experts of several ranks",
-                rule="rows travel by the experts of their tokens, and only a routing has them",
-                fix="pass the routing that route or sort_by_expert returned, with tokens in place of rows",
-            )
-        if x.dim() != 2 or x.shape[1] != features or x.shape[0] != routing.rows.shape[0]:
-            refuse(
-                f"x {tuple(x.shape)} for a routing of {routing.rows.shape[0]} tokens to experts of {features} features",
-                rule="x has a row for each token: [T, features]",
-                fix="pass the tokens that were routed",
-                error=ShapeError,
-            )
-        if routing.experts != self.place.experts:
-            refuse(
-                f"a routing to {routing.experts} experts for {self.place.experts} of all ranks",
-                rule="tokens are routed to the experts of all ranks",
-                fix="route with the scores of all experts",
-                error=ShapeError,
-            )
+
+def check_routed(x: Tensor, routing: Routing, features: int, experts: int) -> tuple[Tensor, Tensor]:
+    """The permutation of a routing. Raises unless it sends tokens [T, features] to the experts of all ranks."""
+    check_tensor(x, "x", "layers")
+    if routing.tokens is None or routing.rows is None:
+        refuse(
+            "the ends of sorted rows for experts of several ranks",
+            rule="rows travel by the experts of their tokens, and only a routing has them",
+            fix="pass the routing that route or sort_by_expert returned, with tokens in place of rows",
+        )
+    if x.dim() != 2 or x.shape[1] != features or x.shape[0] != routing.rows.shape[0]:
+        refuse(
+            f"x {tuple(x.shape)} for a routing of {routing.rows.shape[0]} tokens to experts of {features} features",
+            rule="x has a row for each token: [T, features]",
+            fix="pass the tokens that were routed",
+            error=ShapeError,
+        )
+    if routing.experts != experts:
+        refuse(
+            f"a routing to {routing.experts} experts for {experts} of all ranks",
+            rule="tokens are routed to the experts of all ranks",
+            fix="route with the scores of all experts",
+            error=ShapeError,
+        )
+    return routing.permutation
 
 
 def check_fused(*, fused: bool) -> None:

@@ -27,18 +27,25 @@ from ..nn.adapters import AdaptedExperts, expert_sizes
 from ..nn.experts import GroupedExperts, GroupedLinear
 from ..nn.moe import MoE
 from ..nn.recipe_module import RecipeModule
+from .collectives import ranks_of
 from .dispatch import AllToAll, Dispatcher, ExpertPlace
-from .divided_experts import DividedExperts, LowCall, check_fused, own, rounding_of_own
+from .divided_experts import DividedExperts, LowCall, check_fused, check_routed, own, rounding_of_own
 from .expert_plan import check_low
+from .expert_styles import CutExperts, TensorParallelExperts, cut_experts_, cut_rest_
 
 Divisible = TypeVar("Divisible", MoE, AdaptedExperts)
 
 
-def expert_parallel_(moe: Divisible, mesh: DeviceMesh, dispatcher: Dispatcher | None = None) -> Divisible:
-    """Divide the experts of a layer among the ranks of a mesh of one dimension, in place. Collective.
+def expert_parallel_(
+    moe: Divisible, mesh: DeviceMesh, dispatcher: Dispatcher | None = None, *, sequence_dim: int = 1
+) -> Divisible:
+    """Divide the experts of a layer among the ranks of a mesh, in place. Collective.
 
     moe: an `nn.MoE`, or experts of Transformers that `quantize_` has converted.  dispatcher: how rows travel;
     `AllToAll()` by default, in the dtype of the tokens.
+    mesh: of one dimension; or of two with names, such as mesh["ep", "tp"]: experts of an `nn.MoE` are then divided
+    along the first, and the layer is cut along the second as `ExpertTensorParallel` does, with the dispatcher's
+    payload. Tokens are sharded along both, along the second within `sequence_dim` of x.
 
     Every rank keeps the values of its own experts. Their parameters become DTensors, sharded along the experts, so that
     DCP saves the whole and loads it on any number of ranks. Router and shared expert stay as they are. Each rank calls
@@ -48,7 +55,7 @@ def expert_parallel_(moe: Divisible, mesh: DeviceMesh, dispatcher: Dispatcher | 
     chosen = AllToAll() if dispatcher is None else dispatcher
     experts = _check_layer(moe, mesh, chosen)
     whole = next(experts.parameters()).shape[0]
-    place = ExpertPlace(whole, mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    place = ExpertPlace(whole, mesh.get_local_rank(0), mesh.size(0), mesh.get_group(0))
     layers = [experts] if isinstance(experts, AdaptedExperts) else [experts.gate_up, experts.down]
     _check_same(experts, [each.recipe for each in layers], chosen, place)
     for layer in layers:
@@ -56,6 +63,10 @@ def expert_parallel_(moe: Divisible, mesh: DeviceMesh, dispatcher: Dispatcher | 
             check_low(layer.recipe)
     if chosen.payload == "low" and isinstance(experts, AdaptedExperts):
         check_fused(fused=experts.is_swiglu)
+    if mesh.ndim == 2:
+        assert isinstance(moe, MoE)
+        _keep_own_cut(moe, mesh, place, CutExperts(sequence_dim, chosen.payload, ranks_of(mesh.get_group(1))))
+        layers = []
     for layer in layers:
         if isinstance(layer, GroupedLinear):
             layer.__class__ = OwnGroupedLinear
@@ -63,7 +74,7 @@ def expert_parallel_(moe: Divisible, mesh: DeviceMesh, dispatcher: Dispatcher | 
             layer.__class__ = ParallelAdaptedExperts
         _keep_own(layer, mesh, place)
     if isinstance(experts, GroupedExperts):
-        experts.__class__ = ParallelExperts
+        experts.__class__ = ParallelExperts if mesh.ndim == 1 else CutParallelExperts
     assert isinstance(experts, DividedExperts)
     experts.place, experts.dispatcher = place, chosen
     return moe
@@ -90,17 +101,31 @@ class ParallelExperts(DividedExperts, GroupedExperts):
     def forward(self, x: Tensor, routing: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
         """Tokens [T, dim] of this rank and their routing to all experts -> rows [T * k, dim] sorted by expert, or with
         gate weights [T, k] tokens [T, dim]. Collective, and so is its backward."""
-        routed, first, second = as_routing(routing), self.gate_up, self.down
-        self.check_tokens(x, routed, first.in_features)
+        routed = as_routing(routing)
+        check_routed(x, routed, self.gate_up.in_features, self.place.experts)
         check_combined(gate_weights, routed)
+        return self.multiply(x, None, routed, gate_weights)
+
+    def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
+        """The result for tokens x [T, dim].  messages: of tokens that were cast already, else None. Collective."""
+        first, second = self.gate_up, self.down
         if self.dispatcher.payload != "low":
-            return self.over_ranks(x, routed, gate_weights, super().forward)
+            return self.over_ranks(x, routing, gate_weights, super().forward)
         check_low(first.recipe)
         check_fused(fused=self.is_fused and first.recipe == second.recipe)
         (weight, bias), (other_weight, other_bias) = first.own_parameters(), second.own_parameters()
         operands = first.call_state()[1], second.call_state()[1]
         call = LowCall((weight, other_weight), (bias, other_bias), first.recipe_now, operands)
-        return self.over_ranks_low(x, routed, gate_weights, call)
+        return self.over_ranks_low(x, routing, gate_weights, call, messages)
+
+
+class CutParallelExperts(TensorParallelExperts, ParallelExperts):
+    """`GroupedExperts` that are divided among ranks and cut along their hidden units. Tokens are gathered along the
+    second dimension of the mesh, and every rank sends their rows along the first."""
+
+    def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
+        """This rank's part of the results for tokens x [T, dim] of the ranks that it shares experts with."""
+        return ParallelExperts.multiply(self, x, messages, routing, gate_weights)
 
 
 class ParallelAdaptedExperts(DividedExperts, AdaptedExperts):
@@ -116,7 +141,7 @@ class ParallelAdaptedExperts(DividedExperts, AdaptedExperts):
         return rounding_of_own(super().rounding(part), self.place)
 
     def run(self, tokens: Tensor, routing: Routing, gate_weights: Tensor | None) -> Tensor:
-        self.check_tokens(tokens, routing, expert_sizes(self)[0][2])
+        check_routed(tokens, routing, expert_sizes(self)[0][2], self.place.experts)
         if self.dispatcher.payload != "low":
             own_run = super().run
             return self.over_ranks(tokens, routing, gate_weights, lambda rows, found: own_run(rows, found, None))
@@ -139,6 +164,21 @@ def _keep_own(layer: RecipeModule, mesh: DeviceMesh, place: ExpertPlace) -> None
         layer.register_parameter(name, Parameter(sharded, requires_grad=whole.requires_grad))
 
 
+def _keep_own_cut(moe: MoE, mesh: DeviceMesh, place: ExpertPlace, cut: CutExperts) -> None:
+    """As `_keep_own`, of hidden units of this rank's experts, on a mesh of two dimensions."""
+    span = place.span()
+    for layer, name, whole, placement in cut_experts_(moe.experts, cut):
+        mine = whole[span.start : span.stop]
+        if placement.is_shard():
+            mine = mine.chunk(cut.ranks.size, 2)[cut.ranks.rank]
+        sharded = DTensor.from_local(
+            mine.clone(), mesh, [Shard(0), placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        layer.register_parameter(name, Parameter(sharded, requires_grad=layer.get_parameter(name).requires_grad))
+    assert mesh.mesh_dim_names is not None
+    cut_rest_(moe, mesh[mesh.mesh_dim_names[1]], cut)
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +191,7 @@ def _check_layer(moe: object, mesh: object, dispatcher: object) -> GroupedExpert
             fix="call it on each MoE of the model; convert experts of Transformers with quantize_ first",
         )
     experts = moe.experts if isinstance(moe, MoE) else moe
-    is_sharded = any(isinstance(each, DTensor) for each in moe.parameters())
+    is_sharded = any(isinstance(each, DTensor) for each in experts.parameters())
     if type(experts) not in (GroupedExperts, AdaptedExperts) or is_sharded:
         refuse(
             f"expert_parallel_ of experts that are {type(experts).__name__} with "
@@ -160,11 +200,13 @@ def _check_layer(moe: object, mesh: object, dispatcher: object) -> GroupedExpert
             fix="call it before fully_shard or any other sharding, and once",
             error=ShardingError,
         )
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+    both = isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and mesh.mesh_dim_names and type(moe) is MoE
+    if not isinstance(mesh, DeviceMesh) or (mesh.ndim != 1 and not both):
         refuse(
-            f"a mesh that is {mesh if isinstance(mesh, DeviceMesh) else in_words(mesh)}",
-            rule="experts are divided along a mesh of one dimension",
-            fix='pass init_device_mesh("cuda", (ranks,)), or a dimension of a larger one: mesh["ep"]',
+            f"{type(moe).__name__} on a mesh that is {mesh if isinstance(mesh, DeviceMesh) else in_words(mesh)}",
+            rule="experts are divided along one dimension, and those of a whole nn.MoE also cut along another that has "
+            "a name",
+            fix='pass init_device_mesh("cuda", (ranks,)), or dimensions of a larger one: mesh["ep"], mesh["ep", "tp"]',
             error=ShardingError,
         )
     if not callable(getattr(dispatcher, "exchange", None)):

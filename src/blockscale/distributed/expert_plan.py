@@ -23,18 +23,21 @@ from ..formats.cast_spec import Cast
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
 from ..grouped.routing import combine_rows, permute_rows
+from . import underflows
 from .dispatch import Exchange, ExpertPlace
 from .wire import cast_rows, unpack_rows
 
 
 class ExpertParallelPlan(NamedTuple):
-    """Casts, exchanges and products of one call of a rank's experts. The fields after `place` are those of `MLPPlan`.
+    """Casts, exchanges and products of one call of a rank's experts. The fields after `messages` are `MLPPlan`'s.
 
+    messages: of tokens that were cast already (`wire.py`), else None: x is cast.
     Rows are counted twice: this rank's tokens have T * k rows, sorted by expert; its experts have R rows of all ranks.
     """
 
     exchange: Exchange
     place: ExpertPlace
+    messages: Tensor | None
     recipe: Recipe
     roundings: tuple[Stochastic | None, Stochastic | None]
     needs: tuple[NeedsGrad, NeedsGrad]
@@ -46,8 +49,8 @@ class ExpertParallelPlan(NamedTuple):
         """Rows [T * k, D] of tokens x [T, K], and what the backward needs of the R rows."""
         assert routing is not None
         tokens, _ = routing.permutation
-        messages = cast_rows(x, self._spec("fprop_x", x, routing)).index_select(0, tokens)
-        x_pair = self._received(messages, x, "fprop_x", "wgrad_x" if self.needs[0].weight else None)
+        cast = cast_rows(x, self._spec("fprop_x", x, routing)) if self.messages is None else self.messages
+        x_pair = self._received(cast.index_select(0, tokens), x, "fprop_x", "wgrad_x" if self.needs[0].weight else None)
         result = self._local.forward(x, weights, biases, (x_pair, *call_state[1:]), Routing(self._offs))
         return result._replace(y=self._returned(result.y))
 
@@ -74,7 +77,7 @@ class ExpertParallelPlan(NamedTuple):
 
     @property
     def _local(self) -> MLPPlan:
-        return MLPPlan(*self[2:])
+        return MLPPlan(*self[3:])
 
     @property
     def _offs(self) -> Tensor:
@@ -87,17 +90,28 @@ class ExpertParallelPlan(NamedTuple):
         """Operands of the R rows that this rank's experts get for messages [T * k, bytes], sorted by expert."""
         arrived = self.exchange.to_experts(messages)
         routing = self.exchange.routing  # a dispatcher may know it only now
-        plan = self._spec(row, like, routing).plan
-        got = unpack_rows(arrived, plan, like.shape[1], routing.permutation[0])
-        if col is None:
-            return got, None
-        # above bf16's own range, it holds every value of the formats that `check_low` admits
-        return got, requantize_columns(got, self._spec(col, like, routing), routing.offs, torch.bfloat16)
+        return operands_of_rows(arrived, routing, self.recipe, like, row, col)
 
     def _returned(self, y: Tensor) -> Tensor:
         """Rows [R, N] sorted by expert -> rows [T * k, N] at the ranks of their tokens."""
         _, rows = self.exchange.routing.permutation
         return self.exchange.to_tokens(combine_rows(y, rows, None))
+
+
+def operands_of_rows(
+    messages: Tensor, routing: Routing, recipe: Recipe, like: Tensor, row: str, col: str | None
+) -> Pair:
+    """Row operand, and for a role `col` column operand, of messages that a routing sorts by expert.  like: a tensor
+    with the features of the rows."""
+    casts = Casts(recipe, None, routing)
+    tokens, _ = routing.permutation
+    got = unpack_rows(messages, casts.quantized_spec(row, like).plan, like.shape[-1], tokens)
+    if col is None:
+        return got, None
+    # above bf16's own range, it holds every value of the formats that `check_low` admits
+    columns = requantize_columns(got, casts.quantized_spec(col, like), routing.offs, torch.bfloat16)
+    underflows.record(got, columns, routing.offs)
+    return got, columns
 
 
 def check_low(recipe: Recipe) -> None:

@@ -39,8 +39,8 @@ class FixedCapacity:
     collective with equal splits, by default on the CPU.
 
     Numbers of rows stay on the device. More rows than fit are an error on all ranks: on the CPU `CapacityError`, in the
-    call; on CUDA a device assertion (`torch._assert_async`), which the host sees at its next sync, and rows that did
-    not fit are NaN until then. No token is dropped.
+    call; on CUDA, and in compiled code, an assertion (`torch._assert_async`), which on CUDA the host sees at its next
+    sync, and rows that did not fit are NaN until then. No token is dropped.
     """
 
     rows: int
@@ -93,7 +93,7 @@ class FixedCapacity:
         """Raise on all ranks, by what all of them know, if rows do not fit or calls differ."""
         rule = f"a rank sends another at most {self.rows} rows in a call, and no token is dropped"
         fix = f"make it with more rows: FixedCapacity({max(2 * self.rows, 1)}), or T * min(top_k, experts of a rank)"
-        if sent.device.type != "cpu":
+        if sent.device.type != "cpu" or torch.compiler.is_compiling():
             found = message("more rows from a rank to another than FixedCapacity has", rule=rule, fix=fix)
             torch._assert_async((sent <= self.rows).all(), found)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             same = (headers == headers[:1]).all()

@@ -25,14 +25,9 @@ from ..errors import ShardingError, check_name, refuse
 from ..formats.checks import in_words
 from ..nn.linear import Linear
 from ..nn.mlp import SwiGLU, is_plain
-from .tensor_parallel import (
-    WGRADS,
-    Wgrad,
-    column_parallel,
-    refuse_stochastic_mlp,
-    row_parallel,
-    swiglu_parallel,
-)
+from .gathered_activation import GatheredActivation
+from .tensor_parallel import column_parallel, refuse_stochastic_mlp, row_parallel, swiglu_parallel
+from .tokens import WGRADS, Wgrad
 
 
 class Call(NamedTuple):
@@ -53,8 +48,8 @@ class ColumnParallelLinear(Linear):
         """y of all tokens."""
         rounding, operands = self.call_state()
         y = column_parallel(
-            _plain(input),
-            _local(self.weight),
+            input if isinstance(input, GatheredActivation) else _plain(input),
+            local_part(self.weight),
             _local_bias(self.bias),
             group=_mesh(self.weight),
             recipe=self.recipe_now,
@@ -84,7 +79,7 @@ class PackedColumnParallelLinear(ColumnParallelLinear):
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """This rank's weight [2H/ranks, K] and bias [2H/ranks]: its gates, then its ups."""
-        weight, bias = _local(self.weight), _local_bias(self.bias)
+        weight, bias = local_part(self.weight), _local_bias(self.bias)
         return weight.flatten(0, 1), None if bias is None else bias.flatten()
 
     def reset_parameters(self) -> None:
@@ -106,7 +101,7 @@ class RowParallelLinear(Linear):
         rounding, operands = self.call_state()
         y = row_parallel(
             _plain(input),
-            _local(self.weight),
+            local_part(self.weight),
             _local_bias(self.bias),
             group=_mesh(self.weight),
             recipe=self.recipe_now,
@@ -135,7 +130,7 @@ class ParallelSwiGLU(SwiGLU):
         y = swiglu_parallel(
             _plain(x),
             weight,
-            _local(second.weight),
+            local_part(second.weight),
             bias,
             _local_bias(second.bias),
             group=_mesh(first.weight),
@@ -166,13 +161,7 @@ class _SequenceStyle(ParallelStyle):
                 fix="convert the model with quantize_ before, and use torch's styles for other layers",
                 error=ShardingError,
             )
-        if mesh.ndim != 1:
-            refuse(
-                f"{type(self).__name__} on a mesh of {mesh.ndim} dimensions",
-                rule="a layer is cut along one dimension of a mesh",
-                fix='pass that dimension to parallelize_module, such as mesh["tp"]',
-                error=ShardingError,
-            )
+        check_one_dimension(type(self).__name__, mesh)
 
     def _become(
         self, module: torch.nn.Module, kind: type[ColumnParallelLinear | RowParallelLinear | ParallelSwiGLU]
@@ -256,12 +245,23 @@ class SwiGLUParallel(_SequenceStyle):
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
+def check_one_dimension(style: str, mesh: DeviceMesh) -> None:
+    """Raise for a style on a mesh of several dimensions."""
+    if mesh.ndim != 1:
+        refuse(
+            f"{style} on a mesh of {mesh.ndim} dimensions",
+            rule="a layer is cut along one dimension of a mesh",
+            fix='pass that dimension to parallelize_module, such as mesh["tp"]',
+            error=ShardingError,
+        )
+
+
 def _plain(x: Tensor | Activation) -> Tensor:
     if isinstance(x, Activation):
         refuse(
             "an activation that several layers share, for a layer that is cut",
             rule="its operands are those of this rank's tokens, and the layer multiplies all tokens",
-            fix="pass the tensor itself",
+            fix="pass the tensor itself; layers made by ColwiseParallel also take what gather_activation returns",
             error=ShardingError,
         )
     return x
@@ -272,7 +272,7 @@ def _mesh(weight: Tensor) -> DeviceMesh:
     return weight.device_mesh
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter. A bias that all ranks have gets the gradient of all tokens."""
     if getattr(parameter, "main_grad", None) is not None:
         refuse(
@@ -285,4 +285,4 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _local_bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else _local(bias)
+    return None if bias is None else local_part(bias)

@@ -16,9 +16,7 @@ Wire of gathered x and dy, of what bf16 moves (2 bytes each): 1.03 with columns 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,24 +32,21 @@ from ..autograd.linear import (
     main_grad_of,
     output_dtype,
 )
+from ..autograd.linear_plan import CallState, LinearPlan
 from ..autograd.mlp import SwiGLUFunction, check_mlp, check_pairs, swiglu
-from ..autograd.operands import Casts, NeedsGrad, Pair, needed_grads
+from ..autograd.operands import Casts, Pair, needed_grads
 from ..autograd.recipe import Recipe, get_recipe
-from ..casts.requantize import keeps_values
-from ..errors import AxisError, OptionError, ShapeError, ShardingError, check_name, refuse
-from ..formats.checks import in_words
-from ..formats.spec import get_format
+from ..errors import ShardingError, check_name, refuse
 from ..formats.stochastic import Stochastic
 from .collectives import Ranks, Tokens, ranks_of
+from .gathered_activation import GatheredActivation
 from .parallel_mlp_plan import ParallelMLPPlan
 from .parallel_plans import ColumnParallelPlan, RowParallelPlan, Sharing
-
-Wgrad = Literal["owner", "requantized"]
-WGRADS: tuple[Wgrad, ...] = ("owner", "requantized")
+from .tokens import WGRADS, Wgrad, check_columns, tokens_of, with_size
 
 
 def column_parallel(
-    x: Tensor,
+    x: Tensor | GatheredActivation,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -65,6 +60,7 @@ def column_parallel(
     """y of all tokens [.., N/ranks] from this rank's tokens x [.., K], its rows of the weight [N/ranks, K] and of the
     bias [N/ranks].
 
+    x: a tensor, or a `gather_activation` that several layers share, which has its own gather_dim and wgrad.
     gather_dim: axis of x along which the tokens of the ranks lie one after the other.  wgrad: source of x's column
     operand: "owner" gathers those that the owners cast in the forward; "requantized" saves the gathered rows and casts
     their values again.  group: a process group, or a mesh of one dimension.  The others, dtypes and `main_grad` are as
@@ -73,18 +69,24 @@ def column_parallel(
     The gradient of x is a sum over ranks: every rank rounds its part to the dtype of x before it is summed.
     """
     recipe, ranks = get_recipe(recipe), ranks_of(group)
+    gathered = x if isinstance(x, GatheredActivation) else None
+    x = x.source if isinstance(x, GatheredActivation) else x
     check_linear(x, weight)
     _check(x, weight, bias, recipe, rounding, weight_operands, wgrad)
     check_shards("the weight", (weight.shape[0] * ranks.size, weight.shape[1]), tuple(weight.shape), recipe)
-    tokens = _tokens(x, "gather_dim", gather_dim, 1)
     needs = needed_grads(x, weight, bias)
-    _check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
     if rounding is not None:
         rounding = replace(rounding, origin=(0, ranks.rank * weight.shape[0], ranks.size * weight.shape[0]))
+    if gathered is not None:
+        plan = LinearPlan(Casts(recipe, rounding), needs, output_dtype(x))
+        y = _run(plan, x, weight, bias, (gathered.operands_for(recipe, ranks), weight_operands))
+        return y.view(*x.shape[:-1], weight.shape[0])
+    tokens = tokens_of(x, "gather_dim", gather_dim, 1)
+    check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized)
     plan = ColumnParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
-    shape = _with_size(x, gather_dim, x.shape[gather_dim] * ranks.size)
-    return _run(plan, x, weight, bias, weight_operands).view(*shape, weight.shape[0])
+    shape = with_size(x, gather_dim, x.shape[gather_dim] * ranks.size)
+    return _run(plan, x, weight, bias, (None, weight_operands)).view(*shape, weight.shape[0])
 
 
 def row_parallel(
@@ -113,15 +115,15 @@ def row_parallel(
     check_linear(x, weight)
     _check(x, weight, bias, recipe, rounding, weight_operands, wgrad)
     check_shards("the weight", (weight.shape[0], weight.shape[1] * ranks.size), tuple(weight.shape), recipe)
-    tokens = _tokens(x, "scatter_dim", scatter_dim, ranks.size)
+    tokens = tokens_of(x, "scatter_dim", scatter_dim, ranks.size)
     needs = needed_grads(x, weight, bias)
-    _check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs)
+    check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs)
     if rounding is not None and any(needs):
         rounding = _rounding_of_tokens(rounding, tokens, ranks, weight.shape[0])
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized)
     plan = RowParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
-    shape = _with_size(x, scatter_dim, x.shape[scatter_dim] // ranks.size)
-    return _run(plan, x, weight, bias, weight_operands).view(*shape, weight.shape[0])
+    shape = with_size(x, scatter_dim, x.shape[scatter_dim] // ranks.size)
+    return _run(plan, x, weight, bias, (None, weight_operands)).view(*shape, weight.shape[0])
 
 
 def swiglu_parallel(
@@ -175,11 +177,11 @@ def swiglu_parallel(
     for each, bias, pair in zip(weights, biases, weight_operands, strict=True):
         _check(x, each, bias, recipe, None, pair, wgrad)
     check_shards("down_weight", (down_weight.shape[0], hidden * ranks.size), tuple(down_weight.shape), recipe)
-    tokens = _tokens(x, "token_dim", token_dim, 1)
+    tokens = tokens_of(x, "token_dim", token_dim, 1)
     first = needed_grads(x, gate_up_weight, gate_up_bias)
     needs = first, needed_grads(x, down_weight, down_bias)._replace(x=any(first))
-    _check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs[0])
-    _check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs[1])
+    check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs[0])
+    check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs[1])
     sharing = Sharing(ranks, tokens, wgrad == "requantized")
     plan = ParallelMLPPlan(recipe, (None, None), needs, output_dtype(x), sharing)
     call_state = (None, *weight_operands)
@@ -190,22 +192,16 @@ def swiglu_parallel(
 
 
 def _run(
-    plan: ColumnParallelPlan | RowParallelPlan,
+    plan: ColumnParallelPlan | RowParallelPlan | LinearPlan,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    weight_operands: Pair | None,
+    call_state: CallState,
 ) -> Tensor:
     """The rows of y, with autograd where a gradient is needed."""
-    call_state = (None, weight_operands)
     if not any(plan.needs):
         return plan.forward(x, weight, bias, call_state).y
     return LinearFunction.apply(x, weight, bias, main_grad_of(weight), call_state, plan, None)  # pyright: ignore[reportReturnType]
-
-
-def _with_size(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    """Leading axes of x [.., K], one of them with another size."""
-    return (*x.shape[:dim], size, *x.shape[dim + 1 : -1])
 
 
 # ---- checks: from what all ranks have alike, so that all of them raise -----------------------------------------------
@@ -227,54 +223,6 @@ def _check(
     check_name(wgrad, WGRADS, "source of columns")
 
 
-def _tokens(x: Tensor, name: str, dim: int, parts: int) -> Tokens:
-    """Tokens of a rank, of x [.., K] that has those of `parts` ranks."""
-    if not isinstance(dim, int) or isinstance(dim, bool) or not 0 <= dim < x.dim() - 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse(
-            f"{name}={in_words(dim)} for x {tuple(x.shape)}",
-            rule="tokens lie along an axis before the last, counted from the front",
-            fix=f"pass 0 to {x.dim() - 2}" if x.dim() > 1 else "pass x with rows",
-            error=AxisError,
-        )
-    if x.shape[dim] % parts or not x.numel():
-        refuse(
-            f"x {tuple(x.shape)} with {x.shape[dim]} tokens along axis {dim} for {parts} ranks",
-            rule="all ranks have as many tokens, and at least one",
-            fix=f"pad the axis to a multiple of {parts}",
-            error=ShapeError,
-        )
-    return Tokens(math.prod(x.shape[:dim]), math.prod(x.shape[dim:-1]) // parts)
-
-
-def _check_columns(recipe: Recipe, roles: tuple[str, str], tokens: Tokens, wgrad: Wgrad, needs: NeedsGrad) -> None:
-    """Raise unless column operands of tokens can be gathered in whole blocks, or cast from rows.  roles: of the rows
-    that travel, and of the columns."""
-    row, column = (recipe.operand(role) for role in roles)
-    if wgrad == "requantized" and recipe.is_quantized:
-        kept = row is not None and column is not None and (recipe.saves == "operand" or roles[0] != "fprop_x")
-        for each in (row, column):
-            kept = kept and each is not None and not each.stochastic and keeps_values(each.format, each.scale_rule)
-        if not kept:
-            refuse(
-                f'wgrad="requantized" for recipe {recipe.name!r} with {roles[0]} {row}, {roles[1]} {column} and '
-                f"saves={recipe.saves!r}",
-                rule="rows keep their values as columns with 8-bit elements, power-of-two scales that clip nothing and "
-                "rounding to nearest, and the rows of an input are saved as an operand",
-                fix='use wgrad="owner", or a recipe such as mxfp8',
-                error=OptionError,
-            )
-    elif needs.weight and column is not None:
-        block = get_format(column.format).block[1]
-        if tokens.inner % block:
-            refuse(
-                f"{tokens.inner} contiguous tokens a rank for recipe {recipe.name!r}",
-                rule=f"{column.format} has a scale for every {block} tokens of a column, and a rank has whole blocks",
-                fix=f"pad the sequence so that a rank has a multiple of {block} tokens, or use wgrad='requantized' "
-                "with a recipe whose scales are powers of two",
-                error=ShardingError,
-            )
-
-
 def _rounding_of_tokens(rounding: Stochastic, tokens: Tokens, ranks: Ranks, columns: int) -> Stochastic:
     """Stochastic rounding of the gradient of this rank's tokens, with its offset in the whole: the same bytes."""
     if tokens.outer > 1:
@@ -287,12 +235,12 @@ def _rounding_of_tokens(rounding: Stochastic, tokens: Tokens, ranks: Ranks, colu
     return replace(rounding, origin=(ranks.rank * tokens.inner, 0, columns))
 
 
-def refuse_stochastic_mlp(recipe: Recipe) -> None:
-    """Raise for recipes with stochastic rounding in a SwiGLU that is cut."""
+def refuse_stochastic_mlp(recipe: Recipe, what: str = "a SwiGLU that is") -> None:
+    """Raise for recipes with stochastic rounding in a SwiGLU, or in experts, that are cut."""
     if recipe.stochastic:
         refuse(
-            f"a SwiGLU that is cut along its hidden units, with recipe {recipe.name!r}",
+            f"{what} cut along the hidden units, with recipe {recipe.name!r}",
             rule="random numbers are counted by row and column of the whole, and the gates and ups of a rank lie apart",
-            fix="keep gate and up as two layers, each column-parallel, or use a recipe that rounds to nearest",
+            fix="use a recipe that rounds to nearest, or keep gate and up as two layers, each column-parallel",
             error=ShardingError,
         )
