@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_type_hints
 
 import tyro
 
+from .. import env
 from ..train.checks import check
 from ..train.config import RecipeConfig, RunConfig
 from ..train.presets import PRESETS, get_preset
@@ -117,9 +118,10 @@ def run(config: RunConfig) -> int:
         from ..train.metrics import JsonLines, TensorBoard
         from ..train.view import View
 
-    with folder_lock(config.folder):
-        hooks: list[Hooks] = [View(console)]
-        if config.folder is not None:
+    is_first = env.of_others("RANK") in ("", "0")
+    with folder_lock(config.folder if is_first else None):
+        hooks: list[Hooks] = [View(console)] if is_first else []
+        if config.folder is not None and is_first:
             hooks.append(JsonLines(config.folder))
             if config.tensorboard:
                 hooks.append(TensorBoard(config.folder))
