@@ -215,6 +215,30 @@ def after_the_kill(rank: int, folder: Path) -> Any:
     return found | {"before": before, "after": sorted(path.name for path in (folder / "killed").iterdir())}
 
 
+def four_ranks(rank: int, folder: Path) -> dict[str, Any]:
+    """Experts divided among pairs of ranks, each expert sharded by two pairs."""
+    divided = replace(EXPERTS["bf16"], ranks=RanksConfig(experts=2))
+    saved = replace(divided, folder=folder / "run", save_every=2)
+    return {"experts": trained(saved, folder / f"saved-{rank}.pt"), "sparse": trained(CASES["sparse"])}
+
+
+def from_four(rank: int, folder: Path) -> dict[str, Any]:
+    """Two ranks resume what four ranks saved."""
+    start = folder / "run" / "step-00000002"
+    return trained(replace(EXPERTS["bf16"], start=start), folder / f"resumed-{rank}.pt")
+
+
+def of_four(rank: int, folder: Path) -> dict[str, Any]:
+    return {"experts": trained(replace(EXPERTS["bf16"], ranks=RanksConfig()))}
+
+
+def main_of_four(folder: Path) -> None:
+    launcher = Launcher(folder)
+    launcher.run("alone", of_four, 1)
+    launcher.run("four", four_ranks, 4)
+    launcher.run("two", from_four)
+
+
 def main(folder: Path) -> None:
     launcher = Launcher(folder)
     alone = launcher.start("alone", one_process, 1)
@@ -232,4 +256,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (main_of_four if "four" in sys.argv else main)(Path(sys.argv[1]))

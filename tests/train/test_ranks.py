@@ -79,6 +79,21 @@ def test_two_ranks(tmp_path: Path):
     check_faults(found)
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_four_ranks(tmp_path: Path):
+    """Experts divided among pairs of ranks: the losses of one process, and a checkpoint that two ranks resume."""
+    program = [sys.executable, "-m", "support.ranked_runs", str(tmp_path), "four"]
+    subprocess.run(program, env=environment(), check=True, timeout=540)
+    found = results(tmp_path)
+    four, alone = found["four"][0]["value"]["experts"], found["alone"][0]["value"]["experts"]
+    assert all(each["value"] == found["four"][0]["value"] for each in found["four"].values())
+    assert apart(four["losses"], alone["losses"]) < 1e-4
+    assert apart(four["norms"], alone["norms"]) < 2e-3
+    assert same_bits(tensors(tmp_path, "resumed-0", "first"), torch.load(tmp_path / "saved-0.pt")["saved"][2])
+    assert apart(found["two"][0]["value"]["losses"], four["losses"]) < RESUMED
+
+
 def check_steps(folder: Path, found: dict[str, Any]) -> None:
     """A step of two ranks is that of one process in which each rank's share is a microbatch."""
     first, second, alone = found["ranks"][0]["value"], found["ranks"][1]["value"], found["alone"][0]["value"]

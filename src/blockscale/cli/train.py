@@ -105,6 +105,14 @@ def check_run(config: RunConfig) -> None:
     check_writable(config.data.cache, "--data.cache", is_folder=True)
 
 
+def refuse_ranks(command: str) -> None:
+    """Raise if torchrun started a command whose runs are each in one process."""
+    ranks = int(env.of_others("WORLD_SIZE") or 1)
+    if ranks > 1:
+        rule = "its runs share one process, so that nothing else differs between them"
+        refuse(f"{command} on {ranks} ranks", rule, "start it without torchrun, or train one run with torchrun")
+
+
 def run(config: RunConfig) -> int:
     """Train and show progress; returns 130 if interrupted."""
     if config.recipe.name == "bf16" and config.recipe.weights is not None:

@@ -20,6 +20,8 @@ from ..errors import ShapeError, refuse
 from ..formats.checks import check_tensor
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
+from .agreement import check_same_call
+from .collectives import ranks_of
 from .dispatch import CallFacts, Dispatcher, Exchange, ExpertPlace
 from .expert_plan import ExpertParallelPlan
 
@@ -65,6 +67,7 @@ class DividedExperts(torch.nn.Module):
         return unchanged_until_backward(y, *(each for each in self.parameters() if isinstance(each, DTensor)))
 
     def _exchange(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> Exchange:
+        check_same_call(ranks_of(self.place.group), x.device, "experts of several ranks", self.place.experts)
         return self.dispatcher.exchange(routing, self.place, self._facts(x, routing, gate_weights))
 
     def _facts(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> CallFacts:

@@ -25,32 +25,30 @@ _OF_COLLECTIVES = ("gloo", "NCCL", "Connection closed by peer", "Connection rese
 
 
 @contextmanager
-def naming_failures(group: dist.ProcessGroup | None = None) -> Generator[None]:
-    """Context around the work of a rank. An error inside ends all ranks of the group that communicate with this one.
+def naming_failures() -> Generator[None]:
+    """Context around the work of a rank: an error of one rank ends all ranks that wait for it, by name.
 
     This rank's own error is raised as it is, after the others were told. A collective that fails because of another
     rank raises `RankError`, which names the ranks that failed before, with their errors, and those that gave no word: a
-    rank that was killed, or that hangs.
+    rank that was killed, or that hangs. End the process after it: peers of a process that goes on wait for the timeout.
 
     >>> import torch.distributed as dist
-    >>> store = dist.HashStore()
-    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> with naming_failures():
     ...     pass
     >>> dist.destroy_process_group()
     """
-    chosen = dist.group.WORLD if group is None else group
-    assert chosen is not None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size > 1:
+        _store().delete_key(f"{_KEY}/{rank}")  # of work before this
     try:
         yield
     except BaseException as error:
-        if chosen.size() == 1 or isinstance(error, RankError):
-            raise
         is_own = not is_of_collective(error)
-        told = _tell(chosen, error, is_own=is_own)
-        if is_own:
+        told = _tell(rank, size, error, is_own=is_own) if size > 1 else {}
+        if is_own or isinstance(error, RankError) or size == 1:
             raise
-        raise _named(chosen, error, told) from error
+        raise _named(rank, size, error, told) from error
 
 
 def is_of_collective(error: BaseException | None) -> bool:
@@ -65,37 +63,49 @@ def is_of_collective(error: BaseException | None) -> bool:
     return False
 
 
-def _tell(group: dist.ProcessGroup, error: BaseException, *, is_own: bool) -> dict[int, tuple[bool, str]]:
-    """Tell the others this rank's error; returns what they told, by rank: whether it was their own, and its text."""
+def first_failure(group: dist.ProcessGroup) -> str | None:
+    """The error of the first rank of a group that told one, as text."""
+    ranks = dist.get_process_group_ranks(group)
+    return next((f"rank {rank} failed: {told[1]}" for rank in ranks if (told := _told(rank)) is not None), None)
+
+
+def _store() -> dist.distributed_c10d.Store:
+    """The store of all ranks: errors in a part of them are told to all."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.get_group_store()
+
+
+def _told(rank: int) -> tuple[bool, str] | None:
+    """What a rank told: whether the error was its own, and its text."""
+    key = f"{_KEY}/{rank}"
+    return tuple(json.loads(_store().get(key))) if _store().check([key]) else None
+
+
+def _tell(rank: int, size: int, error: BaseException, *, is_own: bool) -> dict[int, tuple[bool, str]]:
+    """Tell the others this rank's error; returns what they told, by rank."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST]
     found: dict[int, tuple[bool, str]] = {}
     with suppress(Exception):  # the store may be gone with the rank that had it
-        store, rank = group.get_group_store(), group.rank()
-        store.set(f"{_KEY}/{rank}", json.dumps((is_own, text)))
+        _store().set(f"{_KEY}/{rank}", json.dumps((is_own, text)))
         until = time.monotonic() + (0.0 if is_own else GRACE)
-        others = [each for each in range(group.size()) if each != rank]
-        while others and not any(own for own, _ in found.values()):
-            for each in [each for each in others if store.check([f"{_KEY}/{each}"])]:
-                found[each] = tuple(json.loads(store.get(f"{_KEY}/{each}")))
-                others.remove(each)
+        while len(found) < size - 1 and not any(own for own, _ in found.values()):
+            for other in {*range(size)} - {rank, *found}:
+                if (told := _told(other)) is not None:
+                    found[other] = told
             if time.monotonic() >= until:
                 break
             time.sleep(0.02)
     return found
 
 
-def _named(group: dist.ProcessGroup, error: BaseException, told: dict[int, tuple[bool, str]]) -> RankError:
+def _named(rank: int, size: int, error: BaseException, told: dict[int, tuple[bool, str]]) -> RankError:
     """Error of a rank whose collective failed because of others."""
-    ranks = {rank: dist.get_global_rank(group, rank) for rank in range(group.size())}
-    said = {
-        is_own: [f"rank {ranks[rank]} failed: {text}" for rank, (own, text) in sorted(told.items()) if own == is_own]
-        for is_own in (True, False)
-    }
-    silent = [str(ranks[rank]) for rank in ranks if rank != group.rank() and rank not in told]
-    what = "; ".join(said[True] or said[False])
-    if silent and not said[True]:
+    own = [f"rank {other} failed: {text}" for other, (is_own, text) in sorted(told.items()) if is_own]
+    silent = [str(other) for other in range(size) if other != rank and other not in told]
+    what = "; ".join(own or [f"rank {other} failed: {text}" for other, (_, text) in sorted(told.items())])
+    if silent and not own:
         what = f"no word from rank {', '.join(silent)}, which was killed, hangs or makes other calls"
     first = str(error).partition("\n")[0][:_LONGEST]
-    rule = f"a collective needs all ranks, and on rank {ranks[group.rank()]} it failed: {first}"
+    rule = f"a collective needs all ranks, and on rank {rank} it failed: {first}"
     fix = "read the first error of each rank; a rank that was killed has none"
     return RankError(message(what, rule=rule, fix=fix))

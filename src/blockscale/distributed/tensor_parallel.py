@@ -42,6 +42,7 @@ from ..errors import AxisError, OptionError, ShapeError, ShardingError, check_na
 from ..formats.checks import in_words
 from ..formats.spec import get_format
 from ..formats.stochastic import Stochastic
+from .agreement import check_same_call
 from .collectives import Ranks, Tokens, ranks_of
 from .parallel_mlp_plan import ParallelMLPPlan
 from .parallel_plans import ColumnParallelPlan, RowParallelPlan, Sharing
@@ -81,6 +82,7 @@ def column_parallel(
     _check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
     if rounding is not None:
         rounding = replace(rounding, origin=(0, ranks.rank * weight.shape[0], ranks.size * weight.shape[0]))
+    check_same_call(ranks, x.device, "column_parallel", *_call(x, weight, bias, recipe, gather_dim, wgrad, needs))
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized)
     plan = ColumnParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = _with_size(x, gather_dim, x.shape[gather_dim] * ranks.size)
@@ -118,6 +120,7 @@ def row_parallel(
     _check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs)
     if rounding is not None and any(needs):
         rounding = _rounding_of_tokens(rounding, tokens, ranks, weight.shape[0])
+    check_same_call(ranks, x.device, "row_parallel", *_call(x, weight, bias, recipe, scatter_dim, wgrad, needs))
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized)
     plan = RowParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = _with_size(x, scatter_dim, x.shape[scatter_dim] // ranks.size)
@@ -180,6 +183,8 @@ def swiglu_parallel(
     needs = first, needed_grads(x, down_weight, down_bias)._replace(x=any(first))
     _check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs[0])
     _check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs[1])
+    call = _call(x, gate_up_weight, gate_up_bias, recipe, token_dim, wgrad, needs[0])
+    check_same_call(ranks, x.device, "swiglu_parallel", *call, tuple(down_weight.shape), down_bias is None, *needs[1])
     sharing = Sharing(ranks, tokens, wgrad == "requantized")
     plan = ParallelMLPPlan(recipe, (None, None), needs, output_dtype(x), sharing)
     call_state = (None, *weight_operands)
@@ -206,6 +211,14 @@ def _run(
 def _with_size(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
     """Leading axes of x [.., K], one of them with another size."""
     return (*x.shape[:dim], size, *x.shape[dim + 1 : -1])
+
+
+def _call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, dim: int, wgrad: Wgrad, needs: NeedsGrad
+) -> tuple[object, ...]:
+    """What the collectives of a call and of its backward depend on."""
+    shapes = tuple(x.shape), tuple(weight.shape)
+    return *shapes, x.dtype, weight.dtype, bias is None, recipe.name, dim, wgrad, *needs
 
 
 # ---- checks: from what all ranks have alike, so that all of them raise -----------------------------------------------
